@@ -106,9 +106,9 @@ def work(options: argparse.Namespace) -> int:
     def train(rival: str, steps: int) -> list[tuple[float, float]]:
         """Seconds of each step, and of it exposed."""
         for other in members["default"] + members["auto"]:
-            group.remove(other)
+            group.members.remove(other)
         for member in members[rival]:
-            group.add(member)
+            group.members.add(member)
         times = []
         for _ in range(steps):
             torchring.barrier()
@@ -140,7 +140,7 @@ def work(options: argparse.Namespace) -> int:
             "ms": {rival: vars(Spread.of(row)) for rival, row in zip(trainers, slowest.tolist(), strict=True)},
             "exposed_ms": {rival: vars(Spread.of(row)) for rival, row in zip(trainers, least.tolist(), strict=True)},
             "buckets_mib": {
-                rival: [bucket.plan.num_bytes / 2**20 for bucket in members[rival][0].reduction.buckets]
+                rival: [bucket.plan.num_bytes / 2**20 for bucket in members[rival][0].layout.buckets]
                 for rival in trainers
             },
             "stats": stats,

@@ -174,9 +174,9 @@ def compare(name: str, build: Callable[[], Workload], options: argparse.Namespac
     def prepare(rival: str) -> None:
         for others in members.values():
             for member in others:
-                group.remove(member)
+                group.members.remove(member)
         for member in members[rival]:
-            group.add(member)
+            group.members.add(member)
 
     spreads = measure.take_turns(
         {rival: functools.partial(t.step, workload, batches) for rival, t in trainers.items()},
@@ -189,7 +189,7 @@ def compare(name: str, build: Callable[[], Workload], options: argparse.Namespac
     torch.manual_seed(0)
     weight_differences = check_weights(trainers, build().model)
     last_bytes = {
-        rival: max(member.reduction.buckets[-1].plan.num_bytes for member in found)
+        rival: max(member.layout.buckets[-1].plan.num_bytes for member in found)
         for rival, found in members.items()
         if found
     }

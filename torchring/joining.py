@@ -26,7 +26,7 @@ from torchring.collectives.join import Join
 from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.default_world import default_world
 from torchring.gradients.group import OptimizerGroup
-from torchring.gradients.sync import GradientSync
+from torchring.gradients.reducer import Reducer
 from torchring.optimizer import DistributedOptimizer
 from torchring.world import World
 
@@ -151,7 +151,7 @@ def _last(num_followed: int, world: World, group: OptimizerGroup) -> int:
 def _take_over(optimizer: DistributedOptimizer, src: int) -> None:
     """Collective, outside backward: give `optimizer` what it has on rank `src`. Gradients are dropped."""
     sync = optimizer._live_sync()
-    assert isinstance(sync, GradientSync)
+    assert isinstance(sync, Reducer)
     optimizer.zero_grad()
     model, names = optimizer._model(), optimizer._names
     others = {name: p.data for name, p in model.named_parameters() if p not in names} if model is not None else {}

@@ -1,10 +1,7 @@
 """`wrap` makes an optimizer distributed; `DistributedOptimizer` is what it returns.
 
-A gradient's way through `gradients/`: a hook (`hooks.py`) tells the scheduler that autograd has accumulated a gradient.
-`scheduler.py` finds the gradient's bucket, which `plan.py` decided beforehand. `bucket.py` packs the gradient, the
-scheduler launches full buckets in plan order, and `allreduce/` adds up what the ranks have. `sync.py` decides which
-backwards reduce, and `reduction.py` holds the parts of one optimizer together. When `backward()` returns, every
-gradient is reduced, so clipping, GradScaler, schedulers and closures need no extra call.
+`gradients/__init__.py` lists the way of a gradient. When `backward()` returns, every gradient is reduced, so clipping,
+GradScaler, schedulers and closures need no extra call.
 """
 
 from __future__ import annotations
@@ -38,16 +35,17 @@ from torchring.generation import ProvisionalWorld, refuse_before_generation
 from torchring.gradients.closures import Snapshot, mean_loss
 from torchring.gradients.contract import Sync
 from torchring.gradients.group import OptimizerGroup
+from torchring.gradients.layout import Options
 from torchring.gradients.local import LocalSync
 from torchring.gradients.participants.about import about
 from torchring.gradients.participants.buffers import SyncBuffers, buffer_specs, check_choices
+from torchring.gradients.participants.elastic import Batches
 from torchring.gradients.participants.recording import with_others
 from torchring.gradients.participants.replicas import ReplicaCheck
 from torchring.gradients.participants.weights import check_weight
 from torchring.gradients.plan import Compression
-from torchring.gradients.reduction import Options, Reduction
+from torchring.gradients.reducer import Reducer
 from torchring.gradients.stats import Stats, stats_of
-from torchring.gradients.sync import Batches, GradientSync
 from torchring.gradients.validation import (
     GradientOp,
     OnNonfinite,
@@ -441,7 +439,7 @@ class DistributedOptimizer(Optimizer):
             return
         self.optimizer.zero_grad(set_to_none=set_to_none)
         if self._sync is not None and not set_to_none:
-            self._sync.reduction.mark_zeroed()
+            self._sync.ledger.mark_zeroed()
 
     def synchronize(self) -> None:
         """Reduce the gradients that are not reduced yet on some rank. Collective. Does nothing if there are none.
@@ -616,7 +614,7 @@ class DistributedOptimizer(Optimizer):
         self._model: Callable[[], torch.nn.Module | None] = weakref.ref(model) if model is not None else _no_model
 
         # What reduces: `_sync` if it is connected to other ranks, else `_local`
-        self._sync: GradientSync | None = None
+        self._sync: Reducer | None = None
         self._local: LocalSync = self._make_local()
         self._needs_state = False  # of torchring.elastic, before it can connect
         self._is_closed = False
@@ -636,23 +634,23 @@ class DistributedOptimizer(Optimizer):
         super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
         self._is_initialising = False
 
-    def _connect(self, world: World) -> GradientSync:
+    def _connect(self, world: World) -> Reducer:
         """Collective: reduce with the ranks of `world` from now on."""
         return world.shared(OptimizerGroup).guard.run("wrap()", self._agree, world)
 
-    def _agree(self, world: World) -> GradientSync:
+    def _agree(self, world: World) -> Reducer:
         """Collective: agree on a plan with the other ranks and hook the parameters."""
         parameters = list(self._names)
         trainable = [p for p in parameters if p.requires_grad]
         specs = [spec_of(self._names, self._sparse, p) for p in trainable]
         model = self._model()
         buffers = [] if model is None else buffer_specs(model, self._options.sync_buffers)
-        reduction = Reduction(world, specs, trainable, self._options, buffers)
-        self._sync = GradientSync(
-            reduction,
-            self._replica_check(world, self._names, self.optimizer, model),
-            accumulate=self._options.accumulate,
-            on_nonfinite=self._options.on_nonfinite,
+        group = world.shared(OptimizerGroup)
+        self._sync = Reducer(
+            *(world, specs, trainable, self._options, group.members),
+            end_backward=group.end_backward,
+            replicas=self._replica_check(world, self._names, self.optimizer, model),
+            buffers=buffers,
             frozen=[p for p in parameters if not p.requires_grad],
             spec_of=functools.partial(spec_of, self._names, self._sparse),
             owner=self,
@@ -676,7 +674,7 @@ class DistributedOptimizer(Optimizer):
                 )
             if world.size > 1:
                 sync = self._connect(world)
-                sync.first_gradient(next(i for i, p in enumerate(sync.reduction.parameters) if p is parameter))
+                sync.first_gradient(next(i for i, p in enumerate(sync.parameters) if p is parameter))
 
         self._early_handles = [
             p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -695,8 +693,8 @@ class DistributedOptimizer(Optimizer):
         options["model"] = "None" if self._model is _no_model else "given"
         options["optimizer"] = type(self.optimizer).__name__
         options["fused"] = str(bool(self.optimizer.defaults.get("fused")))
-        reduction = None if self._sync is None else self._sync.reduction
-        found = about(world, self._names, options, reduction, self._wrapped_at)
+        layout = None if self._sync is None else self._sync.layout
+        found = about(world, self._names, options, layout, self._wrapped_at)
         recorder.about = with_others(found, recorder.about)
 
     def _drop_early_hooks(self) -> None:
@@ -734,7 +732,7 @@ class DistributedOptimizer(Optimizer):
             self._connect(world).batches = batches
 
     @property
-    def _current(self) -> GradientSync | LocalSync:
+    def _current(self) -> Reducer | LocalSync:
         """Has reduced the last gradients."""
         return self._sync or self._local
 
@@ -747,7 +745,7 @@ class DistributedOptimizer(Optimizer):
         self._options = dataclasses.replace(self._options, accumulate=accumulate)
         self._current.accumulate = accumulate
 
-    def _live_sync(self) -> GradientSync | LocalSync:
+    def _live_sync(self) -> Reducer | LocalSync:
         """Returns what reduces the gradients. A copy connects now, if no gradient has made it connect before."""
         if self._is_closed:
             raise ValueError(
@@ -797,15 +795,15 @@ class DistributedOptimizer(Optimizer):
         """Raise GradientError rather than train on something that is known to be wrong. Returns whether to step."""
         sync.check_backward()
         if self._sync is not None:
-            self._check_parameters(self._sync.reduction)
+            self._check_parameters(self._sync)
         return sync.check_gradients()
 
-    def _check_parameters(self, reduction: Reduction) -> None:
+    def _check_parameters(self, reducer: Reducer) -> None:
         """Raise GradientError if the optimizer steps other parameters by now than those that are reduced."""
-        rank = reduction.world.rank
+        rank = reducer.world.rank
         model = self._model()
-        if model is not None and reduction.num_rounds == 0:
-            check_same_model(model, self._names, reduction.parameters, rank)
+        if model is not None and reducer.num_reductions == 0:
+            check_same_model(model, self._names, reducer.parameters, rank)
         if not steps_exactly(self.optimizer, self._stepped):
             check_same_parameters(self.optimizer, self._names, rank)
             self._stepped = list(parameters_of(self.optimizer))  # the same in another order

@@ -108,7 +108,7 @@ class OneBucket:
 
         stream, unread = accelerator.open_stream(), UnreadGradients(accelerator)
 
-        def packing(scale: float) -> DevicePacking:  # as `DeviceRounds` does
+        def packing(scale: float) -> DevicePacking:  # as `DeviceAgreement` does
             place = wire.buffer, wire.found_in_inputs
             return DevicePacking(scale, plan, *place, stream, accelerator, reduction_stream=mover.stream, unread=unread)
 

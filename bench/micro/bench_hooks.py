@@ -19,9 +19,10 @@ from torchring.allreduce import NonFinite, Wire
 from torchring.bench.micro.conftest import Remark
 from torchring.bench.models import small
 from torchring.errors import RingError
-from torchring.gradients import reduction
+from torchring.gradients import layout
+from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.participants.replicas import ReplicaCheck
-from torchring.gradients.sync import GradientSync
+from torchring.gradients.reducer import Reducer
 from torchring.gradients.validation import spec_of
 from torchring.world import World
 
@@ -76,26 +77,24 @@ class Owner:
 
 
 @contextmanager
-def hooked(model: torch.nn.Module, mover: NoOpMover) -> Iterator[GradientSync]:
+def hooked(model: torch.nn.Module, mover: NoOpMover) -> Iterator[Reducer]:
     """Register torchring's hooks on all parameters, as `wrap` does."""
     world, owner = World(None, 0, 1), Owner()
     names = {parameter: name for name, parameter in model.named_parameters()}
     specs = [spec_of(names, set(), parameter) for parameter in names]
-    options = reduction.Options("mean", None, 25.0, 1, "direct", "inline")
+    options = layout.Options("mean", None, 25.0, 1, "direct", "inline")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reduction, "open_mover", lambda *_: mover)
-        reduces = reduction.Reduction(world, specs, list(names), options)
-    sync = GradientSync(
-        reduces,
-        ReplicaCheck(world, names),
-        on_nonfinite="raise",
-        accumulate=1,
-        frozen=[],
-        spec_of=lambda parameter: spec_of(names, set(), parameter),
-        owner=owner,
-    )
+        patch.setattr(layout, "open_mover", lambda *_: mover)
+        group = world.shared(OptimizerGroup)
+        reducer = Reducer(
+            *(world, specs, list(names), options, group.members),
+            end_backward=group.end_backward,
+            replicas=ReplicaCheck(world, names),
+            spec_of=lambda parameter: spec_of(names, set(), parameter),
+            owner=owner,
+        )
     try:
-        yield sync
+        yield reducer
     finally:
         world.close()
 

@@ -16,7 +16,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from torchring.bench.micro.conftest import Remark
 from torchring.bench.models import MODELS
 from torchring.collectives.signature import fingerprint
-from torchring.gradients.plan import ALIGNMENT_BYTES, ControlBits, ParameterSpec, build_plan, describe
+from torchring.gradients.plan import ALIGNMENT_BYTES, ParameterSpec, build_plan, describe
 
 BUCKET_BYTES = 25 << 20
 every_model = pytest.mark.parametrize("model", list(MODELS))
@@ -47,8 +47,7 @@ def bench_build_plan(benchmark: BenchmarkFixture, remark: Remark, model: str, co
             assert slot.offset * bucket.wire_dtype.itemsize % ALIGNMENT_BYTES == 0
             end = slot.offset + slot.numel
         assert bucket.flags_offset >= end
-        num_control_elements = 0 if bucket.index else ControlBits.num_elements(bucket.wire_dtype)
-        assert bucket.numel == bucket.control_offset + num_control_elements
+        assert bucket.numel == bucket.control_offset
         assert bucket.wire_dtype == (torch.bfloat16 if compression else torch.float32)
 
 

@@ -15,9 +15,11 @@ from tests.support.checks import assert_bitwise
 from torchring.allreduce import NonFinite
 from torchring.errors import GradientError
 from torchring.gradients.bucket import COPY_ON_ARRIVAL_BYTES, Bucket, BucketState
+from torchring.gradients.control import ControlFields
 from torchring.gradients.ledger import GradientStatus
-from torchring.gradients.plan import ControlBits, ParameterSpec, build_plan
+from torchring.gradients.plan import ParameterSpec, build_plan
 
+CONTROL = ControlFields(("a", "b", "c"), ("weight",))
 IDLE, FILLING, PACKED, REDUCING, REDUCED = BucketState
 BIG = COPY_ON_ARRIVAL_BYTES // 4  # elements of fp32 that are copied on arrival; one less is only counted
 
@@ -56,6 +58,7 @@ def make(
         first_bucket_bytes=1 << 40,
         compression=compression,
         order=range(len(specs)) if order is None else order,
+        control=CONTROL,
     ).buckets
     wire = plain_wire(torch.full((plan.numel,), float("nan"), dtype=plan.wire_dtype))
     return Bucket(plan, wire, specs, parameters, scale=1.0 if is_sum else 1 / world_size, is_sum=is_sum)
@@ -74,7 +77,7 @@ def give(bucket: Bucket, slot: int, values: Sequence[float] | torch.Tensor | flo
     else:
         parameter.grad.add_(new)
     if bucket.state is IDLE:
-        bucket.begin(bucket.share)
+        bucket.begin(bucket.round)
     return bucket.mark_ready(slot)
 
 
@@ -92,7 +95,7 @@ def finish(*ranks: Bucket) -> None:
     """The end of a backward, on every rank."""
     for bucket in ranks:
         if bucket.state is IDLE:
-            bucket.begin(bucket.share)
+            bucket.begin(bucket.round)
         if bucket.state in (IDLE, FILLING):
             bucket.fill_missing()
     reduce(*ranks)
@@ -550,35 +553,38 @@ def test_control_bits_of_some_ranks_reach_all(is_sum: bool, compression: str | N
     ]
     for i, bits in enumerate(sent):
         for rank, bucket in enumerate(ranks):
-            bucket.control_bits = ControlBits(*bits[rank])
+            bucket.round.bits = dict(zip(CONTROL.bits, bits[rank], strict=True))
             if is_sum:
                 bucket.parameters[0].grad = bucket.parameters[1].grad = None
             give(bucket, 0, 1.0)
             if i % 2:
                 give(bucket, 1, 1.0)
         finish(*ranks)
-        expected = ControlBits(*map(sum, zip(*bits, strict=True)))
+        expected = summed(*map(sum, zip(*bits, strict=True)))
         assert [bucket.control_sums() for bucket in ranks] == [expected] * 4
+
+
+def summed(a: int, b: int, c: int) -> dict[str, float]:
+    return {"a": a, "b": b, "c": c, "weight": 0.0}
 
 
 def test_control_bits_are_unset_by_default() -> None:
     bucket = ones(2, 1)
-    assert bucket.control_bits == ControlBits(0, 0, 0)
     finish(bucket)
-    assert bucket.control_sums() == ControlBits(0, 0, 0)
+    assert bucket.control_sums() == summed(0, 0, 0)
 
 
 def test_control_bits_touch_neither_gradients_nor_flags() -> None:
     """Half the bucket is unused on all ranks, so its flag decides that it stays None."""
     ranks = [ones(2, 1, world_size=2) for _ in range(2)]
     for bucket in ranks:
-        bucket.control_bits = ControlBits(1, 1, 1)
+        bucket.round.bits = {"a": 1, "b": 1, "c": 1}
         give(bucket, 0, 3.0)
     finish(*ranks)
     for bucket in ranks:
         assert grad(bucket, 0) == [3.0, 3.0]
         assert bucket.parameters[1].grad is None
-        assert bucket.control_sums() == ControlBits(2, 2, 2)
+        assert bucket.control_sums() == summed(2, 2, 2)
 
 
 # Gradients that a script keeps over zero_grad(set_to_none=True)

@@ -530,15 +530,15 @@ def _no_room_for_the_second_plan(rank: int, world_size: int) -> tuple[str, str]:
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
     assert optimizer._sync is not None
-    reduction = optimizer._sync.reduction
-    assert reduction.scheduler.ready_order is not None
-    reduction.scheduler.ready_order.sort()  # another order than that of the plan
+    reducer = optimizer._sync
+    assert reducer.launcher.ready_order is not None
+    reducer.launcher.ready_order.sort()  # another order than that of the plan
     if rank == 1:
 
         def refuse(specs: object) -> list[object]:
             raise OSError("no space left")
 
-        reduction.mover.open_wires = refuse  # type: ignore[assignment]
+        reducer.layout.mover.open_wires = refuse  # type: ignore[assignment]
     with pytest.raises((OSError, RingError)) as first:
         model(batch(rank, 1)).backward()
     with pytest.raises(GradientError) as second:
@@ -890,7 +890,7 @@ def _gone(rank: int, world_size: int, everywhere: bool) -> tuple[int, str]:
     second(batch(rank)).backward()
     check_gradients(second, mean_of(second, second, world_size, [0]))
     optimizer.step()
-    count = len(default_world().shared(OptimizerGroup)._members)
+    count = len(list(default_world().shared(OptimizerGroup).members))
     if kept is None:
         return count, ""
     first(batch(rank)).backward()

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from torchring.collectives.signature import fingerprint, first_difference
+from torchring.gradients.control import ControlFields
 from torchring.gradients.plan import (
     ALIGNMENT_BYTES,
     FIRST_BUCKET_BYTES,
     BucketPlan,
-    ControlBits,
     ParameterSpec,
     Plan,
     Slot,
@@ -27,6 +27,7 @@ from torchring.gradients.plan import (
 )
 
 CPU = torch.device("cpu")
+CONTROL = ControlFields(("first", "second"), ("number",))
 
 
 def spec(
@@ -59,23 +60,15 @@ def members(plan: Plan) -> list[list[int]]:
 def test_worked_example() -> None:
     plan = build_plan(fp32(4, 2, 3), bucket_bytes=16)
     assert plan.buckets == (
-        BucketPlan(0, torch.float32, torch.float32, (Slot(2, 0, 3), Slot(1, 16, 2)), flags_offset=32, numel=48),
+        BucketPlan(0, torch.float32, torch.float32, (Slot(2, 0, 3), Slot(1, 16, 2)), flags_offset=32, numel=34),
         BucketPlan(1, torch.float32, torch.float32, (Slot(0, 0, 4),), flags_offset=16, numel=17),
     )
-    assert [bucket.num_bytes for bucket in plan.buckets] == [192, 68]
-    assert plan.num_bytes == 260
+    assert [bucket.num_bytes for bucket in plan.buckets] == [136, 68]
+    assert plan.num_bytes == 204
 
 
 def test_worked_example_of_the_announced_constants() -> None:
-    assert (ALIGNMENT_BYTES, FIRST_BUCKET_BYTES, ControlBits._fields) == (
-        64,
-        1 << 20,
-        (
-            *("odd_steps", "parameters_changed", "has_thawed", "is_weighted", "is_unweighted"),
-            *("is_absent", "has_ended", "buffers_changed", "buffers_missing", "wants_change", "leaves"),
-            *("is_of_batch", "has_left_out", "weight"),
-        ),
-    )
+    assert (ALIGNMENT_BYTES, FIRST_BUCKET_BYTES) == (64, 1 << 20)
 
 
 @pytest.mark.parametrize(
@@ -195,27 +188,22 @@ def test_slots_are_aligned_in_the_wire_dtype(
 
 def test_one_flag_per_slot_and_the_control_bits_in_the_first_bucket() -> None:
     for count in range(1, 5):
-        (bucket,) = build_plan(fp32(*[16] * count), bucket_bytes=1000).buckets
+        (bucket,) = build_plan(fp32(*[16] * count), bucket_bytes=1000, control=CONTROL).buckets
         assert (bucket.flags_offset, bucket.control_offset) == (16 * count, 16 * count + count)
-        assert bucket.numel == bucket.control_offset + 14
-    first, *others = build_plan(fp32(*[16] * 4), bucket_bytes=0).buckets
-    assert first.numel == first.control_offset + 14
+        assert bucket.numel == bucket.control_offset + 3
+    first, *others = build_plan(fp32(*[16] * 4), bucket_bytes=0, control=CONTROL).buckets
+    assert first.numel == first.control_offset + 3
+    assert first.control == CONTROL
     assert [bucket.numel - bucket.control_offset for bucket in others] == [0, 0, 0]
-
-
-def test_some_but_not_all() -> None:
-    assert ControlBits(0, 1, 3).on_some_but_not_all(3) == ControlBits(0, 1, 0)
-    assert ControlBits(2, 3, 0).on_some_but_not_all(3) == ControlBits(1, 0, 0)
-    assert ControlBits(1, 0, 1).on_some_but_not_all(1) == ControlBits(0, 0, 0)
 
 
 def test_empty_and_0_dim_parameters() -> None:
     specs = [spec("scalar"), spec("none", 0, 3), spec("row", 2)]
     (bucket,) = build_plan(specs, bucket_bytes=1000).buckets
     assert bucket.slots == (Slot(2, 0, 2), Slot(1, 16, 0), Slot(0, 16, 1))
-    assert (bucket.flags_offset, bucket.numel) == (32, 32 + 3 + 14)
+    assert (bucket.flags_offset, bucket.numel) == (32, 32 + 3)
     (alone,) = build_plan([spec("none", 0)], bucket_bytes=1000).buckets
-    assert (alone.slots, alone.flags_offset, alone.numel) == ((Slot(0, 0, 0),), 0, 1 + 14)
+    assert (alone.slots, alone.flags_offset, alone.numel) == ((Slot(0, 0, 0),), 0, 1)
 
 
 def test_sparse_parameters_are_in_no_bucket() -> None:
@@ -262,8 +250,7 @@ def check_layout(plan: Plan, specs: Sequence[ParameterSpec]) -> None:
             end = slot.offset + slot.numel
         assert bucket.flags_offset >= end
         assert bucket.control_offset == bucket.flags_offset + len(bucket.slots)
-        num_control_elements = 0 if bucket.index else ControlBits.num_elements(bucket.wire_dtype)
-        assert bucket.numel == bucket.control_offset + num_control_elements
+        assert bucket.numel == bucket.control_offset + bucket.control.num_elements(bucket.wire_dtype)
 
 
 @pytest.mark.parametrize("seed", range(40))

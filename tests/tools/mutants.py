@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # The tests that should notice a mutant of a file, quick ones first, and which of them (pytest's -k).
 TESTS = {
     "torchring/gradients/hooks.py": ("gradients/test_hooks gradients/test_backward", ""),
-    "torchring/gradients/sync.py": (
+    "torchring/gradients/reducer.py": (
         "gradients/test_hooks optimizer/test_mistakes gradients/test_module_wrappers gradients/test_backward "
         "optimizer/test_semantics",
         "",
@@ -51,11 +51,11 @@ TESTS = {
     "torchring/gradients/group.py": ("gradients/test_hooks gradients/test_broken_off optimizer/test_contract", ""),
     "torchring/gradients/plan.py": ("gradients/test_plan gradients/test_bucket", ""),
     "torchring/gradients/bucket.py": (
-        "gradients/test_bucket gradients/test_scheduler gradients/test_hooks allreduce/device/test_on_device",
+        "gradients/test_bucket gradients/test_launcher gradients/test_hooks allreduce/device/test_on_device",
         "",
     ),
     "torchring/gradients/ledger.py": ("gradients/test_bucket gradients/test_hooks optimizer/test_mistakes", ""),
-    "torchring/gradients/scheduler.py": ("gradients/test_scheduler gradients/test_hooks gradients/test_broken_off", ""),
+    "torchring/gradients/launcher.py": ("gradients/test_launcher gradients/test_hooks gradients/test_broken_off", ""),
     "torchring/gradients/participants/replicas.py": (
         "gradients/participants/test_replicas optimizer/test_mistakes",
         "",
@@ -63,7 +63,8 @@ TESTS = {
     "torchring/gradients/participants/weights.py": ("gradients/participants/test_weights", ""),
     "torchring/gradients/local.py": ("gradients/participants/test_weights optimizer/test_options", ""),
     "torchring/gradients/participants/buffers.py": ("gradients/participants/test_buffers", ""),
-    "torchring/gradients/reduction.py": (
+    "torchring/gradients/participants/weighing.py": ("gradients/participants/test_weights", ""),
+    "torchring/gradients/layout.py": (
         "gradients/test_hooks gradients/participants/test_weights gradients/participants/test_buffers "
         "optimizer/test_semantics",
         "",

@@ -24,6 +24,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 
@@ -34,21 +36,37 @@ from torchring.errors import FirstFailure, RingError
 from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup
 
+_IN_ORDER: Final = "reductions advance and end in the order in which they were started"
+
+
+@dataclass
+class _Host:
+    """Shared by all reductions of one `DirectAllReduce`.
+
+    Attributes:
+        packed, done: the two signals.
+        records, slices: what the ranks of the host share.
+        pending: started and not yet over, the oldest first.
+        num_gathered: number of reductions that all ranks have packed.
+    """
+
+    packed: Channel
+    done: Channel
+    records: ReductionRecords
+    slices: Slices
+    pending: deque[PendingDirect] = field(default_factory=deque)
+    num_gathered: int = 0
+
 
 class PendingDirect:
-    """One reduction, from this rank's "packed" to the "done" of all ranks. See `PendingReduction`.
-
-    Args:
-        number: number of reductions of `mover` that were started before this reduction.
-    """
+    """One reduction, from this rank's "packed" to the "done" of all ranks. See `PendingReduction`."""
 
     span = None
 
-    __slots__ = ("_is_gathered", "_is_over", "_is_reduced", "_mover", "_number", "_result", "_scale", "_tag", "_wire")
+    __slots__ = ("_host", "_is_gathered", "_is_over", "_is_reduced", "_number", "_result", "_scale", "_tag", "_wire")
 
-    def __init__(self, mover: DirectAllReduce, number: int, wire: SharedWire, scale: float, tag: int) -> None:
-        self._mover = mover
-        self._number = number
+    def __init__(self, host: _Host, wire: SharedWire, scale: float, tag: int) -> None:
+        self._host = host
         self._wire = wire
         self._scale = scale
         self._tag = tag
@@ -56,56 +74,56 @@ class PendingDirect:
         self._is_reduced = False  # this rank has reduced its slice
         self._is_over = False
         self._result: NonFinite | None = None
+        self._number = host.records.begin(tag)
+        host.pending.append(self)
+        host.packed.announce()
 
     def advance(self) -> bool:
-        return self._is_reduced or self._reduce(waits=False)
+        if self._is_reduced:
+            return True
+        host = self._host
+        if not self._is_gathered:
+            assert self._number == host.num_gathered, _IN_ORDER
+            if not host.packed.has_gathered():
+                return False
+            self._note_gathered()
+        host.records.check_tags(self._number, self._tag)
+        found = host.slices.sum(self._wire, self._scale, spread=True)
+        self._is_reduced = True
+        host.records.write(self._number, found)
+        host.done.announce()
+        return True
 
     def contribute(self) -> None:
-        if not self._is_reduced:
-            self._reduce(waits=True)
+        if not self._is_gathered:
+            assert self._number == self._host.num_gathered, _IN_ORDER
+            self._host.packed.gather()
+            self._note_gathered()
+        self.advance()
 
     def wait(self) -> NonFinite | None:
         if not self._is_over:
-            mover = self._mover
-            assert self is mover.pending[0], "reductions end in the order in which they were started"
+            host = self._host
+            assert self is host.pending[0], _IN_ORDER
             self.contribute()
-            mover.done.gather()
-            mover.pending.popleft()
+            host.done.gather()
+            host.pending.popleft()
             self._is_over = True
-            self._result = mover.records.read(self._number)
+            self._result = host.records.read(self._number)
         return self._result
 
-    def _reduce(self, *, waits: bool) -> bool:
-        """Reduce this rank's slice when all ranks have packed. Returns False if they have not, and it may not wait."""
-        mover = self._mover
-        if not self._is_gathered:
-            assert self._number == mover.num_gathered, "reductions advance in the order in which they were started"
-            if waits:
-                mover.packed.gather()
-            elif not mover.packed.has_gathered():
-                return False
-            self._is_gathered = True
-            mover.num_gathered += 1
-        mover.records.check_tags(self._number, self._tag)
-        found = mover.slices.sum(self._wire, self._scale, spread=True)
-        self._is_reduced = True
-        mover.records.write(self._number, found)
-        mover.done.announce()
-        return True
+    def _note_gathered(self) -> None:
+        """All ranks have packed."""
+        self._is_gathered = True
+        self._host.num_gathered += 1
 
 
 class DirectAllReduce:
-    """Mover over shared memory; all ranks of `group` open it together. See `Mover` and, for one lane, `BlockingMover`.
+    """Mover over shared memory; all ranks of `group` open it together. See `Mover`, and `BlockingMover`: of one lane.
 
     Args:
         group: the ranks of this host.
         poll_seconds: see `Channel`.
-
-    Attributes (for `PendingDirect`):
-        packed, done: the two signals.
-        records, slices: memory that the ranks of the host share.
-        pending: reductions that were started and are not over, the oldest first.
-        num_gathered: number of reductions that all ranks have packed.
     """
 
     algorithm = "direct"
@@ -113,32 +131,27 @@ class DirectAllReduce:
     num_lanes = 1
 
     def __init__(self, group: HostGroup, *, poll_seconds: float) -> None:
-        self.packed = Channel(group, poll_seconds=poll_seconds)
-        self.done = Channel(group, poll_seconds=poll_seconds)
-        self.records = ReductionRecords(group)
-        self.slices = Slices(group, group.size)
-        self.pending: deque[PendingDirect] = deque()
-        self.num_gathered = 0
-        self._num_started = 0
         self._group = group
+        self._host = _Host(
+            packed=Channel(group, poll_seconds=poll_seconds),
+            done=Channel(group, poll_seconds=poll_seconds),
+            records=ReductionRecords(group),
+            slices=Slices(group, group.size),
+        )
         self._failure = FirstFailure()
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[SharedWire]:
-        return [self.slices.wire(parts) for parts in self.slices.allocate(specs)]
+        slices = self._host.slices
+        return [slices.wire(parts) for parts in slices.allocate(specs)]
 
     def all_reduce(self, wire: SharedWire, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
         return self.start(wire, scale=scale, tag=tag).wait()
 
     def start(self, wire: SharedWire, *, scale: float = 1.0, tag: int = 0) -> PendingDirect:
         self._failure.raise_if_set()
-        if len(self.pending) == MAX_PENDING:
-            self.pending[0].wait()
-        pending = PendingDirect(self, self._num_started, wire, scale, tag)
-        self.records.write_tag(self._num_started, tag)
-        self._num_started += 1
-        self.pending.append(pending)
-        self.packed.announce()
-        return pending
+        if len(self._host.pending) == MAX_PENDING:
+            self._host.pending[0].wait()
+        return PendingDirect(self._host, wire, scale, tag)
 
     def fail(self, error: RingError) -> None:
         self._failure.set(error)

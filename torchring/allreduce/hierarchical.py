@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -37,12 +37,12 @@ from torchring.memory.host import HostGroup
 # A rank of another host that keeps a column waiting is named by the ring of that column. Ranks of this host that wait
 # for the column wait for so much longer, to hear of that name.
 _GRACE_SECONDS: Final = 5.0
-_LOOK_SECONDS: Final = 0.1  # a lane that waits for its turn checks so often that no other lane has failed
+_LOOK_SECONDS: Final = 0.1  # how often a lane that waits for its turn looks whether another lane has failed
 _AT_ONCE_SECONDS: Final = 100e-6
 
 
 def num_columns(hosts: Sequence[Sequence[int]]) -> int:
-    """Number of columns: the number of ranks of the smallest host."""
+    """The number of ranks of the smallest host."""
     return min(map(len, hosts))
 
 
@@ -75,43 +75,88 @@ class HierarchicalWire:
         return self.shared.tensor
 
 
-class PendingHierarchical:
-    """One reduction: this rank's part runs in a lane, the parts of peers are waited for. See `PendingReduction`.
+@dataclass
+class _Host:
+    """Shared by all reductions of one `HierarchicalAllReduce`.
 
-    Args:
-        number: number of reductions of `mover` that were started before this reduction.
+    Attributes:
+        group: the ranks of this host.
+        ring: the ring of this rank's column; None if this rank has no column.
+        lanes: threads that run this rank's parts.
+        packed, done: the two signals.
+        records, slices: what the ranks of the host share.
+        pending: started and not yet over, the oldest first.
+        turns: held while a column is summed over the host.
+        num_summed: number of columns that have been summed over the host.
+        finishing: held while "done" is announced.
+        num_done: number of reductions whose "done" this rank has announced.
+        early: later reductions whose part is done already.
     """
 
-    def __init__(
-        self, mover: HierarchicalAllReduce, number: int, wire: HierarchicalWire, scale: float, tag: int
-    ) -> None:
+    group: HostGroup
+    ring: RingAllReduce | None
+    lanes: Lanes
+    packed: Channel
+    done: Channel
+    records: ReductionRecords
+    slices: Slices
+    pending: deque[PendingHierarchical] = field(default_factory=deque)
+    turns: threading.Condition = field(default_factory=threading.Condition)
+    num_summed: int = 0
+    finishing: threading.Lock = field(default_factory=threading.Lock)
+    num_done: int = 0
+    early: set[int] = field(default_factory=set)
+
+    def announce_done(self, number: int) -> None:
+        """Peers count signals: the n-th "done" is that of the n-th reduction, though lanes may end in another order."""
+        with self.finishing:
+            self.early.add(number)
+            while self.num_done in self.early:
+                self.early.remove(self.num_done)
+                self.num_done += 1
+                self.done.announce()
+
+    def fail(self, error: RingError) -> None:
+        """Tell the ranks of this host, and those of the ring: neither know of the others."""
+        if self.lanes.failure.set(error):
+            self.group.report_failure(error)
+            if self.ring is not None:
+                self.ring.fail(error)
+
+
+class PendingHierarchical:
+    """One reduction: this rank's part runs in a lane, the parts of peers are waited for. See `PendingReduction`."""
+
+    def __init__(self, host: _Host, wire: HierarchicalWire, scale: float, tag: int) -> None:
         self.span: tuple[float, float] | None = None
-        self._mover = mover
-        self._number = number
+        self._host = host
         self._is_over = False
         self._result: NonFinite | None = None
-        self._part = mover.lanes.start(lambda lane: self._reduce(wire, scale, tag, lane))
+        self._number = host.records.begin(tag)
+        host.packed.announce()
+        self._part = host.lanes.start(lambda lane: self._reduce(wire, scale, tag, lane))
+        host.pending.append(self)
 
     def advance(self) -> bool:
         return True
 
     def contribute(self) -> None:
-        """Do nothing: this rank's part is done, or a lane does it."""
+        """Nothing to do: this rank's part is done, or a lane does it."""
 
     def wait(self) -> NonFinite | None:
         if not self._is_over:
-            mover = self._mover
-            assert self is mover.pending[0], "reductions end in the order in which they were started"
+            host = self._host
+            assert self is host.pending[0], "reductions end in the order in which they were started"
             try:
                 self._part.wait()
                 asked_at = time.perf_counter()
-                mover.done.gather()
+                host.done.gather()
             except RingError as error:
-                mover.fail(error)
+                host.fail(error)
                 raise
-            mover.pending.popleft()
+            host.pending.popleft()
             self._is_over = True
-            self._result = mover.records.read(self._number)
+            self._result = host.records.read(self._number)
             now = time.perf_counter()
             if (span := self._part.span) is not None:  # peers were done before, unless this rank has waited for them
                 self.span = span if now - asked_at < _AT_ONCE_SECONDS else (span[0], now)
@@ -119,7 +164,7 @@ class PendingHierarchical:
 
     def _reduce(self, wire: HierarchicalWire, scale: float, tag: int, lane: int) -> NonFinite | None:
         """This rank's part, in a lane."""
-        mover, column = self._mover, wire.column
+        host, column = self._host, wire.column
         # 16-bit partial sums travel, so they are scaled before the ring; wider sums after, as in a ring.
         is_narrow = wire.tensor.dtype.itemsize == 2
         within, between = (scale, 1.0) if is_narrow else (1.0, scale)
@@ -127,32 +172,32 @@ class PendingHierarchical:
         try:
             culprit = self._sum_on_host(wire, within, tag)
             if column is not None:
-                assert mover.ring is not None
-                found = mover.ring.reduce_checked(column, culprit, scale=between, tag=tag, lane=lane)
+                assert host.ring is not None
+                found = host.ring.reduce_checked(column, culprit, scale=between, tag=tag, lane=lane)
                 for other in wire.others:
                     other.copy_(column.whole)
         except RingError as error:
-            mover.fail(error)  # the members of the rings know nothing of this host
+            host.fail(error)
             raise
         if found is not None:
             found = NonFinite(found.rank, found.element + wire.first)
-        mover.records.write(self._number, found)
-        mover.announce_done(self._number)
+        host.records.write(self._number, found)
+        host.announce_done(self._number)
         return found
 
     def _sum_on_host(self, wire: HierarchicalWire, scale: float, tag: int) -> NonFinite | None:
         """Sum this rank's column over its host, when all ranks have packed. Lanes take turns: they share the buffers
         that a sum needs."""
-        mover = self._mover
-        with mover.turns:
-            while mover.num_summed != self._number:
-                mover.lanes.failure.raise_if_set()
-                mover.turns.wait(_LOOK_SECONDS)
-            mover.packed.gather()
-            mover.records.check_tags(self._number, tag)
-            culprit = mover.slices.sum(wire.shared, scale, spread=False)
-            mover.num_summed += 1
-            mover.turns.notify_all()
+        host = self._host
+        with host.turns:
+            while host.num_summed != self._number:
+                host.lanes.failure.raise_if_set()
+                host.turns.wait(_LOOK_SECONDS)
+            host.packed.gather()
+            host.records.check_tags(self._number, tag)
+            culprit = host.slices.sum(wire.shared, scale, spread=False)
+            host.num_summed += 1
+            host.turns.notify_all()
         return None if culprit is None else NonFinite(culprit.rank, culprit.element - wire.first)
 
 
@@ -162,16 +207,8 @@ class HierarchicalAllReduce:
     Args:
         group: the ranks of this host.
         columns: number of columns. The ranks whose position in the group is less have a column each.
-        ring: the ring of this rank's column. None if this rank has no column.
-        in_background: reductions go on after `start` has returned. If False, `start` does this rank's part.
-
-    Attributes (for `PendingHierarchical`):
-        lanes: run this rank's parts.
-        packed, done: the two signals.
-        records, slices: memory that the ranks of the host share.
-        pending: reductions that were started and are not over, the oldest first.
-        turns: held while a column is summed over the host.
-        num_summed: number of columns that have been summed over the host.
+        ring: of this rank's column, None if it has none.
+        in_background: whether reductions go on after `start` has returned. If not, `start` does this rank's part.
     """
 
     algorithm = "hierarchical"
@@ -180,60 +217,39 @@ class HierarchicalAllReduce:
         self, group: HostGroup, columns: int, ring: RingAllReduce | None, *, in_background: bool = True
     ) -> None:
         self.in_background = in_background
-        self.ring = ring
-        self.lanes = Lanes(1 if ring is None else ring.num_lanes, in_background=in_background)
         # Nobody polls: between hosts waits are long, and lanes want the core. If `start` does this rank's part,
         # peers that have not packed may themselves be waiting for other hosts.
-        self.packed = Channel(group, poll_seconds=0.0, grace_seconds=0.0 if in_background else _GRACE_SECONDS)
-        self.done = Channel(group, poll_seconds=0.0, grace_seconds=_GRACE_SECONDS)
-        self.records = ReductionRecords(group)
-        self.slices = Slices(group, columns)
-        self.pending: deque[PendingHierarchical] = deque()
-        self.turns = threading.Condition()
-        self.num_summed = 0
-        self._group = group
-        self._num_started = 0
-        self._finishing = threading.Lock()
-        self._num_done = 0
-        self._early: set[int] = set()  # reductions whose part is done, while an earlier part is not
+        self._host = _Host(
+            group,
+            ring,
+            Lanes(1 if ring is None else ring.num_lanes, in_background=in_background),
+            packed=Channel(group, poll_seconds=0.0, grace_seconds=0.0 if in_background else _GRACE_SECONDS),
+            done=Channel(group, poll_seconds=0.0, grace_seconds=_GRACE_SECONDS),
+            records=ReductionRecords(group),
+            slices=Slices(group, columns),
+        )
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[HierarchicalWire]:
-        return [self._wire(parts) for parts in self.slices.allocate(specs)]
+        return [self._wire(parts) for parts in self._host.slices.allocate(specs)]
 
     def start(self, wire: HierarchicalWire, *, scale: float = 1.0, tag: int = 0) -> PendingHierarchical:
-        if len(self.pending) == MAX_PENDING:
-            self.pending[0].wait()
-        self.records.write_tag(self._num_started, tag)
-        self.packed.announce()
-        pending = PendingHierarchical(self, self._num_started, wire, scale, tag)
-        self._num_started += 1
-        self.pending.append(pending)
-        return pending
-
-    def announce_done(self, number: int) -> None:
-        """Peers count signals: the n-th "done" is that of the n-th reduction, though lanes may end in another order."""
-        with self._finishing:
-            self._early.add(number)
-            while self._num_done in self._early:
-                self._early.remove(self._num_done)
-                self._num_done += 1
-                self.done.announce()
+        if len(self._host.pending) == MAX_PENDING:
+            self._host.pending[0].wait()
+        return PendingHierarchical(self._host, wire, scale, tag)
 
     def fail(self, error: RingError) -> None:
-        if self.lanes.failure.set(error):
-            self._group.report_failure(error)
-            if self.ring is not None:
-                self.ring.fail(error)
+        self._host.fail(error)
 
     def close(self) -> None:
-        self.lanes.close()
-        if self.ring is not None:
-            self.ring.close()
+        self._host.lanes.close()
+        if self._host.ring is not None:
+            self._host.ring.close()
 
     def _wire(self, parts: Sequence[torch.Tensor]) -> HierarchicalWire:
-        shared, (start, stop) = self.slices.wire(parts), self.slices.bounds(parts[0])
-        if self.ring is None:
+        host = self._host
+        shared, (start, stop) = host.slices.wire(parts), host.slices.bounds(parts[0])
+        if host.ring is None:
             return HierarchicalWire(shared, 0, None, ())
-        me = self._group.index
+        me = host.group.index
         others = tuple(part[start:stop] for i, part in enumerate(parts) if i != me)
-        return HierarchicalWire(shared, start, self.ring.wire_over(parts[me][start:stop]), others)
+        return HierarchicalWire(shared, start, host.ring.wire_over(parts[me][start:stop]), others)

@@ -1,4 +1,4 @@
-"""Records of reductions in memory that the ranks of one host share: the tag, and the first non-finite value."""
+"""Records of each reduction that the ranks of one host write for each other: its tag, and any NaN found."""
 
 from __future__ import annotations
 
@@ -24,10 +24,14 @@ class ReductionRecords:
         self._block = group.allocate(MAX_PENDING * 24)
         self._records = [as_words(part) for part in self._block.parts]
         self._own = self._records[group.index]
+        self._num_begun = 0
 
-    def write_tag(self, number: int, tag: int) -> None:
-        """Write the tag of this rank's n-th reduction. Call before "packed" is announced."""
+    def begin(self, tag: int) -> int:
+        """Say what this rank's next reduction reduces, before "packed" is announced. Returns the reduction's number."""
+        number = self._num_begun
         self._own[number % MAX_PENDING * 3] = tag
+        self._num_begun += 1
+        return number
 
     def check_tags(self, number: int, tag: int) -> None:
         """Raise PlanMismatchError, here and on the peers, if another rank's n-th reduction has another tag."""
@@ -39,13 +43,13 @@ class ReductionRecords:
                 raise error
 
     def write(self, number: int, found: NonFinite | None) -> None:
-        """Write the first non-finite value of this rank's slice. Call before "done" is announced."""
+        """Say what was found in this rank's slice. Call before "done" is announced."""
         at = number % MAX_PENDING * 3
         self._own[at + 1] = 0 if found is None else _NOBODY if found.rank is None else found.rank + 1
         self._own[at + 2] = 0 if found is None else found.element
 
     def read(self, number: int) -> NonFinite | None:
-        """The first non-finite value of any rank's slice. Call when all ranks have announced "done"."""
+        """The first NaN or infinity in the slice of any rank. Call when all ranks have announced "done"."""
         at = number % MAX_PENDING * 3
         for record in self._records:
             if record[at + 1]:

@@ -1,4 +1,4 @@
-"""When does backward end? Only this file asks autograd's engine.
+"""Notices the end of a backward. Only this file asks autograd's engine.
 
 `Variable._execution_engine.queue_callback` is not a public name. DistributedDataParallel and FSDP2 use the same name to
 learn of the end of backward. The engine leaves two cases to us. With reentrant checkpointing a backward runs inside a
@@ -8,6 +8,7 @@ callbacks do not fire at all.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 
@@ -34,7 +35,7 @@ class BackwardWatch:
 
     def arm(self) -> None:
         """Call from a hook, inside backward, when not armed."""
-        self._queue(_EndToken(self))
+        self._queue(_EndToken(self._ended))
 
     def close(self) -> None:
         """Call back no more, and let go of the callbacks. Not inside a backward: its end has to be noticed."""
@@ -46,6 +47,7 @@ class BackwardWatch:
         # From here on only the engine holds the token. The engine drops the token when backward raises.
         Variable._execution_engine.queue_callback(token)
 
+    @run_eagerly
     def _ended(self) -> None:
         self.is_armed = False
         node = torch._C._current_autograd_node()
@@ -59,7 +61,7 @@ class BackwardWatch:
             return
         # An inner backward has ended, which `node` of an outer backward runs. What runs after `node` belongs to the
         # outer backward: the first successor of `node`, or our next hook, whichever comes first, arms the watch there.
-        token = _EndToken(self)
+        token = _EndToken(self._ended)
         self._token = weakref.ref(token, self._dropped)
         for successor, _ in node.next_functions:
             if successor is not None:
@@ -80,16 +82,11 @@ class BackwardWatch:
             self._on_abort()
 
 
-class _EndToken:
-    """What the engine holds and calls. A token that dies without a call means that backward has raised."""
+class _EndToken(functools.partial[None]):
+    """The engine holds the token and calls it. A token that dies without a call means that backward has raised."""
 
-    def __init__(self, watch: BackwardWatch) -> None:
-        self._watch = watch
+    def __init__(self, _: Callable[[], None]) -> None:
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
-
-    @run_eagerly
-    def __call__(self) -> None:
-        self._watch._ended()
 
 
 def _nothing() -> None: ...

@@ -19,10 +19,11 @@ import torch
 
 from torchring.allreduce import NonFinite, Wire
 from torchring.errors import GradientError
+from torchring.gradients.control import ControlSums
 from torchring.gradients.ledger import LOCAL, GradientLedger, grad_of
 from torchring.gradients.packing import HostPacking, Packing
-from torchring.gradients.participants.weights import Share
-from torchring.gradients.plan import BucketPlan, ControlBits, ParameterSpec, Slot
+from torchring.gradients.plan import BucketPlan, ParameterSpec, Slot
+from torchring.gradients.round import RoundState
 from torchring.gradients.views import as_real, gradient_view, held, held_beside_grad, leave, storage_of
 
 # A gradient of this size or more is copied the moment it arrives: it is still in cache, and its memory goes straight
@@ -33,7 +34,7 @@ COPY_ON_ARRIVAL_BYTES: Final = 256 * 1024
 
 
 class BucketState(enum.Enum):
-    """What a bucket goes through in one round, in this order, and then again."""
+    """The states of a bucket in one round, in this order, and then again."""
 
     IDLE = "waiting for a backward"
     FILLING = "gradients are arriving"
@@ -45,7 +46,7 @@ class BucketState(enum.Enum):
 class Bucket:
     """The gradients of one `BucketPlan`, on this rank. For the thread that runs backward.
 
-    Only the scheduler calls what changes `state`.
+    Only the launcher calls what changes `state`.
 
     Args:
         plan: what belongs here.
@@ -59,10 +60,9 @@ class Bucket:
     Attributes:
         ledger: what is known about each gradient.
         flags: float[slots] on the host, 1 for each parameter that is used. A part of the wire buffer on the host; on a
-            device `DeviceRounds` compares the flags.
-        control_bits: what this rank tells the others, if the plan has room for control bits.
+            device `DeviceAgreement` compares the flags.
+        round: the round under way, or the last one.
         non_finite: where the first NaN or infinity of this round came from.
-        share: what this rank contributes to the round, with weights.
         copies_on_arrival: for each slot, whether `mark_ready` copies the gradient at once.
         reduce_scale: the factor that the mover applies to the sum.
         ready_at, packed_at: when the last gradient of this round had come, and when all were in the wire buffer, in
@@ -120,10 +120,9 @@ class Bucket:
         self._control = wire.tensor[plan.control_offset :]
         if self._is_asynchronous:
             self.flags = torch.zeros(len(plan.slots), dtype=torch.float32, device="cpu")
-        self.control_bits = ControlBits()
-        self.share = Share()
 
         # The round
+        self.round = RoundState(0)
         self.state = BucketState.IDLE
         self.non_finite: NonFinite | None = None
         self.ready_at = self.packed_at = self.packing_ns = 0
@@ -137,9 +136,9 @@ class Bucket:
         self._restrided: set[int] = set()  # slots whose parameter has other strides than when it was wrapped
         self._is_abandoned = False
 
-    def begin(self, share: Share) -> None:
+    def begin(self, current: RoundState) -> None:
         """A round begins. The first gradient of its backward may be there already."""
-        self.share = share
+        self.round = current
         if not self._live_in_wire:
             return
         self._earlier = set()
@@ -192,10 +191,10 @@ class Bucket:
         absent: list[int] = []
         for slot in self._missing:
             grad = self.parameters[slot].grad
-            (absent if grad is None or self.share.is_absent else present).append(slot)
+            (absent if grad is None or self.round.is_absent else present).append(slot)
             if grad is None:
                 self.flags[slot] = 0
-            elif self.share.is_absent or self.ledger.is_settled(slot, grad):
+            elif self.round.is_absent or self.ledger.is_settled(slot, grad):
                 self.flags[slot] = 0
                 if grad is self._views[slot]:
                     self._kept[slot] = grad.clone()
@@ -208,9 +207,10 @@ class Bucket:
         self._pack_rest()
         self._note_packed()
 
-    def control_sums(self) -> ControlBits:
+    def control_sums(self) -> ControlSums:
         """The control bits of the last round, summed over ranks. On the host, where the plan has room for them."""
-        return ControlBits.decode([value / self.reduce_scale for value in self._control.tolist()], self.plan.wire_dtype)
+        elements = [value / self.reduce_scale for value in self._control.tolist()]
+        return self.plan.control.decode(elements, self.plan.wire_dtype)
 
     def begin_reduce(self) -> None:
         """The wire buffer goes to the mover."""
@@ -225,13 +225,10 @@ class Bucket:
         if not self._live_in_wire and not self._is_abandoned:
             self._unpack([slot for slot, arrived in enumerate(self._has_arrived) if arrived])
 
-    def close_round(self, scale: float = 1.0) -> None:
-        """Backward is about to return: hand out gradients that only other ranks had computed, and become IDLE.
-
-        Args:
-            scale: another factor of the result.
-        """
+    def close_round(self) -> None:
+        """Backward is about to return: hand out gradients that only other ranks had computed, and become IDLE."""
         self._require(BucketState.IDLE)
+        scale = self.round.scale
         copies_back = self._live_in_wire and bool(self._packed)
         self.ledger.refuse_touched(
             [here and slot not in self._packed for slot, here in enumerate(self._has_arrived)]
@@ -264,8 +261,8 @@ class Bucket:
     def abandon(self) -> None:
         """The round was broken off. A reduction under way still writes to the buffer, so gradients move out of it."""
         is_under_way = self.state in (BucketState.REDUCING, BucketState.REDUCED)
-        if self.state is BucketState.PACKED and self._scales_in_wire and self.share.factor:
-            self.wire.tensor[: self.plan.flags_offset].div_(self.share.factor)
+        if self.state is BucketState.PACKED and self._scales_in_wire and self.round.factor:
+            self.wire.tensor[: self.plan.flags_offset].div_(self.round.factor)
         if not (is_under_way or (self._is_asynchronous and self.state is BucketState.PACKED)):
             return
         self._is_abandoned = True
@@ -277,8 +274,8 @@ class Bucket:
             grad = parameter.grad
             if grad is not None and grad is self._views[slot]:
                 parameter.grad = self._apart(slot, grad, is_held=slot in kept)
-                if self._scales_in_wire and self.share.factor:
-                    parameter.grad.div_(self.share.factor)
+                if self._scales_in_wire and self.round.factor:
+                    parameter.grad.div_(self.round.factor)
                 self.ledger.status[slot] = LOCAL
             elif slot in self._packed:
                 self.ledger.status[slot] = LOCAL
@@ -304,7 +301,7 @@ class Bucket:
 
         Two copies of one round may reach one place: where a gradient comes twice in one backward.
         """
-        return self.share.factor != 1.0 and self._live_in_wire and not self._is_asynchronous
+        return self.round.factor != 1.0 and self._live_in_wire and not self._is_asynchronous
 
     def slot_at(self, element: int) -> int:
         """The slot that holds that element of the wire buffer."""
@@ -392,10 +389,10 @@ class Bucket:
         arrived = [slot for slot, here in enumerate(self._has_arrived) if here]
         self._pack([slot for slot in arrived if not self.copies_on_arrival[slot]])
         if self._scales_in_wire:
-            self.wire.tensor[: self.plan.flags_offset].mul_(self.share.factor)
+            self.wire.tensor[: self.plan.flags_offset].mul_(self.round.factor)
         self.packing.finish_packing()
         if not self._is_asynchronous and self._control.numel():
-            elements = self.control_bits.encode(self.plan.wire_dtype)
+            elements = self.plan.control.encode(self.round.bits, self.plan.wire_dtype)
             self._control.copy_(torch.tensor(elements, dtype=torch.float64, device="cpu"))
         self._move(BucketState.PACKED)
 
@@ -406,7 +403,7 @@ class Bucket:
         views = [self._views[slot] for slot in slots]
         grads = [self.parameters[slot].grad for slot in slots]
         if any(map(operator.is_, grads, views)):  # accumulated in place
-            if self._is_asynchronous and (factor := self._scale_in_place * self.share.factor) != 1.0:
+            if self._is_asynchronous and (factor := self._scale_in_place * self.round.factor) != 1.0:
                 in_place = [view for grad, view in zip(grads, views, strict=True) if grad is view]
                 torch._foreach_mul_(in_place, factor)
                 self.packing.follow_current_stream()
@@ -426,13 +423,13 @@ class Bucket:
         if not packed:
             return
         if not self._live_in_wire:
-            self.packing.pack(slots, self._reals(packed), views, self.share.factor)
+            self.packing.pack(slots, self._reals(packed), views, self.round.factor)
             self._packed |= {slot: (grad, grad._version) for slot, grad in zip(slots, packed, strict=True)}
             return
         self._keep_apart(slots)
         self._leave_held(slots, views)
         try:
-            factor = self.share.factor if self._is_asynchronous else 1.0
+            factor = self.round.factor if self._is_asynchronous else 1.0
             self.packing.pack(slots, self._reals(packed), self._reals(views), factor)
             for slot, view in zip(slots, views, strict=True):
                 if slot not in self._packed:

@@ -12,7 +12,7 @@ from torchring.world import World
 
 
 class Sync(Protocol):
-    """The backwards and steps of one optimizer: `GradientSync` with other ranks, `LocalSync` in a world of one.
+    """The backwards and steps of one optimizer: `Reducer` with other ranks, `LocalSync` in a world of one.
 
     Attributes:
         accumulate: number of backwards per reduction; may change between reductions, on all ranks alike.

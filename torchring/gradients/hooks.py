@@ -14,7 +14,7 @@ Hook = Callable[[torch.Tensor], None]
 
 
 class Listener(Protocol):
-    """Whom the hooks tell about gradients.
+    """Hears of gradients from the hooks.
 
     Attributes:
         watch: notices the end of a backward.

@@ -1,4 +1,4 @@
-"""What is known about the gradients of one bucket: which `.grad` is the same on all ranks, and which is not.
+"""Knows which `.grad` is the same on all ranks, and which is not.
 
 `step()` asks the ledger before it uses a gradient. A gradient counts as known only while `.grad` is the tensor that the
 reduction left there, so that a tensor which the script has put into `.grad` is noticed.
@@ -9,7 +9,9 @@ from __future__ import annotations
 import enum
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -25,8 +27,111 @@ class GradientStatus(enum.Enum):
     REDUCED = "is the same on all ranks"
 
 
+class Ledger(Protocol):
+    """Knows the state of some gradients, each of which has a slot."""
+
+    def has_local(self) -> bool:
+        """Whether a gradient is there that no other rank has seen."""
+
+    def scale_local(self, factor: float) -> None:
+        """Multiply the gradients that no other rank has seen."""
+
+    def results(self) -> list[int]:
+        """The slots whose gradient is the same on all ranks, and not known to be zero."""
+
+    def parameter_of(self, slot: int) -> torch.Tensor: ...
+
+    def was_zeroed(self, slot: int, *, has_arrived: bool) -> bool:
+        """Whether the script has zeroed a result in place, past the optimizer.
+
+        Args:
+            has_arrived: backward has added to the gradient since. Then any other write counts as zeroing.
+        """
+
+    def mark_slot_zeroed(self, slot: int) -> None:
+        """This gradient was zeroed in place."""
+
+    def mark_zeroed(self) -> None:
+        """The optimizer has zeroed all gradients in place, or set them to None."""
+
+    def ignore_zeros(self) -> None:
+        """Zeros that the script has put into `.grad` are no gradients of this rank."""
+
+    def mark_written(self) -> None:
+        """Mark gradients as local that the script has written to since they were reduced. Before `synchronize()`."""
+
+    def unsettled(self) -> tuple[str, str] | None:
+        """The first parameter whose `.grad` must not be stepped on, and the reason. None if all gradients are fine."""
+
+
+class OptimizerLedger:
+    """All gradients of one optimizer.
+
+    Args:
+        ledgers: returns those of its parts.
+    """
+
+    def __init__(self, ledgers: Callable[[], Sequence[Ledger]]) -> None:
+        self._ledgers = ledgers
+
+    def has_local(self) -> bool:
+        """Whether a gradient is there that no other rank has seen."""
+        return any(ledger.has_local() for ledger in self._ledgers())
+
+    def holds_results(self) -> bool:
+        """Whether a gradient is there that an earlier round has reduced."""
+        return any(ledger.results() for ledger in self._ledgers())
+
+    def notice_zeroing(self, arrived: torch.Tensor | None = None) -> None:
+        """Find the results that the script has zeroed in place, past the optimizer (`model.zero_grad()`).
+
+        Args:
+            arrived: a parameter to whose gradient backward has added since. What its gradient was cannot be seen: zero,
+                if all others have become zero.
+        """
+        zeroed: list[Callable[[], None]] = []
+        of_arrived: list[Callable[[], None]] = []
+        num_results = 0
+        for ledger in self._ledgers():
+            for slot in ledger.results():
+                num_results += 1
+                has_arrived = ledger.parameter_of(slot) is arrived
+                if ledger.was_zeroed(slot, has_arrived=has_arrived):
+                    (of_arrived if has_arrived else zeroed).append(partial(ledger.mark_slot_zeroed, slot))
+        if zeroed and len(zeroed) + len(of_arrived) == num_results:
+            zeroed += of_arrived
+        for mark in zeroed:
+            mark()
+
+    def ignore_zeros(self) -> None:
+        """This rank has no gradient of its own, so zeros that the script has written are none, either."""
+        self.notice_zeroing()
+        for ledger in self._ledgers():
+            ledger.ignore_zeros()
+
+    def scale_local(self, factor: float) -> None:
+        """Multiply the gradients that no other rank has seen."""
+        for ledger in self._ledgers():
+            ledger.scale_local(factor)
+
+    def needs_synchronize(self) -> bool:
+        """Whether some gradient on this rank waits to be reduced, or was written to since."""
+        for ledger in self._ledgers():
+            ledger.mark_written()
+        return self.first_unsettled() is not None
+
+    def first_unsettled(self) -> tuple[str, str] | None:
+        """The first parameter whose gradient must not be stepped on, and what that gradient is."""
+        return next((found for ledger in self._ledgers() if (found := ledger.unsettled())), None)
+
+    def mark_zeroed(self) -> None:
+        """The optimizer has zeroed all gradients, or set them to None."""
+        for ledger in self._ledgers():
+            ledger.mark_zeroed()
+
+
 class GradientLedger:
-    """The gradients of one bucket, by slot.
+    """The gradients of one bucket, by slot. See `Ledger`.
 
     Args:
         bucket: index of the bucket, for error messages.
@@ -74,7 +179,6 @@ class GradientLedger:
         self.status[slot] = LOCAL
 
     def results(self) -> list[int]:
-        """The slots whose gradient is the same on all ranks, and not known to be zero."""
         grads = map(grad_of, self._parameters)
         return [
             slot
@@ -82,19 +186,16 @@ class GradientLedger:
             if status is REDUCED and grad is not None and self.is_settled(slot, grad)
         ]
 
-    def was_zeroed(self, slot: int, *, has_arrived: bool) -> bool:
-        """Whether the script has zeroed a result in place, past the optimizer.
+    def parameter_of(self, slot: int) -> torch.Tensor:
+        return self._parameters[slot]
 
-        Args:
-            has_arrived: backward has added to the gradient since. Then any other write counts as zeroing.
-        """
+    def was_zeroed(self, slot: int, *, has_arrived: bool) -> bool:
         grad = self._parameters[slot].grad
         assert grad is not None
         num_writes = grad._version - self._settled_version(slot)
         return num_writes > 1 if has_arrived else num_writes > 0 and is_zero(grad)
 
     def mark_slot_zeroed(self, slot: int) -> None:
-        """This gradient was zeroed in place."""
         self.status[slot] = ZEROED
         if (grad := self._parameters[slot].grad) is not None:
             self.settle(slot, grad)
@@ -102,14 +203,12 @@ class GradientLedger:
                 self._versions[slot] = grad._version
 
     def ignore_zeros(self) -> None:
-        """Zeros that the script has put into `.grad` are no gradients of this rank."""
         for slot, parameter in enumerate(self._parameters):
             grad = parameter.grad
             if grad is not None and not self.is_settled(slot, grad) and is_zero(grad):
                 self.mark_slot_zeroed(slot)
 
     def mark_zeroed(self) -> None:
-        """The optimizer has zeroed all gradients in place, or set them to None."""
         self.status = [ZEROED] * len(self.status)
         for slot, parameter in enumerate(self._parameters):
             if parameter.grad is not None:
@@ -117,7 +216,6 @@ class GradientLedger:
         self.note_versions()
 
     def mark_written(self) -> None:
-        """Mark gradients as local that the script has written to since they were reduced. Before `synchronize()`."""
         for slot, parameter in enumerate(self._parameters):
             grad = parameter.grad
             if grad is None or not self.is_settled(slot, grad):
@@ -164,7 +262,6 @@ class GradientLedger:
         return (status is REDUCED or status is ZEROED) and settled is not None and settled() is grad
 
     def unsettled(self) -> tuple[str, str] | None:
-        """The first parameter whose `.grad` must not be stepped on, and the reason. None if all gradients are fine."""
         all_reduced = self.status.count(REDUCED) == len(self.status)
         if all_reduced and all(map(operator.is_, map(grad_of, self._parameters), self._views)):
             return None  # as after every ordinary backward
@@ -177,11 +274,9 @@ class GradientLedger:
         return None
 
     def has_local(self) -> bool:
-        """Whether a gradient is there that no other rank has seen."""
         return bool(self._local())
 
     def scale_local(self, factor: float) -> None:
-        """Multiply the gradients that no other rank has seen."""
         if local := self._local():
             torch._foreach_mul_(local, factor)
 
@@ -271,7 +366,7 @@ class SeenGradients:
         self._seen = [(p, weakref.ref(p.grad), p.grad._version) for p in parameters if p.grad is not None]
 
     def is_gone(self, arrived: torch.Tensor | None = None, *, were_zero: bool = False) -> bool:
-        """Whether nothing is left.
+        """Return True if nothing is left.
 
         Args:
             arrived: a parameter to whose gradient backward has added since.

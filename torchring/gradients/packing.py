@@ -244,7 +244,7 @@ class DevicePacking:
         return streams
 
     def take_packed(self) -> list[tuple[Sequence[int], ChunkTable]]:
-        """What was packed since the last call, for `slots_of`."""
+        """The tables that were packed since the last call, for `slots_of`."""
         packed, self._packed = self._packed, []
         return packed
 

@@ -9,11 +9,11 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import torch
 
-from torchring.gradients.participants import weights
+from torchring.gradients.control import ControlFields
 
 ALIGNMENT_BYTES: Final = 64  # of each parameter in its bucket: a cache line, and 128-bit accesses on a GPU
 FIRST_BUCKET_BYTES: Final = 1 << 20  # small, so that the link is busy early in backward
@@ -30,66 +30,13 @@ _REAL: Final = {torch.complex32: torch.float16, torch.complex64: torch.float32, 
 
 Compression = Literal["fp16", "bf16", "auto"]
 COMPRESSIONS: Final[dict[str | None, torch.dtype | None]] = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-class ControlBits(NamedTuple):
-    """What a rank tells the others in every round: 0 or 1 each, and a weight. Sums over ranks count who has said 1.
-
-    odd_steps: the rank has made an odd number of optimizer steps.
-    parameters_changed: a parameter was written to outside `step()`.
-    has_thawed: a parameter that was frozen requires a gradient.
-    is_weighted: the rank has given a weight.
-    is_unweighted: the rank has run a backward for which it has given no weight.
-    is_absent: the rank takes part without a gradient, and does not count.
-    has_ended: the rank has no data left, inside `torchring.join`.
-    buffers_changed: a buffer has changed that is in no wire.
-    buffers_missing: the rank does not contribute all buffers that are in a wire.
-    wants_change: the rank has heard that the ranks of its world are to change, in an elastic job.
-    leaves: the rank is about to leave an elastic job.
-    is_of_batch: an elastic job has given the rank's weight.
-    has_left_out: the rank has skipped a backward that would have had a weight, in an elastic job.
-    weight: of the rank's gradients; 0 if none was given.
-    """
-
-    odd_steps: int = 0
-    parameters_changed: int = 0
-    has_thawed: int = 0
-    is_weighted: int = 0
-    is_unweighted: int = 0
-    is_absent: int = 0
-    has_ended: int = 0
-    buffers_changed: int = 0
-    buffers_missing: int = 0
-    wants_change: int = 0
-    leaves: int = 0
-    is_of_batch: int = 0
-    has_left_out: int = 0
-    weight: float = 0.0
-
-    @classmethod
-    def num_elements(cls, wire: torch.dtype) -> int:
-        """How many elements of a wire buffer of dtype `wire` hold the control bits."""
-        return len(cls._fields) - 1 + weights.num_elements(wire)
-
-    def encode(self, wire: torch.dtype) -> list[float]:
-        """The elements, which ranks add up."""
-        return [*self[:-1], *weights.encode(self.weight, wire)]
-
-    @classmethod
-    def decode(cls, elements: Sequence[float], wire: torch.dtype) -> ControlBits:
-        """The sums over ranks."""
-        num_bits = len(cls._fields) - 1
-        bits, weight = map(round, elements[:num_bits]), weights.decode(elements[num_bits:], wire)
-        return cls(*bits)._replace(weight=weight)
-
-    def on_some_but_not_all(self, num_ranks: int) -> ControlBits:
-        """Of a sum: for each bit 1 if some ranks have said 1 and others 0."""
-        return ControlBits(*(int(0 < count < num_ranks) for count in self))
+AUTO_COMPRESSION: Final = "bf16"  # which has the range of fp32: nothing overflows that did not before
+_NO_CONTROL: Final = ControlFields()
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What the plan needs to know of a parameter. `stride` decides the order of the elements in the wire buffer."""
+    """One parameter, as the plan needs it. `stride` decides the order of the elements in the wire buffer."""
 
     name: str
     shape: tuple[int, ...]
@@ -109,7 +56,7 @@ class ParameterSpec:
 
     @property
     def num_reals(self) -> int:
-        """How many real numbers the gradient consists of."""
+        """Number of real numbers in the gradient."""
         return self.numel * self.dtype.itemsize // self.real_dtype.itemsize
 
     @property
@@ -151,6 +98,7 @@ class BucketPlan:
         wire_dtype: dtype of the wire buffer.
         flags_offset: where the flags begin, in elements.
         numel: number of elements of the whole wire buffer.
+        control: the control bits, which come last; only in the first bucket.
     """
 
     index: int
@@ -159,10 +107,11 @@ class BucketPlan:
     slots: tuple[Slot, ...]
     flags_offset: int
     numel: int
+    control: ControlFields = _NO_CONTROL
 
     @property
     def control_offset(self) -> int:
-        """Where the flags end, in elements, and the control bits begin if the bucket has any."""
+        """End of the flags, in elements. The control bits begin here if the bucket has any."""
         return self.flags_offset + len(self.slots)
 
     @property
@@ -181,6 +130,11 @@ class Plan:
     def num_bytes(self) -> int:
         """Bytes of all wire buffers: what one rank contributes to one round."""
         return sum(bucket.num_bytes for bucket in self.buckets)
+
+    @property
+    def control(self) -> ControlFields:
+        """The control bits that travel with the first bucket."""
+        return self.buckets[0].control if self.buckets else _NO_CONTROL
 
 
 def default_bucket_mb(num_ranks: int, num_hosts: int, algorithm: str, *, on_device: bool) -> float:
@@ -202,6 +156,7 @@ def build_plan(
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
     compression: str | None = None,
     order: Sequence[int] | None = None,
+    control: ControlFields = _NO_CONTROL,
 ) -> Plan:
     """Fill buckets in `order` until each has reached its cap.
 
@@ -215,6 +170,7 @@ def build_plan(
         compression: a key of COMPRESSIONS; narrows wider floating-point gradients on the wire.
         order: indices into specs, in the order in which gradients become ready. Default: reverse registration.
             Indices left out (gradients never seen) follow at the end, in reverse registration order.
+        control: the control bits that the first bucket has room for.
 
     Example: three fp32 parameters of 4, 2 and 3 elements and a cap of 16 bytes: the bucket (2, 1), reached first, holds
     parameter 2 at element 0 and parameter 1 at element 16 (64-byte aligned); parameter 0 has the second to itself.
@@ -241,10 +197,18 @@ def build_plan(
     # A bucket can leave when its last gradient is ready, and buckets leave in plan order.
     position = {index: i for i, index in enumerate(ready)}
     closed.sort(key=lambda item: position[item[1][-1]])
-    return Plan(tuple(_lay_out(i, dtype, members, specs, compression) for i, (dtype, members) in enumerate(closed)))
+    return Plan(
+        tuple(_lay_out(i, dtype, members, specs, compression, control) for i, (dtype, members) in enumerate(closed))
+    )
 
 
-def plan_of(specs: Sequence[ParameterSpec], groups: Sequence[Sequence[int]], *, compression: str | None = None) -> Plan:
+def plan_of(
+    specs: Sequence[ParameterSpec],
+    groups: Sequence[Sequence[int]],
+    *,
+    compression: str | None = None,
+    control: ControlFields = _NO_CONTROL,
+) -> Plan:
     """Exactly these buckets: for each of them the indices into `specs`, in the order of their places in it.
 
     Raises ValueError unless the groups hold every parameter once that is not sparse, and each group one dtype on one
@@ -257,7 +221,10 @@ def plan_of(specs: Sequence[ParameterSpec], groups: Sequence[Sequence[int]], *, 
     if any(len(kind) > 1 for kind in kinds):
         raise ValueError("a bucket holds parameters of several dtypes")
     return Plan(
-        tuple(_lay_out(i, specs[group[0]].real_dtype, group, specs, compression) for i, group in enumerate(groups))
+        tuple(
+            _lay_out(i, specs[group[0]].real_dtype, group, specs, compression, control)
+            for i, group in enumerate(groups)
+        )
     )
 
 
@@ -301,20 +268,26 @@ def wire_dtype(dtype: torch.dtype, compression: str | None) -> torch.dtype:
 
 
 def describe(specs: Iterable[ParameterSpec], options: str) -> list[str]:
-    """What ranks must agree on: one "subject: value" per line."""
+    """The lines that ranks compare: one "subject: value" each."""
     return [f"options: {options}", *(f"parameter {i}: {spec.describe()}" for i, spec in enumerate(specs))]
 
 
 def _lay_out(
-    index: int, dtype: torch.dtype, members: Sequence[int], specs: Sequence[ParameterSpec], compression: str | None
+    index: int,
+    dtype: torch.dtype,
+    members: Sequence[int],
+    specs: Sequence[ParameterSpec],
+    compression: str | None,
+    control: ControlFields,
 ) -> BucketPlan:
     wire = wire_dtype(dtype, compression)
     slots, offset = [], 0
     for parameter in members:
         slots.append(Slot(parameter, offset, specs[parameter].num_reals))
         offset += _round_up(specs[parameter].num_reals, wire)
-    num_control_bits = ControlBits.num_elements(wire) if index == 0 else 0
-    return BucketPlan(index, dtype, wire, tuple(slots), offset, offset + len(slots) + num_control_bits)
+    control = control if index == 0 else _NO_CONTROL
+    numel = offset + len(slots) + control.num_elements(wire)
+    return BucketPlan(index, dtype, wire, tuple(slots), offset, numel, control)
 
 
 def _round_up(numel: int, dtype: torch.dtype) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchring.gradients.local import LocalSync
-from torchring.gradients.sync import GradientSync
+from torchring.gradients.reducer import Reducer
 
 
 @dataclass(frozen=True)
@@ -45,22 +45,22 @@ class Stats:
     num_skipped_steps: int = 0
 
 
-def stats_of(sync: GradientSync | LocalSync) -> Stats:
+def stats_of(sync: Reducer | LocalSync) -> Stats:
     """The statistics of one optimizer."""
     if isinstance(sync, LocalSync):
         skipped = sync.num_skipped_steps
         return Stats("none", "a world of one sends nothing", "inline", 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, skipped)
-    reduction, timing = sync.reduction, sync.reduction.timing
-    reduction.rounds.poll()
-    num_timed = max(timing.num_rounds, 1)
+    layout, timing = sync.layout, sync.layout.timing
+    layout.agreement.poll()
+    num_timed = max(timing.num_timed, 1)
     hidden = timing.total_busy_ms - timing.total_exposed_ms
     return Stats(
-        algorithm=reduction.mover.algorithm,
-        reason=reduction.reason,
-        overlap=reduction.rounds.overlap,
-        num_buckets=len(reduction.buckets),
-        bytes_per_step=reduction.num_bytes,
-        num_reductions=reduction.num_rounds,
+        algorithm=layout.mover.algorithm,
+        reason="; ".join(filter(None, (layout.reason, layout.finding))),
+        overlap=layout.agreement.overlap,
+        num_buckets=len(layout.buckets),
+        bytes_per_step=layout.current_plan.num_bytes,
+        num_reductions=sync.num_reductions,
         communication_ms=timing.last_busy_ms,
         exposed_ms=timing.last_exposed_ms,
         mean_communication_ms=timing.total_busy_ms / num_timed,

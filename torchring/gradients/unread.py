@@ -1,4 +1,4 @@
-"""When the memory of gradients that a stream has packed may be used again.
+"""Keeps gradients that a stream packs until their memory may be used again.
 
 A gradient's memory belongs to the stream on which the gradient was allocated. As soon as nobody refers to the gradient,
 that stream's later work gets the memory, maybe before the packing stream has read it. So first the packing must have

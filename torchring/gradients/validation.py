@@ -15,9 +15,9 @@ from torchring.allreduce.contract import is_finite
 from torchring.allreduce.select import ALGORITHMS, OVERLAPS
 from torchring.errors import GradientError
 from torchring.gradients.group import OptimizerGroup
+from torchring.gradients.layout import Options
 from torchring.gradients.module_wrappers import WAY_OUT, explain, is_module_wrapper, sharded_by
 from torchring.gradients.plan import COMPRESSIONS, ParameterSpec
-from torchring.gradients.reduction import Options
 from torchring.world import World
 
 GradientOp = Literal["mean", "sum"]
@@ -124,10 +124,10 @@ def check_free(names: Mapping[torch.nn.Parameter, str], world: World) -> None:
     """Raise ValueError if another optimizer of `world` or a module wrapper reduces one of the parameters."""
     group = world.shared(OptimizerGroup)
     for owner in group.owners_of(names):
-        taken = next(name for p, name in names.items() if any(p is other for other in owner.reduction.parameters))
+        taken = next(name for p, name in names.items() if any(p is other for other in owner.parameters))
         raise ValueError(f"{taken} belongs to another DistributedOptimizer; call close() on that one first")
     trainable = [parameter for parameter in names if parameter.requires_grad]
-    if shared := group.module_wrappers.first_shared(trainable):
+    if shared := group.members.module_wrappers.first_shared(trainable):
         index, kind = shared
         raise ValueError(explain(names[trainable[index]], kind))
 

@@ -29,7 +29,7 @@ from torchring.gradients.contract import Sync
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.local import LocalSync
 from torchring.gradients.participants.replicas import ReplicaCheck
-from torchring.gradients.sync import GradientSync, is_still_there
+from torchring.gradients.reducer import Reducer
 from torchring.gradients.validation import parameters_of, sparse_parameters
 from torchring.horovod import mpi_ops
 from torchring.horovod.compression import BF16Compressor, Compression, Compressor, FP16Compressor, NoneCompressor
@@ -167,7 +167,7 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
             self._reduce_alone()
         else:
             sync = self._live_sync()
-            if isinstance(sync, GradientSync) and sync.reduction.num_rounds == self._num_rounds_before:
+            if isinstance(sync, Reducer) and sync.num_reductions == self._num_rounds_before:
                 sync.take_part()
         self._synchronized = True
         self._note_rounds()
@@ -211,8 +211,8 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         mean = mpi_ops.allreduce(torch.as_tensor(loss).detach().double(), process_set=self._set)
         return mean.to(loss.dtype) if isinstance(loss, torch.Tensor) else float(mean)
 
-    def _live_sync(self) -> GradientSync | LocalSync:
-        if self._sync is not None and not self._sync.reduction.world.is_open and not self._is_closed:
+    def _live_sync(self) -> Reducer | LocalSync:
+        if self._sync is not None and not self._sync.world.is_open and not self._is_closed:
             self._rejoin()  # after hvd.shutdown() and hvd.init()
         return super()._live_sync()
 
@@ -268,7 +268,7 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         return self._set.included() and len(self._set.ranks) > 1
 
     def _note_rounds(self) -> None:
-        self._num_rounds_before = 0 if self._sync is None else self._sync.reduction.num_rounds
+        self._num_rounds_before = 0 if self._sync is None else self._sync.num_reductions
 
     def _rejoin(self) -> None:
         super()._rejoin()
@@ -292,8 +292,8 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
 
     def _check_before_step(self, sync: Sync) -> bool:
         may_step = super()._check_before_step(sync)
-        found = None if self._sync is None else self._sync.reduction.non_finite
-        if found is not None and not self._has_warned and is_still_there(found):
+        found = None if self._sync is None else self._sync.non_finite
+        if found is not None and not self._has_warned and found.is_still_there():
             self._has_warned = True
             origin = "the sum over ranks overflowed" if found.rank is None else f"it came from rank {found.rank}"
             _logger.warning("the gradient of %s has a NaN or an infinity: %s", found.name, origin)

@@ -8,6 +8,7 @@ or the script's collectives. So two sequences never take each other's signals. F
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Final
 
 import torch
@@ -79,25 +80,19 @@ class Channel:
         naming the peer.
         """
         while not self.has_gathered():
-            self._wait()
+            position = self._num_gathered
+            address, _ = self._incoming[position]
+            is_crowded = self._crowded_waits > 0
+            self._crowded_waits -= is_crowded
+            if is_crowded or not (self.poll_seconds and self._poll(address)):
+                arrived, missing = partial(semaphore.wait_for, address), partial(self._missing, position)
+                self.group.wait_until(arrived, missing, grace_seconds=self.grace_seconds)
             self._num_gathered += 1
 
-    def _wait(self) -> None:
-        """Wait for the first peer whose signal is missing, and take the signal."""
-        position = self._num_gathered
-        address, _ = self._incoming[position]
-        if self._crowded_waits:
-            self._crowded_waits -= 1
-        elif self.poll_seconds and self._poll(address):
-            return
-
-        def missing() -> list[int]:
-            # The signals of earlier ranks in the list are taken. A later rank has arrived if its count is above 0.
-            return [rank for inbox, rank in self._incoming[position:] if semaphore.value(inbox) == 0]
-
-        self.group.wait_until(
-            lambda seconds: semaphore.wait_for(address, seconds), missing, grace_seconds=self.grace_seconds
-        )
+    def _missing(self, position: int) -> list[int]:
+        """The ranks whose signal is missing, while this rank waits for the peer at `position`."""
+        # The signals of earlier ranks in the list are taken. A later rank has arrived if its count is above 0.
+        return [rank for inbox, rank in self._incoming[position:] if semaphore.value(inbox) == 0]
 
     def _poll(self, address: int) -> bool:
         """Poll for a signal, giving way between two looks. Returns True if the signal was taken."""

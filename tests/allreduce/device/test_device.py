@@ -25,11 +25,12 @@ from torchring.allreduce.device.select import open_on_device
 from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream
 from torchring.allreduce.select import open_mover
 from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
-from torchring.gradients import rounds as rounds_module
+from torchring.gradients import agreement as agreement_module
+from torchring.gradients.agreement import DeviceAgreement, Timing, _first_finding
+from torchring.gradients.control import ControlFields
 from torchring.gradients.packing import DevicePacking, slots_of
-from torchring.gradients.plan import ControlBits, ParameterSpec, build_plan
-from torchring.gradients.rounds import DeviceRounds, Timing, _first_finding
-from torchring.gradients.scheduler import Round
+from torchring.gradients.plan import ParameterSpec, build_plan
+from torchring.gradients.round import RoundState
 from torchring.gradients.unread import UnreadGradients
 from torchring.kernels import ChunkTable
 from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
@@ -260,12 +261,14 @@ def test_how_long_a_round_took_and_how_much_of_it_showed(
     )
     world = World(None, 0, 1)
     timing = Timing()
-    rounds = DeviceRounds(world, mover, timing, [], [])
-    rounds.backward_is_over()
-    assert rounds.agree(Round(0, control_bits=ControlBits(0, 1, 0)), []) == (ControlBits(0, 1, 0), None)
-    rounds.poll()
+    agreement = DeviceAgreement(world, mover, timing, ControlFields(("a", "b"), ("weight",)), [], [])
+    agreement.backward_is_over()
+    current = RoundState(0, bits={"b": 1, "weight": 0.5})
+    agreement.agree(current, [])
+    assert (current.sums, current.non_finite) == ({"a": 0, "b": 1, "weight": 0.5}, None)
+    agreement.poll()
     world.close()
-    assert timing.num_rounds == (-1 if expected is None else 0)
+    assert timing.num_timed == (-1 if expected is None else 0)
     assert (timing.last_busy_ms, timing.last_exposed_ms) == pytest.approx(expected or (0, 0))
 
 
@@ -292,7 +295,7 @@ def test_what_a_round_found_is_found_again() -> None:
     def found(values: list[list[int]]) -> tuple[int, int] | None:
         reports = {id(report): torch.tensor(values, dtype=torch.int32)}
         finished: Any = SimpleNamespace(opened=opened, packed=packed, reports=reports)
-        return rounds_module._find(finished, [])
+        return agreement_module._find(finished, [])
 
     no = NOTHING_FOUND
     assert found([[no, no], [no, no]]) is None

@@ -31,9 +31,12 @@ from torchring.allreduce import choice
 from torchring.allreduce.cost import seconds_together
 from torchring.allreduce.device import engines, select
 from torchring.gradients import plan as plan_module
+from torchring.gradients.group import OptimizerGroup
+from torchring.gradients.layout import Options
 from torchring.gradients.packing import DevicePacking
-from torchring.gradients.plan import ControlBits, ParameterSpec, default_bucket_mb
-from torchring.gradients.reduction import Options, Reduction
+from torchring.gradients.participants.replicas import ReplicaCheck
+from torchring.gradients.plan import ParameterSpec, default_bucket_mb
+from torchring.gradients.reducer import Reducer
 from torchring.memory import host as host_module
 from torchring.world import World
 
@@ -605,7 +608,7 @@ def _measured_on_one_host(rank: int, size: int) -> list[Any]:
                 accelerator.open_backend = functools.partial(_fail_after, accelerator.open_backend, problem)
             model = _model_of_singles()
             optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, compression=compression)
-            asked = optimizer._sync.reduction._bucket_bytes
+            asked = optimizer._sync.layout.bucket_bytes
             _steps(rank, model, optimizer, range(2))
             stats = optimizer.stats()
             found.append([stats.algorithm, stats.reason, asked, any(sums), digest(model.parameters()), turns])
@@ -700,16 +703,24 @@ def _alone(rank: int, size: int) -> list[Any]:
                 ParameterSpec(f"p{i}", tuple(p.shape), p.stride(), p.dtype, p.device, False)
                 for i, p in enumerate(parameters)
             ]
-            reduction = Reduction(world, specs, parameters, Options("mean", "fp16", 25.0, 1, algorithm, "auto"))
+            options = Options("mean", "fp16", 25.0, 1, algorithm, "auto")
+            owner, group = nn.Module(), world.shared(OptimizerGroup)
+            replicas = ReplicaCheck(world, {p: spec.name for p, spec in zip(parameters, specs, strict=True)})
+            reducer = Reducer(
+                *(world, specs, parameters, options, group.members),
+                end_backward=group.end_backward,
+                replicas=replicas,
+                spec_of=pytest.fail,
+                owner=owner,
+            )
             for step in range(2):
-                reduction.begin(step=step, hold=False, control_bits=ControlBits(odd_steps=step))
-                for i, p in enumerate(parameters):
-                    p.grad = torch.full_like(p, float(i + 1 + step))
-                    reduction.scheduler.mark_ready(i)
-                reduction.finish()
-            gradients = [p.grad.unique().tolist() for p in parameters if p.grad is not None]
-            found.append((gradients, reduction.mover.algorithm, reduction.control_sums))
-            reduction.close()
+                for p in parameters:
+                    p.grad = None
+                gradients = [torch.full_like(p, i + 1.0 + step) for i, p in enumerate(parameters)]
+                torch.autograd.backward(parameters, gradients)
+                reducer.has_stepped()
+            means = [p.grad.unique().tolist() for p in parameters if p.grad is not None]
+            found.append((means, reducer.layout.mover.algorithm, reducer.round.sums["odd_steps"]))
             world.close()
     return found
 
@@ -1089,6 +1100,6 @@ def test_what_a_broken_off_round_leaves_in_grad() -> None:
 def test_a_world_of_one_can_be_made_to_reduce() -> None:
     for found in results_of("alone"):
         assert [algorithm for _, algorithm, _ in found] == ["ring", "direct", "direct"]
-        for gradients, _, control_sums in found:
+        for gradients, _, odd_steps in found:
             assert gradients == [[2.0], [3.0]]
-            assert control_sums == ControlBits(odd_steps=1)
+            assert odd_steps == 1

@@ -15,9 +15,13 @@ from tests.support.checks import assert_same_on_all_ranks, logged
 from tests.support.grids import grid
 from tests.support.harness import run_pooled
 from tests.support.training import TINY_MB, attempt
-from torchring.gradients.participants.buffers import buffer_specs
+from torchring.gradients.participants.buffers import BufferSync, buffer_specs
 
 _STEPS = 4
+
+
+def buffers_of(optimizer: Any) -> BufferSync:
+    return next(each for each in optimizer._sync.participants if isinstance(each, BufferSync))
 
 
 def norm_model(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -158,7 +162,7 @@ def _kinds(rank: int, size: int, mode: str, algorithm: str) -> dict[str, Any]:
         before = model.total.clone()
         optimizer.step()
         after.append({name: value.clone() for name, value in model.named_buffers()})
-    sync = optimizer._sync.reduction.buffers
+    sync = buffers_of(optimizer)
     return {"after": after, "in the wire": sorted(sync.names), "before the last step": before}
 
 
@@ -253,7 +257,7 @@ def _large(rank: int, size: int, dtype: torch.dtype) -> list[Any]:
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
         if step == 1:
-            loaded, travelling = [model.mask.clone(), model.code.clone()], list(optimizer._sync.reduction.buffers.names)
+            loaded, travelling = [model.mask.clone(), model.code.clone()], list(buffers_of(optimizer).names)
     return [loaded, travelling, model.mask.clone(), model.code.clone()]
 
 

@@ -6,7 +6,9 @@ import itertools
 
 import torch
 
+from torchring.gradients.control import ControlSums
 from torchring.gradients.participants import replicas
+from torchring.gradients.round import RoundState
 
 
 class CountingCheck(replicas.ReplicaCheck):
@@ -24,6 +26,10 @@ class CountingCheck(replicas.ReplicaCheck):
         with torch.no_grad():
             for index in indices:
                 self.parameters[index].add_(1)
+
+
+def finish_round(check: replicas.ReplicaCheck, number: int = 0, *, alarmed: bool = False) -> None:
+    check.finished(RoundState(number, sums=ControlSums(parameters_changed=float(alarmed))))
 
 
 def test_has_changed_since_accept() -> None:
@@ -59,9 +65,9 @@ def test_a_change_is_remembered_until_all_ranks_were_told() -> None:
     check.write(1)
     step(check)
     assert check.has_changed()
-    check.after_round(False)  # a round whose control bits were sent before
+    finish_round(check)  # a round whose control bits were sent before
     assert check.has_changed()
-    check.after_round(True)
+    finish_round(check, alarmed=True)
     assert not check.has_changed()
     check.write(1)
     assert check.has_changed()
@@ -70,7 +76,7 @@ def test_a_change_is_remembered_until_all_ranks_were_told() -> None:
 def test_an_alarm_from_elsewhere_leaves_nothing_behind_here() -> None:
     check = CountingCheck(3)
     check.accept()
-    check.after_round(True)
+    finish_round(check, alarmed=True)
     assert not check.has_changed()
     check.write(0)
     assert check.has_changed()
@@ -97,7 +103,7 @@ def test_alarms_are_followed_up_ever_more_rarely_and_the_rhythm_goes_on() -> Non
     due = []
     for round_ in range(2 * replicas.STEPS_BETWEEN_CHECKS + 1):
         before = check.num_checks
-        check.after_round(round_ > 0)
+        finish_round(check, round_, alarmed=round_ > 0)
         if check.num_checks > before:
             due.append(round_)
     assert due == [0, 1, 2, 4, 8, 16, 32, 64, 100, 128, 200]
@@ -105,6 +111,6 @@ def test_alarms_are_followed_up_ever_more_rarely_and_the_rhythm_goes_on() -> Non
 
 def test_without_alarms_there_is_the_rhythm() -> None:
     check = CountingCheck(1)
-    for _ in range(2 * replicas.STEPS_BETWEEN_CHECKS + 1):
-        check.after_round(False)
+    for number in range(2 * replicas.STEPS_BETWEEN_CHECKS + 1):
+        finish_round(check, number)
     assert check.num_checks == 3

@@ -12,9 +12,10 @@ import torchring
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, digest
 from tests.support.harness import run_pooled, run_ranks
 from torchring.errors import GradientError, RingError
+from torchring.gradients.ledger import GradientStatus
 from torchring.gradients.participants.sparse import SparseReduction
-from torchring.gradients.participants.weights import Share
 from torchring.gradients.plan import ParameterSpec
+from torchring.gradients.round import RoundState
 
 ROWS, WIDTH = 7, 3
 
@@ -254,35 +255,39 @@ def _accumulated_directly(rank: int, world_size: int, is_sum: bool) -> None:
         values = torch.full((1, WIDTH), value)
         return torch.sparse_coo_tensor(torch.tensor([[rank]]), values, (ROWS, WIDTH), check_invariants=True)
 
-    assert sparse.first_unsettled() is None
+    assert sparse.unsettled() is None
     parameter.grad = local(2.0)
-    assert sparse.first_unsettled() == "table"
+    assert sparse.unsettled() == ("table", GradientStatus.LOCAL.value)
     sparse.mark_local(0)
-    assert sparse.first_unsettled() == "table"
-    sparse.reduce(Share(), 1.0)
-    assert sparse.first_unsettled() is None
+    assert sparse.unsettled() == ("table", GradientStatus.LOCAL.value)
+    sparse.reduced(RoundState(0))
+    assert sparse.unsettled() is None
     expected = torch.zeros(ROWS, WIDTH)
     expected[:world_size] = 2.0 if is_sum else 2.0 / world_size
     assert_bitwise(parameter.grad.to_dense(), expected)
     reduced = parameter.grad
-    sparse.reduce(Share(), 1.0)
+    sparse.reduced(RoundState(0))
     assert parameter.grad is reduced  # nothing new on any rank
     if is_sum:
         with pytest.raises(GradientError, match="summed over ranks before"):
             sparse.mark_local(0)
         sparse.mark_zeroed()
     sparse.mark_local(0)
-    assert sparse.first_unsettled() == "table"
+    assert sparse.unsettled() == ("table", GradientStatus.LOCAL.value)
     sparse.mark_zeroed()
-    assert sparse.first_unsettled() is None
+    assert sparse.unsettled() is None
     parameter.grad = local(float("nan") if rank == 1 else 1.0)
     sparse.mark_local(0)
-    found = sparse.reduce(Share(), 1.0)
+    current = RoundState(0)
+    sparse.reduced(current)
+    found = current.non_finite
     assert found is not None
     assert (found.rank, found.name) == (1, "table")
     assert found.tensor() is parameter.grad
     parameter.grad = local(1.0)
-    assert sparse.reduce(Share(), 1.0) is None
+    current = RoundState(0)
+    sparse.reduced(current)
+    assert current.non_finite is None
 
 
 @pytest.mark.parametrize("is_sum", [False, True])

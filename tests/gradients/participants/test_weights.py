@@ -17,6 +17,7 @@ from tests.support.grids import grid
 from tests.support.harness import run_pooled, run_ranks
 from tests.support.training import TINY_MB, attempt, small_model, values
 from torchring.errors import GradientError
+from torchring.gradients.control import ControlFields, decode_number, encode_number
 from torchring.gradients.participants import weights
 
 _STEPS = 4
@@ -132,7 +133,7 @@ def test_a_weight_fits_every_bucket_that_may_come_to_be_the_first() -> None:
     ours = weights.Weights()
     ours.expect([torch.float32, torch.bfloat16])
     sent = ours.representable(1 / 3)
-    assert weights.decode(weights.encode(sent, torch.bfloat16), torch.bfloat16) == sent != 1 / 3
+    assert decode_number(encode_number(sent, torch.bfloat16), torch.bfloat16) == sent != 1 / 3
 
 
 @pytest.mark.parametrize(
@@ -448,10 +449,11 @@ def test_numbers_of_other_types_are_weights() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_the_sum_of_weights_is_exact_in_every_wire(dtype: torch.dtype) -> None:
     numbers = [1.0, 4097.0, 0.25, 33333.0, 0.0, 2.0**24 + 1 if dtype != torch.float32 else 65.0]
-    total = torch.zeros(weights.num_elements(dtype), dtype=dtype)
+    field = ControlFields(numbers=("weight",))
+    total = torch.zeros(field.num_elements(dtype), dtype=dtype)
     for number in numbers:
-        total += torch.tensor(weights.encode(number, dtype), dtype=dtype)
-    assert weights.decode(total.tolist(), dtype) == math.fsum(numbers)
+        total += torch.tensor(field.encode({"weight": number}, dtype), dtype=dtype)
+    assert field.decode(total.tolist(), dtype) == {"weight": math.fsum(numbers)}
 
 
 # Odd ways through

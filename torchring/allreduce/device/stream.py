@@ -2,7 +2,7 @@
 
 `OnStream` puts each reduction into its stream, behind the work that the stream has been given before. `wait` has the
 current stream wait for the reduction; the host waits for nothing. What ranks compare, they compare on the host: see
-`rounds.py`. What the stream is given comes from an engine: see `engines.py`.
+`gradients/agreement.py`. What the stream is given comes from an engine: see `engines.py`.
 """
 
 from __future__ import annotations

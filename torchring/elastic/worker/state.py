@@ -584,7 +584,7 @@ class _Hook(TransientHook):
 
 
 class _Batches:
-    """What a State wants to know of the backwards of one optimizer. See `gradients.sync.Batches`."""
+    """What a State wants to know of the backwards of one optimizer. See `gradients.participants.elastic.Batches`."""
 
     def __init__(self, state: State, *, is_first: bool) -> None:
         self._state = state

@@ -1,4 +1,4 @@
-"""What the steps that a rank writes down are steps of: the process, the options, the plan."""
+"""Describes the run for the trace: the process, the options, the plan."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import torch
 
+from torchring.gradients.layout import BucketLayout
 from torchring.gradients.participants.recording import parameter_records
-from torchring.gradients.reduction import Reduction
 from torchring.linux import host_name, process_began_ns
 from torchring.observe.recorder.records import ParameterRecord, RunInfo
 from torchring.releases import installed_version
@@ -21,10 +21,10 @@ def about(
     world: World,
     names: Mapping[torch.nn.Parameter, str],
     options: Mapping[str, str],
-    reduction: Reduction | None,
+    layout: BucketLayout | None,
     wrapped_at: int,
 ) -> RunInfo:
-    """Of this rank, and of the optimizer that has these parameters."""
+    """Describe this rank, and the optimizer that has these parameters."""
     devices = {parameter.device for parameter in names}
     device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
     found = RunInfo(
@@ -49,15 +49,15 @@ def about(
             "python": platform.python_version(),
         },
     )
-    if reduction is None:
+    if layout is None:
         return found
     return replace(
         found,
-        algorithm=reduction.mover.algorithm,
-        reason=reduction.reason,
-        overlap=reduction.rounds.overlap,
-        bucket_bytes=tuple(bucket.plan.num_bytes for bucket in reduction.buckets),
-        parameters=tuple(parameter_records(reduction.buckets, reduction.specs)),
+        algorithm=layout.mover.algorithm,
+        reason=layout.reason,
+        overlap=layout.agreement.overlap,
+        bucket_bytes=tuple(bucket.plan.num_bytes for bucket in layout.buckets),
+        parameters=tuple(parameter_records(layout.buckets, layout.specs)),
     )
 
 

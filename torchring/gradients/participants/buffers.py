@@ -30,6 +30,7 @@ from torchring.allreduce import Mover, NonFinite, Wire
 from torchring.collectives.digests import digests
 from torchring.collectives.operations import check_dense, check_writable
 from torchring.collectives.service import collectives_of, internal_collectives_of
+from torchring.gradients.round import Participant, RoundState
 from torchring.world import World
 
 _logger: Final = logging.getLogger("torchring")
@@ -61,7 +62,7 @@ class BufferSpec:
 
     @property
     def place(self) -> Place:
-        """What tells the buffer from all others, whatever its name is in the model that a `wrap` was given."""
+        """Identifies the buffer, whatever its name is in the model that a `wrap` was given."""
         return self.module, self.key
 
     @property
@@ -85,7 +86,7 @@ class BufferSpec:
         return buffer if self.fits(buffer) else None
 
     def find(self) -> object:
-        """What the module has under the key. A large model has hundreds of buffers, so this is quick."""
+        """The module's attribute of that key. A large model has hundreds of buffers, so this is quick."""
         module = self.module()
         buffers = None if module is None else module.__dict__.get("_buffers")
         return buffers.get(self.key) if isinstance(buffers, dict) else getattr(module, self.key, None)
@@ -98,7 +99,7 @@ class BufferSpec:
         return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
 
     def describe(self) -> str:
-        """What ranks must agree on."""
+        """The text that ranks compare."""
         return f"{self.name} {self.kind} {self.choice}"
 
 
@@ -170,7 +171,7 @@ def _is_writable(buffer: torch.Tensor) -> bool:
 
 
 class _Result(NamedTuple):
-    """What a round has found, to be written with the next step. `is_complete`: every rank has given every buffer."""
+    """The result of a round, to be written with the next step. `is_complete`: every rank has given every buffer."""
 
     sync: BufferSync
     layout: _Layout
@@ -178,22 +179,26 @@ class _Result(NamedTuple):
 
 
 class _Shared:
-    """What the optimizers of a world know together of buffers, as a model may have several optimizers.
+    """Knowledge of buffers that all optimizers of a world share, as a model may have several optimizers.
 
     Attributes:
         seen: what a buffer was when all ranks had the same, for the buffers that take part when they have changed.
         told_of: the buffers that a warning has named.
         results: of rounds, the oldest first.
+        backward: the last backward after which buffers have travelled. See `RoundState.backward`.
+        carried: those buffers.
     """
 
     def __init__(self, world: World) -> None:
         self.seen: dict[Place, tuple[int, int]] = {}
         self.told_of: set[Place] = set()
         self.results: list[_Result] = []
+        self.backward: object = None
+        self.carried: set[Place] = set()
 
 
-class BufferSync:
-    """Makes the buffers of one model equal on all ranks, once for each round of its gradients. See `Reducible`.
+class BufferSync(Participant):
+    """Makes the buffers of one model equal on all ranks, once for each round of its gradients. See `Reducible`, too.
 
     Each optimizer of a model has a BufferSync, as any of them may be the one that reduces. Where one backward reaches
     several of them, the buffers travel with the first. The step of any of them writes the result.
@@ -211,6 +216,7 @@ class BufferSync:
         index: of the wire among the buckets.
     """
 
+    bits = ("buffers_changed", "buffers_missing")
     reduce_scale = 1.0
 
     def __init__(
@@ -236,7 +242,8 @@ class BufferSync:
         self._num_alarms = 0
         self._wire: Wire | None = None
         self._open([spec for spec in specs if spec.always])
-        self._is_absent = False  # in the round
+        self._is_absent = False  # in the round: this rank has no data that counts, so its buffers do not count
+        self._is_carried = False  # another optimizer of the same model has exchanged them after this backward
 
     @property
     def names(self) -> list[str]:
@@ -252,10 +259,35 @@ class BufferSync:
         """Whether there is a wire to be reduced."""
         return self._wire is not None
 
-    def begin(self, *, is_absent: bool) -> None:
-        """A round begins. An absent rank has no data that counts, so its buffers do not count."""
-        self._is_absent = is_absent
+    def begin(self, current: RoundState) -> None:
+        self._is_absent = current.is_empty
         self._drop_results(lambda result: result.sync is self)
+        current.bits["buffers_changed"] = self.has_changed()
+        current.bits["buffers_missing"] = self.lacks_some() or self._is_absent
+        current.extra = self if self.travels else None
+
+    def backward_is_over(self, current: RoundState) -> None:
+        shared, self._is_carried = self._shared, False
+        if current.backward is not None:
+            if shared.backward is not current.backward:
+                shared.backward, shared.carried = current.backward, set()
+            self._is_carried = self.places <= shared.carried
+            shared.carried |= self.places
+        if self._is_carried:
+            current.extra = None
+
+    def agreed(self, current: RoundState) -> None:
+        """Collective, unless every rank has contributed all buffers in the wire, and no other buffer has changed."""
+        if self._is_carried:
+            return
+        self._drop_results(lambda result: result.sync.places <= self.places)
+        if self.travels:
+            is_complete = not current.sums["buffers_missing"]
+            self._shared.results.append(_Result(self, self._layout, is_complete))
+            if not is_complete and (missing := self._layout.missing()):
+                self._exchange(missing)
+        if current.sums["buffers_changed"]:
+            self._exchange_changed()
 
     def has_changed(self) -> bool:
         """Whether a buffer that is not in the wire was written to, or replaced, and is not made equal since."""
@@ -277,23 +309,8 @@ class BufferSync:
     def end_reduce(self, non_finite: NonFinite | None) -> None:
         """The wire comes back reduced. What is not finite there is the script's: a mask may well hold infinities."""
 
-    def end_round(self, *, is_complete: bool, some_changed: bool) -> None:
-        """Every rank has taken part, and agrees about the arguments. Collective, unless all is complete and unchanged.
-
-        Args:
-            is_complete: every rank has contributed all buffers in the wire.
-            some_changed: a buffer that is not in the wire has changed on some rank.
-        """
-        self._drop_results(lambda result: result.sync.places <= self.places)
-        if self.travels:
-            self._shared.results.append(_Result(self, self._layout, is_complete))
-            if not is_complete and (missing := self._layout.missing()):
-                self._exchange(missing)
-        if some_changed:
-            self._exchange_changed()
-
-    def write(self) -> None:
-        """The optimizer steps: give the buffers what the last rounds have found, whichever optimizer's they were."""
+    def stepping(self) -> None:
+        """Give the buffers what the last rounds have found, whichever optimizer's they were."""
         if not self._shared.results:
             return
         for result in [each for each in self._shared.results if not each.sync.places.isdisjoint(self.places)]:
@@ -316,7 +333,7 @@ class BufferSync:
         self._accept(specs)
 
     def close(self) -> None:
-        """The optimizer is closed. Others of the same model go on."""
+        """Others of the same model go on."""
         self._drop_results(lambda result: result.sync is self)
         for place in self.places:
             self._shared.seen.pop(place, None)
@@ -426,7 +443,7 @@ class BufferSync:
 
 
 class _Layout:
-    """Where each buffer is in a wire: values that have a mean, integers, integers of 64 bits; then a count for each.
+    """The layout of a wire: values that have a mean, integers, integers of 64 bits; then a count for each buffer.
 
     Of means, each rank contributes the share 1 / size, so that a sum of large values does not overflow. An integer of
     64 bits travels as two of 32. What has no mean is of one rank alone. The other ranks add zeros, so it arrives as it
@@ -495,7 +512,7 @@ class _Layout:
         return self._ones[1]
 
     def missing(self) -> list[BufferSpec]:
-        """What has no mean, and rank 0 has not contributed. A device is waited for."""
+        """The buffers without a mean that rank 0 has not contributed. A device is waited for."""
         counts = self._counts.tolist()
         return [spec for spec, count in zip(self.specs, counts, strict=True) if not count and not spec.is_averaged]
 
@@ -568,7 +585,7 @@ def _number_of(kind: str) -> int:
 
 
 def _state_of(spec: BufferSpec) -> tuple[int, int]:
-    """Is another after the script has written to the buffer, or put another tensor in its place."""
+    """(id, version) of the buffer. Changes when the script writes to the buffer or replaces it."""
     buffer = spec.find() if spec.choice == "own" else spec.tensor()
     if not isinstance(buffer, torch.Tensor):
         return (0, 0)

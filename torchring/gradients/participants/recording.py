@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
@@ -10,9 +11,9 @@ from typing import Final
 from torchring.collectives.service import internal_collectives_of
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.bursts import BurstWatch
+from torchring.gradients.layout import BucketLayout
 from torchring.gradients.plan import ParameterSpec
-from torchring.gradients.rounds import Rounds
-from torchring.gradients.scheduler import Scheduler
+from torchring.gradients.round import Participant, RoundState
 from torchring.observe.phases import EXPOSED
 from torchring.observe.recorder import clocks
 from torchring.observe.recorder.records import Arrivals, OptimizerRecord, ParameterRecord, RunInfo
@@ -25,80 +26,103 @@ _ROUNDS_BETWEEN_CLOCKS: Final = 500  # clocks drift by some microseconds a secon
 _logger: Final = logging.getLogger("torchring")
 
 
-class RoundRecording:
-    """Where the time of rounds went, when gradients came, how buckets are laid out, and how clocks differ."""
+class RoundRecording(Participant):
+    """Writes down where the time of rounds went, when gradients came, the plan, and how clocks differ.
 
-    def __init__(self, world: World) -> None:
+    Opening it is collective.
+    """
+
+    def __init__(self, world: World, layout: BucketLayout) -> None:
         self._world = world
+        self._layout = layout
         self._recorder = recorder_of(world)
         self._bursts = BurstWatch()
-        self._clocks_compared_at = 0  # number of the next round
+        self._noted: tuple[Sequence[Bucket], str] = layout.buckets, layout.reason
+        self._compare_clocks(0)
+
+        # The round
+        self._current = RoundState(0)
         self._backward_began = 0
+        self._arrivals: list[int] | None = None  # of gradients, in nanoseconds by parameter index; -1 for none
+        self._packed_early_ns = 0  # time in which gradients were packed before the last one was computed
 
-    def clocks_are_due(self, next_number: int) -> bool:
-        """Whether clocks are to be compared again, before the round of this number. The same on all ranks."""
-        return next_number >= self._clocks_compared_at + _ROUNDS_BETWEEN_CLOCKS
+    def begin(self, current: RoundState) -> None:
+        # A rank whose backward has raised at its end never comes to the end of a round that its peers do.
+        if not current.hold and current.number >= self._clocks_compared_at + _ROUNDS_BETWEEN_CLOCKS:
+            self._compare_clocks(current.number)
+        self._note_plan()
+        self._current, self._arrivals, self._packed_early_ns = current, None, 0
+        if has_arrivals(current.number) and current.mark_ready is None:
+            self._arrivals = [-1] * len(self._layout.specs)
+            current.mark_ready = self._mark_ready
 
-    def compare_clocks(self, next_number: int) -> None:
-        """Collective where there are several hosts: find out how far this host's clock is ahead.
+    def backward_is_over(self, current: RoundState) -> None:
+        """From here to the end of the round, communication is exposed."""
+        self._backward_began = self._recorder.phase_began  # the last forward had ended, or the first gradient had come
+        self._recorder.enter(EXPOSED)
 
-        Between rounds: a rank whose backward has raised at its end never comes to the end of a round that its peers do.
-        """
+    def reduced(self, current: RoundState) -> None:
+        layout, recorder = self._layout, self._recorder
+        stall_ns, began = int(current.stall_seconds * 1e9), self._backward_began
+        if self._arrivals is not None and not current.hold and any(at >= 0 for at in self._arrivals):
+            length = recorder.phase_began - began - stall_ns - self._packed_early_ns
+            ready = tuple(at if at < 0 else max(0, at - began) for at in self._arrivals)
+            recorder.arrivals.append(Arrivals(recorder.num_steps, max(0, length), ready))
+            # With "inline" nothing is hidden in any case.
+            if len(layout.buckets) > 1 and layout.agreement.overlap != "inline" and not self._bursts.finding:
+                self._look_for_bursts(current, ready)
+        recorder.add_round(current.times, stall_ns, current.packing_ns, layout.agreement.reductions)
+
+    def finished(self, current: RoundState) -> None:
+        self._note_plan()
+
+    def _mark_ready(self, index: int) -> None:
+        """As `Launcher.mark_ready`, and note the time. Stalls and copies until then are taken out."""
+        launcher = self._layout.launcher
+        if self._arrivals is not None and index < len(self._arrivals):
+            stalls_ns = int(self._current.exposed_seconds * 1e9)
+            self._arrivals[index] = time.perf_counter_ns() - self._packed_early_ns - stalls_ns
+        before = launcher.packing_ns(index)
+        launcher.mark_ready(index)
+        self._packed_early_ns += launcher.packing_ns(index) - before
+
+    def _look_for_bursts(self, current: RoundState, ready: Sequence[int]) -> None:
+        input_began, is_forward_known = self._recorder.last_input()
+        # What a device hides is known in one of the next rounds.
+        knows_at_once = self._layout.agreement.knows_at_once
+        hides = knows_at_once and current.exposed_seconds < _MOST_EXPOSED * current.busy_seconds
+        before_ns = self._backward_began - input_began
+        self._bursts.note(ready, before_ns, is_forward_known=is_forward_known, hides=hides)
+        if finding := self._bursts.finding:
+            self._layout.finding = finding
+            if self._recorder.about is not None:
+                self._recorder.about = replace(self._recorder.about, finding=finding)
+            if self._world.rank == 0:
+                _logger.warning(finding)
+
+    def _compare_clocks(self, number: int) -> None:
+        """Collective where there are several hosts: find out how far this host's clock is ahead."""
         world = self._world
-        self._clocks_compared_at = next_number
+        self._clocks_compared_at = number
         if len(world.hosts) > 1:
             exchange = internal_collectives_of(world).all_gather_bytes
             self._recorder.clock.append(clocks.measure(exchange, is_same_host=world.rank in world.hosts[0]))
 
-    def backward_is_over(self) -> None:
-        """What follows, until the round is over, is communication that backward did not hide."""
-        self._backward_began = self._recorder.phase_began  # the last forward had ended, or the first gradient had come
-        self._recorder.enter(EXPOSED)
-
-    def add(self, scheduler: Scheduler, rounds: Rounds) -> None:
-        """A round is over."""
-        current, recorder = scheduler.round, self._recorder
-        stall_ns, began = int(current.stall_seconds * 1e9), self._backward_began
-        if current.arrivals is not None and not current.hold and any(at >= 0 for at in current.arrivals):
-            length = recorder.phase_began - began - stall_ns - current.packed_early_ns
-            ready = tuple(at if at < 0 else max(0, at - began) for at in current.arrivals)
-            recorder.arrivals.append(Arrivals(recorder.num_steps, max(0, length), ready))
-            # With "inline" nothing is hidden in any case.
-            if len(scheduler.buckets) > 1 and rounds.overlap != "inline" and not self._bursts.finding:
-                input_began, is_forward_known = recorder.last_input()
-                # What a device hides is known in one of the next rounds.
-                hides = rounds.knows_at_once and current.exposed_seconds < _MOST_EXPOSED * current.busy_seconds
-                before_ns = began - input_began
-                self._bursts.note(ready, before_ns, is_forward_known=is_forward_known, hides=hides)
-                if self._bursts.finding:
-                    self._tell(self._bursts.finding)
-        recorder.add_round(scheduler.times, stall_ns, current.packing_ns, rounds.reductions)
-
-    @property
-    def finding(self) -> str:
-        """Why hardly any communication is hidden, if the reason is known: a sentence, or ""."""
-        return self._bursts.finding
-
-    def _tell(self, finding: str) -> None:
-        about = self._recorder.about
-        if about is not None:
-            self._recorder.about = replace(about, finding=finding)
-        if self._world.rank == 0:
-            _logger.warning(finding)
-
-    def note_plan(self, buckets: Sequence[Bucket], specs: Sequence[ParameterSpec], reason: str) -> None:
-        """The buckets are laid out like this from now on, for that reason: see `Stats.reason`."""
-        about = self._recorder.about
-        if about is None:
+    def _note_plan(self) -> None:
+        """Write down how the buckets are laid out, and why, if that has changed."""
+        layout, about = self._layout, self._recorder.about
+        now = layout.buckets, layout.reason
+        if about is None or (now[0] is self._noted[0] and now[1] == self._noted[1]):
             return
-        sizes = tuple(bucket.plan.num_bytes for bucket in buckets)
-        records = tuple(parameter_records(buckets, specs))
-        now = _sizes_by_name(records)
-        if _sizes_by_name(about.parameters) <= now:  # parameters may have been added
-            self._recorder.about = replace(about, reason=reason, bucket_bytes=sizes, parameters=records)
+        self._noted = now
+        sizes = tuple(bucket.plan.num_bytes for bucket in layout.buckets)
+        records = tuple(parameter_records(layout.buckets, layout.specs))
+        own = _sizes_by_name(records)
+        if _sizes_by_name(about.parameters) <= own:  # parameters may have been added
+            self._recorder.about = replace(about, reason=layout.reason, bucket_bytes=sizes, parameters=records)
             return
         others = tuple(
-            OptimizerRecord(sizes, records) if _sizes_by_name(other.parameters) <= now else other
+            OptimizerRecord(sizes, records) if _sizes_by_name(other.parameters) <= own else other
             for other in about.others
         )
         self._recorder.about = replace(about, others=others)
@@ -128,5 +152,5 @@ def parameter_records(buckets: Sequence[Bucket], specs: Sequence[ParameterSpec])
 
 
 def has_arrivals(number: int) -> bool:
-    """Whether round `number` is one of the few in which the arrival of each gradient is written down."""
+    """Return True for the few rounds in which the arrival of each gradient is written down."""
     return 2 <= number < 6 or number % 64 == 63

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torchring.collectives.digests import digests
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import GradientError, in_step, ranks_in_words
+from torchring.gradients.round import Participant, RoundState
 from torchring.world import World
 
 STEPS_BETWEEN_CHECKS: Final = 100  # a check reads every parameter: 70 ms for 42 M on one core
@@ -32,7 +33,7 @@ _SENT_TOGETHER: Final = 32  # how many parameters of rank 0 are here twice
 _LEAST_SCALE: Final = 1e-3  # of the elements of a parameter, as differences of rounding do not shrink with them
 
 
-class ReplicaCheck:
+class ReplicaCheck(Participant):
     """Watches the parameters of one optimizer.
 
     Args:
@@ -41,6 +42,8 @@ class ReplicaCheck:
         optimizer: for errors; referred to weakly, as is `model`.
         model: for errors.
     """
+
+    bits = ("odd_steps", "parameters_changed")
 
     def __init__(
         self,
@@ -53,8 +56,8 @@ class ReplicaCheck:
         self._names = names
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self._model = None if model is None else weakref.ref(model)
-        self._num_rounds = 0
-        self._num_steps = 0
+        self._current = RoundState(0)  # that is over
+        self._due_at = 0  # number of the round after which the replicas are compared
         self._num_alarms = 0
         self._watched: list[tuple[torch.nn.Parameter, int]] = []
         self._changed = False
@@ -70,40 +73,45 @@ class ReplicaCheck:
         distance = math.ceil(len(self._names) / _WATCHED)
         self._watched = [(p, p._version) for p in list(self._names)[::distance]]
 
-    def accept_all(self) -> None:
-        """The parameters are those of another rank now, on all ranks."""
+    def take_over(self, src: int) -> None:
         self._changed = False
         self.accept()
 
-    def after_round(self, alarmed: bool, num_steps: int = 0, *, is_apart: bool = False) -> None:
+    def begin(self, current: RoundState) -> None:
+        current.bits["odd_steps"] = current.step % 2
+        current.bits["parameters_changed"] = self.has_changed()
+
+    def finished(self, current: RoundState) -> None:
         """Compare the replicas if something may have changed, or if it is time to. Collective then.
 
         A script may change parameters in every step, on all ranks alike. So only the 1st, 2nd, 4th, 8th ... alarm leads
-        to a comparison at once.
-
-        Args:
-            alarmed: whether something may have changed; equal on all ranks.
-            num_steps: how many steps this rank has made, for the error.
-            is_apart: some ranks have no data left and do not step, so replicas may differ; equal on all ranks.
+        to a comparison at once. Inside `torchring.join`, ranks without data do not step, so replicas may differ.
 
         Raises GradientError if the replicas differ.
         """
-        due = self._num_rounds % STEPS_BETWEEN_CHECKS == 0
-        self._num_rounds += 1
-        self._num_steps = num_steps
-        if is_apart:
+        self._current = current
+        sums, is_due = current.sums, current.number >= self._due_at
+        if is_due:
+            self._due_at = current.number + STEPS_BETWEEN_CHECKS
+        if sums["has_ended"]:
             return
-        if alarmed:
+        if sums["parameters_changed"] or 0 < sums["odd_steps"] < self._world.size:
             self._num_alarms += 1
-            due = due or self._num_alarms & (self._num_alarms - 1) == 0
+            is_due = is_due or self._num_alarms & (self._num_alarms - 1) == 0
             self._changed = False
             self._watched = [(p, p._version) for p, _ in self._watched]
-        if due:
+        if is_due:
             self.compare()
+
+    def before_step(self) -> None:
+        self.has_changed()  # what is written from now on is no change
+
+    def moved(self) -> None:
+        self.accept()
 
     def compare(self) -> None:
         """Collective: raise GradientError naming the first parameter that is not the same on all ranks, and where."""
-        mine = torch.cat([torch.tensor([[self._num_steps, 0]], device="cpu"), digests(self._names)])
+        mine = torch.cat([torch.tensor([[self._current.step, 0]], device="cpu"), digests(self._names)])
         everybody = torch.stack(internal_collectives_of(self._world).all_gather(mine))
         steps = everybody[:, 0, 0].tolist()
         is_other = (everybody != everybody[0])[:, 1:].any(dim=2)  # [ranks, parameters]
@@ -163,9 +171,10 @@ class ReplicaCheck:
         other = next((rank for rank, count in enumerate(steps) if count != steps[0]), None)
         if other is not None:
             return (
-                f"In {self._num_rounds} reductions rank 0 has called optimizer.step() {steps[0]} times, rank {other} "
-                f"{steps[other]} times: some rank ran a backward() that the others did not, or left a step out. Run a "
-                "backward() that is not for training inside optimizer.no_sync(), or use torch.autograd.grad()"
+                f"In {self._current.next_number} reductions rank 0 has called optimizer.step() {steps[0]} times, "
+                f"rank {other} {steps[other]} times: some rank ran a backward() that the others did not, or left a "
+                "step out. Run a backward() that is not for training inside optimizer.no_sync(), or use "
+                "torch.autograd.grad()"
             )
         first, *rest = map(json.loads, texts)
         for rank, theirs in enumerate(rest, start=1):
@@ -190,7 +199,7 @@ class ReplicaCheck:
         )
 
     def _hyperparameters(self) -> dict[str, str]:
-        """What each group of the optimizer has beside parameters, as far as it is plain."""
+        """The plain hyperparameters of each group of the optimizer."""
         optimizer = None if self._optimizer is None else self._optimizer()
         found: dict[str, str] = {}
         groups: Sequence[Mapping[str, Any]] = [] if optimizer is None else optimizer.param_groups

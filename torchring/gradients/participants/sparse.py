@@ -6,34 +6,20 @@ the end of a round, in the order of the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import GradientError
-from torchring.gradients.participants.weights import Share
+from torchring.gradients.ledger import GradientStatus, is_zero
 from torchring.gradients.plan import ParameterSpec
+from torchring.gradients.round import NonFiniteGradient, Participant, RoundState
 from torchring.world import World
 
 
-class NonFiniteGradient(NamedTuple):
-    """The first NaN or infinity of a round.
-
-    rank: whose gradient had it; None if only the sum over ranks overflowed.
-    name: name of the parameter.
-    tensor: returns the tensor that shows whether the value is still there: the gradient, or on a device the parameter,
-        which may have been trained on it. None if the value has not been looked for since.
-    """
-
-    rank: int | None
-    name: str
-    tensor: Callable[[], torch.Tensor | None] | None
-
-
-class SparseReduction:
-    """The sparse parameters of one optimizer.
+class SparseReduction(Participant):
+    """The sparse parameters of one optimizer. Also their ledger, see `Ledger`.
 
     Args:
         world: has more than one rank.
@@ -73,20 +59,16 @@ class SparseReduction:
         self._local.add(index)
 
     def mark_zeroed(self) -> None:
-        """The optimizer has zeroed all gradients in place, or set them to None."""
         self._local.clear()
         self._zeroed = set(self._reduced)
 
-    def mark_one_zeroed(self, index: int) -> None:
-        """This gradient was zeroed in place."""
-        self._zeroed.add(index)
-
-    def first_unsettled(self) -> str | None:
-        """Name of the first sparse parameter whose gradient must not be stepped on."""
-        return next((s.name for i, s in enumerate(self._specs) if s.is_sparse and self._is_unsettled(i)), None)
+    def unsettled(self) -> tuple[str, str] | None:
+        for index, spec in enumerate(self._specs):
+            if spec.is_sparse and self._is_unsettled(index):
+                return spec.name, GradientStatus.LOCAL.value
+        return None
 
     def has_local(self) -> bool:
-        """Whether a gradient is there that no other rank has seen."""
         return any(self._parameters[index].grad is not None for index in self._local)
 
     def results(self) -> list[int]:
@@ -94,34 +76,41 @@ class SparseReduction:
         since = self._zeroed | self._local
         return [i for i, result in self._reduced.items() if i not in since and self._parameters[i].grad is result]
 
+    def parameter_of(self, index: int) -> torch.Tensor:
+        return self._parameters[index]
+
+    def was_zeroed(self, index: int, *, has_arrived: bool) -> bool:
+        """Whether the script has zeroed a result in place; if backward has added to it since, it may have."""
+        grad = self._parameters[index].grad
+        return has_arrived or (grad is not None and is_zero(grad))
+
+    def mark_slot_zeroed(self, index: int) -> None:
+        self._zeroed.add(index)
+
+    def ignore_zeros(self) -> None: ...
+
+    def mark_written(self) -> None: ...
+
     def scale_local(self, factor: float) -> None:
-        """Multiply the gradients that no other rank has seen."""
         for index in self._local:
             if (grad := self._parameters[index].grad) is not None:
                 grad.mul_(factor)
 
-    def reduce(self, share: Share, scale: float) -> NonFiniteGradient | None:
-        """Collective: reduce every sparse parameter that any rank used. Other parameters keep their `.grad`.
-
-        Args:
-            share: what this rank contributes.
-            scale: another factor of the result.
-
-        Returns the first NaN or infinity, if there is any.
-        """
+    def reduced(self, current: RoundState) -> None:
+        """Collective: reduce every sparse parameter that any rank used. Other parameters keep their `.grad`."""
         found = None
         for index, spec in enumerate(self._specs):
             if spec.is_sparse:
-                in_this_one = self._reduce_one(index, spec, share, scale)
+                in_this_one = self._reduce_one(index, spec, current)
                 found = found or in_this_one
         self._local.clear()
-        return found
+        current.non_finite = current.non_finite or found
 
     def _is_unsettled(self, index: int) -> bool:
         grad = self._parameters[index].grad
         return grad is not None and (index in self._local or grad is not self._reduced.get(index))
 
-    def _reduce_one(self, index: int, spec: ParameterSpec, share: Share, scale: float) -> NonFiniteGradient | None:
+    def _reduce_one(self, index: int, spec: ParameterSpec, current: RoundState) -> NonFiniteGradient | None:
         parameter = self._parameters[index]
         grad = parameter.grad
         if grad is not None and not grad.is_sparse:
@@ -131,18 +120,21 @@ class SparseReduction:
                 parameters=(spec.name,),
             )
         collectives = internal_collectives_of(self._world)
-        if not collectives.any_rank(self._is_unsettled(index) and not share.is_absent):
+        if not collectives.any_rank(self._is_unsettled(index) and not current.is_absent):
             return None
-        if grad is None or share.is_absent:
+        if grad is None or current.is_absent:
             device = parameter.device
             indices_of_none = torch.empty((1, 0), dtype=torch.int64, device=device)
             no_rows = torch.empty((0, *spec.shape[1:]), dtype=spec.dtype, device=device)
             grad = torch.sparse_coo_tensor(indices_of_none, no_rows, spec.shape, check_invariants=False)
         grad = grad.coalesce()
         indices = collectives.all_gather(grad.indices().t().contiguous())
-        values = collectives.all_gather(grad.values() * share.factor if share.factor != 1.0 else grad.values())
+        values = collectives.all_gather(grad.values() * current.factor if current.factor != 1.0 else grad.values())
         total = torch.sparse_coo_tensor(
-            torch.cat(indices).t(), torch.cat(values) * (self._scale * scale), spec.shape, check_invariants=False
+            torch.cat(indices).t(),
+            torch.cat(values) * (self._scale * current.scale),
+            spec.shape,
+            check_invariants=False,
         )
         if parameter.grad is None:
             parameter.grad = total.coalesce()

@@ -1,4 +1,4 @@
-"""How much a rank's gradients count: `weigh(n)` says that a loss is a mean over n samples, or tokens.
+"""Weights of gradients: `weigh(n)` says that a loss is a mean over n samples, or tokens.
 
 A reduced gradient is then sum(n_r g_r) / sum(n_r) over ranks r, and over the backwards since the last reduction.
 
@@ -19,13 +19,12 @@ from typing import Final, NamedTuple
 import torch
 
 from torchring.errors import GradientError
+from torchring.gradients.control import FRACTION_BITS, NUMBER_BITS
 
-_FRACTION_BITS: Final = 16
-_BITS: Final = 48
 _REFERENCE_OF_FP16: Final = 64.0  # where the first weights come after backwards without
 _MOST_IN_FP16: Final = 64.0  # times the reference
-LARGEST: Final = 2.0 ** (_BITS - _FRACTION_BITS - 4)  # the sum of 16 backwards still fits
-SMALLEST: Final = 2.0 ** (6 - _FRACTION_BITS)
+LARGEST: Final = 2.0 ** (NUMBER_BITS - FRACTION_BITS - 4)  # the sum of 16 backwards still fits
+SMALLEST: Final = 2.0 ** (6 - FRACTION_BITS)
 
 ON_RESULTS: Final = (
     "weights were given with gradients of an earlier step in .grad, which would get the weights of this step; call "
@@ -40,7 +39,7 @@ OTHER_BATCH: Final = (
 
 
 class Share(NamedTuple):
-    """What a rank contributes to a round.
+    """The contribution of a rank to a round.
 
     weight: of all its backwards together; None if none has been given.
     is_unweighted: the rank has run a backward for which it has given no weight.
@@ -91,7 +90,7 @@ class Weights:
 
     @property
     def total(self) -> float:
-        """Of the backwards since the last reduction."""
+        """The weight of all backwards since the last reduction."""
         return self._total or 0.0
 
     @property
@@ -117,7 +116,7 @@ class Weights:
 
     def representable(self, weight: float) -> float:
         """The weight that is sent: in 16 bits, a multiple of 2**-16."""
-        return round(weight * 2**_FRACTION_BITS) / 2**_FRACTION_BITS if self._is_narrow else weight
+        return round(weight * 2**FRACTION_BITS) / 2**FRACTION_BITS if self._is_narrow else weight
 
     def give(self, weight: float, whole: float | None = None) -> float:
         """The next backward has this weight. Returns the factor that local gradients have to be scaled by before.
@@ -181,7 +180,7 @@ class Weights:
         self._unit = self.next or None
 
     def share(self, *, is_absent: bool) -> Share:
-        """What this rank contributes to the round that begins."""
+        """The contribution of this rank to the round that begins."""
         if is_absent:
             return Share(is_absent=True, left_out=self._left_out)
         if self._total is None:
@@ -192,7 +191,7 @@ class Weights:
     def result_scale(
         self, num_ranks: int, num_weighted: int, num_absent: int, total: float, left_out: float, *, are_of_batch: bool
     ) -> float:
-        """By which the result has to be multiplied, which was averaged over all ranks. All numbers are sums."""
+        """The factor for a result that was averaged over all ranks. All arguments are sums over ranks."""
         if not num_weighted:
             present = num_ranks - num_absent
             return num_ranks / present if present else 1.0
@@ -203,7 +202,7 @@ class Weights:
         return scale
 
     def fits_fp16(self, weight: float) -> bool:
-        """Whether gradients of this mean weight have not become too large or too small in fp16."""
+        """Return True if gradients of this mean weight are neither too large nor too small in fp16."""
         return not weight or 1 / _MOST_IN_FP16 <= weight / self.reference <= _MOST_IN_FP16
 
     def refer_to(self, weight: float) -> None:
@@ -220,23 +219,3 @@ def check_weight(weight: float) -> float:
     if value != 0 and not SMALLEST <= value <= LARGEST:
         raise ValueError(f"a weight must be 0, or from {SMALLEST:g} to {LARGEST:g}, got {weight!r}")
     return value
-
-
-def num_elements(dtype: torch.dtype) -> int:
-    """How many elements of a wire buffer of `dtype` hold a weight."""
-    return _BITS if dtype.itemsize == 2 else 1
-
-
-def encode(weight: float, dtype: torch.dtype) -> list[float]:
-    """The elements. 16 bits do not hold a weight, so there each element is a binary digit, whose sum counts ranks."""
-    if dtype.itemsize > 2:
-        return [weight]
-    number = round(weight * 2**_FRACTION_BITS)
-    return [float(number >> i & 1) for i in range(_BITS)]
-
-
-def decode(elements: Sequence[float], dtype: torch.dtype) -> float:
-    """The sum of weights whose elements were added up."""
-    if dtype.itemsize > 2:
-        return float(elements[0])
-    return float(sum(round(count) << i for i, count in enumerate(elements)) / 2**_FRACTION_BITS)

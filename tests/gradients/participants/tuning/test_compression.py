@@ -139,7 +139,7 @@ def _broken_off(rank: int, _: int, folder: str) -> dict[str, tuple[list[bool], s
         with _scripted(f"{folder}/{name}", [_SLOW, _FAST[:2] if name == "few" else _FAST, _SLOW]):
             optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.0), model, compression="auto")
             (sync,) = _syncs(model)
-            assert sync.reduction.weights.representable(1 / 3) != 1 / 3, "it has to fit into any wire"
+            assert sync._weights.representable(1 / 3) != 1 / 3, "it has to fit into any wire"
             second: torchring.DistributedOptimizer | None = None
             sizes = []
             for step in range(12):
@@ -149,7 +149,7 @@ def _broken_off(rank: int, _: int, folder: str) -> dict[str, tuple[list[bool], s
                     second = torchring.wrap(torch.optim.SGD(other.parameters(), lr=0.0))
                 (model(torch.ones(2, 32)) + other(torch.ones(2, 32))).sum().backward()
                 optimizer.step()
-                plans = [bucket.plan for sync in _syncs(model) for bucket in sync.reduction.buckets]
+                plans = [bucket.plan for sync in _syncs(model) for bucket in sync.layout.buckets]
                 sizes.append(any(plan.wire_dtype.itemsize == 2 for plan in plans))
             results[name] = sizes, optimizer.stats().reason.partition("; ")[2]
             for each in (optimizer, second):

@@ -8,9 +8,8 @@ from typing import Final
 
 from torchring.gradients.participants.tuning.best_plan import find_groups, predict
 from torchring.gradients.participants.tuning.boundaries import ReductionCost
-from torchring.gradients.plan import COMPRESSIONS, ParameterSpec, Plan, plan_of
+from torchring.gradients.plan import AUTO_COMPRESSION, COMPRESSIONS, ParameterSpec, Plan, plan_of
 
-AUTO_COMPRESSION: Final = "bf16"  # which has the range of fp32: nothing overflows that did not before
 LEAST_GAIN_OF_ROUNDING: Final = 0.05  # of a backward: rounding gradients has to pay
 _LEAST_GAIN: Final = 0.03  # of the exposed time, predicted: less is not tried, because it would drown in noise
 

@@ -27,6 +27,8 @@ from torchring.allreduce import Mover
 from torchring.allreduce.cost import measure_cost
 from torchring.allreduce.device.stream import OnStream
 from torchring.collectives.service import internal_collectives_of
+from torchring.gradients.control import ControlFields
+from torchring.gradients.launcher import Launcher
 from torchring.gradients.participants.tuning import plan_cache
 from torchring.gradients.participants.tuning.best_plan import cost_alone, largest_kind, slowdown, slowed
 from torchring.gradients.participants.tuning.boundaries import ReductionCost
@@ -34,7 +36,7 @@ from torchring.gradients.participants.tuning.candidates import Candidate, Tuned,
 from torchring.gradients.participants.tuning.plan_cache import FoundBuckets
 from torchring.gradients.participants.tuning.trial import Times, Trial
 from torchring.gradients.plan import ParameterSpec, Plan, plan_of, wire_dtype
-from torchring.gradients.scheduler import Scheduler
+from torchring.gradients.round import RoundState
 from torchring.observe.services import recorder_of
 from torchring.world import World
 
@@ -80,23 +82,31 @@ class Tuner:
     Args:
         world: has more than one rank.
         mover: reduces the buckets, on the host.
-        scheduler: counts the rounds.
+        launcher: counts the rounds.
         subject: what the plan is found for, as lines of text. Those of rank 0 count.
         tuned: what may be changed.
+        control: the control bits of all plans.
 
     Attributes:
         compression: of the plan in use.
     """
 
     def __init__(
-        self, world: World, mover: Mover[Any], scheduler: Scheduler, subject: Sequence[str], tuned: Tuned
+        self,
+        world: World,
+        mover: Mover[Any],
+        launcher: Launcher,
+        subject: Sequence[str],
+        tuned: Tuned,
+        control: ControlFields,
     ) -> None:
         self.compression = tuned.compressions[0]
         self._world = world
         self._mover = mover
-        self._scheduler = scheduler
+        self._launcher = launcher
         self._subject = subject
         self._tuned = tuned
+        self._control = control
         self._decision = f"{self._default}, until backwards have been measured"
         self._stage = Stage.WAITING
         self._first = 0  # number of the first round that is measured
@@ -135,7 +145,7 @@ class Tuner:
             found = FoundBuckets.decode(data)
             if found.compression not in self._tuned.compressions:
                 return None
-            plan = None if found.groups is None else plan_of(specs, found.groups, compression=found.compression)
+            plan = None if found.groups is None else self._plan_of(specs, found.groups, found.compression)
         except (ValueError, RecursionError):  # nothing there, or not ours
             return None
         self.compression = found.compression
@@ -182,26 +192,23 @@ class Tuner:
         self._keep(None, f"{self._default}, as {'; '.join(self._lost)}")
         return self._use_default(trial)
 
-    def begin_round(self, *, is_ordinary: bool) -> None:
-        """The round has begun; its first gradient is about to be marked ready.
-
-        Args:
-            is_ordinary: whether this is the round of a backward of this rank.
-        """
-        is_measured = self._stage is Stage.MEASURING and self._scheduler.round.number >= self._first
+    def begin_round(self, current: RoundState) -> None:
+        """The round begins; its first gradient is about to be marked ready."""
+        is_measured = self._stage is Stage.MEASURING and current.number >= self._first
+        is_ordinary = not (current.is_again or current.is_absent)  # the round of a backward of this rank
         recorder = recorder_of(self._world)
         began = recorder.phase_began * 1e-9 if recorder.is_on else time.perf_counter()
         self._round = Observation(began) if is_ordinary and is_measured else None
 
     def mark_ready(self, index: int) -> None:
-        """As `Scheduler.mark_ready`, and take the time."""
-        self._scheduler.mark_ready(index)
+        """As `Launcher.mark_ready`, and take the time."""
+        self._launcher.mark_ready(index)
         if (seen := self._round) is not None:
-            seen.ready[index] = time.perf_counter() - seen.began - self._scheduler.round.exposed_seconds
+            seen.ready[index] = time.perf_counter() - seen.began - self._launcher.round.exposed_seconds
 
     def end_round(self) -> None:
         """All buckets are reduced."""
-        seen, current = self._round, self._scheduler.round
+        seen, current = self._round, self._launcher.round
         if seen is None:
             return
         seen.total = time.perf_counter() - seen.began
@@ -212,7 +219,7 @@ class Tuner:
 
     @property
     def _next_number(self) -> int:
-        return self._scheduler.round.next_number
+        return self._launcher.round.next_number
 
     def _measure(self) -> None:
         """Begin to measure rounds with the plan that the next round has."""
@@ -262,11 +269,16 @@ class Tuner:
         factor = slowdown(alone[0], current, busy)
         return [slowed(cost, factor) for cost in alone]
 
+    def _plan_of(
+        self, specs: Sequence[ParameterSpec], groups: Sequence[Sequence[int]], compression: str | None
+    ) -> Plan:
+        return plan_of(specs, groups, compression=compression, control=self._control)
+
     def _try_next(self, default: Plan, specs: Sequence[ParameterSpec], times: list[Times]) -> Plan:
         """Begin the trial of the next candidate. The default plan has had its first turn, with these times."""
         candidate = self._candidates.pop(0)
         groups = groups_of(default) if candidate.groups is None else candidate.groups
-        found = plan_of(specs, groups, compression=candidate.compression)
+        found = self._plan_of(specs, groups, candidate.compression)
         self._trial = Trial(candidate, default, found, list(times))
         self._measure()
         self._decision = f"{candidate.subject}, which are being tried"
@@ -304,7 +316,7 @@ def tunes_by_default(world: World, mover: Mover[Any], plan: Plan) -> bool:
 
 
 def open_tuner(
-    world: World, mover: Mover[Any], scheduler: Scheduler, plan: Plan, description: Sequence[str], tuned: Tuned
+    world: World, mover: Mover[Any], launcher: Launcher, plan: Plan, description: Sequence[str], tuned: Tuned
 ) -> Tuner:
     """A tuner for the default buckets of `plan`, of the parameters and options in `description`."""
     subject = [
@@ -312,7 +324,7 @@ def open_tuner(
         f"{mover.algorithm} {'in background' if mover.in_background else 'inline'} between {world.hosts}",
         f"{world.num_cores} cores, {torch.get_num_threads()} threads, torch {torch.__version__}",
     ]
-    tuner = Tuner(world, mover, scheduler, subject, tuned)
+    tuner = Tuner(world, mover, launcher, subject, tuned, plan.control)
     if isinstance(mover, OnStream):
         tuner.stop("nothing is tuned on a GPU")
     elif not plan.buckets:

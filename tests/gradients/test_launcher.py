@@ -17,9 +17,10 @@ from torchring.allreduce import TAGS_PER_ROUND, Mover, NonFinite, Wire
 from torchring.allreduce.threaded import ThreadedMover
 from torchring.errors import GradientError, PeerLostError, RingError
 from torchring.gradients.bucket import Bucket, BucketState
+from torchring.gradients.launcher import Launcher, union_length
 from torchring.gradients.ledger import GradientStatus
 from torchring.gradients.plan import ParameterSpec, build_plan
-from torchring.gradients.scheduler import Round, Scheduler, union_length
+from torchring.gradients.round import RoundState
 
 
 @dataclass
@@ -134,21 +135,34 @@ def pack(bucket: Bucket) -> None:
 @contextmanager
 def opened(
     count: int, *, threaded: bool, per_bucket: int = 1, mover: RecordingMover | None = None
-) -> Iterator[tuple[Scheduler, RecordingMover]]:
+) -> Iterator[tuple[Launcher, RecordingMover]]:
     mover = mover if mover is not None else RecordingMover()
     staged: Mover[Any] = ThreadedMover(mover, in_background=threaded)
     if isinstance(mover, StagedRecorder):
         staged = mover
     try:
-        yield Scheduler(open_buckets(mover, count, per_bucket), staged), mover
+        yield open_launcher(open_buckets(mover, count, per_bucket), staged), mover
     finally:
         staged.close()
 
 
-def begin(scheduler: Scheduler, *, round_number: int, step: int, hold: bool) -> None:
-    """As `Reduction.begin` does it."""
-    scheduler.settle()
-    scheduler.begin(Round(round_number, step, hold))
+def open_launcher(
+    buckets: Sequence[Bucket], mover: Mover[Any], mark_sparse: Callable[[int], None] = pytest.fail
+) -> Launcher:
+    launcher = Launcher(mover, mark_sparse)
+    launcher.install(buckets)
+    return launcher
+
+
+def finish(launcher: Launcher) -> None:
+    launcher.launch_rest()
+    launcher.wait()
+
+
+def begin(launcher: Launcher, *, round_number: int, step: int, hold: bool) -> None:
+    """As `Reducer` does it."""
+    launcher.settle()
+    launcher.begin(RoundState(round_number, step, hold))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -165,93 +179,91 @@ def reduce_threads() -> set[threading.Thread]:
 @pytest.mark.parametrize("threaded", [False, True])
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=lambda order: "".join(map(str, order)))
 def test_plan_order_despite_hook_order(order: tuple[int, ...], threaded: bool) -> None:
-    with opened(4, threaded=threaded) as (scheduler, mover):
-        begin(scheduler, round_number=0, step=0, hold=False)
+    with opened(4, threaded=threaded) as (launcher, mover):
+        begin(launcher, round_number=0, step=0, hold=False)
         for index in order:
-            pack(scheduler.buckets[index])
-            scheduler.launch_packed()
-        scheduler.finish()
+            pack(launcher.buckets[index])
+            launcher.advance()
+        finish(launcher)
         assert mover.order == [0, 1, 2, 3]
-        assert {bucket.state for bucket in scheduler.buckets} == {BucketState.REDUCED}
-        assert [bucket.parameters[0].grad.tolist() for bucket in scheduler.buckets] == [
-            [float(i)] * 2 for i in range(4)
-        ]
+        assert {bucket.state for bucket in launcher.buckets} == {BucketState.REDUCED}
+        assert [bucket.parameters[0].grad.tolist() for bucket in launcher.buckets] == [[float(i)] * 2 for i in range(4)]
 
 
 def test_inline_a_bucket_leaves_as_soon_as_those_before_it_have_left() -> None:
-    with opened(4, threaded=False) as (scheduler, mover):
-        begin(scheduler, round_number=0, step=0, hold=False)
+    with opened(4, threaded=False) as (launcher, mover):
+        begin(launcher, round_number=0, step=0, hold=False)
         seen = []
         for index in (2, 0, 3, 1):
-            pack(scheduler.buckets[index])
-            scheduler.launch_packed()
+            pack(launcher.buckets[index])
+            launcher.advance()
             seen.append(list(mover.order))
         assert seen == [[], [0], [0], [0, 1, 2, 3]]
-        scheduler.finish()
+        finish(launcher)
         assert mover.order == [0, 1, 2, 3]
         assert set(mover.threads) == {threading.current_thread().name}
 
 
 def test_a_thread_reduces_while_backward_goes_on() -> None:
     gate = threading.Event()
-    with opened(3, threaded=True, mover=RecordingMover(gate=gate)) as (scheduler, mover):
-        begin(scheduler, round_number=0, step=0, hold=False)
+    with opened(3, threaded=True, mover=RecordingMover(gate=gate)) as (launcher, mover):
+        begin(launcher, round_number=0, step=0, hold=False)
         for index in (0, 1, 2):
-            pack(scheduler.buckets[index])
-            scheduler.launch_packed()
+            pack(launcher.buckets[index])
+            launcher.advance()
         assert mover.order == []
-        assert [bucket.state for bucket in scheduler.buckets] == [BucketState.REDUCING] * 3
+        assert [bucket.state for bucket in launcher.buckets] == [BucketState.REDUCING] * 3
         gate.set()
-        scheduler.finish()
+        finish(launcher)
         assert mover.order == [0, 1, 2]
         assert set(mover.threads) == {"torchring-lane-0"}
 
 
 def test_a_thread_does_not_wait_for_finish() -> None:
-    with opened(2, threaded=True) as (scheduler, mover):
-        begin(scheduler, round_number=0, step=0, hold=False)
-        pack(scheduler.buckets[0])
-        scheduler.launch_packed()
+    with opened(2, threaded=True) as (launcher, mover):
+        begin(launcher, round_number=0, step=0, hold=False)
+        pack(launcher.buckets[0])
+        launcher.advance()
         wait_until(lambda: mover.order == [0])
-        pack(scheduler.buckets[1])
-        scheduler.finish()
+        pack(launcher.buckets[1])
+        finish(launcher)
         assert mover.order == [0, 1]
 
 
 @pytest.mark.parametrize("threaded", [False, True])
 def test_held_buckets_leave_in_finish(threaded: bool) -> None:
-    with opened(3, threaded=threaded) as (scheduler, mover):
+    with opened(3, threaded=threaded) as (launcher, mover):
         for _ in range(2):
             mover.order.clear()
-            begin(scheduler, round_number=0, step=0, hold=True)
+            begin(launcher, round_number=0, step=0, hold=True)
             for index in (0, 2, 1):
-                pack(scheduler.buckets[index])
-                scheduler.launch_packed()
-            assert [bucket.state for bucket in scheduler.buckets] == [BucketState.PACKED] * 3
+                pack(launcher.buckets[index])
+                launcher.advance()
+            assert [bucket.state for bucket in launcher.buckets] == [BucketState.PACKED] * 3
             assert mover.order == []
-            scheduler.finish()
+            finish(launcher)
             assert mover.order == [0, 1, 2]
-            for bucket in scheduler.buckets:
+            for bucket in launcher.buckets:
                 bucket.close_round()
-        begin(scheduler, round_number=0, step=0, hold=False)  # the next round need not be held
-        pack(scheduler.buckets[0])
-        scheduler.launch_packed()
+        begin(launcher, round_number=0, step=0, hold=False)  # the next round need not be held
+        pack(launcher.buckets[0])
+        launcher.advance()
         wait_until(lambda: mover.order == [0, 1, 2, 0])
-        for bucket in scheduler.buckets[1:]:
+        for bucket in launcher.buckets[1:]:
             pack(bucket)
-        scheduler.finish()
+        finish(launcher)
 
 
 @pytest.mark.parametrize("threaded", [False, True])
 def test_many_rounds(threaded: bool) -> None:
-    with opened(3, threaded=threaded, per_bucket=2) as (scheduler, mover):
+    with opened(3, threaded=threaded, per_bucket=2) as (launcher, mover):
         for step in range(50):
-            begin(scheduler, round_number=step, step=step, hold=False)
+            begin(launcher, round_number=step, step=step, hold=False)
             for index in ((2, 0, 1), (0, 1, 2))[step % 2]:
-                pack(scheduler.buckets[index])
-                scheduler.launch_packed()
-            scheduler.finish()
-            for bucket in scheduler.buckets:
+                pack(launcher.buckets[index])
+                launcher.advance()
+            finish(launcher)
+            for bucket in launcher.buckets:
                 bucket.close_round()
         assert mover.order == [0, 1, 2] * 50
         assert mover.tags == [step * TAGS_PER_ROUND + index for step in range(50) for index in range(3)]
@@ -259,40 +271,40 @@ def test_many_rounds(threaded: bool) -> None:
 
 @pytest.mark.parametrize("threaded", [False, True])
 def test_no_buckets(threaded: bool) -> None:
-    with opened(0, threaded=threaded) as (scheduler, mover):
-        begin(scheduler, round_number=0, step=0, hold=False)
-        scheduler.launch_packed()
-        scheduler.finish()
+    with opened(0, threaded=threaded) as (launcher, mover):
+        begin(launcher, round_number=0, step=0, hold=False)
+        launcher.advance()
+        finish(launcher)
         assert mover.order == []
 
 
 @pytest.mark.parametrize("threaded", [False, True])
 def test_goes_on_with_other_buckets(threaded: bool) -> None:
-    with opened(2, threaded=threaded) as (scheduler, mover):
+    with opened(2, threaded=threaded) as (launcher, mover):
         for count in (2, 3):
             if count == 3:
-                scheduler.install(open_buckets(mover, 3))
-            begin(scheduler, round_number=0, step=0, hold=False)
-            for bucket in reversed(scheduler.buckets):
+                launcher.install(open_buckets(mover, 3))
+            begin(launcher, round_number=0, step=0, hold=False)
+            for bucket in reversed(launcher.buckets):
                 pack(bucket)
-                scheduler.launch_packed()
-            scheduler.finish()
+                launcher.advance()
+            finish(launcher)
         assert mover.order == [0, 1, 0, 1, 2]
 
 
 @pytest.mark.parametrize("threaded", [False, True])
 def test_finish_fills_the_buckets_whose_gradients_have_not_arrived(threaded: bool) -> None:
-    with opened(3, threaded=threaded, per_bucket=2) as (scheduler, mover):
-        begin(scheduler, round_number=0, step=0, hold=False)
-        pack(scheduler.buckets[1])
-        scheduler.launch_packed()
-        bucket = scheduler.buckets[2]
+    with opened(3, threaded=threaded, per_bucket=2) as (launcher, mover):
+        begin(launcher, round_number=0, step=0, hold=False)
+        pack(launcher.buckets[1])
+        launcher.advance()
+        bucket = launcher.buckets[2]
         bucket.parameters[0].grad = torch.full((2,), 2.0)
         bucket.mark_ready(0)
-        scheduler.finish()
+        finish(launcher)
         assert mover.order == [0, 1, 2]
-        scheduler.close_round()
-        grads = [[parameter.grad for parameter in bucket.parameters] for bucket in scheduler.buckets]
+        launcher.close_round()
+        grads = [[parameter.grad for parameter in bucket.parameters] for bucket in launcher.buckets]
         assert [[None if grad is None else grad.tolist() for grad in row] for row in grads] == [
             [None, None],
             [[1.0, 1.0], [1.0, 1.0]],
@@ -300,38 +312,38 @@ def test_finish_fills_the_buckets_whose_gradients_have_not_arrived(threaded: boo
         ]
 
 
-def arrive(scheduler: Scheduler, index: int) -> None:
+def arrive(launcher: Launcher, index: int) -> None:
     """As the hook of parameter `index` does it, with one parameter per bucket."""
-    scheduler.buckets[index].parameters[0].grad = torch.full((2,), float(index))
-    scheduler.mark_ready(index)
+    launcher.buckets[index].parameters[0].grad = torch.full((2,), float(index))
+    launcher.mark_ready(index)
 
 
 def test_gradients_that_are_ready_fill_their_buckets_and_the_first_round_shows_their_order() -> None:
-    with opened(3, threaded=False) as (scheduler, mover):
+    with opened(3, threaded=False) as (launcher, mover):
         for order in ((2, 0, 1), (0, 1, 2)):
-            begin(scheduler, round_number=0, step=0, hold=False)
+            begin(launcher, round_number=0, step=0, hold=False)
             for index in order:
-                arrive(scheduler, index)
+                arrive(launcher, index)
             assert mover.order == [0, 1, 2]
-            assert scheduler.ready_order == (None if order[0] else [2, 0, 1])
-            scheduler.finish()
-            scheduler.close_round()
-            assert scheduler.ready_order == [2, 0, 1]
+            assert launcher.ready_order == (None if order[0] else [2, 0, 1])
+            finish(launcher)
+            launcher.close_round()
+            assert launcher.ready_order == [2, 0, 1]
             mover.order.clear()
-        scheduler.forget_order()
-        assert scheduler.ready_order is None
+        launcher.forget_order()
+        assert launcher.ready_order is None
 
 
 def test_a_gradient_that_is_in_no_bucket_is_passed_on() -> None:
     mover, passed = RecordingMover(), list[int]()
-    scheduler = Scheduler(open_buckets(mover, 2), ThreadedMover(mover, in_background=False), passed.append)
-    scheduler.mark_ready(2)
-    scheduler.mark_local(7)
+    launcher = open_launcher(open_buckets(mover, 2), ThreadedMover(mover, in_background=False), passed.append)
+    launcher.mark_ready(2)
+    launcher.mark_local(7)
     assert passed == [2, 7]
-    assert scheduler.buckets[0].ledger.unsettled() is None
-    scheduler.buckets[1].parameters[0].grad = torch.ones(2)
-    scheduler.mark_local(1)
-    assert scheduler.buckets[1].ledger.unsettled() == ("b1.p0", GradientStatus.LOCAL.value)
+    assert launcher.buckets[0].ledger.unsettled() is None
+    launcher.buckets[1].parameters[0].grad = torch.ones(2)
+    launcher.mark_local(1)
+    assert launcher.buckets[1].ledger.unsettled() == ("b1.p0", GradientStatus.LOCAL.value)
     assert mover.order == []
 
 
@@ -340,58 +352,58 @@ def test_who_breaks_off_a_round_goes_on_with_the_number_of_its_peers(
     num_left: int, number: int, order: list[int] | None
 ) -> None:
     """Once a bucket has left, peers finish that round. Once all have left, peers know the order of gradients, too."""
-    with opened(3, threaded=False) as (scheduler, mover):
-        scheduler.begin(Round(0))
+    with opened(3, threaded=False) as (launcher, mover):
+        launcher.begin(RoundState(0))
         for index in range(num_left):
-            arrive(scheduler, index)
-        scheduler.abandon()
-        assert scheduler.round.next_number == number
-        assert scheduler.ready_order == order
-        scheduler.settle()
-        scheduler.begin(Round(number))
-        assert {bucket.state for bucket in scheduler.buckets} == {BucketState.IDLE}
+            arrive(launcher, index)
+        launcher.abandon()
+        assert launcher.round.next_number == number
+        assert launcher.ready_order == order
+        launcher.settle()
+        launcher.begin(RoundState(number))
+        assert {bucket.state for bucket in launcher.buckets} == {BucketState.IDLE}
         for index in (2, 1, 0):
-            arrive(scheduler, index)
-        scheduler.finish()
-        scheduler.close_round()
-        assert scheduler.round.next_number == number + 1
-        assert scheduler.ready_order == (order or [2, 1, 0])
+            arrive(launcher, index)
+        finish(launcher)
+        launcher.close_round()
+        assert launcher.round.next_number == number + 1
+        assert launcher.ready_order == (order or [2, 1, 0])
         assert mover.tags[num_left:] == [number * TAGS_PER_ROUND + index for index in range(3)]
 
 
 @pytest.mark.parametrize("threaded", [False, True])
 def test_hands_the_bucket_what_the_mover_found(threaded: bool) -> None:
     mover = RecordingMover(non_finite={1: NonFinite(3, 1)})
-    with opened(2, threaded=threaded, mover=mover) as (scheduler, _):
-        begin(scheduler, round_number=0, step=0, hold=False)
-        for bucket in scheduler.buckets:
+    with opened(2, threaded=threaded, mover=mover) as (launcher, _):
+        begin(launcher, round_number=0, step=0, hold=False)
+        for bucket in launcher.buckets:
             pack(bucket)
-        scheduler.finish()
-        assert [bucket.non_finite for bucket in scheduler.buckets] == [None, NonFinite(3, 1)]
+        finish(launcher)
+        assert [bucket.non_finite for bucket in launcher.buckets] == [None, NonFinite(3, 1)]
 
 
 def test_the_mover_gets_the_buckets_scale() -> None:
     mover = RecordingMover()
-    scheduler = Scheduler(open_buckets(mover, 2, scale=0.25), ThreadedMover(mover, in_background=False))
-    begin(scheduler, round_number=0, step=0, hold=False)
-    for bucket in scheduler.buckets:
+    launcher = open_launcher(open_buckets(mover, 2, scale=0.25), ThreadedMover(mover, in_background=False))
+    begin(launcher, round_number=0, step=0, hold=False)
+    for bucket in launcher.buckets:
         pack(bucket)
-    scheduler.finish()
-    assert [bucket.parameters[0].grad.tolist() for bucket in scheduler.buckets] == [[0.0, 0.0], [0.25, 0.25]]
+    finish(launcher)
+    assert [bucket.parameters[0].grad.tolist() for bucket in launcher.buckets] == [[0.0, 0.0], [0.25, 0.25]]
 
 
 @pytest.mark.parametrize("hold", [False, True])
 @pytest.mark.parametrize("threaded", [False, True])
 def test_the_mover_is_told_round_and_bucket(threaded: bool, hold: bool) -> None:
     """The round's number is not the step's: some rounds end in no step, and some steps follow several rounds."""
-    with opened(3, threaded=threaded) as (scheduler, mover):
+    with opened(3, threaded=threaded) as (launcher, mover):
         for round_number, step in ((0, 0), (1, 0), (7, 1), (8, 4)):
-            begin(scheduler, round_number=round_number, step=step, hold=hold)
+            begin(launcher, round_number=round_number, step=step, hold=hold)
             for index in (2, 1, 0):
-                pack(scheduler.buckets[index])
-                scheduler.launch_packed()
-            scheduler.finish()
-            for bucket in scheduler.buckets:
+                pack(launcher.buckets[index])
+                launcher.advance()
+            finish(launcher)
+            for bucket in launcher.buckets:
                 bucket.close_round()
         assert mover.tags == [
             round_number * TAGS_PER_ROUND + index for round_number in (0, 1, 7, 8) for index in range(3)
@@ -406,19 +418,19 @@ def test_tags_of_the_next_round_begin_behind_those_of_any_plan() -> None:
 
 @pytest.mark.parametrize("threaded", [False, True])
 def test_has_launched(threaded: bool) -> None:
-    with opened(2, threaded=threaded) as (scheduler, _):
+    with opened(2, threaded=threaded) as (launcher, _):
         for hold in (False, True):
-            begin(scheduler, round_number=0, step=0, hold=hold)
-            assert not scheduler.has_launched
-            pack(scheduler.buckets[1])
-            scheduler.launch_packed()
-            assert not scheduler.has_launched  # it waits for the one before it
-            pack(scheduler.buckets[0])
-            scheduler.launch_packed()
-            assert scheduler.has_launched is not hold
-            scheduler.finish()
-            assert scheduler.has_launched
-            for bucket in scheduler.buckets:
+            begin(launcher, round_number=0, step=0, hold=hold)
+            assert not launcher.has_launched
+            pack(launcher.buckets[1])
+            launcher.advance()
+            assert not launcher.has_launched  # it waits for the one before it
+            pack(launcher.buckets[0])
+            launcher.advance()
+            assert launcher.has_launched is not hold
+            finish(launcher)
+            assert launcher.has_launched
+            for bucket in launcher.buckets:
                 bucket.close_round()
 
 
@@ -428,60 +440,58 @@ def test_has_launched(threaded: bool) -> None:
 def test_begin_waits_for_what_a_broken_off_round_left_with_the_worker() -> None:
     """Its buckets are the mover's until then: filling them again would change what is under way."""
     gate = threading.Event()
-    with opened(3, threaded=True, mover=RecordingMover(gate=gate)) as (scheduler, mover):
-        begin(scheduler, round_number=0, step=0, hold=False)
+    with opened(3, threaded=True, mover=RecordingMover(gate=gate)) as (launcher, mover):
+        begin(launcher, round_number=0, step=0, hold=False)
         for index in (0, 1):  # and the gradients of bucket 2 never arrive
-            pack(scheduler.buckets[index])
-            scheduler.launch_packed()
+            pack(launcher.buckets[index])
+            launcher.advance()
         opener = threading.Timer(0.3, gate.set)
         opener.start()
         assert mover.order == []
-        begin(scheduler, round_number=1, step=0, hold=False)
+        begin(launcher, round_number=1, step=0, hold=False)
         assert gate.is_set()
         assert mover.order == [0, 1]
-        states = [bucket.state for bucket in scheduler.buckets]
+        states = [bucket.state for bucket in launcher.buckets]
         assert states == [BucketState.REDUCING, BucketState.REDUCING, BucketState.IDLE], "nobody uses the results"
-        assert (scheduler.round.busy_seconds, scheduler.round.exposed_seconds) == (0.0, 0.0)
-        assert not scheduler.has_launched
-        for bucket in scheduler.buckets:
+        assert (launcher.round.busy_seconds, launcher.round.exposed_seconds) == (0.0, 0.0)
+        assert not launcher.has_launched
+        for bucket in launcher.buckets:
             bucket.reset()
-        for bucket in scheduler.buckets:
+        for bucket in launcher.buckets:
             pack(bucket)
-            scheduler.launch_packed()
-        scheduler.finish()
+            launcher.advance()
+        finish(launcher)
         assert mover.tags == [0, 1, *(TAGS_PER_ROUND + index for index in range(3))]
-        assert [bucket.parameters[0].grad.tolist() for bucket in scheduler.buckets] == [
-            [float(i)] * 2 for i in range(3)
-        ]
+        assert [bucket.parameters[0].grad.tolist() for bucket in launcher.buckets] == [[float(i)] * 2 for i in range(3)]
         opener.join()
 
 
 def test_a_failure_in_a_broken_off_round_comes_out_of_begin_once() -> None:
     gate = threading.Event()
     mover = RecordingMover(gate=gate, fail_at={0: PeerLostError("rank 3 died", rank=0, peers=(3,), seconds=0.5)})
-    with opened(2, threaded=True, per_bucket=2, mover=mover) as (scheduler, _):
-        begin(scheduler, round_number=0, step=7, hold=False)
-        for bucket in scheduler.buckets:
+    with opened(2, threaded=True, per_bucket=2, mover=mover) as (launcher, _):
+        begin(launcher, round_number=0, step=7, hold=False)
+        for bucket in launcher.buckets:
             pack(bucket)
-            scheduler.launch_packed()
+            launcher.advance()
         gate.set()
         with pytest.raises(PeerLostError) as caught:
-            begin(scheduler, round_number=1, step=8, hold=False)
+            begin(launcher, round_number=1, step=8, hold=False)
         check_located(caught.value, bucket=0, step=7)
         assert mover.order == [0], "nothing is sent through a broken mover"
-        begin(scheduler, round_number=1, step=8, hold=False)  # it has been said
+        begin(launcher, round_number=1, step=8, hold=False)  # it has been said
 
 
 def test_inline_nothing_is_left_of_a_broken_off_round() -> None:
-    with opened(2, threaded=False) as (scheduler, mover):
+    with opened(2, threaded=False) as (launcher, mover):
         for round_number in (0, 1):
-            begin(scheduler, round_number=round_number, step=0, hold=False)
-            for bucket in scheduler.buckets:
+            begin(launcher, round_number=round_number, step=0, hold=False)
+            for bucket in launcher.buckets:
                 bucket.reset()
-            pack(scheduler.buckets[0])
-            scheduler.launch_packed()
-        pack(scheduler.buckets[1])
-        scheduler.finish()
+            pack(launcher.buckets[0])
+            launcher.advance()
+        pack(launcher.buckets[1])
+        finish(launcher)
         assert mover.tags == [0, TAGS_PER_ROUND, TAGS_PER_ROUND + 1]
 
 
@@ -490,13 +500,13 @@ def test_inline_nothing_is_left_of_a_broken_off_round() -> None:
 
 def test_inline_failure_comes_out_of_the_hook() -> None:
     mover = RecordingMover(fail_at={1: PeerLostError("rank 3 died", rank=0, peers=(3,), seconds=0.5)})
-    with opened(3, threaded=False, per_bucket=2, mover=mover) as (scheduler, _):
-        begin(scheduler, round_number=0, step=7, hold=False)
-        pack(scheduler.buckets[0])
-        scheduler.launch_packed()
-        pack(scheduler.buckets[1])
+    with opened(3, threaded=False, per_bucket=2, mover=mover) as (launcher, _):
+        begin(launcher, round_number=0, step=7, hold=False)
+        pack(launcher.buckets[0])
+        launcher.advance()
+        pack(launcher.buckets[1])
         with pytest.raises(PeerLostError) as caught:
-            scheduler.launch_packed()
+            launcher.advance()
         check_located(caught.value, bucket=1, step=7)
         assert mover.order == [0, 1]
 
@@ -504,12 +514,12 @@ def test_inline_failure_comes_out_of_the_hook() -> None:
 @pytest.mark.parametrize("threaded", [False, True])
 def test_failure_comes_out_of_finish(threaded: bool) -> None:
     mover = RecordingMover(fail_at={1: PeerLostError("rank 3 died", rank=0, peers=(3,), seconds=0.5)})
-    with opened(4, threaded=threaded, per_bucket=2, mover=mover) as (scheduler, _):
-        begin(scheduler, round_number=0, step=7, hold=True)
-        for bucket in scheduler.buckets:
+    with opened(4, threaded=threaded, per_bucket=2, mover=mover) as (launcher, _):
+        begin(launcher, round_number=0, step=7, hold=True)
+        for bucket in launcher.buckets:
             pack(bucket)
         with pytest.raises(PeerLostError) as caught:
-            scheduler.finish()
+            finish(launcher)
         check_located(caught.value, bucket=1, step=7)
         assert mover.order == [0, 1]  # nothing is sent through a broken mover
 
@@ -524,21 +534,21 @@ def check_located(error: PeerLostError, *, bucket: int, step: int) -> None:
 
 def test_a_lane_survives_a_failure_that_is_not_the_movers() -> None:
     mover = RecordingMover(fail_at={0: ValueError("not between ranks")})
-    with opened(3, threaded=True, mover=mover) as (scheduler, _):
-        begin(scheduler, round_number=0, step=0, hold=False)
-        for bucket in scheduler.buckets:
+    with opened(3, threaded=True, mover=mover) as (launcher, _):
+        begin(launcher, round_number=0, step=0, hold=False)
+        for bucket in launcher.buckets:
             pack(bucket)
-            scheduler.launch_packed()
+            launcher.advance()
         with pytest.raises(ValueError, match="not between ranks"):
-            scheduler.finish()
+            finish(launcher)
         mover.fail_at.clear()
-        for bucket in scheduler.buckets:
+        for bucket in launcher.buckets:
             bucket.reset()
-        begin(scheduler, round_number=0, step=1, hold=False)
-        for bucket in scheduler.buckets:
+        begin(launcher, round_number=0, step=1, hold=False)
+        for bucket in launcher.buckets:
             pack(bucket)
-            scheduler.launch_packed()
-        scheduler.finish()
+            launcher.advance()
+        finish(launcher)
         assert mover.order == [0, 1, 2, 0, 1, 2]
 
 
@@ -551,14 +561,14 @@ def test_a_failure_of_the_bucket_comes_out_of_finish_too() -> None:
     (wire,) = mover.open_wires([(plan.numel, plan.wire_dtype)])
     mover.gate = threading.Event()
     lanes = ThreadedMover(mover)
-    scheduler = Scheduler([Bucket(plan, wire, [spec], [parameter], scale=1.0)], lanes)
-    begin(scheduler, round_number=0, step=0, hold=False)
-    pack(scheduler.buckets[0])
-    scheduler.launch_packed()
+    launcher = open_launcher([Bucket(plan, wire, [spec], [parameter], scale=1.0)], lanes)
+    begin(launcher, round_number=0, step=0, hold=False)
+    pack(launcher.buckets[0])
+    launcher.advance()
     parameter.grad = None
     mover.gate.set()
     with pytest.raises(GradientError, match="the gradient of w was taken away"):
-        scheduler.finish()
+        finish(launcher)
     lanes.close()
 
 
@@ -566,44 +576,44 @@ def test_a_failure_of_the_bucket_comes_out_of_finish_too() -> None:
 
 
 def test_inline_time_is_exposed_time() -> None:
-    with opened(2, threaded=False, mover=RecordingMover(seconds=0.02)) as (scheduler, _):
+    with opened(2, threaded=False, mover=RecordingMover(seconds=0.02)) as (launcher, _):
         for _ in range(2):  # counted from zero in each round
-            begin(scheduler, round_number=0, step=0, hold=False)
-            for bucket in scheduler.buckets:
+            begin(launcher, round_number=0, step=0, hold=False)
+            for bucket in launcher.buckets:
                 pack(bucket)
-                scheduler.launch_packed()
-            scheduler.finish()
-            assert 0.04 <= scheduler.round.busy_seconds <= scheduler.round.exposed_seconds
-            for bucket in scheduler.buckets:
+                launcher.advance()
+            finish(launcher)
+            assert 0.04 <= launcher.round.busy_seconds <= launcher.round.exposed_seconds
+            for bucket in launcher.buckets:
                 bucket.close_round()
-        assert scheduler.round.busy_seconds < 10
+        assert launcher.round.busy_seconds < 10
 
 
 def test_a_threads_time_is_exposed_only_in_finish() -> None:
     gate = threading.Event()
-    with opened(2, threaded=True, mover=RecordingMover(seconds=0.2, gate=gate)) as (scheduler, mover):
-        begin(scheduler, round_number=0, step=0, hold=False)
-        for bucket in scheduler.buckets:
+    with opened(2, threaded=True, mover=RecordingMover(seconds=0.2, gate=gate)) as (launcher, mover):
+        begin(launcher, round_number=0, step=0, hold=False)
+        for bucket in launcher.buckets:
             pack(bucket)
-            scheduler.launch_packed()
-        in_launches = scheduler.round.exposed_seconds
+            launcher.advance()
+        in_launches = launcher.round.exposed_seconds
         gate.set()  # not before: launching waits for no reduction
         wait_until(lambda: mover.order == [0, 1])
         time.sleep(0.25)
         started = time.perf_counter()
-        scheduler.finish()
+        finish(launcher)
         in_finish = time.perf_counter() - started
-        assert scheduler.round.busy_seconds >= 0.4
-        assert 0.0 < scheduler.round.exposed_seconds - in_launches <= in_finish
+        assert launcher.round.busy_seconds >= 0.4
+        assert 0.0 < launcher.round.exposed_seconds - in_launches <= in_finish
 
 
 def test_a_thread_begins_with_its_first_reduction_and_ends_on_close() -> None:
     before = reduce_threads()
-    with opened(1, threaded=True) as (scheduler, _):
+    with opened(1, threaded=True) as (launcher, _):
         assert reduce_threads() == before, "a lane's thread begins with its first reduction"
-        begin(scheduler, round_number=0, step=0, hold=False)
-        pack(scheduler.buckets[0])
-        scheduler.finish()
+        begin(launcher, round_number=0, step=0, hold=False)
+        pack(launcher.buckets[0])
+        finish(launcher)
         (thread,) = reduce_threads() - before
         assert thread.is_alive()
         assert thread.daemon
@@ -617,81 +627,81 @@ def test_a_thread_begins_with_its_first_reduction_and_ends_on_close() -> None:
 
 def test_a_staged_mover_is_started_and_looked_in_on_and_waited_for_at_the_end() -> None:
     mover = StagedRecorder()
-    with opened(3, threaded=False, mover=mover) as (scheduler, _):
+    with opened(3, threaded=False, mover=mover) as (launcher, _):
         for _ in range(2):
             mover.ready.clear()
-            begin(scheduler, round_number=0, step=0, hold=False)
-            pack(scheduler.buckets[0])
-            scheduler.launch_packed()
+            begin(launcher, round_number=0, step=0, hold=False)
+            pack(launcher.buckets[0])
+            launcher.advance()
             assert mover.take_events() == [("start", 0)]
-            assert scheduler.is_waiting
-            scheduler.advance()
+            assert launcher.is_waiting
+            launcher.advance()
             assert mover.take_events() == []
-            pack(scheduler.buckets[1])
-            scheduler.launch_packed()
+            pack(launcher.buckets[1])
+            launcher.advance()
             assert mover.take_events() == [("start", 1)]
             mover.ready.add(1)
-            scheduler.advance()
+            launcher.advance()
             assert mover.take_events() == [], "bucket 1 may not go before bucket 0"
             mover.ready.add(0)
-            scheduler.advance()
+            launcher.advance()
             assert mover.take_events() == [("reduce", 0), ("reduce", 1)]
-            assert not scheduler.is_waiting
-            assert [b.state for b in scheduler.buckets[:2]] == [BucketState.REDUCING] * 2
-            pack(scheduler.buckets[2])
-            scheduler.finish()
+            assert not launcher.is_waiting
+            assert [b.state for b in launcher.buckets[:2]] == [BucketState.REDUCING] * 2
+            pack(launcher.buckets[2])
+            finish(launcher)
             assert mover.take_events() == [("start", 2), ("reduce", 2), ("land", 0), ("land", 1), ("land", 2)]
-            assert [b.state for b in scheduler.buckets] == [BucketState.REDUCED] * 3
-            assert not scheduler.is_waiting
-            for bucket in scheduler.buckets:
+            assert [b.state for b in launcher.buckets] == [BucketState.REDUCED] * 3
+            assert not launcher.is_waiting
+            for bucket in launcher.buckets:
                 bucket.close_round()
 
 
 def test_a_peer_that_is_there_already_is_not_kept_waiting() -> None:
     mover = StagedRecorder(ready={0, 1})
-    with opened(2, threaded=False, mover=mover) as (scheduler, _):
-        begin(scheduler, round_number=0, step=0, hold=False)
-        pack(scheduler.buckets[0])
-        scheduler.launch_packed()
+    with opened(2, threaded=False, mover=mover) as (launcher, _):
+        begin(launcher, round_number=0, step=0, hold=False)
+        pack(launcher.buckets[0])
+        launcher.advance()
         assert mover.take_events() == [("start", 0), ("reduce", 0)]
-        assert not scheduler.is_waiting
+        assert not launcher.is_waiting
 
 
 def test_held_buckets_all_start_before_one_is_waited_for() -> None:
     mover = StagedRecorder()
-    with opened(2, threaded=False, mover=mover) as (scheduler, _):
-        begin(scheduler, round_number=0, step=0, hold=True)
-        for bucket in scheduler.buckets:
+    with opened(2, threaded=False, mover=mover) as (launcher, _):
+        begin(launcher, round_number=0, step=0, hold=True)
+        for bucket in launcher.buckets:
             pack(bucket)
-            scheduler.launch_packed()
+            launcher.advance()
         assert mover.take_events() == []
-        scheduler.finish()
+        finish(launcher)
         events = [("start", 0), ("start", 1), ("reduce", 0), ("reduce", 1), ("land", 0), ("land", 1)]
         assert mover.take_events() == events
 
 
 def test_a_round_that_was_broken_off_lands_before_the_next_begins() -> None:
     mover = StagedRecorder()
-    with opened(2, threaded=False, mover=mover) as (scheduler, _):
-        begin(scheduler, round_number=0, step=0, hold=False)
-        pack(scheduler.buckets[0])
-        scheduler.launch_packed()
+    with opened(2, threaded=False, mover=mover) as (launcher, _):
+        begin(launcher, round_number=0, step=0, hold=False)
+        pack(launcher.buckets[0])
+        launcher.advance()
         mover.take_events()
-        begin(scheduler, round_number=1, step=0, hold=False)
+        begin(launcher, round_number=1, step=0, hold=False)
         assert mover.take_events() == [("reduce", 0), ("land", 0)]
-        assert scheduler.buckets[0].state is BucketState.REDUCING, "nobody uses the result"
-        assert not scheduler.is_waiting
-        assert not scheduler.has_launched
+        assert launcher.buckets[0].state is BucketState.REDUCING, "nobody uses the result"
+        assert not launcher.is_waiting
+        assert not launcher.has_launched
 
 
 def test_lanes_take_turns() -> None:
     mover = RecordingMover(num_lanes=2)
-    with opened(4, threaded=True, mover=mover) as (scheduler, _):
-        begin(scheduler, round_number=0, step=0, hold=False)
-        for bucket in scheduler.buckets:
+    with opened(4, threaded=True, mover=mover) as (launcher, _):
+        begin(launcher, round_number=0, step=0, hold=False)
+        for bucket in launcher.buckets:
             pack(bucket)
-            scheduler.launch_packed()
-        scheduler.finish()
+            launcher.advance()
+        finish(launcher)
         ran_in = dict(zip(mover.order, mover.threads, strict=True))
         assert ran_in == {index: f"torchring-lane-{index % 2}" for index in range(4)}
 
@@ -714,15 +724,15 @@ def test_every_flight_lands_though_a_bucket_before_it_fails() -> None:
     mover.gate = threading.Event()
     lanes = ThreadedMover(mover)
     buckets = [Bucket(p, w, specs, parameters, scale=1.0) for p, w in zip(plans, wires, strict=True)]
-    scheduler = Scheduler(buckets, lanes)
-    begin(scheduler, round_number=0, step=0, hold=False)
+    launcher = open_launcher(buckets, lanes)
+    begin(launcher, round_number=0, step=0, hold=False)
     for bucket in buckets:
         pack(bucket)
-        scheduler.launch_packed()
+        launcher.advance()
     buckets[0].parameters[0].grad = None
     threading.Timer(0.2, mover.gate.set).start()
     with pytest.raises(GradientError, match="was taken away"):
-        scheduler.finish()
+        finish(launcher)
     assert len(mover.order) == 2
     lanes.close()
 
@@ -732,17 +742,17 @@ def test_a_flight_that_fails_says_which_bucket_it_was(where: str) -> None:
     mover = StagedRecorder(fail_at={1: PeerLostError("rank 3 died", peers=(3,))})
     if where == "land":
         mover.ready = {0, 1}
-    with opened(2, threaded=False, per_bucket=2, mover=mover) as (scheduler, _):
-        begin(scheduler, round_number=0, step=7, hold=False)
-        pack(scheduler.buckets[0])
-        scheduler.launch_packed()
-        pack(scheduler.buckets[1])
+    with opened(2, threaded=False, per_bucket=2, mover=mover) as (launcher, _):
+        begin(launcher, round_number=0, step=7, hold=False)
+        pack(launcher.buckets[0])
+        launcher.advance()
+        pack(launcher.buckets[1])
         if where == "advance":
             mover.ready = {0}
 
         def reduce() -> None:
-            scheduler.launch_packed()
-            scheduler.finish()
+            launcher.advance()
+            finish(launcher)
 
         with pytest.raises(PeerLostError) as caught:
             reduce()

@@ -1,4 +1,4 @@
-"""What the ranks agree on at the end of a round, on the host or with the help of a device. `Reduction` chooses once.
+"""Ranks agree at the end of a round: on the host, or with the help of a device. `BucketLayout` chooses once.
 
 On the host, the wire buffers carry everything: which parameters were used, the control bits, and what was not finite.
 
@@ -29,18 +29,16 @@ from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire, OnStrea
 from torchring.allreduce.device.watchdog import has_come
 from torchring.collectives.service import internal_collectives_of
 from torchring.gradients.bucket import Bucket
+from torchring.gradients.control import ControlFields
 from torchring.gradients.packing import DevicePacking, HostPacking, Packing, slots_of
-from torchring.gradients.participants.sparse import NonFiniteGradient
-from torchring.gradients.plan import BucketPlan, ControlBits, ParameterSpec, Plan
-from torchring.gradients.scheduler import Round
+from torchring.gradients.plan import BucketPlan, ParameterSpec, Plan
+from torchring.gradients.round import NonFiniteGradient, RoundState
 from torchring.gradients.unread import UnreadGradients
 from torchring.kernels import ChunkTable
 from torchring.memory.heap import give_back, keep_freed
 from torchring.world import World
 
-# Round, what was found, in which parameter; control bits.
-_HEADER: Final = struct.Struct(f"{2 + len(ControlBits._fields)}qd")
-_FINDING: Final = struct.Struct("3q")  # as in the header
+_FINDING: Final = struct.Struct("3q")  # number of the round, what was found, in which parameter
 _IN_INPUT, _IN_SUM = 1, 2
 
 
@@ -55,30 +53,19 @@ class Timing:
     last_exposed_ms: float = 0.0
     total_busy_ms: float = 0.0
     total_exposed_ms: float = 0.0
-    num_rounds: int = -1  # in the totals
+    num_timed: int = -1  # rounds in the totals
 
     def add(self, busy_seconds: float, exposed_seconds: float) -> None:
         """Count one more round."""
         self.last_busy_ms, self.last_exposed_ms = busy_seconds * 1e3, exposed_seconds * 1e3
-        self.num_rounds += 1
-        if self.num_rounds > 0:
+        self.num_timed += 1
+        if self.num_timed > 0:
             self.total_busy_ms += self.last_busy_ms
             self.total_exposed_ms += self.last_exposed_ms
 
 
-class Agreement(NamedTuple):
-    """What all ranks know at the end of a round.
-
-    control_sums: for each control bit, how many ranks had set it.
-    non_finite: the first NaN or infinity; on a device, of an earlier round.
-    """
-
-    control_sums: ControlBits
-    non_finite: NonFiniteGradient | None
-
-
-class Rounds(Protocol):
-    """The rounds of one optimizer.
+class Agreement(Protocol):
+    """Ends the rounds of one optimizer.
 
     Attributes:
         overlap: what `stats()` reports: "inline", "thread" or "stream".
@@ -101,14 +88,17 @@ class Rounds(Protocol):
     def is_captured(self) -> bool:
         """Whether a graph records what backward launches."""
 
-    def begin(self, buckets: Sequence[Bucket], control_bits: ControlBits) -> None:
+    def begin(self) -> None:
         """A round begins. Raises what has ended the mover."""
 
     def backward_is_over(self) -> None:
         """The host has run the whole backward, and is about to wait for the buckets."""
 
-    def agree(self, current: Round, buckets: Sequence[Bucket]) -> Agreement:
-        """Collective: every bucket is REDUCED. After this, flags are 0 only where no rank has used the parameter."""
+    def agree(self, current: RoundState, buckets: Sequence[Bucket]) -> None:
+        """Collective: every bucket is REDUCED. Sets `sums` and `non_finite` of the round.
+
+        After this, flags are 0 only where no rank has used the parameter.
+        """
 
     def find_non_finite(self) -> NonFiniteGradient | None:
         """Collective, after `agree`: the first NaN or infinity of the round, if `agree` could not know of it yet."""
@@ -123,15 +113,16 @@ class Rounds(Protocol):
         """Wait until a device has finished all rounds. The buckets are about to be replaced."""
 
 
-class HostRounds:
-    """Rounds that the host reduces. See `Rounds`."""
+class HostAgreement:
+    """For rounds that the host reduces. See `Agreement`."""
 
     knows_at_once = True
     reductions: Sequence[PendingOnStream] = ()
 
-    def __init__(self, world: World, mover: Mover[Any], timing: Timing) -> None:
+    def __init__(self, world: World, mover: Mover[Any], timing: Timing, control: ControlFields) -> None:
         self.overlap = "thread" if mover.in_background else "inline"
         self._world = world
+        self._control = control
         self._mover = mover
         self._timing = timing
 
@@ -144,28 +135,26 @@ class HostRounds:
     def is_captured(self) -> bool:
         return False
 
-    def begin(self, buckets: Sequence[Bucket], control_bits: ControlBits) -> None:
-        if buckets:
-            buckets[0].control_bits = control_bits
+    def begin(self) -> None: ...
 
     def backward_is_over(self) -> None: ...
 
-    def agree(self, current: Round, buckets: Sequence[Bucket]) -> Agreement:
+    def agree(self, current: RoundState, buckets: Sequence[Bucket]) -> None:
         self._timing.add(current.busy_seconds, current.exposed_seconds)
         if buckets:
-            sums = buckets[0].control_sums()
+            current.sums = buckets[0].control_sums()
         else:  # all gradients are sparse
-            tensor = torch.tensor(current.control_bits.encode(torch.float64), dtype=torch.float64, device="cpu")
-            sums = ControlBits.decode(
-                internal_collectives_of(self._world).all_reduce(tensor, "sum").tolist(), torch.float64
-            )
+            elements = self._control.encode(current.bits, torch.float64)
+            tensor = torch.tensor(elements, dtype=torch.float64, device="cpu")
+            internal_collectives_of(self._world).all_reduce(tensor, "sum")
+            current.sums = self._control.decode(tensor.tolist(), torch.float64)
         for bucket in buckets:
             if (found := bucket.non_finite) is not None:
                 slot = bucket.slot_at(found.element)
                 name, parameter = bucket.names[slot], bucket.parameters[slot]
                 # Looked up before a step: this rank may have no gradient before the bucket hands out the result.
-                return Agreement(sums, NonFiniteGradient(found.rank, name, partial(getattr, parameter, "grad")))
-        return Agreement(sums, None)
+                current.non_finite = NonFiniteGradient(found.rank, name, partial(getattr, parameter, "grad"))
+                return
 
     def find_non_finite(self) -> None: ...
 
@@ -178,7 +167,7 @@ class HostRounds:
 
 
 class _Opened(NamedTuple):
-    """What belongs to one bucket on a device."""
+    """One bucket on a device."""
 
     plan: BucketPlan
     wire: DeviceWire
@@ -199,13 +188,14 @@ class _Unfinished:
         return all(map(has_come, self.reports.values())) and self.backward_end.is_reached()
 
 
-class DeviceRounds:
-    """Rounds that a device reduces. See `Rounds`.
+class DeviceAgreement:
+    """For rounds that a device reduces. See `Agreement`.
 
     Args:
         world: of any size.
         mover: works in a stream of the device.
         timing: gets the seconds of every round that the device has finished.
+        control: the control bits.
         specs, parameters: all of the optimizer's; both lists may grow.
     """
 
@@ -216,6 +206,7 @@ class DeviceRounds:
         world: World,
         mover: OnStream,
         timing: Timing,
+        control: ControlFields,
         specs: Sequence[ParameterSpec],
         parameters: Sequence[torch.nn.Parameter],
     ) -> None:
@@ -223,6 +214,8 @@ class DeviceRounds:
         self._world = world
         self._mover = mover
         self._timing = timing
+        self._control = control
+        self._header = struct.Struct(f"{_FINDING.format}{control.num_elements(torch.float64)}d")
         self._specs = specs
         self._parameters = parameters
         self._opened: list[_Opened] = []
@@ -242,7 +235,7 @@ class DeviceRounds:
     def is_captured(self) -> bool:
         return self._mover.accelerator.is_capturing()
 
-    def begin(self, buckets: Sequence[Bucket], control_bits: ControlBits) -> None:
+    def begin(self) -> None:
         self.poll()
         if self._mover.take_started():  # of a round that was broken off
             self._fetch_reports()
@@ -262,8 +255,8 @@ class DeviceRounds:
     def backward_is_over(self) -> None:
         self._backward_end = self._mover.accelerator.mark_current()
 
-    def agree(self, current: Round, buckets: Sequence[Bucket]) -> Agreement:
-        """See `Rounds`.
+    def agree(self, current: RoundState, buckets: Sequence[Bucket]) -> None:
+        """See `Agreement`.
 
         Raises PlanMismatchError where a rank is in another round, PeerLostError, PeerTimeoutError.
         """
@@ -271,26 +264,26 @@ class DeviceRounds:
         (kind, parameter), self._finding = self._finding or (0, 0), None
         flags = [bucket.flags.numpy() for bucket in buckets]
         used = np.concatenate(flags).astype(np.bool_).tobytes() if flags else b""
-        mine = _HEADER.pack(current.number, kind, parameter, *current.control_bits) + used
+        bits = self._control.encode(current.bits, torch.float64)
+        mine = self._header.pack(current.number, kind, parameter, *bits) + used
         everybody = internal_collectives_of(self._world).all_gather_bytes(mine)
-        headers = [_HEADER.unpack_from(theirs) for theirs in everybody]
+        headers = [self._header.unpack_from(theirs) for theirs in everybody]
         for rank, (number, *_) in enumerate(headers):
             if number != current.number:
                 tags = current.number * TAGS_PER_ROUND, number * TAGS_PER_ROUND
                 raise tag_mismatch(self._world.rank, tags[0], rank, tags[1])
-        if any(text[_HEADER.size :] != used for text in everybody):  # otherwise this rank's flags are right already
-            parts = [np.frombuffer(text, np.uint8, offset=_HEADER.size) for text in everybody]
+        if any(text[self._header.size :] != used for text in everybody):  # else this rank's flags are right already
+            parts = [np.frombuffer(text, np.uint8, offset=self._header.size) for text in everybody]
             ends = np.cumsum([len(own) for own in flags])
             for own, part in zip(flags, np.split(np.sum(parts, axis=0), ends), strict=False):
                 own[:] = part
-        control_sums = ControlBits(*(sum(column) for column in zip(*(header[3:] for header in headers), strict=True)))
-        found = _first_finding(headers)
-        if found is None:
-            return Agreement(control_sums, None)
-        culprit, index = found
-        # The gradient of that round is gone. The parameter shows whether it was trained on.
-        trained = self._parameters[index]
-        return Agreement(control_sums, NonFiniteGradient(culprit, self._specs[index].name, lambda: trained))
+        columns = zip(*(header[3:] for header in headers), strict=True)
+        current.sums = self._control.decode([*map(sum, columns)], torch.float64)
+        if found := _first_finding(headers):
+            culprit, index = found
+            # The gradient of that round is gone. The parameter shows whether it was trained on.
+            trained = self._parameters[index]
+            current.non_finite = NonFiniteGradient(culprit, self._specs[index].name, lambda: trained)
 
     def find_non_finite(self) -> NonFiniteGradient | None:
         self._mover.accelerator.synchronize()
@@ -354,11 +347,11 @@ class DeviceRounds:
         self._timing.add(busy / 1e3, min(busy, exposed) / 1e3)
 
     def _take_packed(self) -> list[list[tuple[Sequence[int], ChunkTable]]]:
-        """What was packed since the last call, in this round or in a round that was broken off."""
+        """The tables that were packed since the last call, in this round or in a round that was broken off."""
         return [opened.packing.take_packed() for opened in self._opened]
 
     def _reports(self) -> dict[int, torch.Tensor]:
-        """Where kernels write what they find: a tensor for each set of wires that was opened together."""
+        """The tensors in which kernels report NaN: one for each set of wires that was opened together."""
         return {id(wire.report): wire.report for _, wire, _ in self._opened}
 
     def _fetch_reports(self) -> dict[int, torch.Tensor]:

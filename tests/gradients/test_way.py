@@ -1,0 +1,114 @@
+"""The way of a gradient is as the documents list it, and short: seen in one backward of two ranks."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+import torchring
+import torchring.gradients
+from tests.support.harness import run_pooled
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "torchring"
+
+# On the way beside `gradients/`. Waiting for a late rank, and nothing else, leads to the last two.
+ENGINE = {
+    *("allreduce/direct.py", "allreduce/records.py", "allreduce/slices.py", "allreduce/contract.py"),
+    *("kernels/reference.py", "memory/channel.py", "memory/heap.py", "interruption.py"),
+    *("observe/recorder/recorder.py", "observe/recorder/cores.py", "observe/flight_recorder/entries.py"),
+    *("world.py", "errors.py", "dynamo.py"),
+}
+WAITING = {"memory/host.py", "memory/semaphore.py"}
+PARTICIPANTS = {"weighing.py", "weights.py", "sparse.py", "replicas.py", "recording.py"}
+
+
+@dataclass
+class Trace:
+    """The files of torchring that a backward passes, and how deep its frames are nested.
+
+    Attributes:
+        depths: of each call from outside: the function, those below it, the largest number of nested frames.
+    """
+
+    files: set[str] = field(default_factory=set)
+    depths: list[tuple[str, set[str], int]] = field(default_factory=list)
+
+    def note(self, frame: FrameType, event: str, _: Any) -> None:
+        if event != "call" or (file := _file(frame)) is None:
+            return
+        self.files.add(file)
+        depth, outer = 1, frame.f_back
+        while outer is not None:
+            depth += _file(outer) is not None
+            outer = outer.f_back
+        if depth == 1:
+            self.depths.append((frame.f_code.co_name, set(), 1))
+        entry, below, deepest = self.depths[-1]
+        below.add(frame.f_code.co_name)
+        self.depths[-1] = entry, below, max(depth, deepest)
+
+    def deepest(self, entry: str, *, with_: str = "", without: tuple[str, ...] = ()) -> int:
+        return max(
+            depth
+            for name, below, depth in self.depths
+            if name == entry and (not with_ or with_ in below) and below.isdisjoint(without)
+        )
+
+
+def _file(frame: FrameType) -> str | None:
+    """The frame's file within the package; None for a frame of somebody else, and for a comprehension."""
+    file = Path(frame.f_code.co_filename)
+    if not file.is_relative_to(PACKAGE) or frame.f_code.co_name in ("<listcomp>", "<setcomp>", "<dictcomp>"):
+        return None
+    return str(file.relative_to(PACKAGE))
+
+
+def _traced(rank: int, size: int) -> Trace:
+    model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(6)))  # a weight is copied on arrival, a bias is small
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=1e-6), model, algorithm="direct", bucket_mb=0.5)
+    for _ in range(8):  # the buckets are laid out, and arrivals are written down no more
+        optimizer.zero_grad()
+        model(torch.randn(8, 300)).sum().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    loss, trace = model(torch.randn(8, 300)).sum(), Trace()
+    sys.setprofile(trace.note)
+    try:
+        loss.backward()
+    finally:
+        sys.setprofile(None)
+    optimizer.step()
+    return trace
+
+
+def listed(text: str, prefix: str = "") -> set[str]:
+    return set(re.findall(rf"^(?:    |\d+\. `){prefix}([a-z_/]+\.py)", text, re.MULTILINE))
+
+
+def test_the_way_of_a_gradient_is_short_and_is_the_one_that_is_listed() -> None:
+    for trace in run_pooled(_traced, 2):
+        assert trace.deepest("hook", without=("_launch", "_pack", "begin_backward", "_open")) == 3, "a small gradient"
+        assert trace.deepest("hook", with_="_launch", without=("begin_backward",)) <= 7, "a full bucket"
+        assert trace.deepest("_ended") <= 11, "the end of backward"
+
+        way = {file.removeprefix("gradients/") for file in trace.files if file.startswith("gradients/")}
+        participants = {file.removeprefix("participants/") for file in way if file.startswith("participants/")}
+        assert participants == PARTICIPANTS
+        doc = torchring.gradients.__doc__
+        assert doc is not None
+        assert {file for file in way if "/" not in file} - {"round.py", "control.py"} == listed(doc)
+        assert trace.files - WAITING - {f"gradients/{file}" for file in way} == ENGINE
+
+        page = listed((ROOT / "docs" / "background" / "how-it-works.md").read_text(), "torchring/")
+        assert page - trace.files == {"optimizer.py"}  # before the first backward
+        assert {f"gradients/{file}" for file in listed(doc)} - page == {
+            f"gradients/{file}" for file in ("views.py", "ledger.py", "layout.py")
+        }

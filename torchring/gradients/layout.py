@@ -1,0 +1,221 @@
+"""The buckets of one optimizer: chooses the algorithm, lays the buckets out, and lays them out anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+
+from torchring.accelerators import accelerator_of
+from torchring.allreduce import Mover
+from torchring.allreduce.choice import Choice
+from torchring.allreduce.device.select import open_on_device
+from torchring.allreduce.device.stream import DeviceWire, OnStream
+from torchring.allreduce.select import open_chosen, open_mover
+from torchring.collectives.service import internal_collectives_of
+from torchring.gradients.agreement import Agreement, DeviceAgreement, HostAgreement, Timing, wires_of
+from torchring.gradients.bucket import Bucket
+from torchring.gradients.control import ControlFields
+from torchring.gradients.launcher import Launcher
+from torchring.gradients.participants.buffers import SyncBuffers
+from torchring.gradients.plan import (
+    AUTO_COMPRESSION,
+    ParameterSpec,
+    Plan,
+    build_plan,
+    default_bucket_mb,
+    shifted,
+    wire_dtype,
+)
+from torchring.observe.flight_recorder.entries import Entry
+from torchring.world import World
+
+
+@dataclass(frozen=True)
+class Options:
+    """The user's choices in `wrap`; equal on all ranks."""
+
+    op: str
+    compression: str | None
+    bucket_mb: float | Literal["auto"] | None
+    accumulate: int
+    algorithm: str
+    overlap: str
+    on_nonfinite: str = "raise"
+    sync_buffers: SyncBuffers = None
+
+    def __str__(self) -> str:
+        return ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(self))
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether gradients are added up over ranks, and not averaged."""
+        return self.op == "sum"
+
+    def scale(self, world_size: int) -> float:
+        """The factor between the sum over ranks and the result."""
+        return 1.0 / world_size if self.op == "mean" else 1.0
+
+
+class BucketLayout:
+    """The buckets of one optimizer. Opening it is collective.
+
+    After the first round the plan is rebuilt once, in the order in which rank 0's gradients really became ready.
+
+    Args:
+        world: has more than one rank.
+        options: see `Options`.
+        control: the control bits, in the first bucket.
+        first: the parameters that `open` is going to lay out.
+        specs, parameters: lists of all that are laid out. They grow with `open` and `add`.
+        mark_sparse, entry: see `Launcher`.
+
+    Attributes:
+        mover: reduces wire buffers.
+        choice: the algorithm, and why it was chosen.
+        launcher: has the buckets.
+        agreement: how ranks agree at the end of a round, on the host or with a device.
+        timing: how long rounds took.
+        first_plan: the plan that `open` uses.
+        compressions: what gradients may be cast to for the wire.
+        compression: of the plan in use.
+        remarks: more about the plan for `reason`, by who says so.
+        finding: why hardly any communication is hidden, if the reason is known: a sentence, or "".
+        follows_order: whether the buckets follow the order of gradients by now.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        options: Options,
+        control: ControlFields,
+        first: Sequence[ParameterSpec],
+        specs: list[ParameterSpec],
+        parameters: list[torch.nn.Parameter],
+        mark_sparse: Callable[[int], None],
+        entry: Entry | None,
+    ) -> None:
+        self.specs = specs
+        self.parameters = parameters
+        self.world = world
+        self.options = options
+        self.timing = Timing()
+        self.compression = None if options.compression == "auto" else options.compression
+        self.compressions: tuple[str | None, ...] = (self.compression,)
+        self.remarks: dict[str, str] = {}
+        self.finding = ""
+        self.follows_order = False
+        self._control = control
+        device = first[0].device
+        ranks, on_device = (world.size, world.num_nodes), accelerator_of(device) is not None
+        self._bucket_mb = default_bucket_mb(*ranks, options.algorithm, on_device=on_device)
+        self.first_plan = self.plan(first)
+        self.mover, self.choice = self._open_mover(device)
+        if (size := default_bucket_mb(*ranks, self.choice.algorithm, on_device=on_device)) != self._bucket_mb:
+            self._bucket_mb = size
+            self.first_plan = self.plan(first)
+        world.on_failure(self.mover)
+        self.launcher = Launcher(self.mover, mark_sparse, entry)
+        self.agreement: Agreement
+        if isinstance(self.mover, OnStream):
+            self.agreement = DeviceAgreement(world, self.mover, self.timing, control, self.specs, self.parameters)
+        else:
+            self.agreement = HostAgreement(world, self.mover, self.timing, control)
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        return self.launcher.buckets
+
+    @property
+    def current_plan(self) -> Plan:
+        return Plan(tuple(bucket.plan for bucket in self.buckets))
+
+    @property
+    def reason(self) -> str:
+        """Why this algorithm was chosen, and why these buckets."""
+        return "; ".join(filter(None, (self.choice.reason, *self.remarks.values())))
+
+    @property
+    def bucket_bytes(self) -> int:
+        bucket_mb = self.options.bucket_mb
+        if bucket_mb is None or bucket_mb == "auto":
+            bucket_mb = self._bucket_mb
+        return int(bucket_mb * 2**20)
+
+    @property
+    def wire_dtypes(self) -> list[torch.dtype]:
+        """The dtypes in which gradients travel, or may come to travel."""
+        dtypes = [bucket.plan.wire_dtype for bucket in self.buckets]
+        if len(self.compressions) > 1:
+            dtypes += [wire_dtype(torch.float32, compression) for compression in self.compressions]
+        return dtypes
+
+    def plan(self, specs: Sequence[ParameterSpec], order: Sequence[int] | None = None) -> Plan:
+        """Default buckets; `order` as in `build_plan`."""
+        return build_plan(
+            specs, bucket_bytes=self.bucket_bytes, compression=self.compression, order=order, control=self._control
+        )
+
+    def open(self, specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Collective: lay out the first parameters, by `first_plan`."""
+        self._add(specs, parameters, self.first_plan)
+
+    def add(self, specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Collective, between rounds: more parameters, in buckets of their own."""
+        self.launcher.forget_order()  # the order knows nothing of the new parameters
+        self._add(specs, parameters, self.plan(specs))
+
+    def follow_order(self) -> None:
+        """Collective, between rounds: lay the buckets out in the order of rank 0's first round, if it is known now.
+
+        Gradients that lie in the old buckets stay valid there, and move when they next change.
+        """
+        if self.launcher.ready_order is None:
+            return
+        order = list(dict.fromkeys(self.launcher.ready_order))
+        order += sorted(set(range(len(self.specs))).difference(order), reverse=True)
+        collectives = internal_collectives_of(self.world)
+        agreed = collectives.broadcast(torch.tensor(order, dtype=torch.int64, device="cpu"), 0).tolist()
+        self.launcher.forget_order()
+        self.install(self.plan(self.specs, agreed))
+        self.follows_order = True
+
+    def install(self, plan: Plan) -> None:
+        """Collective, between rounds: go on with the buckets of `plan`."""
+        if plan == self.current_plan:
+            return
+        self.agreement.settle()
+        for bucket in self.buckets:
+            bucket.release()
+        internal_collectives_of(self.world).barrier()  # memory is free when all ranks have let go of it
+        self.launcher.install(self._open(plan))
+
+    def _add(self, specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter], plan: Plan) -> None:
+        plan = shifted(plan, buckets=len(self.buckets), parameters=len(self.specs))
+        self.specs += specs
+        self.parameters += parameters
+        self.agreement.expect(self.specs)
+        self.launcher.install([*self.buckets, *self._open(plan)])
+
+    def _open_mover(self, device: torch.device) -> tuple[Mover[Any], Choice]:
+        world, options, wires = self.world, self.options, wires_of(self.first_plan)
+        if accelerator := accelerator_of(device):
+            return open_on_device(world, options.algorithm, options.overlap, wires, accelerator)
+        if options.algorithm == "auto":
+            narrow = wire_dtype(torch.float32, AUTO_COMPRESSION) if options.compression == "auto" else None
+            return open_chosen(world, options.overlap, wires, narrow)
+        return open_mover(world, options.algorithm, options.overlap), Choice(options.algorithm, "asked for")
+
+    def _open(self, plan: Plan) -> list[Bucket]:
+        return [
+            Bucket(
+                *(bucket, wire, self.specs, self.parameters),
+                scale=self.options.scale(self.world.size),
+                is_sum=self.options.is_sum,
+                packing=packing,
+                scale_first=isinstance(wire, DeviceWire) and wire.scale_first,
+            )
+            for bucket, (wire, packing) in zip(plan.buckets, self.agreement.open_wires(plan), strict=True)
+        ]

@@ -1,0 +1,312 @@
+"""Gives gradients their weights: before each backward, in the wire buffer, and in the result. See `weights.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from torchring.collectives.service import internal_collectives_of
+from torchring.errors import GradientError, in_step, ranks_in_words
+from torchring.gradients.ledger import OptimizerLedger, SeenGradients
+from torchring.gradients.participants.elastic import ElasticJob
+from torchring.gradients.participants.weights import ON_RESULTS, OTHER_BATCH, Share, Weights
+from torchring.gradients.round import Participant, RoundState
+from torchring.world import World
+
+
+class Weighing(Participant):
+    """The weights of one optimizer's backwards.
+
+    Args:
+        world: has more than one rank.
+        parameters: those that are reduced; may grow.
+        frozen: parameters that are not reduced, as they did not require a gradient; may change.
+        ledger: of the gradients.
+        is_sum: whether gradients are added up over ranks, and not averaged.
+        mark_local: for the hooks of a round in which no gradient is packed before backward is over.
+        job: knows the weights of batches in an elastic job.
+
+    Attributes:
+        weights: this rank's, of the backwards that are reduced together.
+        arrived: a parameter that has got its gradient just now, before all others.
+    """
+
+    bits = ("is_weighted", "is_unweighted", "is_of_batch", "has_left_out")
+    numbers = ("weight",)
+
+    def __init__(
+        self,
+        world: World,
+        parameters: Sequence[torch.nn.Parameter],
+        frozen: Sequence[torch.nn.Parameter],
+        ledger: OptimizerLedger,
+        *,
+        is_sum: bool,
+        mark_local: Callable[[int], None],
+        job: ElasticJob,
+    ) -> None:
+        self.weights = Weights()
+        self.arrived: torch.nn.Parameter | None = None
+        self._world = world
+        self._parameters = parameters
+        self._frozen = frozen
+        self._ledger = ledger
+        self._is_sum = is_sum
+        self._mark_local = mark_local
+        self._job = job
+        self._handles_of_zero_weight: list[torch.utils.hooks.RemovableHandle] = []
+        self._local = SeenGradients()  # what backwards with weights have left in `.grad`
+
+        # The round
+        self._share = Share()
+        self._is_late = False  # all gradients are packed after backward, when the reference of the weights is known
+        self._may_lose_results = False  # if all ranks give weight 0
+        self._has_weights: bool | None = None  # None until the first round in which a rank has a gradient
+
+    def batch_weight(self, *, in_backward: bool) -> float | None:
+        """The weight of the backward under way, or else of the one that comes. None if it has none."""
+        if self._handles_of_zero_weight:
+            return 0.0
+        return self.weights.last if in_backward else self.weights.next
+
+    # Between rounds
+
+    def weigh(self, weight: float, *, may_accumulate: bool) -> None:
+        """The loss of the next backward is a mean over `weight` samples. See `DistributedOptimizer.weigh`.
+
+        Args:
+            may_accumulate: whether that backward may be one of several that are reduced together.
+        """
+        self.drop_stale()
+        if may_accumulate or self.weights.num_backwards > 0:
+            self._refuse_results()
+        self._give(weight)
+
+    def weigh_batch(self) -> None:
+        """In an elastic job: give the next backward the weight of its batch, unless the script has given another."""
+        batches = self._job.batches
+        if batches is None or self.weights.is_given or (current := batches.current_weight()) is None:
+            return
+        weight, whole = current
+        if self._is_sum:
+            self.end_zero_weight()
+            if not weight:
+                self._zero_next_backward()
+        elif not self.weights.expects(weight, whole):
+            self._give(weight, whole)
+
+    def begin_batch(self) -> None:
+        """In an elastic job, a backward begins. Raises GradientError if it has the weight of another batch."""
+        if (batches := self._job.batches) is not None:
+            batches.begin_backward(is_weighed=self.weights.is_given)
+            current = None if self.weights.is_given or self._is_sum else batches.current_weight()
+            if current is not None and not self.weights.expects(*current):
+                raise GradientError(OTHER_BATCH)
+
+    def skip_batch(self) -> None:
+        """In an elastic job, this rank leaves out a backward."""
+        if (batches := self._job.batches) is not None:
+            batches.begin_backward(is_weighed=self.weights.is_given, is_skipped=True)
+
+    def begin_backward(self, *, reduces: bool) -> None:
+        """A backward begins, with the weight that was given for it."""
+        if self.weights.is_weighted and not torch.is_grad_enabled():  # or autograd leaves another tensor in `.grad`
+            self.drop_stale()
+        self.weights.begin()
+        if self.weights.is_weighted and not reduces:
+            self._refuse_results()
+
+    def accumulated(self) -> None:
+        """A backward that does not reduce is over."""
+        if self.weights.is_weighted:
+            self._local = SeenGradients(self._own_parameters())
+
+    def forget_next_backward(self) -> None:
+        """The backward that a weight may have been given for does not come."""
+        self.weights.drop_next()
+        self.end_zero_weight()
+        self.drop_stale()
+
+    def note_skip(self) -> None:
+        """The others' backward has reached these parameters, or may have, if it sends nothing."""
+        self.drop_stale()
+        self.weights.has_skipped = True
+        if self.weights.is_given:
+            self.weights.drop_next()
+            self.end_zero_weight()
+
+    def ignore_zeros(self) -> None:
+        """Zeros that the script has written to `.grad` do not make this rank count if it has skipped."""
+        if self.weights.has_skipped and not self.weights.num_backwards:
+            self._ledger.ignore_zeros()
+
+    def add_nothing(self) -> None:
+        """A round is about to reduce what backwards with weights have left, without a backward of its own."""
+        self.drop_stale()
+        if self.weights.is_weighted and self.weights.next is None:
+            self.weights.give(0.0)
+
+    def refuse_unused(self) -> None:
+        """Raise GradientError if it is not clear what a weight was given for."""
+        if self.weights.is_given and self.weights.num_backwards:
+            raise GradientError(
+                "weigh() was called before synchronize(), and no backward() came in between; call skip() in place of a "
+                "backward() that is left out"
+            )
+
+    def count_local(self, *, needs: bool) -> None:
+        """Gradients that the script has put into `.grad`, and a weight for them, count as those of a backward do."""
+        weights = self.weights
+        if weights.num_backwards or not (weights.is_given or (needs and weights.next is None)):
+            return
+        if weights.next == 0:
+            for parameter in self._parameters:  # counts as zero, whatever it holds
+                parameter.grad = None
+        self.end_zero_weight()
+        weights.begin()
+
+    def drop_stale(self) -> None:
+        """Forget the backwards whose gradients the script has dropped or zeroed, as model.zero_grad() does."""
+        weights = self.weights
+        if not weights.num_backwards:
+            return
+        if weights.is_weighted:
+            is_gone = self._local.is_gone(self.arrived, were_zero=not weights.total)
+        else:
+            is_gone = not self._ledger.has_local()
+        if is_gone:
+            weights.reset()
+
+    def end_zero_weight(self) -> None:
+        """The backward of weight 0 is over."""
+        for handle in self._handles_of_zero_weight:
+            handle.remove()
+        self._handles_of_zero_weight = []
+
+    # The round
+
+    def begin(self, current: RoundState) -> None:
+        self._share = self.weights.share(is_absent=current.is_absent)
+        needs_reference = self.weights.is_fp16 and self._has_weights is not False and not self._is_sum
+        self._is_late = needs_reference and current.hold
+        if self._is_late:
+            current.mark_ready = self._mark_local
+        elif needs_reference:
+            self._agree_on_reference()
+        share = self._share
+        current.factor = share.factor
+        current.is_empty = current.is_empty or share.weight == 0.0
+        self._may_lose_results = share.weight == 0.0 and not current.is_again and self._ledger.holds_results()
+        current.bits |= {
+            "is_weighted": share.weight is not None,
+            "is_unweighted": share.is_unweighted,
+            "is_of_batch": share.is_of_batch,
+            "has_left_out": share.left_out > 0,
+            "weight": share.weight or 0.0,
+        }
+
+    def backward_is_over(self, current: RoundState) -> None:
+        if self._is_late:
+            self._agree_on_reference()
+            current.factor = self._share.factor
+
+    def agreed(self, current: RoundState) -> None:
+        """Find the scale of the result.
+
+        Raises GradientError if only some ranks gave weights, which is collective then, or if all weights are 0 where
+        gradients of an earlier round would get that weight, too.
+        """
+        sums, size = current.sums, self._world.size
+        had_weights = self._has_weights
+        if sums["is_weighted"] or (had_weights is None and sums["is_absent"] < size):
+            self._has_weights = sums["is_weighted"] > 0
+        if sums["is_of_batch"] not in (0, sums["is_weighted"]):
+            raise self._in_step(
+                "some ranks have called optimizer.weigh() before this backward(), and torchring.elastic has given "
+                "the weights of the others; call it on all ranks, or on none"
+            )
+        if sums["is_weighted"] and sums["is_unweighted"]:
+            mine = torch.tensor([int(self._share.is_unweighted)], device="cpu")
+            without = internal_collectives_of(self._world).all_gather(mine)
+            others = [rank for rank, is_unweighted in enumerate(without) if int(is_unweighted)]
+            raise self._in_step(
+                f"{ranks_in_words(others)} did not call "
+                "optimizer.weigh() before this backward(), and other ranks did; call it on all ranks",
+                others,
+            )
+        if sums["is_weighted"] and not sums["weight"] and self._may_lose_results:
+            raise self._in_step(
+                "all ranks gave weight 0 to a backward() that adds to gradients of an earlier one; call "
+                "optimizer.zero_grad() before it, or leave it out on all ranks"
+            )
+        if self._is_sum:
+            return
+        mean = sums["weight"] / size
+        if had_weights is False and self.weights.is_fp16 and not self.weights.fits_fp16(mean):
+            raise self._in_step(
+                f"weights of about {mean:g} came after backwards without weights, so gradients were not scaled for "
+                "them before they were rounded to fp16; call optimizer.weigh() before each backward(), from the first "
+                "one on"
+            )
+        left_out = 0.0
+        if sums["has_left_out"]:
+            mine = torch.tensor([self._share.left_out], dtype=torch.float64, device="cpu")
+            left_out = float(internal_collectives_of(self._world).all_reduce(mine, "sum"))
+        current.scale = self.weights.result_scale(
+            size,
+            int(sums["is_weighted"]),
+            int(sums["is_absent"]),
+            sums["weight"],
+            left_out,
+            are_of_batch=sums["is_of_batch"] > 0,
+        )
+
+    def take_over(self, src: int) -> None:
+        self.weights.reset()
+
+    def close(self) -> None:
+        self.end_zero_weight()
+
+    def _agree_on_reference(self) -> None:
+        """Collective, before the first gradient is packed: what this rank contributes, by the weights of this round."""
+        largest = torch.tensor([self._share.weight or 0.0], dtype=torch.float64, device="cpu")
+        self.weights.refer_to(float(internal_collectives_of(self._world).all_reduce(largest, "max")))
+        self._share = self.weights.share(is_absent=self._share.is_absent)
+
+    def _in_step(self, message: str, peers: Sequence[int] = ()) -> Exception:
+        return in_step(GradientError(message, rank=self._world.rank, peers=peers))
+
+    def _own_parameters(self) -> list[torch.nn.Parameter]:
+        return [*self._parameters, *thawed(self._frozen)]
+
+    def _give(self, weight: float, whole: float | None = None) -> None:
+        self.end_zero_weight()
+        weight = self.weights.representable(weight)
+        factor = self.weights.give(weight, whole)
+        if factor != 1.0:
+            self._ledger.scale_local(factor)
+            for grad in (p.grad for p in thawed(self._frozen) if p.grad is not None):
+                grad.mul_(factor)
+            self._local = SeenGradients(self._own_parameters())
+        if not weight:
+            self._zero_next_backward()
+
+    def _zero_next_backward(self) -> None:
+        """Gradients of the next backward are zeros, whatever the loss is, a mean over nothing included."""
+        for parameter in self._own_parameters():
+            if parameter.requires_grad:
+                handle = parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+                self._handles_of_zero_weight.append(handle)
+
+    def _refuse_results(self) -> None:
+        """Raise GradientError if weights would be given to results of an earlier step, too."""
+        if self._ledger.holds_results():
+            self._ledger.notice_zeroing(self.arrived)
+        if self._ledger.holds_results():
+            raise GradientError(ON_RESULTS)
+
+
+def thawed(frozen: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """Those of `frozen` that have come to require a gradient."""
+    return [parameter for parameter in frozen if parameter.requires_grad]

@@ -1,0 +1,769 @@
+"""Owns the rounds of one optimizer: begins one with a backward that reduces, ends it, and refuses bad steps.
+
+A backward reduces or it does not, decided when its first gradient arrives: every `accumulate`-th backward outside
+`no_sync()` reduces. A round is one reduction of all buckets. What else takes part in a round is a `Participant`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Final
+
+import torch
+
+from torchring.allreduce.device.stream import OnStream
+from torchring.collectives.join import Join
+from torchring.collectives.service import Collectives, collectives_of, internal_collectives_of
+from torchring.dynamo import is_compiled_backward
+from torchring.errors import GradientError, in_step, with_way_out
+from torchring.gradients.backward import BackwardWatch
+from torchring.gradients.control import ControlFields
+from torchring.gradients.hooks import attach_hooks, make_hook
+from torchring.gradients.launcher import Launcher
+from torchring.gradients.layout import BucketLayout, Options
+from torchring.gradients.ledger import Ledger, OptimizerLedger
+from torchring.gradients.module_wrappers import ModuleWrappers, explain
+from torchring.gradients.participants.buffers import BufferSpec, BufferSync
+from torchring.gradients.participants.elastic import Batches, ElasticJob
+from torchring.gradients.participants.recording import RoundRecording
+from torchring.gradients.participants.replicas import ReplicaCheck
+from torchring.gradients.participants.sparse import SparseReduction
+from torchring.gradients.participants.tuning.participant import open_tuning
+from torchring.gradients.participants.weighing import Weighing, thawed
+from torchring.gradients.plan import ParameterSpec, describe
+from torchring.gradients.round import NonFiniteGradient, Participant, RoundState
+from torchring.interruption import InterruptionGuard
+from torchring.observe.phases import BACKWARD, BETWEEN, EXPOSED, INPUT, OPTIMIZER
+from torchring.observe.services import flight_recorder_of, recorder_of
+from torchring.world import World
+
+_KINDS: Final = (Weighing, SparseReduction, BufferSync, ReplicaCheck, ElasticJob, RoundRecording)
+CONTROL: Final = ControlFields(
+    bits=("has_thawed", "is_absent", "has_ended", *(name for kind in _KINDS for name in kind.bits)),
+    numbers=tuple(name for kind in _KINDS for name in kind.numbers),
+)
+"""The control bits of a round: those of the participants, and three of the reducer.
+
+has_thawed: a parameter that was frozen requires a gradient. is_absent: the rank takes part without a gradient, and does
+not count. has_ended: the rank has no data left, inside `torchring.join`.
+"""
+
+
+class Members:
+    """The reducers of one world, in the order in which their optimizers were wrapped, and what they know together.
+
+    Attributes:
+        guard: runs what takes several collectives, and must not be left between two of them.
+        module_wrappers: the DDP and FSDP instances of this process. None of them may reduce a member's parameters.
+        has_ended: whether this rank's data has ended, inside `torchring.join`.
+        is_skipping: whether this rank takes part in a backward of the others without one of its own.
+        skipper: the member whose `skip()` is under way.
+        skipped: members that `skip()` of another one has reached, since a step or zero_grad() of any optimizer.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.guard = InterruptionGuard(world)
+        self.module_wrappers = ModuleWrappers()
+        self.has_ended = False
+        self.is_skipping = False
+        self.skipper: Reducer | None = None
+        self.skipped: set[Reducer] = set()
+        self._world = world
+        self._reducers: list[Reducer] = []
+
+    def __iter__(self) -> Iterator[Reducer]:
+        return iter(list(self._reducers))
+
+    @property
+    def are_several(self) -> bool:
+        return len(self._reducers) > 1
+
+    def add(self, reducer: Reducer) -> None:
+        self._reducers.append(reducer)
+
+    def remove(self, reducer: Reducer) -> None:
+        if reducer in self._reducers:
+            self._reducers.remove(reducer)
+        self.skipped.discard(reducer)
+
+    @contextmanager
+    def skipping(self, skipper: Reducer | None = None) -> Iterator[None]:
+        """Members that a backward of other ranks reaches are absent on this rank."""
+        self.is_skipping, self.skipper = True, skipper
+        try:
+            yield
+        finally:
+            self.is_skipping, self.skipper = False, None
+
+    def refuse_other_thread(self, thread: int) -> None:
+        """Raise GradientError if a backward begins in `thread` while one of another thread is under way.
+
+        Breaks the world, where that other thread may be waiting. A device runs all hooks in one thread.
+        """
+        if not any(member.in_backward and member.thread not in (0, thread) for member in self._reducers):
+            return
+        error = GradientError(
+            "two threads run backward() at the same time, each with an optimizer of its own; ranks could not tell the "
+            "backwards apart. Let one thread train all models, or take turns, in the same order on all ranks",
+            rank=self._world.rank,
+        )
+        self._world.break_off("backward()", error)
+        raise error
+
+
+class Reducer:
+    """The backwards, rounds and steps of one optimizer. Opening it is collective.
+
+    Args:
+        world: has more than one rank.
+        specs, parameters: those that require a gradient, in registration order.
+        options: see `Options`.
+        members: the reducers of this world.
+        end_backward: called when a backward that has reached this reducer is about to return.
+        replicas: says in every round whether somebody wrote to the parameters.
+        buffers: those of the model that `options.sync_buffers` is about.
+        frozen: parameters of the optimizer that do not require a gradient. Looked at again after each backward.
+        spec_of: what the plan needs to know of a parameter.
+        owner: the optimizer; referred to weakly.
+
+    Attributes:
+        accumulate: number of backwards per reduction; may change between reductions, on all ranks alike.
+        parameters, specs: those that are reduced. They grow with `extend`.
+        layout: the buckets.
+        launcher: has the round under way, or the last one.
+        ledger: what is known about the gradients.
+        weighing: gives gradients their weights.
+        participants: what takes part in a round, in this order on all ranks.
+        failure: the error that ended the last backward between ranks. Gradients are worth nothing after it.
+        num_steps: how many optimizer steps this rank has made.
+        num_skipped_steps: how many steps were left out, because a gradient was not finite.
+        in_backward: whether a backward of these parameters is under way.
+        thread: runs the hooks of that backward, if its parameters are on the CPU; else 0.
+        mark_ready: the hooks call it with the index of a parameter that has its gradient.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        specs: Sequence[ParameterSpec],
+        parameters: Sequence[torch.nn.Parameter],
+        options: Options,
+        members: Members,
+        *,
+        end_backward: Callable[[Reducer], None],
+        replicas: ReplicaCheck,
+        buffers: Sequence[BufferSpec] = (),
+        frozen: Sequence[torch.nn.Parameter] = (),
+        spec_of: Callable[[torch.nn.Parameter], ParameterSpec],
+        owner: object,
+    ) -> None:
+        self.world = world
+        self.owner = weakref.ref(owner)
+        self.num_steps = 0
+        self.num_skipped_steps = 0
+        self.failure: BaseException | None = None
+        self.is_closed = False
+        self._options = options
+        self._frozen = list(frozen)
+        self._spec_of = spec_of
+        self._members = members
+        self._end_backward = end_backward
+        self._recorder = recorder_of(world)
+        self._flight_recorder = flight_recorder_of(world)
+        recorder = self._flight_recorder
+        self._entry = recorder.open_numbered_entry("gradients") if recorder is not None else None
+
+        # Whether a backward reduces
+        self.accumulate = options.accumulate
+        self._num_backwards = 0  # since the last reduction, without those inside no_sync()
+        self._no_sync_depth = 0
+
+        # The round. The script's collectives check: another rank may be calling one of those, instead of wrapping.
+        self._check_agreement(specs, collectives_of(world), buffers)
+        self.specs: list[ParameterSpec] = []
+        self.parameters: list[torch.nn.Parameter] = []
+        self._sparse = SparseReduction(
+            world, self.specs, self.parameters, options.scale(world.size), is_sum=options.is_sum
+        )
+        self.layout = BucketLayout(
+            *(world, options, CONTROL, specs, self.specs, self.parameters), self._sparse.mark_local, self._entry
+        )
+        self.launcher = self.layout.launcher
+        self.ledger = OptimizerLedger(partial(_ledgers, self.launcher, self._sparse))
+        self._found_before: NonFiniteGradient | None = None  # as `non_finite`, before the round under way
+        tuning = open_tuning(self.layout, specs)
+        self.layout.open(specs, parameters)
+        recording = RoundRecording(world, self.layout)
+        self._job = ElasticJob(world)
+        self.weighing = Weighing(
+            world,
+            self.parameters,
+            self._frozen,
+            self.ledger,
+            is_sum=options.is_sum,
+            mark_local=self.launcher.mark_local,
+            job=self._job,
+        )
+        self._weights = self.weighing.weights
+        self._weights.expect(self.layout.wire_dtypes)
+        self.participants: list[Participant] = [self.weighing, self._sparse]
+        if buffers:
+            mover, device = self.layout.mover, specs[0].device
+            follow = mover.stream.follow if isinstance(mover, OnStream) else _nothing
+            self.participants.append(BufferSync(world, buffers, mover, device, follow))
+        self.participants += [replicas, *tuning, recording]
+
+        # The backward under way
+        self.in_backward = False
+        self.thread = 0
+        self._reduces = False
+        self.mark_ready: Callable[[int], None] = self.launcher.mark_local
+
+        # Hooks and what else calls back
+        self.watch = BackwardWatch(partial(end_backward, self), self.abandon_backward)
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooked: list[int] = []  # what identifies the parameters, which torch.utils.swap_tensors changes
+        self._num_wrappers_seen = -1  # ModuleWrappers.num_built when these parameters were checked last
+        members.add(self)
+        self._attach()
+
+    @property
+    def round(self) -> RoundState:
+        """The round under way, or the last one."""
+        return self.launcher.round
+
+    @property
+    def num_reductions(self) -> int:
+        """Number of rounds that are over."""
+        return self.round.next_number
+
+    @property
+    def non_finite(self) -> NonFiniteGradient | None:
+        """The first NaN or infinity in the last round, if there was one."""
+        return self.round.non_finite
+
+    @property
+    def batches(self) -> Batches | None:
+        """Callbacks of an elastic job; None outside of one."""
+        return self._job.batches
+
+    @batches.setter
+    def batches(self, batches: Batches | None) -> None:
+        self._job.batches = batches
+        if self._job not in self.participants:
+            self.participants.append(self._job)
+
+    @property
+    def is_weighed_by_script(self) -> bool:
+        """Whether the script has weighed the backward under way, or the next one."""
+        return self._weights.is_by_script
+
+    @property
+    def wants_reduction(self) -> bool:
+        """Whether a backward is under way that reduces."""
+        return self.in_backward and self._reduces
+
+    @property
+    def is_in_no_sync(self) -> bool:
+        """Whether a backward is under way inside `no_sync()`."""
+        return self.in_backward and not self._reduces and self._no_sync_depth > 0
+
+    @property
+    def batch_weight(self) -> float | None:
+        """The weight of the backward under way, or else of the one that comes. None if it has none."""
+        return self.weighing.batch_weight(in_backward=self.in_backward)
+
+    def extend(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Collective: more parameters, some of which may be frozen for now."""
+        self._frozen += parameters
+        self._adopt_thawed()
+
+    def first_gradient(self, index: int) -> None:
+        """The gradient of parameter `index` arrived just before its hook was there."""
+        make_hook(self, index)(self.parameters[index])
+
+    def close(self) -> None:
+        """Remove the hooks, end threads and links. Gradients stay where they are."""
+        self.is_closed = True
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._members.remove(self)
+        self.layout.mover.close()
+        for participant in self.participants:
+            participant.close()
+        if self._entry is not None and self._flight_recorder is not None:
+            self._flight_recorder.close_entry(self._entry)
+        if not self.in_backward:
+            self.watch.close()  # the two refer to each other; a closed watch needs no garbage collector
+
+    # Backward
+
+    def begin_backward(self, index: int) -> None:
+        """The first gradient of a backward arrives, of this parameter; or of an outer backward, after an inner one."""
+        if not self.in_backward:
+            self.weighing.begin_batch()
+            self._enter(BACKWARD)
+            if self._members.are_several and self.specs[0].device.type == "cpu":
+                self._members.refuse_other_thread(thread := threading.get_ident())
+                self.thread = thread
+            self.weighing.arrived = self.parameters[index]
+            try:
+                if self._options.is_sum and self.ledger.holds_results():
+                    self.ledger.notice_zeroing(self.parameters[index])
+                self._begin(reduces=self._next_reduces())
+            finally:
+                self.weighing.arrived = None
+        self.watch.arm()
+
+    def finish_backward(self, *, reduces: bool, backward: object = None) -> None:
+        """A backward that reached these parameters on some rank is over. It reduces if any rank's was to reduce.
+
+        Args:
+            backward: see `RoundState`.
+        """
+        members = self._members
+        if members.is_skipping and not self.in_backward:
+            self._leave_out()
+        if reduces:
+            if not self.wants_reduction:  # only other ranks got as far as to begin
+                self._begin(reduces=True)
+            with self._failing():
+                self._reduce(backward)
+                if self.round.sums["has_thawed"]:
+                    self._adopt_thawed()
+                    self._reduce_again()
+            self._num_backwards = 0
+            self._weights.reset()
+        else:
+            self._num_backwards += self._no_sync_depth == 0
+            self.weighing.accumulated()
+        if members.skipper in (None, self):
+            members.skipped.discard(self)
+        else:
+            members.skipped.add(self)
+        self.in_backward, self.thread = False, 0
+        self._enter(BETWEEN if reduces else INPUT)
+        self.weighing.end_zero_weight()
+        if reduces:
+            for participant in self.participants:
+                participant.finished(self.round)
+        self.weighing.weigh_batch()
+
+    def abandon_backward(self) -> None:
+        """The backward under way has raised (out of memory, an error in a custom function): drop its round."""
+        if self.in_backward:
+            self.in_backward = False
+            if not self._members.is_skipping:
+                self._weights.withdraw()
+            self.weighing.end_zero_weight()
+            if self._reduces:
+                self.launcher.abandon()
+            self.weighing.weigh_batch()
+
+    def gradient_failed(self, error: BaseException) -> None:
+        """A hook has raised. With no bucket sent yet, backward drops the round as after any other error."""
+        if self._reduces and self.launcher.has_launched:
+            self._fail(error)
+
+    def forget_gradients(self) -> None:
+        """The optimizer has dropped or zeroed all gradients, so the next backward begins a group of `accumulate`."""
+        self._num_backwards = 0
+        self._weights.reset()
+        self._members.skipped.clear()
+
+    def weigh(self, weight: float) -> None:
+        """The loss of the next backward is a mean over `weight` samples. See `DistributedOptimizer.weigh`."""
+        if self.in_backward:
+            raise GradientError("weigh() was called inside backward(); call it before")
+        self.weighing.weigh(weight, may_accumulate=self.accumulate > 1 or self._no_sync_depth > 0)
+
+    def weigh_batch(self) -> None:
+        """In an elastic job: give the next backward the weight of its batch, unless the script has given another."""
+        self.weighing.weigh_batch()
+
+    def skip(self) -> None:
+        """Collective: take part in the reduction of the others' next backward. See `DistributedOptimizer.skip`."""
+        if self.in_backward:
+            raise GradientError("skip() was called inside backward(); call it in place of backward()")
+        if self in self._members.skipped:
+            raise GradientError(
+                "skip() was called on another optimizer before, which stands for a whole backward(): that one has "
+                "reached these parameters, too. Call skip() once for each backward() that this rank leaves out, on the "
+                "same optimizer if there are several"
+            )
+        self.weighing.skip_batch()
+        self._leave_out()
+        self._take_part(reduces=self._no_sync_depth == 0 and self._num_backwards + 1 >= self.accumulate, skipper=self)
+
+    def _leave_out(self) -> None:
+        """This rank has no backward where others have one."""
+        self.weighing.note_skip()
+        self.weighing.weigh_batch()
+        self.weighing.forget_next_backward()
+
+    def _take_part(self, *, reduces: bool, skipper: Reducer | None = None) -> None:
+        """Collective: what a backward would do, with what is local already, or nothing."""
+        with torch.no_grad(), self._members.skipping(skipper):
+            self._begin(reduces=reduces)
+            self._end_backward(self)
+
+    def take_part(self) -> None:
+        """Collective: reduce what is local, or zeros, in the round of the others' next backward, or of their own call.
+
+        Unlike a rank that skips, this rank counts in the mean.
+        """
+        if self.in_backward:
+            raise GradientError("synchronize() was called inside backward(); call it after backward() has returned")
+        self.weighing.ignore_zeros()
+        if self._weights.has_skipped and self.ledger.first_unsettled() is None:
+            self._take_part(reduces=True)
+            return
+        self.weighing.add_nothing()
+        with torch.no_grad():
+            self._begin(reduces=True)
+            self._end_backward(self)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in here only accumulate, and do not count towards `accumulate`."""
+        self._no_sync_depth += 1
+        try:
+            yield
+        finally:
+            self._no_sync_depth -= 1
+
+    def synchronize(self) -> None:
+        """Collective: reduce whatever is local on any rank. Does nothing where nothing is local."""
+        if self.in_backward:
+            raise GradientError("synchronize() was called inside backward(); call it after backward() has returned")
+        if self.world.shared(Join).is_open:  # others may have ended, and meet this with a round
+            self.weighing.drop_stale()
+            self.weighing.count_local(needs=self._needs_synchronize())
+            self._weights.drop_next()
+            self.weighing.end_zero_weight()
+            self._take_part(reduces=True)
+            return
+        self._recorder.enter(EXPOSED)
+        with torch.no_grad():  # a graph on the gradients, of backward(create_graph=True), is cut here
+            self._members.guard.run("synchronize()", self._synchronize)
+        self._recorder.enter(BETWEEN)
+
+    # Step
+
+    def before_step(self) -> None:
+        """The optimizer is about to write to the parameters."""
+        self._enter(OPTIMIZER)
+        for participant in self.participants:
+            participant.before_step()
+        self._members.skipped.clear()
+
+    def accept_parameters(self) -> None:
+        """The parameters are as the optimizer has left them: its step is about to evaluate a closure."""
+        self._enter(INPUT)
+        for participant in self.participants:
+            participant.moved()
+
+    def has_stepped(self) -> None:
+        """The optimizer has made a step."""
+        for participant in self.participants:
+            participant.moved()
+        self.write_buffers()
+        self.num_steps += 1
+        self._end_step()
+
+    def take_over(self, src: int) -> None:
+        """Collective: this rank's parameters have become those of rank `src`, and no gradient is left."""
+        steps = torch.tensor([self.num_steps, self._recorder.num_steps], device="cpu")
+        internal_collectives_of(self.world).broadcast(steps, src)
+        self.num_steps, self._recorder.num_steps = map(int, steps.tolist())
+        self._num_backwards = 0
+        for participant in self.participants:
+            participant.take_over(src)
+
+    def write_buffers(self) -> None:
+        """All ranks make a step, or all leave one out: the model's buffers get what the last round has found."""
+        for participant in self.participants:
+            participant.stepping()
+
+    def can_skip_alone(self) -> bool:
+        """True if this rank can decide by itself whether to make a step."""
+        return self._options.on_nonfinite != "skip" or self.layout.agreement.knows_at_once
+
+    def check_backward(self) -> None:
+        """Before a step: raise GradientError if the last backward failed, or is still under way."""
+        if self.world.is_forked:
+            self.world.raise_if_broken()
+        if self.failure is not None:
+            raise GradientError(f"the last backward did not reduce its gradients: {self.failure}") from self.failure
+        self.layout.agreement.poll()
+        self._refuse_module_wrappers()
+        if self.in_backward:
+            raise GradientError(
+                "step() was called inside backward(), before all gradients are reduced; call it after backward()"
+            )
+
+    def check_gradients(self) -> bool:
+        """Before a step: raise GradientError if a gradient is known to be wrong. Returns whether to make the step."""
+        rank, policy = self.world.rank, self._options.on_nonfinite
+        for parameter in self._frozen:
+            if parameter.requires_grad and parameter.grad is not None:
+                name = self._spec_of(parameter).name
+                raise GradientError(
+                    f"{name} was frozen and has a gradient now that has never been reduced; call "
+                    "optimizer.synchronize() before step()",
+                    rank=rank,
+                    parameters=(name,),
+                )
+        if unsettled := self.ledger.first_unsettled():
+            name, state = unsettled
+            advice = "Call optimizer.synchronize() before step() to reduce what is local"
+            if self._hooked != [parameter._cdata for parameter in self.parameters]:
+                state = "is this rank's own"
+                advice = (
+                    "torchring's hooks are gone: parameters were exchanged, as load_state_dict() does after "
+                    "torch.__future__.set_swap_module_params_on_conversion(True). close() this optimizer and call "
+                    "torchring.wrap() again, on all ranks"
+                )
+            raise GradientError(
+                f"the gradient of {name} {state}; stepping on it would let the ranks drift apart. {advice}",
+                rank=rank,
+                parameters=(name,),
+                step=self.num_steps,
+            )
+        if policy == "ignore":
+            return True
+        found = self.non_finite
+        if found is None and policy == "skip":  # of the last round on a device, too, which is waited for
+            found = self.layout.agreement.find_non_finite()
+        if found is None or not found.is_still_there():
+            return True
+        if policy == "skip":
+            self.num_skipped_steps += 1
+            self.write_buffers()
+            self._end_step()
+            return False
+        culprit, name, _ = found
+        origin = "the sum over ranks overflowed" if culprit is None else f"NaN or infinity came from rank {culprit}"
+        raise GradientError(
+            f"the gradient of {name} is not finite; {origin}",
+            rank=rank,
+            peers=() if culprit is None else (culprit,),
+            parameters=(name,),
+            step=self.num_steps,
+        )
+
+    def _enter(self, phase: int) -> None:
+        """Record that a phase of a step begins. Other ranks see that, too."""
+        self._recorder.enter(phase)
+        if self._flight_recorder is not None:
+            self._flight_recorder.enter(phase, self.num_steps)
+
+    def _end_step(self) -> None:
+        self._recorder.enter(OPTIMIZER)
+        self._recorder.end_step()
+        if self._flight_recorder is not None:
+            self._flight_recorder.enter(INPUT, self.num_steps)
+
+    def _next_reduces(self) -> bool:
+        """Decide if the backward that begins now reduces. Raises GradientError if it could not be reduced right."""
+        if self.failure is not None:
+            failure = str(self.failure) or type(self.failure).__name__
+            raise GradientError(with_way_out(f"an earlier backward failed: {failure}")) from self.failure
+        if is_compiled_backward():
+            raise GradientError(
+                "compiled autograd runs this backward() and does not say when it ends, so gradients would never be "
+                "reduced. Set torch._dynamo.config.compiled_autograd = False; torch.compile works without it"
+            )
+        self._refuse_module_wrappers()
+        reduces = self._no_sync_depth == 0 and self._num_backwards + 1 >= self.accumulate
+        if reduces and torch.is_grad_enabled():
+            raise GradientError(
+                "backward(create_graph=True) leaves a graph on the gradients that averaging would cut. Run it inside "
+                "optimizer.no_sync(), and call optimizer.synchronize() afterwards; or take inner gradients with "
+                "torch.autograd.grad(..., create_graph=True), and call backward() for the outer loss"
+            )
+        if self.layout.agreement.is_captured():
+            raise GradientError(
+                "backward() is being captured into a CUDA graph, whose replays would reduce without torchring's "
+                "checks and bookkeeping. Capture the model with torch.cuda.make_graphed_callables, whose gradients "
+                "arrive outside the graph, or capture nothing but the forward pass"
+            )
+        return reduces
+
+    def _refuse_module_wrappers(self) -> None:
+        """Raise GradientError if a DDP or FSDP reduces one of these parameters, too, whenever it was built."""
+        wrappers = self._members.module_wrappers
+        if self._num_wrappers_seen == wrappers.num_built:
+            return
+        if shared := wrappers.first_shared(self.parameters):
+            index, kind = shared
+            name = self.specs[index].name
+            raise GradientError(explain(name, kind), rank=self.world.rank, parameters=(name,), step=self.num_steps)
+        self._num_wrappers_seen = wrappers.num_built
+
+    def _begin(self, *, reduces: bool) -> None:
+        self._reduces = reduces
+        if not self._members.is_skipping:
+            with self._failing():
+                self.weighing.begin_backward(reduces=reduces)
+        self.mark_ready = self.launcher.mark_local
+        if reduces:
+            self.world.raise_if_broken()
+            with self._failing():
+                self._begin_round(hold=self._members.are_several)
+            self.mark_ready = self.round.mark_ready or self.launcher.mark_ready
+            self.round.mark_ready = None  # which refers to what refers to the round
+        self.in_backward = True
+
+    def _begin_round(self, *, hold: bool, is_again: bool = False) -> None:
+        """A round begins: its first gradient is about to arrive, or `_reduce` to be called.
+
+        Sends nothing, except before the second round: the first round has shown the order in which gradients become
+        ready, so the buckets are rebuilt. At that point zero_grad() has usually dropped the old buffers, so old and new
+        buffers need not exist side by side. With `hold` buckets are rebuilt in `_reduce`: ranks whose optimizers take
+        turns begin rounds in different orders.
+
+        Args:
+            is_again: another round for the same backward, which has left its results in `.grad`.
+        """
+        launcher = self.launcher
+        launcher.settle()
+        if not hold:
+            self.layout.follow_order()
+        is_absent = (self._members.is_skipping or self._weights.has_skipped) and not self._weights.num_backwards
+        current = RoundState(
+            number=self.round.next_number,
+            step=self.num_steps,
+            hold=hold,
+            is_absent=is_absent,
+            is_empty=is_absent,
+            is_again=is_again,
+            bits={
+                "has_thawed": bool(self._thawed()),
+                "is_absent": is_absent,
+                "has_ended": self._members.has_ended,
+            },
+        )
+        for participant in self.participants:
+            participant.begin(current)
+        self.layout.agreement.begin()
+        self._found_before = self.non_finite
+        launcher.begin(current)
+
+    def _reduce(self, backward: object = None) -> None:
+        """Backward is over: reduce what is left and return when every gradient holds the result.
+
+        Collective, and in the same order on all ranks.
+        """
+        current, launcher, agreement = self.round, self.launcher, self.layout.agreement
+        current.backward = backward
+        for participant in self.participants:
+            participant.backward_is_over(current)
+        agreement.backward_is_over()
+        launcher.launch_rest()
+        launcher.wait()
+        agreement.agree(current, launcher.buckets)
+        for participant in self.participants:
+            participant.agreed(current)
+        launcher.close_round()
+        for participant in self.participants:
+            participant.reduced(current)
+        if current.sums["is_absent"] == self.world.size:  # all gradients are what they were
+            current.non_finite = current.non_finite or self._found_before
+        self.world.num_reductions += 1
+        if current.hold:
+            self.layout.follow_order()
+        agreement.end()
+
+    def _reduce_again(self) -> None:
+        """A round of its own for what is local, outside backward."""
+        self._begin_round(hold=True, is_again=True)
+        self._reduce()
+
+    def _synchronize(self) -> None:
+        collectives = internal_collectives_of(self.world)
+        if collectives.any_rank(bool(self._thawed())):
+            self._adopt_thawed()
+        self.weighing.drop_stale()
+        problem: GradientError | None = None
+        needs = False
+        try:
+            needs = self._needs_synchronize()
+        except GradientError as error:
+            problem = error
+        wants = collectives.all_reduce(
+            torch.tensor([int(needs), int(problem is not None)], device="cpu"), "max"
+        ).tolist()
+        if wants[1]:
+            raise in_step(problem or GradientError("synchronize() was refused on another rank; its error says why"))
+        if wants[0]:
+            self.weighing.count_local(needs=needs)
+            with self._failing():
+                self._reduce_again()
+            self._num_backwards = 0
+            self._weights.reset()
+
+    def _needs_synchronize(self) -> bool:
+        """Whether some gradient on this rank waits to be reduced. Raises GradientError for a weight that is unused."""
+        self.weighing.refuse_unused()
+        self.weighing.ignore_zeros()
+        return self.ledger.needs_synchronize()
+
+    def _thawed(self) -> list[torch.nn.Parameter]:
+        """Parameters that require a gradient by now, and are not adopted yet."""
+        return thawed(self._frozen)
+
+    def _adopt_thawed(self) -> None:
+        """Collective: parameters that have come to require a gradient are reduced from now on, in new buckets."""
+        adopted = self._thawed()
+        self._frozen[:] = [parameter for parameter in self._frozen if not parameter.requires_grad]
+        specs = [self._spec_of(parameter) for parameter in adopted]
+        self._check_agreement(specs, internal_collectives_of(self.world))
+        for participant in self.participants:
+            participant.extending()
+        self.layout.add(specs, adopted)
+        self._weights.expect(self.layout.wire_dtypes)
+        self._attach()
+
+    def _check_agreement(
+        self, specs: Sequence[ParameterSpec], collectives: Collectives, buffers: Sequence[BufferSpec] = ()
+    ) -> None:
+        """Raise PlanMismatchError on every rank unless all are about to reduce the same things in the same way."""
+        lines = describe(specs, f"{self._options} on {self.world.size} ranks")
+        lines += [f"buffer {i}: {spec.describe()}" for i, spec in enumerate(buffers)]
+        collectives.check_equal([*lines, CONTROL.describe()])
+
+    def _attach(self) -> None:
+        """Hook the parameters that are reduced and have no hook yet."""
+        self._num_wrappers_seen = -1
+        self._handles += attach_hooks(self, self.parameters, len(self._handles))
+        self._hooked = [parameter._cdata for parameter in self.parameters]
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Inside, an error ends the round on all ranks."""
+        try:
+            yield
+        except BaseException as error:  # Ctrl-C, too: it may have left a reduction half done
+            self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        """This round cannot be finished: tell the peers that wait for this rank why."""
+        self.failure = error
+        self.in_backward = False
+        self.weighing.end_zero_weight()
+        self.launcher.abandon()
+        self.world.break_off("the reduction of gradients", error)
+
+
+def _ledgers(launcher: Launcher, sparse: Ledger) -> list[Ledger]:
+    return [*(bucket.ledger for bucket in launcher.buckets), sparse]
+
+
+def _nothing() -> None: ...

@@ -1,0 +1,184 @@
+"""The state of a round, and what takes part in a round beside the gradients.
+
+A round is one reduction of all gradients of an optimizer. Features such as weights, buffers and the replica check are
+participants of a round: each has a file in `participants/`, registers control bits by name, and is called at five
+points of a round. `Reducer` calls the participants, in one order on all ranks.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from torchring.allreduce import NonFinite
+from torchring.gradients.control import ControlSums
+
+
+class NonFiniteGradient(NamedTuple):
+    """The first NaN or infinity of a round.
+
+    rank: whose gradient had it; None if only the sum over ranks overflowed.
+    name: name of the parameter.
+    tensor: returns the tensor that shows whether the value is still there: the gradient, or on a device the parameter,
+        which may have been trained on it. None if the value has not been looked for since.
+    """
+
+    rank: int | None
+    name: str
+    tensor: Callable[[], torch.Tensor | None] | None
+
+    def is_still_there(self) -> bool:
+        """Whether the value is still not finite: the script may have mended it."""
+        if self.tensor is None:
+            return True
+        grad = self.tensor()
+        values = grad.coalesce().values() if grad is not None and grad.is_sparse else grad
+        return values is not None and not bool(torch.isfinite(values).all())
+
+
+class Reducible(Protocol):
+    """A buffer that is reduced in a round: a bucket's, or that of the model's buffers."""
+
+    index: int
+    """Among the buckets; the buffers come last."""
+
+    @property
+    def names(self) -> list[str]: ...
+
+    @property
+    def wire(self) -> Any: ...
+
+    @property
+    def reduce_scale(self) -> float:
+        """The factor that the mover applies to the sum."""
+
+    def begin_reduce(self) -> None:
+        """The wire goes to the mover."""
+
+    def end_reduce(self, non_finite: NonFinite | None) -> None:
+        """The wire comes back reduced."""
+
+
+class RoundPhase(enum.Enum):
+    """How far a round has come."""
+
+    UNDER_WAY = "gradients are arriving, or being reduced"
+    OVER = "every gradient has its result"
+    BROKEN_OFF = "the round was given up on this rank"
+
+
+@dataclass(eq=False)
+class RoundState:
+    """One round on this rank, from the first gradient to the last result.
+
+    Attributes:
+        number: counts rounds. Ranks compare the number before they add up.
+        step: number of the optimizer step, for error messages.
+        hold: no bucket leaves before backward is over.
+        is_absent: this rank takes part without a gradient, and does not count.
+        is_empty: no sample of this rank counts.
+        is_again: another round for the same backward, whose results are in `.grad`.
+        backward: equal in the rounds of several optimizers after one backward. None if the round has none.
+        factor: this rank's gradients are multiplied by it in the wire buffer.
+        bits: control bits and numbers of this rank, by name.
+        extra: leaves after all buckets, if there is anything.
+        mark_ready: called by the hooks with the index of a parameter that has its gradient.
+
+        phase: what has become of the round.
+        num_launched: number of buckets that have left.
+        sums: the control bits, summed over ranks. Known when all buckets are reduced.
+        scale: another factor of the result.
+        non_finite: the first NaN or infinity, if there is one. On a device it may be of an earlier round.
+
+        busy_seconds: time in which something was being reduced, waiting for peers included.
+        exposed_seconds: the part of `busy_seconds` during which backward stood still.
+        stall_seconds: the part of `exposed_seconds` before the last gradient was computed.
+        packing_ns: time in which this rank has copied gradients to wire buffers.
+        times: a row for each bucket that has left, see `torchring.observe.recorder.records`.
+    """
+
+    # What this rank is about to do
+    number: int
+    step: int = 0
+    hold: bool = False
+    is_absent: bool = False
+    is_empty: bool = False
+    is_again: bool = False
+    backward: object = None
+    factor: float = 1.0
+    bits: dict[str, float] = field(default_factory=dict)
+    extra: Reducible | None = None
+    mark_ready: Callable[[int], None] | None = None
+
+    # What has become of it
+    phase: RoundPhase = RoundPhase.UNDER_WAY
+    num_launched: int = 0
+    sums: ControlSums = field(default_factory=ControlSums)
+    scale: float = 1.0
+    non_finite: NonFiniteGradient | None = None
+
+    # Where its time went
+    busy_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    stall_seconds: float = 0.0
+    packing_ns: int = 0
+    times: list[int] = field(default_factory=list)
+
+    @property
+    def next_number(self) -> int:
+        """If a bucket has left, peers are past this round, even if the round was broken off here."""
+        return self.number + (self.phase is RoundPhase.OVER or self.num_launched > 0)
+
+
+class Participant:
+    """Takes part in the rounds of one optimizer, on all ranks alike. The methods do nothing by default.
+
+    Attributes:
+        bits, numbers: names of its control bits, see `ControlFields`.
+    """
+
+    bits: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
+
+    def begin(self, current: RoundState) -> None:
+        """A round begins; nothing has left. Set this rank's control bits in `current.bits`.
+
+        May be collective, unless `current.hold`: ranks may begin rounds of several optimizers in different orders.
+        """
+
+    def backward_is_over(self, current: RoundState) -> None:
+        """No gradient comes any more. What has not left is about to be packed."""
+
+    def agreed(self, current: RoundState) -> None:
+        """All buckets are reduced, and ranks know `current.sums`. Gradients are still to be handed out.
+
+        May raise an error that all ranks raise together (`errors.in_step`).
+        """
+
+    def reduced(self, current: RoundState) -> None:
+        """Every gradient in a bucket holds its result."""
+
+    def finished(self, current: RoundState) -> None:
+        """The backward of this round is over, and another one may begin. May raise an error as `agreed` may."""
+
+    def extending(self) -> None:
+        """Collective, between rounds: parameters are about to be added."""
+
+    def before_step(self) -> None:
+        """The optimizer is about to write to the parameters, unless the step is refused."""
+
+    def moved(self) -> None:
+        """The parameters are as the optimizer has left them, at the end of a step or within one."""
+
+    def stepping(self) -> None:
+        """All ranks make a step, or all leave one out. May be called several times."""
+
+    def take_over(self, src: int) -> None:
+        """Collective: this rank's parameters have become those of rank `src`, and no gradient is left."""
+
+    def close(self) -> None:
+        """The optimizer is closed."""
