@@ -69,7 +69,18 @@ TESTS = {
         "optimizer/test_semantics",
         "",
     ),
+    "torchring/gradients/participants/sparse.py": ("gradients/participants/test_sparse", ""),
+    "torchring/gradients/agreement.py": ("gradients/test_hooks optimizer/test_options optimizer/test_semantics", ""),
+    "torchring/gradients/control.py": (
+        "gradients/test_plan gradients/test_bucket gradients/participants/test_weights",
+        "",
+    ),
+    "torchring/gradients/round.py": ("gradients/test_launcher gradients/test_hooks", ""),
     "torchring/joining.py": ("test_joining", ""),
+    "torchring/collectives/shared_memory.py": ("collectives/test_collectives", ""),
+    "torchring/collectives/operations.py": ("collectives/test_collectives", ""),
+    "torchring/collectives/signature.py": ("collectives/test_collectives", ""),
+    "torchring/collectives/digests.py": ("collectives/test_digests gradients/participants/test_replicas", ""),
     "torchring/allreduce/direct.py": (
         "allreduce/test_allreduce allreduce/test_faults",
         "not (native or ring or hierarchical)",
