@@ -19,13 +19,11 @@ import pytest
 from torch.distributed import TCPStore
 
 from tests.support.harness import is_running, patient, wait_until
-from torchring import cli
 from torchring.elastic.driver import actions as a
 from torchring.elastic.driver import hosts as hosts_module
 from torchring.elastic.driver import store as store_module
 from torchring.elastic.driver.cooldown import Cooldown
 from torchring.elastic.driver.coordinator import UNLIMITED, Coordinator, Limits
-from torchring.elastic.driver.hosts import Hosts
 from torchring.elastic.driver.store import DriverStore, Listener
 from torchring.elastic.protocol import (
     BROKEN,
@@ -781,73 +779,6 @@ def test_what_the_driver_writes() -> None:
     assert not theirs.check([card_key(7)])
 
 
-# ---- the command line
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Limits, Hosts]]:
-    """What would have been started."""
-    seen: list[tuple[Limits, Hosts]] = []
-
-    def start_elastic(command: Any, limits: Limits, hosts: Hosts, *rest: Any) -> int:
-        assert command == [__file__, "--max-np", "x"]
-        seen.append((limits, hosts))
-        return 0
-
-    monkeypatch.setattr(cli, "start_elastic", start_elastic)
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("line", "limits", "slots"),
-    [
-        ("--elastic -np 3", Limits(3, 1, 3), 3),
-        ("-np 4 --min-np 2 --max-np 8 --reset-limit 0", Limits(4, 2, 8, reset_limit=0), 8),
-        ("--max-num-proc 3", Limits(3, 1, 3), 3),
-        ("-H localhost:5 --min-num-proc 2", Limits(UNLIMITED, 2), 5),
-        ("-H localhost:5 -np 2 --elastic --elastic-timeout 7", Limits(2, 1, 2, elastic_timeout=7), 5),
-        ("--host-discovery-script true --slots 2 --heartbeat-timeout 3", Limits(UNLIMITED, heartbeat_timeout=3), 0),
-        ("--discover true --blacklist-cooldown-range 2 9", Limits(UNLIMITED, cooldown=(2, 9)), 0),
-    ],
-)
-def test_options(line: str, limits: Limits, slots: int, started: list[tuple[Limits, Hosts]]) -> None:
-    assert cli.main(["run", *line.split(), __file__, "--max-np", "x"]) == 0
-    ((seen, hosts),) = started
-    assert seen == limits
-    assert sum(host.slots for host in hosts.known or ()) == slots
-
-
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        ("-np 4 --min-np 3 --max-np 2", "--min-np 3 is more than --max-np 2"),
-        ("-np 1 --min-np 2", "-np 1 is less than --min-np 2"),
-        ("-np 3 --max-np 2", "-np 3 is more than --max-np 2"),
-        ("--elastic", "say how many workers"),
-        ("--elastic -np 2 --mpi", "mpirun ends a job when one of its processes ends"),
-        ("--elastic -np 3 -H localhost:2", "-np 3 is more than the 2 slots of localhost:2"),
-        ("--min-np 3 -H localhost:2", "--min-np 3 is more than the 2 slots"),
-        ("-np 2 --reset-limit 3 --slots 1", "--reset-limit, --slots: of a meaning with --elastic only"),
-        ("--elastic -np 2 --slots 2", "--slots is for hosts that a discovery script prints"),
-        ("--discover ./nowhere", "there is no discovery script './nowhere'"),
-        (f"--discover {__file__}", "is not an executable file: chmod +x"),
-        ("--elastic -H 192.0.2.1 --launcher local", "launcher 'local' starts nothing on 192.0.2.1"),
-        ("--elastic -np 2 --blacklist-cooldown-range 3 2", "takes the shorter time first, got 3 2"),
-        ("--discover true -H a", "not allowed with"),
-    ],
-)
-def test_options_that_are_wrong(
-    line: str, complaint: str, capsys: pytest.CaptureFixture[str], started: list[tuple[Limits, Hosts]]
-) -> None:
-    try:
-        code = cli.main(["run", *line.split(), __file__])
-    except SystemExit as error:
-        code = int(str(error.code))
-    assert code == 2
-    assert complaint in capsys.readouterr().err
-    assert started == []
-
-
 # ---- processes
 
 # A worker that only speaks the protocol: it trains until there is a file "finish".
@@ -1069,9 +1000,3 @@ def test_pipes_that_have_ended_are_forgotten(tmp_path: Path) -> None:
     finally:
         output.close()
     assert all((tmp_path / f"worker{worker}.log").read_text() == "line\n" * 2 for worker in range(20))
-
-
-def test_the_command_line_does_not_import_torch() -> None:
-    """Workers are started before the driver imports torch, which takes seconds."""
-    code = "import sys, torchring.cli; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=patient(60)).returncode == 0

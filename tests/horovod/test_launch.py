@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import http.server
 import json
@@ -22,7 +21,6 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.harness import patient, run_threads
-from torchring import cli
 from torchring.errors import PeerTimeoutError, TopologyError
 from torchring.horovod import runner, settings
 from torchring.horovod.exceptions import HorovodVersionMismatchError, HostsUpdatedInterrupt
@@ -121,104 +119,6 @@ def test_exceptions_travel() -> None:
 
 
 # ---- horovodrun's command line
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What would have been started."""
-    seen: list[dict[str, Any]] = []
-
-    def start(*arguments: Any, **options: Any) -> int:
-        names = ("command", "num_proc", "hosts", "env", "launcher", "output")
-        seen.append({**dict(zip(names, arguments, strict=True)), **options})
-        return 0
-
-    monkeypatch.setattr(cli, "start", start)
-    return seen
-
-
-def test_a_command_line_of_horovodruns(started: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    line = "-np 3 -H a:2,b:1 -p 2222 -i key --verbose --network-interface eth0,eth1 --output-filename logs"
-    assert cli.main(["run", *line.split(), "python", "train.py", "-p", "1"]) == 0
-    sockets = {"GLOO_SOCKET_IFNAME": "eth0,eth1", "NCCL_SOCKET_IFNAME": "eth0,eth1"}
-    assert started == [
-        {
-            "command": ["train.py", "-p", "1"],
-            "num_proc": 3,
-            "hosts": [Host("a", 2), Host("b", 1)],
-            "env": sockets,
-            "launcher": "auto",
-            "output": OutputOptions(log_dir="logs"),
-            "ssh_options": ["-p", "2222", "-i", "key"],
-        }
-    ]
-    assert "starting 3 processes on a:2, b:1: python train.py -p 1" in capsys.readouterr().err
-
-
-def test_options_that_set_variables(started: list[dict[str, Any]]) -> None:
-    line = """--timeline-filename t.json --timeline-mark-cycles --fusion-threshold-mb 2 --cycle-time-ms 3.5
-        --no-stall-check --stall-check-warning-time-seconds 4 --stall-check-shutdown-time-seconds 5
-        --gloo-timeout-seconds 6 --log-level debug"""
-    assert cli.main(["run", "-np", "1", *line.split(), "--env", "HOROVOD_CYCLE_TIME=9", __file__]) == 0
-    env = started[0]["env"]
-    assert env.pop("HOROVOD_CYCLE_TIME") == "9"  # what --env says counts
-    read = read_settings({**env, "HOROVOD_CYCLE_TIME": "3.5"})
-    timeline = os.path.abspath("t.json")
-    expected = Settings(2 * 2**20, 0.0035, timeline, True, False, 4, 5, False, logging.DEBUG, 6)
-    assert read == expected
-    assert cli.main(["run", "-np", "1", "--timeline-filename", "DYNAMIC", __file__]) == 0
-    assert started[1]["env"] == {"HOROVOD_TIMELINE": "DYNAMIC"}  # nothing of the first call's
-
-
-def test_options_without_a_meaning_are_named_in_one_line(
-    started: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = "--start-timeout 30 --autotune --cache-capacity 9 --start-timeout 31"
-    assert cli.main(["run", "-np", "1", *line.split(), __file__]) == 0
-    expected = "torchring run: --start-timeout, --autotune, --cache-capacity: no meaning here, ignored\n"
-    assert capsys.readouterr().err == expected
-    assert cli.main(["run", "-np", "1", __file__]) == 0
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    ("line", "launcher"),
-    [
-        ("-np 2 --gloo", "local"),
-        ("-H a:2 --gloo", "ssh"),
-        ("-np 2 --mpi", "mpirun"),
-        ("-np 2 --mpi --launcher local", "local"),
-        ("-np 2", "auto"),
-    ],
-)
-def test_gloo_and_mpi_choose_what_starts(started: list[dict[str, Any]], line: str, launcher: str) -> None:
-    assert cli.main(["run", *line.split(), __file__]) == 0
-    assert started[0]["launcher"] == launcher
-
-
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        ("--mpi --gloo", "not allowed with"),
-        ("-p 0", "needs a TCP port, 1 to 65535, got '0'"),
-        ("--cycle-time-ms -1", "needs a number, 0 or more, got '-1'"),
-        ("--fusion-threshold-mb 1.5", "needs a whole number of megabytes"),
-        ("--network-interface eth0,", "needs names of network interfaces"),
-        ("--config-file a.yaml", "a.yaml is not read, so its settings would be lost: pass them as options"),
-    ],
-)
-def test_options_that_are_wrong(line: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["run", "-np", "1", *line.split(), __file__])
-    assert caught.value.code == 2
-    assert complaint in capsys.readouterr().err
-
-
-def test_check_build(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["run", "--check-build"])
-    assert caught.value.code == 0
-    assert "PyTorch; Gloo between hosts" in capsys.readouterr().out
 
 
 def test_ssh_gets_its_options_and_is_preferred_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -558,13 +458,3 @@ def test_children_of_a_worker_are_no_ranks() -> None:
     assert child is not None
     assert child.member_pid == 77
     assert started_by_member({**member, **worker(0, 2, 1235)}, 78) is None  # another launch
-
-
-def test_the_parser_is_not_shared_between_calls() -> None:
-    from torchring.launch.horovodrun import add_options
-
-    parser = argparse.ArgumentParser()
-    add_options(parser)
-    parser.parse_args(["--autotune", "--log-level", "info"])
-    clean = parser.parse_args([])
-    assert (clean.ignored, clean.settings) == ([], [])

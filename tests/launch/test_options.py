@@ -1,0 +1,209 @@
+"""The command line of `torchring run`, with horovodrun's options and those of elastic jobs: what would be started."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchring import cli
+from torchring.elastic.driver.coordinator import UNLIMITED, Limits
+from torchring.elastic.driver.hosts import Hosts
+from torchring.horovod.settings import Settings, read_settings
+from torchring.launch.horovodrun import add_options
+from torchring.launch.hosts import Host
+from torchring.launch.output import OutputOptions
+from torchring.observe import STACKS
+
+Started = list[dict[str, Any]]
+
+TWO = [Host("a", 2), Host("b", 3)]
+SOCKETS = {"GLOO_SOCKET_IFNAME": "eth0,eth1", "NCCL_SOCKET_IFNAME": "eth0,eth1"}
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+    """What would have been started; exit code 7."""
+    seen: Started = []
+
+    def start(*arguments: Any, **options: Any) -> int:
+        names = ("command", "num_proc", "hosts", "env", "launcher", "output")
+        seen.append({**dict(zip(names, arguments, strict=True)), **options})
+        return 7
+
+    def start_elastic(command: Any, limits: Limits, hosts: Hosts, *_: Any) -> int:
+        seen.append({"command": command, "limits": limits, "slots": sum(host.slots for host in hosts.known or ())})
+        return 7
+
+    monkeypatch.setattr(cli, "start", start)
+    monkeypatch.setattr(cli, "start_elastic", start_elastic)
+    return seen
+
+
+def run(*line: str) -> int:
+    """The exit code of `torchring run`."""
+    try:
+        return cli.main(["run", *line])
+    except SystemExit as error:
+        return int(str(error.code))
+
+
+@pytest.mark.parametrize("given", ["-- -a", "-- --", "a -- b", "a --", "--", "-np 3", "--env A=B", ""])
+@pytest.mark.parametrize("before", [[], ["--"]], ids=["plain", "after --"])
+def test_what_stands_behind_the_script_is_taken_apart_by_nobody(
+    before: list[str], given: str, started: Started
+) -> None:
+    """A "--" before the script is the launcher's own."""
+    assert run("-np", "2", *before, __file__, *given.split()) == 7
+    (found,) = started
+    assert (found["command"], found["num_proc"], found["env"]) == ([__file__, *given.split()], 2, {})
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("-np 2", {"num_proc": 2}),
+        ("-H a:2,b:3", {"hosts": TWO}),
+        ("--nproc-per-node 4 --hostfile={file} --launcher ssh", {"num_proc": 4, "hosts": TWO, "launcher": "ssh"}),
+        ("-np 1 --env K=V=W --env EMPTY=", {"num_proc": 1, "env": {"K": "V=W", "EMPTY": ""}}),
+        ("-np 1 --log-dir logs --tag-output --quiet", {"num_proc": 1, "output": OutputOptions(True, "logs", True)}),
+        ("-np 1 --output-filename logs", {"num_proc": 1, "output": OutputOptions(log_dir="logs")}),
+        ("-np 2 --stacks-on-stall --env A=1", {"num_proc": 2, "env": {"A": "1", STACKS: "1"}}),
+        ("-np 2 --network-interface eth0,eth1", {"num_proc": 2, "env": SOCKETS}),
+        ("-H a:2,b:3 -p 2222 -i key", {"hosts": TWO, "ssh_options": ["-p", "2222", "-i", "key"]}),
+        ("-np 2 --gloo", {"num_proc": 2, "launcher": "local"}),
+        ("-H a:2,b:3 --gloo", {"hosts": TWO, "launcher": "ssh"}),
+        ("-np 2 --mpi", {"num_proc": 2, "launcher": "mpirun"}),
+        ("-np 2 --mpi --launcher local", {"num_proc": 2, "launcher": "local"}),
+    ],
+)
+def test_options(line: str, expected: dict[str, Any], started: Started, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=2\nb:3  # fast\n")
+    assert run(*line.format(file=tmp_path / "hosts").split(), "-m", "module", "-np", "1") == 7
+    default = {"num_proc": None, "hosts": None, "env": {}, "launcher": "auto", "output": OutputOptions()}
+    assert started == [{"command": ["-m", "module", "-np", "1"], **default, "ssh_options": [], **expected}]
+
+
+@pytest.mark.parametrize(
+    ("line", "limits", "slots"),
+    [
+        ("--elastic -np 3", Limits(3, 1, 3), 3),
+        ("-np 2 --min-np 2", Limits(2, 2, 2), 2),
+        ("-np 4 --min-np 2 --max-np 8 --reset-limit 0", Limits(4, 2, 8, reset_limit=0), 8),
+        ("--max-num-proc 3", Limits(3, 1, 3), 3),
+        ("-H localhost:5 --min-num-proc 2", Limits(UNLIMITED, 2), 5),
+        ("-H localhost:5 -np 2 --elastic --elastic-timeout 7", Limits(2, 1, 2, elastic_timeout=7), 5),
+        ("--host-discovery-script true --slots 2 --heartbeat-timeout 3", Limits(UNLIMITED, heartbeat_timeout=3), 0),
+        ("--discover true --blacklist-cooldown-range 2 9", Limits(UNLIMITED, cooldown=(2, 9)), 0),
+    ],
+)
+def test_options_of_elastic_jobs(line: str, limits: Limits, slots: int, started: Started) -> None:
+    assert run(*line.split(), __file__, "--max-np", "x") == 7
+    assert started == [{"command": [__file__, "--max-np", "x"], "limits": limits, "slots": slots}]
+
+
+USAGE = "usage: torchring run"
+NUMBER = "argument -np/-n/--num-proc/--nproc-per-node: needs a number of processes, 1 or more, got {!r}"
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("-H a:x", "torchring run: -H takes host:slots,host:slots,..., got 'a:x'\n"),
+        ("--hostfile /nowhere/hosts", "torchring run: cannot read the host file '/nowhere/hosts': "),
+        *[(f"--num-proc={text}", NUMBER.format(text)) for text in ("0", "-1", "-3", "many", "2.5", "", "0x2")],
+        *[(f"-np 1 {words}", USAGE) for words in ("--quiet", "--launcher horse", "--nproc x", "--wrong")],
+        *[(f"-np 1 --env {setting}", USAGE) for setting in ("K", "2K=V", "RANK=3")],
+        *[(words, USAGE) for words in ("", "--nprocs 1", "-H a --hostfile b")],
+        # horovodrun's
+        ("-np 1 --mpi --gloo", "not allowed with"),
+        ("-np 1 -p 0", "needs a TCP port, 1 to 65535, got '0'"),
+        ("-np 1 --cycle-time-ms -1", "needs a number, 0 or more, got '-1'"),
+        ("-np 1 --fusion-threshold-mb 1.5", "needs a whole number of megabytes"),
+        ("-np 1 --network-interface eth0,", "needs names of network interfaces"),
+        ("-np 1 --config-file a.yaml", "a.yaml is not read, so its settings would be lost: pass them as options"),
+        # of elastic jobs
+        ("-np 4 --min-np 3 --max-np 2", "--min-np 3 is more than --max-np 2"),
+        ("-np 1 --min-np 2", "-np 1 is less than --min-np 2"),
+        ("-np 3 --max-np 2", "-np 3 is more than --max-np 2"),
+        ("--elastic", "say how many workers"),
+        ("--elastic -np 2 --mpi", "mpirun ends a job when one of its processes ends"),
+        ("--elastic -np 3 -H localhost:2", "-np 3 is more than the 2 slots of localhost:2"),
+        ("--min-np 3 -H localhost:2", "--min-np 3 is more than the 2 slots"),
+        ("-np 2 --reset-limit 3 --slots 1", "--reset-limit, --slots: of a meaning with --elastic only"),
+        ("--elastic -np 2 --slots 2", "--slots is for hosts that a discovery script prints"),
+        ("--discover ./nowhere", "there is no discovery script './nowhere'"),
+        (f"--discover {__file__}", "is not an executable file: chmod +x"),
+        ("--elastic -H 192.0.2.1 --launcher local", "launcher 'local' starts nothing on 192.0.2.1"),
+        ("--elastic -np 2 --blacklist-cooldown-range 3 2", "takes the shorter time first, got 3 2"),
+        ("--discover true -H a", "not allowed with"),
+    ],
+)
+def test_options_that_are_wrong(
+    line: str, complaint: str, capsys: pytest.CaptureFixture[str], started: Started
+) -> None:
+    assert run(*line.split(), __file__) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith(("torchring run: ", USAGE))
+    assert complaint in err
+    assert (out, started) == ("", [])
+    assert "_positive" not in err, "a name of ours, which says nothing to a user"
+
+
+def test_missing_script_is_2_with_a_plain_message(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for script, complaint in [
+        (tmp_path / "nowhere.py", f"there is no script '{tmp_path}/nowhere.py'"),
+        (tmp_path, f"'{tmp_path}' is a directory without a __main__.py"),
+    ]:
+        assert run("-np", "2", str(script)) == 2
+        assert capsys.readouterr() == ("", f"torchring run: {complaint}\n")
+
+
+# ---- horovodrun's
+
+
+def test_a_command_line_of_horovodruns(started: Started, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*["-np", "3", "-H", "a:2,b:1", "--verbose", "python", "train.py", "-p", "1"]) == 7
+    (found,) = started
+    assert (found["command"], found["num_proc"]) == (["train.py", "-p", "1"], 3)
+    assert "starting 3 processes on a:2, b:1: python train.py -p 1" in capsys.readouterr().err
+
+
+def test_options_that_set_variables(started: Started) -> None:
+    line = """--timeline-filename t.json --timeline-mark-cycles --fusion-threshold-mb 2 --cycle-time-ms 3.5
+        --no-stall-check --stall-check-warning-time-seconds 4 --stall-check-shutdown-time-seconds 5
+        --gloo-timeout-seconds 6 --log-level debug"""
+    run("-np", "1", *line.split(), "--env", "HOROVOD_CYCLE_TIME=9", __file__)
+    env = started[0]["env"]
+    assert env.pop("HOROVOD_CYCLE_TIME") == "9"  # what --env says counts
+    read = read_settings({**env, "HOROVOD_CYCLE_TIME": "3.5"})
+    timeline = os.path.abspath("t.json")
+    assert read == Settings(2 * 2**20, 0.0035, timeline, True, False, 4, 5, False, logging.DEBUG, 6)
+    run("-np", "1", "--timeline-filename", "DYNAMIC", __file__)
+    assert started[1]["env"] == {"HOROVOD_TIMELINE": "DYNAMIC"}  # nothing of the first call's
+
+
+def test_options_without_a_meaning_are_named_in_one_line(started: Started, capsys: pytest.CaptureFixture[str]) -> None:
+    line = "-np 1 --start-timeout 30 --autotune --cache-capacity 9 --start-timeout 31"
+    run(*line.split(), __file__)
+    expected = "torchring run: --start-timeout, --autotune, --cache-capacity: no meaning here, ignored\n"
+    assert capsys.readouterr().err == expected
+    run("-np", "1", __file__)
+    assert capsys.readouterr().err == ""
+
+
+def test_check_build(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--check-build") == 0
+    assert "PyTorch; Gloo between hosts" in capsys.readouterr().out
+
+
+def test_the_parser_is_not_shared_between_calls() -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    parser.parse_args(["--autotune", "--log-level", "info"])
+    clean = parser.parse_args([])
+    assert (clean.ignored, clean.settings) == ([], [])
