@@ -4,6 +4,7 @@ alone without knowing it."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import os
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import torchring
-from tests.support.harness import patient, run_ranks, run_threads
+from tests.support.harness import _clean_environ, patient, run_ranks, run_threads
 from tests.support.netns import needs_hosts
 from torchring.bench.netns import INTERFACE, Network
 from torchring.errors import PeerTimeoutError, TopologyError
@@ -75,20 +76,7 @@ def run_command(
     command: Sequence[str | os.PathLike[str]], env: dict[str, str] | None = None, deadline: float = 60.0
 ) -> subprocess.CompletedProcess[str]:
     """Run a launcher in a session of its own, of which nothing stays."""
-    launchers = (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_",
-        "MASTER_",
-        "TORCHELASTIC_",
-        "OMPI_",
-        "PMI",
-        "SLURM_",
-        "TORCHRING_",
-        "HOROVOD_",
-    )
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
-    environ = {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})}
+    environ = {**_clean_environ(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})}
     process = subprocess.Popen(
         command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -132,19 +120,6 @@ needs_mpirun = pytest.mark.skipif(
 # ---- what they say
 
 
-def test_no_launcher_is_a_world_of_one() -> None:
-    assert read_environment({}) == LaunchEnvironment("none", 0, 1, None, None, False)
-    assert read_environment({"PATH": "/bin", "LOCAL_RANK_": "1"}).size == 1
-
-
-def test_torchrun() -> None:
-    environ = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", **MASTER}
-    assert read_environment(environ) == LaunchEnvironment("torchrun", 3, 4, 1, ("node7", 29500), False)
-    hosted = read_environment({**environ, "TORCHELASTIC_USE_AGENT_STORE": "True"})
-    assert hosted.store_is_hosted
-    assert not read_environment({**environ, "TORCHELASTIC_USE_AGENT_STORE": "False"}).store_is_hosted
-
-
 @pytest.mark.parametrize(
     ("rank_key", "size_key", "local_key"),
     [
@@ -173,27 +148,24 @@ def test_every_launcher(rank_key: str, size_key: str, local_key: str) -> None:
     assert (alone.rank, alone.size, alone.master) == (0, 1, None)
 
 
-@pytest.mark.parametrize("port", ["0", "-1", "65536", "700000"])
-def test_a_port_that_does_not_exist_is_refused(port: str) -> None:
-    with pytest.raises(TopologyError, match="MASTER_PORT"):
-        read_environment({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port})
-
-
-def test_all_that_is_missing_is_named_at_once() -> None:
-    with pytest.raises(TopologyError, match=r"(?=.*RANK)(?=.*MASTER_ADDR)(?=.*MASTER_PORT)"):
-        read_environment({"WORLD_SIZE": "2"})
-
-
-def test_a_rank_without_a_world_size_is_refused() -> None:
-    with pytest.raises(TopologyError, match="WORLD_SIZE"):
-        read_environment({"RANK": "1", **MASTER})
-
-
-def test_an_address_without_a_rank_is_refused() -> None:
-    with pytest.raises(TopologyError, match=r"RANK and WORLD_SIZE are not.*TORCHRING_LAUNCHER=none"):
-        read_environment(MASTER)
-    assert read_environment({**MASTER, "TORCHRING_LAUNCHER": "none"}).size == 1
-    assert read_environment({**MASTER, **MPIRUN}).size == 4
+@pytest.mark.parametrize(
+    ("environ", "complaint"),
+    [
+        ({"WORLD_SIZE": "2"}, r"(?=.*RANK)(?=.*MASTER_ADDR)(?=.*MASTER_PORT)"),  # all at once
+        ({"RANK": "1", **MASTER}, "WORLD_SIZE"),
+        (MASTER, r"RANK and WORLD_SIZE are not.*TORCHRING_LAUNCHER=none"),
+        # Two processes that were both told so would each train alone: a silent wrong answer.
+        ({"RANK": "1", "WORLD_SIZE": "1", **MASTER}, "RANK"),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "1", **MASTER}, "OMPI_COMM_WORLD_RANK"),
+        *[
+            ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}, "MASTER_PORT")
+            for port in ("0", "-1", "65536", "700000")
+        ],
+    ],
+)
+def test_what_is_incomplete_or_cannot_be_is_refused(environ: dict[str, str], complaint: str) -> None:
+    with pytest.raises(TopologyError, match=complaint):
+        read_environment(environ)
 
 
 def test_who_is_a_ranks_child() -> None:
@@ -211,54 +183,42 @@ def test_who_is_a_ranks_child() -> None:
         assert started_by_member({**environ, MEMBER: nonsense}, 101) is None
 
 
-@pytest.mark.parametrize(
-    ("rank_key", "size_key"), [("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")]
-)
-def test_a_rank_outside_a_world_of_one_is_refused(rank_key: str, size_key: str) -> None:
-    """Two processes that were both told so would each train alone: a silent wrong answer."""
-    with pytest.raises(TopologyError, match=rank_key):
-        read_environment({rank_key: "1", size_key: "1", **MASTER})
-
-
-def test_torchrun_under_another_launcher_wins() -> None:
-    inner = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", **MASTER}
-    outer = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
-    assert read_environment({**outer, **inner}).rank == 5
-    assert read_environment({**outer, **inner}).size == 8
-
-
-def test_a_batch_script_of_slurm_is_a_world_of_one() -> None:
-    """sbatch sets SLURM_NTASKS and SLURM_PROCID=0 for the script itself, which runs once."""
-    environ = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "12"}
-    assert read_environment(environ).size == 1
-
-
 # ---- who counts
 
 
-def test_ranks_of_mpirun_meet_through_mpi_where_no_address_is_set() -> None:
-    launch = read_environment({**MPIRUN, "OMPI_COMM_WORLD_RANK": "2"})
-    assert launch == LaunchEnvironment("mpirun (Open MPI)", 2, 4, 0, None, False, over_mpi=True)
-    assert not read_environment({**MPIRUN, **MASTER}).over_mpi
+def _of_mpi(stem: str, local: str) -> dict[str, str]:
+    return {f"{stem}RANK": "3", f"{stem}SIZE": "6", local: "1"}
+
+
+_FOUR = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+_HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"}
+_NODE7 = ("node7", 29500)
 
 
 @pytest.mark.parametrize(
-    ("stem", "local", "name"),
+    ("environ", "expected"),
     [
-        ("OMPI_COMM_WORLD_", "OMPI_COMM_WORLD_LOCAL_RANK", "mpirun (Open MPI)"),
-        ("MV2_COMM_WORLD_", "MV2_COMM_WORLD_LOCAL_RANK", "mpirun (MVAPICH)"),
-        ("PMI_", "PALS_LOCAL_RANKID", "mpiexec (PALS)"),
-        ("PMI_", "MPI_LOCALRANKID", "mpiexec (MPICH)"),
+        ({}, ("none", 0, 1, None, None, False)),
+        ({"PATH": "/bin", "LOCAL_RANK_": "1"}, ("none", 0, 1, None, None, False)),
+        ({**MASTER, "TORCHRING_LAUNCHER": "none"}, ("none", 0, 1, None, None, False)),
+        # sbatch sets these for the script itself, which runs once.
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "12"}, ("none", 0, 1, None, None, False)),
+        ({"RANK": "1", "WORLD_SIZE": "2", **MASTER}, ("the environment", 1, 2, None, _NODE7, False)),
+        ({**_FOUR, **MASTER}, ("torchrun", 3, 4, 1, _NODE7, False)),
+        ({**_FOUR, **MASTER, "TORCHELASTIC_USE_AGENT_STORE": "True"}, ("torchrun", 3, 4, 1, _NODE7, True)),
+        ({**_FOUR, **MASTER, "TORCHELASTIC_USE_AGENT_STORE": "False"}, ("torchrun", 3, 4, 1, _NODE7, False)),
+        ({**SRUN, **MPIRUN, **_FOUR, **MASTER}, ("torchrun", 3, 4, 1, _NODE7, False)),
+        ({**MPIRUN, **MASTER}, ("mpirun (Open MPI)", 0, 4, 0, _NODE7, False, False)),
+        ({**MPIRUN, "OMPI_COMM_WORLD_RANK": "2"}, ("mpirun (Open MPI)", 2, 4, 0, None, False, True)),
+        (_of_mpi("MV2_COMM_WORLD_", "MV2_COMM_WORLD_LOCAL_RANK"), ("mpirun (MVAPICH)", 3, 6, 1, None, False, True)),
+        (_of_mpi("PMI_", "PALS_LOCAL_RANKID"), ("mpiexec (PALS)", 3, 6, 1, None, False, True)),
+        (_of_mpi("PMI_", "MPI_LOCALRANKID"), ("mpiexec (MPICH)", 3, 6, 1, None, False, True)),
+        # Hydra has its proxies started by srun, one a node: their variables are what its ranks inherit.
+        ({**SRUN, **_HYDRA}, ("mpiexec (MPICH)", 5, 8, 1, None, False, True)),
     ],
 )
-def test_every_mpi(stem: str, local: str, name: str) -> None:
-    launch = read_environment({f"{stem}RANK": "3", f"{stem}SIZE": "6", local: "1"})
-    assert launch == LaunchEnvironment(name, 3, 6, 1, None, False, over_mpi=True)
-
-
-def test_variables_without_a_launcher_behind_them_are_not_called_torchrun() -> None:
-    launch = read_environment({"RANK": "1", "WORLD_SIZE": "2", **MASTER})
-    assert launch == LaunchEnvironment("the environment", 1, 2, None, ("node7", 29500), False)
+def test_what_launchers_say(environ: dict[str, str], expected: tuple[Any, ...]) -> None:
+    assert dataclasses.replace(read_environment(environ), job="") == LaunchEnvironment(*expected)
 
 
 def test_srun() -> None:
@@ -448,8 +408,9 @@ def test_variables_set_by_hand(late: float) -> None:
     assert results == [("the environment", rank, rank, [3.0, 3.0]) for rank in (0, 1)]
 
 
-def _unknown_name(rank: int, size: int) -> tuple[float, str]:
-    os.environ |= {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "rank0.torchring.invalid", "MASTER_PORT": "29500"}
+def _refused(rank: int, size: int) -> tuple[float, str]:
+    """How long init() took, and what it says."""
+    sys.modules["mpi4py"] = None  # type: ignore[assignment]
     started = time.monotonic()
     with pytest.raises(TopologyError) as caught:
         torchring.init(timeout_seconds=1.0)
@@ -457,22 +418,18 @@ def _unknown_name(rank: int, size: int) -> tuple[float, str]:
 
 
 def test_a_name_that_never_resolves_is_named() -> None:
-    ((seconds, message),) = run_ranks(_unknown_name, 1, launcher_env=False)
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "rank0.torchring.invalid", "MASTER_PORT": "29500"}
+    ((seconds, message),) = run_ranks(_refused, 1, launcher_env=False, env=environ)
     assert 0.5 < seconds < 20.0
     assert "the name 'rank0.torchring.invalid' does not resolve" in message
 
 
-def _taken(rank: int, size: int) -> str:
-    with socket.create_server(("", 0)) as other:
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
-        os.environ["MASTER_PORT"] = str(other.getsockname()[1])
-        with pytest.raises(TopologyError, match="cannot host the rendezvous store at localhost") as caught:
-            torchring.init(timeout_seconds=1.0)
-    return str(caught.value)
-
-
 def test_a_port_that_is_taken() -> None:
-    run_ranks(_taken, 1, launcher_env=False)
+    with socket.create_server(("", 0)) as other:
+        environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+        environ["MASTER_PORT"] = str(other.getsockname()[1])
+        ((_, message),) = run_ranks(_refused, 1, launcher_env=False, env=environ)
+    assert "cannot host the rendezvous store at localhost" in message
 
 
 def _as_srun(rank: int, size: int, job: int) -> Any:
@@ -697,15 +654,8 @@ def test_a_rank_of_mpirun_that_raises_ends_the_job(tmp_path: Path) -> None:
     assert "the script sees KeyError" in ran.stdout
 
 
-def _without_mpi4py(rank: int, size: int) -> str:
-    sys.modules["mpi4py"] = None  # type: ignore[assignment]
-    with pytest.raises(TopologyError) as caught:
-        torchring.init(timeout_seconds=5.0)
-    return str(caught.value)
-
-
 def test_mpi4py_is_asked_for() -> None:
-    (message,) = run_ranks(_without_mpi4py, 1, launcher_env=False, env=MPIRUN)
+    ((_, message),) = run_ranks(_refused, 1, launcher_env=False, env=MPIRUN)
     assert "mpirun (Open MPI) started 4 processes" in message
     assert "pip install mpi4py" in message
     assert "MASTER_ADDR and MASTER_PORT" in message
