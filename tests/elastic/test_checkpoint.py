@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import multiprocessing
 import os
 import random
@@ -21,7 +20,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.checks import assert_bitwise
+from tests.support.checks import assert_bitwise, logged
 from torchring.elastic.worker.checkpoint import CheckpointWriter, copy_of, newest, newest_step
 
 _PATIENCE_SECONDS = 60.0
@@ -147,20 +146,9 @@ def _in_child(function: Callable[[], Any]) -> Any:
     return result
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def _warnings_of_writing(directory: Path, break_it: Callable[[], None], *, starts_broken: bool = False) -> list[str]:
     """What a writer says that writes a checkpoint, and then two more after `break_it`."""
-    log = logging.getLogger("torchring.elastic")
-    log.addHandler(handler := _Lines())
-    try:
+    with logged() as lines:
         if starts_broken:
             break_it()
         writer = CheckpointWriter(directory)
@@ -172,9 +160,7 @@ def _warnings_of_writing(directory: Path, break_it: Callable[[], None], *, start
             assert writer.flush(_PATIENCE_SECONDS)
         with pytest.raises(OSError):  # noqa: PT011
             writer.write_now(4, _state(4, numel=100_000))
-    finally:
-        log.removeHandler(handler)
-    return handler.lines
+    return lines
 
 
 def _assert_one(lines: list[str], directory: Path, reason: str, what: str = "no checkpoint at step 2 in") -> None:

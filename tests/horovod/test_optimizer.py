@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import pickle
 import time
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 import torchring
 import torchring.horovod as hvd
-from tests.support.checks import assert_bitwise, assert_same_on_all_ranks
+from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, logged
 from tests.support.documents import ROOT, blocks
 from tests.support.grids import grid
 from tests.support.harness import run_pooled, run_ranks
@@ -435,29 +434,16 @@ def test_parameters_that_are_wrapped_again_and_optimizers_after_a_new_init() -> 
     run(_again, 2)
 
 
-def _different_parameters(rank: int) -> None:
-    parameter = nn.Parameter(torch.full((2,), float(rank)))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("forgotten", parameter)])
-    for factor in (1.0, float("nan")):
-        optimizer.zero_grad()
-        (parameter * (factor if rank == 1 else 1.0)).sum().backward()
-        optimizer.step()
-
-
 def _warns(rank: int, size: int) -> list[str]:
     """Horovod trains on, so these are warnings here."""
 
-    class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            texts.append(record.getMessage())
-
-    texts: list[str] = []
-    handler = Kept()
-    logging.getLogger("torchring").addHandler(handler)
-    try:
-        _different_parameters(rank)
-    finally:
-        logging.getLogger("torchring").removeHandler(handler)
+    parameter = nn.Parameter(torch.full((2,), float(rank)))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("forgotten", parameter)])
+    with logged() as texts:
+        for factor in (1.0, float("nan")):
+            optimizer.zero_grad()
+            (parameter * (factor if rank == 1 else 1.0)).sum().backward()
+            optimizer.step()
     return texts
 
 

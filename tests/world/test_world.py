@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
-import logging
+import math
 import os
 import re
 import socket
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 import torchring
+from tests.support.checks import logged
 from tests.support.harness import count_open_fds, patient, run_ranks, run_threads, wait_until
 from torchring.default_world import default_world
 from torchring.errors import PeerTimeoutError, TopologyError
@@ -116,10 +117,6 @@ def _in_workers_of_frameworks(rank: int, size: int) -> Any:
 
     task = BarrierTaskContext()
     context = types.SimpleNamespace(worker=types.SimpleNamespace(mode=1))
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("torchring").addHandler(handler)
     found: list[Any] = []
     modules: dict[str, Any] = {
         "pyspark": types.SimpleNamespace(
@@ -127,28 +124,29 @@ def _in_workers_of_frameworks(rank: int, size: int) -> Any:
         ),
         "ray": types.SimpleNamespace(WORKER_MODE=1, is_initialized=lambda: True, get_runtime_context=lambda: context),
     }
-    for name, choice in (("pyspark", None), ("pyspark", "none"), ("ray", None), ("ray", "none")):
-        sys.modules[name] = modules[name]
-        os.environ.pop("TORCHRING_LAUNCHER", None)
-        if choice is not None:
-            os.environ["TORCHRING_LAUNCHER"] = choice
-        try:
-            torchring.init()
-        except TopologyError as error:
-            found.append(str(error))
-        else:
-            found.append(len(logged))
-            torchring.shutdown()
-        del sys.modules[name]
-    return found, logged
+    with logged() as said:
+        for name, choice in (("pyspark", None), ("pyspark", "none"), ("ray", None), ("ray", "none")):
+            sys.modules[name] = modules[name]
+            os.environ.pop("TORCHRING_LAUNCHER", None)
+            if choice is not None:
+                os.environ["TORCHRING_LAUNCHER"] = choice
+            try:
+                torchring.init()
+            except TopologyError as error:
+                found.append(str(error))
+            else:
+                found.append(len(said))
+                torchring.shutdown()
+            del sys.modules[name]
+    return found, said
 
 
 def test_workers_of_frameworks_do_not_train_alone_without_a_word() -> None:
-    [(found, logged)] = run_ranks(_in_workers_of_frameworks, 1, launcher_env=False)
+    [(found, said)] = run_ranks(_in_workers_of_frameworks, 1, launcher_env=False)
     assert "task 1 of 2 of a Spark barrier stage" in found[0]
     assert "TorchDistributor" in found[0]
     assert found[1:] == [0, 1, 1]
-    assert logged[0].startswith("this worker of Ray trains alone")
+    assert said[0].startswith("this worker of Ray trains alone")
 
 
 def _becomes_one_of_two(rank: int, size: int) -> Any:
@@ -203,24 +201,18 @@ def test_ranks_that_train_alone_are_told_once(what: str, capsys: pytest.CaptureF
         assert "torchring: torchrun started this process as one of 2, but" in output
 
 
-@pytest.mark.parametrize("backend", ["nccl", "MPI", "", None, "Gloo"])
-def test_an_unknown_backend_is_refused(alone: None, backend: Any) -> None:
-    with pytest.raises(ValueError, match="'auto', 'gloo', 'mpi'"):
-        torchring.init(backend)
-    assert not torchring.is_initialized()
+_WRONG = [
+    *[("backend", value, ValueError, "'auto', 'gloo', 'mpi'") for value in ("nccl", "MPI", "", None, "Gloo")],
+    *[("timeout_seconds", value, ValueError, "timeout_seconds") for value in (0, -1, math.nan, -math.inf)],
+    *[("timeout_seconds", value, (TypeError, ValueError), None) for value in ("60", [60])],
+    *[("stall_warning_seconds", value, ValueError, "stall_warning_seconds") for value in (-1.0, math.nan, math.inf)],
+]
 
 
-@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("-inf")])
-def test_a_timeout_that_is_not_positive_is_refused(alone: None, seconds: float) -> None:
-    with pytest.raises(ValueError, match="timeout_seconds"):
-        torchring.init(timeout_seconds=seconds)
-    assert not torchring.is_initialized()
-
-
-@pytest.mark.parametrize("seconds", ["60", [60]])
-def test_a_timeout_that_is_no_number_is_refused(alone: None, seconds: Any) -> None:
-    with pytest.raises((TypeError, ValueError)):
-        torchring.init(timeout_seconds=seconds)
+@pytest.mark.parametrize(("option", "value", "error", "said"), _WRONG)
+def test_wrong_options_of_init(alone: None, option: str, value: Any, error: Any, said: str | None) -> None:
+    with pytest.raises(error, match=said):
+        torchring.init(**{option: value})
     assert not torchring.is_initialized()
 
 
