@@ -138,17 +138,6 @@ def test_members(name: str) -> None:
     assert members_of(getattr(torchring, name)) == MEMBERS[name]
 
 
-def test_wrap_and_the_class_take_the_same_arguments() -> None:
-    of_wrap, of_class = (inspect.signature(f).parameters for f in (torchring.wrap, torchring.DistributedOptimizer))
-    assert dict(of_wrap) == dict(of_class)
-
-
-def test_options_are_keywords_only() -> None:
-    kinds = {name: p.kind for name, p in inspect.signature(torchring.wrap).parameters.items()}
-    positional = [name for name, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    assert positional == ["optimizer", "model"]
-
-
 def test_stats_is_a_frozen_dataclass() -> None:
     assert dataclasses.is_dataclass(torchring.Stats)
     stats = torchring.Stats("none", "alone", "inline", 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)

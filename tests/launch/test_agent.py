@@ -357,15 +357,6 @@ def test_hosts_over_ssh(cluster: Cluster) -> None:
     assert cluster.environ["SETTING"].split()[-1] not in Path(f"{cluster.log}.commands").read_text()
 
 
-@pytest.mark.grid
-def test_the_exit_code_of_a_rank_far_away(cluster: Cluster) -> None:
-    ran = cluster.run("--launcher", "ssh", "-H", "localhost,far", "script.py", "fail", "1")
-    assert ran.returncode == 3, ran.stderr
-    assert "torchring run: rank 1 (pid " in ran.stderr
-    assert "torchring run: the processes on far failed, with exit code 3" in ran.stderr
-    assert not any(map(is_running, cluster.pids()))
-
-
 def test_a_host_that_ssh_does_not_know(cluster: Cluster) -> None:
     ran = cluster.run("--launcher", "ssh", "-H", "localhost,nowhere", "script.py", "wait")
     assert ran.returncode == 255
