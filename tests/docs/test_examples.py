@@ -33,28 +33,6 @@ FAST = {
 }
 
 
-def run_example(
-    tmp_path: Path, script: str | Path, *arguments: str, num_ranks: int | None = None, exit_code: int = 0
-) -> tuple[str, str]:
-    """Run it, check the exit code and that ranks other than 0 print nothing; return rank 0's stdout and stderr."""
-    argv = [EXAMPLES / script, *arguments]
-    if num_ranks is None:
-        result = run_script(argv, deadline=90)
-        outputs = {0: (result.stdout, result.stderr)}
-    else:
-        logs = tmp_path / "logs"
-        result = run_script(argv, num_ranks, deadline=90, env={"PET_LOG_DIR": str(logs), "PET_REDIRECTS": "3"})
-        folders = {int(folder.name): folder for folder in logs.glob("*/attempt_0/[0-9]*")}
-        outputs = {
-            r: tuple((f / f"{name}.log").read_text() for name in ("stdout", "stderr")) for r, f in folders.items()
-        }
-        assert sorted(outputs) == list(range(num_ranks)), result.stderr
-    assert result.returncode == exit_code, f"exit code {result.returncode}\n{result.stderr}\n{outputs}"
-    assert all(outputs[rank][0] == "" for rank in outputs if rank != 0), outputs
-    assert "\x1b" not in outputs[0][0]  # no progress bar where stdout is not a terminal
-    return outputs[0]
-
-
 def _run_main(
     rank: int, size: int, script: Path, arguments: tuple[str, ...], options: dict[str, str]
 ) -> tuple[int, str, str]:
@@ -75,7 +53,10 @@ def _run_main(
 
 
 def fork_example(script: str, *arguments: str, num_ranks: int, exit_code: int = 0, **options: str) -> tuple[str, str]:
-    """`run_example` where ranks are forked, because torch takes long to import. `options` are wrap's."""
+    """Run it in forked ranks, check exit codes and that ranks other than 0 print nothing; rank 0's stdout and stderr.
+
+    `options` are wrap's.
+    """
     args = EXAMPLES / script, arguments, options
     results = run_ranks(_run_main, num_ranks, *args, launcher_env=num_ranks > 1, deadline=90)
     assert max(code for code, _, _ in results) == exit_code, results  # as a launcher's is
@@ -102,9 +83,9 @@ def load_example(name: str) -> ModuleType:
 
 @pytest.mark.grid  # `make demo` runs the example with two ranks
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_train_digits_learns(tmp_path: Path, num_ranks: int) -> None:
+def test_train_digits_learns(num_ranks: int) -> None:
     arguments = () if num_ranks == 2 else ("--epochs", "10")  # three ranks take their time on two cores
-    stdout, _ = run_example(tmp_path, "train_digits.py", *arguments, num_ranks=num_ranks)
+    stdout, _ = fork_example("train_digits.py", *arguments, num_ranks=num_ranks)
     assert number(r"accuracy +([\d.]+)% of 360 test images", stdout) >= 97
     assert number(rf"images/s on ({num_ranks}) rank", stdout) == num_ranks
     assert number(r"exposed communication +([\d.]+) ms per step", stdout) > 0
@@ -171,8 +152,8 @@ def test_train_sequences_fails_where_gradients_differ() -> None:
 
 @pytest.mark.grid  # optimizer/test_semantics.py compares many more trainings
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_compare_with_ddp_agrees(tmp_path: Path, num_ranks: int | None) -> None:
-    stdout, _ = run_example(tmp_path, "compare_with_ddp.py", *FAST["compare_with_ddp.py"], num_ranks=num_ranks)
+def test_compare_with_ddp_agrees(num_ranks: int) -> None:
+    stdout, _ = fork_example("compare_with_ddp.py", *FAST["compare_with_ddp.py"], num_ranks=num_ranks)
     assert "torchring computes what DDP computes" in stdout
     assert "parameters are equal bit by bit" in stdout or num_ranks == 3
     for name in ("DDP", "torchring"):

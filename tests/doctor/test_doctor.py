@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import harness
+from tests.support import commands, harness
 from tests.support.netns import needs_hosts, run_on_hosts
 from torchring import doctor
 from torchring.bench.netns import INTERFACE, Network
@@ -711,19 +711,9 @@ def test_without_ranks_the_launcher_says_why(
     assert capfd.readouterr() == ("", "torchring run: cannot start the ranks: no memory\n")
 
 
-def environ(**changes: str) -> dict[str, str]:
-    return {**harness._clean_environ(), "PYTHONUNBUFFERED": "1", **changes}
-
-
 def run_doctor(command: list[str], **changes: str) -> subprocess.CompletedProcess[str]:
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, env=environ(**changes), text=True, start_new_session=True, **pipes)
-    try:
-        out, err = process.communicate(timeout=harness.patient(60))
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+    environ = {**harness._clean_environ(), "PYTHONUNBUFFERED": "1", **changes}
+    return commands.finish(commands.start(command, environ))
 
 
 DOCTOR = [sys.executable, "-m", "torchring.doctor"]

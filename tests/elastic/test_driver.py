@@ -8,7 +8,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+from tests.support import commands
 from tests.support.harness import is_running, patient, wait_until
 from torchring.elastic.driver import actions as a
 from torchring.elastic.driver import hosts as hosts_module
@@ -861,15 +861,7 @@ class Launched:
             "MASTER_ADDR": "nowhere",
             "PYTHONPATH": str(ROOT),
         }
-        self.process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env={**os.environ, **inherited},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        self.process = commands.start(command, {**os.environ, **inherited}, folder)
 
     def facts(self) -> dict[int, dict[str, Any]]:
         """What each worker has said last."""
@@ -894,8 +886,7 @@ class Launched:
         for fact in self.facts().values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(fact["pid"], signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        commands.kill(self.process)
 
 
 def test_a_job_from_start_to_finish(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.harness import is_running, patient, wait_until
+from tests.support import commands
+from tests.support.harness import _clean_environ, is_running, patient, wait_until
 from tests.support.netns import needs_hosts
 from torchring.bench.netns import INTERFACE, Network
 from torchring.launch import agent, reaper
@@ -126,34 +127,22 @@ class Cluster:
         ssh.chmod(0o755)
         self.log = folder / "log"
         self.log.touch()
-        launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "OMP", "PMI", "SLURM_", "TORCHRING_")
-        self.environ = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+        self.environ = {name: value for name, value in _clean_environ().items() if not name.startswith("TORCHRING_")}
         self.environ |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "SSH_LOG": str(self.log)}
         self.environ |= {"PYTHONPATH": str(ROOT), "REPORTS": str(self.reports_folder), "OMP_NUM_THREADS": "1"}
 
     def start(self, *arguments: str, code: str = RANK, before: tuple[str, ...] = ()) -> subprocess.Popen[str]:
         (self.folder / "script.py").write_text(code)
         command = [*before, sys.executable, "-m", "torchring.cli", "run", *arguments]
-        return subprocess.Popen(
-            command,
-            cwd=self.folder,
-            env=self.environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        return commands.start(command, self.environ, self.folder)
 
     def finish(self, process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
         try:
-            out, err = process.communicate(timeout=patient(60))
+            return commands.finish(process)
         finally:
             for pid in self.pids():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def run(self, *arguments: str, **how: Any) -> subprocess.CompletedProcess[str]:
         return self.finish(self.start(*arguments, **how))

@@ -19,9 +19,10 @@ from pathlib import Path
 import pytest
 
 import torchring
+from tests.support import commands
 from tests.support.documents import ROOT, blocks
 from tests.support.grids import grid
-from tests.support.harness import is_running, patient, wait_until
+from tests.support.harness import _clean_environ, is_running, patient, wait_until
 from torchring import cli
 
 REPORT = """
@@ -42,34 +43,18 @@ class Launcher:
         self.folder = folder
         self.reports_folder = folder / "reports"
         self.reports_folder.mkdir()
-        launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "OMP_")
-        self.environ = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
-        self.environ |= {"REPORTS": str(self.reports_folder)}
+        self.environ = {**_clean_environ(), "REPORTS": str(self.reports_folder)}
+        del self.environ["OMP_NUM_THREADS"]
 
     def script(self, code: str, name: str = "script.py") -> str:
         (self.folder / name).write_text(code)
         return name
 
     def start(self, *arguments: str, **environ: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "torchring", *arguments],
-            cwd=self.folder,
-            env={**self.environ, **environ},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        return commands.start([sys.executable, "-m", "torchring", *arguments], {**self.environ, **environ}, self.folder)
 
     def run(self, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-        process = self.start(*arguments, **environ)
-        try:
-            out, err = process.communicate(self.input, timeout=patient(60))
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+        return commands.finish(self.start(*arguments, **environ), self.input)
 
     def reports(self) -> list[dict[str, object]]:
         files = sorted(self.reports_folder.iterdir(), key=lambda file: int(file.name))
@@ -195,8 +180,7 @@ time.sleep(60)
         wait_until(lambda: not any(map(is_running, pids)), "the ranks to end", seconds=10)
         assert "torch" not in err  # tracebacks are the ranks' own
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        commands.kill(process)
         for pid in launcher.reports_folder.glob("[01]"):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid.read_text()), signal.SIGKILL)
@@ -260,8 +244,7 @@ def test_what_needs_no_torch_imports_none(launcher: Launcher) -> None:
             assert process.returncode in (130, -signal.SIGINT)  # 130 to a shell
             assert (out, err) == ("", "")
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            commands.kill(process)
         sign.unlink()
 
 

@@ -3,13 +3,11 @@ alone without knowing it."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.util
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -26,7 +24,9 @@ import torch
 import torch.distributed as dist
 
 import torchring
-from tests.support.harness import _clean_environ, patient, run_ranks, run_threads
+from tests.support import commands
+from tests.support.commands import free_port
+from tests.support.harness import _clean_environ, run_ranks, run_threads
 from tests.support.netns import needs_hosts
 from torchring.bench.netns import INTERFACE, Network
 from torchring.errors import PeerTimeoutError, TopologyError
@@ -77,15 +77,7 @@ def run_command(
 ) -> subprocess.CompletedProcess[str]:
     """Run a launcher in a session of its own, of which nothing stays."""
     environ = {**_clean_environ(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})}
-    process = subprocess.Popen(
-        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        out, err = process.communicate(timeout=patient(deadline))
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+    return commands.finish(commands.start(command, environ), seconds=deadline)
 
 
 def printed(ran: subprocess.CompletedProcess[str]) -> list[Any]:
@@ -104,12 +96,6 @@ def script(tmp_path: Path) -> Path:
 def mpirun(size: int, *command: str | os.PathLike[str], **env: str) -> subprocess.CompletedProcess[str]:
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     return run_command(["mpirun", *root, "--oversubscribe", "-np", str(size), sys.executable, *command], env)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 needs_mpirun = pytest.mark.skipif(

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.support.commands import free_port
 from tests.support.harness import patient, run_ranks, run_threads
 from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
 from torchring.linux import open_process
@@ -238,11 +239,7 @@ def _ask_late(rank: int, size: int, stays_seconds: float) -> Any:
 @pytest.mark.parametrize(("stays_seconds", "expected"), [(600.0, b"why"), (0.0, "PeerLostError")])
 def test_the_host_of_the_store_stays_for_those_who_will_ask(stays_seconds: float, expected: Any) -> None:
     """For as long as it was told, and no longer than they need: not for ten minutes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    env = {"MASTER_PORT": str(port)}
-    assert run_ranks(_ask_late, 2, stays_seconds, env=env) == [None, expected]
+    assert run_ranks(_ask_late, 2, stays_seconds, env={"MASTER_PORT": str(free_port())}) == [None, expected]
 
 
 def test_the_name_of_a_machine_may_be_any_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

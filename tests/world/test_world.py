@@ -8,7 +8,6 @@ import gc
 import math
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ import torch.distributed as dist
 
 import torchring
 from tests.support.checks import logged
+from tests.support.commands import free_port
 from tests.support.harness import count_open_fds, patient, run_ranks, run_threads, wait_until
 from torchring.default_world import default_world
 from torchring.errors import PeerTimeoutError, TopologyError
@@ -31,15 +31,9 @@ from torchring.rendezvous.environment import MEMBER
 from torchring.world import World
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def own_store() -> dict[str, str | None]:
     """As under mpirun or srun, where no launcher hosts the store and rank 0 has to."""
-    return {"TORCHELASTIC_USE_AGENT_STORE": None, "MASTER_PORT": str(_free_port())}
+    return {"TORCHELASTIC_USE_AGENT_STORE": None, "MASTER_PORT": str(free_port())}
 
 
 # ---- one process
