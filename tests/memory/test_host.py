@@ -68,15 +68,12 @@ def launcher_store() -> dist.Store:
 # ---- who is in a group
 
 
-def test_partition_example() -> None:
-    assert partition([[1], [0], [3], [2]]) == [(0, 1), (2, 3)]
-
-
 @pytest.mark.parametrize(
     ("reachable", "groups"),
     [
         ([], []),
         ([[]], [(0,)]),
+        ([[1], [0], [3], [2]], [(0, 1), (2, 3)]),  # its docstring's example
         ([[], []], [(0,), (1,)]),
         ([[1, 2], [0, 2], [0, 1]], [(0, 1, 2)]),
         ([[2], [3], [0], [1]], [(0, 2), (1, 3)]),
