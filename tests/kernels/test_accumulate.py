@@ -3,21 +3,13 @@ import torch
 
 from tests.support.checks import assert_bitwise
 from tests.support.grids import grid
-from tests.support.kernels import DTYPES, cast, on_each_device
-from torchring.kernels import accumulate, reference
+from tests.support.kernels import DTYPES, on_each_device, sum_in_order
+from torchring.kernels import accumulate
 
 
 def random_parts(num_parts: int, numel: int, dtype: torch.dtype, device: str, *, shift: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(num_parts * 10_000 + numel)
     return [torch.randn(numel + shift, generator=generator).to(device, dtype)[shift:] for _ in range(num_parts)]
-
-
-def sum_in_order(parts: list[torch.Tensor], dtype: torch.dtype, scale: float) -> torch.Tensor:
-    compute = reference.compute_dtype(parts[0].dtype, dtype)
-    total = parts[0].cpu().to(compute)
-    for part in parts[1:]:
-        total = total + part.cpu().to(compute)
-    return cast(total * torch.tensor(scale, dtype=compute), dtype)
 
 
 @on_each_device

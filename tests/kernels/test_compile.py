@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support.grids import grid
+from tests.support.kernels import B16, F16, F32, F64
 from torchring.kernels import lazy, reference
 from torchring.kernels.accumulate import _BLOCK, _accumulate_kernel
 from torchring.kernels.direct import _direct_kernel
@@ -26,7 +27,6 @@ from torchring.kernels.unpack import _unpack_kernel
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.sim, pytest.mark.skipif(lazy.INTERPRETED, reason="the interpreter has no compiler")]
 
-F32, F16, B16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 SHORT = {F32: "fp32", F16: "fp16", B16: "bf16", F64: "fp64"}
 # (dtype read, dtype written)
 PAIRS = [(F32, F32), (F32, F16), (F32, B16), (F16, F32), (B16, B16)]

@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from tests.kernels.test_accumulate import sum_in_order
 from tests.support.checks import assert_bitwise
 from tests.support.grids import grid
 from tests.support.harness import run_ranks
@@ -17,7 +16,7 @@ from tests.support.kernel_ranks import (
     run_direct,
     words,
 )
-from tests.support.kernels import B16, F16, F32, F64, INF, NAN, needs_interpreter, where_triton_runs
+from tests.support.kernels import B16, F16, F32, F64, INF, NAN, needs_interpreter, sum_in_order, where_triton_runs
 from torchring.kernels import prepare_direct, reference
 from torchring.kernels.finite import NOT_FOUND
 from torchring.kernels.launching import num_blocks

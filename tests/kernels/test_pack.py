@@ -5,7 +5,7 @@ import torch
 
 from tests.support.checks import assert_bitwise
 from tests.support.grids import grid
-from tests.support.kernels import DTYPES, INF, NAN, on_each_device, scaled
+from tests.support.kernels import DTYPES, INF, NAN, on_each_device, sum_in_order
 from torchring.kernels import ChunkTable, pack
 from torchring.kernels.chunks import layout
 from torchring.kernels.finite import NOT_FOUND
@@ -96,7 +96,7 @@ def test_bitwise_and_nothing_else_written(dtype: torch.dtype, wire_dtype: torch.
     pack(tensors, wire, table, scale=1 / 3)
     expected = torch.full((table.wire_numel + 5,), 7.0, dtype=wire_dtype)
     for tensor, offset in zip(tensors, offsets, strict=True):
-        expected[offset : offset + tensor.numel()] = scaled(tensor, 1 / 3, wire_dtype)
+        expected[offset : offset + tensor.numel()] = sum_in_order([tensor], wire_dtype, 1 / 3)
     assert_bitwise(wire.cpu(), expected)
 
 

@@ -3,7 +3,7 @@ import torch
 from tests.kernels.test_pack import NUMELS, offsets_for, random_tensors
 from tests.support.checks import assert_bitwise
 from tests.support.grids import grid
-from tests.support.kernels import DTYPES, on_each_device, scaled
+from tests.support.kernels import DTYPES, on_each_device, sum_in_order
 from torchring.kernels import ChunkTable, pack, unpack
 from torchring.kernels.chunks import layout
 
@@ -31,7 +31,7 @@ def test_bitwise_and_nothing_else_written(dtype: torch.dtype, wire_dtype: torch.
     unpack(wire, tensors, table, scale=1 / 3)
     for whole, offset, numel in zip(guarded, offsets, NUMELS, strict=True):
         expected = torch.full((shift + numel + 1,), 7.0, dtype=dtype)
-        expected[shift : shift + numel] = scaled(wire[offset : offset + numel], 1 / 3, dtype)
+        expected[shift : shift + numel] = sum_in_order([wire[offset : offset + numel]], dtype, 1 / 3)
         assert_bitwise(whole.cpu(), expected)
     assert_bitwise(wire, before)
 

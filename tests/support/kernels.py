@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchring.kernels import lazy, reference
+from torchring.kernels import lazy
 
 F32, F16, B16, F64 = DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 INF, NAN = float("inf"), float("nan")
@@ -29,7 +29,10 @@ def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return values.to(dtype)
 
 
-def scaled(values: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """cast(scale * values), computed as wide as the kernels do."""
-    compute = reference.compute_dtype(values.dtype, dtype)
-    return cast(values.cpu().to(compute) * torch.tensor(scale, dtype=compute), dtype)
+def sum_in_order(parts: list[torch.Tensor], dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """cast(scale * (parts[0] + parts[1] + ...)): one whole tensor at a time, through plain conversions only."""
+    compute = F64 if F64 in (parts[0].dtype, dtype) else F32
+    total = parts[0].cpu().to(compute)
+    for part in parts[1:]:
+        total = total + part.cpu().to(compute)
+    return cast(total * torch.tensor(scale, dtype=compute), dtype)
