@@ -367,7 +367,7 @@ def test_strangers_are_refused_and_the_group_forms(subtests: pytest.Subtests) ->
     assert groups == [(1, 2), (1, 2)]
     assert len(tried) == 16
     for message, answer in tried:
-        with subtests.test(message[:40]):
+        with subtests.test(str(message[:40])):
             assert answer in (b"no", b"")
 
 
