@@ -11,7 +11,7 @@ import torch
 
 from tests.support.kernel_ranks import Round, Runner, places_of_one_process, run_direct, run_ring
 from tests.support.kernels import F32, where_triton_runs
-from torchring.kernels import ChunkTable, accumulate, direct, lazy, pack, reference, ring, unpack
+from torchring.kernels import ChunkTable, accumulate, lazy, pack, prepare_direct, prepare_ring, reference, unpack
 
 CALLS: dict[str, Callable[[], None]] = {
     "pack": lambda: pack([torch.ones(1)], torch.zeros(1), table_of(1)),
@@ -75,6 +75,7 @@ def test_refused_by_accumulate() -> None:
 
 @where_triton_runs
 def test_refused_by_direct_and_ring(device: str) -> None:
+    """Nothing is launched: a kernel that should have been refused would wait for ever."""
     place = places_of_one_process(2, device)[0]
     both: dict[str, Any] = {
         "wires": place.wires, "signals": place.signals, "wire": place.wire(64), "rank": 0, "num_ranks": 2,
@@ -104,7 +105,7 @@ def test_refused_by_direct_and_ring(device: str) -> None:
         refused.append((ValueError, r"abort must be in pinned host memory", {"abort": place.abort.clone()}))
     for error, message, change in refused:
         with pytest.raises(error, match=message):
-            ring(**{**both, **change})
+            prepare_ring(**{**both, **change})
     for error, message, change in refused + of_direct:
         with pytest.raises(error, match=message):
-            direct(**{**both, "begin": 16, "end": 60, **change})
+            prepare_direct(**{**both, "begin": 16, "end": 60, **change})
