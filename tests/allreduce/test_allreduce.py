@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -43,7 +43,6 @@ MIB = 2**20
 
 every_mover = pytest.mark.parametrize("kind", KINDS)
 every_world = pytest.mark.parametrize("size", WORLDS)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # Every mover in a world of 3, and the others where they differ: one peer, and hosts of 3 and 2 ranks.
 every_mover_and_world = grid(
     "kind, size",
@@ -254,96 +253,74 @@ def test_a_non_finite_input_is_traced_to_rank_and_element(kind: str, size: int) 
         assert reports == expected
 
 
-@every_mover
-@every_dtype
-def test_non_finite_inputs_of_every_dtype(kind: str, dtype: torch.dtype) -> None:
-    numel = 2 * BLOCK_BYTES // dtype.itemsize + 3  # in a block that is not the first
+class Finding(NamedTuple):
+    """A reduction of wires that hold `fill` everywhere but in some places, and what all ranks are told."""
 
-    def body(rank: int, mover: Mover[Any]) -> NonFinite | None:
-        (wire,) = mover.open_wires([(numel, dtype)])
-        wire.tensor.fill_(1.0)
-        if rank == 1:
-            wire.tensor[numel - 2] = math.nan
-        return reduce(mover, wire)
-
-    assert run_movers(kind, 2, body) == [NonFinite(1, numel - 2)] * 2
+    dtype: torch.dtype
+    places: dict[int, tuple[int, float]]  # {rank: (element, value)}
+    told: tuple[NonFinite | None, ...]  # one of these
+    fill: float = 1.0
+    scale: float = 1.0
+    numel: int = 100
 
 
-@every_mover
-@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
-def test_a_large_gradient_elsewhere_is_no_excuse_in_16_bits(kind: str, value: float) -> None:
-    """Others' 100 could have carried 65504 over the edge; a NaN, or an infinity whose mean would fit, is from here."""
-
-    def body(rank: int, mover: Mover[Any]) -> list[NonFinite | None]:
-        wires = mover.open_wires([(100, torch.float16)] * 3)
-        for culprit, wire in enumerate(wires):
-            wire.tensor.fill_(100.0)
-            if rank == culprit:
-                wire.tensor[70] = value
-        return [reduce(mover, wire, scale=0.25) for wire in wires]
-
-    assert run_movers(kind, 3, body) == [[NonFinite(culprit, 70) for culprit in range(3)]] * 3
+def _in_a_later_block(dtype: torch.dtype) -> Finding:
+    numel = 2 * BLOCK_BYTES // dtype.itemsize + 3
+    return Finding(dtype, {1: (numel - 2, math.nan)}, (NonFinite(1, numel - 2),), numel=numel)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *INLINE])
-def test_the_report_of_several_culprits_is_true_of_one_of_them(kind: str) -> None:
-    """Rank 0 holds a NaN at element 50, rank 2 one at element 10: (0, 10) would be wrong twice."""
-
-    def body(rank: int, mover: Mover[Any]) -> NonFinite | None:
-        (wire,) = mover.open_wires([(100, torch.float32)])
-        wire.tensor.fill_(1.0)
-        if rank != 1:
-            wire.tensor[50 if rank == 0 else 10] = math.nan
-        return reduce(mover, wire)
-
-    found = run_movers(kind, 3, body)
-    assert len(set(found)) == 1
-    assert found[0] in (NonFinite(0, 50), NonFinite(2, 10))
-
-
-@every_mover
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_finite_values_whose_sum_over_a_block_overflows_are_no_alarm(kind: str, dtype: torch.dtype) -> None:
-    large = torch.finfo(dtype).max / 4
-
-    def body(rank: int, mover: Mover[Any]) -> tuple[NonFinite | None, torch.Tensor]:
-        (wire,) = mover.open_wires([(4000, dtype)])
-        wire.tensor.fill_(large)
-        return reduce(mover, wire, scale=0.5), wire.tensor.clone()
-
-    for found, result in run_movers(kind, 2, body):
-        assert found is None
-        assert_bitwise(result, torch.full((4000,), large, dtype=dtype))
-    assert not math.isfinite(torch.full((4000,), large, dtype=dtype).sum(dtype=torch.float32)) or dtype == torch.float16
-
-
-@pytest.mark.parametrize("kind", [*KINDS, *INLINE])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_an_overflow_of_finite_inputs_is_blamed_on_no_rank(kind: str, dtype: torch.dtype) -> None:
+def _overflow(dtype: torch.dtype) -> Finding:
     """The result is infinite and must not be trained on, but no rank's input was."""
-
-    def body(rank: int, mover: Mover[Any]) -> tuple[NonFinite | None, torch.Tensor]:
-        (wire,) = mover.open_wires([(100, dtype)])
-        wire.tensor.fill_(1.0)
-        wire.tensor[70] = torch.finfo(dtype).max
-        return reduce(mover, wire), wire.tensor.clone()
-
-    for found, result in run_movers(kind, 2, body):
-        assert result[70] == math.inf
-        assert result.isfinite().sum() == 99
-        assert found == NonFinite(None, 70)
+    largest = torch.finfo(dtype).max
+    return Finding(dtype, dict.fromkeys(range(2), (70, largest)), (NonFinite(None, 70),))
 
 
-@every_mover
-def test_a_small_scale_hides_no_alarm(kind: str) -> None:
-    def body(rank: int, mover: Mover[Any]) -> NonFinite | None:
-        (wire,) = mover.open_wires([(100, torch.float16)])
-        wire.tensor.fill_(1.0)
-        if rank == 1:
-            wire.tensor[7] = math.nan
-        return reduce(mover, wire, scale=2.0**-30)
+def _large_but_finite(dtype: torch.dtype) -> Finding:
+    """The sum over a block overflows, but no element of the result."""
+    return Finding(dtype, {}, (None,), fill=torch.finfo(dtype).max / 4, scale=0.5, numel=4000)
 
-    assert run_movers(kind, 2, body) == [NonFinite(1, 7)] * 2
+
+def _beside_large_ones(culprit: int, value: float) -> Finding:
+    """Others' 100 could have carried 65504 over the edge; a NaN, or an infinity whose mean would fit, is from here."""
+    return Finding(torch.float16, {culprit: (70, value)}, (NonFinite(culprit, 70),), fill=100.0, scale=0.25)
+
+
+FINDINGS = {
+    2: [
+        *map(_in_a_later_block, DTYPES),
+        *map(_overflow, (torch.float32, torch.float16)),
+        *map(_large_but_finite, (torch.float32, torch.float16, BF16)),
+        Finding(torch.float16, {1: (7, math.nan)}, (NonFinite(1, 7),), scale=2.0**-30),  # which hides no alarm
+    ],
+    3: [
+        *itertools.starmap(_beside_large_ones, itertools.product(range(3), (math.nan, math.inf))),
+        # The report is true of one of several: (0, 10) would be wrong twice.
+        Finding(torch.float32, {0: (50, math.nan), 2: (10, math.nan)}, (NonFinite(0, 50), NonFinite(2, 10))),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *INLINE])
+@pytest.mark.parametrize("size", FINDINGS)
+def test_what_is_not_finite_is_told_to_all_and_nothing_else_is(kind: str, size: int) -> None:
+    def body(rank: int, mover: Mover[Any]) -> list[tuple[NonFinite | None, torch.Tensor]]:
+        wires = mover.open_wires([(finding.numel, finding.dtype) for finding in FINDINGS[size]])
+        for wire, finding in zip(wires, FINDINGS[size], strict=True):
+            wire.tensor.fill_(finding.fill)
+            if rank in finding.places:
+                element, value = finding.places[rank]
+                wire.tensor[element] = value
+        told = [reduce(mover, wire, scale=each.scale) for wire, each in zip(wires, FINDINGS[size], strict=True)]
+        return [(found, wire.tensor.clone()) for found, wire in zip(told, wires, strict=True)]
+
+    for finding, outcomes in zip(FINDINGS[size], zip(*run_movers(kind, size, body), strict=True), strict=True):
+        assert len({told for told, _ in outcomes}) == 1, (finding, outcomes)
+        for told, result in outcomes:
+            assert told in finding.told, finding
+            bad = (~result.isfinite()).nonzero().flatten().tolist()
+            assert bad == sorted({element for element, _ in finding.places.values()}), finding
+            if not finding.places:
+                assert_bitwise(result, torch.full((finding.numel,), finding.fill, dtype=finding.dtype))
 
 
 @every_mover_and_world

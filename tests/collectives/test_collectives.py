@@ -7,6 +7,7 @@ import gc
 import itertools
 import math
 import os
+import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -118,11 +119,6 @@ def _all_reduce_everything(rank: int, size: int) -> None:
         assert_same_on_all_ranks(list(bits.split(len(parts[0]) * dtype.itemsize)))
 
 
-@in_worlds
-def test_all_reduce_of_every_op_and_dtype(size: int, shares_memory: bool) -> None:
-    run(_all_reduce_everything, size, shares_memory)
-
-
 def _all_reduce_sizes(rank: int, size: int) -> None:
     for dtype in (torch.float32, torch.float16, torch.int64, torch.uint8):
         edges = [stage_bytes(size), 2 * stage_bytes(size), 3 * stage_bytes(size), _SMALL_BYTES, 64]
@@ -230,9 +226,9 @@ def test_a_chain_gives_the_bits_that_slices_give(size: int) -> None:
     run(_chain, size, True)
 
 
-def _together(rank: int, size: int) -> list[torch.Tensor]:
+def _together(rank: int, size: int) -> None:
     """Lists whose small tensors fill several stages, and whose large tensors have chunks of their own."""
-    stage, results = stage_bytes(size), []
+    stage = stage_bytes(size)
     small: list[tuple[int, ...]] = [(3,), (), (0,), (2, 5), (1, 0, 2), (4, 1)]
     for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.int64):
         each = stage // dtype.itemsize
@@ -259,18 +255,12 @@ def _together(rank: int, size: int) -> list[torch.Tensor]:
     _all_reduce_together([base[:, ::2], values(rank, (4, 3), torch.float32).t(), parameter], "mean")
     assert bool((base[:, 1::2] == -5.0).all()), "what lies between is not touched"
     assert size == 1 or parameter._version > version, "autograd has to know that it changed"
-    results += [base, parameter.detach()]
-    return results
+    for result in (base, parameter.detach()):
+        assert_same_on_all_ranks(torchring.all_gather_object(result))
 
 
 def _all_reduce_together(tensors: list[torch.Tensor], op: str) -> None:
     collectives_of(default_world()).run("all_reduce", operations.all_reduce_together, tensors, op)
-
-
-@in_worlds
-def test_all_reduce_of_several_tensors_together(size: int, shares_memory: bool) -> None:
-    for per_rank in zip(*run(_together, size, shares_memory), strict=True):
-        assert_same_on_all_ranks(list(per_rank))
 
 
 def test_tensors_that_share_memory_are_not_reduced_together() -> None:
@@ -280,15 +270,10 @@ def test_tensors_that_share_memory_are_not_reduced_together() -> None:
     operations.check_apart([ones, torch.empty(0), torch.empty(0)])
 
 
-def _wrap_around(rank: int, size: int) -> list[torch.Tensor]:
-    return [torchring.all_reduce(torch.tensor([100, 120], dtype=dtype), "sum") for dtype in INTEGERS]
-
-
-@on_both_exchanges
-def test_integer_sums_wrap_around_as_torch_does(shares_memory: bool) -> None:
-    for results in run(_wrap_around, 3, shares_memory):
-        for result, dtype in zip(results, INTEGERS, strict=True):
-            assert_bitwise(result, torch.tensor([300, 360]).to(dtype), str(dtype))
+def _sums_that_wrap_around(rank: int, size: int) -> None:
+    for dtype in INTEGERS:
+        total = torchring.all_reduce(torch.tensor([100, 120], dtype=dtype), "sum")
+        assert_bitwise(total, torch.tensor([100 * size, 120 * size]).to(dtype), str(dtype))
 
 
 def _inputs_with_strides(rank: int, size: int) -> None:
@@ -351,11 +336,6 @@ def _inputs_with_strides(rank: int, size: int) -> None:
     ]
 
 
-@in_worlds
-def test_inputs_with_strides_or_gradients(size: int, shares_memory: bool) -> None:
-    run(_inputs_with_strides, size, shares_memory)
-
-
 # ---- broadcast
 
 
@@ -376,11 +356,6 @@ def _broadcast_everything(rank: int, size: int) -> None:
         assert_bitwise(view, torch.tensor([-1.0, float(src)] * 12).reshape(4, 6))
     tensor = torch.tensor([math.nan, -0.0, math.inf]) * (1 if rank == 0 else 0)
     assert_bitwise(torchring.broadcast(tensor), torch.tensor([math.nan, -0.0, math.inf]) * 1)
-
-
-@in_worlds
-def test_broadcast(size: int, shares_memory: bool) -> None:
-    run(_broadcast_everything, size, shares_memory)
 
 
 # ---- all_gather
@@ -412,11 +387,6 @@ def _broadcast_together(rank: int, size: int) -> None:
     assert_bitwise(parts[-1].detach(), values(source, (5, 5), torch.float32))
 
 
-@in_worlds
-def test_many_tensors_in_few_messages(size: int, shares_memory: bool) -> None:
-    run(_broadcast_together, size, shares_memory)
-
-
 def _all_gather_everything(rank: int, size: int) -> None:
     def rows(r: int, dtype: torch.dtype, width: tuple[int, ...]) -> torch.Tensor:
         return values(r, ((2 * r) % 5, *width), torch.int64).to(dtype)  # rank 0 has none
@@ -445,11 +415,6 @@ def _all_gather_everything(rank: int, size: int) -> None:
     assert float(torchring.all_gather(torch.ones(1)).sum()) == size
 
 
-@in_worlds
-def test_all_gather(size: int, shares_memory: bool) -> None:
-    run(_all_gather_everything, size, shares_memory)
-
-
 # ---- reduce_scatter
 
 
@@ -472,11 +437,6 @@ def _reduce_scatter_everything(rank: int, size: int) -> None:
     for shape in [(), (3, 0)]:
         with pytest.raises(ValueError, match="reduce_scatter"):
             torchring.reduce_scatter(torch.ones(shape))
-
-
-@in_worlds
-def test_reduce_scatter(size: int, shares_memory: bool) -> None:
-    run(_reduce_scatter_everything, size, shares_memory)
 
 
 # ---- all_to_all
@@ -521,15 +481,11 @@ def _all_to_all_everything(rank: int, size: int) -> None:
             torchring.all_to_all(tensor, wrong)
 
 
-@in_worlds
-def test_all_to_all(size: int, shares_memory: bool) -> None:
-    run(_all_to_all_everything, size, shares_memory)
-
-
 # ---- barrier and objects
 
 
-def _barrier(rank: int, size: int) -> list[float]:
+def _barrier(rank: int, size: int) -> None:
+    """Nobody passes it before the last has come."""
     times = []
     for turn in range(size):
         if rank == turn:
@@ -539,17 +495,11 @@ def _barrier(rank: int, size: int) -> list[float]:
         torchring.barrier()
         if rank != turn:
             times.append(time.monotonic())
-    return times
+    for turn, of_late_rank in enumerate(torchring.all_gather_object(times)):
+        assert times[turn] >= of_late_rank[turn]
 
 
-@on_both_exchanges
-def test_nobody_passes_a_barrier_before_the_last_has_come(shares_memory: bool) -> None:
-    times = run(_barrier, 3, shares_memory)
-    for turn in range(3):
-        assert all(times[rank][turn] >= times[turn][turn] for rank in range(3))
-
-
-def _objects(rank: int, size: int) -> Any:
+def _objects(rank: int, size: int) -> None:
     thing = {
         "rank": rank,
         "text": "ü" * rank,
@@ -565,12 +515,7 @@ def _objects(rank: int, size: int) -> Any:
         received = torchring.broadcast_object(thing if rank == src else (lambda: "not picklable, and not sent"), src)
         assert received["rank"] == src
     assert torchring.broadcast_object(None) is None
-    return torchring.all_gather_object(None)
-
-
-@in_worlds
-def test_objects(size: int, shares_memory: bool) -> None:
-    assert run(_objects, size, shares_memory) == [[None] * size] * size
+    assert torchring.all_gather_object(None) == [None] * size
 
 
 def _exchange(rank: int, size: int) -> None:
@@ -580,22 +525,6 @@ def _exchange(rank: int, size: int) -> None:
         lengths = [longest if r == size - 1 else min(longest, r * stage) for r in range(size)]
         sent = [bytes([65 + r]) * length for r, length in enumerate(lengths)]
         assert collectives_of(default_world()).all_gather_bytes(sent[rank]) == sent
-
-
-@in_worlds
-def test_bytes_of_any_length_are_exchanged(size: int, shares_memory: bool) -> None:
-    run(_exchange, size, shares_memory)
-
-
-def _objects_that_do_not_pickle(rank: int, size: int) -> float:
-    with pytest.raises((TypeError, AttributeError, ValueError, Exception), match=r"pickle|local"):
-        torchring.all_gather_object(lambda: None)
-    return float(torchring.all_reduce(torch.ones(1), "sum"))
-
-
-@on_both_exchanges
-def test_an_object_that_does_not_pickle_is_refused_before_anything_is_sent(shares_memory: bool) -> None:
-    assert run(_objects_that_do_not_pickle, 2, shares_memory) == [2.0, 2.0]
 
 
 # ---- asynchronous
@@ -627,11 +556,6 @@ def _asynchronous(rank: int, size: int) -> None:
     assert results[3].tolist() == [10 * r + rank for r in range(size)]
     assert results[4][0].tolist() == [10 * r + rank for r in range(size)]
     assert results[4][1] == [1] * size
-
-
-@in_worlds
-def test_asynchronous_calls_keep_the_order_of_the_calls(size: int, shares_memory: bool) -> None:
-    run(_asynchronous, size, shares_memory)
 
 
 def _is_completed(rank: int, size: int) -> Any:
@@ -670,6 +594,26 @@ def _asynchronous_mismatch(rank: int, size: int) -> float:
 @on_both_exchanges
 def test_an_error_of_an_asynchronous_call_comes_out_of_wait(shares_memory: bool) -> None:
     assert run(_asynchronous_mismatch, 2, shares_memory, timeout_seconds=2.0) == [2.0, 2.0]
+
+
+# ---- all of them in every world
+
+_SCRIPTS = (
+    _inputs_with_strides,  # whose collectives are the first of their world
+    _all_reduce_everything, _together, _sums_that_wrap_around, _broadcast_everything, _broadcast_together,
+    _all_gather_everything, _reduce_scatter_everything, _all_to_all_everything, _barrier, _objects, _exchange,
+    _asynchronous,
+)  # fmt: skip
+
+
+def _run_scripts(rank: int, size: int) -> None:
+    for script in _SCRIPTS:
+        script(rank, size)
+
+
+@in_worlds
+def test_right_results_of_every_call(size: int, shares_memory: bool) -> None:
+    run(_run_scripts, size, shares_memory)
 
 
 # ---- ranks that call different things
@@ -805,7 +749,9 @@ def _wrong_use(rank: int, size: int) -> None:
         ((ValueError, TypeError), lambda: torchring.broadcast(ones, src=0.5)),  # type: ignore[arg-type]
         ((ValueError, TypeError), lambda: torchring.broadcast(ones, src="0")),  # type: ignore[arg-type]
         ((ValueError, TypeError), lambda: torchring.broadcast(ones, src=None)),  # type: ignore[arg-type]
+        (ValueError, lambda: torchring.all_reduce(torch.ones(1).expand(4), "sum")),  # no memory for the result
         (ValueError, lambda: torchring.broadcast_object(1, src=size)),
+        ((AttributeError, TypeError, pickle.PicklingError), lambda: torchring.all_gather_object(lambda: None)),
         (ValueError, lambda: torchring.all_to_all(ones, [1] * size)),
         ((ValueError, TypeError), lambda: torchring.all_to_all(ones, [6 // size + 0.5] * size)),  # type: ignore[list-item]
     ]
@@ -827,20 +773,6 @@ def _wrong_use(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_wrong_use_is_refused_before_anything_is_sent(size: int, shares_memory: bool) -> None:
     run(_wrong_use, size, shares_memory, timeout_seconds=2.0)
-
-
-def _overlapping(rank: int, size: int) -> list[int]:
-    torchring.barrier()
-    if rank == 0:
-        with pytest.raises(ValueError, match=r"overlap|stride|expand"):
-            torchring.all_reduce(torch.ones(1).expand(4), "sum")
-    return torchring.all_gather(torch.tensor([rank])).tolist()
-
-
-@on_both_exchanges
-def test_a_tensor_whose_elements_overlap_is_refused_before_anything_is_sent(shares_memory: bool) -> None:
-    """It has no memory for the result."""
-    assert run(_overlapping, 2, shares_memory, timeout_seconds=2.0) == [[0, 1], [0, 1]]
 
 
 def test_messages_say_what_was_received_and_what_would_be_right() -> None:

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from tests.kernels.test_interpreter import DEVICES, DTYPES, cast
 from tests.support.checks import assert_bitwise
 from tests.support.grids import grid
-from torchring.kernels import accumulate, lazy, reference
+from tests.support.kernels import DTYPES, on_each_device, sum_in_order
+from torchring.kernels import accumulate
 
 
 def random_parts(num_parts: int, numel: int, dtype: torch.dtype, device: str, *, shift: int = 0) -> list[torch.Tensor]:
@@ -12,15 +12,7 @@ def random_parts(num_parts: int, numel: int, dtype: torch.dtype, device: str, *,
     return [torch.randn(numel + shift, generator=generator).to(device, dtype)[shift:] for _ in range(num_parts)]
 
 
-def sum_in_order(parts: list[torch.Tensor], dtype: torch.dtype, scale: float) -> torch.Tensor:
-    compute = reference.compute_dtype(parts[0].dtype, dtype)
-    total = parts[0].cpu().to(compute)
-    for part in parts[1:]:
-        total = total + part.cpu().to(compute)
-    return cast(total * torch.tensor(scale, dtype=compute), dtype)
-
-
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 def test_worked_example(device: str) -> None:
     parts = [torch.tensor([1.0, 2.0, 3.0], dtype=torch.float16, device=device) * k for k in (1, 10, 100)]
     out = torch.zeros(3, dtype=torch.float16, device=device)
@@ -28,7 +20,7 @@ def test_worked_example(device: str) -> None:
     assert out.tolist() == [55.5, 111.0, 166.5]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @grid("dtype, out_dtype, num_parts", DTYPES, DTYPES, [1, 3])
 def test_bitwise_for_every_dtype(dtype: torch.dtype, out_dtype: torch.dtype, num_parts: int, device: str) -> None:
     parts = random_parts(num_parts, 2053, dtype, device)
@@ -38,7 +30,7 @@ def test_bitwise_for_every_dtype(dtype: torch.dtype, out_dtype: torch.dtype, num
     assert guarded[2053:].tolist() == [7.0] * 9
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("numel", [0, 1, 15, 16, 17, 2047, 2048, 2049, 4095, 4096, 4097, 10_007])
 def test_every_size(numel: int, device: str) -> None:
     parts = random_parts(2, numel, torch.float32, device)
@@ -47,7 +39,7 @@ def test_every_size(numel: int, device: str) -> None:
     assert_bitwise(out.cpu(), sum_in_order(parts, torch.float32, 1.0))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("num_parts", [2, 5, 8])
 def test_order_is_the_lists(num_parts: int, device: str) -> None:
     parts = random_parts(num_parts, 3000, torch.float32, device)
@@ -58,7 +50,7 @@ def test_order_is_the_lists(num_parts: int, device: str) -> None:
     assert torch.equal(forward, backward) == (num_parts == 2)  # with more parts the order shows
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_into_one_of_the_parts(dtype: torch.dtype, place: int, device: str) -> None:
@@ -68,34 +60,10 @@ def test_into_one_of_the_parts(dtype: torch.dtype, place: int, device: str) -> N
     assert_bitwise(parts[place].cpu(), expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 def test_misaligned_parts(device: str) -> None:
     parts = random_parts(3, 3001, torch.float16, device, shift=1)
     assert any(part.data_ptr() % 16 for part in parts)
     out = torch.zeros(3002, dtype=torch.float16, device=device)[1:]
     accumulate(parts, out)
     assert_bitwise(out.cpu(), sum_in_order(parts, torch.float16, 1.0))
-
-
-def test_which_path_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise AssertionError("the torch path")
-
-    monkeypatch.setattr(reference, "accumulate", fail)
-    if lazy.INTERPRETED:
-        accumulate([torch.ones(1)], torch.zeros(1))
-    else:
-        with pytest.raises(AssertionError, match="the torch path"):
-            accumulate([torch.ones(1)], torch.zeros(1))
-
-
-def test_refused() -> None:
-    ones, wide = torch.ones(4), torch.ones(10)
-    with pytest.raises(ValueError, match="parts is empty"):
-        accumulate([], ones)
-    with pytest.raises(ValueError, match=r"out's shape \(4,\), got \[\(3,\)\]"):
-        accumulate([ones[:3]], ones)
-    with pytest.raises(ValueError, match=r"parts\[1\] must be contiguous on cpu: strides \(2,\)"):
-        accumulate([ones, wide[:8:2]], ones)
-    with pytest.raises(ValueError, match=r"parts\[2\] overlaps out partly"):
-        accumulate([ones, ones, wide[:4]], wide[2:6])

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support.grids import grid
+from tests.support.kernels import B16, F16, F32, F64
 from torchring.kernels import lazy, reference
 from torchring.kernels.accumulate import _BLOCK, _accumulate_kernel
 from torchring.kernels.direct import _direct_kernel
@@ -26,7 +27,6 @@ from torchring.kernels.unpack import _unpack_kernel
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.sim, pytest.mark.skipif(lazy.INTERPRETED, reason="the interpreter has no compiler")]
 
-F32, F16, B16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 SHORT = {F32: "fp32", F16: "fp16", B16: "bf16", F64: "fp64"}
 # (dtype read, dtype written)
 PAIRS = [(F32, F32), (F32, F16), (F32, B16), (F16, F32), (B16, B16)]
@@ -173,6 +173,14 @@ def num_wide(compiled: Any, what: str) -> int:
     return len(re.findall(rf"\b(?:global|buffer)_{what}_dwordx4\b", compiled.asm["amdgcn"]))
 
 
+def told_of(compiled: Any, folder: Path, tool: str, option: str) -> str:
+    """What a tool of NVIDIA's says of the machine code."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    command = [Path(triton.__file__).parent / "backends/nvidia/bin" / tool, option, cubin]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
 def spilled_bytes(compiled: Any, folder: Path) -> int:
     """Bytes per thread that did not fit into registers."""
     if "amdgcn" in compiled.asm:
@@ -181,10 +189,7 @@ def spilled_bytes(compiled: Any, folder: Path) -> int:
         )
         assert len(counts) == 3
         return sum(map(int, counts))
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    report = subprocess.run([tool, "-res-usage", cubin], check=True, capture_output=True, text=True).stdout
+    report = told_of(compiled, folder, "cuobjdump", "-res-usage")
     usage = re.search(r"STACK:(\d+) .*LOCAL:(\d+)", report)
     assert usage is not None, report
     return int(usage[1]) + int(usage[2])
@@ -308,17 +313,10 @@ def loads_in_flight(sass: str) -> int:
     return events[events.index("LDG.E.128") :].index("FADD")
 
 
-def disassembled(compiled: Any, folder: Path) -> str:
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    return subprocess.run([tool, "-c", cubin], check=True, capture_output=True, text=True).stdout
-
-
 @grid("dtype, num_ranks", [F32, B16], [2, 4, 8], keep=lambda dtype, num_ranks: num_ranks == (4 if dtype == F32 else 8))
 def test_loads_of_all_ranks_are_under_way_at_once(dtype: torch.dtype, num_ranks: int, tmp_path: Path) -> None:
     # Eight loads of 16 bytes by 256 threads are 32 KiB for each block.
-    assert loads_in_flight(disassembled(build_direct(dtype, "sm_90", num_ranks), tmp_path)) >= 8
+    assert loads_in_flight(told_of(build_direct(dtype, "sm_90", num_ranks), tmp_path, "nvdisasm", "-c")) >= 8
 
 
 def test_loads_between_additions_are_not_counted() -> None:

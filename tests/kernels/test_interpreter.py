@@ -16,26 +16,11 @@ import pytest
 import torch
 
 from tests.support.harness import patient
+from tests.support.kernels import truncate_to_bfloat16
 from torchring.kernels import lazy
 
-FILES = [f"test_{name}.py" for name in ("pack", "unpack", "accumulate", "direct", "ring", "multicast")]
-needs_interpreter = pytest.mark.skipif(not lazy.INTERPRETED, reason="runs in test_interpreter's child process")
-_CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
-DEVICES = ["cpu", _CUDA]
-TRITON_DEVICES = [pytest.param("cpu", marks=needs_interpreter), _CUDA]  # for what torch has no other way to do
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
-
-
-def truncate_to_bfloat16(values: torch.Tensor) -> torch.Tensor:
-    """Drops the lower 16 bits of fp32, as the interpreter does where a GPU (and torch) round to nearest even."""
-    return (values.to(torch.float32).view(torch.int32) & -65536).view(torch.float32).to(torch.bfloat16)
-
-
-def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`values.to(dtype)` as whatever runs these tests rounds it."""
-    if lazy.INTERPRETED and dtype == torch.bfloat16 and values.dtype != torch.bfloat16:
-        return truncate_to_bfloat16(values)
-    return values.to(dtype)
+_NAMES = ("pack", "unpack", "accumulate", "direct", "ring", "multicast", "arguments")
+FILES = [f"test_{name}.py" for name in _NAMES]
 
 
 def test_truncating_is_not_rounding() -> None:

@@ -95,6 +95,11 @@ def _launches() -> tuple[Any, ...]:
     return arguments, options
 
 
+def _prepared() -> Any:
+    arguments, options = _launches()
+    return _some_kernel.prepare(*arguments, **options)
+
+
 def test_a_prepared_launch_is_triton_s(gpu: _Driver) -> None:
     """All but the stream, and tensors that have become addresses."""
     arguments, options = _launches()
@@ -116,8 +121,7 @@ def test_a_prepared_launch_is_triton_s(gpu: _Driver) -> None:
 
 
 def test_hooks_see_prepared_launches(gpu: _Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments, options = _launches()
-    launch = _some_kernel.prepare(*arguments, **options)
+    launch = _prepared()
     launch()
     seen: list[str] = []
 
@@ -136,8 +140,7 @@ def test_hooks_see_prepared_launches(gpu: _Driver, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_launcher_that_has_changed_is_not_used_again(gpu: _Driver) -> None:
-    arguments, options = _launches()
-    launch = _some_kernel.prepare(*arguments, **options)
+    launch = _prepared()
     launch()
     gpu.refuses = True
     launch()
@@ -147,8 +150,7 @@ def test_a_launcher_that_has_changed_is_not_used_again(gpu: _Driver) -> None:
 
 
 def test_another_current_device_is_left(gpu: _Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments, options = _launches()
-    launch = _some_kernel.prepare(*arguments, **options)
+    launch = _prepared()
     entered: list[Any] = []
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(entered.append(device)))
     launch()

@@ -15,23 +15,11 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.kernels.test_direct import (
-    B16,
-    F16,
-    F32,
-    F64,
-    GUARD,
-    NAN,
-    Place,
-    Round,
-    come_early,
-    places_of_one_process,
-    slice_of,
-)
-from tests.kernels.test_interpreter import cast, needs_interpreter
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks
 from tests.support.grids import grid
-from torchring.kernels import direct, lazy, multicast
+from tests.support.kernel_ranks import GUARD, Round, come_early, launch_direct, places_of_one_process
+from tests.support.kernels import B16, F16, F32, F64, NAN, cast, needs_interpreter
+from torchring.kernels import lazy, multicast
 from torchring.kernels.finite import NOT_FOUND
 
 if TYPE_CHECKING:
@@ -97,27 +85,6 @@ def switch_stand_in() -> Iterator[None]:
         yield
 
 
-def run_in_switch(place: Place, todo: Round, gather: bool, spread: bool) -> None:
-    begin, end = slice_of(place, todo)
-    come_early(place)
-    direct(
-        place.wires,
-        place.signals,
-        place.wire(todo.numel, todo.dtype),
-        rank=place.rank,
-        num_ranks=NUM_RANKS,
-        begin=begin,
-        end=end,
-        scale=todo.scale,
-        abort=place.abort,
-        found=place.found,
-        gather=gather,
-        spread=spread,
-        max_blocks=todo.max_blocks,
-        multicast=place.wires.data_ptr(),
-    )
-
-
 @needs_interpreter
 @grid("dtype, apart", [F32, B16, F16], [False, True], keep=lambda dtype, apart: apart == (dtype == B16))
 def test_the_switch_sums(dtype: torch.dtype, apart: bool) -> None:
@@ -132,7 +99,8 @@ def test_the_switch_sums(dtype: torch.dtype, apart: bool) -> None:
     with switch_stand_in():
         for gather, spread in [(True, False), (False, True)] if apart else [(True, True)]:
             for place in places:
-                run_in_switch(place, todo, gather, spread)
+                come_early(place)
+                launch_direct(place, todo, gather=gather, spread=spread, multicast=place.wires.data_ptr())
     results = [place.wire(todo.numel, dtype).clone() for place in places]
     assert_same_on_all_ranks(results)
     assert results[0].isnan().nonzero().flatten().tolist() == [9_001]

@@ -3,14 +3,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.kernels.test_interpreter import DEVICES, DTYPES, cast
 from tests.support.checks import assert_bitwise
 from tests.support.grids import grid
-from torchring.kernels import ChunkTable, lazy, pack, reference
+from tests.support.kernels import DTYPES, INF, NAN, on_each_device, sum_in_order
+from torchring.kernels import ChunkTable, pack
 from torchring.kernels.chunks import layout
 from torchring.kernels.finite import NOT_FOUND
 
-INF, NAN = float("inf"), float("nan")
 NUMELS = [0, 1, 3, 4095, 4096, 4097, 8209, 0, 17]
 
 
@@ -29,7 +28,7 @@ def random_tensors(numels: list[int], dtype: torch.dtype, device: str, *, shift:
     return [torch.randn(n + shift, generator=generator).to(device, dtype)[shift:] for n in numels]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 def test_worked_example(device: str) -> None:
     table = ChunkTable([2, 1], [0, 32], wire_dtype=torch.float16, device=device)
     wire = torch.full((33,), 9.0, dtype=torch.float16, device=device)
@@ -38,7 +37,7 @@ def test_worked_example(device: str) -> None:
     assert wire.tolist() == [0.5, 1.0, *[9.0] * 30, 1.5]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize(
     ("tensor", "index", "value", "chunk"),
@@ -73,7 +72,7 @@ def test_the_first_chunk_that_is_not_finite(
     assert found.item() == 0  # never raised again
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 def test_an_element_of_no_tensor_is_not_looked_at(device: str) -> None:
     table = ChunkTable([2, 1], [0, 32], wire_dtype=torch.float16, device=device)
     wire = torch.full((40,), NAN, dtype=torch.float16, device=device)
@@ -87,7 +86,7 @@ def test_an_element_of_no_tensor_is_not_looked_at(device: str) -> None:
         pack(grads, wire, table, found=found.long())
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @grid("dtype, wire_dtype, shift", DTYPES, DTYPES, [0, 1])
 def test_bitwise_and_nothing_else_written(dtype: torch.dtype, wire_dtype: torch.dtype, shift: int, device: str) -> None:
     offsets = offsets_for(NUMELS, wire_dtype)
@@ -95,15 +94,13 @@ def test_bitwise_and_nothing_else_written(dtype: torch.dtype, wire_dtype: torch.
     tensors = random_tensors(NUMELS, dtype, device, shift=shift)
     wire = torch.full((table.wire_numel + 5,), 7.0, dtype=wire_dtype, device=device)
     pack(tensors, wire, table, scale=1 / 3)
-    compute = reference.compute_dtype(dtype, wire_dtype)
     expected = torch.full((table.wire_numel + 5,), 7.0, dtype=wire_dtype)
     for tensor, offset in zip(tensors, offsets, strict=True):
-        product = tensor.cpu().to(compute) * torch.tensor(1 / 3, dtype=compute)
-        expected[offset : offset + tensor.numel()] = cast(product, wire_dtype)
+        expected[offset : offset + tensor.numel()] = sum_in_order([tensor], wire_dtype, 1 / 3)
     assert_bitwise(wire.cpu(), expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 @pytest.mark.parametrize("chunk_numel", [8192, 16384])
 def test_larger_chunks(chunk_numel: int, device: str) -> None:
     numels = [20_011, 8192]
@@ -115,7 +112,7 @@ def test_larger_chunks(chunk_numel: int, device: str) -> None:
     assert_bitwise(wire[20_016:].cpu(), tensors[1].cpu().float() * 2)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 def test_zero_dim_and_channels_last(device: str) -> None:
     image = torch.arange(120.0, device=device).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
     scalar = torch.tensor(5.0, device=device)
@@ -129,7 +126,7 @@ def test_zero_dim_and_channels_last(device: str) -> None:
     assert wire[128].item() == 10
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_each_device
 def test_nothing_to_pack(device: str) -> None:
     wire = torch.full((4,), 7.0, device=device)
     pack([], wire, ChunkTable([], [], wire_dtype=torch.float32, device=device))
@@ -143,35 +140,3 @@ def test_wire_offsets_beyond_32_bits(tmp_path: Path) -> None:
     table = ChunkTable([3], [far], wire_dtype=torch.float16, device="cpu")
     pack([torch.tensor([1.0, 2.0, 3.0])], wire, table)
     assert wire[far:].tolist() == [1.0, 2.0, 3.0]
-
-
-def test_which_path_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise AssertionError("the torch path")
-
-    monkeypatch.setattr(reference, "pack", fail)
-    table = ChunkTable([1], [0], wire_dtype=torch.float32, device="cpu")
-    if lazy.INTERPRETED:
-        pack([torch.ones(1)], torch.zeros(1), table)
-    else:
-        with pytest.raises(AssertionError, match="the torch path"):
-            pack([torch.ones(1)], torch.zeros(1), table)
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "tensors", "wire"),
-    [
-        (TypeError, r"built for a wire of torch.float32, got torch.float16", [torch.ones(4)], torch.zeros(4).half()),
-        (ValueError, r"hold 4 elements; got shape \(3,\)", [torch.ones(4)], torch.zeros(3)),
-        (ValueError, r"with strides \(2,\)", [torch.ones(4)], torch.zeros(8)[::2]),
-        (ValueError, r"multiple of 16 bytes", [torch.ones(4)], torch.zeros(8)[1:]),
-        (ValueError, r"describes 1 tensors, got 2", [torch.ones(4)] * 2, torch.zeros(4)),
-        (ValueError, r"tensor 0 should have 4 elements, got shape \(5,\)", [torch.ones(5)], torch.zeros(4)),
-        (ValueError, r"strides \(1, 2\), its wire view is contiguous", [torch.ones(2, 2).t()], torch.zeros(4)),
-        (TypeError, r"tensors must have one of .* got torch.int32", [torch.ones(4).int()], torch.zeros(4)),
-    ],
-)
-def test_refused(error: type[Exception], message: str, tensors: list[torch.Tensor], wire: torch.Tensor) -> None:
-    table = ChunkTable([4], [0], wire_dtype=torch.float32, device="cpu")
-    with pytest.raises(error, match=message):
-        pack(tensors, wire, table)

@@ -4,15 +4,8 @@ import torch
 import torchring.kernels
 from tests.support.checks import assert_bitwise
 from tests.support.grids import grid
+from tests.support.kernels import B16, DTYPES, F16, sum_in_order
 from torchring.kernels import reference
-
-F16, B16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-FLOATS = [F32, F16, B16, F64]
-
-
-def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Right answers come from here: one whole tensor at a time, through plain conversions only."""
-    return values.to(dtype)
 
 
 def test_worked_example() -> None:
@@ -35,11 +28,10 @@ def test_scaled_before_cast() -> None:
     assert view.item() == float("inf")  # the mean fits, the gradient does not: casting first is what goes wrong
 
 
-@grid("numel, wire_dtype, dtype, scale", [1, 5, 16 * 1024, 16 * 1024 + 1, 256 * 1024 + 3], FLOATS, FLOATS, [1.0, 1 / 3])
+@grid("numel, wire_dtype, dtype, scale", [1, 5, 16 * 1024, 16 * 1024 + 1, 256 * 1024 + 3], DTYPES, DTYPES, [1.0, 1 / 3])
 def test_pack_and_unpack_round_once(numel: int, wire_dtype: torch.dtype, dtype: torch.dtype, scale: float) -> None:
     grad = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
-    compute = F64 if F64 in (dtype, wire_dtype) else F32
-    expected = rounded(grad.to(compute) * torch.tensor(scale, dtype=compute), wire_dtype)
+    expected = sum_in_order([grad], wire_dtype, scale)
     for move in (reference.pack, reference.unpack):
         target = torch.full((numel,), 7.0, dtype=wire_dtype)
         move([grad, grad], [target.clone(), target], scale=scale)
@@ -83,23 +75,15 @@ def test_pack_refuses_what_torch_would_broadcast() -> None:
         reference.pack([torch.ones(2)], [torch.ones(2, dtype=torch.int32)], scale=0.5)
 
 
-def sum_one_by_one(parts: list[torch.Tensor], dtype: torch.dtype, scale: float) -> torch.Tensor:
-    compute = F64 if F64 in (parts[0].dtype, dtype) else F32
-    total = parts[0].to(compute)
-    for part in parts[1:]:
-        total = total + part.to(compute)
-    return rounded(total * torch.tensor(scale, dtype=compute), dtype)
-
-
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 8])
-@pytest.mark.parametrize("out_dtype", FLOATS)
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [1.0, 1 / 3])
 def test_accumulate(dtype: torch.dtype, out_dtype: torch.dtype, num_parts: int, scale: float) -> None:
     generator = torch.Generator().manual_seed(num_parts)
     parts = [torch.randn(1031, generator=generator).to(dtype) for _ in range(num_parts)]
     before = [part.clone() for part in parts]
-    expected = sum_one_by_one(parts, out_dtype, scale)
+    expected = sum_in_order(parts, out_dtype, scale)
     out = torch.full((1031,), 7.0, dtype=out_dtype)
     reference.accumulate(parts, out, scale=scale)
     assert_bitwise(out, expected)
@@ -111,7 +95,7 @@ def test_accumulate(dtype: torch.dtype, out_dtype: torch.dtype, num_parts: int, 
         assert torch.equal(part, original)
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int32, torch.int64])
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
 def test_accumulate_into_one_of_the_parts(dtype: torch.dtype, place: int) -> None:
     parts = [torch.tensor([1, 2, 3], dtype=dtype) * 4**i for i in range(4)]

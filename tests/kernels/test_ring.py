@@ -1,14 +1,10 @@
 import pytest
 import torch
 
-from tests.kernels.test_direct import (
-    B16,
-    F16,
-    F32,
-    F64,
-    INF,
-    NAN,
-    Place,
+from tests.support.checks import assert_bitwise
+from tests.support.grids import grid
+from tests.support.harness import run_ranks
+from tests.support.kernel_ranks import (
     Round,
     check_abort,
     check_outcomes,
@@ -16,14 +12,12 @@ from tests.kernels.test_direct import (
     places_of_one_process,
     rounds_of_rank,
     rounds_on_streams,
+    run_ring,
     words,
 )
-from tests.kernels.test_interpreter import TRITON_DEVICES, cast, needs_interpreter
-from tests.support.checks import assert_bitwise
-from tests.support.grids import grid
-from tests.support.harness import run_ranks
+from tests.support.kernels import B16, F16, F32, F64, INF, NAN, cast, needs_interpreter, where_triton_runs
 from torchring.allreduce.slices import slice_bounds
-from torchring.kernels import lazy, prepare_ring, reference, ring
+from torchring.kernels import reference
 
 ROUNDS = [
     *(Round(numel, dtype, scale=1 / 3, seed=numel) for numel in (0, 1, 63, 1000, 5000) for dtype in (F32, F16, B16)),
@@ -35,20 +29,6 @@ ROUNDS = [
     Round(40_011, F32, seed=9, by_hand={(0, 40_010): NAN}, max_blocks=1),
     Round(40_011, F32, seed=10),  # blocks that the last launch left out
 ]
-
-
-def run_ring(place: Place, todo: Round) -> None:
-    ring(
-        place.wires,
-        place.signals,
-        place.wire(todo.numel, todo.dtype),
-        rank=place.rank,
-        num_ranks=place.num_ranks,
-        scale=todo.scale,
-        abort=place.abort,
-        found=place.found,
-        max_blocks=todo.max_blocks,
-    )
 
 
 def sum_of_ring(todo: Round, num_ranks: int) -> torch.Tensor:
@@ -95,7 +75,7 @@ def test_worked_example() -> None:
     assert 5.5 * 17 == 93.5
 
 
-@pytest.mark.parametrize("device", TRITON_DEVICES)
+@where_triton_runs
 def test_counts_that_it_sends_and_waits_for(device: str) -> None:
     place = places_of_one_process(3, device)[1]
     pads = words(place)
@@ -110,7 +90,7 @@ def test_counts_that_it_sends_and_waits_for(device: str) -> None:
         assert pad.tolist() == what.tolist()
 
 
-@pytest.mark.parametrize("device", TRITON_DEVICES)
+@where_triton_runs
 @pytest.mark.parametrize("num_steps", [0, 1, 2])  # that the left neighbour comes along
 def test_abort_ends_the_wait_and_poisons(num_steps: int, device: str) -> None:
     place = places_of_one_process(2, device)[0]
@@ -118,7 +98,7 @@ def test_abort_ends_the_wait_and_poisons(num_steps: int, device: str) -> None:
     check_abort(place, run_ring)
 
 
-@pytest.mark.parametrize("device", TRITON_DEVICES)
+@where_triton_runs
 def test_abort_spoils_nothing_that_is_there(device: str) -> None:
     place = places_of_one_process(2, device)[0]
     come_early(place)
@@ -129,25 +109,3 @@ def test_abort_spoils_nothing_that_is_there(device: str) -> None:
     result, _ = place.outcome(todo)
     assert_bitwise(result[64:], todo.input(0)[64:])  # rank 1's wire is 0
     assert result[:64].tolist() == [0.0] * 64  # and so is what it calls the sum of slice 0
-
-
-def test_without_cuda_or_interpreter_it_says_so() -> None:
-    place = places_of_one_process(1, "cpu")[0]
-    if lazy.INTERPRETED:
-        run_ring(place, Round(4))
-    else:
-        with pytest.raises(ValueError, match=r"ring runs on CUDA, or on CPU tensors under TRITON_INTERPRET=1; got"):
-            run_ring(place, Round(4))
-
-
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-def test_refused(device: str) -> None:
-    place = places_of_one_process(2, device)[0]
-    for error, message, change in [
-        (TypeError, r"ring sums .* got a wire of torch\.int32", {"wire": place.wire(64).view(torch.int32)}),
-        (ValueError, r"rank must be one of 2, got -1", {"rank": -1}),
-        (ValueError, r"signals must be contiguous, torch.int64 \[2\]", {"signals": place.wires[:1]}),
-    ]:
-        good = {"wires": place.wires, "signals": place.signals, "wire": place.wire(64), "rank": 0, "num_ranks": 2}
-        with pytest.raises(error, match=message):
-            prepare_ring(**{**good, "abort": place.abort, **change})

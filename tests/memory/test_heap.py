@@ -41,29 +41,28 @@ def faults(calls: list[list[int]], num_bytes: int, **environ: str) -> list[int]:
     return result  # type: ignore[no-any-return]
 
 
-def test_a_block_that_comes_and_goes_is_not_faulted_in_again() -> None:
-    assert max(faults([[48 * MIB]], 48 * MIB)) < 0.1 * NUM_PAGES
+@pytest.mark.parametrize(
+    "calls",
+    [
+        pytest.param([[48 * MIB]], id="one gradient"),
+        pytest.param([[48 * MIB], [10] * 10], id="and a second optimizer of small ones"),
+        pytest.param([[48 * MIB] * 100], id="more bytes than an int holds"),
+    ],
+)
+def test_a_block_that_comes_and_goes_is_not_faulted_in_again(calls: list[list[int]]) -> None:
+    assert max(faults(calls, 48 * MIB)) < 0.1 * NUM_PAGES
 
 
-def test_without_it_a_block_is_faulted_in_every_time() -> None:
-    """Else the test above says nothing."""
-    assert min(faults([], 48 * MIB)) > 0.9 * NUM_PAGES
-
-
-def test_what_is_larger_than_a_gradient_still_goes_back() -> None:
-    assert min(faults([[40 * MIB, 8 * MIB]], 48 * MIB)) > 0.9 * NUM_PAGES
-
-
-def test_a_second_optimizer_of_small_gradients_changes_nothing() -> None:
-    assert max(faults([[48 * MIB], [10] * 10], 48 * MIB)) < 0.1 * NUM_PAGES
-
-
-def test_sizes_beyond_an_int() -> None:
-    assert max(faults([[48 * MIB] * 100], 48 * MIB)) < 0.1 * NUM_PAGES
-
-
-def test_a_very_large_gradient_goes_back_and_does_not_raise_the_threshold_for_others() -> None:
-    assert min(faults([[65 * MIB, 240 * MIB]], 48 * MIB)) > 0.9 * NUM_PAGES
+@pytest.mark.parametrize(
+    "calls",
+    [
+        pytest.param([], id="without it, or the test above says nothing"),
+        pytest.param([[40 * MIB, 8 * MIB]], id="larger than a gradient"),
+        pytest.param([[65 * MIB, 240 * MIB]], id="beside a very large one, which raises no threshold for others"),
+    ],
+)
+def test_other_blocks_still_go_back(calls: list[list[int]]) -> None:
+    assert min(faults(calls, 48 * MIB)) > 0.9 * NUM_PAGES
 
 
 def _holes(rank: int, world_size: int, num_blocks: int) -> tuple[int, int, int]:

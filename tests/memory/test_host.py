@@ -26,8 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import torchring
-from tests.support.checks import assert_bitwise, exact_inputs
+from tests.support.checks import assert_bitwise
 from tests.support.grids import grid
 from tests.support.harness import RanksFailed, count_open_fds, run_ranks, run_threads, wait_until
 from torchring import linux
@@ -69,15 +68,12 @@ def launcher_store() -> dist.Store:
 # ---- who is in a group
 
 
-def test_partition_example() -> None:
-    assert partition([[1], [0], [3], [2]]) == [(0, 1), (2, 3)]
-
-
 @pytest.mark.parametrize(
     ("reachable", "groups"),
     [
         ([], []),
         ([[]], [(0,)]),
+        ([[1], [0], [3], [2]], [(0, 1), (2, 3)]),  # its docstring's example
         ([[], []], [(0,), (1,)]),
         ([[1, 2], [0, 2], [0, 1]], [(0, 1, 2)]),
         ([[2], [3], [0], [1]], [(0, 2), (1, 3)]),
@@ -343,45 +339,36 @@ def test_the_right_token_would_be_admitted() -> None:
     assert said == [b"yes"]
 
 
-@pytest.mark.parametrize("what", ["wrong token", "empty token", "another rank", "own rank", "no token", "wrong types"])
-def test_a_stranger_is_refused_and_the_group_forms(what: str) -> None:
-    def intrude(card: dict[str, str]) -> bytes:
+def test_strangers_are_refused_and_the_group_forms(subtests: pytest.Subtests) -> None:
+    """They have another token or rank, or speak garbage."""
+    tried: list[tuple[bytes, bytes]] = []
+
+    def intrude(card: dict[str, str]) -> None:
         token = card["token"]
-        hello: Any = {
-            "wrong token": {"rank": 1, "token": "0" * len(token)},
-            "empty token": {"rank": 1, "token": ""},
-            "another rank": {"rank": 7, "token": token},
-            "own rank": {"rank": 0, "token": token},
-            "no token": {"rank": 1},
-            "wrong types": {"rank": [1], "token": {}},
-        }[what]
-        return _try_hello(card, json.dumps(hello).encode())
+        hellos: list[Any] = [
+            {"rank": 1, "token": "0" * len(token)},
+            {"rank": 1, "token": ""},
+            {"rank": 7, "token": token},
+            {"rank": 0, "token": token},
+            {"rank": 1},
+            {"rank": [1], "token": {}},
+            {"rank": 1, "token": "ü"},
+            {"rank": None, "token": ""},
+            {"rank": float("inf"), "token": ""},
+            {"rank": float("nan"), "token": ""},
+            [],
+            None,
+        ]
+        garbage = [b"garbage", b"\xff\xfe\x00", b"[" * 4000, b"x" * 60_000]
+        for message in [json.dumps(hello, ensure_ascii=False).encode() for hello in hellos] + garbage:
+            tried.append((message, _try_hello(card, message)))
 
-    groups, answer = run_with_intruder(intrude)
-    assert answer in (b"no", b"")
+    groups, _ = run_with_intruder(intrude)
     assert groups == [(1, 2), (1, 2)]
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        b"garbage",
-        b"\xff\xfe\x00",
-        b"[]",
-        b"null",
-        b'{"rank": null, "token": ""}',
-        b'{"rank": Infinity, "token": ""}',
-        b'{"rank": NaN, "token": ""}',
-        '{"rank": 1, "token": "ü"}'.encode(),
-        b"[" * 4000,
-        b"x" * 60_000,
-    ],
-    ids=["text", "binary", "list", "null", "no rank", "infinity", "nan", "umlaut", "nested", "long"],
-)
-def test_garbage_does_no_harm(message: bytes) -> None:
-    groups, answer = run_with_intruder(lambda card: _try_hello(card, message))
-    assert answer in (b"no", b"")
-    assert groups == [(1, 2), (1, 2)]
+    assert len(tried) == 16
+    for message, answer in tried:
+        with subtests.test(str(message[:40])):
+            assert answer in (b"no", b"")
 
 
 def test_a_stranger_that_says_nothing_does_not_keep_the_others_out() -> None:
@@ -430,42 +417,34 @@ def test_a_listener_that_does_not_answer_is_not_told_the_token_of_another() -> N
 # ---- allocation
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 63, 64, 65, 4095, 4096, 4097, 2**20])
-def test_what_one_writes_all_read(num_bytes: int) -> None:
-    def body(group: HostGroup) -> list[torch.Tensor]:
-        block = group.allocate(num_bytes)
-        assert all(part.shape == (num_bytes,) and part.dtype == torch.uint8 for part in block.parts)
-        assert not any(part.any() for part in block.parts), "fresh memory is zero"
+def test_what_one_writes_all_read() -> None:
+    def body(group: HostGroup) -> None:
         channel = Channel(group, poll_seconds=0.0)
-        channel.barrier()  # everybody has looked
-        block.own.fill_(group.rank + 1)
-        channel.barrier()
-        return [part.clone() for part in block.parts]
+        for num_bytes in (0, 1, 63, 64, 65, 4095, 4096, 4097, 2**20):
+            block = group.allocate(num_bytes)
+            assert all(part.shape == (num_bytes,) and part.dtype == torch.uint8 for part in block.parts)
+            assert not any(part.any() for part in block.parts), "fresh memory is zero"
+            channel.barrier()  # everybody has looked
+            block.own.fill_(group.rank + 1)
+            channel.barrier()
+            for rank, part in enumerate(block.parts):
+                assert_bitwise(part, torch.full((num_bytes,), rank + 1, dtype=torch.uint8))
 
-    for parts in run_groups(3, body):
-        for rank, part in enumerate(parts):
-            assert_bitwise(part, torch.full((num_bytes,), rank + 1, dtype=torch.uint8))
+    run_groups(3, body)
 
 
-def test_own_is_the_part_of_this_rank_and_peers_may_write_it() -> None:
-    def body(group: HostGroup) -> int:
-        block = group.allocate(8)
+def test_own_is_prepared_before_any_peer_can_look_and_peers_may_write_it() -> None:
+    def body(group: HostGroup) -> tuple[list[int], int]:
+        block = group.allocate(8, prepare=lambda part: part.fill_(group.rank + 7))  # type: ignore[arg-type,return-value]
         assert block.own.data_ptr() == block.parts[group.index].data_ptr()
+        prepared = [int(part[0]) for part in block.parts]
         channel = Channel(group, poll_seconds=0.0)
         channel.barrier()
         block.parts[(group.index + 1) % 3].fill_(10 + group.rank)
         channel.barrier()
-        return int(block.own[5])
+        return prepared, int(block.own[5])
 
-    assert run_groups(3, body) == [12, 10, 11]
-
-
-def test_prepare_runs_before_any_peer_can_look() -> None:
-    def body(group: HostGroup) -> list[int]:
-        block = group.allocate(8, prepare=lambda part: part.fill_(group.rank + 7))  # type: ignore[arg-type,return-value]
-        return [int(part[0]) for part in block.parts]
-
-    assert run_groups(3, body) == [[7, 8, 9]] * 3
+    assert run_groups(3, body) == [([7, 8, 9], number) for number in (12, 10, 11)]
 
 
 @grid("sizes", [(64, 128), (0, 64), (64, 64, 65), (1, 2, 3)], keep=lambda sizes: sizes in ((0, 64), (64, 64, 65)))
@@ -696,11 +675,10 @@ def _pass_barriers(channel: Channel) -> None:
 
 
 def test_a_killed_rank_leaves_nothing() -> None:
-    shm = set(os.listdir("/dev/shm"))
+    shm, sockets = set(os.listdir("/dev/shm")), _abstract_sockets()
     assert run_ranks(_hold_memory_and_die, 2, expect_exit={0: -signal.SIGKILL}) == [None, 0]
     assert {name for name in os.listdir("/dev/shm") if "torchring" in name} <= shm
-    # Those of other tests go, one day.
-    left = _abstract_sockets()
+    left = _abstract_sockets() - sockets  # those of other tests that began meanwhile go, one day
     wait_until(lambda: left.isdisjoint(_abstract_sockets()), f"{left} to go")
 
 
@@ -866,31 +844,6 @@ def test_a_rank_of_a_closed_group_is_lost() -> None:
         return caught.value.peers
 
     assert run_groups(2, body)[0] == (1,)
-
-
-def _train_in_threads(rank: int, size: int, store: dist.Store) -> torch.Tensor:
-    """Nothing but a World is needed: no default world, no environment."""
-    world = World(store, rank, size, timeout_seconds=10.0)
-    mover = open_mover(world, "direct", "inline")
-    collectives = Collectives(world)
-    (wire,) = mover.open_wires([(1000, torch.float32)])
-    for i in range(5):
-        wire.tensor.copy_(exact_inputs(1000, torch.float32, rank + i))
-        mover.start(wire).wait()
-        collectives.all_reduce(torch.ones(3), "sum")
-    result = wire.tensor.clone()
-    world.close()
-    return result
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_may_be_threads_of_one_process(size: int) -> None:
-    expected = torch.stack([exact_inputs(1000, torch.float32, rank + 4) for rank in range(size)]).sum(0)
-    for result in run_threads(_train_in_threads, size):
-        assert_bitwise(result, expected)
-    assert not torchring.is_initialized()
-    gc.collect()
-    assert shared_mappings() == []
 
 
 def test_the_grant_is_what_this_file_thinks_it_is() -> None:

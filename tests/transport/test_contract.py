@@ -88,17 +88,8 @@ def _run_and_close(body: Callable[..., Any], meeting: Rendezvous, transports: li
 # ---- transfers
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_rank_and_size(kind: str, size: int) -> None:
-    assert run_transports(kind, size, _rank_and_size) == [(rank, size) for rank in range(size)]
-
-
 def _rank_and_size(_: Meet, transport: Transport) -> tuple[int, int]:
     return transport.rank, transport.size
-
-
-def test_transfers_match_in_the_order_in_which_they_were_started(kind: str) -> None:
-    assert run_transports(kind, 2, _in_order) == [list(range(100, 120)), list(range(20))]
 
 
 def _in_order(_: Meet, transport: Transport) -> list[int]:
@@ -116,25 +107,24 @@ def _in_order(_: Meet, transport: Transport) -> list[int]:
     return [int(tensor[0]) if bool((tensor == tensor[0]).all()) else -1 for tensor in incoming]
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 63, 64, 65, 65_537, MIB, pytest.param(64 * MIB, marks=pytest.mark.grid)])
-def test_sizes(kind: str, num_bytes: int) -> None:
-    for rank, found in enumerate(run_transports(kind, 2, partial(_of_size, num_bytes=num_bytes))):
-        assert found == "as sent", f"rank {rank}: {found}"
+def test_sizes(kind: str) -> None:
+    run_transports(kind, 2, _of_every_size)
 
 
-def _of_size(_: Meet, transport: Transport, num_bytes: int) -> str:
-    def pattern(rank: int) -> torch.Tensor:
-        period = torch.arange(251, dtype=torch.int64).mul(2 * rank + 3).remainder(251).to(torch.uint8)  # prime
-        return period.repeat(num_bytes // 251 + 1)[:num_bytes]
-
+def _of_every_size(_: Meet, transport: Transport) -> None:
     rank = transport.rank
-    incoming = torch.full((num_bytes,), 255, dtype=torch.uint8)
-    receiving = transport.receive(incoming, 1 - rank)
-    sending = transport.send(pattern(rank), 1 - rank)
-    receiving.wait()
-    sending.wait()
-    assert_bitwise(incoming, pattern(1 - rank), f"rank {rank}")
-    return "as sent"
+    for num_bytes in (0, 1, 63, 64, 65, 65_537, MIB, 64 * MIB):
+
+        def pattern(rank: int, num_bytes: int = num_bytes) -> torch.Tensor:
+            period = torch.arange(251, dtype=torch.int64).mul(2 * rank + 3).remainder(251).to(torch.uint8)  # prime
+            return period.repeat(num_bytes // 251 + 1)[:num_bytes]
+
+        incoming = torch.full((num_bytes,), 255, dtype=torch.uint8)
+        receiving = transport.receive(incoming, 1 - rank)
+        sending = transport.send(pattern(rank), 1 - rank)
+        receiving.wait()
+        sending.wait()
+        assert_bitwise(incoming, pattern(1 - rank), f"rank {rank}, {num_bytes} bytes")
 
 
 def test_every_dtype_travels_bit_for_bit(kind: str) -> None:
@@ -195,10 +185,6 @@ def _ring(_: Meet, transport: Transport) -> list[int]:
     return seen
 
 
-def test_several_transports_at_once_do_not_mix(kind: str) -> None:
-    assert run_transports(kind, 2, _do_not_mix, num_streams=3) == [[100, 101, 102], [0, 1, 2]]
-
-
 def _do_not_mix(_: Meet, *transports: Transport) -> list[int]:
     rank = transports[0].rank
     incoming = [torch.zeros(1, dtype=torch.int64) for _ in transports]
@@ -209,11 +195,6 @@ def _do_not_mix(_: Meet, *transports: Transport) -> list[int]:
     for transfer in receiving + sending:
         transfer.wait()
     return [int(tensor) for tensor in incoming]
-
-
-def test_threads(kind: str) -> None:
-    expected = [[1000 * thread + step for step in range(30)] for thread in range(3)]
-    assert run_transports(kind, 2, _in_threads, num_streams=3) == [expected, expected]
 
 
 def _in_threads(_: Meet, *transports: Transport) -> list[list[int]]:
@@ -236,10 +217,6 @@ def _in_threads(_: Meet, *transports: Transport) -> list[list[int]]:
     for thread in threads:
         thread.join()
     return seen
-
-
-def test_tensors_with_gaps_are_refused(kind: str) -> None:
-    assert run_transports(kind, 2, _with_gaps) == [2.0, 1.0]
 
 
 def _with_gaps(_: Meet, transport: Transport) -> float:
@@ -292,12 +269,6 @@ def _sums(_: Meet, transport: Transport) -> dict[torch.dtype, torch.Tensor]:
         transport.all_reduce(torch.zeros(4, 4).t())
     transport.all_reduce(torch.zeros(0))
     return results
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_all_gather_gives_everybodys_number_in_rank_order(kind: str, size: int) -> None:
-    expected = [[-1, 2**40 - 1, 2**41 - 1][:size], [0, -1, -2][:size]]
-    assert run_transports(kind, size, _numbers) == [expected] * size
 
 
 def _numbers(_: Meet, transport: Transport) -> list[list[int]]:
@@ -427,18 +398,10 @@ def _peer_closes(_: Meet, transport: Transport) -> Any:
     return caught.value.peers, time.monotonic() - started
 
 
-def test_closing_one_transport_leaves_the_others_open(kind: str) -> None:
-    assert run_transports(kind, 2, _close_one, num_streams=2) == [2.0, 1.0]
-
-
 def _close_one(_: Meet, first: Transport, second: Transport) -> float:
     first.close()
     first.close()  # twice is once
     return _swap(second)
-
-
-def test_closing_with_transfers_under_way(kind: str) -> None:
-    assert run_transports(kind, 2, _close_in_the_middle, num_streams=3) == [2.0, 1.0]
 
 
 def _close_in_the_middle(meet: Meet, first: Transport, second: Transport, third: Transport) -> float:
@@ -454,10 +417,6 @@ def _close_in_the_middle(meet: Meet, first: Transport, second: Transport, third:
     del transfers
     meet()
     return _swap(third)
-
-
-def test_a_thread_that_waits_while_another_closes_the_transport(kind: str) -> None:
-    assert run_transports(kind, 2, _close_under_a_thread) == ["PeerLostError"] * 2
 
 
 def _close_under_a_thread(meet: Meet, transport: Transport) -> str:
@@ -560,6 +519,29 @@ def _wait(transport: Transport) -> Any:
     seconds = time.monotonic() - started
     transport.close()
     return caught.value.peers, seconds
+
+
+_STEPS = [[1000 * thread + step for step in range(30)] for thread in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("body", "num_streams", "expected"),
+    [
+        pytest.param(_rank_and_size, 1, [(0, 2), (1, 2)], id="rank and size"),
+        pytest.param(_rank_and_size, 1, [(0, 3), (1, 3), (2, 3)], id="rank and size of three"),
+        pytest.param(_in_order, 1, [list(range(100, 120)), list(range(20))], id="transfers match in their order"),
+        pytest.param(_do_not_mix, 3, [[100, 101, 102], [0, 1, 2]], id="several at once do not mix"),
+        pytest.param(_in_threads, 3, [_STEPS] * 2, id="threads"),
+        pytest.param(_with_gaps, 1, [2.0, 1.0], id="tensors with gaps are refused"),
+        pytest.param(_numbers, 1, [[[-1, 2**40 - 1], [0, -1]]] * 2, id="all_gather"),
+        pytest.param(_numbers, 1, [[[-1, 2**40 - 1, 2**41 - 1], [0, -1, -2]]] * 3, id="all_gather of three"),
+        pytest.param(_close_one, 2, [2.0, 1.0], id="closing one leaves the others open"),
+        pytest.param(_close_in_the_middle, 3, [2.0, 1.0], id="closing with transfers under way"),
+        pytest.param(_close_under_a_thread, 1, ["PeerLostError"] * 2, id="closing while a thread waits"),
+    ],
+)
+def test_what_each_rank_sees(kind: str, body: Callable[..., Any], num_streams: int, expected: list[Any]) -> None:
+    assert run_transports(kind, len(expected), body, num_streams=num_streams) == expected
 
 
 def test_closing_gives_back_every_descriptor(kind: str) -> None:

@@ -19,10 +19,9 @@ import torch.distributed as dist
 
 import torchring
 from tests.support import mpi_job
-from tests.support.checks import assert_bitwise, exact_inputs
+from tests.support.checks import assert_bitwise
 from tests.support.harness import RanksFailed, patient
 from tests.support.mpi_job import job, job_ends  # noqa: F401  # a fixture
-from torchring.allreduce.ring import RingAllReduce
 from torchring.errors import RingError, TopologyError
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.transport import mpi as mpi_transport
@@ -277,28 +276,6 @@ if rank == 0:
 
 
 # ---- and what it is all for
-
-
-@needs_mpi
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_ring_over_mpi(dtype: torch.dtype) -> None:
-    numel = 300_000
-    for rank, result in enumerate(run_ranks(partial(_ring_all_reduce, numel=numel, dtype=dtype))):
-        assert_bitwise(result, (sum_of_both(numel) * 0.5).to(dtype), f"rank {rank}")
-
-
-def sum_of_both(numel: int) -> torch.Tensor:
-    return exact_inputs(numel, torch.float32, 0) + exact_inputs(numel, torch.float32, 1)
-
-
-def _ring_all_reduce(rendezvous: Rendezvous, communicator: Any, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    mover = RingAllReduce([MpiTransport(rendezvous, "stream", communicator=communicator)])
-    (wire,) = mover.open_wires([(numel, dtype)])
-    wire.tensor.copy_(exact_inputs(numel, dtype, rendezvous.rank))
-    assert mover.all_reduce(wire, scale=0.5) is None
-    rendezvous.all_gather("done", b"")
-    mover.close()
-    return wire.tensor
 
 
 def train(rank: int, size: int, wrap: Any) -> list[torch.Tensor]:

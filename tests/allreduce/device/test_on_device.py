@@ -229,46 +229,26 @@ def _strided_gradients(side: Side, options: dict[str, Any]) -> Sequence[Any]:
 
 _SCRIPTS: dict[str, tuple[Script, tuple[Any, ...], float]] = {
     "unused on some ranks": (scripts.branches, ("unused on some ranks", True, {}), 1e-9),
-    "unused on some ranks, zeroed in place": (scripts.branches, ("unused on some ranks", False, {}), 1e-9),
     "unused on some ranks, fp16": (scripts.branches, ("alternating", True, {"compression": "fp16"}), 2e-2),
-    "unused on all ranks": (scripts.branches, ("unused on all ranks", True, {}), 1e-9),
     "other sets each step, by the ring": (
         scripts.branches,
         ("other sets each step", False, {"algorithm": "ring"}),
         1e-9,
     ),
-    "two backwards, zeroed in place": (scripts.accumulating, ("two backwards, zeroed in place",), 1e-9),
     "no_sync": (scripts.accumulating, ("no_sync",), 1e-9),
-    "synchronize": (scripts.accumulating, ("synchronize",), 1e-9),
-    "accumulate": (scripts.accumulating, ("accumulate",), 1e-9),
     "accumulate, two are left": (scripts.accumulating, ("accumulate, two are left",), 1e-9),
     "summed": (scripts.summed, (None,), 1e-9),
-    "tied": (scripts.of_kind, ("tied", {}), 1e-9),
-    "number, empty, strided": (scripts.of_kind, ("number, empty, strided", {}), 1e-9),
-    "channels_last": (scripts.of_kind, ("channels_last", {}), 1e-9),
     "channels_last, fp16": (scripts.of_kind, ("channels_last", {"compression": "fp16"}), 5e-2),
     "complex": (scripts.of_kind, ("complex, quantised", {}), 1e-9),
     "kept gradients": (scripts.keeping, ("the gradient",), 1e-9),
-    "kept detached gradients": (scripts.keeping, ("detached",), 1e-9),
     "sparse": (scripts.sparse_words, (True, True), 1e-9),
-    "frozen, then thawed": (scripts.frozen, ("ffttt",), 1e-9),
-    "checkpointed": (scripts.checkpointed, ("reentrant, nested", {}), 1e-9),
-    "retain_graph": (scripts.graph_games, ("retain_graph",), 1e-9),
     "inputs=": (scripts.graph_games, ("inputs=",), 1e-9),
     "exception in backward": (scripts.failing, (1, {}), 1e-9),
-    "another order on each rank": (scripts.ordered, ("another on each rank", {}), 1e-9),
     "two models": (_two_models, (), 1e-9),
     "growing": (_growing, (), 1e-9),
-    "strided gradients": (_strided_gradients, ({},), 1e-12),
     "strided gradients, fp16": (_strided_gradients, ({"compression": "fp16"},), 1e-12),
 }
 
-# What these show of the host's part, optimizer/test_semantics.py shows, too; the others show as much of the device's.
-_IN_GRID = {
-    "unused on some ranks, zeroed in place", "unused on all ranks", "two backwards, zeroed in place", "synchronize",
-    "accumulate", "tied", "number, empty, strided", "channels_last", "kept detached gradients", "retain_graph",
-    "strided gradients", "another order on each rank", "frozen, then thawed", "checkpointed",
-}  # fmt: skip
 _SMOKE = {
     "direct, float32 fp16, mean, late, auto", "unused on some ranks", "no_sync", "kept gradients", "broken", "NaN",
 }  # fmt: skip
@@ -787,8 +767,8 @@ _SCENARIOS[2] |= {
 
 
 def _tier(name: str) -> str:
-    """Scenarios of a tier share a world: `make test` has few, and `make test-sim` not those of the grid."""
-    return "grid" if name in _IN_GRID else "smoke" if name in _SMOKE else "sim"
+    """Scenarios of a tier share a world: `make test` has few of them."""
+    return "smoke" if name in _SMOKE else "sim"
 
 
 def _marked(names: Iterable[str]) -> list[Any]:

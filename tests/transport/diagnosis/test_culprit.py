@@ -65,6 +65,21 @@ def test_ranks_that_all_wait_are_sent_to_look_at_the_network() -> None:
     assert late.message == "rank 1 did not answer within 7 s", "it computes"
 
 
+def on_the_first_of_two(act: Callable[[C10dTransport], Any]) -> Any:
+    """What `act` gives on rank 0, while rank 1 does nothing."""
+
+    def body(rank: int, size: int, store: dist.Store) -> Any:
+        rendezvous = Rendezvous(store, rank, size, 20.0)
+        transport = C10dTransport(rendezvous, "stream")
+        rendezvous.all_gather("open", b"")
+        result = None if rank else act(transport)
+        rendezvous.all_gather("over", b"")
+        transport.close()
+        return result
+
+    return run_threads(body, 2)[0]
+
+
 def test_a_process_that_did_not_run_while_it_waited_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     jump = [0.0]
     clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + jump[0], sleep=time.sleep)
@@ -75,20 +90,12 @@ def test_a_process_that_did_not_run_while_it_waited_says_so(monkeypatch: pytest.
         jump[0] = 30.0
         raise RuntimeError("Timed out waiting 20000ms for recv operation to complete")
 
-    def body(rank: int, size: int, store: dist.Store) -> Any:
-        rendezvous = Rendezvous(store, rank, size, 20.0)
-        transport = C10dTransport(rendezvous, "stream")
-        rendezvous.all_gather("open", b"")
-        error = None
-        if rank == 0:
-            with pytest.raises(PeerTimeoutError) as caught:
-                transport.guard(lambda: transport.interruptible(wait, 1), 1)
-            error = caught.value
-        rendezvous.all_gather("over", b"")
-        transport.close()
-        return error
+    def time_out(transport: C10dTransport) -> PeerTimeoutError:
+        with pytest.raises(PeerTimeoutError) as caught:
+            transport.guard(lambda: transport.interruptible(wait, 1), 1)
+        return caught.value
 
-    error, _ = run_threads(body, 2)
+    error = on_the_first_of_two(time_out)
     assert "this process did not run for 30 s" in error.message
     assert error.peers == (0,)
 
@@ -116,24 +123,18 @@ def _ending_as_the_waiter_gives_up() -> Iterator[threading.Event]:
 
 
 def test_a_wait_that_ends_in_the_moment_of_a_look_is_over() -> None:
-    def body(rank: int, size: int, store: dist.Store) -> None:
-        rendezvous = Rendezvous(store, rank, size, 20.0)
-        transport = C10dTransport(rendezvous, "stream")
-        rendezvous.all_gather("open", b"")
-        if rank == 0:
-            with _ending_as_the_waiter_gives_up() as gate:
-                transport.interruptible(gate.wait, 1)
+    def wait(transport: C10dTransport) -> None:
+        with _ending_as_the_waiter_gives_up() as gate:
+            transport.interruptible(gate.wait, 1)
 
-            def break_link() -> None:
-                gate.wait()
-                raise RuntimeError("Connection closed by peer")
+        def break_link() -> None:
+            gate.wait()
+            raise RuntimeError("Connection closed by peer")
 
-            with _ending_as_the_waiter_gives_up() as gate, pytest.raises(RuntimeError, match="Connection closed"):
-                transport.interruptible(break_link, 1)
-        rendezvous.all_gather("over", b"")
-        transport.close()
+        with _ending_as_the_waiter_gives_up() as gate, pytest.raises(RuntimeError, match="Connection closed"):
+            transport.interruptible(break_link, 1)
 
-    run_threads(body, 2)
+    on_the_first_of_two(wait)
 
 
 def test_an_answer_of_the_store_in_the_last_moment_counts() -> None:

@@ -1,0 +1,254 @@
+"""Ranks for `direct` and `ring`: real processes if the kernels are interpreted, streams of one GPU on CUDA."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from tests.support.checks import assert_bitwise, assert_same_on_all_ranks
+from tests.support.kernels import F32
+from torchring.allreduce.slices import slice_bounds
+from torchring.kernels import direct, ring
+from torchring.kernels.finite import NOT_FOUND
+from torchring.kernels.signals import MAX_BLOCKS, block_words, signal_bytes
+from torchring.memory.host import connect
+from torchring.rendezvous.rendezvous import Rendezvous
+
+GUARD = 16  # elements behind a wire that nobody may touch
+NUM_BYTES = 4 * (40_011 + GUARD)
+
+
+@dataclass(frozen=True)
+class Round:
+    """One all-reduce, and what is put into the wires for it."""
+
+    numel: int
+    dtype: torch.dtype = F32
+    scale: float = 1.0
+    num_slices: int = 5  # at most; ranks without a slice take part all the same
+    max_blocks: int = MAX_BLOCKS
+    apart: bool = False  # gather and spread in two launches
+    seed: int = 0
+    by_hand: dict[tuple[int, int], float] = field(default_factory=dict)  # {(rank, element): value}
+
+    def input(self, rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * rank + self.seed)
+        values = torch.randn(self.numel, generator=generator).to(self.dtype)
+        for (which, index), value in self.by_hand.items():
+            if which == rank:
+                values[index] = value
+        return values
+
+
+@dataclass
+class Place:
+    """What one rank has at hand."""
+
+    rank: int
+    num_ranks: int
+    parts: list[torch.Tensor]  # all ranks' memory for wires, uint8
+    pads: list[torch.Tensor]  # all ranks' signal pads, uint8
+
+    def __post_init__(self) -> None:
+        device = self.parts[0].device
+        self.wires = torch.tensor([part.data_ptr() for part in self.parts], device=device)
+        self.signals = torch.tensor([pad.data_ptr() for pad in self.pads], device=device)
+        self.abort = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.found = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def wire(self, numel: int, dtype: torch.dtype = F32) -> torch.Tensor:
+        """The first elements of the own memory."""
+        return self.parts[self.rank][: numel * dtype.itemsize].view(dtype)
+
+    def fill(self, todo: Round) -> None:
+        guarded = self.wire(todo.numel + GUARD, todo.dtype)
+        guarded[: todo.numel] = todo.input(self.rank)
+        guarded[todo.numel :] = 7.0
+        self.found.fill_(NOT_FOUND)
+
+    def outcome(self, todo: Round) -> tuple[torch.Tensor, int]:
+        guarded = self.wire(todo.numel + GUARD, todo.dtype).cpu().clone()
+        assert guarded[todo.numel :].tolist() == [7.0] * GUARD
+        return guarded[: todo.numel], int(self.found)
+
+
+Runner = Callable[[Place, Round], None]
+Outcomes = list[list[tuple[torch.Tensor, int]]]  # [rank][round]: the wire, and what was found
+
+
+def places_of_one_process(num_ranks: int, device: str) -> list[Place]:
+    parts = list(torch.zeros(num_ranks, -(-NUM_BYTES // 64) * 64, dtype=torch.uint8, device=device))
+    pads = list(torch.zeros(num_ranks, signal_bytes(num_ranks), dtype=torch.uint8, device=device))
+    return [Place(rank, num_ranks, parts, pads) for rank in range(num_ranks)]
+
+
+def words(place: Place) -> list[torch.Tensor]:
+    """Everybody's pads as [block, word]."""
+    return [pad.view(torch.int32).view(MAX_BLOCKS, block_words(place.num_ranks)) for pad in place.pads]
+
+
+def begin_counts(place: Place) -> None:
+    """As if there had been many rounds: block 0 is about to pass 2**31, and block 1 to pass 2**32."""
+    own = words(place)[place.rank]
+    own[0::2] = 2**31 - 9
+    own[1::2] = -1
+
+
+def counts_of(own: torch.Tensor, num_ranks: int) -> list[list[int]]:
+    """Of each block: meetings of every rank, and steps of the left, of the right and of this rank."""
+    return own[:, : num_ranks + 3].tolist()
+
+
+def come_early(place: Place) -> None:
+    """All other ranks have come to the next meetings of this rank, and through the next rounds of its ring."""
+    own, num_ranks = words(place)[place.rank], place.num_ranks
+    own[:, :num_ranks] = torch.where(
+        torch.arange(num_ranks, device=own.device) == place.rank, own[:, :num_ranks], own[:, place.rank, None] + 100
+    )
+    own[:, num_ranks : num_ranks + 2] = own[:, num_ranks + 2, None] + 100
+
+
+def rounds_of_rank(rank: int, num_ranks: int, runner: Runner, rounds: list[Round]) -> list[tuple[torch.Tensor, int]]:
+    """All rounds with nothing between them but the kernel's own signals, and each time another rank late."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    group = connect(Rendezvous(store, rank, num_ranks, 30.0))
+    try:
+        pads = list(group.allocate(signal_bytes(num_ranks)).parts)
+        begin_counts(Place(rank, num_ranks, pads, pads))
+        place = Place(rank, num_ranks, list(group.allocate(NUM_BYTES).parts), pads)  # waits for all ranks
+        outcomes = []
+        for number, todo in enumerate(rounds):
+            if number % num_ranks == rank and num_ranks > 1:
+                time.sleep(0.05)
+            place.fill(todo)
+            runner(place, todo)
+            outcomes.append(place.outcome(todo))
+        for first, *others, left, right, own in counts_of(words(place)[rank], num_ranks):
+            assert others == [first] * (num_ranks - 1), "ranks have been to different numbers of meetings"
+            assert left == right == own, "neighbours have gone different numbers of steps"
+        return outcomes
+    finally:
+        group.close()
+
+
+def aborter(place: Place) -> Callable[[], None]:
+    """Sets the abort word from outside, as the host does: without the device."""
+    return lambda: place.abort.fill_(1)  # type: ignore[return-value]
+
+
+def rounds_on_streams(num_ranks: int, runner: Runner, rounds: list[Round]) -> Outcomes:
+    """All ranks on one GPU, each on a stream of its own."""
+    places = places_of_one_process(num_ranks, "cuda")
+    for place in places:
+        begin_counts(place)
+    streams = [torch.cuda.Stream() for _ in places]
+    aborts = [aborter(place) for place in places]
+    watchdog = threading.Timer(60.0, lambda: [abort() for abort in aborts])
+    watchdog.daemon = True
+    watchdog.start()
+    outcomes: Outcomes = [[] for _ in places]
+    for todo in rounds:
+        # One by one first, with all signals there: to load a kernel while another one waits may be to wait for that.
+        before = [pad.clone() for pad in places[0].pads]
+        for place in places:
+            place.fill(todo)
+            come_early(place)
+            runner(place, todo)
+            torch.cuda.synchronize()
+        for place, pad in zip(places, before, strict=True):
+            place.pads[place.rank].copy_(pad)
+            place.fill(todo)
+        torch.cuda.synchronize()
+        for place, stream in zip(places, streams, strict=True):
+            with torch.cuda.stream(stream):
+                runner(place, todo)
+        torch.cuda.synchronize()
+        for place in places:
+            outcomes[place.rank].append(place.outcome(todo))
+    for pads in zip(*(counts_of(words(place)[place.rank], num_ranks) for place in places), strict=True):
+        assert all(pad == pads[0] for pad in pads), "ranks have counted differently"
+    watchdog.cancel()
+    return outcomes
+
+
+def check_outcomes(outcomes: Outcomes, rounds: list[Round], expect: Callable[[Round, int], torch.Tensor]) -> None:
+    """expect(round, number of ranks) is the wire that all ranks should have; which NaN it holds is no matter."""
+    for number, todo in enumerate(rounds):
+        of_ranks = [of_rank[number] for of_rank in outcomes]
+        assert_same_on_all_ranks([wire for wire, _ in of_ranks])
+        result, expected = of_ranks[0][0], expect(todo, len(outcomes))
+        for kind in (torch.isnan, torch.isinf):
+            assert kind(result).tolist() == kind(expected).tolist(), todo
+        assert_bitwise(result.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0), f"round {number}, {todo}")
+        # Each rank reports from what it has made, so the lowest of all is the first of all.
+        bad = (~expected.isfinite()).nonzero().flatten().tolist()
+        assert min(found for _, found in of_ranks) == (bad[0] if bad else NOT_FOUND), todo
+
+
+def check_abort(place: Place, runner: Runner) -> None:
+    """The runner waits for signals that nobody sends."""
+    todo = Round(5000, max_blocks=2)
+    place.fill(todo)
+    timer = threading.Timer(0.2, aborter(place))
+    started = time.monotonic()
+    timer.start()
+    runner(place, todo)
+    result, _ = place.outcome(todo)  # on CUDA this waits for the kernel
+    assert time.monotonic() - started >= 0.2, "it did not wait"
+    timer.join()
+    assert result.isnan().all()
+
+
+def slice_of(place: Place, todo: Round) -> tuple[int, int]:
+    num_slices = min(todo.num_slices, place.num_ranks)
+    return [*slice_bounds(todo.numel, num_slices, todo.dtype.itemsize), *[(0, 0)] * place.num_ranks][place.rank]
+
+
+def launch_direct(place: Place, todo: Round, *, gather: bool = True, spread: bool = True, multicast: int = 0) -> None:
+    begin, end = slice_of(place, todo)
+    direct(
+        place.wires,
+        place.signals,
+        place.wire(todo.numel, todo.dtype),
+        rank=place.rank,
+        num_ranks=place.num_ranks,
+        begin=begin,
+        end=end,
+        scale=todo.scale,
+        abort=place.abort,
+        found=place.found if gather else None,
+        gather=gather,
+        spread=spread,
+        max_blocks=todo.max_blocks,
+        multicast=multicast,
+    )
+
+
+def run_direct(place: Place, todo: Round) -> None:
+    if not todo.apart:
+        launch_direct(place, todo)
+        return
+    begin, end = slice_of(place, todo)
+    launch_direct(place, todo, spread=False)
+    place.wire(todo.numel, todo.dtype)[begin:end] *= 2  # as a reduction between hosts would
+    launch_direct(place, todo, gather=False)
+
+
+def run_ring(place: Place, todo: Round) -> None:
+    ring(
+        place.wires,
+        place.signals,
+        place.wire(todo.numel, todo.dtype),
+        rank=place.rank,
+        num_ranks=place.num_ranks,
+        scale=todo.scale,
+        abort=place.abort,
+        found=place.found,
+        max_blocks=todo.max_blocks,
+    )
