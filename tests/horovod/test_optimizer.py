@@ -8,6 +8,7 @@ import pickle
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 
 import torchring
 import torchring.horovod as hvd
-from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, logged
+from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, digest, logged
 from tests.support.documents import ROOT, blocks
 from tests.support.grids import grid
 from tests.support.harness import run_pooled, run_ranks
+from tests.support.scripts import Raises
 from torchring.default_world import default_world
 from torchring.horovod.adasum import adasum
 from torchring.memory import host as host_module
@@ -472,6 +474,28 @@ def test_the_documented_script_trains_the_same_before_and_after() -> None:
         assert_same_on_all_ranks([rank[0][i] for rank in ranks])
         torch.testing.assert_close(ranks[0][0][i], ranks[0][1][i])
     assert len(blocks(ROOT / "docs" / "guides" / "horovod.md", "diff")) == 2
+
+
+def _synchronize_after_an_exception(rank: int, size: int) -> tuple[list[int], str]:
+    """In step 1 backward raises before the gradients of the first layer, when a bucket has left."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1 << 18), nn.Linear(1 << 18, 1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
+    hvd.broadcast_parameters(net.state_dict(), 0)
+    counts = []
+    for step in range(3):
+        optimizer.zero_grad()
+        hidden = net[0](torch.full((1, 4), float(rank)))
+        with pytest.raises(ArithmeticError) if step == 1 else nullcontext():
+            net[1:](Raises.apply(hidden) if step == 1 else hidden).sum().backward()
+        counts.append(optimizer.stats().num_reductions)
+        optimizer.step()  # synchronizes
+    return counts, digest(net.parameters())
+
+
+def test_step_reduces_what_a_backward_that_has_raised_left() -> None:
+    ranks = run(_synchronize_after_an_exception, 2)
+    assert ranks[0][0] == [1, 1, 3]  # step() made the second one
+    assert ranks[0] == ranks[1]
 
 
 def _death_in_backward(rank: int, size: int) -> bool:

@@ -10,6 +10,7 @@ import os
 import pickle
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -617,6 +618,31 @@ def test_after_close_the_wrapped_optimizer_goes_on_alone_and_may_be_wrapped_agai
     assert first["momentum"] == second["momentum"]
     assert first["phases"][1] == first["phases"][2]
     assert all(p.startswith("ValueError") and "closed" in p for p in first["problems"] + second["problems"])
+
+
+def _kept_after_close(rank: int, world_size: int) -> list[bool]:
+    """Whether a parameter outlives its optimizer, closed after 0, 1, 2 ... backwards and a synchronize()."""
+    kept = []
+    for num_backwards in range(5):
+        model = small_model()
+        optimizer = torchring.wrap(momentum(model), model)
+        train(Side((rank,), True), model, optimizer, range(num_backwards))
+        with optimizer.no_sync():
+            model(batch(rank, 0)[0]).sum().backward()
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        gc.collect()
+        gc.disable()
+        optimizer.close()
+        parameter = weakref.ref(model[0].weight)
+        del model, optimizer
+        kept.append(parameter() is not None)
+        gc.enable()
+    return kept
+
+
+def test_a_closed_optimizer_holds_no_parameters_until_the_garbage_collector_comes() -> None:
+    assert run_pooled(_kept_after_close, 2) == [[False] * 5] * 2
 
 
 def _dropped(side: Side) -> Sequence[Any]:

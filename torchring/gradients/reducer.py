@@ -139,6 +139,7 @@ class Reducer:
         weighing: gives gradients their weights.
         participants: what takes part in a round, in this order on all ranks.
         failure: the error that ended the last backward between ranks. Gradients are worth nothing after it.
+        num_reductions: number of rounds that are over. Unlike `RoundState.next_number`, without those broken off.
         num_steps: how many optimizer steps this rank has made.
         num_skipped_steps: how many steps were left out, because a gradient was not finite.
         in_backward: whether a backward of these parameters is under way.
@@ -163,6 +164,7 @@ class Reducer:
     ) -> None:
         self.world = world
         self.owner = weakref.ref(owner)
+        self.num_reductions = 0
         self.num_steps = 0
         self.num_skipped_steps = 0
         self.failure: BaseException | None = None
@@ -174,8 +176,6 @@ class Reducer:
         self._end_backward = end_backward
         self._recorder = recorder_of(world)
         self._flight_recorder = flight_recorder_of(world)
-        recorder = self._flight_recorder
-        self._entry = recorder.open_numbered_entry("gradients") if recorder is not None else None
 
         # Whether a backward reduces
         self.accumulate = options.accumulate
@@ -184,6 +184,8 @@ class Reducer:
 
         # The round. The script's collectives check: another rank may be calling one of those, instead of wrapping.
         self._check_agreement(specs, collectives_of(world), buffers)
+        recorder = self._flight_recorder
+        self._entry = recorder.open_numbered_entry("gradients") if recorder is not None else None
         self.specs: list[ParameterSpec] = []
         self.parameters: list[torch.nn.Parameter] = []
         self._sparse = SparseReduction(
@@ -235,11 +237,6 @@ class Reducer:
     def round(self) -> RoundState:
         """The round under way, or the last one."""
         return self.launcher.round
-
-    @property
-    def num_reductions(self) -> int:
-        """Number of rounds that are over."""
-        return self.round.next_number
 
     @property
     def non_finite(self) -> NonFiniteGradient | None:
@@ -616,8 +613,6 @@ class Reducer:
             self.world.raise_if_broken()
             with self._failing():
                 self._begin_round(hold=self._members.are_several)
-            self.mark_ready = self.round.mark_ready or self.launcher.mark_ready
-            self.round.mark_ready = None  # which refers to what refers to the round
         self.in_backward = True
 
     def _begin_round(self, *, hold: bool, is_again: bool = False) -> None:
@@ -654,6 +649,8 @@ class Reducer:
         self.layout.agreement.begin()
         self._found_before = self.non_finite
         launcher.begin(current)
+        self.mark_ready = current.mark_ready or launcher.mark_ready
+        current.mark_ready = None  # which refers to what refers to the round
 
     def _reduce(self, backward: object = None) -> None:
         """Backward is over: reduce what is left and return when every gradient holds the result.
@@ -675,6 +672,7 @@ class Reducer:
             participant.reduced(current)
         if current.sums["is_absent"] == self.world.size:  # all gradients are what they were
             current.non_finite = current.non_finite or self._found_before
+        self.num_reductions += 1
         self.world.num_reductions += 1
         if current.hold:
             self.layout.follow_order()
