@@ -26,7 +26,7 @@ from tests.support import scripts
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, assert_within_rounding, digest, exact_inputs
 from tests.support.fake_device import FakeAccelerator, FakeMark, FakeStream
 from tests.support.harness import run_ranks
-from tests.support.training import Script, Side, attempt, batch, momentum, small_model, values
+from tests.support.training import Script, Side, assert_as_one_process, attempt, batch, momentum, small_model, values
 from torchring.allreduce import choice
 from torchring.allreduce.cost import seconds_together
 from torchring.allreduce.device import engines, select
@@ -831,19 +831,7 @@ def test_the_comparison_can_fail() -> None:
 def test_what_holds_on_the_cpu_holds_on_a_device(name: str) -> None:
     """Scripts of optimizer/test_semantics.py, and some more, against one process that does the work of both ranks."""
     script, args, tolerance = _SCRIPTS[name]
-    expected = script(Side((0, 1), False), *args)
-    results = results_of(name)
-    assert expected
-    for result in results:
-        assert len(result) == len(expected)
-    for i, right in enumerate(expected):
-        if isinstance(right, Tensor):
-            assert_same_on_all_ranks([result[i] for result in results])
-            torch.testing.assert_close(
-                results[0][i], right, rtol=tolerance, atol=tolerance, msg=lambda m, i=i: f"{i}: {m}"
-            )
-        else:
-            assert [result[i] for result in results] == [right] * 2
+    assert_as_one_process(script, *args, tolerance=tolerance, run=lambda *_: results_of(name))
 
 
 def test_the_same_bits_as_on_the_cpu() -> None:
