@@ -91,7 +91,7 @@ class CollectiveEngine:
         self._num_waiting = 0  # threads that wait for a result
         self._last_cycle = time.monotonic()
         if world.size == 1:
-            self.planes[0] = Plane(world, (0,), collectives=self._collectives)
+            self.planes[0] = Plane(world, (0,), self._collectives.run)
         self._thread = SerialThread("torchring-horovod")
         if world.size > 1:
             self._cycles = self._collectives.run("hvd.init()", self._open_cycles)
@@ -102,7 +102,7 @@ class CollectiveEngine:
 
     def _open_cycles(self, backend: Backend) -> Cycles:
         world = self.world
-        self.planes[0] = Plane(world, self.sets[0], backend=backend)
+        self.planes[0] = Plane(world, self.sets[0], lambda _, operation: operation(backend))  # while a cycle is run
         cycles: Cycles
         if world.shares_memory and world.host is not None:
             cycles = SharedMemoryCycles(world.host, self._settings.cycle_seconds)
@@ -121,7 +121,7 @@ class CollectiveEngine:
         self.planes[process_set] = None
         if self.world.rank in ranks:
             world = self._open_world(ranks)
-            self.planes[process_set] = Plane(world, ranks, collectives=Collectives(world, "horovod", is_scripts=False))
+            self.planes[process_set] = Plane(world, ranks, Collectives(world, "horovod", is_scripts=False).run)
         return process_set
 
     def _open_world(self, ranks: tuple[int, ...]) -> World:

@@ -8,21 +8,20 @@ summed in fp32 and rounded once, where Horovod rounds after each step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 
 from torchring.collectives import operations
 from torchring.collectives.combine import combine
 from torchring.collectives.operations import Backend
-from torchring.collectives.service import Collectives
 from torchring.collectives.signature import signature_of
 from torchring.horovod.adasum import adasum
 from torchring.horovod.negotiation import BARRIER, Request, Response, dtype_of
 from torchring.memory.host import bytes_of
 from torchring.world import World
 
-_T = TypeVar("_T")
 Result = tuple[Sequence[torch.Tensor], Sequence[int]]
 """The tensors that a call of a collective returns, and numbers. Of allgather: the first of this rank's rows in each
 tensor. Of alltoall: how many rows came from each rank. Of others: none."""
@@ -58,34 +57,19 @@ class Operation:
         self.since = 0.0
 
 
+@dataclass(frozen=True)
 class Plane:
     """Exchanges data among the members of one process set.
 
-    Args:
+    Attributes:
         world: has exactly these ranks.
         ranks: their global ranks, ascending.
-        backend: moves the bytes, inside an operation of the engine that is under way already.
-        collectives: in place of `backend`, where there is no such operation.
+        run: calls a function with the backend that moves the bytes. Errors name what it was called for.
     """
 
-    def __init__(
-        self,
-        world: World,
-        ranks: tuple[int, ...],
-        *,
-        backend: Backend | None = None,
-        collectives: Collectives | None = None,
-    ) -> None:
-        self.world = world
-        self.ranks = ranks
-        self._backend = backend
-        self._collectives = collectives
-
-    def run(self, what: str, operation: Callable[[Backend], _T]) -> _T:
-        if self._backend is not None:
-            return operation(self._backend)
-        assert self._collectives is not None
-        return self._collectives.run(what, operation)
+    world: World
+    ranks: tuple[int, ...]
+    run: Callable[[str, Callable[[Backend], list[Result]]], list[Result]]
 
 
 @torch.no_grad()
@@ -108,15 +92,15 @@ def carry_out(
         ]
         _all_reduce(backend, plane, [tensor for each in tensors for tensor in each], first.arguments)
         return [(tuple(each), ()) for each in tensors]
-    operation, response = operations_[0], responses[0]
-    if operation is None:  # a barrier of the ranks that have not joined
+    operation = operations_[0]
+    if operation is None or first.kind == BARRIER:  # negotiation has shown that all members have called it
         return [((), ())]
-    return [_MOVES[first.kind](backend, plane, operation, response)]
+    return [_MOVES[first.kind](backend, plane, operation, responses[0])]
 
 
 def _all_reduce(backend: Backend, plane: Plane, tensors: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> None:
     """Reduce `tensors` in place."""
-    op, size = arguments["op"], len(plane.ranks)
+    op = arguments["op"]
     for tensor in tensors:
         scale(tensor, arguments["prescale_factor"])
     if op == "Adasum":
@@ -128,12 +112,12 @@ def _all_reduce(backend: Backend, plane: Plane, tensors: Sequence[torch.Tensor],
         for tensor in tensors:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
         for dtype, alike in by_dtype.items():
-            _reduce_alike(backend, alike, dtype, op, size)
+            _reduce_alike(backend, alike, dtype, op)
     for tensor in tensors:
-        scale(tensor, arguments["postscale_factor"])
+        _complete(tensor, arguments, len(plane.ranks))
 
 
-def _reduce_alike(backend: Backend, tensors: Sequence[torch.Tensor], dtype: torch.dtype, op: str, size: int) -> None:
+def _reduce_alike(backend: Backend, tensors: Sequence[torch.Tensor], dtype: torch.dtype, op: str) -> None:
     if dtype == torch.bool:
         wide = [tensor.to(torch.uint8) for tensor in tensors]
         operations.all_reduce_together(backend, wide, _BOOL_OPS[op])
@@ -143,8 +127,6 @@ def _reduce_alike(backend: Backend, tensors: Sequence[torch.Tensor], dtype: torc
         wide = [torch.view_as_complex(tensor) for tensor in wide]
     else:
         operations.all_reduce_together(backend, tensors, _reduction(op, dtype))
-        for tensor in tensors if _divides(op, dtype) else ():
-            tensor.div_(size, rounding_mode="trunc")
         return
     for tensor, result in zip(tensors, wide, strict=True):
         tensor.copy_(result)
@@ -154,43 +136,43 @@ def carry_out_inline(
     plane: Plane, operation: Operation | None, request: Request, payloads: Mapping[int, memoryview]
 ) -> Result:
     """The result of an allreduce whose values have come with the requests."""
-    arguments, size = request.arguments, len(plane.ranks)
     tensors = operation.tensors if operation is not None else _zeros(request)
     start = 0
     for tensor in tensors:
-        stop = start + tensor.nbytes
-        if stop > start:
+        if tensor.nbytes:
             parts = [
                 torch.frombuffer(payloads[rank], dtype=tensor.dtype, count=tensor.numel(), offset=start)
                 for rank in plane.ranks
             ]
-            _combine(parts, tensor, arguments, size)
-        start = stop
+            _combine(parts, tensor, request.arguments)
+        start += tensor.nbytes
     return tuple(tensors), ()
 
 
-def _combine(parts: list[torch.Tensor], tensor: torch.Tensor, arguments: Mapping[str, Any], size: int) -> None:
-    op, before, after = arguments["op"], arguments["prescale_factor"], arguments["postscale_factor"]
+def _combine(parts: list[torch.Tensor], tensor: torch.Tensor, arguments: Mapping[str, Any]) -> None:
+    op, before = arguments["op"], arguments["prescale_factor"]
     if before != 1.0:
         parts = [part.clone() for part in parts]
         for part in parts:
             scale(part, before)
+    is_plain = tensor.device.type == "cpu" and tensor.is_contiguous()
+    result = tensor.view(-1) if is_plain else torch.empty_like(parts[0])
     if op == "Adasum":
-        result = adasum(parts)
+        result.copy_(adasum(parts))
     elif tensor.dtype == torch.bool:
-        result = torch.stack(parts).any(0) if _BOOL_OPS[op] == "max" else torch.stack(parts).all(0)
+        result.copy_(torch.stack(parts).any(0) if _BOOL_OPS[op] == "max" else torch.stack(parts).all(0))
     else:
-        divides = _divides(op, tensor.dtype)
-        is_plain = not divides and tensor.device.type == "cpu" and tensor.is_contiguous()
-        result = tensor.view(-1) if is_plain else torch.empty_like(parts[0])
         combine(parts, result, _reduction(op, tensor.dtype))
-        if is_plain:
-            scale(tensor, after)
-            return
-        if divides:
-            result.div_(size, rounding_mode="trunc")
-    tensor.copy_(result.view(tensor.shape))
-    scale(tensor, after)
+    if not is_plain:
+        tensor.copy_(result.view(tensor.shape))
+    _complete(tensor, arguments, len(parts))
+
+
+def _complete(tensor: torch.Tensor, arguments: Mapping[str, Any], size: int) -> None:
+    """What follows a reduction over `size` ranks: averages of integers are divided, then all values are scaled."""
+    if _divides(arguments["op"], tensor.dtype):
+        tensor.div_(size, rounding_mode="trunc")
+    scale(tensor, arguments["postscale_factor"])
 
 
 def _divides(op: str, dtype: torch.dtype) -> bool:
@@ -265,15 +247,9 @@ def _reduce_scatter(backend: Backend, plane: Plane, operation: Operation, respon
             continue
         parts, _ = operations.all_to_all(backend, tensor, splits, signature_of("reducescatter", [tensor]))
         result = operations.reduce_parts(parts, _reduction(arguments["op"], tensor.dtype))
-        if _divides(arguments["op"], tensor.dtype):
-            result.div_(size, rounding_mode="trunc")
-        scale(result, arguments["postscale_factor"])
+        _complete(result, arguments, size)
         results.append(result)
     return tuple(results), ()
-
-
-def _barrier(backend: Backend, plane: Plane, operation: Operation, response: Response) -> Result:
-    return (), ()  # negotiation has shown that all members have called it
 
 
 _MOVES: Final[dict[str, Callable[[Backend, Plane, Operation, Response], Result]]] = {
@@ -281,5 +257,4 @@ _MOVES: Final[dict[str, Callable[[Backend, Plane, Operation, Response], Result]]
     "broadcast": _broadcast,
     "alltoall": _all_to_all,
     "reducescatter": _reduce_scatter,
-    BARRIER: _barrier,
 }

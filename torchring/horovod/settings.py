@@ -1,16 +1,5 @@
 """The settings of Horovod's API: environment variables HOROVOD_*, read by `init()`, as Horovod reads them.
 
-    HOROVOD_FUSION_THRESHOLD                bytes that are reduced at once; 0: each tensor by itself
-    HOROVOD_CYCLE_TIME                      milliseconds for which a tensor may wait for others to be fused with
-    HOROVOD_TIMELINE                        a file, or DYNAMIC: start_timeline() says which
-    HOROVOD_TIMELINE_MARK_CYCLES            1: cycles in the timeline, too
-    HOROVOD_STALL_CHECK_DISABLE             1: no warnings of ranks that others wait for
-    HOROVOD_STALL_CHECK_TIME_SECONDS        before a warning
-    HOROVOD_STALL_SHUTDOWN_TIME_SECONDS     before waiting ranks give up; 0: never
-    HOROVOD_DYNAMIC_PROCESS_SETS            1: add_process_set() and remove_process_set() are allowed
-    HOROVOD_GLOO_TIMEOUT_SECONDS            for ranks to meet in init(), and for bytes under way
-    HOROVOD_LOG_LEVEL                       TRACE, DEBUG, INFO, WARNING, ERROR or FATAL, of the logger "torchring"
-
 The variables in which a launcher says rank, size and where to meet are read elsewhere (rendezvous/environment.py). A
 warning names all other HOROVOD_* variables: they mean nothing to torchring.
 """
@@ -21,9 +10,9 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 DYNAMIC_TIMELINE: Final = "DYNAMIC"
 _LEVELS: Final = {
@@ -50,10 +39,10 @@ class Settings:
 
     Attributes:
         fusion_threshold_bytes: tensors are reduced together until they have this many bytes. 0: never together.
-        cycle_seconds: how long a tensor may wait for others to be reduced with.
+        cycle_seconds: how long a tensor may wait for others to be reduced with. The variable has milliseconds.
         timeline: path of the timeline's file, DYNAMIC_TIMELINE if start_timeline() will give one, or None.
         mark_cycles: show negotiation cycles in the timeline.
-        stall_check: warn of ranks that keep others waiting.
+        stall_check: warn of ranks that keep others waiting. The variable disables it.
         stall_warning_seconds: how long a rank waits before it warns. 0 for never.
         stall_shutdown_seconds: how long a rank waits before it gives up. 0 for never. Horovod ignores a time shorter
             than the warning's; torchring gives up at that time, warned or not.
@@ -83,28 +72,21 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     variable, its value, and what would be right.
     """
     said = {key: value.strip() for key, value in environ.items() if key.startswith("HOROVOD_") and value.strip()}
-    timeline = said.pop("HOROVOD_TIMELINE", None)
-    if timeline is not None and timeline.upper() == DYNAMIC_TIMELINE:
-        timeline = DYNAMIC_TIMELINE
-    default = Settings()
-    cycle_ms = _number(said, "HOROVOD_CYCLE_TIME", default.cycle_seconds * 1000)
-    timeout = _number(said, "HOROVOD_GLOO_TIMEOUT_SECONDS", math.nan)
-    if timeout == 0:
-        raise ValueError("HOROVOD_GLOO_TIMEOUT_SECONDS needs a positive number of seconds, got '0'")
-    settings = Settings(
-        fusion_threshold_bytes=_integer(said, "HOROVOD_FUSION_THRESHOLD", default.fusion_threshold_bytes),
-        cycle_seconds=cycle_ms / 1000,
-        timeline=timeline,
-        mark_cycles=_switch(said, "HOROVOD_TIMELINE_MARK_CYCLES"),
-        stall_check=not _switch(said, "HOROVOD_STALL_CHECK_DISABLE"),
-        stall_warning_seconds=_number(said, "HOROVOD_STALL_CHECK_TIME_SECONDS", default.stall_warning_seconds),
-        stall_shutdown_seconds=_number(said, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", default.stall_shutdown_seconds),
-        dynamic_process_sets=_switch(said, "HOROVOD_DYNAMIC_PROCESS_SETS"),
-        log_level=_level(said, "HOROVOD_LOG_LEVEL"),
-        timeout_seconds=None if math.isnan(timeout) else timeout,
-    )
-    _warn_of_ignored(said)
-    return settings
+    read = {}
+    for key, (field, expected, convert) in _VARIABLES.items():
+        if (value := said.pop(key, None)) is not None:
+            try:
+                read[field] = convert(value)
+            except (ValueError, KeyError):
+                raise ValueError(f"{key} needs {expected}, got {value!r}") from None
+    # What is left has no meaning here. The value 0 switches off what is not there.
+    ignored = [key for key in sorted(said.keys() - _warned_of) if not _NOT_OF_USERS.fullmatch(key) and said[key] != "0"]
+    if ignored:
+        _warned_of.update(ignored)
+        mean, are = ("mean", "are") if len(ignored) > 1 else ("means", "is")
+        text = f"{', '.join(ignored)} {mean} nothing to torchring and {are} ignored"
+        warnings.warn(text, stacklevel=3)  # whoever calls init()
+    return Settings(**read)
 
 
 def apply_log_level(settings: Settings) -> None:
@@ -113,64 +95,45 @@ def apply_log_level(settings: Settings) -> None:
         logging.getLogger("torchring").setLevel(settings.log_level)
 
 
-def _warn_of_ignored(said: Mapping[str, str]) -> None:
-    """Warn of variables that nothing has read. The value 0 switches off what is not there."""
-    ignored = [
-        key
-        for key, value in sorted(said.items())
-        if key not in _warned_of and not _NOT_OF_USERS.fullmatch(key) and value != "0"
-    ]
-    if not ignored:
-        return
-    _warned_of.update(ignored)
-    plural = len(ignored) > 1
-    warnings.warn(
-        f"{', '.join(ignored)} {'mean' if plural else 'means'} nothing to torchring and "
-        f"{'are' if plural else 'is'} ignored",
-        stacklevel=4,  # whoever calls init()
-    )
+def _timeline(value: str) -> str:
+    return DYNAMIC_TIMELINE if value.upper() == DYNAMIC_TIMELINE else value
 
 
-# Each of the following takes the variable out of `said`.
-
-
-def _switch(said: dict[str, str], key: str) -> bool:
+def _switch(value: str) -> bool:
     """1 and 0, as Horovod has them, or the words that people write instead."""
-    value = said.pop(key, "0")
-    if value.lower() in ("true", "yes", "on"):
-        return True
-    if value.lower() in ("false", "no", "off"):
-        return False
-    try:
-        return int(value) > 0
-    except ValueError:
-        raise ValueError(f"{key} needs 1 or 0, got {value!r}") from None
+    word = value.lower()
+    return word in ("true", "yes", "on") or (word not in ("false", "no", "off") and int(value) > 0)
 
 
-def _integer(said: dict[str, str], key: str, default: int) -> int:
-    value = said.pop(key, str(default))
+def _whole(value: str) -> int:
     if not re.fullmatch("[0-9]+", value):
-        raise ValueError(f"{key} needs a whole number, 0 or more, got {value!r}")
+        raise ValueError
     return int(value)
 
 
-def _number(said: dict[str, str], key: str, default: float) -> float:
-    value = said.pop(key, None)
-    if value is None:
-        return default
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
+def _number(value: str) -> float:
+    number = float(value)
     if not 0 <= number < math.inf:
-        raise ValueError(f"{key} needs a number, 0 or more, got {value!r}")
+        raise ValueError
     return number
 
 
-def _level(said: dict[str, str], key: str) -> int | None:
-    value = said.pop(key, None)
-    if value is None:
-        return None
-    if value.upper() not in _LEVELS:
-        raise ValueError(f"{key} needs one of {', '.join(_LEVELS)}, got {value!r}")
-    return _LEVELS[value.upper()]
+def _positive(value: str) -> float:
+    if not (number := _number(value)):
+        raise ValueError
+    return number
+
+
+# variable -> its setting, what is right for errors, and how to read it
+_VARIABLES: Final[dict[str, tuple[str, str, Callable[[str], Any]]]] = {
+    "HOROVOD_FUSION_THRESHOLD": ("fusion_threshold_bytes", "a whole number, 0 or more", _whole),
+    "HOROVOD_CYCLE_TIME": ("cycle_seconds", "a number, 0 or more", lambda value: _number(value) / 1000),
+    "HOROVOD_TIMELINE": ("timeline", "a path", _timeline),
+    "HOROVOD_TIMELINE_MARK_CYCLES": ("mark_cycles", "1 or 0", _switch),
+    "HOROVOD_STALL_CHECK_DISABLE": ("stall_check", "1 or 0", lambda value: not _switch(value)),
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": ("stall_warning_seconds", "a number, 0 or more", _number),
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("stall_shutdown_seconds", "a number, 0 or more", _number),
+    "HOROVOD_DYNAMIC_PROCESS_SETS": ("dynamic_process_sets", "1 or 0", _switch),
+    "HOROVOD_LOG_LEVEL": ("log_level", f"one of {', '.join(_LEVELS)}", lambda value: _LEVELS[value.upper()]),
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": ("timeout_seconds", "a positive number of seconds", _positive),
+}

@@ -45,7 +45,9 @@ class Timeline:
     def submitted(self, request: Request) -> None:
         """This rank asks for an operation."""
         with self._lock:
-            self._negotiate(request)
+            if request.name not in self._negotiating:
+                self._negotiating.add(request.name)
+                self._add(request, "B", name=f"NEGOTIATE_{request.kind.upper()}")
 
     def cycle(self, submitted: Sequence[Sequence[Request]]) -> None:
         """A negotiation cycle: the new requests of each rank."""
@@ -54,9 +56,8 @@ class Timeline:
                 self._write({"name": "CYCLE_START", "ph": "i", "s": "g", "pid": 0, "ts": self._now_us()})
             for rank, requests in enumerate(submitted):
                 for request in requests:
-                    self._negotiate(request)
-                    row = self._row(request)
-                    self._write({"name": str(rank), "ph": "X", "pid": row, "ts": self._now_us(), "dur": 0})
+                    self.submitted(request)
+                    self._add(request, "X", name=str(rank), dur=0)
 
     def begin(self, requests: Sequence[Request]) -> None:
         """Operations are carried out together from now on."""
@@ -64,16 +65,16 @@ class Timeline:
             for request in requests:
                 if request.name in self._negotiating:
                     self._negotiating.discard(request.name)
-                    self._write({"ph": "E", "pid": self._row(request), "ts": self._now_us()})
-                self._write({"name": request.kind.upper(), "ph": "B", "pid": self._row(request), "ts": self._now_us()})
+                    self._add(request, "E")
+                self._add(request, "B", name=request.kind.upper())
 
     def end(self, requests: Sequence[Request]) -> None:
         """Operations have been carried out."""
         with self._lock:
             for request in requests:
-                shapes = [f"{dtype} {list(shape)}" for dtype, shape in request.tensors]
-                row = self._row(request)
-                self._write({"ph": "E", "pid": row, "ts": self._now_us(), "args": {"tensors": shapes}})
+                self._add(
+                    request, "E", args={"tensors": [f"{dtype} {list(shape)}" for dtype, shape in request.tensors]}
+                )
 
     def close(self) -> None:
         """Write no more."""
@@ -82,18 +83,13 @@ class Timeline:
                 self._file.close()
             self._file = None
 
-    def _negotiate(self, request: Request) -> None:
-        if request.name not in self._negotiating:
-            self._negotiating.add(request.name)
-            name = f"NEGOTIATE_{request.kind.upper()}"
-            self._write({"name": name, "ph": "B", "pid": self._row(request), "ts": self._now_us()})
-
-    def _row(self, request: Request) -> int:
-        if request.name not in self._rows:
+    def _add(self, request: Request, phase: str, **event: Any) -> None:
+        """Write an event in the row of a request."""
+        if (row := self._rows.get(request.name)) is None:
             self._rows[request.name] = row = len(self._rows) + 1
             self._write({"name": "process_name", "ph": "M", "pid": row, "args": {"name": request.name}})
             self._write({"name": "process_sort_index", "ph": "M", "pid": row, "args": {"sort_index": row}})
-        return self._rows[request.name]
+        self._write({"ph": phase, "pid": row, "ts": self._now_us(), **event})
 
     def _now_us(self) -> int:
         return (time.monotonic_ns() - self._started_ns) // 1000

@@ -36,7 +36,26 @@ _V = TypeVar("_V")
 _LATER_SECONDS: Final = 0.001  # than what was announced before: clocks of hosts differ
 
 
-class State:
+class _Recoverable:
+    """What can be saved, and brought back after a failure."""
+
+    def save(self) -> None:
+        """Copy the state to host memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Give all ranks rank 0's state. Collective."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Adapt to the ranks that there are now. Does nothing here."""
+
+
+class State(_Recoverable):
     """The parts that every state has: `horovod.common.elastic.State`. Subclasses say what is saved, and how.
 
     Args:
@@ -103,21 +122,6 @@ class State:
         if self._last_updated_timestamp > before:
             raise HostsUpdatedInterrupt(skip_sync=changes == REMOVED)
 
-    def save(self) -> None:
-        """Copy the state to host memory."""
-        raise NotImplementedError
-
-    def restore(self) -> None:
-        """Go back to what was saved last."""
-        raise NotImplementedError
-
-    def sync(self) -> None:
-        """Give all ranks rank 0's state. Collective."""
-        raise NotImplementedError
-
-    def reset(self) -> None:
-        """Adapt to the ranks that there are now. Does nothing here."""
-
 
 class ObjectState(State):
     """Any values, given as keywords, as attributes: `horovod.common.elastic.ObjectState`.
@@ -141,15 +145,12 @@ class ObjectState(State):
         def __getattr__(self, name: str) -> Any: ...
 
     def save(self) -> None:
-        """Copy the values."""
         self._saved_state = {name: _copied(getattr(self, name)) for name in self._saved_state}
 
     def restore(self) -> None:
-        """Set the attributes to copies of the saved values."""
         self._set_attributes({name: _copied(value) for name, value in self._saved_state.items()})
 
     def sync(self) -> None:
-        """Set the attributes to rank 0's, and save them. Collective."""
         if self._saved_state:
             self._set_attributes(self._bcast_object({name: getattr(self, name) for name in self._saved_state}))
             ObjectState.save(self)
@@ -159,7 +160,7 @@ class ObjectState(State):
             setattr(self, name, value)
 
 
-class StateHandler(Generic[_V]):
+class StateHandler(_Recoverable, Generic[_V]):
     """Saves, restores and synchronises one value of a `TorchState`. The extension point for types of your own:
 
         set_handler_registry([*get_handler_registry(), (MyType, MyHandler)])
@@ -170,21 +171,6 @@ class StateHandler(Generic[_V]):
 
     def __init__(self, value: _V) -> None:
         self.value = value
-
-    def save(self) -> None:
-        """Copy the value's state to host memory."""
-        raise NotImplementedError
-
-    def restore(self) -> None:
-        """Give the value the state that was saved last."""
-        raise NotImplementedError
-
-    def sync(self) -> None:
-        """Give the value rank 0's state. Collective."""
-        raise NotImplementedError
-
-    def reset(self) -> None:
-        """Adapt to the ranks that there are now. Does nothing here."""
 
     def set_value(self, value: _V) -> None:
         """Handle another value from now on, and save it."""
@@ -211,7 +197,6 @@ class ModelStateHandler(_StateDictHandler[torch.nn.Module]):
     """Handles a module: its parameters and buffers."""
 
     def sync(self) -> None:
-        """Broadcast parameters and buffers. Collective."""
         hvd.broadcast_parameters(self.value.state_dict(), root_rank=0)
 
 
@@ -219,11 +204,9 @@ class OptimizerStateHandler(_StateDictHandler[torch.optim.Optimizer]):
     """Handles an optimizer: its state and the options of its groups."""
 
     def sync(self) -> None:
-        """Broadcast state and options. Collective."""
         hvd.broadcast_optimizer_state(self.value, root_rank=0)
 
     def reset(self) -> None:
-        """Have a distributed optimizer reduce with the ranks that there are now."""
         if isinstance(self.value, DistributedOptimizer):
             self.value._rejoin()
 
@@ -232,11 +215,9 @@ class SamplerStateHandler(_StateDictHandler[ElasticSampler]):
     """Handles an ElasticSampler: epoch, and samples done."""
 
     def sync(self) -> None:
-        """Go on where rank 0 is, and share out what is left. Collective."""
         self.value.load_state_dict(hvd.broadcast_object(self.value.state_dict(), name="elastic.sampler"))
 
     def reset(self) -> None:
-        """Share out what is left to the ranks that there are now."""
         self.value.reset()
 
 
@@ -280,33 +261,31 @@ class TorchState(ObjectState):
         self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
     ) -> None:
         kwargs = {"model": model, "optimizer": optimizer, **kwargs}
-        handlers = {name: _handler(value) for name, value in kwargs.items()}
+        handlers: dict[str, StateHandler[Any]] = {}
         for name, value in kwargs.items():
             setattr(self, name, value)
-        self._handlers = {name: handler for name, handler in handlers.items() if handler is not None}
+            if handler := next((handler for kind, handler in _registry if isinstance(value, kind)), None):
+                handlers[name] = handler(value)
+        self._handlers = handlers
         super().__init__(**{name: value for name, value in kwargs.items() if name not in self._handlers})
 
     def save(self) -> None:
-        """Copy everything to host memory."""
         for handler in self._handlers.values():
             handler.save()
         super().save()
 
     def restore(self) -> None:
-        """Go back to what was saved last."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
 
     def sync(self) -> None:
-        """Give all ranks what rank 0 has, and save it. Collective."""
         for handler in self._handlers.values():
             handler.sync()
             handler.save()
         super().sync()
 
     def reset(self) -> None:
-        """Adapt to the ranks that there are now."""
         for handler in self._handlers.values():
             handler.reset()
 
@@ -314,13 +293,6 @@ class TorchState(ObjectState):
         if name in self._handlers:
             self._handlers[name].set_value(value)
         super().__setattr__(name, value)
-
-
-def _handler(value: Any) -> StateHandler[Any] | None:
-    for kind, handler in _registry:
-        if isinstance(value, kind):
-            return handler(value)
-    return None
 
 
 def _to_host(state: Any) -> Any:
