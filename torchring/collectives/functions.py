@@ -162,15 +162,9 @@ def reduce_scatter(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False
     operations.check_reducible(tensor, op)
     if tensor.dim() == 0 or not tensor.shape[1:].numel():
         raise ValueError(f"reduce_scatter deals out rows of at least one element, got {tuple(tensor.shape)}")
-    world = default_world()
-
-    def operation(backend: Backend) -> torch.Tensor:
-        splits = operations.even_shares(tensor.shape[0], world.size)
-        signature = signature_of("reduce_scatter", [tensor], f"op={op!r}")
-        parts = operations.all_to_all(backend, tensor, splits, signature)[0]
-        return operations.reduce_parts(parts, op)
-
-    return _dispatch("reduce_scatter", tensor, async_op, operation)
+    signature = signature_of("reduce_scatter", [tensor], f"op={op!r}")
+    size = default_world().size
+    return _dispatch("reduce_scatter", tensor, async_op, operations.reduce_scatter, tensor, size, op, signature)
 
 
 @overload

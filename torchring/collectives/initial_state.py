@@ -38,11 +38,10 @@ def broadcast_parameters(model_or_state_dict: torch.nn.Module | Mapping[str, Any
         ValueError: `src` is no rank, or a tensor is sparse, expanded or on another device; names the tensor.
         PlanMismatchError: ranks pass different tensors.
     """
-    tensors = _tensors_of(model_or_state_dict)
+    tensors = check_broadcastable(model_or_state_dict)
     world = default_world()
     if not 0 <= src < world.size:
         raise ValueError(f"src must be a rank, 0 .. {world.size - 1}, got {src}")
-    _check_broadcastable(tensors)
     if world.size == 1:
         return
     collectives = collectives_of(world)
@@ -50,30 +49,26 @@ def broadcast_parameters(model_or_state_dict: torch.nn.Module | Mapping[str, Any
     collectives.broadcast_together(tensors.values(), src)
 
 
-def check_broadcastable(model: torch.nn.Module) -> None:
-    """Raise ValueError, with its name, for a parameter or buffer that `broadcast_parameters` cannot write to.
+def check_broadcastable(model_or_state_dict: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a module or of a mapping, by name.
 
-    Those are sparse or expanded tensors, and tensors that are neither on the CPU nor on a GPU.
+    Raises ValueError, with its name, for one that `broadcast_parameters` cannot write to: it is sparse or expanded, or
+    neither on the CPU nor on a GPU.
     """
-    _check_broadcastable(_tensors_of(model))
-
-
-def _tensors_of(model_or_state_dict: Any) -> dict[str, torch.Tensor]:
     if isinstance(model_or_state_dict, torch.nn.Module):
         # Not state_dict(): non-persistent buffers are part of what a replica computes with.
-        return dict(model_or_state_dict.named_parameters()) | dict(model_or_state_dict.named_buffers())
-    if isinstance(model_or_state_dict, Mapping):
-        return {name: value for name, value in model_or_state_dict.items() if isinstance(value, torch.Tensor)}
-    raise TypeError(f"expected a torch.nn.Module or a mapping, got {type(model_or_state_dict).__name__}")
-
-
-def _check_broadcastable(tensors: Mapping[str, torch.Tensor]) -> None:
+        tensors = dict(model_or_state_dict.named_parameters()) | dict(model_or_state_dict.named_buffers())
+    elif isinstance(model_or_state_dict, Mapping):
+        tensors = {name: value for name, value in model_or_state_dict.items() if isinstance(value, torch.Tensor)}
+    else:
+        raise TypeError(f"expected a torch.nn.Module or a mapping, got {type(model_or_state_dict).__name__}")
     for name, tensor in tensors.items():
         try:
             check_dense(tensor)
             check_writable(tensor)
         except ValueError as error:
             raise ValueError(f"{name} cannot be broadcast: {error}") from None
+    return tensors
 
 
 class Stateful(Protocol):
@@ -116,12 +111,8 @@ def is_sharded(optimizer: object) -> bool:
 
 def check_sendable(stateful: Stateful) -> None:
     """Raise TypeError, with its place, for a value that `broadcast_state` could not send."""
-    outline = _outline(stateful.state_dict(), "", {})
-    try:
-        _send_and_load(outline)
-    except Exception as error:
-        advice = "Leave it out, and restore it on all ranks after the with block"
-        raise _cannot_be_sent(_name_of(stateful), outline, _send_and_load, error, advice) from error
+    advice = "Leave it out, and restore it on all ranks after the with block"
+    _send(_name_of(stateful), _outline(stateful.state_dict(), "", {}), _save_and_load, advice)
 
 
 def broadcast_state(stateful: Stateful, src: int = 0) -> None:
@@ -131,42 +122,30 @@ def broadcast_state(stateful: Stateful, src: int = 0) -> None:
         return
     collectives = collectives_of(world)
     name = _name_of(stateful)
-    whose = f"its {name}'s"
+    is_src = world.rank == src
+
+    def together(verb: str, function: Callable[[], Any]) -> Any:
+        """The result of `function`. If it fails on any rank, all ranks raise."""
+        result, problem = None, None
+        try:
+            result = function()
+        except Exception as error:
+            problem = error
+        collectives.raise_together(problem, f"could not {verb} its {name}'s state")
+        return result
+
     mine: dict[str, torch.Tensor] = {}
     outline = _outline(stateful.state_dict(), "", mine)
-    problem: Exception | None = None
-    data = b""
-    try:
-        data = _save(outline)
-    except Exception as error:
-        problem = _cannot_be_sent(name, outline, _save, error)
-    collectives.raise_together(problem, f"could not send {whose} state")
-    digest = hashlib.sha256(data + digests(mine.values()).numpy().tobytes()).digest()
+    own_data = together("send", lambda: _send(name, outline, _save))
+    digest = hashlib.sha256(own_data + digests(mine.values()).numpy().tobytes()).digest()
     if len(set(collectives.all_gather_bytes(digest))) == 1:
         return
-    if world.rank == src:
-        try:
-            _load(data)
-        except Exception as error:
-            problem = _cannot_be_sent(name, outline, _send_and_load, error)
-    collectives.raise_together(problem, f"could not send {whose} state")
-    data = collectives.broadcast_bytes(data, src)
-    wanted = mine
-    state: dict[str, Any] = {}
-    if world.rank != src:
-        wanted = {}
-        try:
-            state = _fill(_load(data), "", mine, wanted)
-        except Exception as error:
-            problem = error
-    collectives.raise_together(problem, f"could not read {whose} state")
+    together("send", lambda: _send(name, outline, _save_and_load) if is_src else None)
+    data = collectives.broadcast_bytes(own_data, src)
+    wanted = mine if is_src else {}
+    state = together("read", lambda: None if is_src else _fill(_load(data), "", mine, wanted))
     collectives.broadcast_together(wanted.values(), src)
-    if world.rank != src:
-        try:
-            stateful.load_state_dict(state)
-        except Exception as error:
-            problem = error
-    collectives.raise_together(problem, f"could not load {whose} state")
+    together("load", lambda: None if is_src else stateful.load_state_dict(state))
 
 
 def _name_of(stateful: Stateful) -> str:
@@ -219,27 +198,26 @@ def _load(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-def _send_and_load(value: Any) -> Any:
+def _save_and_load(value: Any) -> Any:
     return _load(_save(value))
 
 
-def _cannot_be_sent(
-    owner: str, outline: Any, send: Callable[[Any], object], error: Exception, advice: str = _ADVICE_AT_START
-) -> TypeError:
-    """The error that names the value with which `send` fails. `error`: raised by `send` for the whole outline."""
-    what = f"the {owner}'s state"
+def _send(owner: str, outline: Any, send: Callable[[Any], Any], advice: str = _ADVICE_AT_START) -> Any:
+    """`send(outline)`. If that fails, raise TypeError, which names the value with which it fails."""
+    try:
+        return send(outline)
+    except Exception as error:
+        what, cause = f"the {owner}'s state", error
     for place, value in _leaves(outline, ""):
         try:
             send(value)
-        except Exception as its_error:
-            what, error = f"{place} of the {owner}, of type {type(value).__name__},", its_error
+        except Exception as error:
+            what, cause = f"{place} of the {owner}, of type {type(value).__name__},", error
             break
-    reason = str(error).partition("\n")[0]
-    if isinstance(error, pickle.UnpicklingError):  # whose own text takes a page
+    reason = str(cause).partition("\n")[0]
+    if isinstance(cause, pickle.UnpicklingError):  # whose own text takes a page
         reason = "torch.load(weights_only=True) does not accept it"
-    problem = TypeError(f"{what} cannot be sent to other ranks: {reason}. {advice}")
-    problem.__cause__ = error
-    return problem
+    raise TypeError(f"{what} cannot be sent to other ranks: {reason}. {advice}") from cause
 
 
 def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:

@@ -158,8 +158,10 @@ def even_shares(num_rows: int, size: int) -> list[int]:
     return [share + (rank < rest) for rank in range(size)]
 
 
-def reduce_parts(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """Combine in rank order, 16-bit values in fp32."""
+@torch.no_grad()
+def reduce_scatter(backend: Backend, tensor: torch.Tensor, size: int, op: str, signature: Signature) -> torch.Tensor:
+    """This rank's share of the rows, of `size` ranks, combined in rank order; 16-bit values in fp32."""
+    parts, _ = all_to_all(backend, tensor, even_shares(len(tensor), size), signature)
     total = torch.empty_like(parts[0])
     combine(parts, total, op)
     return total

@@ -14,6 +14,7 @@ Source: the contract is Horovod's (horovod.torch.mpi_ops): operations of one nam
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import logging
@@ -169,7 +170,9 @@ class CollectiveEngine:
         """Returns whether it is the first in line."""
         request = operation.request
         with self._state:
-            self._raise_if_over()
+            if self._is_closed or not self.world.is_open:
+                raise HorovodInternalError("Horovod has been shut down; call hvd.init() first")
+            self.world.raise_if_broken()
             if request.key in self._in_flight:
                 raise ValueError(
                     f"{request.kind} {request.name!r} was called while an operation of the same name is under way; "
@@ -352,7 +355,7 @@ class CollectiveEngine:
                 num_bytes += len(payload)
                 payloads.append(payload)
             elif operation.request.is_inline:
-                operation.request = operation.request.outline()
+                operation.request = dataclasses.replace(operation.request, is_inline=False)
         return encode_requests([operation.request for operation in operations]), payloads
 
     # ---- carrying out
@@ -362,7 +365,11 @@ class CollectiveEngine:
     ) -> None:
         for batch in self._batches(responses):
             first = batch[0].first
-            operations = [self._own(response) for response in batch]
+            # None if this rank has joined, or is no member
+            operations = [
+                self._in_flight[response.first.key] if self.world.rank in response.requests else None
+                for response in batch
+            ]
             plane = self.planes.get(first.process_set)
             if plane is None:
                 continue  # no member
@@ -419,23 +426,12 @@ class CollectiveEngine:
 
     def _carry_out_alone(self, operation: Operation) -> None:
         """The result of an operation whose process set has no other member."""
-        request = operation.request
-        if request.kind == JOIN:
-            self._finish([operation], [self.world.rank])
-            return
-        plane = self.planes[request.process_set]
-        assert plane is not None
-        response = Response({plane.ranks[0]: request})
+        request, rank = operation.request, self.world.rank
         try:
-            results = plane.run(request.kind, lambda backend: carry_out(plane, [operation], [response], backend))
+            self._carry_out([Response({rank: request}, last_to_join=rank)], (), ())
         except BaseException:
             del self._in_flight[request.key]
             raise
-        self._finish([operation], results)
-
-    def _own(self, response: Response) -> Operation | None:
-        """This rank's operation. None if the rank has joined, or is no member."""
-        return self._in_flight[response.first.key] if self.world.rank in response.requests else None
 
     def _finish(
         self, operations: Sequence[Operation | None], results: Sequence[Any] = (), error: Exception | None = None
@@ -451,11 +447,6 @@ class CollectiveEngine:
         self._warned.discard(operation.request.key)
         operation.result, operation.error = result, error
         operation.is_done = True
-
-    def _raise_if_over(self) -> None:
-        if self._is_closed or not self.world.is_open:
-            raise HorovodInternalError("Horovod has been shut down; call hvd.init() first")
-        self.world.raise_if_broken()
 
     def _end_all(self, cause: BaseException) -> None:
         """Carry out nothing more: wake all threads that wait, with an error."""

@@ -241,12 +241,11 @@ def _reduce_scatter(backend: Backend, plane: Plane, operation: Operation, respon
     for tensor in operation.tensors:
         tensor = tensor.clone()
         scale(tensor, arguments["prescale_factor"])
-        splits = operations.even_shares(tensor.shape[0], size)
         if not tensor.shape[1:].numel():
-            results.append(tensor[: splits[plane.world.rank]])
+            results.append(tensor[: operations.even_shares(len(tensor), size)[plane.world.rank]])
             continue
-        parts, _ = operations.all_to_all(backend, tensor, splits, signature_of("reducescatter", [tensor]))
-        result = operations.reduce_parts(parts, _reduction(arguments["op"], tensor.dtype))
+        op, signature = _reduction(arguments["op"], tensor.dtype), signature_of("reducescatter", [tensor])
+        result = operations.reduce_scatter(backend, tensor, size, op, signature)
         _complete(result, arguments, size)
         results.append(result)
     return tuple(results), ()

@@ -10,7 +10,6 @@ Example: 2 ranks; in the first cycle rank 0 requests "a" and "b", rank 1 request
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import math
@@ -60,10 +59,6 @@ class Request:
         """Size of the values."""
         return sum(dtype_of(dtype).itemsize * math.prod(shape) for dtype, shape in self.tensors)
 
-    def outline(self) -> Request:
-        """The same without the values."""
-        return dataclasses.replace(self, is_inline=False)
-
     @functools.cached_property
     def encoded(self) -> bytes:
         """The request as JSON, without line breaks."""
@@ -92,12 +87,6 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-@functools.cache
-def name_of(dtype: torch.dtype) -> str:
-    """torch.float32 -> "float32"."""
-    return str(dtype).removeprefix("torch.")
-
-
 @functools.lru_cache(maxsize=4096)
 def request_of(
     kind: str,
@@ -109,7 +98,7 @@ def request_of(
     is_inline: bool,
 ) -> Request:
     """A Request, kept for the next call of the same name."""
-    described = tuple((name_of(dtype), tuple(shape)) for dtype, shape in tensors)
+    described = tuple((str(dtype).removeprefix("torch."), tuple(shape)) for dtype, shape in tensors)
     return Request(kind, name, process_set, described, dict(arguments), splits, is_inline)
 
 

@@ -105,7 +105,8 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         is_global = process_set is global_process_set
         if not is_global and process_set.process_set_id is None:
             raise ValueError(f"{process_set!r} is not registered; call hvd.add_process_set() on all ranks first")
-        self._reduces_together = is_global and _is_compression(compression) and op != mpi_ops.Adasum
+        has_wire = isinstance(compression, type) and compression in _COMPRESSION
+        self._reduces_together = is_global and has_wire and op != mpi_ops.Adasum
         self._compression = compression
         self._op = op
         self._set = process_set
@@ -232,10 +233,9 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         result = super()._step_wrapped(closure, *args, **kwargs)
         with torch.no_grad():
             deltas = [parameter - start for parameter, start in zip(parameters, before, strict=True)]
-            pairs = [self._compression.compress(delta) for delta in deltas]
-            reduced = mpi_ops.grouped_allreduce([delta for delta, _ in pairs], name="adasum", op=mpi_ops.Adasum)
-            for parameter, start, delta, (_, sent) in zip(parameters, before, reduced, pairs, strict=True):
-                parameter.copy_(start + self._compression.decompress(delta, sent))
+            reduced = mpi_ops.grouped_allreduce(deltas, name="adasum", compression=self._compression, op=mpi_ops.Adasum)
+            for parameter, start, delta in zip(parameters, before, reduced, strict=True):
+                parameter.copy_(start + delta)
         return result
 
     def _reduce_alone(self) -> None:
@@ -248,21 +248,18 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
                 parameter.grad = torch.zeros_like(parameter)
         grads = [p.grad for p in parameters if p.grad is not None]
         with torch.no_grad():
-            pairs = [self._compression.compress(grad.to_dense() if grad.is_sparse else grad) for grad in grads]
             reduced = mpi_ops.grouped_allreduce(
-                [grad for grad, _ in pairs], name=f"gradients.{self._label}", op=self._op, process_set=self._set
+                [grad.to_dense() if grad.is_sparse else grad for grad in grads],
+                name=f"gradients.{next(iter(self._names.values()), '')}",
+                compression=self._compression,
+                op=self._op,
+                process_set=self._set,
             )
-            for grad, result, (_, sent) in zip(grads, reduced, pairs, strict=True):
-                result = self._compression.decompress(result, sent)
+            for grad, result in zip(grads, reduced, strict=True):
                 if grad.is_sparse:
                     grad.data = result.to_sparse(grad.sparse_dim())
                 else:
                     grad.copy_(result)
-
-    @property
-    def _label(self) -> str:
-        """Names the operation: the first parameter."""
-        return next(iter(self._names.values()), "")
 
     def _is_distributed(self) -> bool:
         return self._set.included() and len(self._set.ranks) > 1
@@ -334,10 +331,6 @@ def _close_earlier(optimizer: Optimizer) -> None:
         if isinstance(owner := member.owner(), DistributedOptimizer):
             _logger.debug("a DistributedOptimizer is closed: its parameters are wrapped again")
             owner.close()
-
-
-def _is_compression(compression: Any) -> bool:
-    return isinstance(compression, type) and compression in _COMPRESSION
 
 
 def _check_names(

@@ -122,7 +122,10 @@ class HostGroup:
             if prepare is not None:
                 prepare(own)
             for peer in self._peers.values():
-                self._send(peer, _GRANT.pack(serial, num_bytes), descriptor)
+                try:
+                    socket.send_fds(peer.link, [_GRANT.pack(serial, num_bytes)], [descriptor])
+                except OSError:
+                    self._raise_lost(peer)
         finally:
             os.close(descriptor)
         parts: list[torch.Tensor] = []
@@ -237,12 +240,6 @@ class HostGroup:
         """(pid, pidfd) of a peer. None if the peer is a thread of this process, or not visible here, or gone."""
         peer = self._peers.get(rank)
         return (peer.pid, peer.pidfd) if peer is not None and peer.pidfd >= 0 else None
-
-    def _send(self, peer: _Peer, message: bytes, descriptor: int) -> None:
-        try:
-            socket.send_fds(peer.link, [message], [descriptor])
-        except OSError:
-            self._raise_lost(peer)
 
     def _receive_part(self, rank: int, serial: int, num_bytes: int) -> torch.Tensor:
         peer = self._peers[rank]
