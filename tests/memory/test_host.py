@@ -15,7 +15,6 @@ import resource
 import select
 import signal
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -844,8 +843,3 @@ def test_a_rank_of_a_closed_group_is_lost() -> None:
         return caught.value.peers
 
     assert run_groups(2, body)[0] == (1,)
-
-
-def test_the_grant_is_what_this_file_thinks_it_is() -> None:
-    """A change of the protocol should be noticed by those who speak it by hand."""
-    assert host_module._GRANT.size == struct.calcsize("=qq") == 16

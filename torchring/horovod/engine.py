@@ -63,7 +63,7 @@ class CollectiveEngine:
     """The operations of one world. Opening it is collective.
 
     Attributes:
-        planes: process set -> how its members exchange data. Sets without this rank have None.
+        planes: process set -> how its members exchange data. Only of sets with this rank.
         sets: process set -> its global ranks, ascending.
         turns: counts SyncBatchNorm layers, and ends them after a join.
     """
@@ -78,7 +78,7 @@ class CollectiveEngine:
         self._is_closed = False
         # Process sets
         self.sets: dict[int, tuple[int, ...]] = {0: tuple(range(world.size))}
-        self.planes: dict[int, Plane | None] = {}
+        self.planes: dict[int, Plane] = {}
         self._num_sets = 0  # that were ever added
         # Operations of this rank, under the lock of `_state`, which a signal handler may take, too
         self._state = threading.Condition(threading.RLock())
@@ -91,10 +91,10 @@ class CollectiveEngine:
         self._turn = threading.RLock()
         self._num_waiting = 0  # threads that wait for a result
         self._last_cycle = time.monotonic()
+        self._thread = SerialThread("torchring-horovod")
         if world.size == 1:
             self.planes[0] = Plane(world, (0,), self._collectives.run)
-        self._thread = SerialThread("torchring-horovod")
-        if world.size > 1:
+        else:
             self._cycles = self._collectives.run("hvd.init()", self._open_cycles)
             self._thread.submit(self._serve)
         world.on_close(self.close)
@@ -119,27 +119,22 @@ class CollectiveEngine:
         process_set = next(number for number in itertools.count(1) if number not in self.sets)
         self._num_sets += 1
         self.sets[process_set] = ranks
-        self.planes[process_set] = None
-        if self.world.rank in ranks:
-            world = self._open_world(ranks)
+        outer, rendezvous = self.world, self.world.rendezvous
+        if outer.rank in ranks:
+            assert rendezvous is not None
+            world = observe(
+                World(
+                    PrefixStore(f"horovod/set{self._num_sets}", rendezvous.store) if len(ranks) > 1 else None,
+                    ranks.index(outer.rank),
+                    len(ranks),
+                    timeout_seconds=outer.timeout_seconds,
+                    launcher=outer.launcher,
+                    backend=outer.backend,
+                    stall_warning_seconds=outer.stall_warning_seconds,
+                )
+            )
             self.planes[process_set] = Plane(world, ranks, Collectives(world, "horovod", is_scripts=False).run)
         return process_set
-
-    def _open_world(self, ranks: tuple[int, ...]) -> World:
-        """Collective among `ranks`: a world of these."""
-        world, rendezvous = self.world, self.world.rendezvous
-        assert rendezvous is not None
-        return observe(
-            World(
-                PrefixStore(f"horovod/set{self._num_sets}", rendezvous.store) if len(ranks) > 1 else None,
-                ranks.index(world.rank),
-                len(ranks),
-                timeout_seconds=world.timeout_seconds,
-                launcher=world.launcher,
-                backend=world.backend,
-                stall_warning_seconds=world.stall_warning_seconds,
-            )
-        )
 
     def _remove_set(self, process_set: int) -> None:
         """Collective: forget a process set, and what its members are waiting for."""
@@ -151,7 +146,7 @@ class CollectiveEngine:
                     self._end(operation, None, error)
             self._submitted = [each for each in self._submitted if each.request.process_set != process_set]
             self._state.notify_all()
-        plane = self.planes.pop(process_set)
+        plane = self.planes.pop(process_set, None)
         del self.sets[process_set]
         if plane is not None:
             plane.world.close()
@@ -461,7 +456,7 @@ class CollectiveEngine:
         """Operations that are under way raise HorovodInternalError."""
         self.stop()
         self._end_all(HorovodInternalError("Horovod has been shut down"))
-        for process_set in [number for number in self.planes if number]:
+        for process_set in [number for number in self.sets if number]:
             self._remove_set(process_set)
 
     def stop(self) -> None:

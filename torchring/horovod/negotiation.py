@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -161,12 +161,7 @@ class Negotiation:
     def __init__(self, process_sets: Mapping[int, Sequence[int]]) -> None:
         self._process_sets = process_sets
         self._waiting: dict[tuple[int, str], dict[int, Request]] = {}
-        self._joined: list[int] = []  # in the order of joining; those of one cycle by rank
-
-    @property
-    def joined(self) -> Collection[int]:
-        """The ranks that have joined."""
-        return self._joined
+        self.joined: list[int] = []  # in the order of joining; those of one cycle by rank
 
     def layers_before_join(self) -> int | None:
         """LAYERS of the ranks that have joined. None if no rank has joined."""
@@ -190,7 +185,7 @@ class Negotiation:
         for rank, requests in enumerate(submitted):
             for position, request in enumerate(requests):
                 if request.kind == JOIN:
-                    self._joined.append(rank)
+                    self.joined.append(rank)
                     has_joined = True
                 self._waiting.setdefault(request.key, {})[rank] = request
                 touched.setdefault(request.key, {})[rank] = position
@@ -208,7 +203,7 @@ class Negotiation:
     def _advance_alike(self, submitted: Sequence[Sequence[Request]]) -> list[Response] | None:
         """The responses where all ranks have made the same requests of the global set, and nothing else is waiting."""
         first = submitted[0]
-        if self._waiting or self._joined or any(requests is not first for requests in submitted):
+        if self._waiting or self.joined or any(requests is not first for requests in submitted):
             return None
         if any(request.process_set or request.kind == JOIN for request in first):
             return None
@@ -220,7 +215,7 @@ class Negotiation:
 
     def _missing(self, key: tuple[int, str], requests: Mapping[int, Request]) -> list[int]:
         is_join = any(request.kind == JOIN for request in requests.values())
-        excused = () if is_join else self._joined
+        excused = () if is_join else self.joined
         members = self._process_sets.get(key[0], ())
         return [rank for rank in members if rank not in requests and rank not in excused]
 
@@ -229,11 +224,11 @@ class Negotiation:
         error = mismatch(in_order)
         kind = next(iter(in_order.values())).kind
         if kind == JOIN and not error:
-            last = self._joined[-1]
-            self._joined.clear()
+            last = self.joined[-1]
+            self.joined.clear()
             return Response(in_order, last_to_join=last)
-        if self._joined and not error and kind not in (ALLREDUCE, BARRIER):
-            ranks = ", ".join(map(str, sorted(self._joined)))
+        if self.joined and not error and kind not in (ALLREDUCE, BARRIER):
+            ranks = ", ".join(map(str, sorted(self.joined)))
             error = (
                 f"{kind} {next(iter(in_order.values())).name!r}: not supported while a rank has called join(), as rank "
                 f"{ranks} has; sparse gradients, too, need sparse_as_dense=True then"

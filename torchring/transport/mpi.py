@@ -58,9 +58,7 @@ class MpiTransport:
     """See `Transport`. Opening it is collective.
 
     Args:
-        rendezvous: the world's store.
-        name: name of the channel; unique in this world, the same on every rank.
-        host: the ranks of this host; known to be alive or not.
+        rendezvous, name, host: see `Culprits`.
         communicator: an mpi4py communicator of exactly the world's ranks, in the same order; COMM_WORLD by default. The
             transport duplicates it, so that other messages in it cannot match these transfers.
     """

@@ -13,24 +13,12 @@ import torch
 
 import torchring.horovod as hvd
 from torchring.horovod.elastic.sampler import ElasticSampler
-from torchring.horovod.elastic.worker import ADDED, NO_UPDATE, REMOVED, agree, current_worker
+from torchring.horovod.elastic.worker import ADDED as ADDED
+from torchring.horovod.elastic.worker import NO_UPDATE as NO_UPDATE
+from torchring.horovod.elastic.worker import REMOVED as REMOVED
+from torchring.horovod.elastic.worker import agree, current_worker
 from torchring.horovod.exceptions import HostsUpdatedInterrupt
 from torchring.optimizer import DistributedOptimizer
-
-__all__ = [
-    "ADDED",
-    "NO_UPDATE",
-    "REMOVED",
-    "ModelStateHandler",
-    "ObjectState",
-    "OptimizerStateHandler",
-    "SamplerStateHandler",
-    "State",
-    "StateHandler",
-    "TorchState",
-    "get_handler_registry",
-    "set_handler_registry",
-]
 
 _V = TypeVar("_V")
 _LATER_SECONDS: Final = 0.001  # than what was announced before: clocks of hosts differ
