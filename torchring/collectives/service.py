@@ -117,7 +117,7 @@ class Collectives:
         return self.run("broadcast", operations.broadcast, tensor, src)
 
     def broadcast_together(self, tensors: Iterable[torch.Tensor], src: int) -> None:
-        """Broadcast many tensors, in messages of some MiB. Between hosts, 800 messages took 2 s."""
+        """Broadcast many tensors, in messages of some MiB."""
         tensors = list(tensors)
         for checked in tensors:
             operations.check_dense(checked)
@@ -128,14 +128,15 @@ class Collectives:
     def broadcast_bytes(self, data: bytes | None, src: int) -> bytes:
         """The `data` of rank `src`. The other ranks may pass None."""
 
+        is_src = self.world.rank == src
+
         def operation(backend: Backend) -> bytes:
-            mine = data if self.world.rank == src and data is not None else b""
+            buffer = tensor_of(data if is_src and data is not None else b"")
             signature = Signature("broadcast_object", f"src={src}")
-            length = torch.tensor([len(mine)], device="cpu")
+            length = torch.tensor([buffer.numel()], device="cpu")
             backend.broadcast(bytes_of(length), src, signature)
-            buffer = (
-                tensor_of(mine) if self.world.rank == src else torch.empty(int(length), dtype=torch.uint8, device="cpu")
-            )
+            if not is_src:
+                buffer = torch.empty(int(length), dtype=torch.uint8, device="cpu")
             backend.broadcast(buffer, src, signature)
             return buffer.numpy().tobytes()
 
