@@ -102,10 +102,7 @@ class Context:
         self.engine = CollectiveEngine(world, settings, timeline)
         self.sets: dict[int, ProcessSet] = {}
         self.handles: dict[int, tuple[Operation, Callable[[Sequence[torch.Tensor], Sequence[int]], Any]]] = {}
-        self._next_handle = itertools.count()
-
-    def next_handle(self) -> int:
-        return next(self._next_handle)
+        self.next_handle: Callable[[], int] = itertools.count().__next__
 
     def members(self, process_set: ProcessSet) -> tuple[int, ...]:
         """Global ranks of a registered process set that this rank is a member of. ValueError for any other set."""

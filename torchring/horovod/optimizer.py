@@ -85,6 +85,13 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         HorovodInternalError: other ranks wrap another optimizer.
     """
 
+    # Not pickled
+    _connects_later = False
+    _should_synchronize = True  # in step(); False inside skip_synchronize()
+    _synchronized = False  # since the last step
+    _num_rounds_before = 0  # reductions until the last step or synchronize()
+    _has_warned = False  # of a gradient that is not finite
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -111,10 +118,6 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         self._op = op
         self._set = process_set
         self._passes = int(backward_passes_per_step)
-        self._should_synchronize = True
-        self._synchronized = False
-        self._num_rounds_before = 0
-        self._has_warned = False
         context()
         if self._reduces_together:
             _close_earlier(optimizer)
@@ -306,9 +309,6 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         self._compression, self._op, self._passes, self._reduces_together = state["horovod"]
         self._set = global_process_set
         self._given_names = {}
-        self._connects_later = False
-        self._should_synchronize, self._synchronized, self._num_rounds_before = True, False, 0
-        self._has_warned = False
         super().__setstate__(state)
         _optimizers.add(self)
 
