@@ -33,11 +33,10 @@ def _faults(rank: int, world_size: int, calls: list[list[int]], num_bytes: int) 
     return [step() for _ in range(4)]
 
 
-def faults(calls: list[list[int]], num_bytes: int, **environ: str) -> list[int]:
+def faults(calls: list[list[int]], num_bytes: int) -> list[int]:
     """Page faults of taking, touching and freeing a block, four times, after some that do not count."""
     env: dict[str, str | None] = {k: None for k in os.environ if k.startswith("MALLOC_") or k == "GLIBC_TUNABLES"}
-    # The C library reads those variables when a process begins.
-    (result,) = run_ranks(_faults, 1, calls, num_bytes, env={**env, **environ}, fresh=bool(environ))
+    (result,) = run_ranks(_faults, 1, calls, num_bytes, env=env)
     return result  # type: ignore[no-any-return]
 
 
@@ -119,11 +118,3 @@ def test_thresholds_of_its_own_are_seen(environ: dict[str, str], monkeypatch: py
     monkeypatch.setattr(heap, "_kept_bytes", 0)
     heap.keep_freed([48 * MIB])
     assert heap._kept_bytes == 0
-
-
-@pytest.mark.grid  # the test above sees the same without a start of python
-@pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"])
-def test_a_process_with_thresholds_of_its_own_keeps_them(name: str) -> None:
-    value = str(32 * MIB)
-    environ = {name: f"glibc.malloc.mmap_threshold={value}" if name == "GLIBC_TUNABLES" else value}
-    assert min(faults([[48 * MIB]], 48 * MIB, **environ)) > 0.9 * NUM_PAGES
