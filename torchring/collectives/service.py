@@ -127,7 +127,6 @@ class Collectives:
 
     def broadcast_bytes(self, data: bytes | None, src: int) -> bytes:
         """The `data` of rank `src`. The other ranks may pass None."""
-
         is_src = self.world.rank == src
 
         def operation(backend: Backend) -> bytes:
