@@ -24,15 +24,16 @@ from torch.utils.data import DataLoader
 
 import torchring
 from tests.support.harness import run_pooled, run_ranks
+from tests.support.traces import decoded, write
 from torchring import default_world as world_module
 from torchring.observe import PROGRESS
 from torchring.observe.phases import BACKWARD, BETWEEN, EXPOSED, FORWARD, INPUT, OPTIMIZER, Phase
 from torchring.observe.recorder import process, writer
 from torchring.observe.recorder import recorder as recorder_module
 from torchring.observe.recorder.clocks import estimate, measure
-from torchring.observe.recorder.files import find, live_path_of, path_of, read, write
+from torchring.observe.recorder.files import find, live_path_of, path_of, read
 from torchring.observe.recorder.forward import ForwardWatch
-from torchring.observe.recorder.recorder import Recorder, decoded
+from torchring.observe.recorder.recorder import Recorder
 from torchring.observe.recorder.records import (
     Arrivals,
     ClockOffset,

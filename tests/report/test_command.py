@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.traces import simulate
+from tests.support.traces import simulate, write
 from torchring.cli import main
-from torchring.observe.recorder.files import path_of, write
+from torchring.observe.recorder.files import path_of
 from torchring.report import command
 from torchring.report.model.merge import merge
 from torchring.report.show import terminal

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.traces import simulate
+from tests.support.traces import simulate, write
 from torchring import cli
-from torchring.observe.recorder.files import write
 from torchring.report.model.doctor import bus_bandwidths
 from torchring.report.model.merge import merge
 from torchring.report.show.captions import of_bandwidth

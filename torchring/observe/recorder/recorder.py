@@ -26,7 +26,6 @@ from torchring.observe.recorder.records import (
     ClockOffset,
     RankTrace,
     RunInfo,
-    decode,
     step_row,
 )
 
@@ -181,13 +180,8 @@ class Recorder:
     def trace(
         self, ended_by: str = "end", count: int = NUM_STEPS, first: int = 0
     ) -> tuple[RankTrace, list[array[int]]]:
-        """(the trace without steps, the newest steps from number `first` on, encoded). `decoded` puts both together."""
+        """(the trace without steps, the newest steps from number `first` on, as rows)."""
         about = replace(self.about or RunInfo(), ended_by=ended_by, written_at=time.time())
         steps = [step for step in self.last_steps(count) if step[NUMBER] >= first]
         num_dropped = steps[0][NUMBER] if steps else self.num_steps
         return RankTrace(about, (), num_dropped, tuple(self.arrivals), tuple(self.clock)), steps
-
-
-def decoded(trace: RankTrace, steps: Sequence[Sequence[int]]) -> RankTrace:
-    """The trace with its steps."""
-    return RankTrace(trace.about, tuple(map(decode, steps)), trace.num_dropped, trace.arrivals, trace.clock)
