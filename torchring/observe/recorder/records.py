@@ -128,6 +128,7 @@ class ParameterRecord:
     name: str
     num_bytes: int
     bucket: int  # -1 if its gradient is sparse
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
