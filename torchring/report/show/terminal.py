@@ -160,8 +160,7 @@ def _buckets(analysis: Analysis) -> Section:
     title = "Buckets"
     if len(rows) < len(analysis.buckets):
         title += f" (those {len(rows)} of {len(analysis.buckets)} that backward hides least)"
-    if analysis.bandwidths:
-        path = analysis.bandwidths[0]
+    if path := analysis.bandwidth:
         title += f"; {path.algorithm} {path.path}: {_number(path.bus)} GB/s, best bucket {_number(path.best)} GB/s"
         title += f"; the doctor found {path.doctor:.3g} GB/s" if path.doctor is not None else ""
     return Section(
