@@ -10,12 +10,11 @@ import io
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -571,72 +570,79 @@ def test_usage_errors(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[
 # Starting ranks
 
 
-def handed_over(code: int, text: str) -> str:
-    """What rank 0 prints, in the middle of what others print."""
-    return f"noise\nnoise{doctor._HANDED_OVER}{json.dumps([code, text])}\nnoise ]\n"
-
-
-def launcher_that(
-    monkeypatch: pytest.MonkeyPatch, code: int | None, out: str = "", err: str = ""
-) -> list[tuple[Any, ...]]:
-    """Have ranks print this and end with `code`, or when they are told to stop. Returns what they are started with."""
+def launcher_that(monkeypatch: pytest.MonkeyPatch, code: int) -> list[tuple[Any, ...]]:
+    """Have ranks end with `code`. Returns what they are started with."""
     calls: list[tuple[Any, ...]] = []
 
-    def start(*arguments: Any, is_over: Callable[[], bool]) -> int:
+    def start(*arguments: Any) -> int:
         calls.append(arguments)
-        os.write(1, out.encode())
-        os.write(2, err.encode())
-        while code is None and not is_over():
-            time.sleep(0.01)
-        return 143 if code is None else code
+        return code
 
     monkeypatch.setattr(doctor, "start", start)
     return calls
 
 
-def test_what_rank_0_prints_is_delivered(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """The report and its exit code, and nothing else that ranks print on stdout."""
-    calls = launcher_that(monkeypatch, 0, handed_over(0, '{\n "a": 1\n}\n'), "warning\n")
+def test_what_ranks_are_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = launcher_that(monkeypatch, 0)
     monkeypatch.setenv("TORCHRING_LAUNCHER", "none")  # or each rank would start others
     arguments = ["-np", "3", "-H", "a:2,b:1", "--env", "A=1", "--env", "B=2", "--backend", "mpi", "--timeout", "7"]
     assert doctor.main([*arguments, "--json"]) == 0
-    assert capfd.readouterr() == ('{\n "a": 1\n}\n', "warning\n")
-    command = [str(doctor._SCRIPT), "--hand-over", "--backend", "mpi", "--timeout", "7.0", "--json"]
-    assert calls == [(command, 3, [Host("a", 2), Host("b", 1)], {"A": "1", "B": "2"})]
+    command = [str(doctor._SCRIPT), "--backend", "mpi", "--timeout", "7.0", "--json"]
+    assert calls.pop() == (command, 3, [Host("a", 2), Host("b", 1)], {"A": "1", "B": "2"})
     assert "TORCHRING_LAUNCHER" not in os.environ
-
-    calls = launcher_that(monkeypatch, 1, handed_over(1, "torchring doctor: 2 of 2 ranks\n\n1 thing is wrong.\n"))
-    assert doctor.main([]) == 1
-    assert capfd.readouterr() == ("torchring doctor: 2 of 2 ranks\n\n1 thing is wrong.\n", "")
-    command = [str(doctor._SCRIPT), "--hand-over", "--backend", "auto", "--timeout", "30.0"]
-    assert calls == [(command, 2, None, {})]
+    assert doctor.main([]) == 0
+    assert calls.pop() == ([str(doctor._SCRIPT), "--backend", "auto", "--timeout", "30.0"], 2, None, {})
 
 
 @pytest.mark.parametrize(
-    ("code", "expected"), [(0, 0), (139, 1), (130, 130)], ids=["no failure", "a crash at exit", "Ctrl-C"]
-)
-def test_exit_code_of_ranks_that_have_reported(
-    code: int, expected: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    launcher_that(monkeypatch, code, handed_over(0, "found\n"))
+    ("code", "expected"), [(0, 0), (1, 1), (139, 1), (2, 2), (130, 130), (143, 143)],
+    ids=["nothing is wrong", "something is", "a crash", "none could be started", "Ctrl-C", "SIGTERM"],
+)  # fmt: skip
+def test_exit_codes(code: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher_that(monkeypatch, code)
     assert doctor.main([]) == expected
-    assert capfd.readouterr() == ("found\n", "")
 
 
 @pytest.mark.parametrize("number", ["0", "1"])
-def test_rank_0_hands_its_report_over_in_one_line(
+def test_rank_0_alone_prints_a_report(
     number: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", number)  # and no WORLD_SIZE, which is an error
-    assert doctor.main(["--hand-over"]) == 1
-    lines = capfd.readouterr().out.splitlines()
-    if number == "1":
-        assert lines == []
-        return
-    (report,) = lines
-    code, text = json.loads(report.removeprefix(doctor._HANDED_OVER))
-    assert code == 1
-    assert "WRONG" in text
+    assert doctor.main([]) == 1
+    assert ("WRONG" in capfd.readouterr().out) == (number == "0")
+
+
+def run_rank(code: str) -> subprocess.CompletedProcess[str]:
+    """A rank of one, in which `code` has replaced parts of `doctor`."""
+    code = f"import atexit, faulthandler, os, runpy, sys, time\nfrom torchring import doctor\n{code}\n"
+    code += "sys.argv[1:] = ['--json', '--timeout', '0.1']\nrunpy.run_path(str(doctor._SCRIPT), run_name='__main__')"
+    return run_doctor([sys.executable, "-c", code], TORCHRING_LAUNCHER="none", TORCHRING_JOB="a job of torchring run")
+
+
+def test_stdout_has_the_report_alone() -> None:
+    ran = run_rank(
+        "def gather(*_, **__):\n    os.write(1, b'noise\\n')\n    return doctor.gather(0)\n"
+        "import torchring.doctor.rank\ntorchring.doctor.rank.gather = gather"
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["verdict"] in ("ok", "warning")
+    assert "noise" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "doctor._MEASURING_SECONDS = 0.0; doctor.take_part = lambda *_: time.sleep(60)",
+        "doctor.main = lambda _: 0; atexit.register(time.sleep, 60); later = faulthandler.dump_traceback_later; "
+        "faulthandler.dump_traceback_later = lambda _, **options: later(0.2, **options)",
+    ],
+    ids=["while it measures", "at its exit"],
+)
+def test_a_rank_that_hangs_says_where_and_ends(code: str) -> None:
+    ran = run_rank(code)
+    assert ran.returncode == 1
+    assert ran.stdout == ""
+    assert "Timeout (0:00:00" in ran.stderr
 
 
 def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -647,68 +653,6 @@ def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
     assert doctor.main([]) == 0
     assert calls == []
     assert "1 of 1 ranks" in capfd.readouterr().out
-
-
-def test_ranks_that_leave_no_report_are_one(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    launcher_that(monkeypatch, 139, "noise\n", "rank 1 was killed by SIGSEGV\n")
-    assert doctor.main([]) == 1
-    out, err = capfd.readouterr()
-    assert "they ended with exit code 139 before that; see what they say on stderr" in " ".join(out.split())
-    assert "noise" not in out
-    assert err == "rank 1 was killed by SIGSEGV\n"
-
-
-def test_a_report_is_waited_for_only_a_while(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    launcher_that(monkeypatch, None)
-    monkeypatch.setattr(doctor, "_REPORT_SECONDS", 0.6)
-    assert doctor.main(["--timeout", "0.1"]) == 1
-    out, err = capfd.readouterr()
-    assert "there was none within 1 s" in " ".join(out.split())
-    assert err == ""
-
-
-@pytest.mark.parametrize(
-    ("code", "handler"),
-    [
-        pytest.param(0, signal.SIG_DFL, id="0", marks=pytest.mark.grid),
-        pytest.param(1, signal.SIG_DFL, id="1"),
-        pytest.param(0, signal.SIG_IGN, id="0, SIGTERM ignored"),
-        pytest.param(1, signal.SIG_IGN, id="1, SIGTERM ignored", marks=pytest.mark.grid),
-    ],
-)
-def test_ranks_that_outlive_their_report_are_ended(
-    code: int,
-    handler: signal.Handlers,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """The exit code is that of the report."""
-    script = tmp_path / "rank.py"
-    text = f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
-    script.write_text(f"{text}print({handed_over(code, 'found')!r}, flush=True)\ntime.sleep(60)\n")
-    monkeypatch.setattr(doctor, "_SCRIPT", script)
-    monkeypatch.setattr(doctor, "_ENDING_SECONDS", 0.2)
-    before = signal.signal(signal.SIGTERM, handler)
-    try:
-        assert doctor.main(["-np", "1"]) == code
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert capfd.readouterr() == ("found", "")
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
-
-
-@pytest.mark.parametrize("code", [2, 130, 143])
-def test_without_ranks_the_launcher_says_why(
-    code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """None could be started, or they were told to stop."""
-    launcher_that(monkeypatch, code, "", "torchring run: cannot start the ranks: no memory\n")
-    assert doctor.main([]) == code
-    assert capfd.readouterr() == ("", "torchring run: cannot start the ranks: no memory\n")
 
 
 def run_doctor(command: list[str], **changes: str) -> subprocess.CompletedProcess[str]:

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.traces import MS, simulate
+from tests.support.traces import MS, encode, simulate, write
 from torchring.observe.phases import Phase
-from torchring.observe.recorder.files import FORMAT, TraceError, find, path_of, read, write, write_encoded
-from torchring.observe.recorder.records import RankTrace, RunInfo, decode, encode
+from torchring.observe.recorder import files
+from torchring.observe.recorder.files import FORMAT, TraceError, find, path_of, read
+from torchring.observe.recorder.records import RankTrace, RunInfo, decode
 
 
 def test_a_step_is_cut_into_parts_without_gaps() -> None:
@@ -87,7 +88,7 @@ def test_whatever_a_damaged_file_raises_is_named(
 def test_what_is_no_number_or_text_is_named(change: dict[str, Any], tmp_path: Path) -> None:
     trace = simulate(1, 1)[0]
     path = write(tmp_path, trace)
-    write_encoded(path, dataclasses.replace(trace, about=dataclasses.replace(trace.about, **change)), [])
+    files.write(path, dataclasses.replace(trace, about=dataclasses.replace(trace.about, **change)), [])
     with pytest.raises(TraceError, match=f"no trace: {next(iter(change))} is "):
         read(path)
 

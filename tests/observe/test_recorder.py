@@ -24,15 +24,16 @@ from torch.utils.data import DataLoader
 
 import torchring
 from tests.support.harness import run_pooled, run_ranks
+from tests.support.traces import decoded, write
 from torchring import default_world as world_module
 from torchring.observe import PROGRESS
 from torchring.observe.phases import BACKWARD, BETWEEN, EXPOSED, FORWARD, INPUT, OPTIMIZER, Phase
 from torchring.observe.recorder import process, writer
 from torchring.observe.recorder import recorder as recorder_module
 from torchring.observe.recorder.clocks import estimate, measure
-from torchring.observe.recorder.files import find, live_path_of, path_of, read, write
+from torchring.observe.recorder.files import find, live_path_of, path_of, read
 from torchring.observe.recorder.forward import ForwardWatch
-from torchring.observe.recorder.recorder import Recorder, decoded
+from torchring.observe.recorder.recorder import Recorder
 from torchring.observe.recorder.records import (
     Arrivals,
     ClockOffset,
@@ -425,11 +426,12 @@ def test_what_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogC
 
 
 def _wraps_two(rank: int, size: int, folder: Path) -> tuple[RunInfo, tuple[int, ...]]:
-    models = _model(), nn.Linear(4, 4)
+    models = _model(), nn.Linear(4, 4, dtype=torch.bfloat16)
     first, second = (torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model) for model in models)
     for model, optimizer in zip(models, (first, second), strict=True):
         for _ in range(2):  # after the first backward, buckets are laid out anew
-            model(torch.ones(5, next(model.parameters()).shape[1])).sum().backward()
+            weight = next(model.parameters())
+            model(torch.ones(5, weight.shape[1], dtype=weight.dtype)).sum().backward()
             optimizer.step()
     trace = decoded(*recorder_of(world_module.default_world()).trace())
     return read(write(folder, trace)).about, tuple(bucket.num_bytes for bucket in trace.steps[1].buckets)
@@ -438,7 +440,9 @@ def _wraps_two(rank: int, size: int, folder: Path) -> tuple[RunInfo, tuple[int, 
 def test_the_trace_knows_all_optimizers(tmp_path: Path) -> None:
     for about, sent in run_pooled(_wraps_two, 2, tmp_path):
         assert [parameter.name for parameter in about.parameters] == ["weight", "bias"]
+        assert {parameter.dtype for parameter in about.parameters} == {"bfloat16"}
         (other,) = about.others
+        assert {parameter.dtype for parameter in other.parameters} == {"float32"}
         assert [parameter.name for parameter in other.parameters] == [
             f"{i}.{k}" for i in range(3) for k in ("weight", "bias")
         ]

@@ -330,7 +330,8 @@ def test_within_a_host_standstill_says_how_fast_memory_is() -> None:
     assert analysis.network is not None
     assert analysis.network.gigabytes_per_s == pytest.approx(0.5)
     assert not analysis.network.is_alpha_known
-    assert analysis.bandwidths[0].bus.median == pytest.approx(0.5)
+    assert analysis.bandwidth is not None
+    assert analysis.bandwidth.bus.median == pytest.approx(0.5)
     assert analysis.predictions[0].exposed_ms == pytest.approx(40)
     assert "--bandwidth" in analysis.predictions_note
     # Of two hosts, a thread reduces in the background: 20 ms in memory and 8 ms on the network, from 25 and from 60 on.

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.traces import simulate
+from tests.support.traces import simulate, write
 from torchring import cli
-from torchring.observe.recorder.files import write
 from torchring.report.model.doctor import bus_bandwidths
 from torchring.report.model.merge import merge
 from torchring.report.show.captions import of_bandwidth
@@ -32,7 +31,8 @@ def test_the_job_is_compared_with_its_own_path() -> None:
     between = merge(simulate(2, 20, gigabytes_per_s=1.0, latency_ms=0, noise=0, ranks_per_host=1, skew_ms=[0, 3]))
     doctor = {"within a host": 8.0, "between hosts": 4.0}
     for job, found in ((within, 8.0), (between, 4.0)):
-        (bandwidth,) = analyse(job, doctor=doctor).bandwidths
+        bandwidth = analyse(job, doctor=doctor).bandwidth
+        assert bandwidth is not None
         assert bandwidth.doctor == found
     caption = of_bandwidth(analyse(between, doctor=doctor))
     assert "The doctor found 4.00\xa0GB/s" in caption

@@ -18,10 +18,10 @@ from torch import nn
 import torchring
 from tests.support.harness import run_pooled, run_ranks
 from tests.support.netns import needs_hosts, run_on_hosts
+from tests.support.traces import decoded
 from torchring import default_world as world_module
 from torchring.allreduce.ring import RingAllReduce
 from torchring.bench.netns import Network
-from torchring.observe.recorder.recorder import decoded
 from torchring.observe.recorder.records import RankTrace
 from torchring.observe.services import recorder_of
 from torchring.report.model.merge import merge

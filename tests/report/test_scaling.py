@@ -26,7 +26,7 @@ from torchring.report.model.scaling import (
     slowest_ms,
     split_ms,
 )
-from torchring.report.show.terminal import plain
+from torchring.report.show.terminal import summary
 from torchring.report.verdict.analysis import analyse
 from torchring.report.verdict.findings import Analysis
 
@@ -112,25 +112,31 @@ def test_a_gradient_that_never_comes_waits_for_the_end() -> None:
     assert layout_with(job, 1.5 * MB, 1.0) == (pytest.approx((1.0 * MB, 0.5 * MB)), pytest.approx((0.6, 1.0)))
 
 
-def layers(num_bytes: list[int]) -> Job:
+def layers(num_bytes: list[int], dtypes: tuple[str, ...] = ("float32",)) -> Job:
     """Parameters in the order of forward, whose gradients come one after the other in a backward of 60 ms."""
     (trace,) = simulated(1, bucket_mb=[])
-    records = tuple(ParameterRecord(f"layer{i}", each, 0) for i, each in enumerate(num_bytes))
+    records = tuple(ParameterRecord(f"layer{i}", each, 0, dtypes[i % len(dtypes)]) for i, each in enumerate(num_bytes))
     ready = tuple(60 * MS * (len(records) - i) // len(records) for i in range(len(records)))
     facts = dataclasses.replace(trace.about, parameters=records)
     return merge([dataclasses.replace(trace, about=facts, arrivals=(Arrivals(5, 60 * MS, ready),))])
 
 
 @pytest.mark.parametrize("bucket_mb", [1, 10, 25, 100])
-@pytest.mark.parametrize("compression", [None, "bf16"])
-def test_buckets_are_predicted_as_wrap_makes_them(bucket_mb: float, compression: str | None) -> None:
-    """Caps are soft, and count bytes of gradient: layers of 20 MiB and a cap of 25 MiB make buckets of 40 MiB."""
+@pytest.mark.parametrize(
+    ("compression", "dtypes"),
+    [(None, ("float32",)), ("bf16", ("float32",)), (None, ("float32", "bfloat16", "complex64"))],
+)
+def test_buckets_are_predicted_as_wrap_makes_them(
+    bucket_mb: float, compression: str | None, dtypes: tuple[str, ...]
+) -> None:
+    """Caps are soft, and count bytes of gradient. A bucket holds one dtype; complex gradients are real numbers."""
     mib = 1 << 20
     num_bytes = [20 * mib] * 5 + [1 * mib] * 8 + [60 * mib, 256, 256]
-    job = layers(num_bytes)
+    job = layers(num_bytes, dtypes)
+    kinds = [getattr(torch, dtypes[i % len(dtypes)]) for i in range(len(num_bytes))]
     specs = [
-        ParameterSpec(str(i), (each // 4,), (1,), torch.float32, torch.device("cpu"))
-        for i, each in enumerate(num_bytes)
+        ParameterSpec(str(i), (each // kind.itemsize,), (1,), kind, torch.device("cpu"))
+        for i, (each, kind) in enumerate(zip(num_bytes, kinds, strict=True))
     ]
     plan = build_plan(specs, bucket_bytes=bucket_mb * mib, compression=compression)
     predicted = layout_with(job, sum(num_bytes) / (2 if compression else 1), bucket_mb)
@@ -419,7 +425,7 @@ def test_time_without_a_core_is_no_communication(workers: int, cpu_ms: int, who:
     )
     assert f"passes while a rank has no core: {who} (25 ms of 120 ms" in analysis.verdict.sentence
     assert [rank.queued.mean for rank in analysis.ranks if rank.queued] == pytest.approx([10, 25])
-    assert "no core\n" in plain(analysis)
+    assert "no core\n" in summary(analysis)
     assert "Reduce gradients in every second backward only" not in advice_of(analysis)
     (unknown,) = changed([second], {}, queued_ns=-1, exposed_queued_ns=-1)
     assert "Give the ranks on host0 more cores" not in advice_of(analyse(merge([first, unknown])))

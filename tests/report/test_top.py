@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.traces import simulate
+from tests.support.traces import simulate, write
 from torchring import cli
 from torchring.observe import TRACE
-from torchring.observe.recorder.files import live_path_of, path_of, write, write_encoded
-from torchring.observe.recorder.records import RankTrace, encode
+from torchring.observe.recorder.files import live_path_of, path_of
+from torchring.observe.recorder.records import RankTrace
 from torchring.report.show import progress, top
 from torchring.report.show.top import Picture
 
@@ -24,8 +24,7 @@ from torchring.report.show.top import Picture
 def write_live(folder: Path, traces: Sequence[RankTrace], age: float = 0.0) -> None:
     for trace in traces:
         about = dataclasses.replace(trace.about, ended_by="", written_at=time.time() - age)
-        path = live_path_of(folder, trace.about.rank)
-        write_encoded(path, dataclasses.replace(trace, about=about), list(map(encode, trace.steps)))
+        write(folder, dataclasses.replace(trace, about=about), live_path_of)
 
 
 def test_a_job_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from array import array
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from torchring.observe.phases import Phase
+from torchring.observe.recorder import files
 from torchring.observe.recorder.records import (
     Arrivals,
     BucketRecord,
@@ -17,6 +20,8 @@ from torchring.observe.recorder.records import (
     RankTrace,
     RunInfo,
     StepRecord,
+    decode,
+    step_row,
 )
 
 MS = 1_000_000
@@ -152,3 +157,21 @@ def simulate(
 def shifted(trace: RankTrace, num_dropped: int) -> RankTrace:
     """The same trace, with its first steps forgotten."""
     return dataclasses.replace(trace, steps=trace.steps[num_dropped:], num_dropped=num_dropped)
+
+
+def encode(step: StepRecord) -> array[int]:
+    """The row of a step."""
+    own = (step.number, step.begin, step.end, step.num_samples, step.stall_ns, step.packing_ns, step.loading_ns)
+    load = (step.loading_cpu_ns, step.num_workers, step.queued_ns, step.exposed_queued_ns, step.collecting_ns)
+    phases = [number for each in step.phases for number in (each.phase, each.begin)]
+    return step_row((*own, *load), phases, [number for each in step.buckets for number in dataclasses.astuple(each)])
+
+
+def decoded(trace: RankTrace, rows: Sequence[Sequence[int]]) -> RankTrace:
+    """What `Recorder.trace` returns, as one trace."""
+    return dataclasses.replace(trace, steps=tuple(map(decode, rows)))
+
+
+def write(folder: Path, trace: RankTrace, path_of: Callable[[Path, int], Path] = files.path_of) -> Path:
+    """Write a trace as its rank does at the end, or with `live_path_of` while it trains."""
+    return files.write(path_of(folder, trace.about.rank), trace, [encode(step) for step in trace.steps])

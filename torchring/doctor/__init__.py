@@ -14,19 +14,15 @@ lines of the text report, each with level, topic and text.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import functools
+import faulthandler
 import json
 import os
-import re
 import signal
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 from torchring.default_world import BACKENDS
 from torchring.doctor.checks import examine
@@ -38,19 +34,16 @@ from torchring.errors import RingError, TopologyError
 from torchring.launch.arguments import duration, hosts_of, positive, setting
 from torchring.launch.hosts import LaunchError
 from torchring.launch.launcher import start
-from torchring.launch.output import STDOUT
-from torchring.rendezvous.environment import CHOICE, JOB, read_environment
+from torchring.launch.output import STDERR, STDOUT
+from torchring.rendezvous.environment import CHOICE, JOB, LaunchEnvironment, read_environment
 
 _DEFAULT_RANKS: Final = 2
 _DEFAULT_TIMEOUT_SECONDS: Final = 30.0
-_REPORT_SECONDS: Final = 120.0  # to import torch and to measure, on top of four time-outs
-_ENDING_SECONDS: Final = 10.0  # from the report until the ranks have ended
+_MEASURING_SECONDS: Final = 120.0  # on top of four time-outs
 _SCRIPT: Final = Path(__file__).with_name("__main__.py")
-_HANDED_OVER: Final = "torchring-doctor-report "  # begins the line with rank 0's exit code and report
-# One line, because lines of other ranks may come between two lines.
-_REPORT: Final = re.compile(rf"{_HANDED_OVER}(\[.*\])\n")
+# None could be started, or this process was told to stop.
+_LAUNCHER_CODES: Final = (2, *(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)))
 _RANK_KEYS: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-_STOPPED_CODES: Final = tuple(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -74,12 +67,7 @@ def main(arguments: Sequence[str]) -> int:
             return _start(options)
         except LaunchError as error:
             parser.error(str(error))
-    try:
-        code = take_part(launch, options.backend, options.timeout, functools.partial(_deliver, options))
-        return 0 if options.hand_over else code  # `_start` has the code
-    except RingError as error:
-        print(f"torchring doctor: {error}", file=sys.stderr)
-        return 1
+    return _take_part(launch, options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -105,69 +93,49 @@ def _parser() -> argparse.ArgumentParser:
         help="how long to wait for a rank that does not come (default: %(default)g)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, on stdout")
-    parser.add_argument("--hand-over", action="store_true", help=argparse.SUPPRESS)  # to `_start`
     return parser
 
 
+def _take_part(launch: LaunchEnvironment, options: argparse.Namespace) -> int:
+    """Measure with the other ranks. Rank 0 prints the report. Returns the exit code, the same on all ranks."""
+    stdout = os.dup(STDOUT)
+
+    def deliver(report: Report) -> int:
+        os.dup2(stdout, STDOUT)
+        return _deliver(options, report)
+
+    os.dup2(STDERR, STDOUT)  # libraries print there, too
+    limit = 4 * options.timeout + _MEASURING_SECONDS  # a driver may hang
+    faulthandler.dump_traceback_later(limit, exit=True, file=STDERR)
+    try:
+        return take_part(launch, options.backend, options.timeout, deliver)
+    except RingError as error:
+        print(f"torchring doctor: {error}", file=sys.stderr)
+        return 1
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        os.dup2(stdout, STDOUT)
+        os.close(stdout)
+
+
 def _deliver(options: argparse.Namespace, report: Report) -> int:
-    """Print the report, or hand it over to `_start`. Returns the exit code."""
+    """Print the report. Returns the exit code."""
     findings = examine(report)
     judged = verdict(findings)
-    code = 1 if judged == "wrong" else 0
     if options.json:
         found = {"verdict": judged, "findings": [vars(finding) for finding in findings], **asdict(report)}
-        text = json.dumps(found, indent=1) + "\n"
+        print(json.dumps(found, indent=1), flush=True)
     else:
-        text = render(report, findings)
-    if options.hand_over:
-        text = f"{_HANDED_OVER}{json.dumps([code, text])}\n"
-    print(text, end="", flush=True)
-    return code
+        print(render(report, findings), end="", flush=True)
+    return 1 if judged == "wrong" else 0
 
 
 def _start(options: argparse.Namespace) -> int:
-    """Start ranks as `torchring run` does, and print the report of their rank 0. Raises LaunchError."""
+    """Run ranks as `torchring run` does. Rank 0 prints the report. Raises LaunchError."""
     hosts = hosts_of(options)
     num_proc = options.num_proc if hosts or options.num_proc else _DEFAULT_RANKS
-    command = [str(_SCRIPT), "--hand-over", "--backend", options.backend, "--timeout", str(options.timeout)]
+    command = [str(_SCRIPT), "--backend", options.backend, "--timeout", str(options.timeout)]
     command += ["--json"] if options.json else []
     os.environ.pop(CHOICE, None)  # TORCHRING_LAUNCHER=none of the shell's would have each rank start others
-    limit: float = 4 * options.timeout + _REPORT_SECONDS
-    deadline, is_late = time.monotonic() + limit, False
-
-    def find_report() -> re.Match[str] | None:
-        return _REPORT.search(os.pread(out.fileno(), 1 << 24, 0).decode(errors="replace"))
-
-    def is_over() -> bool:
-        nonlocal deadline, is_late
-        if find_report():
-            deadline = min(deadline, time.monotonic() + _ENDING_SECONDS)
-        is_late = time.monotonic() >= deadline
-        return is_late
-
-    with tempfile.TemporaryFile() as out:
-        with _stdout_to(out):
-            code = start(command, num_proc, hosts, dict(options.env), is_over=is_over)
-        report = find_report()
-    is_stopped = code in _STOPPED_CODES and not is_late
-    if report:
-        its_code, text = json.loads(report[1])
-        print(text, end="", flush=True)
-        return code if is_stopped else its_code if is_late else max(its_code, min(code, 1))
-    if is_stopped or (code == 2 and not is_late):  # no rank could be started, which the launcher has said
-        return code
-    how = f"there was none within {limit:g} s" if is_late else f"they ended with exit code {code} before that"
-    problem = f"ranks were started, but there is no report: {how}; see what they say on stderr"
-    return _deliver(options, Report(launcher="torchring run", problems=[problem]))
-
-
-@contextlib.contextmanager
-def _stdout_to(file: IO[bytes]) -> Iterator[None]:
-    """Inside, what this process and its children print on stdout goes to `file`."""
-    before = os.dup(STDOUT)
-    os.dup2(file.fileno(), STDOUT)
-    try:
-        yield
-    finally:
-        os.dup2(before, STDOUT)
-        os.close(before)
+    code = start(command, num_proc, hosts, dict(options.env))
+    return code if code in _LAUNCHER_CODES else min(code, 1)

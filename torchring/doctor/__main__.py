@@ -1,5 +1,6 @@
 """`python -m torchring.doctor`, and the script that `torchring doctor` starts as ranks."""
 
+import faulthandler
 import os
 import sys
 
@@ -9,4 +10,6 @@ if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
 from torchring.doctor import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    faulthandler.dump_traceback_later(10.0, exit=True)  # a library may hang at exit
+    sys.exit(code)

@@ -27,7 +27,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from torchring.launch.hosts import (
@@ -78,7 +78,6 @@ def start(
     env: Mapping[str, str] | None = None,
     launcher: str = "auto",
     output: OutputOptions | None = None,
-    is_over: Callable[[], bool] = lambda: False,
     ssh_options: Sequence[str] = (),
 ) -> int:
     """Run `python COMMAND...` in `num_proc` processes that find each other, and wait for them.
@@ -95,7 +94,6 @@ def start(
             OMP_NUM_THREADS and HOROVOD_*, and no others.
         launcher: "local" (this machine only), "mpirun", "ssh", or "auto".
         output: how to show the output of the processes. With ssh, each host writes the log files of its own ranks.
-        is_over: called every 50 ms. Once it returns True, the processes end as after SIGTERM.
         ssh_options: arguments for ssh, such as -p and a port. With them, "auto" prefers ssh to mpirun.
 
     Returns the exit code of the first process that failed, or 0 if none failed. A process that signal n ended has exit
@@ -117,14 +115,14 @@ def start(
         # mpirun sends values to other hosts in messages. In its command line, all users of the machine could read them.
         environ = {**os.environ, **env}
         jobs = [Job("mpirun", _mpirun(filled, command, env), environ, title="mpirun", is_mpirun=True)]
-        return _supervise(jobs, open_output(output), is_over)
+        return _supervise(jobs, open_output(output))
     jobs = _agents(filled, command, env, output, ssh_options)
     # The agents write log files and tags. Several agents may print parts of lines at the same time.
-    return _supervise(jobs, open_output(OutputOptions()) if len(jobs) > 1 else None, is_over)
+    return _supervise(jobs, open_output(OutputOptions()) if len(jobs) > 1 else None)
 
 
-def _supervise(jobs: Sequence[Job], output: Output | None, is_over: Callable[[], bool]) -> int:
-    """Wait for all jobs. A failure, a signal or `is_over` ends the others. A second signal kills them at once."""
+def _supervise(jobs: Sequence[Job], output: Output | None) -> int:
+    """Wait for all jobs. A failure or a signal ends the others. A second signal kills them at once."""
     code = 0
     started: list[Job] = []
     with noted_signals() as received:
@@ -137,8 +135,6 @@ def _supervise(jobs: Sequence[Job], output: Output | None, is_over: Callable[[],
             running = list(started)
             heartbeat_at = time.monotonic() + HEARTBEAT_SECONDS
             while running and not code and not received:
-                if is_over():
-                    received.append(signal.SIGTERM)
                 for job in [job for job in running if job.process.poll() is not None]:
                     running.remove(job)
                     code = code or _exit_code(job)

@@ -62,4 +62,8 @@ def about(
 
 
 def _records(named: Iterable[tuple[torch.nn.Parameter, str]]) -> list[ParameterRecord]:
-    return [ParameterRecord(name, p.numel() * p.element_size(), -1) for p, name in named if p.requires_grad]
+    return [
+        ParameterRecord(name, p.numel() * p.element_size(), -1, str(p.dtype).removeprefix("torch."))
+        for p, name in named
+        if p.requires_grad
+    ]

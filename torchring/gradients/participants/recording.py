@@ -143,10 +143,13 @@ def _sizes_by_name(parameters: Sequence[ParameterRecord]) -> set[tuple[str, int]
 
 
 def parameter_records(buckets: Sequence[Bucket], specs: Sequence[ParameterSpec]) -> list[ParameterRecord]:
-    """Name, size and bucket of each parameter."""
+    """Name, size, bucket and dtype of each parameter."""
     homes = {slot.parameter: bucket.index for bucket in buckets for slot in bucket.plan.slots}
     return [
-        ParameterRecord(spec.name, spec.numel * spec.dtype.itemsize, homes.get(index, -1))
+        ParameterRecord(
+            *(spec.name, spec.numel * spec.dtype.itemsize, homes.get(index, -1)),
+            str(spec.dtype).removeprefix("torch."),
+        )
         for index, spec in enumerate(specs)
     ]
 

@@ -42,21 +42,16 @@ _TRIES: Final = 3  # to read a text that the timer thread is writing
 
 
 class _Field(IntEnum):
-    """Which word has what.
-
-    PHASE: optimizer step times 256, plus the phase. Of the training thread, as PHASE_SINCE is.
-    SAMPLED_PHASE, SAMPLED_SINCE, SAMPLED_AT: of the timer thread. SAMPLED_AT also says that the process runs.
-    WANTED: a number for the last stall about which other ranks wanted to see this rank's stacks. They write it.
-    """
+    """Which word has what."""
 
     PID = 0
     STACK_SIGNAL = 1
-    PHASE = 2
+    PHASE = 2  # of the training thread, as PHASE_SINCE: optimizer step times 256, plus the phase
     PHASE_SINCE = 3
-    SAMPLED_PHASE = 4
+    SAMPLED_PHASE = 4  # of the timer thread, as SAMPLED_SINCE and SAMPLED_AT
     SAMPLED_SINCE = 5
-    SAMPLED_AT = 6
-    WANTED = 7
+    SAMPLED_AT = 6  # also says that the process runs
+    WANTED = 7  # a number for the last stall about which other ranks wanted to see this rank's stacks. They write it.
     TEXT_BYTES = 8
     TEXT_CHECKSUM = 9
 
@@ -256,22 +251,14 @@ class FlightRecorder:
 
 
 class CurrentWait(NamedTuple):
-    """A wait of this rank.
+    """A wait of this rank."""
 
-    Attributes:
-        key: of the entry; 0 for a wait outside of all entries.
-        position: of the operation in its sequence.
-        since: when the wait began.
-        awaited: ranks whose signal is missing, as far as the waiting thread knows.
-        is_in_training: whether the training thread waits.
-    """
-
-    key: int
-    position: int
+    key: int  # of the entry; 0 for a wait outside of all entries
+    position: int  # of the operation in its sequence
     since: int
     wait: Wait
-    awaited: tuple[int, ...]
-    is_in_training: bool
+    awaited: tuple[int, ...]  # ranks whose signal is missing, as far as the waiting thread knows
+    is_in_training: bool  # the training thread waits
 
 
 @dataclass(frozen=True)
@@ -285,25 +272,16 @@ class EntryState:
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank's flight recorder says. Ages are in seconds.
-
-    Attributes:
-        step: number of the optimizer step.
-        age: how long the rank has been in `phase`.
-        call_site: where the script was when the timer thread looked last.
-        last_seen: how long ago the timer thread ran; None if the rank has no timer thread.
-        entries: by key.
-        waits: what the training thread waits for, and for how long. None if it does not wait.
-    """
+    """What a rank's flight recorder says. Ages are in seconds."""
 
     pid: int
-    step: int
+    step: int  # number of the optimizer step
     phase: Phase
-    age: float
-    call_site: str
-    last_seen: float | None
-    entries: Mapping[int, EntryState]
-    waits: tuple[str, float] | None
+    age: float  # how long the rank has been in `phase`
+    call_site: str  # where the script was when the timer thread looked last
+    last_seen: float | None  # how long ago the timer thread ran; None if the rank has no timer thread
+    entries: Mapping[int, EntryState]  # by key
+    waits: tuple[str, float] | None  # what the training thread waits for, and for how long; None if it does not wait
 
     def older(self, seconds: float) -> RankState:
         """The same, as it is `seconds` later if nothing has changed."""

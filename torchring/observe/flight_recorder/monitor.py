@@ -60,17 +60,11 @@ _logger: Final = logging.getLogger("torchring")
 
 @dataclass(frozen=True)
 class _Message:
-    """The last message of a rank of another host.
+    """The last message of a rank of another host."""
 
-    Attributes:
-        number: number of messages that the rank has sent.
-        sent: time on this rank's clock when the rank sent it. This rank reads messages only when it waits.
-        pause: seconds between two messages of the rank.
-    """
-
-    number: int
-    sent: float
-    pause: float
+    number: int  # of messages that the rank has sent
+    sent: float  # when, on this rank's clock. This rank reads messages only when it waits.
+    pause: float  # seconds between two messages of the rank
     state: RankState | None
 
 

@@ -24,21 +24,13 @@ _LONG_WAIT: Final = 0.1  # of the limit: a shorter wait of another rank may be a
 
 @dataclass(frozen=True)
 class Peer:
-    """Another rank, as far as this rank knows.
+    """Another rank, as far as this rank knows."""
 
-    Attributes:
-        state: None if the rank has not told anything yet.
-        is_stopped: SIGSTOP or a debugger has stopped the process.
-        is_silent: the rank has shown no sign of life for longer than is normal.
-        message_age: seconds since a rank of another host sent its last message. None on this host.
-        was_asked: the rank was told to print its stacks.
-    """
-
-    state: RankState | None
-    is_stopped: bool = False
-    is_silent: bool = False
-    message_age: float | None = None
-    was_asked: bool = False
+    state: RankState | None  # None if the rank has not told anything yet
+    is_stopped: bool = False  # SIGSTOP or a debugger has stopped the process
+    is_silent: bool = False  # the rank has shown no sign of life for longer than is normal
+    message_age: float | None = None  # seconds since a rank of another host sent its last message; None on this host
+    was_asked: bool = False  # the rank was told to print its stacks
 
 
 def is_silent(state: RankState) -> bool:

@@ -88,7 +88,7 @@ class DeviceTimes:
         self._reductions += reductions
 
     def end_step(self, step: array[int] | None, now: int) -> None:
-        """A step has ended. `step`: as `records.encode` does it, with a bucket for each reduction; may be None."""
+        """A step has ended. `step`: its row, with a bucket for each reduction; may be None."""
         self.mark(now)
         if step is not None and self._is_complete and len(self._marks) == step[NUM_PHASES] + 1:
             self._unfinished.append(_Step(step, self._marks, self._recorded, self._reductions))

@@ -22,7 +22,6 @@ from torchring.observe.recorder.records import (
     RankTrace,
     RunInfo,
     decode,
-    encode,
 )
 
 FORMAT: Final = 2
@@ -70,13 +69,8 @@ def _matching(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
-def write(folder: Path, trace: RankTrace) -> Path:
-    """Write a rank's file, whole or not at all, over an older one. Raises OSError."""
-    return write_encoded(path_of(folder, trace.about.rank), trace, [encode(step) for step in trace.steps])
-
-
-def write_encoded(path: Path, trace: RankTrace, steps: Sequence[Sequence[int]]) -> Path:
-    """As `write`, with steps that are encoded already, in place of `trace.steps`."""
+def write(path: Path, trace: RankTrace, steps: Sequence[Sequence[int]]) -> Path:
+    """Write a file, whole or not at all, over an older one. `steps`: rows of `trace.steps`. Raises OSError."""
     # Parameters may have been added since.
     arrivals = [each for each in trace.arrivals if len(each.ready_ns) == len(trace.about.parameters)]
     about = {"format": FORMAT, "num_dropped": trace.num_dropped, **dataclasses.asdict(trace.about)}

@@ -26,7 +26,6 @@ from torchring.observe.recorder.records import (
     ClockOffset,
     RankTrace,
     RunInfo,
-    decode,
     step_row,
 )
 
@@ -37,43 +36,30 @@ _MOST_NUMBERS: Final = BUCKET_LENGTH * 8_192  # about the buckets of one step: a
 
 
 class Recorder:
-    """The last steps of one rank in one world. For the thread that trains; others may read.
-
-    Attributes:
-        num_steps: number of steps that have ended.
-        num_samples: samples that forward was given since the last step ended.
-        num_samples_before: samples that forward was given before that.
-        num_bytes: bytes that this rank has contributed to reductions, in all.
-        loading_ns, loading_cpu_ns, num_workers, collecting_ns: since the last step ended, as in a `StepRecord`.
-            `process.py` sets them.
-        about: the run; None as long as no optimizer was wrapped. Describes the optimizer that was wrapped last.
-        phase, phase_began: the phase under way, and when it has begun.
-        thread: the thread that trains, as `threading.get_ident` returns it.
-        arrivals: when gradients came, in a few backwards.
-        clock: how this host's clock compares with that of rank 0's host, over time.
-        is_on: whether steps are recorded. Benchmarks turn the recorder off, to find out what it costs.
-    """
+    """The last steps of one rank in one world. For the thread that trains; others may read."""
 
     def __init__(self) -> None:
+        self.is_on = True  # benchmarks turn the recorder off, to find out what it costs
+        self.about: RunInfo | None = None  # None as long as no optimizer was wrapped
+        self.thread = threading.get_ident()  # that trains
+        # The steps that have ended
         self.num_steps = 0
+        self.num_samples_before = 0  # that forward was given in these steps
+        self.num_bytes = 0  # that this rank has contributed to reductions
+        self.arrivals: deque[Arrivals] = deque(maxlen=NUM_ARRIVALS)  # of gradients, in a few backwards
+        self.clock: list[ClockOffset] = []  # how this host's clock compares with that of rank 0's host, over time
+        self._steps: deque[array[int]] = deque(maxlen=NUM_STEPS)
+        # The step under way, as in a `StepRecord`. `forward.py` and `process.py` set these.
         self.num_samples = 0
-        self.num_samples_before = 0
-        self.num_bytes = 0
         self.loading_ns = 0
         self.loading_cpu_ns = -1
         self.num_workers = -1
         self.collecting_ns = 0
-        self.about: RunInfo | None = None
-        self.arrivals: deque[Arrivals] = deque(maxlen=NUM_ARRIVALS)
-        self.clock: list[ClockOffset] = []
-        self.is_on = True
-        self.thread = threading.get_ident()
-        self._steps: deque[array[int]] = deque(maxlen=NUM_STEPS)
-        # The step under way
-        self._device: DeviceTimes | None = None
+        # The phase under way
         self.phase = INPUT
         self.phase_began = time.perf_counter_ns()
         self._stamps = [INPUT, self.phase_began]  # phase, beginning; phase, beginning; ...
+        self._device: DeviceTimes | None = None
         self._stall_ns = 0
         self._packing_ns = 0
         self._buckets: list[int] = []
@@ -181,13 +167,8 @@ class Recorder:
     def trace(
         self, ended_by: str = "end", count: int = NUM_STEPS, first: int = 0
     ) -> tuple[RankTrace, list[array[int]]]:
-        """(the trace without steps, the newest steps from number `first` on, encoded). `decoded` puts both together."""
+        """(the trace without steps, the newest steps from number `first` on, as rows)."""
         about = replace(self.about or RunInfo(), ended_by=ended_by, written_at=time.time())
         steps = [step for step in self.last_steps(count) if step[NUMBER] >= first]
         num_dropped = steps[0][NUMBER] if steps else self.num_steps
         return RankTrace(about, (), num_dropped, tuple(self.arrivals), tuple(self.clock)), steps
-
-
-def decoded(trace: RankTrace, steps: Sequence[Sequence[int]]) -> RankTrace:
-    """The trace with its steps."""
-    return RankTrace(trace.about, tuple(map(decode, steps)), trace.num_dropped, trace.arrivals, trace.clock)

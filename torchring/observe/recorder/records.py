@@ -44,26 +44,18 @@ ENDED_WELL: Final = ("", "end", "SIGUSR1")  # see `RunInfo.ended_by`
 class BucketRecord:
     """One bucket in one step.
 
-    Attributes:
-        index: number of the bucket in its plan; the model's buffers, which travel last, have the number after it.
-        num_bytes: that this rank contributes, after compression.
-        ready: the last gradient of the bucket has been computed.
-        packed: all gradients are in the wire buffer.
-        launched: the bucket has left: it is packed, and so are all buckets before it.
-        started: the reduction has begun to work on it, on a thread that may have been busy until then. With
-            overlap="inline": this rank has begun to do its part, in a call between gradients or at the end.
-        reduced: the result is there. With overlap="inline": this rank has done its part. The result is there when all
-            ranks have done theirs.
-
     On a GPU, `ready`, `packed`, `launched` and `started` are when the GPU has begun to reduce the bucket.
     """
 
-    index: int
-    num_bytes: int
-    ready: int
-    packed: int
-    launched: int
+    index: int  # number of the bucket in its plan; the model's buffers, which travel last, have the number after it
+    num_bytes: int  # that this rank contributes, after compression
+    ready: int  # the last gradient of the bucket has been computed
+    packed: int  # all gradients are in the wire buffer
+    launched: int  # the bucket has left: it is packed, and so are all buckets before it
+    # The reduction has begun to work on it, on a thread that may have been busy until then. With overlap="inline": this
+    # rank has begun to do its part, in a call between gradients or at the end.
     started: int
+    # The result is there. With overlap="inline": this rank has done its part. The result is there when all have.
     reduced: int
 
 
@@ -78,39 +70,22 @@ class PhaseRecord:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step of one rank.
+    """One step of one rank."""
 
-    Attributes:
-        number: how many steps this rank had made before it.
-        begin, end: see above.
-        num_samples: length of the first dimension of what forward was given, over all micro-steps; 0 if unknown.
-        stall_ns: inside BACKWARD, how long buckets that were being reduced kept backward waiting.
-        packing_ns: inside BACKWARD and EXPOSED, how long gradients were copied to wire buffers. 0 on a GPU, as
-            `stall_ns` is.
-        phases: in order, without gaps, from `begin` to `end`.
-        buckets: in the order in which they left. Empty if nothing was reduced.
-        loading_ns: how long this rank was in `next()` of a DataLoader, inside INPUT.
-        loading_cpu_ns: how long cores worked for it: this thread in `next()`, and the workers; -1 if unknown.
-        num_workers: of the DataLoader that gave the last batch; -1 if none gave one.
-        queued_ns: how long the thread that trains was ready to run, but had no core; -1 if the kernel does not say.
-        exposed_queued_ns: the same, inside EXPOSED; -1 on a GPU, too.
-        collecting_ns: how long full collections of Python's garbage collector took.
-    """
-
-    number: int
+    number: int  # how many steps this rank had made before it
     begin: int
     end: int
-    num_samples: int
-    stall_ns: int
-    packing_ns: int
-    phases: tuple[PhaseRecord, ...]
-    buckets: tuple[BucketRecord, ...]
-    loading_ns: int = 0
-    loading_cpu_ns: int = -1
-    num_workers: int = -1
-    queued_ns: int = -1
-    exposed_queued_ns: int = -1
-    collecting_ns: int = 0
+    num_samples: int  # length of the first dimension of what forward was given, over all micro-steps; 0 if unknown
+    stall_ns: int  # inside BACKWARD, how long buckets that were being reduced kept backward waiting; 0 on a GPU
+    packing_ns: int  # inside BACKWARD and EXPOSED, how long gradients were copied to wire buffers; 0 on a GPU
+    phases: tuple[PhaseRecord, ...]  # in order, without gaps, from `begin` to `end`
+    buckets: tuple[BucketRecord, ...]  # in the order in which they left. Empty if nothing was reduced.
+    loading_ns: int = 0  # how long this rank was in `next()` of a DataLoader, inside INPUT
+    loading_cpu_ns: int = -1  # how long cores worked for it: this thread in `next()`, and the workers; -1 if unknown
+    num_workers: int = -1  # of the DataLoader that gave the last batch; -1 if none gave one
+    queued_ns: int = -1  # how long the thread that trains was ready to run, but had no core; -1 if unknown
+    exposed_queued_ns: int = -1  # the same, inside EXPOSED; -1 on a GPU, too
+    collecting_ns: int = 0  # how long full collections of Python's garbage collector took
 
     def ns_in(self, phase: Phase) -> int:
         """How long this phase took, all its times together."""
@@ -129,43 +104,31 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """When each gradient of one backward was computed.
+    """When each gradient of one backward was computed. Without what communication and copies took until then."""
 
-    Attributes:
-        step: number of the step.
-        backward_ns: length of the backward, from the end of forward to the last gradient.
-        ready_ns: for each parameter of `RunInfo.parameters`, nanoseconds from the end of forward to its gradient. -1 if
-            there was none. What communication and copies took until then is subtracted, so that these are the times of
-            a backward that only computes.
-    """
-
-    step: int
-    backward_ns: int
+    step: int  # number of the step
+    backward_ns: int  # from the end of forward to the last gradient
+    # From the end of forward to the gradient of each parameter of `RunInfo.parameters`; -1 if there was none
     ready_ns: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """How far the clock of a host is ahead of that of rank 0's host.
+    """How far the clock of a host is ahead of that of rank 0's host."""
 
-    Attributes:
-        at: when this was measured, on this rank's clock.
-        offset_ns: subtract from this rank's times to get times of rank 0's clock.
-        error_ns: the true offset differs by this at most. 0 on rank 0's host.
-    """
-
-    at: int
-    offset_ns: int
-    error_ns: int
+    at: int  # when this was measured, on this rank's clock
+    offset_ns: int  # subtract from this rank's times to get times of rank 0's clock
+    error_ns: int  # the true offset differs by this at most. 0 on rank 0's host.
 
 
 @dataclass(frozen=True)
 class ParameterRecord:
-    """A parameter that is reduced. `bucket` is -1 if its gradient is sparse."""
+    """A parameter that is reduced."""
 
     name: str
     num_bytes: int
-    bucket: int
+    bucket: int  # -1 if its gradient is sparse
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -178,71 +141,48 @@ class OptimizerRecord:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What was run: the process, its machine, and how the optimizer was wrapped.
+    """What was run: the process, its machine, and how the optimizer was wrapped."""
 
-    Attributes:
-        rank, size, local_rank, local_size: in the world.
-        node_rank: number of the host among the hosts of the world.
-        host: name of the host.
-        pid: of the process.
-        device: "cpu", or name of the GPU.
-        num_cores: how many cores the ranks of the host may use together.
-        num_threads: of torch, in this process.
-        process_began: when the process was started, on this rank's clock; 0 if unknown.
-        wrapped: when the optimizer was wrapped.
-        algorithm, reason, overlap: see `Stats`.
-        finding: the reason why hardly any communication is hidden, a sentence; "" if none is known.
-        options: other arguments of `wrap`, by name, as text.
-        bucket_bytes: bytes of each bucket of the last plan.
-        parameters: in the order of registration.
-        others: the other optimizers of the job. What is above is of the one that was wrapped last.
-        versions: "torchring", "torch", "python".
-        ended_by: why the trace was written: "end", "SIGUSR1", or the text of an error. "" while the job runs.
-        written_at: seconds since 1970.
-    """
-
+    # In the world
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
-    node_rank: int = 0
+    node_rank: int = 0  # number of the host among the hosts of the world
+    # The process
     host: str = ""
     pid: int = 0
-    device: str = "cpu"
-    num_cores: int = 1
-    num_threads: int = 1
-    process_began: int = 0
-    wrapped: int = 0
-    algorithm: str = "none"
+    device: str = "cpu"  # or name of the GPU
+    num_cores: int = 1  # that the ranks of the host may use together
+    num_threads: int = 1  # of torch
+    process_began: int = 0  # when the process was started, on this rank's clock; 0 if unknown
+    # The optimizer that was wrapped last
+    wrapped: int = 0  # when
+    algorithm: str = "none"  # this, `reason` and `overlap`: see `Stats`
     reason: str = ""
     overlap: str = "inline"
-    finding: str = ""
-    options: dict[str, str] = field(default_factory=dict)
-    bucket_bytes: tuple[int, ...] = ()
-    parameters: tuple[ParameterRecord, ...] = ()
-    others: tuple[OptimizerRecord, ...] = ()
-    versions: dict[str, str] = field(default_factory=dict)
-    ended_by: str = "end"
-    written_at: float = 0.0
+    finding: str = ""  # the reason why hardly any communication is hidden, a sentence; "" if none is known
+    options: dict[str, str] = field(default_factory=dict)  # other arguments of `wrap`, by name, as text
+    bucket_bytes: tuple[int, ...] = ()  # of each bucket of the last plan
+    parameters: tuple[ParameterRecord, ...] = ()  # in the order of registration
+    others: tuple[OptimizerRecord, ...] = ()  # the other optimizers of the job
+    # The trace
+    versions: dict[str, str] = field(default_factory=dict)  # of "torchring", "torch" and "python"
+    ended_by: str = "end"  # why it was written: "end", "SIGUSR1", or the text of an error. "" while the job runs.
+    written_at: float = 0.0  # seconds since 1970
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """All that one rank has recorded.
-
-    Attributes:
-        steps: the last ones, in order. The first steps of a job are special: buckets are laid out anew, memory is
-            touched for the first time.
-        num_dropped: how many steps there were before the first one of `steps`.
-        arrivals: when gradients came, in a few steps.
-        clock: comparisons with the clock of rank 0's host. Empty if the ranks are on one host.
-    """
+    """All that one rank has recorded."""
 
     about: RunInfo
+    # The last ones, in order. The first steps of a job are special: buckets are laid out anew, memory is touched for
+    # the first time.
     steps: tuple[StepRecord, ...] = ()
-    num_dropped: int = 0
-    arrivals: tuple[Arrivals, ...] = ()
-    clock: tuple[ClockOffset, ...] = ()
+    num_dropped: int = 0  # how many steps there were before the first one of `steps`
+    arrivals: tuple[Arrivals, ...] = ()  # in a few steps
+    clock: tuple[ClockOffset, ...] = ()  # comparisons with the clock of rank 0's host. Empty on one host.
 
 
 def step_row(own: Sequence[int], phases: Sequence[int], buckets: Sequence[int]) -> array[int]:
@@ -263,17 +203,8 @@ def bucket_start(num_phases: int, bucket: int) -> int:
     return STEP_LENGTH + PHASE_LENGTH * num_phases + BUCKET_LENGTH * bucket
 
 
-def encode(step: StepRecord) -> array[int]:
-    """A step as a row of integers."""
-    phases = [number for each in step.phases for number in (each.phase, each.begin)]
-    buckets: list[int] = []
-    for b in step.buckets:
-        buckets += (b.index, b.num_bytes, b.ready, b.packed, b.launched, b.started, b.reduced)
-    return step_row([getattr(step, name) for name in _OWN], phases, buckets)
-
-
 def decode(numbers: Sequence[int]) -> StepRecord:
-    """The step that `encode` has made these integers of. Raises ValueError if there are too few or too many."""
+    """The step of a row. Raises ValueError if there are too few or too many integers."""
     if len(numbers) < STEP_LENGTH:
         raise ValueError("a step is cut short")
     *own, num_phases, num_buckets = numbers[:STEP_LENGTH]

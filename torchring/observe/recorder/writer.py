@@ -65,7 +65,7 @@ class TraceWriter:
             self._broken.add(recorder)
         with self._lock, self._warning():
             trace, steps = recorder.trace(ended_by, first=self._first.get(recorder, 0))
-            path = files.write_encoded(files.path_of(self.folder, trace.about.rank), trace, steps)
+            path = files.write(files.path_of(self.folder, trace.about.rank), trace, steps)
             files.live_path_of(self.folder, trace.about.rank).unlink(missing_ok=True)
             _log.info("the trace of rank %d is in %s", trace.about.rank, path)
 
@@ -92,7 +92,7 @@ class TraceWriter:
                 trace, steps = recorder.trace("", _LIVE_STEPS, self._first.get(recorder, 0))
                 # The names of all parameters would take most of the time.
                 trace = replace(trace, about=replace(trace.about, parameters=(), others=()), arrivals=())
-                files.write_encoded(files.live_path_of(self.folder, trace.about.rank), trace, steps)
+                files.write(files.live_path_of(self.folder, trace.about.rank), trace, steps)
 
     @contextlib.contextmanager
     def _warning(self) -> Iterator[None]:

@@ -97,9 +97,9 @@ def summarise(job: Job, timing: Timing, critical: Critical) -> tuple[BucketSumma
     return tuple(found)
 
 
-def bandwidths(
+def find_bandwidth(
     job: Job, timing: Timing, critical: Critical, exposed: Array, doctor: Mapping[str, float]
-) -> tuple[Bandwidth, ...]:
+) -> Bandwidth | None:
     """Bandwidth that the algorithm of the job achieved.
 
     Args:
@@ -110,7 +110,7 @@ def bandwidths(
     about, counts = job.traces[0].about, timing.reduces
     durations = (critical.reduction_ends - critical.reduction_begins)[counts]
     if job.size == 1 or not durations.size or not (durations > 0).any():
-        return ()
+        return None
     sizes = bus_bytes(1.0, job.size) * timing.bucket_bytes
     total = exposed if about.algorithm == "direct" else durations.sum(1)
     bus = sizes.sum() / 1e6 / np.where(total > 0, total, np.nan)
@@ -119,7 +119,7 @@ def bandwidths(
     best = int(rates.argmax())
     of_best = sizes[best] / 1e6 / np.where(durations[:, best] > 0, durations[:, best], np.nan)
     path = WITHIN_HOST if about.local_size == about.size else BETWEEN_HOSTS
-    return (Bandwidth(about.algorithm, path, spread(bus, "GB/s"), spread(of_best, "GB/s"), doctor.get(path)),)
+    return Bandwidth(about.algorithm, path, spread(bus, "GB/s"), spread(of_best, "GB/s"), doctor.get(path))
 
 
 def late_parameters(

@@ -43,7 +43,7 @@ def find_queue(timing: Timing, critical: Critical) -> Queue | None:
     return Queue(own, np.minimum(exposed.max(1), communication), of_ranks)
 
 
-def who_has_them(about: RunInfo, timing: Timing, critical: Critical) -> str:
+def who_has_them(about: RunInfo, timing: Timing, critical: Critical, queue: Queue | None) -> str:
     """Who has the cores while a rank has none: a clause."""
     counts, workers = timing.counts, max(0, num_workers(timing))
     cpu, step_ms = timing.loading_cpu[counts], float(critical.path[counts].sum(1).mean())
@@ -52,7 +52,6 @@ def who_has_them(about: RunInfo, timing: Timing, critical: Critical) -> str:
     needed = about.local_size * (threads_of(about) + busy * (workers > 0))
     if needed <= _ENOUGH * about.num_cores:
         return "other programs hold the cores"
-    queue = find_queue(timing, critical)
     share = float(queue.whole.mean()) / step_ms if queue is not None and step_ms else 0.0
     # What is runnable takes turns: 4 threads on 2 cores have none for half of the time.
     others = " with other programs" if share > _ENOUGH * (1.0 - about.num_cores / needed) else ""

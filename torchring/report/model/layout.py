@@ -15,6 +15,7 @@ from torchring.report.model.timing import Array
 
 _MIB: Final = 1 << 20
 _CPU: Final = torch.device("cpu")
+_DTYPES: Final = {name: each for name, each in vars(torch).items() if isinstance(each, torch.dtype)}
 
 Layout = tuple[tuple[float, ...], tuple[float, ...]]
 """Bytes of each bucket, and the share of backward after which it is ready."""
@@ -58,14 +59,18 @@ def lay_out(parameters: Sequence[ParameterRecord], shares: Array, bucket_bytes: 
     """
     shares = np.nan_to_num(shares, nan=1.0)
     order = sorted(range(len(parameters)), key=lambda i: (shares[i], -i))
-    # A trace does not tell dtypes. Here all parameters have one, and share buckets.
-    specs = [ParameterSpec(each.name, (-(-each.num_bytes // 4),), (1,), torch.float32, _CPU) for each in parameters]
+    specs = [_spec(each) for each in parameters]
     members = [
         [slot.parameter for slot in bucket.slots]
         for bucket in build_plan(specs, bucket_bytes=int(bucket_bytes), order=order).buckets
     ]
     sizes = tuple(sum(parameters[i].num_bytes for i in each) * ratio for each in members)
     return sizes, tuple(float(max(shares[i] for i in each)) for each in members)
+
+
+def _spec(parameter: ParameterRecord) -> ParameterSpec:
+    dtype = _DTYPES.get(parameter.dtype, torch.float32)
+    return ParameterSpec(parameter.name, (-(-parameter.num_bytes // dtype.itemsize),), (1,), dtype, _CPU)
 
 
 def layout_with(job: Job, sent_bytes: float, bucket_mb: float) -> Layout | None:

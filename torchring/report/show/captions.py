@@ -150,11 +150,11 @@ def of_bandwidth(analysis: Analysis) -> str:
         "Bus bandwidth is 2 (N − 1) / N times the bytes of a bucket, divided by the time of its reduction. For a "
         "perfect ring it is the bandwidth of the link. GB are 10⁹ bytes."
     ]
-    parts += [
-        f"The {path.algorithm} algorithm achieves {with_spread(path.bus)} {path.path}, and "
-        f"{with_spread(path.best)} with its best bucket.{_doctor(path)}"
-        for path in analysis.bandwidths
-    ]
+    if path := analysis.bandwidth:
+        parts.append(
+            f"The {path.algorithm} algorithm achieves {with_spread(path.bus)} {path.path}, and "
+            f"{with_spread(path.best)} with its best bucket.{_doctor(path)}"
+        )
     if analysis.network is not None:
         network = analysis.network
         latency = f"{milliseconds(network.alpha_ms)} and " if network.is_alpha_known else ""

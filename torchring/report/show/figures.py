@@ -230,8 +230,9 @@ def bandwidth_by_bucket(analysis: Analysis) -> Any:
         ],
         hoverinfo="text",
     )
-    lines = [
-        go.Scatter(
+    drawn = [bars]
+    if path := analysis.bandwidth:
+        line = go.Scatter(
             x=labels,
             y=[path.bus.median] * len(buckets),
             mode="lines",
@@ -239,14 +240,13 @@ def bandwidth_by_bucket(analysis: Analysis) -> Any:
             hovertext=f"{escape(path.algorithm)}, {path.path}, all buckets<br>{with_spread(path.bus)}",
             hoverinfo="text",
         )
-        for path in analysis.bandwidths
-    ]
+        drawn.append(line)
     known = [speed for speed in speeds if speed > 0]
     scale: dict[str, Any] = {"title": "bus bandwidth (GB/s)", "rangemode": "tozero"}
     if known and max(known) > _WIDE * min(known):
         scale = {"title": "bus bandwidth (GB/s, logarithmic)", "type": "log"}
     xaxis = {"title": "bucket", "type": "category", "showgrid": False}
-    return figure([bars, *lines], height=300, xaxis=xaxis, yaxis=scale)
+    return figure(drawn, height=300, xaxis=xaxis, yaxis=scale)
 
 
 def predicted_step(analysis: Analysis) -> Any:

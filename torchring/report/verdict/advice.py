@@ -65,7 +65,7 @@ def _about_input(situation: Situation) -> Iterator[Advice]:
     if loading is None:
         return
     now, waited = loading.num_workers, typical(loading.waiting.max(1))
-    if now and situation.queue is not None and typical(situation.queue.whole) > _FEW_CORES * waited:
+    if now and situation.costs.queue is not None and typical(situation.costs.queue.whole) > _FEW_CORES * waited:
         return  # workers have no core either
     rank = costs.blamed if costs.is_input_of_blamed else None
     where = f"rank {situation.job.traces[rank].about.rank}" if rank is not None else "each rank"
@@ -137,9 +137,9 @@ def _about_pauses(situation: Situation) -> Iterator[Advice]:
 
 def _about_cores(situation: Situation) -> Iterator[Advice]:
     """Cores that ranks do not get."""
-    if situation.queue is None:
+    if situation.costs.queue is None:
         return
-    about, queued = situation.about, typical(situation.queue.whole)
+    about, queued = situation.about, typical(situation.costs.queue.whole)
     why = f"For {queued:.1f} ms of a step, a rank was ready to run, but had no core: {situation.who_has_cores}."
     how = f"top, on {about.host}, while the job runs"
     if is_crowded(about):
@@ -183,7 +183,7 @@ def _longer_ms(situation: Situation) -> float:
 
     Over all steps, also those in which another rank is the slowest, and without the time in which ranks had no core.
     """
-    blamed, queue = situation.costs.blamed, situation.queue
+    blamed, queue = situation.costs.blamed, situation.costs.queue
     if blamed is None:
         return 0.0
     columns = [column(phase) for phase in COMPUTING if phase is not Phase.INPUT]

@@ -16,7 +16,7 @@ import numpy as np
 from torchring.observe.recorder.records import RunInfo
 from torchring.report.model import buckets as of_buckets
 from torchring.report.model import lanes, waits
-from torchring.report.model.cores import find_queue, who_has_them
+from torchring.report.model.cores import who_has_them
 from torchring.report.model.loading import find_loading
 from torchring.report.model.merge import Job
 from torchring.report.model.network import Network
@@ -83,8 +83,7 @@ def analyse(
         pauses=pauses,
         efficiency=efficiency(critical, timing, step.mean, job.size),
         backward_ms=backward_ms,
-        queue=find_queue(timing, critical),
-        who_has_cores=who_has_them(about, timing, critical),
+        who_has_cores=who_has_them(about, timing, critical, costs.queue),
         loading=find_loading(job, timing, critical, is_forward_known=costs.is_forward_known),
         exposed_ms=typical(exposed),
         buckets=buckets,
@@ -128,7 +127,7 @@ def analyse(
         series=lanes.series(timing, critical),
         buckets=buckets,
         late_parameters=situation.late,
-        bandwidths=of_buckets.bandwidths(job, timing, critical, exposed, doctor),
+        bandwidth=of_buckets.find_bandwidth(job, timing, critical, exposed, doctor),
         network=given or network,
         is_network_given=given is not None,
         predictions=tuple(predictions),

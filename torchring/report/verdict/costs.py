@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from torchring.report.model.cores import find_queue
+from torchring.report.model.cores import Queue, find_queue
 from torchring.report.model.phases import COMPUTING, PHASES, Phase, column
 from torchring.report.model.timing import Array, Timing, typical
 from torchring.report.model.waits import Critical, knows_forward
@@ -40,6 +40,7 @@ class Costs:
     straggler: Array  # time by which the blamed rank computes longer than the median of the others
     jitter: Array  # time by which whichever rank is slowest takes longer than the others, apart from both above
     cores: Array  # time in which this rank, or a rank awaited in communication, has no core
+    queue: Queue | None  # the same of all ranks; None if it is unknown
     communication: Array  # the phase, apart from `cores`
     between: Array  # the phase, without its part of `straggler`
     optimizer: Array  # the same
@@ -124,6 +125,7 @@ def find_costs(timing: Timing, critical: Critical) -> Costs:
         straggler,
         jitter,
         cores,
+        queue,
         path[:, column(Phase.COMMUNICATION)] - (0.0 if queue is None else queue.communication),
         path_without[:, column(Phase.BETWEEN)],
         path_without[:, column(Phase.OPTIMIZER)],

@@ -88,7 +88,7 @@ class Analysis:
     # Communication
     buckets: tuple[BucketSummary, ...]  # in plan order; empty if nothing was reduced
     late_parameters: tuple[LateParameter, ...]  # the worst first
-    bandwidths: tuple[Bandwidth, ...]
+    bandwidth: Bandwidth | None  # None if nothing was reduced
     network: Network | None  # fitted to the buckets, or given; None if nothing was reduced and none was given
     is_network_given: bool  # on the command line
     # More ranks

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from torchring.observe.recorder.records import RunInfo
 from torchring.report.model.buckets import BucketSummary, LateParameter
-from torchring.report.model.cores import Queue
 from torchring.report.model.loading import Loading
 from torchring.report.model.merge import Job
 from torchring.report.model.network import Network
@@ -32,8 +31,7 @@ class Situation:
     # What ranks compute
     efficiency: float
     backward_ms: float  # on the slowest rank
-    queue: Queue | None  # time without a core; None if it is unknown
-    who_has_cores: str  # meanwhile: a clause
+    who_has_cores: str  # while a rank has none: a clause
     loading: Loading | None  # None if nothing is known of loading
     # Communication
     exposed_ms: float  # in a step that has the buckets below
