@@ -226,6 +226,8 @@ def nested(spans: list[dict[str, Any]]) -> bool:
 
 
 def test_a_terminal_gets_colours_and_no_markup() -> None:
+    rich = pytest.importorskip("rich")
+    assert rich
     advice = Advice("Use [bold]", 1.0, 0.5, "Because.", "x[red]")
     analysis = dataclasses.replace(analyse(merge(simulate(2, 5))), advice=(advice,))
     terminal.show(analysis, screen := Screen())
@@ -236,6 +238,7 @@ def test_a_terminal_gets_colours_and_no_markup() -> None:
 
 
 def test_headings_are_whole_in_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
     monkeypatch.setenv("COLUMNS", "80")
     terminal.show(analyse(merge(simulate(2, 12, ranks_per_host=1))), screen := Screen())
     text = re.sub(r"\x1b\[[0-9;]*m", "", screen.getvalue())
@@ -243,6 +246,13 @@ def test_headings_are_whole_in_a_terminal_of_80_columns(monkeypatch: pytest.Monk
     assert "rank step input forward backward waiting communication between optimizer" in words
     assert "bucket MB ready ms reduced in ms exposed ms GB/s parameters" in words
     assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_without_rich_a_terminal_gets_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal.importlib.util, "find_spec", lambda name: None)
+    analysis = analyse(merge(simulate(2, 5)))
+    terminal.show(analysis, screen := Screen())
+    assert screen.getvalue() == f"{terminal.plain(analysis)}\nWith colours and lines: pip install 'torchring[report]'\n"
 
 
 class Screen(io.StringIO):

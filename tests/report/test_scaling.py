@@ -26,7 +26,7 @@ from torchring.report.model.scaling import (
     slowest_ms,
     split_ms,
 )
-from torchring.report.show.terminal import summary
+from torchring.report.show.terminal import plain
 from torchring.report.verdict.analysis import analyse
 from torchring.report.verdict.findings import Analysis
 
@@ -425,7 +425,7 @@ def test_time_without_a_core_is_no_communication(workers: int, cpu_ms: int, who:
     )
     assert f"passes while a rank has no core: {who} (25 ms of 120 ms" in analysis.verdict.sentence
     assert [rank.queued.mean for rank in analysis.ranks if rank.queued] == pytest.approx([10, 25])
-    assert "no core\n" in summary(analysis)
+    assert "no core\n" in plain(analysis)
     assert "Reduce gradients in every second backward only" not in advice_of(analysis)
     (unknown,) = changed([second], {}, queued_ns=-1, exposed_queued_ns=-1)
     assert "Give the ranks on host0 more cores" not in advice_of(analyse(merge([first, unknown])))

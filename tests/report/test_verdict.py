@@ -17,7 +17,7 @@ from tests.support.traces import MS, simulate
 from torchring.report.model.change import find_change
 from torchring.report.model.merge import merge
 from torchring.report.model.phases import Phase
-from torchring.report.show.terminal import summary, table_of_phases, table_of_waits
+from torchring.report.show.terminal import plain, table_of_phases, table_of_waits
 from torchring.report.verdict.analysis import analyse
 from torchring.report.verdict.findings import Analysis
 
@@ -280,7 +280,7 @@ def test_few_steps_give_facts_only(num_steps: int) -> None:
     analysis = analyse(merge(simulate(**{**BASE, "input_ms": 60, "num_steps": num_steps})))
     assert (analysis.advice, analysis.predictions) == ((), ())
     assert "too few for advice and predictions" in analysis.problems[0]
-    assert "So few steps do not tell." in summary(analysis)
+    assert "So few steps do not tell." in plain(analysis)
     unseen = [  # as in each first step
         dataclasses.replace(trace, about=dataclasses.replace(trace.about, options={"model": "given"}))
         for trace in simulate(**{**BASE, "forward_ms": 0, "num_steps": num_steps})

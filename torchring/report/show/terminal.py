@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
+import importlib.util
 import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import IO, Any, Final
+from typing import IO, Final
 
 from torchring.errors import ranks_in_words
 from torchring.report.model.buckets import BucketSummary
@@ -17,9 +17,6 @@ from torchring.report.verdict.findings import NOTICEABLE_WAIT, Advice, Analysis
 from torchring.report.words import count, share_in_words
 
 _WIDTH: Final = 110
-_BOLD: Final = "\x1b[1m{}\x1b[0m"
-# Names of files stay in one piece.
-_KEEP_WORDS: Final[dict[str, Any]] = {"break_long_words": False, "break_on_hyphens": False}
 _MAX_ROWS: Final = 8
 _MAX_NAME: Final = 48
 
@@ -35,44 +32,43 @@ class Section:
 
 
 def show(analysis: Analysis, file: IO[str] | None = None) -> None:
-    """Print the summary, to a terminal with colours and no wider than the terminal."""
+    """Print the summary: with colours to a terminal, as plain text else, and where rich is not installed."""
     out = file or sys.stdout
-    out.write(summary(analysis, shutil.get_terminal_size().columns if out.isatty() else None))
+    if not out.isatty():
+        out.write(plain(analysis))
+    elif importlib.util.find_spec("rich") is None:
+        out.write(plain(analysis) + "\nWith colours and lines: pip install 'torchring[report]'\n")
+    else:
+        _show_with_rich(analysis, out)
 
 
-def summary(analysis: Analysis, columns: int | None = None) -> str:
-    """The summary as text. `columns`: of a terminal that shows colours; None for plain text."""
-    style, width = (_BOLD if columns else "{}"), min(_WIDTH, columns or _WIDTH)
-    verdict = style.format(textwrap.fill(analysis.verdict.sentence, width, **_KEEP_WORDS))
-    parts = [f"{verdict}\n\n{textwrap.fill(_title(analysis), width, **_KEEP_WORDS)}"]
+def plain(analysis: Analysis) -> str:
+    """The summary as text without colours."""
+    lines = [*_wrap(analysis.verdict.sentence), "", *_wrap(_title(analysis))]
     for section in sections(analysis):
-        heading, *lines = text_of(section, columns).split("\n")
-        parts.append("\n".join([style.format(textwrap.fill(heading, columns or sys.maxsize)), *lines]))
-    return "\n\n".join(parts) + "\n"
+        lines += ["", text_of(section)]
+    return "\n".join(lines) + "\n"
 
 
-def text_of(section: Section, columns: int | None = None) -> str:
-    """A section without colours. Leaves out spreads in tables that are wider than `columns`."""
-    lines, width = [section.title], min(_WIDTH, columns or _WIDTH)
+def text_of(section: Section) -> str:
+    """A section without colours."""
+    lines = [section.title]
     for sentence in section.sentences:
         text, _, code = sentence.partition("\n")
-        lines += textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="    ", **_KEEP_WORDS)
+        lines += _wrap(text, "  ", "    ")
         lines += [f"      {code}"] if code else []
-    table = _table([section.columns, *section.rows]) if section.rows else []
-    if columns and max(map(len, table), default=0) > columns:
-        table = _table([section.columns, *([cell.partition(" [")[0] for cell in row] for row in section.rows)], columns)
-    return "\n".join(lines + table)
+    if section.rows:
+        widths = [max(map(len, cells)) for cells in zip(section.columns, *section.rows, strict=True)]
+        for row in (section.columns, *section.rows):
+            lines.append("  " + "   ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)))
+    return "\n".join(line.rstrip() for line in lines)
 
 
-def _table(rows: Sequence[Sequence[str]], columns: int | None = None) -> list[str]:
-    """Lines of an aligned table; the last column is wrapped to fit in `columns`."""
-    widths, lines = [max(map(len, cells)) for cells in zip(*rows, strict=True)], []
-    for row in rows:
-        cells = [f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)]
-        line = "  " + (" " if columns else "   ").join(cells)
-        begin = " " * (len(line) - widths[-1])
-        lines += textwrap.wrap(line.rstrip(), columns or sys.maxsize, subsequent_indent=begin)
-    return lines
+def _wrap(text: str, first: str = "", others: str = "") -> list[str]:
+    """Lines that leave names of files in one piece."""
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def sections(analysis: Analysis) -> list[Section]:
@@ -208,3 +204,36 @@ def _mean(spread: Spread) -> str:
 def _short(value: float) -> str:
     """Three digits, or all before the point."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _show_with_rich(analysis: Analysis, file: IO[str]) -> None:
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(file=file)
+    console.print(Text(analysis.verdict.sentence, style="bold"))
+    console.print(Text(_title(analysis), style="dim"))
+    for section in sections(analysis):
+        console.print(Text(f"\n{section.title}", style="bold cyan"))
+        for sentence in section.sentences:
+            text, _, code = sentence.partition("\n")
+            console.print(Padding(Text(text), (0, 0, 0, 2)))
+            if code:
+                console.print(Padding(Text(code, style="green"), (0, 0, 0, 6)))
+        if section.rows:
+            table = Table(box=None, pad_edge=True, header_style="dim", collapse_padding=True)
+            for name in section.columns:
+                table.add_column(Text(name), overflow="fold")
+            for row in _fitting(section, console.width):
+                table.add_row(*map(Text, row))  # names of parameters may look like markup
+            console.print(table)
+
+
+def _fitting(section: Section, width: int) -> Sequence[Sequence[str]]:
+    """The rows of a table, without spreads if these do not fit in so many characters: headings would be broken."""
+    longest = [max(map(len, cells)) for cells in zip(section.columns, *section.rows, strict=True)]
+    if sum(longest) + len(longest) < width:
+        return section.rows
+    return [[cell.partition(" [")[0] for cell in row] for row in section.rows]

@@ -10,6 +10,7 @@ read.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -104,11 +105,19 @@ def _traces(find_them: Callable[[Path], dict[int, Path]], folder: Path) -> list[
 
 
 def _watch(folder: Path, seconds: float) -> None:
-    """Show pictures until the job has ended: in place of each other in a terminal, else below each other."""
-    clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() else ""
-    while True:
-        picture = look(folder)
-        print(f"{clear}{picture.text}", end="\n" if clear else "\n\n", flush=True)
-        if picture.is_over:
-            return
+    """Show pictures until the job has ended."""
+    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+        _show_until_over(folder, seconds, lambda text: print(text, end="\n\n", flush=True))
+        return
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(auto_refresh=False) as live:
+        _show_until_over(folder, seconds, lambda text: live.update(Text(text), refresh=True))
+
+
+def _show_until_over(folder: Path, seconds: float, show: Callable[[str], None]) -> None:
+    while not (picture := look(folder)).is_over:
+        show(picture.text)
         time.sleep(seconds)
+    show(picture.text)
