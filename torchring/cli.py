@@ -91,8 +91,8 @@ def _add_run(commands: Any) -> argparse.ArgumentParser:  # argparse._SubParsersA
     run: argparse.ArgumentParser = commands.add_parser(
         "run",
         help="start a script on N processes, of this machine or of several",
-        description="Start a script on N processes: through torch.distributed.run on this machine; on several through "
-        "mpirun (Open MPI, with mpi4py) where it is installed, else through ssh and torch.distributed.run.",
+        description="Start a script on N processes: through torchrun's agent on this machine; on several through "
+        "mpirun (Open MPI, with mpi4py) where it is installed, else through ssh and torchrun's agents.",
     )
     run.add_argument(
         *("-np", "-n", "--num-proc", "--nproc-per-node"),

@@ -33,7 +33,7 @@ from torchring.elastic.driver.hosts import Hosts
 from torchring.elastic.driver.store import DriverStore, Listener
 from torchring.elastic.protocol import Beat, Card, Invitation, beat_key, card_key
 from torchring.launch.hosts import LaunchError, why_no_loopback
-from torchring.launch.jobs import HEARTBEAT_SECONDS, KILL_SECONDS, Job, host_job, open_output, sharing_cores
+from torchring.launch.jobs import HEARTBEAT_SECONDS, KILL_SECONDS, Job, host_job, open_output
 from torchring.launch.output import Output, OutputOptions
 from torchring.launch.signals import noted_signals
 from torchring.linux import open_process
@@ -311,10 +311,11 @@ class Driver:
         slots = next(host.slots for host in self._hosts.known or () if host.name == action.host)
         job = host_job(
             action.host,
-            sharing_cores([sys.executable, "-u", *self._command], str(max(1, min(slots, self._max_size)))),
+            [sys.executable, "-u", *self._command],
             {**self._env, INVITATION: invitation.encode().decode(), "LOCAL_RANK": str(action.slot)},
             is_here=is_here,
             environ=self._environ,
+            sharing=max(1, min(slots, self._max_size)),
             ssh_options=self._ssh_options,
             silence=_SILENCE_SECONDS,
             patience=_PATIENCE_SECONDS,
