@@ -302,9 +302,7 @@ class Driver:
         if self._store is not None:
             self._store.add_worker(action.worker)
         listener, is_here = self._listener, self._hosts.is_here(action.host)
-        addresses = listener.addresses
-        if is_here and listener.own_address not in addresses[:1]:
-            addresses = (listener.own_address, *(address for address in addresses if address != listener.own_address))
+        addresses = tuple(dict.fromkeys((*[listener.own_address] * is_here, *listener.addresses)))
         invitation = Invitation(
             action.worker, action.slot, self._coordinator.size, addresses, listener.port, listener.token, action.host
         )
