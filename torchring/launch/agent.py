@@ -33,6 +33,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torchring.launch.hosts import HostPlan
 from torchring.launch.output import STDERR, STDOUT, Output
 from torchring.rendezvous.addresses import is_for_other_hosts, resolve
+from torchring.rendezvous.store import host_on
 
 _LOOPBACK: Final = "127.0.0.1"
 _MEETING_SECONDS: Final = 900  # for the agents to come, as with torchrun
@@ -67,16 +68,7 @@ def _store(plan: HostPlan) -> TCPStore:
     timeout = timedelta(seconds=_MEETING_SECONDS)
     if plan.number > 0:
         return TCPStore(plan.address, plan.port, is_master=False, wait_for_workers=False, timeout=timeout)
-    listener = _listener(plan)
-    address, port = listener.getsockname()[:2]
-    return TCPStore(
-        _LOOPBACK if address in ("0.0.0.0", "::") else address,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timeout,
-        master_listen_fd=listener.detach(),
-    )
+    return host_on(_listener(plan), timeout)
 
 
 def _listener(plan: HostPlan) -> socket.socket:
@@ -131,9 +123,9 @@ def _run(plan: HostPlan, command: Sequence[str], store: TCPStore) -> int:
         result.failures.items(), key=lambda item: (item[1].pid not in _Ranks.failed, item[1].timestamp)
     )
     on = f" on {plan.host}" if plan.num_hosts > 1 else ""
-    text = f"rank {rank_number} (pid {first.pid}{on}) ended first, {_ending(first.exitcode)}"
-    print(f"torchring run: {text}", file=sys.stderr)
     code: int = first.exitcode
+    how = f"with exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    print(f"torchring run: rank {rank_number} (pid {first.pid}{on}) ended first, {how}", file=sys.stderr)
     return code if code >= 0 else 128 - code
 
 
@@ -182,7 +174,3 @@ class _Ranks(SubprocessContext):
             for file in (handler._stdout, handler._stderr):
                 if file is not None:
                     file.close()
-
-
-def _ending(code: int) -> str:
-    return f"with exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"

@@ -203,25 +203,30 @@ class _MpiRendezvous:
             pause = min(2 * pause, 0.02)
 
 
+def host_on(listener: socket.socket, timeout: timedelta) -> TCPStore:
+    """Host a store on a socket that listens. The store takes the socket over. Raises DistError."""
+    address, port = listener.getsockname()[:2]
+    return TCPStore(
+        _LOOPBACK if address in ("0.0.0.0", "::") else address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+
+
 def _host_store(is_local: bool, timeout_seconds: float) -> tuple[TCPStore, dict[str, Any]]:
     """Host the store: on loopback for ranks of one host, where no other host can connect, else on all addresses.
 
     Returns the store and its endpoint (host, port, addresses, token). Raises OSError or DistError.
     """
     listener = socket.create_server((_LOOPBACK if is_local else "", 0))
-    port = listener.getsockname()[1]
-    store = TCPStore(
-        _LOOPBACK,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_seconds),
-        master_listen_fd=listener.detach(),
-    )
+    store = host_on(listener, timedelta(seconds=timeout_seconds))
     token = secrets.token_hex(16)
     store.set(_TOKEN_KEY, token)
     addresses = [_LOOPBACK] if is_local else own_addresses()[:16]
-    return store, {"host": host_name(), "port": port, "addresses": addresses, "token": token}
+    return store, {"host": host_name(), "port": store.port, "addresses": addresses, "token": token}
 
 
 def _cannot_host(error: Exception) -> str:

@@ -206,7 +206,10 @@ class Driver:
         killed = [process for process in self._processes.values() if process.code is not None and process.code > 128]
         for process in [*ended, *killed]:
             if not process.is_noted:
-                self._note_end(process)
+                assert process.code is not None
+                process.is_noted = True
+                is_ssh = process.job.is_remote and process.code == 255 and not process.beat
+                self._coordinator.note_end(process.worker, process.code, is_ssh=is_ssh)
         for action in self._coordinator.tick(now):
             self._carry_out(action, now)
 
@@ -236,12 +239,6 @@ class Driver:
             for process in self._processes.values():
                 if process.job.is_remote and process.code is None:
                     process.job.tell(0)
-
-    def _note_end(self, process: _Process) -> None:
-        assert process.code is not None
-        process.is_noted = True
-        is_ssh = process.job.is_remote and process.code == 255 and not process.beat
-        self._coordinator.note_end(process.worker, process.code, is_ssh=is_ssh)
 
     def _read(self, store: DriverStore) -> None:
         processes = [process for process in self._processes.values() if not process.is_noted]
