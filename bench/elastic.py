@@ -41,14 +41,13 @@ from typing import Any, Final
 
 from torchring.bench import measure
 from torchring.bench.elastic_job import LIGHTHOUSES, SIZE, TORCHRUN, Fault, Job, StuckError, check, make_fault
-from torchring.bench.elastic_worker import work
+from torchring.bench.elastic_worker import PAIRS_IN_BLOCK, work
 from torchring.bench.measure import Spread
 from torchring.bench.models import MODELS
 from torchring.launch.arguments import duration
 
 RIVALS: Final = ("torchring", "torchft", "torchft-defaults", "torchrun")
 _START_SECONDS: Final = 120.0
-_PAIRS_IN_BLOCK: Final = 10
 
 
 def main() -> int:
@@ -182,8 +181,8 @@ def compare_cost(seconds: float, model: str) -> dict[str, Any]:
             raise SystemExit(f"the cost of State: {error}; it printed:\n{job.output()}") from error
         ranks = [json.loads((job.folder / f"cost{rank}.json").read_text()) for rank in range(SIZE)]
     sums: dict[str, list[tuple[float, float]]] = {"seconds": [], "cpu": []}
-    for start in range(0, len(ranks[0]) - _PAIRS_IN_BLOCK + 1, _PAIRS_IN_BLOCK):
-        block = [pair for rows in ranks for pair in rows[start : start + _PAIRS_IN_BLOCK]]
+    for start in range(0, len(ranks[0]) - PAIRS_IN_BLOCK + 1, PAIRS_IN_BLOCK):
+        block = [pair for rows in ranks for pair in rows[start : start + PAIRS_IN_BLOCK]]
         for index, name in enumerate(sums):
             plain, elastic = (sum(pair[which][index] for pair in block) for which in ("plain", "elastic"))
             sums[name].append((plain, elastic))
@@ -272,7 +271,7 @@ def report(rows: Sequence[dict[str, Any]], cost: dict[str, Any] | None, about: d
             for name, key in (("time", "seconds"), ("CPU time", "cpu"))
         ]
         title = f"What State and commit() add to a step, {cost['pairs']} pairs of steps"
-        measure.print_table(title, ["", "all", f"blocks of {_PAIRS_IN_BLOCK} pairs"], cells)
+        measure.print_table(title, ["", "all", f"blocks of {PAIRS_IN_BLOCK} pairs"], cells)
 
 
 def _median_and_worst(values: Sequence[float]) -> tuple[str, str]:

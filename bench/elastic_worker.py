@@ -9,6 +9,7 @@ All rivals train the same model with the same optimizer on batches that depend o
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import time
@@ -30,6 +31,7 @@ Event = Literal["start", "ready", "step", "digest", "discarded", "saved"]
 
 _SHARE_OF_CHECKPOINTS: Final = 0.05  # of the time, under torchrun
 _CHECKPOINT: Final = "checkpoint.pt"
+PAIRS_IN_BLOCK: Final = 10  # of steps with and without a State: their times are compared block by block
 
 
 @dataclass(frozen=True)
@@ -247,7 +249,7 @@ def compare_steps(folder: Path, model: str, *, seconds: float) -> None:
         rows = []
         turns: dict[str, Callable[[], None]] = {"plain": step_plain, "elastic": step_elastic}
         end = time.monotonic() + seconds
-        for repetition in range(_MOST_REPETITIONS):
+        for repetition in itertools.count():
             row = {}
             for name in measure.in_turn(list(turns), repetition):
                 torchring.barrier()
@@ -256,15 +258,13 @@ def compare_steps(folder: Path, model: str, *, seconds: float) -> None:
                 row[name] = (time.perf_counter() - wall, time.process_time() - cpu)
             if repetition >= 2:
                 rows.append(row)
-            if repetition % 10 == 9 and torchring.broadcast_object(time.monotonic() > end):
+            if rows and len(rows) % PAIRS_IN_BLOCK == 0 and torchring.broadcast_object(time.monotonic() > end):
                 break
         return rows
 
     rows = train(state)
     (folder / f"cost{torchring.rank()}.json").write_text(json.dumps(rows))
 
-
-_MOST_REPETITIONS: Final = 10_000
 
 WORKERS: Final[dict[str, Callable[[Path, str], None]]] = {
     "torchring": train_with_torchring,

@@ -78,7 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _bench(options.name, options.arguments)
     if options.script is None:
         run.error("say which script to run")
-    is_elastic = _is_elastic(run, options)
+    try:
+        is_elastic = elastic.is_elastic(options)
+    except LaunchError as error:
+        run.error(str(error))
     if not is_elastic and options.num_proc is None and options.hosts is None and options.hostfile is None:
         run.error("say how many processes: -np N, or -H HOST:SLOTS,..., or --hostfile FILE")
     if options.quiet and options.log_dir is None:
@@ -91,8 +94,8 @@ def _add_run(commands: Any) -> argparse.ArgumentParser:  # argparse._SubParsersA
     run: argparse.ArgumentParser = commands.add_parser(
         "run",
         help="start a script on N processes, of this machine or of several",
-        description="Start a script on N processes: through torch.distributed.run on this machine; on several through "
-        "mpirun (Open MPI, with mpi4py) where it is installed, else through ssh and torch.distributed.run.",
+        description="Start a script on N processes: through torchrun's agent on this machine; on several through "
+        "mpirun (Open MPI, with mpi4py) where it is installed, else through ssh and torchrun's agents.",
     )
     run.add_argument(
         *("-np", "-n", "--num-proc", "--nproc-per-node"),
@@ -158,13 +161,6 @@ def _while_it_is_read(command: Callable[[Sequence[str]], int], arguments: Sequen
         os.dup2(nowhere, sys.stdout.fileno())  # Python flushes once more at exit
         return 128 + signal.SIGPIPE
     return code
-
-
-def _is_elastic(parser: argparse.ArgumentParser, options: argparse.Namespace) -> bool:
-    try:
-        return elastic.is_elastic(options)
-    except LaunchError as error:
-        parser.error(str(error))
 
 
 def _run(options: argparse.Namespace, is_elastic: bool) -> int:

@@ -747,10 +747,10 @@ def test_a_host_file_is_read_again(tmp_path: Path) -> None:
 def test_the_store_listens_on_loopback_unless_others_can_come(tmp_path: Path) -> None:
     hosts = hosts_module.fixed([Host("localhost", 2)])
     with contextlib.closing(Listener(hosts, "nonsense")) as listener:
-        assert (listener.addresses, listener._socket.getsockname()) == (("127.0.0.1",), ("127.0.0.1", listener.port))
+        assert (listener.addresses, listener.socket.getsockname()) == (("127.0.0.1",), ("127.0.0.1", listener.port))
     hosts = hosts_module.from_script(script(tmp_path, "echo localhost:2"))
     with contextlib.closing(Listener(hosts, "lo")) as listener:
-        assert (listener.addresses, listener._socket.getsockname()[0]) == (("127.0.0.1",), "127.0.0.1")
+        assert (listener.addresses, listener.socket.getsockname()[0]) == (("127.0.0.1",), "127.0.0.1")
     with pytest.raises(LaunchError, match="no network interface 'nonsense'"):
         Listener(hosts, "nonsense")
     assert store_module._choose(hosts, "")[0] == ""

@@ -1,4 +1,4 @@
-"""Starts the ranks of one host through torch.distributed.run, and passes on what they print.
+"""Starts the ranks of one host through torchrun's agent, and passes on what they print.
 
     python -c BOOT '{"num_proc": 2, ...}' COMMAND...
 
@@ -23,25 +23,20 @@ from datetime import timedelta
 from typing import Any, ClassVar, Final
 
 from torch.distributed import DistError, PrefixStore, TCPStore
-from torch.distributed import run as torchrun
 from torch.distributed.elastic import multiprocessing as elastic_multiprocessing
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException, SubprocessContext
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
-from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from torchring.launch.hosts import HostPlan
 from torchring.launch.output import STDERR, STDOUT, Output
 from torchring.rendezvous.addresses import is_for_other_hosts, resolve
+from torchring.rendezvous.store import host_on
 
-_RENDEZVOUS: Final = "torchring"  # torch's name for `_Meeting`
 _LOOPBACK: Final = "127.0.0.1"
-_MEETING_SECONDS: Final = 900.0  # for the agents to come, as with torchrun
+_MEETING_SECONDS: Final = 900  # for the agents to come, as with torchrun
 _PATIENCE_SECONDS: Final = 10.0  # for the agents to tell each other that they are done
 _LAST_WORDS_SECONDS: Final = 2.0  # for ranks to report a rank that has failed; they notice within a second
 # Only rank 0 reads the standard input. If all ranks did, each would get a part of it.
@@ -73,16 +68,7 @@ def _store(plan: HostPlan) -> TCPStore:
     timeout = timedelta(seconds=_MEETING_SECONDS)
     if plan.number > 0:
         return TCPStore(plan.address, plan.port, is_master=False, wait_for_workers=False, timeout=timeout)
-    listener = _listener(plan)
-    address, port = listener.getsockname()[:2]
-    return TCPStore(
-        _LOOPBACK if address in ("0.0.0.0", "::") else address,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timeout,
-        master_listen_fd=listener.detach(),
-    )
+    return host_on(_listener(plan), timeout)
 
 
 def _listener(plan: HostPlan) -> socket.socket:
@@ -102,80 +88,45 @@ def _listener(plan: HostPlan) -> socket.socket:
     return socket.create_server(("", plan.port), family=family, dualstack_ipv6=is_dual)
 
 
-class _Meeting(RendezvousHandler):
-    """The agents of a job, whose number and order are known before they start."""
+class _Meeting(StaticTCPRendezvous):
+    """The agents of a job, whose number and order are known before they start. They meet in a store of ours."""
 
     def __init__(self, plan: HostPlan, store: TCPStore) -> None:
-        self._plan, self._store = plan, store
+        address, port = (_LOOPBACK, store.port) if plan.num_hosts == 1 else (plan.address, plan.port)
+        super().__init__(address, port, plan.number, plan.num_hosts, "torchring", _MEETING_SECONDS)
+        self._agents = PrefixStore("torchring/agents", store)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        if self._plan.num_hosts == 1:
-            place = RendezvousStoreInfo(_LOOPBACK, self._store.port)
-        else:
-            place = RendezvousStoreInfo(self._plan.address, self._plan.port)
-        agents = PrefixStore("torchring/agents", self._store)
-        return RendezvousInfo(agents, self._plan.number, self._plan.num_hosts, place)
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True  # ranks meet in this store
-
-    def get_backend(self) -> str:
-        return _RENDEZVOUS
-
-    def get_run_id(self) -> str:
-        return _RENDEZVOUS
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def shutdown(self) -> bool:
-        return True
+        place = RendezvousStoreInfo(self.master_addr, self.master_port)
+        return RendezvousInfo(self._agents, self.rank, self.world_size, place)
 
 
 def _run(plan: HostPlan, command: Sequence[str], store: TCPStore) -> int:
     """Start this host's ranks and wait for them."""
-    # torchrun would set 1, and warn. Instead, each rank gets an equal share of the cores.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // plan.num_proc)))
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed.elastic"):  # failures are reported below, in fewer lines
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    rendezvous_handler_registry.register(_RENDEZVOUS, lambda _: _Meeting(plan, store))
-    name = _RENDEZVOUS  # the endpoint is not used, but torchrun asks for one
-    where = [f"--nnodes={plan.num_hosts}", f"--rdzv-backend={name}", f"--rdzv-endpoint={name}", f"--rdzv-id={name}"]
-    rank = ["sh", "-c", _RANK, "sh", sys.executable, "-u", *command]
-    options = torchrun.parse_args(  # type: ignore[no-untyped-call]
-        [*where, f"--nproc-per-node={plan.num_proc}", f"--log-dir={os.devnull}", "--no-python", "--", *rank]
-    )
-    config, entrypoint, arguments = torchrun.config_from_args(options)
-    output = Output(plan.output)
-    config.logs_specs = _Pipes(output)
     elastic_multiprocessing.SubprocessContext = _Ranks  # type: ignore[misc]
-    failure: ChildFailedError | None = None
+    rank = ("-c", _RANK, "sh", sys.executable, "-u", *command)
+    spec = WorkerSpec("default", plan.num_proc, _Meeting(plan, store), entrypoint="sh", args=rank, max_restarts=0)
+    output = Output(plan.output)
     try:
-        elastic_launch(config, entrypoint)(*arguments)
-    except ChildFailedError as error:
-        failure = error
+        result = LocalElasticAgent(spec, _Pipes(output)).run()
     except SignalException as error:
         return 128 + int(error.sigval)
     finally:
         output.close()
-    if failure is None:
+    if not result.is_failed():
         return 0
     # torch knows the times of failures in whole seconds only.
     rank_number, first = min(
-        failure.failures.items(), key=lambda item: (item[1].pid not in _Ranks.failed, item[1].timestamp)
+        result.failures.items(), key=lambda item: (item[1].pid not in _Ranks.failed, item[1].timestamp)
     )
     on = f" on {plan.host}" if plan.num_hosts > 1 else ""
-    text = f"rank {rank_number} (pid {first.pid}{on}) ended first, {_ending(first.exitcode)}"
-    print(f"torchring run: {text}", file=sys.stderr)
-    return first.exitcode if first.exitcode >= 0 else 128 - first.exitcode
+    code: int = first.exitcode
+    how = f"with exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    print(f"torchring run: rank {rank_number} (pid {first.pid}{on}) ended first, {how}", file=sys.stderr)
+    return code if code >= 0 else 128 - code
 
 
 class _Pipes(LogsSpecs):
@@ -223,7 +174,3 @@ class _Ranks(SubprocessContext):
             for file in (handler._stdout, handler._stderr):
                 if file is not None:
                     file.close()
-
-
-def _ending(code: int) -> str:
-    return f"with exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"

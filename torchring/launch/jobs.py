@@ -30,8 +30,7 @@ class Job:
     command: list[str]
     environ: Mapping[str, str]
     is_remote: bool = False
-    patience: float | None = None  # seconds that a command on this machine gets to end after a signal
-    title: str = ""  # of a command on this machine, for a message if a signal ends the command
+    options: Mapping[str, str | float | None] = field(default_factory=dict)  # for the reaper of a command here
     is_mpirun: bool = False
     variables: bytes = b""  # for the command, in JSON, from a reaper that was told their length
     process: subprocess.Popen[bytes] = field(init=False)
@@ -53,7 +52,7 @@ class Job:
             if self.is_remote:
                 self.process = subprocess.Popen(self.command, stdin=theirs, **how)
             else:
-                reaper = [*_reaper(str(theirs), patience=self.patience, title=self.title), *self.command]
+                reaper = [*_reaper(str(theirs), **self.options), *self.command]
                 stdin = None if rank is None else subprocess.DEVNULL
                 self.process = subprocess.Popen(reaper, stdin=stdin, pass_fds=[theirs], **how)
         except OSError:
@@ -82,6 +81,7 @@ def host_job(
     *,
     is_here: bool,
     environ: Mapping[str, str],
+    sharing: int,
     silence: float,
     ssh_options: Sequence[str] = (),
     patience: float | None = None,
@@ -92,28 +92,24 @@ def host_job(
     Args:
         env: variables to set for the command.
         environ: the other variables of a command on this machine. On other machines, see `forwarded`.
+        sharing: number of processes on the host that share its cores equally, if OMP_NUM_THREADS is not set there.
         silence: seconds without a heartbeat, after which a reaper of another host ends the command.
         ssh_options: arguments for ssh, such as -p and a port.
         patience: seconds that the command gets to end after a signal. By default those of reaper.py.
         title: what to call the command in a message, if a signal ends it. By default there is no message.
     """
+    options = {"patience": patience, "title": title, "sharing": sharing}
     if is_here:
-        return Job(name, list(command), {**environ, **env}, patience=patience, title=title)
+        return Job(name, list(command), {**environ, **env}, options=options)
     settings = forwarded(env)
     variables = json.dumps(settings).encode()  # may be secrets, which every user could read on a command line
-    reaper = _reaper("0", silence=silence, patience=patience, title=title, environ=len(variables))
+    reaper = _reaper("0", silence=silence, environ=len(variables), **options)
     # Python may not start without these.
     early = [f"{key}={value}" for key, value in settings.items() if key.startswith("LD_")]
     there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *early, *reaper, *command])}"
     # BatchMode, because ssh must not ask for a password: the reaper uses the standard input.
     ssh = ["ssh", "-o", "BatchMode=yes", *ssh_options, name, there]
     return Job(name, ssh, os.environ, is_remote=True, variables=variables)
-
-
-def sharing_cores(command: Sequence[str], num_sharing: str) -> list[str]:
-    """The command, with OMP_NUM_THREADS set to an equal share of the cores of its host, if it is not set there."""
-    share = f"n=$(( $(nproc) / {num_sharing} )); export OMP_NUM_THREADS=$(( n > 0 ? n : 1 ))"
-    return ["sh", "-c", f'if [ -z "$OMP_NUM_THREADS" ]; then {share}; fi; exec "$@"', "sh", *command]
 
 
 def forwarded(env: Mapping[str, str]) -> dict[str, str]:
@@ -123,7 +119,7 @@ def forwarded(env: Mapping[str, str]) -> dict[str, str]:
     return {**own, **env}
 
 
-def _reaper(lifeline: str, **options: float | str | None) -> list[str]:
+def _reaper(lifeline: str, **options: str | float | None) -> list[str]:
     """The command that starts a reaper, up to the command that the reaper runs. Leaves out options without a value."""
     given = [word for name, value in options.items() if value not in (None, "") for word in (f"--{name}", str(value))]
     return [sys.executable, "-I", str(_REAPER), lifeline, *given]

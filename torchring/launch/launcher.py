@@ -1,7 +1,7 @@
 """`torchring run` starts a Python program on N processes, of this machine or of several.
 
-    this machine    torch.distributed.run
-    several hosts   mpirun (Open MPI), if it and mpi4py are installed; else torch.distributed.run on each, over ssh:
+    this machine    torchrun's agent (agent.py)
+    several hosts   mpirun (Open MPI), if it and mpi4py are installed; else torchrun's agent on each, over ssh:
 
         start ---- pipe -------- reaper --- agent ---- ranks        this machine
               ---- ssh's stdin - reaper --- agent ---- ranks        another
@@ -27,8 +27,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from torchring.launch.hosts import (
     Host,
@@ -41,15 +41,7 @@ from torchring.launch.hosts import (
     share_out,
     why_no_loopback,
 )
-from torchring.launch.jobs import (
-    HEARTBEAT_SECONDS,
-    KILL_SECONDS,
-    Job,
-    forwarded,
-    host_job,
-    open_output,
-    sharing_cores,
-)
+from torchring.launch.jobs import HEARTBEAT_SECONDS, KILL_SECONDS, Job, forwarded, host_job, open_output
 from torchring.launch.output import Output, OutputOptions
 from torchring.launch.signals import noted_signals
 from torchring.rendezvous.environment import JOB
@@ -60,8 +52,11 @@ _LAST_WORDS_SECONDS: Final = 2.0  # for the other hosts' ranks to report that a 
 _POLL_SECONDS: Final = 0.05
 _SILENCE_SECONDS: Final = 120  # without a heartbeat, after which reapers of other hosts end their processes
 _PORTS: Final = range(20_000, 30_000)  # below the ports that Linux hands out to clients
-
-
+# OMP_NUM_THREADS is an equal share of the cores of its host, if it is not set there.
+_SHARING: Final = (
+    'if [ -z "$OMP_NUM_THREADS" ]; then n=$(( $(nproc) / ${OMPI_COMM_WORLD_LOCAL_SIZE:-1} )); '
+    'export OMP_NUM_THREADS=$(( n > 0 ? n : 1 )); fi; exec "$@"'
+)
 _AGENT_TITLE: Final = "the process that starts the ranks"
 # Not `-m`, which puts the working directory first in sys.path: a file of the user's may have the name of a module that
 # the agent needs. With SIG_DFL, a SIGINT during the import of torch ends the agent without a traceback.
@@ -114,7 +109,7 @@ def start(
     if launcher == "mpirun":
         # mpirun sends values to other hosts in messages. In its command line, all users of the machine could read them.
         environ = {**os.environ, **env}
-        jobs = [Job("mpirun", _mpirun(filled, command, env), environ, title="mpirun", is_mpirun=True)]
+        jobs = [Job("mpirun", _mpirun(filled, command, env), environ, options={"title": "mpirun"}, is_mpirun=True)]
         return _supervise(jobs, open_output(output))
     jobs = _agents(filled, command, env, output, ssh_options)
     # The agents write log files and tags. Several agents may print parts of lines at the same time.
@@ -239,8 +234,8 @@ def _mpirun(hosts: Sequence[Host], command: Sequence[str], env: Mapping[str, str
         options.append("--allow-run-as-root")
     for key in forwarded(env):
         options += ["-x", key]
-    rank = [sys.executable, "-u", "-m", "mpi4py", *command]  # mpi4py aborts the other ranks when a rank fails
-    return [*options, *sharing_cores(rank, "${OMPI_COMM_WORLD_LOCAL_SIZE:-1}")]
+    options += ["sh", "-c", _SHARING, "sh"]
+    return [*options, sys.executable, "-u", "-m", "mpi4py", *command]  # mpi4py aborts the others when a rank fails
 
 
 def _agents(
@@ -250,14 +245,24 @@ def _agents(
     output: OutputOptions,
     ssh_options: Sequence[str] = (),
 ) -> list[Job]:
-    """One job per host. Each runs torch.distributed.run."""
+    """One job per host: an agent."""
     address, port = _rendezvous_endpoint(hosts) if len(hosts) > 1 else ("", 0)
     jobs = []
     for number, host in enumerate(hosts):
         plan = HostPlan(host.slots, len(hosts), number, host.name, address, port, output)
         agent = [sys.executable, "-c", _AGENT, plan.to_json(), *command]
-        how: dict[str, Any] = {"is_here": is_here(host.name), "environ": os.environ, "silence": _SILENCE_SECONDS}
-        jobs.append(host_job(host.name, agent, env, **how, ssh_options=ssh_options, title=_AGENT_TITLE))
+        job = host_job(
+            host.name,
+            agent,
+            env,
+            is_here=is_here(host.name),
+            environ=os.environ,
+            sharing=host.slots,
+            silence=_SILENCE_SECONDS,
+            ssh_options=ssh_options,
+            title=_AGENT_TITLE,
+        )
+        jobs.append(job)
     return jobs
 
 

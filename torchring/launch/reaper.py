@@ -7,6 +7,8 @@
     python reaper.py FD --title T COMMAND...     the same, and says so if a signal ends T, which is the command
     python reaper.py FD --environ N COMMAND...   the same, but the first N bytes from FD are JSON: variables for the
                                                  command, which all users could read if they were in a command line
+    python reaper.py FD --sharing N COMMAND...   the same, with OMP_NUM_THREADS set to the cores divided by N, if it is
+                                                 not set
 
 The process that starts a reaper holds the other end of the pipe FD, and writes numbers of signals into the pipe, a byte
 each. The reaper passes the first SIGINT, SIGTERM or SIGHUP on to the command, and gives it some time to end. SIGKILL
@@ -41,6 +43,7 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def main(arguments: list[str]) -> int:
     lifeline, command = int(arguments[0]), arguments[1:]
     options = {"--silence": "inf", "--patience": str(PATIENCE_SECONDS), "--title": "", "--environ": "0"}
+    options["--sharing"] = "0"
     while command[0] in options:
         options[command[0]], command = command[1], command[2:]
     silence, patience, title = float(options["--silence"]), float(options["--patience"]), options["--title"]
@@ -50,6 +53,8 @@ def main(arguments: list[str]) -> int:
         if not more:  # the connection broke
             return 128 + signal.SIGTERM
     os.environ.update(json.loads(environ or b"{}"))
+    if (sharing := int(options["--sharing"])) and not os.environ.get("OMP_NUM_THREADS"):
+        os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // sharing))
     prctl = ctypes.CDLL(None).prctl
     prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of the command become children of this process
     ended, wake = os.pipe()

@@ -153,20 +153,19 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
         raise TopologyError(
             f"{name} says {launcher.rank}={rank}, which is not in 0 .. {size - 1} ({launcher.size}={size})"
         )
-    local_rank = _integer(environ, launcher.local_rank, name) if launcher.local_rank in environ else None
-    if has_key_values:  # even if the shell that started the launcher has a MASTER_ADDR
-        return LaunchEnvironment(
-            name,
-            rank,
-            size,
-            local_rank,
-            job=_job(environ, launcher),
-            key_values=(environ[_KEY_VALUES[0]], _port(environ, _KEY_VALUES[1], name)),
-            is_one_host=environ.get("HOROVOD_LOCAL_SIZE") == environ[launcher.size],
-        )
-    master = None if over_mpi else _master(environ, launcher, name, rank)
-    hosted = launcher.kind == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return LaunchEnvironment(name, rank, size, local_rank, master, hosted, over_mpi, job=_job(environ, launcher))
+    return LaunchEnvironment(
+        name,
+        rank,
+        size,
+        _integer(environ, launcher.local_rank, name) if launcher.local_rank in environ else None,
+        # Not with key-values, even if the shell that started the launcher has a MASTER_ADDR.
+        master=None if over_mpi or has_key_values else _master(environ, launcher, name, rank),
+        store_is_hosted=launcher.kind == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        over_mpi=over_mpi,
+        job=_job(environ, launcher),
+        key_values=(environ[_KEY_VALUES[0]], _port(environ, _KEY_VALUES[1], name)) if has_key_values else None,
+        is_one_host=has_key_values and environ.get("HOROVOD_LOCAL_SIZE") == environ[launcher.size],
+    )
 
 
 def _invited(environ: Mapping[str, str]) -> LaunchEnvironment | None:

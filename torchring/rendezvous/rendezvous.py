@@ -276,7 +276,7 @@ class _CallsWithDeadline:
     def start(self, operation: Callable[[], _T]) -> Future[_T]:
         """Run `operation` without waiting for what it returns or raises."""
         with self._submitting:
-            if self._broken is not None:
+            if self._broken is not None:  # TCPStore does not reconnect, and each try would print a warning
                 raise self._broken
             return self._worker.submit(lambda: self._noting(operation))
 
@@ -292,19 +292,13 @@ class _CallsWithDeadline:
     def call(self, operation: Callable[[], _T], seconds: float) -> _T:
         """Run `operation`. Raises FutureTimeout after `seconds`, or if an earlier operation still runs."""
         with self._submitting:
-            if self._broken is not None:  # TCPStore does not reconnect, and each try would print a warning
-                raise self._broken
             if self._unanswered is not None and not self._unanswered.done():
                 raise FutureTimeout
-            future = self._worker.submit(operation)
+            future = self.start(operation)
         if not is_done_within(future, seconds):
             self._unanswered = future
             raise FutureTimeout
-        try:
-            return future.result()
-        except dist.DistNetworkError as error:
-            self._broken = error
-            raise
+        return future.result()
 
 
 def _stay(rendezvous: Rendezvous, keys: Sequence[str], end: float, pid: int) -> None:

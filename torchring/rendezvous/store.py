@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Final, TypeVar
@@ -127,15 +127,24 @@ def _at_master(launch: LaunchEnvironment, address: str, port: int, timeout_secon
         raise TopologyError(text) from error
 
 
+def tries(seconds: float) -> Iterator[float]:
+    """Yield the seconds that are left: at once, and then every 0.2 s until the time is over."""
+    end = time.monotonic() + seconds
+    while True:
+        yield max(0.01, end - time.monotonic())
+        if time.monotonic() + _PAUSE_SECONDS > end:
+            return
+        time.sleep(_PAUSE_SECONDS)
+
+
 def _wait_for_listener(address: str, port: int, timeout_seconds: float) -> str | None:
     """Wait until a process listens at the address. Returns None then, or the last problem after the timeout.
 
     The name of a pod appears in the name service seconds after the pod, and rank 0 may start later than others.
     TCPStore waits as well, but prints a page for each try, and does not say that a name is unknown.
     """
-    end = time.monotonic() + timeout_seconds
-    while True:
-        left = max(0.01, end - time.monotonic())
+    trouble = ""
+    for left in tries(timeout_seconds):
         try:
             socket.create_connection((address, port), timeout=min(left, _TRY_SECONDS)).close()
             return None
@@ -143,9 +152,7 @@ def _wait_for_listener(address: str, port: int, timeout_seconds: float) -> str |
             trouble = f"the name {address!r} does not resolve ({error.strerror})"
         except OSError as error:
             trouble = f"nobody answers ({error.strerror or error})"
-        if time.monotonic() + _PAUSE_SECONDS > end:
-            return trouble
-        time.sleep(_PAUSE_SECONDS)
+    return trouble
 
 
 class _MpiRendezvous:
@@ -196,25 +203,30 @@ class _MpiRendezvous:
             pause = min(2 * pause, 0.02)
 
 
+def host_on(listener: socket.socket, timeout: timedelta) -> TCPStore:
+    """Host a store on a socket that listens. The store takes the socket over. Raises DistError."""
+    address, port = listener.getsockname()[:2]
+    return TCPStore(
+        _LOOPBACK if address in ("0.0.0.0", "::") else address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+
+
 def _host_store(is_local: bool, timeout_seconds: float) -> tuple[TCPStore, dict[str, Any]]:
     """Host the store: on loopback for ranks of one host, where no other host can connect, else on all addresses.
 
     Returns the store and its endpoint (host, port, addresses, token). Raises OSError or DistError.
     """
     listener = socket.create_server((_LOOPBACK if is_local else "", 0))
-    port = listener.getsockname()[1]
-    store = TCPStore(
-        _LOOPBACK,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_seconds),
-        master_listen_fd=listener.detach(),
-    )
+    store = host_on(listener, timedelta(seconds=timeout_seconds))
     token = secrets.token_hex(16)
     store.set(_TOKEN_KEY, token)
     addresses = [_LOOPBACK] if is_local else own_addresses()[:16]
-    return store, {"host": host_name(), "port": port, "addresses": addresses, "token": token}
+    return store, {"host": host_name(), "port": store.port, "addresses": addresses, "token": token}
 
 
 def _cannot_host(error: Exception) -> str:
@@ -247,31 +259,32 @@ def _over_mpi(launch: LaunchEnvironment, timeout_seconds: float) -> TCPStore:
 
 
 def _connect(launch: LaunchEnvironment, endpoint: dict[str, Any], timeout_seconds: float) -> TCPStore:
-    """Connect to the first of rank 0's addresses at which its store answers.
-
-    A host with several networks has addresses that this rank does not reach.
-    """
+    """Connect to rank 0's store. Raises TopologyError."""
     limit = min(timeout_seconds, _SEARCH_SECONDS)
-    end = time.monotonic() + limit
-    while True:
-        store, tried = try_all(endpoint["addresses"], endpoint["port"], endpoint["token"])
-        if store is not None:
-            return store
-        if time.monotonic() + _PAUSE_SECONDS > end:
-            raise _unreachable(launch, endpoint, tried, limit)
-        time.sleep(_PAUSE_SECONDS)
+    store, tried = search(endpoint["addresses"], endpoint["port"], endpoint["token"], limit)
+    if store is None:
+        raise _unreachable(launch, endpoint, tried, limit)
+    return store
 
 
-def try_all(
-    addresses: Sequence[str], port: int, token: str, key: str = _TOKEN_KEY
+def search(
+    addresses: Sequence[str], port: int, token: str, seconds: float, key: str = _TOKEN_KEY
 ) -> tuple[TCPStore | None, list[str]]:
-    """The store that has the token under `key`, and the addresses at which it does not answer, with reasons."""
+    """Connect to the store that has the token under `key`, at the first address at which it answers.
+
+    A host with several networks has addresses that this process does not reach.
+
+    Returns:
+        The store, None if it has not answered within `seconds`; and the addresses where it does not, with reasons.
+    """
     tried: list[str] = []
-    for address in addresses:
-        try:
-            return _try(address, port, token, key), tried
-        except (OSError, dist.DistError) as error:
-            tried.append(f"{address} ({getattr(error, 'strerror', None) or _first_line(error)})")
+    for _ in tries(seconds):
+        tried = []
+        for address in addresses:
+            try:
+                return _try(address, port, token, key), tried
+            except (OSError, dist.DistError) as error:
+                tried.append(f"{address} ({getattr(error, 'strerror', None) or _first_line(error)})")
     return None, tried
 
 
@@ -294,25 +307,21 @@ def _over_key_values(launch: LaunchEnvironment, server: tuple[str, int], timeout
     """
     if launch.rank == 0:
         try:
-            store, endpoint = _host_store(launch.is_one_host, timeout_seconds)
+            store, mine = _host_store(launch.is_one_host, timeout_seconds)
         except (OSError, dist.DistError) as error:
             raise TopologyError(_cannot_host(error), rank=0) from error
-        _ask(launch, server, timeout_seconds, lambda: put(server, _STORE_KEY, json.dumps(endpoint).encode()))
+        _ask(launch, server, timeout_seconds, lambda: put(server, _STORE_KEY, json.dumps(mine).encode()))
         return store
-    end = time.monotonic() + timeout_seconds
     tried: list[str] = []
-    while True:
-        left = max(_PAUSE_SECONDS, end - time.monotonic())
-        said = _ask(launch, server, left, lambda: get(server, _STORE_KEY) or b"null")
+    endpoint: dict[str, Any] | None = None
+    for left in tries(timeout_seconds):
+        said = _ask(launch, server, max(_PAUSE_SECONDS, left), lambda: get(server, _STORE_KEY) or b"null")
         endpoint = json.loads(said)
         if endpoint is not None:
-            found, tried = try_all(endpoint["addresses"], endpoint["port"], endpoint["token"])
+            found, tried = search(endpoint["addresses"], endpoint["port"], endpoint["token"], 0.0)
             if found is not None:
                 found.set_timeout(timedelta(seconds=timeout_seconds))
                 return found
-        if time.monotonic() + _PAUSE_SECONDS > end:
-            break
-        time.sleep(_PAUSE_SECONDS)
     if endpoint is not None:
         raise _unreachable(launch, endpoint, tried, timeout_seconds)
     raise PeerTimeoutError(
@@ -326,20 +335,19 @@ def _over_key_values(launch: LaunchEnvironment, server: tuple[str, int], timeout
 
 def _ask(launch: LaunchEnvironment, server: tuple[str, int], seconds: float, request: Callable[[], _T]) -> _T:
     """Ask the key-value server. Raises TopologyError if it does not answer within `seconds`."""
-    end = time.monotonic() + seconds
-    while True:
+    trouble: OSError | None = None
+    for _ in tries(seconds):
         try:
             return request()
         except OSError as error:
-            if time.monotonic() + _PAUSE_SECONDS > end:
-                raise TopologyError(
-                    f"rank {launch.rank} on {host_name()} gets no answer from {launch.launcher}'s key-value "
-                    f"server at {server[0]}:{server[1]} (HOROVOD_GLOO_RENDEZVOUS_ADDR:HOROVOD_GLOO_RENDEZVOUS_PORT) "
-                    f"within {seconds:g} s: {_first_line(error)}; the launcher may have ended, or a firewall may be in "
-                    "between",
-                    rank=launch.rank,
-                ) from error
-            time.sleep(_PAUSE_SECONDS)
+            trouble = error
+    assert trouble is not None
+    raise TopologyError(
+        f"rank {launch.rank} on {host_name()} gets no answer from {launch.launcher}'s key-value server at "
+        f"{server[0]}:{server[1]} (HOROVOD_GLOO_RENDEZVOUS_ADDR:HOROVOD_GLOO_RENDEZVOUS_PORT) within {seconds:g} s: "
+        f"{_first_line(trouble)}; the launcher may have ended, or a firewall may be in between",
+        rank=launch.rank,
+    ) from trouble
 
 
 def _try(address: str, port: int, token: str, key: str) -> TCPStore:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torchring.elastic.protocol import Broken, Generation
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(NamedTuple):
     """Start a worker."""
 
     worker: int
@@ -17,58 +15,50 @@ class Start:
     slot: int
 
 
-@dataclass(frozen=True)
-class Send:
+class Send(NamedTuple):
     """Send a worker a signal."""
 
     worker: int
     number: int
 
 
-@dataclass(frozen=True)
-class Publish:
+class Publish(NamedTuple):
     """Tell the workers that a generation begins."""
 
     generation: Generation
 
 
-@dataclass(frozen=True)
-class Break:
+class Break(NamedTuple):
     """Tell the workers of a generation that it is broken, those too that are opening its world."""
 
     broken: Broken
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """Tell the workers of a generation to meet at the end of their step."""
 
     generation: int
 
 
-@dataclass(frozen=True)
-class Over:
+class Over(NamedTuple):
     """Tell all workers that the job is over."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class Forget:
+class Forget(NamedTuple):
     """Remove what is known of a worker that has ended."""
 
     worker: int
 
 
-@dataclass(frozen=True)
-class Say:
+class Say(NamedTuple):
     """Tell the user."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class Exit:
+class Exit(NamedTuple):
     """All workers have ended: end the driver."""
 
     code: int

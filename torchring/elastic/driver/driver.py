@@ -33,7 +33,7 @@ from torchring.elastic.driver.hosts import Hosts
 from torchring.elastic.driver.store import DriverStore, Listener
 from torchring.elastic.protocol import Beat, Card, Invitation, beat_key, card_key
 from torchring.launch.hosts import LaunchError, why_no_loopback
-from torchring.launch.jobs import HEARTBEAT_SECONDS, KILL_SECONDS, Job, host_job, open_output, sharing_cores
+from torchring.launch.jobs import HEARTBEAT_SECONDS, KILL_SECONDS, Job, host_job, open_output
 from torchring.launch.output import Output, OutputOptions
 from torchring.launch.signals import noted_signals
 from torchring.linux import open_process
@@ -206,7 +206,10 @@ class Driver:
         killed = [process for process in self._processes.values() if process.code is not None and process.code > 128]
         for process in [*ended, *killed]:
             if not process.is_noted:
-                self._note_end(process)
+                assert process.code is not None
+                process.is_noted = True
+                is_ssh = process.job.is_remote and process.code == 255 and not process.beat
+                self._coordinator.note_end(process.worker, process.code, is_ssh=is_ssh)
         for action in self._coordinator.tick(now):
             self._carry_out(action, now)
 
@@ -236,12 +239,6 @@ class Driver:
             for process in self._processes.values():
                 if process.job.is_remote and process.code is None:
                     process.job.tell(0)
-
-    def _note_end(self, process: _Process) -> None:
-        assert process.code is not None
-        process.is_noted = True
-        is_ssh = process.job.is_remote and process.code == 255 and not process.beat
-        self._coordinator.note_end(process.worker, process.code, is_ssh=is_ssh)
 
     def _read(self, store: DriverStore) -> None:
         processes = [process for process in self._processes.values() if not process.is_noted]
@@ -302,19 +299,18 @@ class Driver:
         if self._store is not None:
             self._store.add_worker(action.worker)
         listener, is_here = self._listener, self._hosts.is_here(action.host)
-        addresses = listener.addresses
-        if is_here and listener.own_address not in addresses[:1]:
-            addresses = (listener.own_address, *(address for address in addresses if address != listener.own_address))
+        addresses = tuple(dict.fromkeys((*[listener.own_address] * is_here, *listener.addresses)))
         invitation = Invitation(
             action.worker, action.slot, self._coordinator.size, addresses, listener.port, listener.token, action.host
         )
         slots = next(host.slots for host in self._hosts.known or () if host.name == action.host)
         job = host_job(
             action.host,
-            sharing_cores([sys.executable, "-u", *self._command], str(max(1, min(slots, self._max_size)))),
+            [sys.executable, "-u", *self._command],
             {**self._env, INVITATION: invitation.encode().decode(), "LOCAL_RANK": str(action.slot)},
             is_here=is_here,
             environ=self._environ,
+            sharing=max(1, min(slots, self._max_size)),
             ssh_options=self._ssh_options,
             silence=_SILENCE_SECONDS,
             patience=_PATIENCE_SECONDS,

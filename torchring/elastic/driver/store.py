@@ -56,6 +56,7 @@ class Listener:
     Attributes:
         addresses: where workers can reach the store, the likeliest address first.
         port: of the store.
+        socket: for the store, which takes it over.
         token: by which workers know that the store is the right one.
 
     Raises LaunchError.
@@ -66,19 +67,15 @@ class Listener:
         address, self.addresses = _choose(hosts, interface)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
-            self._socket = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+            self.socket = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
         except OSError as error:
             raise LaunchError(f"cannot listen at {address or 'any address'}: {error.strerror or error}") from error
-        self.port = int(self._socket.getsockname()[1])
+        self.port = int(self.socket.getsockname()[1])
         self.own_address = address or _LOOPBACK
 
-    def detach(self) -> int:
-        """The descriptor of the socket, which the caller owns from now on."""
-        return self._socket.detach()
-
     def close(self) -> None:
-        """Close the socket, unless it was detached."""
-        self._socket.close()
+        """Close the socket, unless a store has taken it over."""
+        self.socket.close()
 
 
 def _choose(hosts: Hosts, interface: str) -> tuple[str, tuple[str, ...]]:
@@ -105,16 +102,9 @@ class DriverStore:
     """
 
     def __init__(self, listener: Listener) -> None:
-        from torch.distributed import TCPStore
+        from torchring.rendezvous.store import host_on
 
-        self._store: TCPStore = TCPStore(
-            listener.own_address,
-            listener.port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=_TIMEOUT,
-            master_listen_fd=listener.detach(),
-        )
+        self._store: TCPStore = host_on(listener.socket, _TIMEOUT)
         self._set({CALL: b"0", BROKEN: Broken().encode(), LATEST: b"0", END: b"", TOKEN: listener.token.encode()})
 
     def add_worker(self, worker: int) -> None:

@@ -119,7 +119,7 @@ def _run(state: State, call: Callable[[], _T], worker: Worker, signals: Signals)
     reason = ""
     has_failed = False  # this rank returns to its last commit
     saves = False  # this rank writes the last checkpoint, if the job is over
-    returns = _Returns(state)
+    num_returns, returned_at = 0, -1  # to a commit, with this progress
     num_apart = 0
     while True:
         try:
@@ -164,7 +164,9 @@ def _run(state: State, call: Callable[[], _T], worker: Worker, signals: Signals)
             if not _is_loss(error) or num_apart > _MOST_APART:
                 if state._world is not None:
                     state._world.break_off("the training function", error)
-                if not returns.may_return():
+                num_returns = num_returns + 1 if state._progress == returned_at else 1
+                returned_at = state._progress
+                if state._returns_to() < 0 or num_returns >= _MOST_RETURNS:
                     raise
                 has_failed = True
                 _log.warning("all ranks return to the last commit, after %s", reason)
@@ -188,22 +190,6 @@ def _frozen_heap() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-class _Returns:
-    """Counts returns to commits."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-        self._count = 0
-        self._progress = -1
-
-    def may_return(self) -> bool:
-        """Return True if there is a commit, and returning to it has not failed too often."""
-        progress = self._state._progress
-        self._count = self._count + 1 if progress == self._progress else 1
-        self._progress = progress
-        return self._state._returns_to() >= 0 and self._count < _MOST_RETURNS
 
 
 class Signals:

@@ -332,9 +332,8 @@ class State:
             for optimizer in self._optimizers:
                 optimizer.zero_grad()
             uses_commits = self._share(world, rows)
-            batches = [_Batches(self, is_first=i == 0) for i in range(len(self._optimizers))]
-            for optimizer, told in zip(self._optimizers, batches, strict=True):
-                optimizer._join_generation(world, told)
+            for i, optimizer in enumerate(self._optimizers):
+                optimizer._join_generation(world, _Batches(self, is_first=i == 0))
         except PlanMismatchError as error:
             if is_new[world.rank] or not any(is_new):
                 raise

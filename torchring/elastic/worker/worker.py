@@ -23,13 +23,12 @@ from torchring.elastic.protocol import Beat, Broken, Card, Generation, Invitatio
 from torchring.errors import PeerLostError, TopologyError
 from torchring.generation import Change
 from torchring.rendezvous.environment import CHOICE, ELASTIC, INVITATION
-from torchring.rendezvous.store import try_all
+from torchring.rendezvous.store import search
 from torchring.threads import end_at_exit
 from torchring.world import World
 
 _T = TypeVar("_T")
 _CONNECT_SECONDS: Final = 30.0
-_PAUSE_SECONDS: Final = 0.2  # between two tries to connect
 _MEETING_LOOK_SECONDS: Final = 0.01
 _SILENT_SECONDS: Final = 60.0  # without an answer, after which the driver counts as gone
 _GOODBYE_SECONDS: Final = 2.0  # for the last card
@@ -286,19 +285,15 @@ def worker_of_process() -> Worker | None:
 
 def _connect(invitation: Invitation) -> TCPStore:
     """Raises TopologyError, with what was tried, if the driver's store does not answer at any of its addresses."""
-    end = time.monotonic() + _CONNECT_SECONDS
-    while True:
-        store, tried = try_all(invitation.addresses, invitation.port, invitation.token, protocol.TOKEN)
-        if store is not None:
-            store.set_timeout(timedelta(seconds=_SILENT_SECONDS))  # a driver may be stopped for a while
-            return store
-        if time.monotonic() + _PAUSE_SECONDS > end:
-            raise TopologyError(
-                f"worker {invitation.worker} on {invitation.host} reaches the store of `{ELASTIC}` at none "
-                f"of its addresses, port {invitation.port}, within {_CONNECT_SECONDS:g} s: {', '.join(tried)}; the "
-                "driver may have ended, or a firewall may be in between"
-            )
-        time.sleep(_PAUSE_SECONDS)
+    store, tried = search(invitation.addresses, invitation.port, invitation.token, _CONNECT_SECONDS, key=protocol.TOKEN)
+    if store is None:
+        raise TopologyError(
+            f"worker {invitation.worker} on {invitation.host} reaches the store of `{ELASTIC}` at none "
+            f"of its addresses, port {invitation.port}, within {_CONNECT_SECONDS:g} s: {', '.join(tried)}; the "
+            "driver may have ended, or a firewall may be in between"
+        )
+    store.set_timeout(timedelta(seconds=_SILENT_SECONDS))  # a driver may be stopped for a while
+    return store
 
 
 def _gone(error: BaseException) -> str:
