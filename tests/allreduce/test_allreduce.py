@@ -494,6 +494,7 @@ def test_in_the_background_start_waits_for_nobody(kind: str) -> None:
             assert has_started.wait(10), "rank 0 waits for rank 1 in start()"
         pending = mover.start(wire)
         has_started.set()
+        assert pending.advance(), "this rank's part proceeds by itself"
         pending.wait()
 
     run_movers(kind, 2, body)
@@ -666,6 +667,27 @@ def test_ranks_whose_nth_reductions_differ_are_told_which(kind: str, size: int) 
 
     for text in run_movers(kind, size, body):
         assert "rank 1 reduces bucket 2 of reduction 0 while rank 0 reduces bucket 1 of reduction 0" in text
+
+
+def test_lanes_end_where_an_earlier_reduction_has_failed() -> None:
+    """The second reduction waits for its turn. A thread that waited for ever would keep the shared memory."""
+    has_started = threading.Event()
+
+    def body(rank: int, mover: Mover[Any]) -> None:
+        wires = mover.open_wires([(100, torch.float32)] * 2)
+        if rank == 1:
+            assert has_started.wait(10)
+        pending = [mover.start(wire, tag=tag + (rank == 1)) for tag, wire in enumerate(wires)]
+        if rank == 0:
+            has_started.set()
+        with pytest.raises(PlanMismatchError):
+            pending[0].wait()
+
+    run_movers("hierarchical", 3, body)
+    lanes = [thread for thread in threading.enumerate() if thread.name.startswith("torchring-lane")]
+    for lane in lanes:
+        lane.join(5.0)
+    assert not any(lane.is_alive() for lane in lanes)
 
 
 # ---- schedules

@@ -270,6 +270,22 @@ def test_tensors_that_share_memory_are_not_reduced_together() -> None:
     operations.check_apart([ones, torch.empty(0), torch.empty(0)])
 
 
+def _of_ever_other_sizes(rank: int, size: int) -> list[int]:
+    """How many tensors there are after 100 sizes, and after 100 more."""
+    counts = []
+    for first in (1, 101):
+        for numel in range(first, first + 100):
+            torchring.all_reduce(torch.ones(numel))
+        gc.collect()
+        counts.append(sum(type(each) is torch.Tensor for each in gc.get_objects()))
+    return counts
+
+
+def test_tensors_of_ever_other_sizes_do_not_fill_the_memory() -> None:
+    for before, after in run(_of_ever_other_sizes, 2, True):
+        assert after - before < 200
+
+
 def _sums_that_wrap_around(rank: int, size: int) -> None:
     for dtype in INTEGERS:
         total = torchring.all_reduce(torch.tensor([100, 120], dtype=dtype), "sum")

@@ -55,6 +55,21 @@ def test_the_device_takes_large_parameters_in_pieces(monkeypatch: pytest.MonkeyP
     assert digest_on_device(value) == whole
 
 
+def test_digests_of_host_and_device_come_in_the_order_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.arange(float(n)) for n in range(1, 5)]
+    on_host = [digests._digest(tensor) for tensor in tensors]
+    assert digests.digests(tensors).tolist() == [list(digest) for digest in on_host]
+    assert digests.digests([]).shape == (0, 2)
+
+    # Without a device: as if tensors of an even length were on one.
+    digest_of_host = digests._digest
+    monkeypatch.setattr(
+        digests, "_digest", lambda t: digest_of_host(t) if t.numel() % 2 else digests._digest_on_device(t)
+    )
+    mixed = [on_host[0], digest_on_device(tensors[1]), on_host[2], digest_on_device(tensors[3])]
+    assert digests.digests(tensors).tolist() == [list(digest) for digest in mixed]
+
+
 def test_digest_fits_64_bits() -> None:
     """They travel as an int64 tensor."""
     for value in (

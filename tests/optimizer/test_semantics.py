@@ -569,6 +569,9 @@ def _elsewhere(side: Side, algorithm: str) -> Sequence[Any]:
                 model(batches[0][0][0]).sum().backward()
             optimizer.synchronize()
             optimizer.zero_grad()
+            with torch.no_grad():
+                next(model.parameters()).mul_(1.0)  # so replicas are compared, in a round outside of autograd
+            optimizer.skip()
             numbers = torch.arange(4.0, device="cpu")
             torchring.all_reduce(numbers)
             torchring.all_gather(numbers)

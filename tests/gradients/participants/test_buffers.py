@@ -298,8 +298,11 @@ def _several_of_one_model(rank: int, size: int) -> dict[str, list[Tensor]]:
     backward(2, inputs=parts[1])
     head.step()
     found["head alone reached"] = _statistics(model)
-    body.close()
     backward(3, inputs=parts[1])
+    body.close()
+    head.step()
+    found["close() before the step"] = _statistics(model)
+    backward(4, inputs=parts[1])
     head.step()
     found["after close()"] = _statistics(model)
     return found
@@ -335,13 +338,18 @@ class _Owns(nn.Module):
         return self.norm(x)
 
 
-def _owning(rank: int, size: int, choices: Any) -> tuple[dict[str, Tensor], list[str]]:
+def _owning(
+    rank: int, size: int, choices: Any, steps: int = 5, skips: bool = False
+) -> tuple[dict[str, Tensor], list[str]]:
     model = _Owns()
     with logged() as texts:
         optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, sync_buffers=choices)
-        for step in range(5):
+        for step in range(steps):
             optimizer.zero_grad()
-            model(norm_batch(rank, step, torch.float32)[:, :2], rank + step + 1.0).square().mean().backward()
+            if skips and rank == 1:
+                optimizer.skip()
+            else:
+                model(norm_batch(rank, step, torch.float32)[:, :2], rank + step + 1.0).square().mean().backward()
             optimizer.step()
     return dict(model.named_buffers()), texts
 
@@ -359,6 +367,13 @@ def test_a_buffer_that_belongs_to_a_rank_stays_and_is_named_once() -> None:
     assert "sync_buffers={'queue': None}" in text
     for name in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"):
         assert_same_on_all_ranks([buffers[name] for buffers, _ in results])
+
+
+def test_a_rank_without_a_batch_is_not_told_that_its_buffers_differ() -> None:
+    """Only forward changes them."""
+    for rank, (buffers, texts) in enumerate(run_pooled(_owning, 2, "mean", 1, True)):
+        assert texts == []
+        assert buffers["queue"][0] == 1 - rank
 
 
 def test_a_choice_for_each_buffer() -> None:
@@ -494,14 +509,35 @@ def test_a_buffer_of_another_shape_is_left_out_while_it_has_that_shape() -> None
         assert_same_on_all_ranks(results)
 
 
+def _of_another_shape_for_long(rank: int, size: int) -> list[str]:
+    model = _Owns()
+    with logged() as texts:
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torchring.wrap(sgd, model, sync_buffers={"": None, "average": "mean"})
+        for step in range(5):
+            if step == 3 and rank == 1:
+                model.average = torch.zeros(3)
+            optimizer.zero_grad()
+            model(norm_batch(rank, step, torch.float32)[:, :2], 1.0).square().mean().backward()
+            optimizer.step()
+    return texts
+
+
+def test_a_buffer_of_another_shape_is_named_once() -> None:
+    there, (text,) = run_pooled(_of_another_shape_for_long, 2)
+    assert there == []
+    assert text.startswith("buffer average of the model has become float32 (3,) on rank 1")
+
+
 def test_what_nobody_can_write_to_is_left_out() -> None:
     model = _Kinds()
     model.register_buffer("expanded", torch.zeros(1).expand(4))
     model.register_module("synced", torchring.SyncBatchNorm(2))
     model.register_module("shared", model.synced)
     model.register_buffer("again", model.total)
+    model.register_module("norm", nn.BatchNorm1d(2))
     names = [spec.name for spec in buffer_specs(model, {"": "mean"})]
-    assert {"total", "constant"} <= {*names}
+    assert {"total", "constant", "norm.running_mean"} <= {*names}
     left_out = {"expanded", "nothing", "again", *(f"synced.{key}" for key, _ in model.synced.named_buffers())}
     assert len(left_out) == 6
     assert left_out.isdisjoint(names)

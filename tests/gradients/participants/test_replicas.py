@@ -82,6 +82,17 @@ def test_an_alarm_from_elsewhere_leaves_nothing_behind_here() -> None:
     assert check.has_changed()
 
 
+def test_parameters_that_all_ranks_take_over_are_no_change() -> None:
+    check = CountingCheck(3)
+    check.accept()
+    check.write(1)
+    assert check.has_changed()
+    check.take_over(0)
+    assert not check.has_changed()
+    check.write(1)
+    assert check.has_changed()
+
+
 def test_of_many_parameters_some_are_watched_all_over_the_model() -> None:
     for count in (1, replicas._WATCHED, replicas._WATCHED + 1, 100, 2 * replicas._WATCHED, 1000):
         check = CountingCheck(count)

@@ -223,6 +223,13 @@ def _sum_of_sums(rank: int, world_size: int) -> str:
         assert table.weight.grad is not None
         assert_bitwise(table.weight.grad.to_dense(), 4 * dense_gradient(rows))
         optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    if rank == 0:
+        backward()
+    else:
+        optimizer.skip()  # gets the sum in place of its zeros
+    with pytest.raises(GradientError, match="summed over ranks before"):
+        backward()
     return str(caught.value)
 
 
@@ -341,6 +348,8 @@ def _tied(rank: int, world_size: int, used_by: str) -> str:
     loss = (head(rows) if used_by == "all" or rank == 1 else rows).sum()
     with pytest.raises(RingError) as caught:
         loss.backward()
+    if used_by == "all" or rank == 1:
+        assert caught.value.parameters == ("table.weight",)
     with pytest.raises(GradientError):
         optimizer.step()
     return str(caught.value)

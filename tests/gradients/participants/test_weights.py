@@ -514,6 +514,16 @@ def test_a_weight_goes_with_its_gradients(size: int) -> None:
         assert found == ([[1.0, 2.0]] * 2 if size == 1 else [[1.75, 3.5]] * 2)
 
 
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError("in backward")
+
+
 def _odd_ways(rank: int, size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     (a, _), first = _pair(accumulate=2)
@@ -543,6 +553,30 @@ def _odd_ways(rank: int, size: int) -> dict[str, Any]:
     else:
         (a + b).sum().backward()
     found["dropped"] = _first(a, b)
+
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        (a + b).sum().backward()  # without a weight
+    a.grad = b.grad = None
+    optimizer.weigh(1.0 + 2 * rank)
+    ((a + b) * (rank + 1.0)).sum().backward()
+    found["dropped before weigh()"] = _first(a, b)
+
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        optimizer.weigh(2)
+        a.sum().backward()
+        optimizer.weigh(6)
+        found["broken off"] = [attempt((_Fails.apply(a).sum() + b.sum()).backward)]  # type: ignore[no-untyped-call]
+        b.grad = None
+    optimizer.weigh(4)
+    (a * 4).sum().backward()
+    found["broken off"] += _first(a, b)
+
+    optimizer.zero_grad()
+    a.grad = torch.full_like(a, 3.0 * rank)  # zeros of a rank that has skipped nothing
+    optimizer.synchronize()
+    found["zeros by hand"] = _first(a, b)
 
     optimizer.zero_grad()
     b.requires_grad_(False)
@@ -598,6 +632,9 @@ def test_odd_ways() -> None:
         assert found["several"] == [2.5]  # (1 + 2 on rank 0, 2 on rank 1) / 2
         assert found["closed"] == [1.0, 1.0]
         assert found["dropped"] == [1.0, 1.0]
+        assert found["dropped before weigh()"] == [1.75, 1.75]
+        assert found["broken off"] == ["ArithmeticError: in backward", 3.0, None]
+        assert found["zeros by hand"] == [1.5, None]
         assert found["frozen"] == [2.0, None]
         assert found["kept in the wire"] == [2.0, 1.0, ""]
         assert found["thawed"] == [4.0, 4.0]

@@ -262,9 +262,6 @@ class Weighing(Participant):
             are_of_batch=sums["is_of_batch"] > 0,
         )
 
-    def take_over(self, src: int) -> None:
-        self.weights.reset()
-
     def close(self) -> None:
         self.end_zero_weight()
 
