@@ -20,7 +20,7 @@ import torch
 from torchring.allreduce import NonFinite, Wire
 from torchring.errors import GradientError
 from torchring.gradients.control import ControlSums
-from torchring.gradients.ledger import LOCAL, GradientLedger, grad_of
+from torchring.gradients.ledger import LOCAL, GradientLedger, GradientStatus, grad_of
 from torchring.gradients.packing import HostPacking, Packing
 from torchring.gradients.plan import BucketPlan, ParameterSpec, Slot
 from torchring.gradients.round import RoundState
@@ -259,7 +259,10 @@ class Bucket:
         self.reset()
 
     def abandon(self) -> None:
-        """The round was broken off. A reduction under way still writes to the buffer, so gradients move out of it."""
+        """The round was broken off. A gradient in a buffer that has left is lost: ranks are adding up there.
+
+        NaN takes the place of the gradient, outside of the buffer.
+        """
         is_under_way = self.state in (BucketState.REDUCING, BucketState.REDUCED)
         if self.state is BucketState.PACKED and self._scales_in_wire and self.round.factor:
             self.wire.tensor[: self.plan.flags_offset].div_(self.round.factor)
@@ -270,15 +273,20 @@ class Bucket:
         views = [self._views[slot] for slot in slots]
         kept = {slots[i] for i in held_beside_grad(views)} if views else set()
         del views
-        for slot, parameter in enumerate(self.parameters):
-            grad = parameter.grad
-            if grad is not None and grad is self._views[slot]:
-                parameter.grad = self._apart(slot, grad, is_held=slot in kept)
-                if self._scales_in_wire and self.round.factor:
-                    parameter.grad.div_(self.round.factor)
-                self.ledger.status[slot] = LOCAL
-            elif slot in self._packed:
-                self.ledger.status[slot] = LOCAL
+        for slot in {*slots, *self._packed}:
+            self.ledger.status[slot] = LOCAL
+        for slot in slots:
+            view = self._views[slot]
+            if (original := self.packing.original(slot)) is not None:
+                self.parameters[slot].grad = torch.view_as_complex(original) if view.is_complex() else original
+            elif view.numel():
+                if slot in kept and not self._is_asynchronous:  # a tensor that somebody else has moves itself
+                    self._replace_view(slot, leave(view, self.wire.tensor))
+                    view.fill_(math.nan)
+                else:
+                    view = torch.full_like(self.parameters[slot].detach(), math.nan)
+                self.parameters[slot].grad = view
+                self.ledger.status[slot] = GradientStatus.LOST
 
     def reset(self) -> None:
         """Forget a round, finished or broken off. Gradients that have arrived keep their status."""
@@ -369,20 +377,6 @@ class Bucket:
             views[i] = leave(views[i], self.wire.tensor)
             self._replace_view(slot, views[i])
             self.packing.follow_current_stream()  # on a device: packing waits for the copy
-
-    def _apart(self, slot: int, grad: torch.Tensor, *, is_held: bool) -> torch.Tensor:
-        """The gradient, outside of the wire buffer. One that somebody else has moves itself."""
-        if not self._is_asynchronous:
-            if not is_held or not grad.numel():
-                return grad.clone()
-            self._replace_view(slot, leave(grad, self.wire.tensor))
-            return grad
-        # A copy could meet a reduction that is under way. So a gradient is lost if it was accumulated in the buffer, or
-        # if its memory was given back after packing. NaN makes the loss visible.
-        original = self.packing.original(slot)
-        if original is None:
-            return torch.full_like(self.parameters[slot].detach(), math.nan)
-        return torch.view_as_complex(original) if grad.is_complex() else original
 
     def _pack_rest(self) -> None:
         """Copy the gradients that were only counted on arrival."""

@@ -200,8 +200,14 @@ class Launcher:
         self._entry.finish(current.next_number * TAGS_PER_ROUND - 1)
         self._keep_order()
 
+    def refuse_lost(self) -> None:
+        """Raise GradientError if the script goes on with a gradient that the last round was broken off with."""
+        if self.round.phase is RoundPhase.BROKEN_OFF:
+            for bucket in self.buckets:
+                bucket.ledger.refuse_lost()
+
     def abandon(self) -> None:
-        """The round was broken off. Gradients that have arrived stay local, outside of buffers that are under way."""
+        """The round was broken off. Gradients that have arrived stay local, or are lost in buffers that have left."""
         if self.round.phase is RoundPhase.UNDER_WAY:
             self.round.phase = RoundPhase.BROKEN_OFF
         for bucket in self.buckets:

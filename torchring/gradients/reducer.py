@@ -516,6 +516,7 @@ class Reducer:
                     rank=rank,
                     parameters=(name,),
                 )
+        self.launcher.refuse_lost()
         if unsettled := self.ledger.first_unsettled():
             name, state = unsettled
             advice = "Call optimizer.synchronize() before step() to reduce what is local"
@@ -604,6 +605,7 @@ class Reducer:
         self._num_wrappers_seen = wrappers.num_built
 
     def _begin(self, *, reduces: bool) -> None:
+        self.launcher.refuse_lost()
         self._reduces = reduces
         if not self._members.is_skipping:
             with self._failing():
@@ -710,6 +712,7 @@ class Reducer:
         """Whether some gradient on this rank waits to be reduced. Raises GradientError for a weight that is unused."""
         self.weighing.refuse_unused()
         self.weighing.ignore_zeros()
+        self.launcher.refuse_lost()
         return self.ledger.needs_synchronize()
 
     def _thawed(self) -> list[torch.nn.Parameter]:
