@@ -74,13 +74,13 @@ class Launcher:
                 self._slots[slot.parameter] = (bucket, position)
         self.buckets = list(buckets)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait for what a round that was broken off has left under way."""
         with contextlib.suppress(GradientError):  # about gradients of the broken round, which nobody uses
             self.wait(discard=True)
 
     def begin(self, current: RoundState) -> None:
-        """A round begins, after `settle`. Its first gradient may be there already."""
+        """A round begins, after `drain`. Its first gradient may be there already."""
         for bucket in self.buckets:
             if self.round.phase is RoundPhase.BROKEN_OFF:
                 bucket.reset()

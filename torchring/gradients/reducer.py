@@ -34,7 +34,7 @@ from torchring.gradients.participants.recording import RoundRecording
 from torchring.gradients.participants.replicas import ReplicaCheck
 from torchring.gradients.participants.sparse import SparseReduction
 from torchring.gradients.participants.tuning.participant import open_tuning
-from torchring.gradients.participants.weighing import Weighing, thawed
+from torchring.gradients.participants.weighing import Weighing, unfrozen
 from torchring.gradients.plan import ParameterSpec, describe
 from torchring.gradients.round import NonFiniteGradient, Participant, RoundPhase, RoundState
 from torchring.interruption import InterruptionGuard
@@ -44,13 +44,13 @@ from torchring.world import World
 
 _KINDS: Final = (Weighing, SparseReduction, BufferSync, ReplicaCheck, ElasticJob, RoundRecording)
 CONTROL: Final = ControlFields(
-    bits=("has_thawed", "is_absent", "has_ended", *(name for kind in _KINDS for name in kind.bits)),
+    bits=("has_unfrozen", "is_absent", "has_ended", *(name for kind in _KINDS for name in kind.bits)),
     numbers=tuple(name for kind in _KINDS for name in kind.numbers),
 )
 """The control bits of a round: those of the participants, and three of the reducer.
 
-has_thawed: a parameter that was frozen requires a gradient. is_absent: the rank takes part without a gradient, and does
-not count. has_ended: the rank has no data left, inside `torchring.join`.
+has_unfrozen: a parameter that was frozen requires a gradient. is_absent: the rank takes part without a gradient, and
+does not count. has_ended: the rank has no data left, inside `torchring.join`.
 """
 
 
@@ -276,7 +276,7 @@ class Reducer(Sync):
 
     def extend(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._frozen += parameters
-        self._adopt_thawed()
+        self._adopt_unfrozen()
 
     def first_gradient(self, index: int) -> None:
         """The gradient of parameter `index` arrived just before its hook was there."""
@@ -330,8 +330,8 @@ class Reducer(Sync):
                 self._begin(reduces=True)
             with self._failing():
                 self._reduce(backward)
-                if self.round.sums["has_thawed"]:
-                    self._adopt_thawed()
+                if self.round.sums["has_unfrozen"]:
+                    self._adopt_unfrozen()
                     self._reduce_again()
             self._num_backwards = 0
             self._weights.reset()
@@ -608,7 +608,7 @@ class Reducer(Sync):
             is_again: another round for the same backward, which has left its results in `.grad`.
         """
         launcher = self.launcher
-        launcher.settle()
+        launcher.drain()
         if not hold:
             self.layout.follow_order()
         is_absent = (self._members.is_skipping or self._weights.has_skipped) and not self._weights.num_backwards
@@ -620,7 +620,7 @@ class Reducer(Sync):
             is_empty=is_absent,
             is_again=is_again,
             bits={
-                "has_thawed": bool(self._thawed()),
+                "has_unfrozen": bool(unfrozen(self._frozen)),
                 "is_absent": is_absent,
                 "has_ended": self._members.has_ended,
             },
@@ -665,8 +665,8 @@ class Reducer(Sync):
 
     def _synchronize(self) -> None:
         collectives = internal_collectives_of(self.world)
-        if collectives.any_rank(bool(self._thawed())):
-            self._adopt_thawed()
+        if collectives.any_rank(bool(unfrozen(self._frozen))):
+            self._adopt_unfrozen()
         self.weighing.drop_stale()
         problem: GradientError | None = None
         needs = False
@@ -693,13 +693,9 @@ class Reducer(Sync):
         self.launcher.refuse_lost()
         return self.ledger.needs_synchronize()
 
-    def _thawed(self) -> list[torch.nn.Parameter]:
-        """Parameters that require a gradient by now, and are not adopted yet."""
-        return thawed(self._frozen)
-
-    def _adopt_thawed(self) -> None:
+    def _adopt_unfrozen(self) -> None:
         """Collective: parameters that have come to require a gradient are reduced from now on, in new buckets."""
-        adopted = self._thawed()
+        adopted = unfrozen(self._frozen)
         self._frozen[:] = [parameter for parameter in self._frozen if not parameter.requires_grad]
         specs = [self._spec_of(parameter) for parameter in adopted]
         self._check_agreement(specs, internal_collectives_of(self.world))
