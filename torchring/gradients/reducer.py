@@ -235,8 +235,8 @@ class Reducer(Sync):
 
     @property
     def num_reductions(self) -> int:
-        """Number of reductions so far. Equal on all ranks between backwards: one that was broken off counts, too."""
-        return self.round.number if self.round.phase is RoundPhase.UNDER_WAY else self.round.next_number
+        """Number of reductions so far. The last one counts when it is over, or when the next begins."""
+        return self.round.number + (self.round.phase is RoundPhase.OVER)
 
     @property
     def non_finite(self) -> NonFiniteGradient | None:
