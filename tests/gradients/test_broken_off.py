@@ -16,7 +16,7 @@ import torch
 
 import torchring
 from tests.support.harness import patient, run_ranks, wait_until
-from torchring.errors import RingError
+from torchring.errors import GradientError, RingError
 from torchring.memory import host as host_module
 
 _HOSTS = {"one": (0, 0, 0), "2": (0, 1), "2+1": (0, 0, 1), "2x2": (0, 0, 1, 1)}
@@ -39,20 +39,31 @@ _NUM_PARAMETERS = 8
 class _Rank:
     """A model of eight buckets; a step's gradients are the sum over ranks of what each multiplies it with."""
 
-    def __init__(self, rank: int, hosts: str, algorithm: str, overlap: str, *, timeout_seconds: float = 30.0) -> None:
+    def __init__(self, rank: int, hosts: str, algorithm: str, overlap: str, *, compression: str | None = None) -> None:
         host_module._host_identity = lambda: f"host {_HOSTS[hosts][rank]}"
-        torchring.init(timeout_seconds=timeout_seconds)
+        torchring.init(timeout_seconds=30.0)
         parameters = [torch.nn.Parameter(torch.ones(1 << 16)) for _ in range(_NUM_PARAMETERS)]
         self.model = torch.nn.ParameterList(parameters)
         sgd = torch.optim.SGD(self.model.parameters(), lr=0.0)
         options: dict[str, Any] = {"op": "sum", "algorithm": algorithm, "overlap": overlap, "bucket_mb": 0.2}
+        options["compression"] = compression
         self.optimizer = torchring.wrap(sgd, self.model, **options)
         self.num_hooks = 0
 
     def step(self, factor: float = 1.0) -> list[float]:
         for parameter in self.model.parameters():
             parameter.grad = None
+        self.backward(factor)
+        return self.gradients()
+
+    def backward(self, factor: float = 1.0) -> None:
         sum((parameter * factor).sum() for parameter in self.model.parameters()).backward()
+
+    def backward_locally(self) -> None:
+        with self.optimizer.no_sync():
+            self.backward()
+
+    def gradients(self) -> list[float]:
         return sorted({value for p in self.model.parameters() if p.grad is not None for value in p.grad.tolist()})
 
     def attempt(self, factor: float = 1.0) -> tuple[Any, float]:
@@ -169,6 +180,59 @@ def test_a_first_round_broken_off_after_its_last_bucket(hosts: str, algorithm: s
         for result, seconds in attempts:
             assert seconds < patient(10.0), attempts  # the time-out is 30
             assert result == [total] or isinstance(result, tuple), attempts
+
+
+def _go_on_without_zero_grad(
+    rank: int, size: int, hosts: str, algorithm: str, overlap: str, compression: str | None
+) -> tuple[list[str], list[list[float]]]:
+    """All ranks break a backward off late. What each way to go on says then, and the gradients once it is allowed."""
+    here = _Rank(rank, hosts, algorithm, overlap, compression=compression)
+    said, gradients = [], [here.step(rank + 1.0), here.step(rank + 1.0)]
+
+    def oops() -> None:
+        raise LookupError("in the script's own hook")
+
+    ways_out: list[Callable[[], object]] = [
+        here.optimizer.zero_grad,
+        lambda: here.optimizer.zero_grad(set_to_none=False),
+        lambda: here.model.zero_grad(set_to_none=False),
+        here.model.zero_grad,
+    ]
+    if compression is not None:  # gradients outlive a broken round in their own tensors
+        ways_out = [lambda: None]
+    here.at_hook(_NUM_PARAMETERS - 1, oops)
+    for zero in ways_out:
+        here.num_hooks = 0
+        here.optimizer.zero_grad()
+        with pytest.raises(LookupError, match="in the script's own hook"):
+            here.backward(rank + 1.0)
+        time.sleep(0.05 * rank)  # what had left is reduced, or is not, when this rank goes on
+        ways_on = [here.backward_locally, here.optimizer.step, here.optimizer.synchronize, here.backward]
+        for go_on in ways_on if compression is None else []:
+            with pytest.raises(GradientError) as caught:
+                go_on()
+            said.append(str(caught.value))
+        zero()
+        here.backward(rank + 1.0)
+        gradients.append(here.gradients())
+    return said, gradients
+
+
+@in_every_case
+@pytest.mark.parametrize("compression", [None, "fp16"])
+def test_a_gradient_that_was_lost_half_summed_is_not_trained_on(
+    hosts: str, algorithm: str, overlap: str, compression: str | None
+) -> None:
+    """What had arrived is gone, in part on some ranks, so nothing but zero_grad() leads on."""
+    size = len(_HOSTS[hosts])
+    total = float(sum(range(1, size + 1)))
+    for said, gradients in run_ranks(_go_on_without_zero_grad, size, hosts, algorithm, overlap, compression):
+        if compression is None:
+            assert len(said) == 16
+            assert all("was lost" in text and "Call optimizer.zero_grad()" in text for text in said), said
+            assert gradients == [[total]] * 6
+        else:  # as in one process: what had arrived counts twice, the rest once
+            assert gradients == [[total], [total], [total, 2 * total]]
 
 
 def _shut_down(rank: int, size: int, hosts: str, algorithm: str, overlap: str, folder: Path) -> Any:

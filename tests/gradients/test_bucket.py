@@ -634,7 +634,7 @@ def test_a_kept_gradient_keeps_its_values(numel: int, keep: str, next_value: flo
 def test_what_nobody_keeps_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = ones(4, BIG, 0)
     monkeypatch.setattr(
-        "torchring.gradients.bucket.leave", lambda *_: pytest.fail("a gradient was copied that nobody has")
+        "torchring.gradients.bucket.move_out", lambda *_: pytest.fail("a gradient was copied that nobody has")
     )
     for _ in range(3):
         round_of(bucket, 1.0, 2.0, 0.0)

@@ -161,7 +161,7 @@ def finish(launcher: Launcher) -> None:
 
 def begin(launcher: Launcher, *, round_number: int, step: int, hold: bool) -> None:
     """As `Reducer` does it."""
-    launcher.settle()
+    launcher.drain()
     launcher.begin(RoundState(round_number, step, hold))
 
 
@@ -359,7 +359,7 @@ def test_who_breaks_off_a_round_goes_on_with_the_number_of_its_peers(
         launcher.abandon()
         assert launcher.round.next_number == number
         assert launcher.ready_order == order
-        launcher.settle()
+        launcher.drain()
         launcher.begin(RoundState(number))
         assert {bucket.state for bucket in launcher.buckets} == {BucketState.IDLE}
         for index in (2, 1, 0):

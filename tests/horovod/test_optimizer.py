@@ -476,10 +476,11 @@ def test_the_documented_script_trains_the_same_before_and_after() -> None:
     assert len(blocks(ROOT / "docs" / "guides" / "horovod.md", "diff")) == 2
 
 
-def _synchronize_after_an_exception(rank: int, size: int) -> tuple[list[int], str]:
+def _synchronize_after_an_exception(rank: int, size: int, is_cast: bool) -> tuple[list[int], str]:
     """In step 1 backward raises before the gradients of the first layer, when a bucket has left."""
+    options = {"compression": hvd.Compression.fp16} if is_cast else {}
     net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1 << 18), nn.Linear(1 << 18, 1))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters(), **options)
     hvd.broadcast_parameters(net.state_dict(), 0)
     counts = []
     for step in range(3):
@@ -488,13 +489,16 @@ def _synchronize_after_an_exception(rank: int, size: int) -> tuple[list[int], st
         with pytest.raises(ArithmeticError) if step == 1 else nullcontext():
             net[1:](Raises.apply(hidden) if step == 1 else hidden).sum().backward()
         counts.append(optimizer.stats().num_reductions)
-        optimizer.step()  # synchronizes
+        with pytest.raises(torchring.GradientError, match="was lost") if step == 1 and not is_cast else nullcontext():
+            optimizer.step()  # synchronizes
     return counts, digest(net.parameters())
 
 
-def test_step_reduces_what_a_backward_that_has_raised_left() -> None:
-    ranks = run(_synchronize_after_an_exception, 2)
-    assert ranks[0][0] == [1, 1, 3]  # step() made the second one
+@pytest.mark.parametrize("is_cast", [True, False])
+def test_step_reduces_what_a_backward_that_has_raised_left(is_cast: bool) -> None:
+    """Or says that it is lost, where gradients live in the buffer in which ranks were adding up."""
+    ranks = run(_synchronize_after_an_exception, 2, is_cast)
+    assert ranks[0][0] == ([1, 1, 4] if is_cast else [1, 1, 3])  # a broken one counts when the next begins
     assert ranks[0] == ranks[1]
 
 

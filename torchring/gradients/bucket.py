@@ -20,11 +20,11 @@ import torch
 from torchring.allreduce import NonFinite, Wire
 from torchring.errors import GradientError
 from torchring.gradients.control import ControlSums
-from torchring.gradients.ledger import LOCAL, GradientLedger, grad_of
+from torchring.gradients.ledger import LOCAL, GradientLedger, GradientStatus, grad_of
 from torchring.gradients.packing import HostPacking, Packing
 from torchring.gradients.plan import BucketPlan, ParameterSpec, Slot
 from torchring.gradients.round import RoundState
-from torchring.gradients.views import as_real, gradient_view, held, held_beside_grad, leave, storage_of
+from torchring.gradients.views import as_real, gradient_view, move_out, referenced, referenced_beside_grad, storage_of
 
 # A gradient of this size or more is copied the moment it arrives: it is still in cache, and its memory goes straight
 # back to the allocator for the next gradient. Smaller gradients are only counted, and copied by one call per bucket: a
@@ -91,8 +91,8 @@ class Bucket:
         self._are_complex = any(spec.dtype.is_complex for spec in self._specs)
         self._is_sum = is_sum
 
-        # The wire buffer and each gradient's place in it. `held` counts references, so nothing but `_views` may refer
-        # to a view.
+        # The wire buffer and each gradient's place in it. `referenced` counts references, so only `_views` may refer to
+        # a view.
         self.wire = wire
         self._live_in_wire = plan.wire_dtype == plan.dtype
         make_view = _gradient if self._live_in_wire else _place
@@ -201,7 +201,7 @@ class Bucket:
         if absent:
             self._keep_apart(absent)
             left = [slot for slot in absent if self.parameters[slot].grad is not self._views[slot]]
-            self._leave_held(left, [self._views[slot] for slot in left])
+            self._move_out_referenced(left, [self._views[slot] for slot in left])
             torch._foreach_zero_([self._views[slot] for slot in absent])
         self._pack(present)
         self._pack_rest()
@@ -259,7 +259,10 @@ class Bucket:
         self.reset()
 
     def abandon(self) -> None:
-        """The round was broken off. A reduction under way still writes to the buffer, so gradients move out of it."""
+        """The round was broken off. A gradient in a buffer that has left is lost: ranks are adding up there.
+
+        NaN takes the place of the gradient, outside of the buffer.
+        """
         is_under_way = self.state in (BucketState.REDUCING, BucketState.REDUCED)
         if self.state is BucketState.PACKED and self._scales_in_wire and self.round.factor:
             self.wire.tensor[: self.plan.flags_offset].div_(self.round.factor)
@@ -268,17 +271,22 @@ class Bucket:
         self._is_abandoned = True
         slots = [slot for slot, view in enumerate(self._views) if self.parameters[slot].grad is view]
         views = [self._views[slot] for slot in slots]
-        kept = {slots[i] for i in held_beside_grad(views)} if views else set()
+        kept = {slots[i] for i in referenced_beside_grad(views)} if views else set()
         del views
-        for slot, parameter in enumerate(self.parameters):
-            grad = parameter.grad
-            if grad is not None and grad is self._views[slot]:
-                parameter.grad = self._apart(slot, grad, is_held=slot in kept)
-                if self._scales_in_wire and self.round.factor:
-                    parameter.grad.div_(self.round.factor)
-                self.ledger.status[slot] = LOCAL
-            elif slot in self._packed:
-                self.ledger.status[slot] = LOCAL
+        for slot in {*slots, *self._packed}:
+            self.ledger.status[slot] = LOCAL
+        for slot in slots:
+            view = self._views[slot]
+            if (original := self.packing.original(slot)) is not None:
+                self.parameters[slot].grad = torch.view_as_complex(original) if view.is_complex() else original
+            elif view.numel():
+                if slot in kept and not self._is_asynchronous:  # a tensor that somebody else has moves itself
+                    self._replace_view(slot, move_out(view, self.wire.tensor))
+                    view.fill_(math.nan)
+                else:
+                    view = torch.full_like(self.parameters[slot].detach(), math.nan)
+                self.parameters[slot].grad = view
+                self.ledger.status[slot] = GradientStatus.LOST
 
     def reset(self) -> None:
         """Forget a round, finished or broken off. Gradients that have arrived keep their status."""
@@ -349,7 +357,7 @@ class Bucket:
             parameter, spec = self.parameters[slot], self._specs[slot]
             if (parameter.shape, parameter.dtype, parameter.device) != (spec.shape, spec.dtype, spec.device):
                 moved = f"its gradient, now {self._views[slot].dtype}, was moved out of torchring's buffer"
-                raise self._misfit(slot, moved)
+                raise self._mismatch(slot, moved)
             self._earlier.add(slot)
             self._replace_view(slot, _gradient(self.wire.tensor, self.plan.slots[slot], spec))
 
@@ -358,31 +366,17 @@ class Bucket:
         self._storages[slot] = storage_of(view)
         self.ledger.view_was_replaced(slot)
 
-    def _leave_held(self, slots: Sequence[int], views: list[torch.Tensor]) -> None:
+    def _move_out_referenced(self, slots: Sequence[int], views: list[torch.Tensor]) -> None:
         """Move gradients to a copy that the script still has, before `views` are overwritten."""
         if not self._live_in_wire or not views:
             return
-        for i in held(views, [self._storages[slot] for slot in slots]):
+        for i in referenced(views, [self._storages[slot] for slot in slots]):
             slot = slots[i]
             if not self._views[slot].numel():
                 continue
-            views[i] = leave(views[i], self.wire.tensor)
+            views[i] = move_out(views[i], self.wire.tensor)
             self._replace_view(slot, views[i])
             self.packing.follow_current_stream()  # on a device: packing waits for the copy
-
-    def _apart(self, slot: int, grad: torch.Tensor, *, is_held: bool) -> torch.Tensor:
-        """The gradient, outside of the wire buffer. One that somebody else has moves itself."""
-        if not self._is_asynchronous:
-            if not is_held or not grad.numel():
-                return grad.clone()
-            self._replace_view(slot, leave(grad, self.wire.tensor))
-            return grad
-        # A copy could meet a reduction that is under way. So a gradient is lost if it was accumulated in the buffer, or
-        # if its memory was given back after packing. NaN makes the loss visible.
-        original = self.packing.original(slot)
-        if original is None:
-            return torch.full_like(self.parameters[slot].detach(), math.nan)
-        return torch.view_as_complex(original) if grad.is_complex() else original
 
     def _pack_rest(self) -> None:
         """Copy the gradients that were only counted on arrival."""
@@ -427,7 +421,7 @@ class Bucket:
             self._packed |= {slot: (grad, grad._version) for slot, grad in zip(slots, packed, strict=True)}
             return
         self._keep_apart(slots)
-        self._leave_held(slots, views)
+        self._move_out_referenced(slots, views)
         try:
             factor = self.round.factor if self._is_asynchronous else 1.0
             self.packing.pack(slots, self._reals(packed), self._reals(views), factor)
@@ -435,10 +429,10 @@ class Bucket:
                 if slot not in self._packed:
                     self.parameters[slot].grad = view
         except (RuntimeError, TypeError, ValueError) as error:
-            misfit = self._first_misfit(slots)
-            if misfit is None:
+            mismatch = self._first_mismatch(slots)
+            if mismatch is None:
                 raise
-            raise self._misfit(misfit, str(error)) from error
+            raise self._mismatch(mismatch, str(error)) from error
 
     def _keep_apart(self, slots: Sequence[int]) -> None:
         """Find the gradients that stay in `.grad` for now, and that the results may have to be copied back to."""
@@ -452,7 +446,7 @@ class Bucket:
             if is_new and slot not in self._restrided:
                 continue
             if (parameter.shape, parameter.dtype, parameter.device) != (spec.shape, spec.dtype, spec.device):
-                raise self._misfit(slot, f"{tuple(parameter.shape)}, {parameter.dtype} on {parameter.device}")
+                raise self._mismatch(slot, f"{tuple(parameter.shape)}, {parameter.dtype} on {parameter.device}")
             self._packed[slot] = grad, grad._version
 
     def _give_back(self, unused: Container[int]) -> dict[int, torch.Tensor]:
@@ -462,7 +456,7 @@ class Bucket:
         """
         slots = list(self._packed)
         grads = [self._packed_gradient(slot) for slot in slots]
-        owned = {slots[i] for i in held_beside_grad(grads)} | (self._restrided & self._packed.keys())
+        owned = {slots[i] for i in referenced_beside_grad(grads)} | (self._restrided & self._packed.keys())
         for slot, grad in zip(slots, grads, strict=True):
             if slot not in owned:
                 if slot in unused:
@@ -517,7 +511,7 @@ class Bucket:
         if not self._live_in_wire:
             self._unpack(slots)
 
-    def _first_misfit(self, slots: Sequence[int]) -> int | None:
+    def _first_mismatch(self, slots: Sequence[int]) -> int | None:
         """A parameter whose shape, dtype or device has changed since it was wrapped (by model.half(), for instance)."""
         for slot in slots:
             parameter, view = self.parameters[slot], self._views[slot]
@@ -525,7 +519,7 @@ class Bucket:
                 return slot
         return None
 
-    def _misfit(self, slot: int, why: str) -> GradientError:
+    def _mismatch(self, slot: int, why: str) -> GradientError:
         name = self.names[slot]
         return GradientError(
             f"{name} is not what it was when it was wrapped ({why}); convert or reshape a model first, then call "

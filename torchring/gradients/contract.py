@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -19,11 +19,10 @@ class Sync(Protocol):
         num_skipped_steps: how many steps were left out, because a gradient was not finite.
     """
 
+    world: World
     accumulate: int
-    num_skipped_steps: int
-
-    @property
-    def world(self) -> World: ...
+    num_skipped_steps: int = 0
+    _no_sync_depth: int = 0
 
     # Backward
 
@@ -33,11 +32,17 @@ class Sync(Protocol):
     def skip(self) -> None:
         """Collective: take part in the others' next backward without one of this rank's own."""
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Backwards in here only accumulate, and do not count towards `accumulate`."""
+        self._no_sync_depth += 1
+        try:
+            yield
+        finally:
+            self._no_sync_depth -= 1
 
     def synchronize(self) -> None:
-        """Collective: reduce whatever is local on any rank."""
+        """Collective: reduce whatever is local on any rank. Does nothing where nothing is local."""
 
     def forget_gradients(self) -> None:
         """The optimizer has dropped or zeroed all gradients, so the next backward begins a group of `accumulate`."""
@@ -48,10 +53,10 @@ class Sync(Protocol):
         """The optimizer is about to write to the parameters."""
 
     def accept_parameters(self) -> None:
-        """The step under way is about to evaluate a closure."""
+        """The parameters are as the optimizer has left them: its step is about to evaluate a closure."""
 
     def check_backward(self) -> None:
-        """Before a step: raise if the last backward failed, or is still under way."""
+        """Before a step: raise GradientError if the last backward failed, or is still under way."""
 
     def check_gradients(self) -> bool:
         """Before a step: raise GradientError if a gradient is known to be wrong. Returns whether to make the step."""

@@ -74,13 +74,13 @@ class Launcher:
                 self._slots[slot.parameter] = (bucket, position)
         self.buckets = list(buckets)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait for what a round that was broken off has left under way."""
         with contextlib.suppress(GradientError):  # about gradients of the broken round, which nobody uses
             self.wait(discard=True)
 
     def begin(self, current: RoundState) -> None:
-        """A round begins, after `settle`. Its first gradient may be there already."""
+        """A round begins, after `drain`. Its first gradient may be there already."""
         for bucket in self.buckets:
             if self.round.phase is RoundPhase.BROKEN_OFF:
                 bucket.reset()
@@ -200,8 +200,14 @@ class Launcher:
         self._entry.finish(current.next_number * TAGS_PER_ROUND - 1)
         self._keep_order()
 
+    def refuse_lost(self) -> None:
+        """Raise GradientError if the script goes on with a gradient that the last round was broken off with."""
+        if self.round.phase is RoundPhase.BROKEN_OFF:
+            for bucket in self.buckets:
+                bucket.ledger.refuse_lost()
+
     def abandon(self) -> None:
-        """The round was broken off. Gradients that have arrived stay local, outside of buffers that are under way."""
+        """The round was broken off. Gradients that have arrived stay local, or are lost in buffers that have left."""
         if self.round.phase is RoundPhase.UNDER_WAY:
             self.round.phase = RoundPhase.BROKEN_OFF
         for bucket in self.buckets:

@@ -25,6 +25,7 @@ class GradientStatus(enum.Enum):
     LOCAL = "holds local contributions that no other rank has seen"
     ZEROED = "was zeroed in place"
     REDUCED = "is the same on all ranks"
+    LOST = "was lost, because an earlier backward() was broken off while ranks were adding the gradient up"
 
 
 class Ledger(Protocol):
@@ -260,6 +261,19 @@ class GradientLedger:
         """Whether `grad` is known to be the same on all ranks."""
         status, settled = self.status[slot], self._settled[slot]
         return (status is REDUCED or status is ZEROED) and settled is not None and settled() is grad
+
+    def refuse_lost(self) -> None:
+        """Raise GradientError if `.grad` still is what a broken-off round has left of a gradient, which is NaN."""
+        for slot, (status, parameter) in enumerate(zip(self.status, self._parameters, strict=True)):
+            if status is GradientStatus.LOST and parameter.grad is not None:
+                if bool(parameter.grad.isnan().all()):
+                    raise GradientError(
+                        f"the gradient of {self._names[slot]} {status.value}. Call optimizer.zero_grad() first, on all "
+                        "ranks",
+                        bucket=self._bucket,
+                        parameters=(self._names[slot],),
+                    )
+                self.status[slot] = LOCAL
 
     def unsettled(self) -> tuple[str, str] | None:
         all_reduced = self.status.count(REDUCED) == len(self.status)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 
 import torch
 
 from torchring.errors import GradientError
 from torchring.generation import refuse_before_generation
+from torchring.gradients.contract import Sync
 from torchring.gradients.ledger import SeenGradients, is_zero
 from torchring.gradients.participants.weights import ON_RESULTS
 from torchring.gradients.validation import is_finite_gradient
@@ -17,7 +17,7 @@ from torchring.observe.services import recorder_of
 from torchring.world import World
 
 
-class LocalSync:
+class LocalSync(Sync):
     """Takes the place of a reduction in a world of one. See `contract.Sync`.
 
     Between backwards, `.grad` is the weighted mean over those that several ranks would reduce together: `accumulate` of
@@ -37,10 +37,8 @@ class LocalSync:
 
     def __init__(self, parameters: Collection[torch.nn.Parameter], *, accumulate: int, skips_non_finite: bool) -> None:
         self.accumulate = accumulate
-        self.num_skipped_steps = 0
         self._parameters = parameters
         self._skips_non_finite = skips_non_finite
-        self._no_sync_depth = 0
 
         # The backwards with weights that are reduced together
         self._total = 0.0
@@ -70,14 +68,6 @@ class LocalSync:
             if parameter.requires_grad:
                 handle = parameter.register_hook(self._weigh_gradient)  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        self._no_sync_depth += 1
-        try:
-            yield
-        finally:
-            self._no_sync_depth -= 1
 
     def skip(self) -> None:
         self._end_micro_step()

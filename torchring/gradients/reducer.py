@@ -21,6 +21,7 @@ from torchring.collectives.service import Collectives, collectives_of, internal_
 from torchring.dynamo import is_compiled_backward
 from torchring.errors import GradientError, in_step, with_way_out
 from torchring.gradients.backward import BackwardWatch
+from torchring.gradients.contract import Sync
 from torchring.gradients.control import ControlFields
 from torchring.gradients.hooks import attach_hooks, make_hook
 from torchring.gradients.launcher import Launcher
@@ -33,9 +34,9 @@ from torchring.gradients.participants.recording import RoundRecording
 from torchring.gradients.participants.replicas import ReplicaCheck
 from torchring.gradients.participants.sparse import SparseReduction
 from torchring.gradients.participants.tuning.participant import open_tuning
-from torchring.gradients.participants.weighing import Weighing, thawed
+from torchring.gradients.participants.weighing import Weighing, unfrozen
 from torchring.gradients.plan import ParameterSpec, describe
-from torchring.gradients.round import NonFiniteGradient, Participant, RoundState
+from torchring.gradients.round import NonFiniteGradient, Participant, RoundPhase, RoundState
 from torchring.interruption import InterruptionGuard
 from torchring.observe.phases import BACKWARD, BETWEEN, EXPOSED, INPUT, OPTIMIZER
 from torchring.observe.services import flight_recorder_of, recorder_of
@@ -43,13 +44,13 @@ from torchring.world import World
 
 _KINDS: Final = (Weighing, SparseReduction, BufferSync, ReplicaCheck, ElasticJob, RoundRecording)
 CONTROL: Final = ControlFields(
-    bits=("has_thawed", "is_absent", "has_ended", *(name for kind in _KINDS for name in kind.bits)),
+    bits=("has_unfrozen", "is_absent", "has_ended", *(name for kind in _KINDS for name in kind.bits)),
     numbers=tuple(name for kind in _KINDS for name in kind.numbers),
 )
 """The control bits of a round: those of the participants, and three of the reducer.
 
-has_thawed: a parameter that was frozen requires a gradient. is_absent: the rank takes part without a gradient, and does
-not count. has_ended: the rank has no data left, inside `torchring.join`.
+has_unfrozen: a parameter that was frozen requires a gradient. is_absent: the rank takes part without a gradient, and
+does not count. has_ended: the rank has no data left, inside `torchring.join`.
 """
 
 
@@ -115,7 +116,7 @@ class Members:
         raise error
 
 
-class Reducer:
+class Reducer(Sync):
     """The backwards, rounds and steps of one optimizer. Opening it is collective.
 
     Args:
@@ -131,7 +132,6 @@ class Reducer:
         owner: the optimizer; referred to weakly.
 
     Attributes:
-        accumulate: number of backwards per reduction; may change between reductions, on all ranks alike.
         parameters, specs: those that are reduced. They grow with `extend`.
         layout: the buckets.
         launcher: has the round under way, or the last one.
@@ -139,9 +139,7 @@ class Reducer:
         weighing: gives gradients their weights.
         participants: what takes part in a round, in this order on all ranks.
         failure: the error that ended the last backward between ranks. Gradients are worth nothing after it.
-        num_reductions: number of rounds that are over. Unlike `RoundState.next_number`, without those broken off.
         num_steps: how many optimizer steps this rank has made.
-        num_skipped_steps: how many steps were left out, because a gradient was not finite.
         in_backward: whether a backward of these parameters is under way.
         thread: runs the hooks of that backward, if its parameters are on the CPU; else 0.
         mark_ready: the hooks call it with the index of a parameter that has its gradient.
@@ -164,9 +162,7 @@ class Reducer:
     ) -> None:
         self.world = world
         self.owner = weakref.ref(owner)
-        self.num_reductions = 0
         self.num_steps = 0
-        self.num_skipped_steps = 0
         self.failure: BaseException | None = None
         self.is_closed = False
         self._options = options
@@ -180,7 +176,6 @@ class Reducer:
         # Whether a backward reduces
         self.accumulate = options.accumulate
         self._num_backwards = 0  # since the last reduction, without those inside no_sync()
-        self._no_sync_depth = 0
 
         # The round. The script's collectives check: another rank may be calling one of those, instead of wrapping.
         self._check_agreement(specs, collectives_of(world), buffers)
@@ -239,6 +234,11 @@ class Reducer:
         return self.launcher.round
 
     @property
+    def num_reductions(self) -> int:
+        """Number of reductions so far. The last one counts when it is over, or when the next begins."""
+        return self.round.number + (self.round.phase is RoundPhase.OVER)
+
+    @property
     def non_finite(self) -> NonFiniteGradient | None:
         """The first NaN or infinity in the last round, if there was one."""
         return self.round.non_finite
@@ -275,9 +275,8 @@ class Reducer:
         return self.weighing.batch_weight(in_backward=self.in_backward)
 
     def extend(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Collective: more parameters, some of which may be frozen for now."""
         self._frozen += parameters
-        self._adopt_thawed()
+        self._adopt_unfrozen()
 
     def first_gradient(self, index: int) -> None:
         """The gradient of parameter `index` arrived just before its hook was there."""
@@ -331,8 +330,8 @@ class Reducer:
                 self._begin(reduces=True)
             with self._failing():
                 self._reduce(backward)
-                if self.round.sums["has_thawed"]:
-                    self._adopt_thawed()
+                if self.round.sums["has_unfrozen"]:
+                    self._adopt_unfrozen()
                     self._reduce_again()
             self._num_backwards = 0
             self._weights.reset()
@@ -368,13 +367,11 @@ class Reducer:
             self._fail(error)
 
     def forget_gradients(self) -> None:
-        """The optimizer has dropped or zeroed all gradients, so the next backward begins a group of `accumulate`."""
         self._num_backwards = 0
         self._weights.reset()
         self._members.skipped.clear()
 
     def weigh(self, weight: float) -> None:
-        """The loss of the next backward is a mean over `weight` samples. See `DistributedOptimizer.weigh`."""
         if self.in_backward:
             raise GradientError("weigh() was called inside backward(); call it before")
         self.weighing.weigh(weight, may_accumulate=self.accumulate > 1 or self._no_sync_depth > 0)
@@ -384,7 +381,6 @@ class Reducer:
         self.weighing.weigh_batch()
 
     def skip(self) -> None:
-        """Collective: take part in the reduction of the others' next backward. See `DistributedOptimizer.skip`."""
         if self.in_backward:
             raise GradientError("skip() was called inside backward(); call it in place of backward()")
         if self in self._members.skipped:
@@ -425,17 +421,7 @@ class Reducer:
             self._begin(reduces=True)
             self._end_backward(self)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards in here only accumulate, and do not count towards `accumulate`."""
-        self._no_sync_depth += 1
-        try:
-            yield
-        finally:
-            self._no_sync_depth -= 1
-
     def synchronize(self) -> None:
-        """Collective: reduce whatever is local on any rank. Does nothing where nothing is local."""
         if self.in_backward:
             raise GradientError("synchronize() was called inside backward(); call it after backward() has returned")
         if self.world.shared(Join).is_open:  # others may have ended, and meet this with a round
@@ -453,20 +439,17 @@ class Reducer:
     # Step
 
     def before_step(self) -> None:
-        """The optimizer is about to write to the parameters."""
         self._enter(OPTIMIZER)
         for participant in self.participants:
             participant.before_step()
         self._members.skipped.clear()
 
     def accept_parameters(self) -> None:
-        """The parameters are as the optimizer has left them: its step is about to evaluate a closure."""
         self._enter(INPUT)
         for participant in self.participants:
             participant.moved()
 
     def has_stepped(self) -> None:
-        """The optimizer has made a step."""
         for participant in self.participants:
             participant.moved()
         self.write_buffers()
@@ -483,16 +466,13 @@ class Reducer:
             participant.take_over(src)
 
     def write_buffers(self) -> None:
-        """All ranks make a step, or all leave one out: the model's buffers get what the last round has found."""
         for participant in self.participants:
             participant.stepping()
 
     def can_skip_alone(self) -> bool:
-        """True if this rank can decide by itself whether to make a step."""
         return self._options.on_nonfinite != "skip" or self.layout.agreement.knows_at_once
 
     def check_backward(self) -> None:
-        """Before a step: raise GradientError if the last backward failed, or is still under way."""
         if self.world.is_forked:
             self.world.raise_if_broken()
         if self.failure is not None:
@@ -505,7 +485,6 @@ class Reducer:
             )
 
     def check_gradients(self) -> bool:
-        """Before a step: raise GradientError if a gradient is known to be wrong. Returns whether to make the step."""
         rank, policy = self.world.rank, self._options.on_nonfinite
         for parameter in self._frozen:
             if parameter.requires_grad and parameter.grad is not None:
@@ -516,6 +495,7 @@ class Reducer:
                     rank=rank,
                     parameters=(name,),
                 )
+        self.launcher.refuse_lost()
         if unsettled := self.ledger.first_unsettled():
             name, state = unsettled
             advice = "Call optimizer.synchronize() before step() to reduce what is local"
@@ -604,6 +584,7 @@ class Reducer:
         self._num_wrappers_seen = wrappers.num_built
 
     def _begin(self, *, reduces: bool) -> None:
+        self.launcher.refuse_lost()
         self._reduces = reduces
         if not self._members.is_skipping:
             with self._failing():
@@ -627,7 +608,7 @@ class Reducer:
             is_again: another round for the same backward, which has left its results in `.grad`.
         """
         launcher = self.launcher
-        launcher.settle()
+        launcher.drain()
         if not hold:
             self.layout.follow_order()
         is_absent = (self._members.is_skipping or self._weights.has_skipped) and not self._weights.num_backwards
@@ -639,7 +620,7 @@ class Reducer:
             is_empty=is_absent,
             is_again=is_again,
             bits={
-                "has_thawed": bool(self._thawed()),
+                "has_unfrozen": bool(unfrozen(self._frozen)),
                 "is_absent": is_absent,
                 "has_ended": self._members.has_ended,
             },
@@ -672,7 +653,6 @@ class Reducer:
             participant.reduced(current)
         if current.sums["is_absent"] == self.world.size:  # all gradients are what they were
             current.non_finite = current.non_finite or self._found_before
-        self.num_reductions += 1
         self.world.num_reductions += 1
         if current.hold:
             self.layout.follow_order()
@@ -685,8 +665,8 @@ class Reducer:
 
     def _synchronize(self) -> None:
         collectives = internal_collectives_of(self.world)
-        if collectives.any_rank(bool(self._thawed())):
-            self._adopt_thawed()
+        if collectives.any_rank(bool(unfrozen(self._frozen))):
+            self._adopt_unfrozen()
         self.weighing.drop_stale()
         problem: GradientError | None = None
         needs = False
@@ -710,15 +690,12 @@ class Reducer:
         """Whether some gradient on this rank waits to be reduced. Raises GradientError for a weight that is unused."""
         self.weighing.refuse_unused()
         self.weighing.ignore_zeros()
+        self.launcher.refuse_lost()
         return self.ledger.needs_synchronize()
 
-    def _thawed(self) -> list[torch.nn.Parameter]:
-        """Parameters that require a gradient by now, and are not adopted yet."""
-        return thawed(self._frozen)
-
-    def _adopt_thawed(self) -> None:
+    def _adopt_unfrozen(self) -> None:
         """Collective: parameters that have come to require a gradient are reduced from now on, in new buckets."""
-        adopted = self._thawed()
+        adopted = unfrozen(self._frozen)
         self._frozen[:] = [parameter for parameter in self._frozen if not parameter.requires_grad]
         specs = [self._spec_of(parameter) for parameter in adopted]
         self._check_agreement(specs, internal_collectives_of(self.world))

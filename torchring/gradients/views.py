@@ -2,8 +2,9 @@
 
 A script may keep a gradient over `zero_grad(set_to_none=True)`, to log the gradient or to combine it with the next one
 (PCGrad). Plain PyTorch makes a new gradient for the next backward, so the kept one keeps its values. torchring writes
-the next gradient to the same place in the buffer. Before torchring does so, `held` finds the gradients that the script
-still refers to, and `leave` moves these gradients to a copy. If the script refers to no gradient, nothing is copied.
+the next gradient to the same place in the buffer. Before torchring does so, `referenced` finds the gradients that the
+script still refers to, and `move_out` moves these gradients to a copy. If the script refers to no gradient, nothing is
+copied.
 
 Every gradient has a storage and a version counter of its own. So a kept gradient does not keep the other gradients of
 the buffer, `torch.save` writes one gradient instead of the whole buffer, and `grad.detach_()` works, which fails on
@@ -42,11 +43,13 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def storage_of(view: torch.Tensor) -> int:
-    """Identifies the storage of a gradient for `held`, for as long as the gradient lives."""
+    """Identifies the storage of a gradient for `referenced`, for as long as the gradient lives."""
     return int(view.untyped_storage()._cdata)
 
 
-def held(views: Sequence[torch.Tensor], storages: Sequence[int], free: tuple[int, int] | None = None) -> list[int]:
+def referenced(
+    views: Sequence[torch.Tensor], storages: Sequence[int], free: tuple[int, int] | None = None
+) -> list[int]:
     """Positions of the gradients that somebody else has, or whose memory another tensor shares.
 
     Args:
@@ -63,12 +66,12 @@ def held(views: Sequence[torch.Tensor], storages: Sequence[int], free: tuple[int
     return [i for i in range(len(views)) if references[i] > most_references or owners[i] > most_owners]
 
 
-def held_beside_grad(grads: Sequence[torch.Tensor]) -> list[int]:
-    """As `held`, of gradients each of which is in the `.grad` of its parameter."""
-    return held(grads, list(map(storage_of, grads)), _FREE_IN_GRAD)
+def referenced_beside_grad(grads: Sequence[torch.Tensor]) -> list[int]:
+    """As `referenced`, of gradients each of which is in the `.grad` of its parameter."""
+    return referenced(grads, list(map(storage_of, grads)), _FREE_IN_GRAD)
 
 
-def leave(view: torch.Tensor, wire: torch.Tensor) -> torch.Tensor:
+def move_out(view: torch.Tensor, wire: torch.Tensor) -> torch.Tensor:
     """A new tensor in the place of `view` in the buffer. `view`, and all that shares its memory, moves to a copy.
 
     A numpy array that was made from `view` cannot be moved: the array goes on showing the buffer, and keeps it alive.
@@ -110,7 +113,7 @@ def _all_references(view: torch.Tensor) -> int:
 
 
 def _free(has_another_owner: bool) -> tuple[int, int]:
-    """What `held` counts of a gradient that nobody else has, or only C++."""
+    """What `referenced` counts of a gradient that nobody else has, or only C++."""
     kept = [torch.empty(1, device="cpu")]
     passed = [kept[0]]
     owner = torch.empty(1, device="cpu", requires_grad=True)

@@ -275,7 +275,7 @@ class Weighing(Participant):
         return in_step(GradientError(message, rank=self._world.rank, peers=peers))
 
     def _own_parameters(self) -> list[torch.nn.Parameter]:
-        return [*self._parameters, *thawed(self._frozen)]
+        return [*self._parameters, *unfrozen(self._frozen)]
 
     def _give(self, weight: float, whole: float | None = None) -> None:
         self.end_zero_weight()
@@ -283,7 +283,7 @@ class Weighing(Participant):
         factor = self.weights.give(weight, whole)
         if factor != 1.0:
             self._ledger.scale_local(factor)
-            for grad in (p.grad for p in thawed(self._frozen) if p.grad is not None):
+            for grad in (p.grad for p in unfrozen(self._frozen) if p.grad is not None):
                 grad.mul_(factor)
             self._local = SeenGradients(self._own_parameters())
         if not weight:
@@ -304,6 +304,6 @@ class Weighing(Participant):
             raise GradientError(ON_RESULTS)
 
 
-def thawed(frozen: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+def unfrozen(frozen: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
     """Those of `frozen` that have come to require a gradient."""
     return [parameter for parameter in frozen if parameter.requires_grad]
