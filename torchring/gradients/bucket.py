@@ -269,7 +269,6 @@ class Bucket:
         slots = [slot for slot, view in enumerate(self._views) if self.parameters[slot].grad is view]
         views = [self._views[slot] for slot in slots]
         kept = {slots[i] for i in held_beside_grad(views)} if views else set()
-        del views
         for slot, parameter in enumerate(self.parameters):
             grad = parameter.grad
             if grad is not None and grad is self._views[slot]:
