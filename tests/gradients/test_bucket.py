@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -12,12 +12,17 @@ import pytest
 import torch
 
 from tests.support.checks import assert_bitwise
+from tests.support.fake_device import FakeAccelerator
 from torchring.allreduce import NonFinite
+from torchring.allreduce.device.stream import NOTHING_FOUND
 from torchring.errors import GradientError
 from torchring.gradients.bucket import COPY_ON_ARRIVAL_BYTES, Bucket, BucketState
 from torchring.gradients.control import ControlFields
-from torchring.gradients.ledger import GradientStatus
+from torchring.gradients.ledger import GradientStatus, OptimizerLedger
+from torchring.gradients.packing import DevicePacking, HostPacking
 from torchring.gradients.plan import ParameterSpec, build_plan
+from torchring.gradients.round import RoundState
+from torchring.gradients.unread import UnreadGradients
 
 CONTROL = ControlFields(("a", "b", "c"), ("weight",))
 IDLE, FILLING, PACKED, REDUCING, REDUCED = BucketState
@@ -48,8 +53,12 @@ def make(
     compression: str | None = None,
     is_sum: bool = False,
     order: Sequence[int] | None = None,
+    accelerator: FakeAccelerator | None = None,
 ) -> Bucket:
-    """A bucket of all `parameters`, slot i holding parameter i, called p0, p1, ...; its wire starts as NaN."""
+    """A bucket of all `parameters`, slot i holding parameter i, called p0, p1, ...; its wire starts as NaN.
+
+    With an accelerator, the parameters are on its device.
+    """
     parameters = [torch.nn.Parameter(p) if not isinstance(p, torch.nn.Parameter) else p for p in parameters]
     specs = [ParameterSpec(f"p{i}", tuple(p.shape), p.stride(), p.dtype, p.device) for i, p in enumerate(parameters)]
     (plan,) = build_plan(
@@ -61,7 +70,19 @@ def make(
         control=CONTROL,
     ).buckets
     wire = plain_wire(torch.full((plan.numel,), float("nan"), dtype=plan.wire_dtype))
-    return Bucket(plan, wire, specs, parameters, scale=1.0 if is_sum else 1 / world_size, is_sum=is_sum)
+
+    def on_device(scale: float) -> DevicePacking:
+        assert accelerator is not None
+        found = torch.full((1,), NOTHING_FOUND, dtype=torch.int32)
+        stream, reduction_stream = accelerator.open_stream(), accelerator.open_stream()
+        unread = UnreadGradients(accelerator)
+        return DevicePacking(
+            scale, plan, wire.buffer, found, stream, accelerator, reduction_stream=reduction_stream, unread=unread
+        )
+
+    packing = HostPacking if accelerator is None else on_device
+    scale = 1.0 if is_sum else 1 / world_size
+    return Bucket(plan, wire, specs, parameters, scale=scale, is_sum=is_sum, packing=packing)
 
 
 def ones(*numels: int, **options: Any) -> Bucket:
@@ -519,6 +540,20 @@ def test_a_round_in_which_nothing_arrived_anywhere() -> None:
     finish(*ranks)
     assert [p.grad for bucket in ranks for p in bucket.parameters] == [None] * 4
     assert [bucket.state for bucket in ranks] == [IDLE, IDLE]
+
+
+def test_a_result_of_other_ranks_has_the_strides_that_the_parameter_has_now() -> None:
+    ranks = [make([torch.zeros(2, 3)], world_size=2) for _ in range(2)]
+    for bucket in ranks:
+        bucket.parameters[0].data = torch.zeros(3, 2).t()
+    give(ranks[0], 0, torch.arange(6.0).view(2, 3))
+    finish(*ranks)
+    for bucket in ranks:
+        assert grad(bucket, 0) == [[0.0, 0.5, 1.0], [1.5, 2.0, 2.5]]
+        assert bucket.ledger.unsettled() is None
+    result = ranks[1].parameters[0].grad
+    assert result is not None
+    assert result.stride() == (1, 2)
 
 
 def test_a_missing_gradient_is_missing_in_its_own_round_only() -> None:
@@ -991,6 +1026,38 @@ def test_mark_written_passes_over_what_is_local_anyway() -> None:
     assert bucket.ledger.unsettled() == ("p0", "was replaced by another tensor")
 
 
+def test_an_optimizer_that_zeroes_a_sum_in_place_leaves_nothing_to_synchronize() -> None:
+    bucket = ones(2, is_sum=True)
+    ledger = OptimizerLedger(lambda: [bucket.ledger])
+    give(bucket, 0, 1.0)
+    finish(bucket)
+    assert ledger.holds_results()
+    value = bucket.parameters[0].grad
+    assert value is not None
+    value.zero_()
+    ledger.mark_zeroed()
+    assert not ledger.holds_results()
+    assert not ledger.needs_synchronize()
+
+
+def test_a_slice_that_was_written_to_counts_though_a_round_has_passed_it_by() -> None:
+    """Slices of one tensor share a version. It is looked at in the rounds that write to a slice, and in no others."""
+    bucket = ones(2, 1, compression="fp16")
+    bucket.parameters[0].grad = torch.zeros(4)[:2]
+    bucket.mark_ready(0)
+    give(bucket, 1, 1.0)
+    finish(bucket)
+    bucket.ledger.settle_slices()
+    value = bucket.parameters[0].grad
+    assert value is not None
+    value.add_(1.0)
+    give(bucket, 1, 1.0)
+    finish(bucket)
+    bucket.ledger.settle_slices()
+    bucket.ledger.mark_written()
+    assert bucket.ledger.unsettled() == ("p0", GradientStatus.LOCAL.value)
+
+
 # What is known about a gradient
 
 
@@ -1087,6 +1154,15 @@ def test_a_broken_off_round_leaves_what_arrived_unsettled() -> None:
     bucket.reset()
     assert bucket.ledger.status == [GradientStatus.REDUCED, GradientStatus.LOCAL]
     assert bucket.ledger.unsettled() == ("p1", GradientStatus.LOCAL.value)
+
+
+def test_a_broken_off_round_leaves_gradients_without_the_ranks_factor() -> None:
+    bucket = ones(2)
+    bucket.round = RoundState(0, factor=4.0)
+    give(bucket, 0, 3.0)
+    bucket.abandon()
+    assert grad(bucket, 0) == [3.0, 3.0]
+    assert bucket.ledger.unsettled() == ("p0", GradientStatus.LOCAL.value)
 
 
 @pytest.mark.parametrize("compression", [None, "fp16"])
@@ -1226,3 +1302,58 @@ def test_an_error_that_is_not_about_a_parameter_comes_out_as_it_is() -> None:
     bucket.packing.pack = mock.Mock(side_effect=RuntimeError("out of memory"))  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match=r"^out of memory$"):
         give(bucket, 0, 1.0)
+
+
+# On a device, whose streams are late
+
+
+@pytest.fixture
+def accelerator() -> Iterator[FakeAccelerator]:
+    with FakeAccelerator().installed() as accelerator:
+        yield accelerator
+
+
+def test_on_a_device_a_bucket_leaves_behind_every_stream_that_computed_a_gradient(accelerator: FakeAccelerator) -> None:
+    bucket = make([torch.ones(2), torch.ones(2)], accelerator=accelerator)
+    for value in (3.0, 5.0):  # the second time, gradients are accumulated in the wire buffer
+        with accelerator.on_stream("another"):
+            assert give(bucket, 0, value) is False
+        assert give(bucket, 1, value) is True
+        accelerator.streams[-1].run(lambda: buffer_of(bucket).mul_(10.0))
+        accelerator.synchronize()
+        bucket.begin_reduce()
+        bucket.end_reduce(None)
+        bucket.close_round()
+    assert [grad(bucket, 0), grad(bucket, 1)] == [[350.0, 350.0], [350.0, 350.0]]
+    assert accelerator.races == []
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
+def test_on_a_device_a_gradient_is_weighed_wherever_it_lies(factor: float, accelerator: FakeAccelerator) -> None:
+    """First in memory of its own, and then in the wire buffer."""
+    bucket = make([torch.ones(2)], accelerator=accelerator)
+    for number in range(2):
+        bucket.round = RoundState(number, factor=factor)
+        give(bucket, 0, 3.0)
+        accelerator.synchronize()
+        reduce(bucket)
+        bucket.close_round()
+        assert grad(bucket, 0) == [3.0 * factor] * 2
+        bucket.parameters[0].grad.zero_()  # type: ignore[union-attr]
+        bucket.ledger.mark_zeroed()
+
+
+def test_on_a_device_a_result_replaces_a_gradient_with_a_pending_negation(accelerator: FakeAccelerator) -> None:
+    """Kernels copy bytes, and such a gradient's bytes are those of its opposite."""
+    bucket = make([torch.ones(3)], world_size=2, compression="fp16", accelerator=accelerator)
+    bucket.parameters[0].grad = own = torch.complex(torch.zeros(3), torch.arange(3.0)).conj().imag
+    assert own.is_neg()
+    bucket.mark_ready(0)
+    accelerator.synchronize()
+    bucket.begin_reduce()
+    buffer_of(bucket).mul_(3.0)
+    bucket.end_reduce(None)
+    accelerator.synchronize()
+    bucket.close_round()
+    assert bucket.parameters[0].grad is own
+    assert own.tolist() == [0.0, -1.5, -3.0]

@@ -6,8 +6,11 @@ Gradients are exact: the loss is linear in the parameters, and inputs are small 
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,6 +23,7 @@ import torchring
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, digest, exact_inputs
 from tests.support.grids import grid
 from tests.support.harness import RanksFailed, patient, run_pooled, run_ranks, wait_until
+from tests.support.training import attempt
 from torchring import DistributedOptimizer
 from torchring.default_world import default_world
 from torchring.errors import GradientError, RingError
@@ -442,18 +446,20 @@ def test_double_backward_works_and_create_graph_is_refused_where_it_averages() -
     run_pooled(_double_backward, 2)
 
 
-def _inside_backward(rank: int, world_size: int, what: str) -> None:
-    model = Net()
-    optimizer = wrapped(model)
-    call = {"step": optimizer.step, "synchronize": optimizer.synchronize}[what]
-    model.first.weight.register_post_accumulate_grad_hook(lambda _: call())
-    with pytest.raises(GradientError, match=rf"{what}\(\) was called inside backward\(\)"):
-        model(batch(rank)).backward()
+def _inside_backward(rank: int, world_size: int) -> None:
+    for what in ("step", "synchronize", "weigh", "skip"):
+        model = Net()
+        optimizer = wrapped(model)
+        arguments = (1,) if what == "weigh" else ()
+        call = functools.partial(getattr(optimizer, what), *arguments)
+        model.first.weight.register_post_accumulate_grad_hook(lambda _, call=call: call())
+        with pytest.raises(GradientError, match=rf"{what}\(\) was called inside backward\(\)"):
+            model(batch(rank)).backward()
+        optimizer.close()
 
 
-@pytest.mark.parametrize("what", ["step", "synchronize"])
-def test_not_inside_backward(what: str) -> None:
-    run_ranks(_inside_backward, 2, what)
+def test_not_inside_backward() -> None:
+    run_ranks(_inside_backward, 2)
 
 
 # Backward raises
@@ -924,3 +930,42 @@ def _wrong_gradient(rank: int, world_size: int) -> None:
 def test_the_check_of_gradients_can_fail() -> None:
     with pytest.raises(RanksFailed, match="elements differ"):
         run_pooled(_wrong_gradient, 2)
+
+
+def _closed(rank: int, world_size: int) -> list[bool]:
+    """Whether the memory of closed optimizers is still held; one of them was reached by skip() of the other."""
+    model = Net()
+    first, second = wrapped(model.first), wrapped(model.second)
+    model(batch(rank)).backward()
+    if rank == 1:
+        first.skip()
+    else:
+        model(batch(rank)).backward()
+    buckets = [weakref.ref(optimizer._sync.layout.buckets[0]) for optimizer in (first, second)]
+    gc.collect()
+    gc.disable()
+    second.close()
+    first.close()
+    del first, second
+    held = [bucket() is not None for bucket in buckets]
+    gc.enable()
+    return held
+
+
+def test_a_closed_optimizer_lets_go_of_its_memory_without_the_garbage_collector() -> None:
+    assert run_pooled(_closed, 2) == [[False, False]] * 2
+
+
+def _skip_fails(rank: int, world_size: int) -> tuple[str, str]:
+    model = Net()
+    optimizer = wrapped(model)
+    if rank == 1:
+        torchring.shutdown()
+        return "", ""
+    return attempt(optimizer.skip), attempt(model(batch(rank)).sum().backward)
+
+
+def test_a_skip_that_fails_ends_as_a_backward_that_fails() -> None:
+    (first, second), _ = run_ranks(_skip_fails, 2)
+    assert first.startswith("PeerLostError"), first
+    assert second.startswith("GradientError: an earlier backward failed: "), second

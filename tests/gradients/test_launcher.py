@@ -21,6 +21,7 @@ from torchring.gradients.launcher import Launcher, union_length
 from torchring.gradients.ledger import GradientStatus
 from torchring.gradients.plan import ParameterSpec, build_plan
 from torchring.gradients.round import RoundState
+from torchring.observe.recorder.records import BUCKET_LENGTH, INDEX, LAUNCHED, PACKED, READY, REDUCED, STARTED
 
 
 @dataclass
@@ -655,6 +656,23 @@ def test_a_staged_mover_is_started_and_looked_in_on_and_waited_for_at_the_end() 
             assert not launcher.is_waiting
             for bucket in launcher.buckets:
                 bucket.close_round()
+
+
+def test_each_bucket_has_times_of_its_own() -> None:
+    """One is reduced during backward, another afterwards."""
+    mover = StagedRecorder(ready={0})
+    with opened(2, threaded=False, mover=mover) as (launcher, _):
+        begin(launcher, round_number=0, step=0, hold=False)
+        pack(launcher.buckets[0])
+        launcher.advance()
+        backward_end = time.perf_counter_ns()
+        pack(launcher.buckets[1])
+        finish(launcher)
+        end = time.perf_counter_ns()
+    first, second = (launcher.round.times[i : i + BUCKET_LENGTH] for i in (0, BUCKET_LENGTH))
+    assert (first[INDEX], second[INDEX]) == (0, 1)
+    assert first[READY] <= first[PACKED] <= first[LAUNCHED] <= first[STARTED] <= first[REDUCED] <= backward_end
+    assert backward_end <= second[READY] <= second[LAUNCHED] <= second[STARTED] <= second[REDUCED] <= end
 
 
 def test_a_peer_that_is_there_already_is_not_kept_waiting() -> None:

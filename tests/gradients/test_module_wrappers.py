@@ -101,6 +101,12 @@ class _Cases:
         optimizer.add_param_group({"params": list(part.parameters())})
         _train(nn.Sequential(self.model, net), optimizer, self.rank)
 
+    def parameters_thawed_later(self) -> None:
+        part = self.model[4].requires_grad_(False)
+        optimizer = self.wrapped(self.model)
+        net = DistributedDataParallel(part.requires_grad_(True))
+        _train(nn.Sequential(self.model[:4], net), optimizer, self.rank)
+
     def fsdp_first(self) -> None:
         net = _fsdp(self.model, True)
         torchring.wrap(_sgd(net))
@@ -146,6 +152,7 @@ _MISTAKES = {
     "ddp_much_later": ("GradientError", "0.weight", "DistributedDataParallel"),
     "replicate_later": ("GradientError", "0.weight", "DistributedDataParallel"),
     "parameters_added_later": ("ValueError", "group1.param0", "DistributedDataParallel"),
+    "parameters_thawed_later": ("GradientError", "4.weight", "DistributedDataParallel"),
     "fsdp_first": ("ValueError", "group0.param0", "FullyShardedDataParallel"),
     "fsdp_flat_first": ("ValueError", "group0.param0", "FullyShardedDataParallel"),
     "fsdp_later": ("GradientError", "0.weight", "FullyShardedDataParallel"),

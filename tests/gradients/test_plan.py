@@ -20,7 +20,9 @@ from torchring.gradients.plan import (
     Plan,
     Slot,
     build_plan,
+    default_bucket_mb,
     describe,
+    last_reduced,
     plan_of,
     shifted,
     wire_dtype,
@@ -532,3 +534,30 @@ def test_first_difference_of_three_opinions() -> None:
 
 def test_first_difference_of_none() -> None:
     assert first_difference([describe(BASE, "x")] * 3) == "ranks do not disagree"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "algorithm", "on_device", "expected"),
+    [
+        ([4], "auto", True, 10.0),
+        ([8], "nvls", True, 10.0),
+        ([4], "native", True, 25.0),
+        ([3], "direct", True, 25.0),
+        ([4, 4], "auto", True, 25.0),
+        ([4], "auto", False, 25.0),
+        ([4, 4], "hierarchical", False, 12.0),
+    ],
+)
+def test_how_large_buckets_are(hosts: list[int], algorithm: str, on_device: bool, expected: float) -> None:
+    assert default_bucket_mb(sum(hosts), len(hosts), algorithm, on_device=on_device) == expected
+
+
+def test_a_plan_of_sparse_parameters_alone_has_no_control_bits() -> None:
+    plan = build_plan([replace(spec("words", 3, 2), is_sparse=True)], bucket_bytes=0, control=CONTROL)
+    assert (plan.buckets, plan.control) == ((), ControlFields())
+
+
+def test_lanes_hide_each_others_latency_and_share_the_bandwidth() -> None:
+    launched, latencies, transfers = [0.0, 0.0], [10.0, 10.0], [1.0, 1.0]
+    assert last_reduced(launched, latencies, transfers) == 22.0, "one after the other"
+    assert last_reduced(launched, latencies, transfers, num_lanes=2) == 12.0

@@ -272,7 +272,6 @@ class Bucket:
         slots = [slot for slot, view in enumerate(self._views) if self.parameters[slot].grad is view]
         views = [self._views[slot] for slot in slots]
         kept = {slots[i] for i in referenced_beside_grad(views)} if views else set()
-        del views
         for slot in {*slots, *self._packed}:
             self.ledger.status[slot] = LOCAL
         for slot in slots:

@@ -240,21 +240,16 @@ class Launcher:
 
     def _note_start(self, number: int) -> None:
         """This rank does its part of the n-th bucket that has left, unless it has to wait for others once more."""
-        start, times = BUCKET_LENGTH * number, self.round.times
-        if start < len(times):  # not that of a round which was broken off
-            times[start + STARTED] = time.perf_counter_ns()
+        self.round.times[BUCKET_LENGTH * number + STARTED] = time.perf_counter_ns()
 
     def _note_end(self, number: int) -> None:
         """This rank's part of the n-th bucket that has left is done."""
-        start, times = BUCKET_LENGTH * number, self.round.times
-        if start < len(times):
-            times[start + REDUCED] = time.perf_counter_ns()
+        self.round.times[BUCKET_LENGTH * number + REDUCED] = time.perf_counter_ns()
 
     def _note_span(self, number: int, started: float, ended: float) -> None:
         """A thread has reduced the n-th bucket that has left."""
         start, times = BUCKET_LENGTH * number, self.round.times
-        if start < len(times):
-            times[start + STARTED], times[start + REDUCED] = int(started * 1e9), int(ended * 1e9)
+        times[start + STARTED], times[start + REDUCED] = int(started * 1e9), int(ended * 1e9)
 
     def _stood_still(self, seconds: float) -> None:
         """Backward stood still for that long, in calls of the mover."""

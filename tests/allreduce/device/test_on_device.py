@@ -35,7 +35,7 @@ from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.layout import Options
 from torchring.gradients.packing import DevicePacking
 from torchring.gradients.participants.replicas import ReplicaCheck
-from torchring.gradients.plan import ParameterSpec, default_bucket_mb
+from torchring.gradients.plan import ParameterSpec
 from torchring.gradients.reducer import Reducer
 from torchring.memory import host as host_module
 from torchring.world import World
@@ -1012,22 +1012,6 @@ def test_wires_that_are_measured_stand_for_the_bytes_of_all(sizes_mib: list[int]
     """A wire of 200 MiB would take the memory of six candidates; what is true of 32 MiB is true of it."""
     sample = select._sample([(size << 18, torch.float32) for size in sizes_mib])
     assert [numel >> 18 for numel, _ in sample] == expected
-
-
-@pytest.mark.parametrize(
-    ("hosts", "algorithm", "on_device", "expected"),
-    [
-        ([4], "auto", True, 10.0),
-        ([8], "nvls", True, 10.0),
-        ([4], "native", True, 25.0),
-        ([3], "direct", True, 25.0),
-        ([4, 4], "auto", True, 25.0),
-        ([4], "auto", False, 25.0),
-        ([4, 4], "hierarchical", False, 12.0),
-    ],
-)
-def test_how_large_buckets_are(hosts: list[int], algorithm: str, on_device: bool, expected: float) -> None:
-    assert default_bucket_mb(sum(hosts), len(hosts), algorithm, on_device=on_device) == expected
 
 
 def test_capture_into_a_graph_is_refused() -> None:

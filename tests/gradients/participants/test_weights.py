@@ -16,7 +16,9 @@ from tests.support.checks import assert_same_on_all_ranks
 from tests.support.grids import grid
 from tests.support.harness import run_pooled, run_ranks
 from tests.support.training import TINY_MB, attempt, small_model, values
+from torchring.default_world import default_world
 from torchring.errors import GradientError
+from torchring.generation import Change
 from torchring.gradients.control import ControlFields, decode_number, encode_number
 from torchring.gradients.participants import weights
 
@@ -313,10 +315,12 @@ class _Batch:
 
     def __init__(self, *shares: float) -> None:
         self.shares = shares
+        self.agreed: list[bool] = []
 
     def begin_backward(self, *, is_weighed: bool, is_skipped: bool = False) -> None: ...
 
-    def change_is_agreed(self, *, all_leave: bool) -> None: ...
+    def change_is_agreed(self, *, all_leave: bool) -> None:
+        self.agreed.append(all_leave)
 
     def current_weight(self) -> tuple[float, float]:
         return self.shares[torchring.rank()], sum(self.shares)
@@ -340,6 +344,23 @@ def _weights_of_batches(rank: int, size: int) -> list[Any]:
         if rank == 0:
             optimizer.weigh(2)
     return [*found, attempt(lambda: (parameters[0] * 3 + parameters[1] * 5).sum().backward())]
+
+
+def _change_of_ranks(rank: int, size: int) -> list[list[bool]]:
+    (a, _), optimizer = _pair()
+    optimizer._sync.batches = batch = _Batch(1, 1)
+    change, found = default_world().shared(Change), []
+    for leaving in ((), (1,), (0, 1)):
+        change.is_wanted, change.leaves = rank == 0 and bool(leaving), rank in leaving
+        optimizer._sync.weigh_batch()
+        a.sum().backward()
+        found.append(list(batch.agreed))
+        batch.agreed.clear()
+    return found
+
+
+def test_all_ranks_of_an_elastic_job_hear_in_one_step_that_ranks_are_to_change() -> None:
+    assert run_pooled(_change_of_ranks, 2) == [[[], [False], [True]]] * 2
 
 
 def test_weights_of_an_elastic_job_are_those_of_all_optimizers_and_ranks() -> None:
@@ -620,6 +641,37 @@ def _odd_ways(rank: int, size: int) -> dict[str, Any]:
         optimizer.close()
 
     (a, b), optimizer = _pair()
+    with optimizer.no_sync():
+        optimizer.weigh(1 + 2 * rank)
+        ((a + b) * (rank + 1)).sum().backward()
+    optimizer.synchronize()
+    found["after synchronize()"] = _first(a, b)
+    ((a + b) * (rank + 1)).sum().backward()  # without a weight
+    found["after synchronize()"] += _first(a, b)
+
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        if rank == 1:
+            optimizer.skip()
+        else:
+            (a + b).sum().backward()
+    optimizer.zero_grad()
+    if rank == 0:
+        a.grad = torch.full_like(a, 3.0)
+    optimizer.synchronize()
+    found["a skip of what is gone"] = _first(a)
+    optimizer.close()
+
+    a, frozen = (nn.Parameter(torch.zeros(2).double(), requires_grad=i == 0) for i in range(2))
+    optimizer = torchring.wrap(torch.optim.SGD([a, frozen], lr=1.0))
+    frozen.requires_grad_(True)
+    with optimizer.no_sync():
+        ((a + frozen) * (rank + 1)).sum().backward()
+    optimizer.synchronize()
+    found["thawed before synchronize()"] = [*_first(a, frozen), attempt(optimizer.step)]
+    optimizer.close()
+
+    (a, b), optimizer = _pair()
     (a + b).sum().backward()
     optimizer.weigh(4)
     with optimizer.no_sync():
@@ -642,6 +694,9 @@ def test_odd_ways() -> None:
             assert found[f"by hand {case}"] == [1.75, None, 1.75 + 1.5], case
         assert found["by hand False (2.0, 0.0)"] == [1.0, None, 1.0 + 1.5]
         assert "weights were given with gradients of an earlier step" in found["on results"]
+        assert found["after synchronize()"] == [1.75, 1.75, 1.75 + 1.5, 1.75 + 1.5]
+        assert found["a skip of what is gone"] == [1.5]
+        assert found["thawed before synchronize()"] == [1.5, 1.5, ""]
 
 
 def _sparse_and_zeroed_in_place(rank: int, size: int, past_it: bool) -> list[str]:
