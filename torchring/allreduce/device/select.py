@@ -146,7 +146,8 @@ def _tried_on_stream(world: World, engine: Engine, overlap: str, accelerator: Ac
     def launch() -> None:
         wire.buffer.copy_(inputs[world.rank])
         mover.stream.follow()
-        mover.stream.run(lambda: engine.launch(wire, 1.0))
+        with _alarm(world.timeout_seconds / 2, engine.abort):  # for CUDA_LAUNCH_BLOCKING=1
+            mover.stream.run(lambda: engine.launch(wire, 1.0))
 
     def compare() -> None:
         seconds = min(_TRIAL_SECONDS, world.timeout_seconds / 2)
