@@ -26,7 +26,7 @@ from .launching import check, launch_options, num_blocks, poison, takes_ptx, til
 from .lazy import lazy_jit, triton_dtype
 from .multicast import VECTORS, check_multicast, order_aliases, reduce_in_switch
 from .reduce_slice import reduce_slice
-from .signals import MAX_BLOCKS, meet, words_of
+from .signals import MAX_BLOCKS, is_aborted, meet, words_of
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # Slices of different ranks differ by a few elements. A different length must not compile another kernel.
 @lazy_jit(
     do_not_specialize=("wires", "signals", "rank", "begin", "end", "numel", "multicast", "abort", "found"),
-    uses=(words_of, meet, poison, reduce_slice, reduce_in_switch, order_aliases),
+    uses=(words_of, meet, is_aborted, poison, reduce_slice, reduce_in_switch, order_aliases),
 )
 @no_type_check
 def _direct_kernel(
@@ -60,13 +60,14 @@ def _direct_kernel(
     TILE: tl.constexpr,
 ):
     factor = tl.full([], scale, COMPUTE)
-    met = 1
     if NUM_RANKS > 1:
         own_count = words_of(signals, rank, NUM_RANKS) + rank
         count = tl.load(own_count)
     if GATHER and NUM_RANKS > 1:
         count += 1
         met = meet(signals, rank, count, abort, NUM_RANKS, PTX)
+    else:  # what another library has summed before is half a sum if that was aborted, too
+        met = 1 - is_aborted(abort, PTX)
     if met != 0:
         if MULTICAST:
             order_aliases()
@@ -111,8 +112,8 @@ def direct(
     wire: this rank's own wire, 1-D: fp16, bf16, fp32 or fp64, of one size on all ranks.
     begin, end: this rank's slice, in elements. `begin` is a multiple of 64 bytes, unless the slice is empty.
     abort: int32 [1], 0, in host memory; on CUDA in pinned host memory. When the host makes `abort` non-zero, a kernel
-        that waits for another rank stops waiting, fills its share of the own wire with NaN, and ends. The pads are
-        never used again after that.
+        that waits for another rank stops waiting, fills its share of the own wire with NaN, and ends. So does a kernel
+        of a single rank, or without `gather`, which begins then. The pads are never used again after that.
     found: int32 [1], `finite.NOT_FOUND` or less. Lowered to the index of the first element of the own slice whose
         result, as written, is NaN or infinite (to 2**31 - 2 if the index is larger). None: nothing is checked.
     gather, spread: False leaves out one half. Without `spread` the sum is written to the own wire only. Until this rank

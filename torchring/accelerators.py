@@ -91,8 +91,11 @@ class Accelerator(Protocol):
     def synchronize(self) -> None:
         """Wait until the device has done all its work. For set-up and tests."""
 
-    def share(self, host: HostGroup | None, rendezvous: Rendezvous | None) -> SymmetricGroup:
-        """Collective: device memory that all ranks of this host reach. Raises TopologyError if they cannot reach it."""
+    def share(self, host: HostGroup | None, rendezvous: Rendezvous | None, *, multicast: bool) -> SymmetricGroup:
+        """Collective: device memory that all ranks of this host reach. Raises TopologyError if they cannot reach it.
+
+        multicast: the memory gets multicast addresses, see `memory.cuda.Block`, where the devices have them.
+        """
 
     def open_backend(self, store: Store, rank: int, size: int, timeout_seconds: float) -> Backend:
         """Collective: torch.distributed's backend for this device, between the `size` ranks that share `store`."""
@@ -208,7 +211,8 @@ class CudaAccelerator:
         return CudaMark(torch.cuda.current_stream(self.device), self.device)
 
     def is_capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        with torch.cuda.device(self.device):  # PyTorch asks the current device
+            return torch.cuda.is_current_stream_capturing()
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         copy = torch.full(tensor.shape, -1, dtype=tensor.dtype, device="cpu", pin_memory=True)
@@ -221,16 +225,17 @@ class CudaAccelerator:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
-    def share(self, host: HostGroup | None, rendezvous: Rendezvous | None) -> SymmetricGroup:
-        return share_memory(host, rendezvous, self.device)
+    def share(self, host: HostGroup | None, rendezvous: Rendezvous | None, *, multicast: bool) -> SymmetricGroup:
+        return share_memory(host, rendezvous, self.device, multicast=multicast)
 
     def open_backend(self, store: Store, rank: int, size: int, timeout_seconds: float) -> Backend:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        # NCCL's watchdog ends the process. torchring's watchdog names the late rank, and so has to come first.
-        options._timeout = timedelta(seconds=2 * timeout_seconds + 60)
-        # NCCL would also end the process when a peer's connection breaks. The hosts find out which rank is gone, and
-        # abort.
-        with environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+        options._timeout = timedelta(seconds=timeout_seconds)  # of an abort, too
+        # PyTorch's watchdog and heartbeat monitor would end the process, some of them minutes after a peer's connection
+        # broke, and those of an elastic job's later workers as well. torchring has a watchdog of its own. In this mode
+        # they are not started (ProcessGroupNCCL.cpp: `if (!blockingWait_) watchdog_->start()`; the watchdog starts the
+        # monitor). Nothing blocks: work in the current stream is not waited for.
+        with environment("TORCH_NCCL_BLOCKING_WAIT", "1"):
             return cast(Backend, dist.ProcessGroupNCCL(store, rank, size, options))
 
 

@@ -9,6 +9,7 @@ import atexit
 import math
 import os
 import sys
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, Literal, get_args
@@ -349,6 +350,9 @@ def device() -> torch.device:
     single GPU.
     """
     if not torch.cuda.is_available():
+        if (other := torch.accelerator.current_accelerator(check_available=True)) is not None:
+            text = f"torchring trains on GPUs of NVIDIA and AMD, and on the CPU; it does not use this machine's {other}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
         return torch.device("cpu")
     return torch.device("cuda", local_rank() % torch.cuda.device_count())
 

@@ -215,6 +215,18 @@ def test_gpus_and_who_reaches_whose_memory() -> None:
     assert [finding.text for finding in checks.check_gpus(one_host())] == ["none"]
 
 
+def test_an_image_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(facts.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    lacks = facts.triton_lacks()
+    [finding] = [f for f in checks.check_gpus(one_host({**GPUS, "triton_lacks": lacks})) if f.level == "warning"]
+    assert finding.text.startswith("node0 lacks a C compiler and the headers of Python (python3-dev): Triton cannot")
+    (tmp_path / "gcc").touch(mode=0o755)
+    (tmp_path / "Python.h").touch()
+    assert facts.triton_lacks() == []
+
+
 def test_nvidias_runtime_is_asked_for_native_atomics(monkeypatch: pytest.MonkeyPatch) -> None:
     class Runtime:
         def __init__(self, name: str) -> None:

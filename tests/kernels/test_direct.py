@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 
@@ -95,6 +97,18 @@ def test_abort_ends_the_wait_and_poisons(peer_comes_once: bool, device: str) -> 
     place = places_of_one_process(2, device)[0]
     words(place)[0][:, 1] = peer_comes_once
     check_abort(place, run_direct)
+
+
+@where_triton_runs
+@pytest.mark.parametrize(("num_ranks", "half"), [(1, {"spread": False}), (1, {}), (2, {"gather": False})])
+def test_what_follows_another_library_looks_for_an_abort_first(num_ranks: int, half: Any, device: str) -> None:
+    """That library may have left half a sum, in numbers that look like any others."""
+    place = places_of_one_process(num_ranks, device)[0]
+    come_early(place)  # no wait, in which it would look anyway
+    wire = place.wire(5000).fill_(7.0)
+    place.abort.fill_(1)
+    launch_direct(place, Round(5000), **half)
+    assert bool(wire.isnan().all())
 
 
 @where_triton_runs

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 from unittest import mock
@@ -175,6 +175,8 @@ class FakeAccelerator:
             wire afterwards, so that the host goes on while the device waits for peers. Races are looked for in the
             first two.
         problem: why memory cannot be shared, if it cannot.
+        memory: "shared"; "apart", where ranks never see what others write to their memory, so that kernels never meet;
+            or "lossy", where signals arrive and wires do not.
 
     Attributes:
         calls: how often the streams' and the accelerator's methods were called.
@@ -182,12 +184,13 @@ class FakeAccelerator:
         host_words: what `host_word` has returned.
     """
 
-    def __init__(self, mode: str = "late", problem: str = "") -> None:
+    def __init__(self, mode: str = "late", problem: str = "", memory: str = "shared") -> None:
         assert mode in ("late", "eager", "thread", "lazy"), mode
         self.device = torch.device("cpu")
         self.num_processors = 2
         self.mode = mode
         self.problem = problem
+        self.memory = memory
         self.capturing = False
         self.calls: Counter[str] = Counter()
         self.races: list[str] = []
@@ -240,16 +243,17 @@ class FakeAccelerator:
 
     def synchronize(self) -> None:
         self.calls["synchronize"] += 1
+        self._wires.clear()  # their memory may be used for something else from now on
         for stream in self.streams:
             stream.do_all()
             stream.seen = dict.fromkeys({COMPUTE, *(noted.stream for noted in self._noted)}, self.clock)
 
-    def share(self, host: HostGroup | None, rendezvous: Rendezvous | None) -> SymmetricGroup:
+    def share(self, host: HostGroup | None, rendezvous: Rendezvous | None, *, multicast: bool) -> SymmetricGroup:
         if self.problem:
             raise TopologyError(self.problem)
         if host is None or host.size == 1:
             return LonelyGroup(0 if host is None else host.rank, self.device)
-        return host
+        return _Group(host, self.memory)
 
     def open_backend(self, store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Any:
         group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_seconds))
@@ -374,12 +378,36 @@ class FakeAccelerator:
                     raise Race(self.races[-1])
 
 
+class _Group:
+    """The ranks of this host and their memory. See `torchring.memory.cuda.SymmetricGroup`."""
+
+    num_processors = 144
+
+    def __init__(self, host: HostGroup, memory: str) -> None:
+        self.ranks, self.index, self.size = host.ranks, host.index, host.size
+        self._host = host
+        self._memory = memory
+
+    def allocate(self, num_bytes: int) -> Any:
+        block = self._host.allocate(num_bytes)
+        memory, self._memory = self._memory, self._memory.replace("lossy", "apart")  # the pads come first
+        if memory != "apart":
+            return block
+        parts = [part if part is block.own else torch.zeros_like(part) for part in block.parts]
+        return replace(block, parts=tuple(parts))
+
+
 class FakeBackend:
-    """Gloo, on whichever stream is current. An operation that ends in an error leaves NaN, as an aborted one may."""
+    """Gloo, on whichever stream is current, and as unkind as NCCL.
+
+    A collective in the current stream returns None. It does not end if a peer is gone, but when somebody aborts it, and
+    then leaves numbers that look like any others.
+    """
 
     def __init__(self, accelerator: FakeAccelerator, group: Any) -> None:
         self._accelerator = accelerator
         self._group = group
+        self._aborted = threading.Event()
 
     def rank(self) -> int:
         return int(self._group.rank())
@@ -387,25 +415,30 @@ class FakeBackend:
     def size(self) -> int:
         return int(self._group.size())
 
-    def allreduce(self, tensors: Sequence[torch.Tensor], options: Any) -> FakeBackend:
+    def allreduce(self, tensors: Sequence[torch.Tensor], options: Any) -> FakeBackend | None:
         self._call(lambda: self._group.allreduce(list(tensors), options), tensors[0])
-        return self
+        return self if options.asyncOp else None
 
     def wait(self) -> None:
         """On a GPU this has the current stream wait; here it is the one that works."""
 
     def abort(self) -> None:
         self._accelerator.calls["abort"] += 1
+        self._aborted.set()
 
     def shutdown(self) -> None:
         self._group.shutdown()
 
     def _call(self, start: Callable[[], Any], written: torch.Tensor) -> None:
         def run() -> None:
-            try:
-                start().wait()
-            except RuntimeError:
-                written.fill_(float("nan"))
+            work = None
+            with contextlib.suppress(RuntimeError):
+                work = start()
+            while work is not None and not work.is_completed() and not self._aborted.is_set():
+                time.sleep(2e-4)
+            if work is None or not work.is_completed() or work.exception() is not None:
+                assert self._aborted.wait(60), "nobody has told the backend to stop"
+                written.copy_(torch.rand_like(written))
 
         self._accelerator.results_come_to(written)
         accesses = [_access(written, writes=True)]

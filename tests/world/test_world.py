@@ -630,3 +630,9 @@ def test_what_cannot_be_opened_is_tried_again() -> None:
         world.shared(fails_once)
     assert world.shared(fails_once) == "open"
     world.close()
+
+
+def test_an_accelerator_that_is_not_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("xpu"))
+    with pytest.warns(RuntimeWarning, match="does not use this machine's xpu"):
+        assert torchring.device() == torch.device("cpu")

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchring.collectives.signature import Signature, mismatch
+from torchring.errors import RingError
 from torchring.kernels import reference
 from torchring.memory.host import tensor_of
 from torchring.transport.c10d import C10dTransport, all_reduce_options
@@ -30,6 +31,9 @@ class GlooCollectives:
 
     def __init__(self, transport: C10dTransport) -> None:
         self._transport = transport
+
+    def lost_peer(self) -> RingError | None:
+        return self._transport.lost_peer()
 
     def all_reduce(self, parts: Sequence[torch.Tensor], op: str, signature: Signature) -> None:
         if len(parts) == 1:

@@ -17,7 +17,7 @@ from torchring.collectives.operations import Backend, SingleRank
 from torchring.collectives.shared_memory import SharedMemoryCollectives
 from torchring.collectives.signature import Signature, fingerprint, first_difference
 from torchring.dynamo import run_eagerly
-from torchring.errors import PlanMismatchError, in_step
+from torchring.errors import PlanMismatchError, RingError, in_step
 from torchring.generation import refuse_before_generation
 from torchring.interruption import InterruptionGuard
 from torchring.memory.host import bytes_of, tensor_of
@@ -104,6 +104,10 @@ class Collectives:
             world.on_failure(transport)
             self._backend = GlooCollectives(transport)
         return operation(self._backend, *arguments)
+
+    def lost_peer(self) -> RingError | None:
+        """The error if a rank of another host is gone, as far as these collectives know. From any thread."""
+        return self._backend.lost_peer() if isinstance(self._backend, GlooCollectives) else None
 
     def close(self) -> None:
         self._background.close()

@@ -142,6 +142,9 @@ def check_gpus(report: Report) -> Iterator[Finding]:
         yield Finding("note", "GPUs", text)
         if why := why_no_handover({rank.rank: rank.handover for rank in ranks if rank.handover}):
             yield Finding("warning", "GPUs", f"gradients on GPUs go through NCCL, not directly: {why}")
+        if lacks := next((rank.triton_lacks for rank in ranks if rank.triton_lacks), []):
+            text = f"{most.hostname} lacks {' and '.join(lacks)}: Triton cannot compile torchring's kernels there"
+            yield Finding("warning", "GPUs", f"{text}; install gcc and python3-dev, or take a -devel image")
     if has_gpus:
         yield Finding(
             "note",

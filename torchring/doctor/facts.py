@@ -8,10 +8,12 @@ import math
 import mmap
 import os
 import platform
+import shutil
 import socket
 import struct
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -69,6 +71,7 @@ def gather(rank: int, *, joins_mpi: bool = False) -> RankFacts:
             [i == j or torch.cuda.can_device_access_peer(i, j) for j in range(len(gpus))] for i in range(len(gpus))
         ],
         gpu_atomics=gpu_atomics(len(gpus)),
+        triton_lacks=triton_lacks(),
         handover=describe_handover(),
         memfd_error=try_memfd(),
         has_gloo=dist.is_gloo_available(),
@@ -94,6 +97,16 @@ def gpu_atomics(count: int) -> list[list[bool]]:
         return not failed and value.value == 1
 
     return [[i == j or has_atomics(i, j) for j in range(count)] for i in range(count)]
+
+
+def triton_lacks() -> list[str]:
+    """See `RankFacts`. Triton builds a small extension of Python at its first launch."""
+    lacks = []
+    if "CC" not in os.environ and not any(map(shutil.which, ("clang", "gcc", "cc"))):
+        lacks.append("a C compiler")
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        lacks.append("the headers of Python (python3-dev)")
+    return lacks
 
 
 def listening_addresses(port: int) -> list[str]:

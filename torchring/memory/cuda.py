@@ -13,7 +13,8 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final, Protocol, cast
 
@@ -28,6 +29,7 @@ from torchring.releases import release_of
 from torchring.rendezvous.rendezvous import Rendezvous
 
 OVERLAPPING_DEVICES: Final = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+NO_MULTICAST: Final = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 class Block(Protocol):
@@ -53,10 +55,12 @@ class SymmetricGroup(Protocol):
     Attributes:
         ranks: their world ranks, ascending.
         index: position of this rank in `ranks`.
+        num_processors: multiprocessors of the smallest GPU; of a GPU that ranks share, the share of each.
     """
 
     ranks: tuple[int, ...]
     index: int
+    num_processors: int
 
     @property
     def size(self) -> int: ...
@@ -84,17 +88,34 @@ class CudaGroup:
 
     Args:
         name: equal on all ranks; never used before in any of their processes.
+        num_processors: see `SymmetricGroup`.
         is_isolated: several ranks see different GPUs under the same number, as CUDA_VISIBLE_DEVICES arranges.
             PyTorch takes such GPUs for one GPU, and refuses unless it is told that ranks may share a GPU.
+        multicast: memory gets multicast addresses, if the GPUs have them. Setting these up fails, or hangs, on some
+            machines (pytorch#195596).
     """
 
     def __init__(
-        self, host: HostGroup, rendezvous: Rendezvous, device: torch.device, name: str, *, is_isolated: bool = False
+        self,
+        host: HostGroup,
+        rendezvous: Rendezvous,
+        device: torch.device,
+        name: str,
+        num_processors: int,
+        *,
+        is_isolated: bool,
+        multicast: bool,
     ) -> None:
         self.ranks, self.index = host.ranks, host.index
-        self._is_isolated = is_isolated
+        self.num_processors = num_processors
+        # As PyTorch looks at them in an allocation. What the user has set stays.
+        self._environment = {OVERLAPPING_DEVICES: "1"} if is_isolated else {}
+        if not multicast:
+            self._environment[NO_MULTICAST] = "1"
         self._device = device
+        self._rendezvous = rendezvous
         store = PrefixStore(f"symmetric/{name}", rendezvous.store)
+        self._num_allocations = 0
         self._name = f"torchring/{name}"
         # Kept alive: symmetric memory looks the group up at every allocation, in a registry that refers to it weakly.
         # The group does not keep the Python half of its store alive.
@@ -112,13 +133,21 @@ class CudaGroup:
         from torch._C._distributed_c10d import _SymmetricMemory
 
         length = -(-max(num_bytes, 1) // 16) * 16
-        overlapping = environment(OVERLAPPING_DEVICES, "1") if self._is_isolated else contextlib.nullcontext()
-        with torch.cuda.device(self._device), overlapping:
-            # Not symmetric_memory.empty(): after 2.13 that takes memory from a cache (pytorch#187054), which may serve
-            # one rank with memory that it has mapped before, and another rank with new memory.
-            own = _SymmetricMemory.empty_strided_p2p((length,), (1,), torch.uint8, self._device)
-            own.zero_()
-            torch.cuda.synchronize(self._device)  # before a peer can see it
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.cuda.device(self._device))
+            for name, value in self._environment.items():
+                stack.enter_context(environment(name, value))
+            torch.cuda.empty_cache()  # the driver has no memory left for this that PyTorch keeps for tensors to come
+            problem = ""
+            try:
+                # Not symmetric_memory.empty(): after 2.13 that takes memory from a cache (pytorch#187054), which may
+                # serve one rank with memory that it has mapped before, and another rank with new memory.
+                own = _SymmetricMemory.empty_strided_p2p((length,), (1,), torch.uint8, self._device)
+                own.zero_()
+                torch.cuda.synchronize(self._device)  # before a peer can see it
+            except RuntimeError as error:
+                problem = str(error)
+            self._raise_together(problem, num_bytes)
             handle = _SymmetricMemory.rendezvous(own, self._name)
             parts = [
                 own if index == self.index else handle.get_buffer(index, (length,), torch.uint8)
@@ -129,6 +158,16 @@ class CudaGroup:
         multicast = handle.multicast_ptr if can_multicast else 0
         return CudaBlock([part[:num_bytes] for part in parts], self.index, handle, multicast)
 
+    def _raise_together(self, problem: str, num_bytes: int) -> None:
+        """Collective: raise if a rank has a problem. The others would wait for it in symmetric memory's rendezvous."""
+        key = f"{self._name}/allocation {self._num_allocations}"
+        self._num_allocations += 1
+        self._rendezvous.publish(f"{key}/{self.index}", problem.encode())
+        for i, rank in enumerate(self.ranks):
+            if text := self._rendezvous.fetch(f"{key}/{i}", rank).decode():
+                what = f"rank {rank} cannot allocate {num_bytes / 2**20:.1f} MiB of GPU memory for buckets: {text}"
+                raise TopologyError(what, rank=self.ranks[self.index], peers=(rank,))
+
 
 class LonelyGroup:
     """A group of one rank, whose memory no other rank reaches. See `SymmetricGroup`."""
@@ -138,16 +177,20 @@ class LonelyGroup:
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self.ranks: tuple[int, ...] = (rank,)
+        self.num_processors = 0  # no kernel of one rank waits
         self._device = device
 
     def allocate(self, num_bytes: int) -> CudaBlock:
         return CudaBlock([torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)], 0, None)
 
 
-def share_memory(host: HostGroup | None, rendezvous: Rendezvous | None, device: torch.device) -> SymmetricGroup:
+def share_memory(
+    host: HostGroup | None, rendezvous: Rendezvous | None, device: torch.device, *, multicast: bool
+) -> SymmetricGroup:
     """Symmetric memory between the ranks of this host, each on its `device`. Collective among all ranks of the world.
 
-    Raises TopologyError on all ranks of the world if the GPUs of some host do not reach each other's memory.
+    `multicast`: see `CudaGroup`. Raises TopologyError on all ranks of the world if the GPUs of some host do not reach
+    each other's memory.
     """
     if host is None or rendezvous is None or host.size == 1:
         if rendezvous is not None:  # ranks of other hosts wait for this one in both all-gathers
@@ -156,34 +199,47 @@ def share_memory(host: HostGroup | None, rendezvous: Rendezvous | None, device: 
         return LonelyGroup(0 if host is None else host.rank, device)
     mine = {"device": _identity(device), "number": device.index, "unreachable": _unreachable(device)}
     mine |= {"name": secrets.token_hex(8), "handover": describe_handover()}
-    cards = _all_gather(rendezvous, mine)
-    problem = find_problem({rank: cards[rank] for rank in host.ranks}, allow_overlap=OVERLAPPING_DEVICES in os.environ)
+    mine |= {"processors": torch.cuda.get_device_properties(device).multi_processor_count}
+    mine |= {"overlaps": OVERLAPPING_DEVICES in os.environ}
+    gathered = _all_gather(rendezvous, mine)
+    cards = {rank: gathered[rank] for rank in host.ranks}
+    problem = find_problem(cards)
     group: CudaGroup | None = None
     if not problem:
-        numbers = [cards[rank]["number"] for rank in host.ranks]
+        numbers = [card["number"] for card in cards.values()]
         is_isolated = len(set(numbers)) < len(numbers)
-        name = cards[host.ranks[0]]["name"]
-        problem, group = _try(lambda: _open(host, rendezvous, device, name, is_isolated=is_isolated))
+        users = Counter(card["device"] for card in cards.values())
+        least = min(card["processors"] // users[card["device"]] for card in cards.values())
+        try:
+            group = CudaGroup(
+                *(host, rendezvous, device, cards[host.ranks[0]]["name"], least),
+                is_isolated=is_isolated,
+                multicast=multicast,
+            )
+            group.allocate(16)  # raises if the memory cannot be mapped
+        except Exception as error:  # whatever goes wrong in alpha software, NCCL is still to be had
+            problem = f"symmetric memory is not to be had: {error}"
     _raise_first(_all_gather(rendezvous, {"problem": problem}), host.rank)
     assert group is not None
     return group
 
 
-def find_problem(cards: dict[int, dict[str, Any]], *, allow_overlap: bool) -> str:
+def find_problem(cards: dict[int, dict[str, Any]]) -> str:
     """The reason why these ranks of one host cannot share memory. "" if they can.
 
     Args:
-        cards: for each rank its "device", the "unreachable" devices, and under "handover" its `describe_handover()`.
+        cards: for each rank its "device", the "unreachable" devices, under "handover" its `describe_handover()`, and
+            under "overlaps" whether the user lets ranks share a GPU.
 
     GPUs without native atomics between them (over PCIe) will do: kernels signal to each other by plain stores.
     """
     by_device: dict[str, int] = {}
     for rank, card in cards.items():
         other = by_device.setdefault(card["device"], rank)
-        if other != rank and not allow_overlap:
+        if other != rank and not all(card["overlaps"] for card in cards.values()):
             return (
                 f"ranks {other} and {rank} use the same GPU; give each rank its own (model.to(torchring.device())), or "
-                f"set {OVERLAPPING_DEVICES}=1 if they are meant to share it"
+                f"set {OVERLAPPING_DEVICES}=1 on all ranks if they are meant to share it"
             )
     for rank, card in cards.items():
         for other, theirs in cards.items():
@@ -203,19 +259,6 @@ def environment(name: str, value: str) -> Iterator[None]:
         yield
     finally:
         del os.environ[name]
-
-
-def _open(host: HostGroup, rendezvous: Rendezvous, device: torch.device, name: str, *, is_isolated: bool) -> CudaGroup:
-    group = CudaGroup(host, rendezvous, device, name, is_isolated=is_isolated)
-    group.allocate(16)  # raises if the memory cannot be mapped
-    return group
-
-
-def _try(operation: Callable[[], CudaGroup]) -> tuple[str, CudaGroup | None]:
-    try:
-        return "", operation()
-    except Exception as error:  # whatever goes wrong in alpha software, NCCL is still to be had
-        return f"symmetric memory is not to be had: {error}", None
 
 
 def _all_gather(rendezvous: Rendezvous, card: dict[str, Any]) -> list[dict[str, Any]]:

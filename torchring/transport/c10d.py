@@ -260,6 +260,13 @@ class C10dTransport:
                 return broken
         return None
 
+    def lost_peer(self) -> RingError | None:
+        """The error if a peer has closed its connection. Sends nothing, and breaks nothing. From any thread."""
+        for peer in range(self.size):
+            if peer != self.rank and not self._is_closed and self._links.is_open(peer) is False:
+                return self._culprits.explain(peer, 0.0, timed_out=False)
+        return None
+
     def fail(self, error: RingError) -> RingError:
         if self._failure.set(error):
             self._culprits.report(error)

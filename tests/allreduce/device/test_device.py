@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +22,7 @@ import torch.distributed as dist
 from tests.support.fake_device import COMPUTE, FakeAccelerator, FakeStream, Race
 from torchring import accelerators
 from torchring.accelerators import ACCELERATORS, CudaAccelerator, accelerator_of, span
-from torchring.allreduce.device import engines
+from torchring.allreduce.device import engines, watchdog
 from torchring.allreduce.device.engines import BackendEngine, HierarchicalEngine, SharedMemoryEngine
 from torchring.allreduce.device.select import open_on_device
 from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream
@@ -34,6 +37,7 @@ from torchring.gradients.round import RoundState
 from torchring.gradients.unread import UnreadGradients
 from torchring.kernels import ChunkTable
 from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
+from torchring.memory import cuda
 from torchring.memory.cuda import (
     CudaBlock,
     CudaGroup,
@@ -44,6 +48,7 @@ from torchring.memory.cuda import (
     share_memory,
 )
 from torchring.memory.handover import describe_handover, why_no_handover
+from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.world import World
 
 CPU = torch.device("cpu")
@@ -337,6 +342,78 @@ def test_the_cpu_has_no_switch_that_adds_up() -> None:
         open_mover(world, "nvls", "auto")
 
 
+class _Backend:
+    """NCCL's, as far as one rank sees it."""
+
+    def __init__(self, told: list[str], word: torch.Tensor | None = None) -> None:
+        self._told, self._word = told, word
+
+    def rank(self) -> int:
+        return 0
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        assert not options.asyncOp
+        self._told.append("all-reduce")
+
+    def abort(self) -> None:
+        self._told.append("abort")
+        raise RuntimeError("ProcessGroup abort timed out")
+
+    def shutdown(self) -> None:
+        self._told.append("shutdown")
+        raise RuntimeError("NCCL communicator was aborted")
+
+
+def test_a_backend_whose_work_is_in_the_stream_has_nothing_to_wait_for() -> None:
+    told: list[str] = []
+    engines.all_reduce(_Backend(told), torch.zeros(1))  # type: ignore[arg-type]
+    assert told == ["all-reduce"]
+
+
+def test_kernels_know_of_an_abort_before_the_backend_leaves_half_a_sum(accelerator: FakeAccelerator) -> None:
+    """The host may have launched all that follows."""
+    told: list[str] = []
+    backend: Any = _Backend(told)
+    engine = BackendEngine(backend, accelerator)
+    words: list[int] = []
+    abort = backend.abort
+    backend.abort = lambda: (words.extend(int(word) for word in accelerator.host_words), abort())
+    engine.abort()
+    engine.close()
+    assert words == [1]
+    assert told == ["abort", "shutdown"], "errors of a backend that is on its way out say nothing"
+
+
+def test_nccl_is_opened_without_threads_that_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, str] = {}
+
+    def opened(*_: Any) -> None:
+        seen.update(os.environ)
+
+    opened.Options = lambda **_: SimpleNamespace()  # type: ignore[attr-defined]
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", opened, raising=False)
+    object.__new__(CudaAccelerator).open_backend(dist.HashStore(), 0, 1, 10.0)
+    assert seen["TORCH_NCCL_BLOCKING_WAIT"] == "1"
+    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
+
+
+def test_the_device_that_is_asked_for_a_capture_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the script's current device is another one."""
+    current = [0]
+
+    @contextlib.contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], device.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == 1)
+    accelerator = object.__new__(CudaAccelerator)
+    accelerator.device = torch.device("cuda", 1)
+    assert accelerator.is_capturing()
+
+
 def test_engines_abort_what_they_have() -> None:
     calls: list[str] = []
     column: Any = SimpleNamespace(abort=lambda: calls.append("column"), shutdown=lambda: calls.append("down"))
@@ -416,9 +493,13 @@ class _Host:
             raise PeerLostError("gone", rank=0, peers=needed)
 
 
-def _mover(accelerator: FakeAccelerator, host: Any = None, timeout_seconds: float = 30.0) -> tuple[OnStream, _Engine]:
+def _mover(
+    accelerator: FakeAccelerator, host: Any = None, timeout_seconds: float = 30.0, lost_afar: Any = None
+) -> tuple[OnStream, _Engine]:
     engine = _Engine()
-    mover = OnStream(engine, accelerator, in_background=True, host=host, timeout_seconds=timeout_seconds)
+    mover = OnStream(
+        engine, accelerator, in_background=True, host=host, timeout_seconds=timeout_seconds, lost_afar=lost_afar
+    )
     mover._watchdog._stop.set()  # tests look themselves
     report = torch.full((1, 2), NOTHING_FOUND, dtype=torch.int32)
     buffer = torch.zeros(4)
@@ -487,6 +568,46 @@ def test_a_peer_that_is_done_may_leave_before_its_words_have_come(accelerator: F
     assert engine.calls == ["close"]
 
 
+class _Afar:
+    """Another host, whose rank is gone in some looks."""
+
+    def __init__(self, *gone: bool) -> None:
+        self.looks = list(gone)
+
+    def find(self) -> PeerLostError | None:
+        return PeerLostError("gone", peers=(3,)) if self.looks.pop(0) else None
+
+
+@pytest.mark.parametrize(("gone", "is_lost"), [((True, True), True), ((True, False, True), False), ((False,), False)])
+def test_a_rank_of_another_host_that_dies_is_noticed(
+    accelerator: FakeAccelerator, gone: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch, *, is_lost: bool
+) -> None:
+    """While this rank's main thread waits for its device; but not before the device has waited for a while."""
+    afar = _Afar(*gone)
+    mover, _ = _mover(accelerator, lost_afar=afar.find)
+    _sealed(mover)
+    assert mover._watchdog._look() is None
+    assert len(afar.looks) == len(gone)
+    monkeypatch.setattr(watchdog, "_AFAR_SECONDS", 0.0)
+    found = [mover._watchdog._look() for _ in gone]
+    assert [error is not None for error in found] == [False] * (len(gone) - 1) + [is_lost]
+    mover.close()
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_script_that_ends_leaves_nothing_to_the_destructors(accelerator: FakeAccelerator, *, forked: bool) -> None:
+    """NCCL's destructor would complain. A forked child has no device."""
+    mover, engine = _mover(accelerator)
+    _sealed(mover)
+    waited = accelerator.calls["synchronize"]
+    if forked:
+        mover._watchdog._pid += 1
+    mover._watchdog._leave()
+    assert engine.calls == ([] if forked else ["abort"])
+    assert accelerator.calls["synchronize"] == waited + (not forked)
+    mover.close()
+
+
 def test_a_device_that_does_not_come_to_an_end_is_late(accelerator: FakeAccelerator) -> None:
     mover, _ = _mover(accelerator, timeout_seconds=0.0)
     assert mover._watchdog._look() is None, "how long a backward takes is the script's business"
@@ -519,7 +640,7 @@ class _Group:
     """The first of several ranks, whose memory no other rank has."""
 
     def __init__(self, size: int, multicast: int = 0) -> None:
-        self.ranks, self.index, self.size = tuple(range(size)), 0, size
+        self.ranks, self.index, self.size, self.num_processors = tuple(range(size)), 0, size, 144
         self.multicast = multicast
         self.allocated: list[int] = []
 
@@ -604,17 +725,21 @@ _HERE = {"processes": "pid:[1]", "folder": "1:2", "trouble": ""}
 
 def test_why_ranks_cannot_share_memory() -> None:
     def card(device: str, *unreachable: str, **handover: str) -> dict[str, Any]:
-        return {"device": device, "unreachable": list(unreachable), "handover": {**_HERE, **handover}}
+        return {
+            "device": device, "unreachable": list(unreachable), "handover": {**_HERE, **handover}, "overlaps": False,
+        }  # fmt: skip
 
-    assert find_problem({0: card("a"), 1: card("b")}, allow_overlap=False) == ""
-    assert find_problem({0: card("a", "c"), 1: card("b")}, allow_overlap=False) == "", "nobody is on c"
-    same = find_problem({2: card("a"), 5: card("a")}, allow_overlap=False)
+    assert find_problem({0: card("a"), 1: card("b")}) == ""
+    assert find_problem({0: card("a", "c"), 1: card("b")}) == "", "nobody is on c"
+    same = find_problem({2: card("a"), 5: card("a")})
     assert "ranks 2 and 5 use the same GPU" in same
     assert "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES" in same
-    assert find_problem({2: card("a"), 5: card("a")}, allow_overlap=True) == ""
-    apart = find_problem({0: card("a"), 1: card("b"), 3: card("c", "b")}, allow_overlap=True)
+    meant = {**card("a"), "overlaps": True}
+    assert find_problem({2: meant, 5: meant}) == ""
+    assert find_problem({2: meant, 5: card("a")}) == same, "all ranks decide alike, whatever each was told"
+    apart = find_problem({0: card("a"), 1: card("b"), 3: card("c", "b")})
     assert apart == "the GPU of rank 3 has no peer access to that of rank 1"
-    contained = find_problem({2: card("a"), 3: card("b", processes="pid:[9]")}, allow_overlap=False)
+    contained = find_problem({2: card("a"), 3: card("b", processes="pid:[9]")})
     assert contained.startswith("ranks 2 and 3 are in different PID namespaces")
 
 
@@ -655,9 +780,14 @@ class _Allocations:
     def __init__(self, multicast: int) -> None:
         self.calls: list[Any] = []
         self.multicast_ptr = multicast
+        self.is_full = threading.local()  # the GPU of this thread's rank
+        self.environment: dict[str, str] = {}
 
     def empty_strided_p2p(self, *args: Any) -> torch.Tensor:
         self.calls.append(args)
+        self.environment = dict(os.environ)
+        if getattr(self.is_full, "now", False):
+            raise torch.OutOfMemoryError("CUDA driver error: out of memory")
         return torch.ones(args[0], dtype=args[2])
 
     def rendezvous(self, tensor: torch.Tensor, name: str) -> _Allocations:
@@ -673,20 +803,107 @@ def test_memory_of_all_ranks_and_the_address_of_them_all(
     capability: tuple[int, int], multicast: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From PyTorch's allocator itself; what can use a multicast address is told of it."""
+    allocations = _simulated_memory(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    emptied = mock.Mock(side_effect=lambda: allocations.calls.append("emptied"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", emptied)
+    block = _cuda_group(dist.HashStore(), 0, 1).allocate(40)
+    assert allocations.calls == ["emptied", ((48,), (1,), torch.uint8, CPU), "torchring/x"]
+    assert [part.tolist() for part in block.parts] == [[0] * 40]
+    assert block.own is block.parts[0]
+    assert block.multicast == multicast
+
+
+def _simulated_memory(monkeypatch: pytest.MonkeyPatch) -> _Allocations:
     from torch._C import _distributed_c10d as c10d
 
     allocations = _Allocations(4096)
     monkeypatch.setattr(c10d, "_SymmetricMemory", allocations)
-    for name, stub in (("device", mock.MagicMock()), ("synchronize", mock.Mock())):
+    monkeypatch.setattr(cuda, "register_group", mock.Mock())
+    for name, stub in (("device", mock.MagicMock()), ("synchronize", mock.Mock()), ("empty_cache", mock.Mock())):
         monkeypatch.setattr(torch.cuda, name, stub)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    group = object.__new__(CudaGroup)
-    vars(group).update(ranks=(4, 6, 7), index=1, _device=CPU, _name="torchring/x", _is_isolated=False)
-    block = group.allocate(40)
-    assert allocations.calls == [((48,), (1,), torch.uint8, CPU), "torchring/x"]
-    assert [part.tolist() for part in block.parts] == [[10] * 40, [0] * 40, [12] * 40]
-    assert block.own is block.parts[1]
-    assert block.multicast == multicast
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    return allocations
+
+
+def _cuda_group(store: dist.Store, index: int, size: int, **options: Any) -> CudaGroup:
+    """Its rank `index`, a thread of this process."""
+    host: Any = SimpleNamespace(ranks=tuple(range(size)), index=index)
+    rendezvous = Rendezvous(store, index, size, 10.0)
+    return CudaGroup(host, rendezvous, CPU, "x", 132, **{"is_isolated": False, "multicast": False, **options})
+
+
+def test_memory_that_one_rank_lacks_is_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others would wait for that rank in symmetric memory."""
+    allocations, store = _simulated_memory(monkeypatch), dist.HashStore()
+
+    def allocate(rank: int) -> list[str]:
+        group, found = _cuda_group(store, rank, 2), []
+        for is_full in (False, True, False):
+            allocations.is_full.now = is_full and rank == 1
+            try:
+                found.append(str(int(group.allocate(3 << 20).parts[1 - rank][0])))
+            except TopologyError as error:
+                found.append(error.message)
+        return found
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = (pending.result(20) for pending in [threads.submit(allocate, rank) for rank in range(2)])
+    refused = "rank 1 cannot allocate 3.0 MiB of GPU memory for buckets: CUDA driver error: out of memory"
+    assert first == ["11", refused, "11"]
+    assert second == ["10", refused, "10"]
+    assert allocations.calls.count("torchring/x") == 4, "nobody waits where somebody has nothing to show"
+
+
+def test_multicast_is_set_up_for_nvls_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocations = _simulated_memory(monkeypatch)
+    for options, expected in (
+        ({}, {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}),
+        ({"multicast": True}, {}),
+        ({"multicast": True, "is_isolated": True}, {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}),
+    ):
+        _cuda_group(dist.HashStore(), 0, 1, **options).allocate(16)
+        assert {name: v for name, v in allocations.environment.items() if name.startswith("TORCH_SYMM_MEM")} == expected
+        assert not any(name.startswith("TORCH_SYMM_MEM") for name in os.environ)
+
+
+def test_the_smallest_gpu_and_ranks_that_share_one_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the number of blocks, which is the same on all ranks."""
+    gpus = {0: ("a", 132), 1: ("b", 60), 2: ("b", 60)}
+    groups = mock.Mock()
+    monkeypatch.setattr(cuda, "CudaGroup", groups)
+    monkeypatch.setattr(cuda, "_unreachable", lambda device: [])
+    monkeypatch.setattr(cuda, "describe_handover", lambda: _HERE)
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    store = dist.HashStore()
+    here = threading.local()
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(uuid=gpus[here.rank][0], multi_processor_count=gpus[here.rank][1]),
+    )
+
+    def share(rank: int) -> None:
+        here.rank = rank
+        host: Any = SimpleNamespace(ranks=(0, 1, 2), size=3, rank=rank)
+        share_memory(host, Rendezvous(store, rank, 3, 10.0), torch.device("cuda", 0), multicast=False)
+
+    with ThreadPoolExecutor(3) as threads:
+        for pending in [threads.submit(share, rank) for rank in range(3)]:
+            pending.result(20)
+    assert [call.args[-1] for call in groups.call_args_list] == [30] * 3
+
+
+@pytest.mark.parametrize(("processors", "blocks"), [(144, 24), (132, 22), (58, 9), (3, 1)])
+def test_waiting_blocks_take_a_share_of_the_gpu(
+    accelerator: FakeAccelerator, launches: _Launches, processors: int, blocks: int
+) -> None:
+    group = _Group(2)
+    group.num_processors = processors
+    engine = SharedMemoryEngine("direct", group, accelerator)
+    engine.launch(engine.open_wires([(64, torch.float32)])[0], 0.5)
+    assert launches.prepared[-1]["max_blocks"] == blocks
+    assert group.allocated[0] == signal_bytes(2, blocks)
 
 
 def test_exchanges_of_a_group_are_counted_by_the_group() -> None:
@@ -736,7 +953,7 @@ def test_ranks_of_a_group_meet_at_barriers_of_symmetric_memory() -> None:
 
 
 def test_a_rank_that_is_alone_needs_nobody() -> None:
-    group = share_memory(None, None, CPU)
+    group = share_memory(None, None, CPU, multicast=False)
     assert isinstance(group, LonelyGroup)
     assert (group.ranks, group.index, group.size) == ((0,), 0, 1)
     block = group.allocate(48)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import signal
 import time
@@ -17,7 +18,10 @@ import torchring
 from tests.support.checks import assert_same_on_all_ranks, digest
 from tests.support.fake_device import FakeAccelerator
 from tests.support.harness import patient, run_ranks
+from tests.support.training import attempt
+from torchring.allreduce.device import watchdog
 from torchring.errors import RingError
+from torchring.memory import host as host_module
 
 pytestmark = pytest.mark.sim
 
@@ -74,6 +78,41 @@ def test_a_rank_that_is_killed_is_named_by_all_others() -> None:
         assert "rank 2" in text
         assert seconds < patient(_TOO_LATE)
         assert 1 in told
+
+
+def _killed_afar(rank: int, size: int) -> Any:
+    """The last rank dies when its backward has returned, and before its device has done its part."""
+    host_module._host_identity = lambda: f"host {rank}"
+    watchdog._AFAR_SECONDS = 0.5
+    with FakeAccelerator("lazy").installed():
+        torchring.init(timeout_seconds=60.0)
+        model = nn.Linear(8, 8)
+        optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+        def take_step() -> None:
+            optimizer.zero_grad()
+            model(torch.ones(1, 8)).sum().backward()
+            optimizer.step()
+
+        take_step()
+        optimizer.zero_grad()
+        model(torch.ones(1, 8)).sum().backward()
+        if rank == size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        started = time.monotonic()
+        gradients = [float(p.grad.sum()) for p in model.parameters() if p.grad is not None]  # waits for the device
+        return [gradients, time.monotonic() - started, attempt(take_step)]
+
+
+def test_a_rank_of_another_host_that_is_killed_while_the_device_waits() -> None:
+    """What NCCL leaves of a sum is not used: the host had launched the rest of the step, and could not know."""
+    survivor, _ = run_ranks(_killed_afar, 2, env=_INTERPRETED, deadline=40, expect_exit={1: -signal.SIGKILL})
+    gradients, seconds, error = survivor
+    assert len(gradients) == 2
+    assert all(math.isnan(value) for value in gradients), gradients
+    assert seconds < patient(2 * _TOO_LATE)
+    assert error.startswith("PeerLostError"), error
+    assert "rank 1" in error
 
 
 def _in_turn(rank: int, size: int) -> dict[str, Any]:

@@ -524,6 +524,8 @@ def _half_open(rank: int, size: int) -> list[Any]:
 class _Switched:
     """A group whose memory has a multicast address. Nothing is there."""
 
+    num_processors = 144
+
     def __init__(self, group: Any) -> None:
         self.ranks, self.index, self.size, self._group = group.ranks, group.index, group.size, group
 
@@ -532,8 +534,9 @@ class _Switched:
 
 
 class _WithSwitch(FakeAccelerator):
-    def share(self, host: Any, rendezvous: Any) -> Any:
-        return _Switched(super().share(host, rendezvous))
+    def share(self, host: Any, rendezvous: Any, *, multicast: bool) -> Any:
+        group = super().share(host, rendezvous, multicast=multicast)
+        return _Switched(group) if multicast else group
 
 
 def _fail_after(open_it: Callable[..., object], problem: Exception, *args: Any) -> None:

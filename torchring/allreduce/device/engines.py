@@ -7,6 +7,7 @@ do not reach each other's memory, torch.distributed's backend (NCCL) moves the b
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
@@ -27,7 +28,8 @@ from torchring.memory.cuda import Block, LonelyGroup, SymmetricGroup
 from torchring.transport.c10d import all_reduce_options
 
 _ALIGNMENT_BYTES: Final = 256
-_BLOCKS_PER_PROCESSOR: Final = 4  # two run at a time; more are shared out more evenly
+_BLOCKS_PER_PROCESSOR: Final = 4  # one or two run at a time; more are shared out more evenly
+_WAITING_SHARE: Final = 6  # one block for so many processors; a block that waits may keep most of a processor
 
 
 class SharedMemoryEngine:
@@ -52,7 +54,11 @@ class SharedMemoryEngine:
         self._accelerator = accelerator
         self._num_slices = group.size if num_slices is None else num_slices
         # A kernel that waits for other ranks leaves processors to backward. A kernel that waits for none has them all.
-        self._max_blocks = MAX_BLOCKS if group.size > 1 else _BLOCKS_PER_PROCESSOR * accelerator.num_processors
+        self._max_blocks = (
+            max(1, min(MAX_BLOCKS, group.num_processors // _WAITING_SHARE))
+            if group.size > 1
+            else _BLOCKS_PER_PROCESSOR * accelerator.num_processors
+        )
         self._pads = group.allocate(signal_bytes(group.size, self._max_blocks))
         if algorithm == "nvls" and not self.can_multicast:
             text = (
@@ -176,10 +182,11 @@ class BackendEngine:
         self._alone.direct(wire, scale, spread=False)  # scales, and looks for values that are not finite
 
     def abort(self) -> None:
+        self._alone.abort()  # before NCCL stops amid a sum: the kernel behind it then finds the word, and poisons
         abort(self._backend)
 
     def close(self) -> None:
-        self._backend.shutdown()
+        shut_down(self._backend)
 
 
 class HierarchicalEngine:
@@ -214,7 +221,7 @@ class HierarchicalEngine:
     def close(self) -> None:
         self._shared.close()
         if self._column is not None:
-            self._column.shutdown()
+            shut_down(self._column)
 
 
 def _scale_now(wire: DeviceWire, scale: float) -> float:
@@ -227,7 +234,9 @@ def _scale_now(wire: DeviceWire, scale: float) -> float:
 
 def all_reduce(backend: Backend, buffer: torch.Tensor) -> None:
     """Replace `buffer`, which is not empty, by the sum over the backend's ranks, on the current stream."""
-    backend.allreduce([buffer], _in_current_stream()).wait()
+    work = backend.allreduce([buffer], _in_current_stream())
+    if work is not None:  # NCCL returns None: its kernel is in the current stream already
+        work.wait()
 
 
 @cache
@@ -238,9 +247,19 @@ def _in_current_stream() -> dist.AllreduceOptions:
 
 
 def abort(backend: Backend) -> None:
-    """End the calls that are under way. Gloo cannot: its calls end when the links of a peer are closed."""
+    """End the calls that are under way. Gloo cannot: its calls end when the links of a peer are closed.
+
+    Raises nothing: an abort that fails must not hide the error that led to it.
+    """
     if hasattr(backend, "abort"):
-        backend.abort()
+        with contextlib.suppress(RuntimeError):
+            backend.abort()
+
+
+def shut_down(backend: Backend) -> None:
+    """Close `backend`, which may have been aborted before."""
+    with contextlib.suppress(RuntimeError):
+        backend.shutdown()
 
 
 def _addresses(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -6,7 +6,8 @@ See `allreduce/select.py` for gradients on the CPU.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, TypeVar
 
 import torch
@@ -14,11 +15,18 @@ from torch.distributed import PrefixStore
 
 from torchring.accelerators import Accelerator, Backend
 from torchring.allreduce.choice import Choice, check_one_host, in_words, measure_in_turns
-from torchring.allreduce.device.engines import BackendEngine, HierarchicalEngine, SharedMemoryEngine, abort, all_reduce
+from torchring.allreduce.device.engines import (
+    BackendEngine,
+    HierarchicalEngine,
+    SharedMemoryEngine,
+    abort,
+    all_reduce,
+    shut_down,
+)
 from torchring.allreduce.device.stream import Engine, OnStream
 from torchring.allreduce.hierarchical import column_members, num_columns
 from torchring.collectives.service import internal_collectives_of
-from torchring.errors import RingError, TopologyError, in_step
+from torchring.errors import PeerTimeoutError, RingError, TopologyError, in_step
 from torchring.world import World
 
 _T = TypeVar("_T")
@@ -31,6 +39,8 @@ _LONGEST_SAMPLE_BYTES: Final = 32 << 20  # what is faster for this size is faste
 _NUM_REPEATS: Final = 4  # of each wire in a turn, so that it counts little that ranks begin at different times
 _NUM_WARM_UPS: Final = 2  # kernels are compiled and NCCL connects in the first
 _NUM_TURNS: Final = 5
+_TRIAL_NUMEL: Final = 1024
+_TRIAL_SECONDS: Final = 10.0  # kernels are compiled before, and take some microseconds
 
 
 def open_on_device(
@@ -41,8 +51,9 @@ def open_on_device(
     "auto" is "native" where every host has one rank, or GPUs of a host do not reach each other's memory. On one host it
     is "direct" for up to 3 GPUs. For more GPUs, torchring measures "direct" against "native", and "nvls" where that is
     to be had; on several hosts with several GPUs each, "hierarchical" against "native". It measures wires of the sizes
-    in `specs`, and leaves out "native" if some have 16 bits. With overlap="inline" the stream that computes waits for
-    each bucket. Raises TopologyError, on all ranks, where the GPUs of some cannot do what `algorithm` takes.
+    in `specs`, and leaves out "native" if some have 16 bits. It measures nothing in PyTorch's deterministic mode, where
+    a run must not differ from the last one. With overlap="inline" the stream that computes waits for each bucket.
+    Raises TopologyError, on all ranks, where the GPUs of some cannot do what `algorithm` takes.
     """
     if algorithm != "auto":
         return _open_engine(world, algorithm, overlap, accelerator), Choice(algorithm, "asked for")
@@ -50,14 +61,24 @@ def open_on_device(
         why = "every host has one rank, and the backend's own all-reduce knows the network"
         return _open_engine(world, "native", overlap, accelerator), Choice("native", why)
     ours = "direct" if len(world.hosts) == 1 else "hierarchical"
-    try:
-        mover = _open_engine(world, ours, overlap, accelerator)
-    except TopologyError as error:  # on all ranks
-        why = f"{ours} is not to be had: {error.message}"
-        return _open_engine(world, "native", overlap, accelerator), Choice("native", why)
-    why = "the GPUs of all ranks reach each other's memory" if ours == "direct" else "ranks share memory within hosts"
     sample = _sample(specs)
-    if (ours == "direct" and world.size < FEWEST_MEASURED) or not sample:
+    measures = bool(sample) and (ours == "hierarchical" or world.size >= FEWEST_MEASURED)
+    is_deterministic = measures and internal_collectives_of(world).any_rank(
+        torch.are_deterministic_algorithms_enabled()
+    )
+    measures = measures and not is_deterministic
+    try:
+        mover = _open_engine(world, ours, overlap, accelerator, multicast=measures and ours == "direct")
+    except TopologyError as error:  # on all ranks
+        try:
+            native = _open_engine(world, "native", overlap, accelerator)
+        except TopologyError as second:
+            raise in_step(TopologyError(f"{error.message}; and {second.message}", rank=world.rank)) from error
+        return native, Choice("native", f"{ours} is not to be had: {error.message}")
+    why = "the GPUs of all ranks reach each other's memory" if ours == "direct" else "ranks share memory within hosts"
+    if is_deterministic:
+        why += "; not measured, because torch.use_deterministic_algorithms(True) asks for the same bits in each run"
+    if not measures:
         return mover, Choice(ours, why)
     is_narrow = any(numel and dtype.itemsize == 2 for numel, dtype in specs)
     if is_narrow:
@@ -86,39 +107,76 @@ def _rivals(
     if isinstance(engine, SharedMemoryEngine) and engine.can_multicast:
         with contextlib.suppress(TopologyError):
             nvls = _together(world, lambda: SharedMemoryEngine("nvls", engine.group, accelerator))
-            rivals["nvls"] = _on_stream(world, nvls, overlap, accelerator)
+            rivals["nvls"] = _tried_on_stream(world, nvls, overlap, accelerator)
     if with_native:
         with contextlib.suppress(TopologyError):  # NCCL does not connect ranks that share a GPU
             rivals["native"] = _open_engine(world, "native", overlap, accelerator)
     return rivals
 
 
-def _open_engine(world: World, algorithm: str, overlap: str, accelerator: Accelerator) -> OnStream:
-    """Collective."""
+def _open_engine(
+    world: World, algorithm: str, overlap: str, accelerator: Accelerator, *, multicast: bool = False
+) -> OnStream:
+    """Collective. `multicast`: "nvls" is to share the memory of "direct"."""
     if algorithm in ("direct", "nvls"):
         check_one_host(world, f"algorithm={algorithm!r} takes one host")
     elif algorithm == "ring":
         check_one_host(world, "algorithm='ring' on GPUs takes one host", also="'native'")
-    return _on_stream(world, _engine(world, algorithm, accelerator), overlap, accelerator)
+    engine = _engine(world, algorithm, accelerator, multicast=multicast or algorithm == "nvls")
+    return _tried_on_stream(world, engine, overlap, accelerator)
 
 
-def _on_stream(world: World, engine: Engine, overlap: str, accelerator: Accelerator) -> OnStream:
-    return OnStream(
+def _tried_on_stream(world: World, engine: Engine, overlap: str, accelerator: Accelerator) -> OnStream:
+    """Collective: a mover for `engine`, which has reduced some numbers between all ranks.
+
+    GPUs announce access to each other's memory, and may then lose what they write there, or never see it (PCIe behind
+    an IOMMU, virtual machines). Kernels may not compile. Better to find out here, where there is a way out, than in a
+    backward. Raises TopologyError on all ranks if a rank finds fault.
+    """
+    mover = OnStream(
         engine,
         accelerator,
         in_background=overlap != "inline",
         host=world.host,
         timeout_seconds=world.timeout_seconds,
+        lost_afar=internal_collectives_of(world).lost_peer,
     )
+    inputs = [((torch.arange(_TRIAL_NUMEL, device="cpu") + 7 * rank) % 61).float() for rank in range(world.size)]
+
+    def launch() -> None:
+        wire.buffer.copy_(inputs[world.rank])
+        mover.stream.follow()
+        with _alarm(world.timeout_seconds / 2, engine.abort):  # for CUDA_LAUNCH_BLOCKING=1
+            mover.stream.run(lambda: engine.launch(wire, 1.0))
+
+    def compare() -> None:
+        seconds = min(_TRIAL_SECONDS, world.timeout_seconds / 2)
+        with _alarm(seconds, engine.abort) as has_rung:
+            accelerator.synchronize()
+        if has_rung.is_set():
+            raise TopologyError(f"{engine.algorithm}, tried out, did not come to an end within {seconds:g} s")
+        if not torch.equal(wire.buffer.cpu(), torch.stack(inputs).sum(0)):
+            raise TopologyError(f"{engine.algorithm}, tried out, gave a wrong sum: GPUs lose data of each other")
+
+    try:
+        (wire,) = _together(world, lambda: mover.open_wires([(_TRIAL_NUMEL, torch.float32)]))
+        needs = "kernels cannot be compiled or launched (Triton needs a C compiler, and the headers of Python): "
+        _together(world, launch, needs)
+        _together(world, compare)
+    except BaseException:
+        engine.abort()  # kernels of this rank may wait for one that has failed
+        mover.close()
+        raise
+    return mover
 
 
-def _engine(world: World, algorithm: str, accelerator: Accelerator) -> Engine:
+def _engine(world: World, algorithm: str, accelerator: Accelerator, *, multicast: bool) -> Engine:
     """Collective. Raises TopologyError on all ranks if a rank cannot open the engine."""
     if algorithm in ("direct", "ring", "nvls", "hierarchical"):
         num_slices = num_columns(world.hosts) if algorithm == "hierarchical" else None
 
         def share() -> SharedMemoryEngine:
-            group = accelerator.share(world.host, world.rendezvous)
+            group = accelerator.share(world.host, world.rendezvous, multicast=multicast)
             return SharedMemoryEngine(algorithm, group, accelerator, num_slices)
 
         shared = _together(world, share)
@@ -142,16 +200,17 @@ def _backend(world: World, members: tuple[int, ...] | None, accelerator: Acceler
             return
         assert world.rendezvous is not None
         store = PrefixStore(f"backend/{name}/{members[0]}", world.rendezvous.store)
-        try:
-            rank = members.index(world.rank)
-            opened.append(accelerator.open_backend(store, rank, len(members), world.timeout_seconds))
-        except AttributeError as error:  # PyTorch was built without NCCL
-            raise TopologyError(str(error)) from error
+        rank = members.index(world.rank)
+        opened.append(accelerator.open_backend(store, rank, len(members), world.timeout_seconds))
 
     def connect() -> None:  # now, not in a backward
         for backend in opened:
-            all_reduce(backend, torch.zeros(1, device=accelerator.device))
-            accelerator.synchronize()
+            seconds = world.timeout_seconds / 2  # ranks that are through wait for the others
+            with _alarm(seconds, lambda backend=backend: abort(backend)) as has_rung:  # type: ignore[misc]
+                all_reduce(backend, torch.zeros(1, device=accelerator.device))
+                accelerator.synchronize()
+            if has_rung.is_set():
+                raise TopologyError(f"no answer within {seconds:g} s (NCCL_SOCKET_IFNAME chooses the network)")
 
     name = world.next_channel_name()
     try:
@@ -161,10 +220,27 @@ def _backend(world: World, members: tuple[int, ...] | None, accelerator: Acceler
     except BaseException:
         for backend in opened:
             abort(backend)
-            with contextlib.suppress(RuntimeError):
-                backend.shutdown()
+            shut_down(backend)
         raise
     return opened[0] if opened else None
+
+
+@contextlib.contextmanager
+def _alarm(seconds: float, ring: Callable[[], object]) -> Iterator[threading.Event]:
+    """Call `ring` on another thread if the context lasts for longer. Gives an event that is then set."""
+    has_rung = threading.Event()
+
+    def run() -> None:
+        has_rung.set()
+        ring()
+
+    timer = threading.Timer(seconds, run)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield has_rung
+    finally:
+        timer.cancel()
 
 
 def _together(world: World, open_it: Callable[[], _T], problem: str = "") -> _T:
@@ -176,7 +252,7 @@ def _together(world: World, open_it: Callable[[], _T], problem: str = "") -> _T:
     text, cause, opened = "", None, list[_T]()
     try:
         opened.append(open_it())
-    except RuntimeError as error:
+    except Exception as error:  # Triton's are of many kinds; AttributeError if PyTorch was built without NCCL
         if isinstance(error, RingError) and not isinstance(error, TopologyError):  # ranks cannot agree any more
             raise
         text = problem + (error.message if isinstance(error, TopologyError) else str(error) or repr(error))
@@ -208,16 +284,26 @@ def _measure(
     world: World, movers: Mapping[str, OnStream], sample: Sequence[tuple[int, torch.dtype]], accelerator: Accelerator
 ) -> dict[str, float]:
     """Collective: seconds that each mover takes for the sample. Closes the movers if it fails."""
+    limit = world.timeout_seconds / 2
+
+    def give_up() -> None:
+        text = "measuring did not come to an end on the device; choose one yourself, such as algorithm='native'"
+        for mover in movers.values():
+            mover.fail(PeerTimeoutError(text, rank=world.rank, seconds=limit))
+
     try:
         wires = {name: [*mover.open_wires(sample)] * _NUM_REPEATS for name, mover in movers.items()}
-        seconds = measure_in_turns(
-            world,
-            movers,
-            wires,
-            num_warm_ups=_NUM_WARM_UPS,
-            num_turns=_NUM_TURNS,
-            synchronize=accelerator.synchronize,
-        )
+        with _alarm(limit, give_up):
+            seconds = measure_in_turns(
+                world,
+                movers,
+                wires,
+                num_warm_ups=_NUM_WARM_UPS,
+                num_turns=_NUM_TURNS,
+                synchronize=accelerator.synchronize,
+            )
+        for mover in movers.values():
+            mover.check()
     except BaseException:
         for mover in movers.values():
             mover.close()

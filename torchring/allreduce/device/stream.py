@@ -118,6 +118,7 @@ class OnStream:
         in_background: backward goes on meanwhile. If False, the current stream waits for each reduction.
         host: the ranks of this host, if there are others, to see which of them are alive.
         timeout_seconds: the longest time that the device may wait for other ranks.
+        lost_afar: a method that returns an error if a rank of another host is gone. Called from another thread.
 
     Attributes:
         stream: buckets are reduced on it. The code that packs them makes this stream wait.
@@ -131,6 +132,7 @@ class OnStream:
         in_background: bool,
         host: HostGroup | None,
         timeout_seconds: float,
+        lost_afar: Callable[[], RingError | None] | None = None,
     ) -> None:
         self.algorithm = engine.algorithm
         self.in_background = in_background
@@ -140,7 +142,7 @@ class OnStream:
         self._failure = FirstFailure()
         self._started: list[PendingOnStream] = []  # since `take_started`
         self._rank = 0 if host is None else host.rank
-        self._watchdog = DeviceWatchdog(self, host, timeout_seconds)
+        self._watchdog = DeviceWatchdog(self, host, timeout_seconds, lost_afar)
 
     @property
     def engine(self) -> Engine:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from torchring.allreduce.device.stream import OnStream
 
 _LOOK_SECONDS: Final = 0.1  # between two looks at the ranks that the device waits for
+_AFAR_SECONDS: Final = 2.0  # a device that waits for so long may wait for a rank of another host that is gone
 
 
 class DeviceWatchdog:
@@ -31,18 +34,28 @@ class DeviceWatchdog:
         mover: fails if a rank is dead or late. Kept weakly: an unused mover must not live on in this thread.
         host: the ranks of this host, if there are others.
         timeout_seconds: the longest time that the device may take for a sealed round.
+        lost_afar: see `OnStream`; its object is kept weakly, too.
     """
 
-    def __init__(self, mover: OnStream, host: HostGroup | None, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        mover: OnStream,
+        host: HostGroup | None,
+        timeout_seconds: float,
+        lost_afar: Callable[[], RingError | None] | None,
+    ) -> None:
         self._mover = weakref.ref(mover)
         self._host = host if host is not None and host.size > 1 else None
         self._timeout_seconds = timeout_seconds
+        self._lost_afar = None if lost_afar is None else weakref.WeakMethod(lost_afar)
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._open_since: float | None = None  # when the round began that is not sealed; time.monotonic, as below
         self._sealed: deque[tuple[torch.Tensor, float]] = deque()  # what a round was sealed with, and when
         self._suspicious: float | None = None  # the round for which a peer was gone at the last look, by its time
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        atexit.register(self._leave)
 
     def started(self) -> None:
         """A reduction has been started."""
@@ -51,7 +64,6 @@ class DeviceWatchdog:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="torchring-watchdog", daemon=True)
             self._thread.start()
-            atexit.register(self._leave)
 
     def sealed(self, fetched: torch.Tensor) -> None:
         """See `OnStream.seal`."""
@@ -74,13 +86,20 @@ class DeviceWatchdog:
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(1.0)
-            atexit.unregister(self._leave)
+        atexit.unregister(self._leave)
 
     def _leave(self) -> None:
-        """A script ends without closing. No thread may come back from the device while the interpreter ends."""
+        """A script ends without closing. No thread may come back from the device while the interpreter ends.
+
+        NCCL would say that its group was not destroyed, and abort while the interpreter ends. Shutting down may wait
+        for other ranks, which may wait for the end of this script: so NCCL is aborted, with nothing left to do.
+        """
+        if os.getpid() != self._pid:  # a forked child: device, and memory that the device writes to, are the parent's
+            return
         mover = self._mover()
         if mover is not None:
             mover.finish()
+            mover.engine.abort()
         self.close()
 
     def _run(self) -> None:
@@ -104,14 +123,11 @@ class DeviceWatchdog:
         suspicious, self._suspicious = self._suspicious, None
         if since is None:
             return None
-        try:
-            if self._host is not None:
-                self._host.check_peers([rank for rank in self._host.ranks if rank != self._host.rank])
-        except RingError as error:
+        seconds = time.monotonic() - since
+        if (error := self._lost_peer(seconds)) is not None:
             # A peer that is done may have left while what it sent is still on its way: look again.
             self._suspicious = since
             return error if since == suspicious else None
-        seconds = time.monotonic() - since
         if not is_sealed or seconds < self._timeout_seconds:  # a backward may take as long as it likes
             return None
         return PeerTimeoutError(
@@ -119,6 +135,16 @@ class DeviceWatchdog:
             rank=None if self._host is None else self._host.rank,
             seconds=seconds,
         )
+
+    def _lost_peer(self, seconds: float) -> RingError | None:
+        """The error if a rank is gone, for which the device may have waited for `seconds`."""
+        try:
+            if self._host is not None:
+                self._host.check_peers([rank for rank in self._host.ranks if rank != self._host.rank])
+        except RingError as error:
+            return error
+        find = self._lost_afar() if self._lost_afar is not None and seconds > _AFAR_SECONDS else None
+        return None if find is None else find()
 
 
 def has_come(fetched: torch.Tensor) -> bool:
