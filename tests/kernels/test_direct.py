@@ -7,6 +7,7 @@ from tests.support.checks import assert_bitwise
 from tests.support.grids import grid
 from tests.support.harness import run_ranks
 from tests.support.kernel_ranks import (
+    ROUNDS,
     Round,
     check_abort,
     check_outcomes,
@@ -18,24 +19,17 @@ from tests.support.kernel_ranks import (
     run_direct,
     words,
 )
-from tests.support.kernels import B16, F16, F32, F64, INF, NAN, needs_interpreter, sum_in_order, where_triton_runs
+from tests.support.kernels import F16, F32, NAN, PTX, needs_interpreter, sum_in_order, where_ranks_signal
 from torchring.kernels import prepare_direct, reference
 from torchring.kernels.finite import NOT_FOUND
 from torchring.kernels.launching import num_blocks
 from torchring.kernels.signals import signal_bytes
 
-ROUNDS = [
-    *(Round(numel, dtype, scale=1 / 3, seed=numel) for numel in (0, 1, 63, 1000, 5000) for dtype in (F32, F16, B16)),
-    Round(40_011, F32, seed=1),  # several blocks
-    Round(40_011, F32, seed=2, max_blocks=1),  # several turns
+ROUNDS_OF_DIRECT = [
+    *ROUNDS,
     Round(5000, F32, seed=3, max_blocks=2, num_slices=2),
-    Round(5000, F64, scale=0.1, seed=4),
     Round(1000, F16, seed=5, num_slices=1, apart=True),
     Round(5000, F32, scale=0.5, seed=6, apart=True),
-    Round(1000, F32, seed=7, by_hand={(0, 777): INF, (0, 999): NAN}),
-    Round(1000, F16, seed=8, by_hand={(0, 3): 60_000.0}, scale=2.0),  # finite, but twice that is not
-    Round(40_011, F32, seed=9, by_hand={(0, 40_010): NAN}, max_blocks=1),
-    Round(40_011, F32, seed=10),  # blocks that the last launch left out
 ]
 
 
@@ -45,19 +39,20 @@ def sum_of_direct(todo: Round, num_ranks: int) -> torch.Tensor:
 
 
 @needs_interpreter
-@grid("num_ranks", [1, 2, 3, 5], keep=lambda num_ranks: num_ranks == 3)  # 2: test_on_device.py
-def test_every_round_between_processes(num_ranks: int) -> None:
-    rounds = ROUNDS if num_ranks < 5 else ROUNDS[1::3]
-    check_outcomes(run_ranks(rounds_of_rank, num_ranks, run_direct, rounds), rounds, sum_of_direct)
+# Atomic operations: test_on_device.py, with 2 ranks.
+@grid("device, num_ranks", [PTX, "cpu"], [1, 2, 3, 5], keep=lambda *point: point == (PTX, 3))
+def test_every_round_between_processes(device: str, num_ranks: int) -> None:
+    rounds = ROUNDS_OF_DIRECT if num_ranks < 5 else ROUNDS_OF_DIRECT[1::3]
+    check_outcomes(run_ranks(rounds_of_rank, num_ranks, run_direct, rounds, device), rounds, sum_of_direct)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 def test_every_round_between_streams(num_ranks: int) -> None:
-    check_outcomes(rounds_on_streams(num_ranks, run_direct, ROUNDS), ROUNDS, sum_of_direct)
+    check_outcomes(rounds_on_streams(num_ranks, run_direct, ROUNDS_OF_DIRECT), ROUNDS_OF_DIRECT, sum_of_direct)
 
 
-@where_triton_runs
+@where_ranks_signal
 def test_worked_example(device: str) -> None:
     # One after the other: each finds the other's signals already there.
     places = places_of_one_process(2, device)
@@ -70,12 +65,12 @@ def test_worked_example(device: str) -> None:
     assert places[0].wire(16).tolist() == [5.5 * n for n in range(1, 17)]
     assert places[0].wire(32)[16:].tolist() == [5.5 * n for n in range(17, 33)]
     assert_bitwise(places[1].wire(32), places[0].wire(32))
-    out = torch.empty(32, device=device)
+    out = torch.empty_like(before[0])
     reference.accumulate(before, out, scale=0.5)
     assert_bitwise(places[0].wire(32), out)
 
 
-@where_triton_runs
+@where_ranks_signal
 @pytest.mark.parametrize(("gather", "spread"), [(True, True), (True, False), (False, True)])
 def test_counts_that_it_sends_and_waits_for(gather: bool, spread: bool, device: str) -> None:
     place = places_of_one_process(3, device)[1]
@@ -91,7 +86,7 @@ def test_counts_that_it_sends_and_waits_for(gather: bool, spread: bool, device: 
         assert pad.tolist() == what.tolist()
 
 
-@where_triton_runs
+@where_ranks_signal
 @pytest.mark.parametrize("peer_comes_once", [False, True])
 def test_abort_ends_the_wait_and_poisons(peer_comes_once: bool, device: str) -> None:
     place = places_of_one_process(2, device)[0]
@@ -99,7 +94,7 @@ def test_abort_ends_the_wait_and_poisons(peer_comes_once: bool, device: str) -> 
     check_abort(place, run_direct)
 
 
-@where_triton_runs
+@where_ranks_signal
 @pytest.mark.parametrize(("num_ranks", "half"), [(1, {"spread": False}), (1, {}), (2, {"gather": False})])
 def test_what_follows_another_library_looks_for_an_abort_first(num_ranks: int, half: Any, device: str) -> None:
     """That library may have left half a sum, in numbers that look like any others."""
@@ -111,7 +106,7 @@ def test_what_follows_another_library_looks_for_an_abort_first(num_ranks: int, h
     assert bool(wire.isnan().all())
 
 
-@where_triton_runs
+@where_ranks_signal
 def test_abort_spoils_nothing_that_is_there(device: str) -> None:
     place = places_of_one_process(2, device)[0]
     come_early(place)
@@ -122,7 +117,7 @@ def test_abort_spoils_nothing_that_is_there(device: str) -> None:
     assert_bitwise(result, Round(100).input(0))  # rank 1's wire is 0
 
 
-@where_triton_runs
+@where_ranks_signal
 def test_prepared_once_and_launched_often(device: str) -> None:
     place = places_of_one_process(1, device)[0]
     wire = place.wire(100).fill_(8.0)
@@ -136,7 +131,7 @@ def test_prepared_once_and_launched_often(device: str) -> None:
     assert not place.pads[0].any(), "a single rank has nobody to meet"
 
 
-@where_triton_runs
+@where_ranks_signal
 def test_found_is_lowered_never_raised(device: str) -> None:
     place = places_of_one_process(1, device)[0]
     todo = Round(100, by_hand={(0, 60): NAN})

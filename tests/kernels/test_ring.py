@@ -5,6 +5,7 @@ from tests.support.checks import assert_bitwise
 from tests.support.grids import grid
 from tests.support.harness import run_ranks
 from tests.support.kernel_ranks import (
+    ROUNDS,
     Round,
     check_abort,
     check_outcomes,
@@ -15,20 +16,9 @@ from tests.support.kernel_ranks import (
     run_ring,
     words,
 )
-from tests.support.kernels import B16, F16, F32, F64, INF, NAN, cast, needs_interpreter, where_triton_runs
+from tests.support.kernels import F16, PTX, cast, needs_interpreter, where_ranks_signal
 from torchring.allreduce.slices import slice_bounds
 from torchring.kernels import reference
-
-ROUNDS = [
-    *(Round(numel, dtype, scale=1 / 3, seed=numel) for numel in (0, 1, 63, 1000, 5000) for dtype in (F32, F16, B16)),
-    Round(40_011, F32, seed=1),  # several blocks
-    Round(40_011, F32, seed=2, max_blocks=1),  # several turns
-    Round(5000, F64, scale=0.1, seed=4),
-    Round(1000, F32, seed=7, by_hand={(0, 777): INF, (0, 999): NAN}),
-    Round(1000, F16, seed=8, by_hand={(0, 3): 60_000.0}, scale=2.0),  # finite, but twice that is not
-    Round(40_011, F32, seed=9, by_hand={(0, 40_010): NAN}, max_blocks=1),
-    Round(40_011, F32, seed=10),  # blocks that the last launch left out
-]
 
 
 def sum_of_ring(todo: Round, num_ranks: int) -> torch.Tensor:
@@ -45,10 +35,11 @@ def sum_of_ring(todo: Round, num_ranks: int) -> torch.Tensor:
 
 
 @needs_interpreter
-@grid("num_ranks", [1, 2, 3, 5], keep=lambda num_ranks: num_ranks == 3)  # 2: test_on_device.py
-def test_every_round_between_processes(num_ranks: int) -> None:
+# Atomic operations: test_on_device.py, with 2 ranks.
+@grid("device, num_ranks", [PTX, "cpu"], [1, 2, 3, 5], keep=lambda *point: point == (PTX, 3))
+def test_every_round_between_processes(device: str, num_ranks: int) -> None:
     rounds = ROUNDS if num_ranks < 5 else ROUNDS[1::3]
-    check_outcomes(run_ranks(rounds_of_rank, num_ranks, run_ring, rounds), rounds, sum_of_ring)
+    check_outcomes(run_ranks(rounds_of_rank, num_ranks, run_ring, rounds, device), rounds, sum_of_ring)
 
 
 @pytest.mark.gpu
@@ -75,7 +66,7 @@ def test_worked_example() -> None:
     assert 5.5 * 17 == 93.5
 
 
-@where_triton_runs
+@where_ranks_signal
 def test_counts_that_it_sends_and_waits_for(device: str) -> None:
     place = places_of_one_process(3, device)[1]
     pads = words(place)
@@ -90,7 +81,7 @@ def test_counts_that_it_sends_and_waits_for(device: str) -> None:
         assert pad.tolist() == what.tolist()
 
 
-@where_triton_runs
+@where_ranks_signal
 @pytest.mark.parametrize("num_steps", [0, 1, 2])  # that the left neighbour comes along
 def test_abort_ends_the_wait_and_poisons(num_steps: int, device: str) -> None:
     place = places_of_one_process(2, device)[0]
@@ -98,7 +89,7 @@ def test_abort_ends_the_wait_and_poisons(num_steps: int, device: str) -> None:
     check_abort(place, run_ring)
 
 
-@where_triton_runs
+@where_ranks_signal
 def test_abort_spoils_nothing_that_is_there(device: str) -> None:
     place = places_of_one_process(2, device)[0]
     come_early(place)

@@ -6,13 +6,16 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks
-from tests.support.kernels import F32
+from tests.support.kernels import B16, F16, F32, F64, INF, NAN, PTX
+from tests.support.ptx import Memory, ptx_in_kernels
 from torchring.allreduce.slices import slice_bounds
 from torchring.kernels import direct, ring
 from torchring.kernels.finite import NOT_FOUND
@@ -46,6 +49,19 @@ class Round:
         return values
 
 
+# For `direct` as for the ring.
+ROUNDS = [
+    *(Round(numel, dtype, scale=1 / 3, seed=numel) for numel in (0, 1, 63, 1000, 5000) for dtype in (F32, F16, B16)),
+    Round(40_011, F32, seed=1),  # several blocks
+    Round(40_011, F32, seed=2, max_blocks=1),  # several turns
+    Round(5000, F64, scale=0.1, seed=4),
+    Round(1000, F32, seed=7, by_hand={(0, 777): INF, (0, 999): NAN}),
+    Round(1000, F16, seed=8, by_hand={(0, 3): 60_000.0}, scale=2.0),  # finite, but twice that is not
+    Round(40_011, F32, seed=9, by_hand={(0, 40_010): NAN}, max_blocks=1),
+    Round(40_011, F32, seed=10),  # blocks that the last launch left out
+]
+
+
 @dataclass
 class Place:
     """What one rank has at hand."""
@@ -54,6 +70,7 @@ class Place:
     num_ranks: int
     parts: list[torch.Tensor]  # all ranks' memory for wires, uint8
     pads: list[torch.Tensor]  # all ranks' signal pads, uint8
+    ptx: bool = False  # on a CPU: signals by inline PTX, not by Triton's atomic operations
 
     def __post_init__(self) -> None:
         device = self.parts[0].device
@@ -61,6 +78,10 @@ class Place:
         self.signals = torch.tensor([pad.data_ptr() for pad in self.pads], device=device)
         self.abort = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.found = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def instructions(self) -> AbstractContextManager[Any]:
+        """For the time of a launch."""
+        return ptx_in_kernels(Memory([self.signals, *self.pads, self.abort], self.parts)) if self.ptx else nullcontext()
 
     def wire(self, numel: int, dtype: torch.dtype = F32) -> torch.Tensor:
         """The first elements of the own memory."""
@@ -83,9 +104,10 @@ Outcomes = list[list[tuple[torch.Tensor, int]]]  # [rank][round]: the wire, and 
 
 
 def places_of_one_process(num_ranks: int, device: str) -> list[Place]:
+    device, ptx = ("cpu", True) if device == PTX else (device, False)
     parts = list(torch.zeros(num_ranks, -(-NUM_BYTES // 64) * 64, dtype=torch.uint8, device=device))
     pads = list(torch.zeros(num_ranks, signal_bytes(num_ranks), dtype=torch.uint8, device=device))
-    return [Place(rank, num_ranks, parts, pads) for rank in range(num_ranks)]
+    return [Place(rank, num_ranks, parts, pads, ptx) for rank in range(num_ranks)]
 
 
 def words(place: Place) -> list[torch.Tensor]:
@@ -114,14 +136,18 @@ def come_early(place: Place) -> None:
     own[:, num_ranks : num_ranks + 2] = own[:, num_ranks + 2, None] + 100
 
 
-def rounds_of_rank(rank: int, num_ranks: int, runner: Runner, rounds: list[Round]) -> list[tuple[torch.Tensor, int]]:
+def rounds_of_rank(
+    rank: int, num_ranks: int, runner: Runner, rounds: list[Round], device: str = "cpu"
+) -> list[tuple[torch.Tensor, int]]:
     """All rounds with nothing between them but the kernel's own signals, and each time another rank late."""
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     group = connect(Rendezvous(store, rank, num_ranks, 30.0))
     try:
         pads = list(group.allocate(signal_bytes(num_ranks)).parts)
         begin_counts(Place(rank, num_ranks, pads, pads))
-        place = Place(rank, num_ranks, list(group.allocate(NUM_BYTES).parts), pads)  # waits for all ranks
+        place = Place(
+            rank, num_ranks, list(group.allocate(NUM_BYTES).parts), pads, device == PTX
+        )  # waits for all ranks
         outcomes = []
         for number, todo in enumerate(rounds):
             if number % num_ranks == rank and num_ranks > 1:
@@ -212,22 +238,23 @@ def slice_of(place: Place, todo: Round) -> tuple[int, int]:
 
 def launch_direct(place: Place, todo: Round, *, gather: bool = True, spread: bool = True, multicast: int = 0) -> None:
     begin, end = slice_of(place, todo)
-    direct(
-        place.wires,
-        place.signals,
-        place.wire(todo.numel, todo.dtype),
-        rank=place.rank,
-        num_ranks=place.num_ranks,
-        begin=begin,
-        end=end,
-        scale=todo.scale,
-        abort=place.abort,
-        found=place.found if gather else None,
-        gather=gather,
-        spread=spread,
-        max_blocks=todo.max_blocks,
-        multicast=multicast,
-    )
+    with place.instructions():
+        direct(
+            place.wires,
+            place.signals,
+            place.wire(todo.numel, todo.dtype),
+            rank=place.rank,
+            num_ranks=place.num_ranks,
+            begin=begin,
+            end=end,
+            scale=todo.scale,
+            abort=place.abort,
+            found=place.found if gather else None,
+            gather=gather,
+            spread=spread,
+            max_blocks=todo.max_blocks,
+            multicast=multicast,
+        )
 
 
 def run_direct(place: Place, todo: Round) -> None:
@@ -241,14 +268,15 @@ def run_direct(place: Place, todo: Round) -> None:
 
 
 def run_ring(place: Place, todo: Round) -> None:
-    ring(
-        place.wires,
-        place.signals,
-        place.wire(todo.numel, todo.dtype),
-        rank=place.rank,
-        num_ranks=place.num_ranks,
-        scale=todo.scale,
-        abort=place.abort,
-        found=place.found,
-        max_blocks=todo.max_blocks,
-    )
+    with place.instructions():
+        ring(
+            place.wires,
+            place.signals,
+            place.wire(todo.numel, todo.dtype),
+            rank=place.rank,
+            num_ranks=place.num_ranks,
+            scale=todo.scale,
+            abort=place.abort,
+            found=place.found,
+            max_blocks=todo.max_blocks,
+        )

@@ -14,7 +14,10 @@ needs_interpreter = pytest.mark.skipif(not lazy.INTERPRETED, reason="runs in tes
 _CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 on_each_device = pytest.mark.parametrize("device", ["cpu", _CUDA])
 # For what torch has no other way to do.
-where_triton_runs = pytest.mark.parametrize("device", [pytest.param("cpu", marks=needs_interpreter), _CUDA])
+_CPU = pytest.param("cpu", marks=needs_interpreter)
+where_triton_runs = pytest.mark.parametrize("device", [_CPU, _CUDA])
+PTX = "cpu with PTX"  # the interpreter, with the inline PTX that NVIDIA GPUs run (support/ptx.py)
+where_ranks_signal = pytest.mark.parametrize("device", [_CPU, pytest.param(PTX, marks=needs_interpreter), _CUDA])
 
 
 def truncate_to_bfloat16(values: torch.Tensor) -> torch.Tensor:
