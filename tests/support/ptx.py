@@ -291,6 +291,7 @@ class _Threads:
         if len(pauses):
             if pauses.max() > 1_000_000:
                 raise PtxError("nanosleep takes a millisecond at most")
+            self.note(opcode, pauses[:0], pauses)
             time.sleep(3e-4)  # and not the 400 ns of a GPU: whoever is to send a signal may need this core
 
     def _fence(self, opcode: str, suffixes: list[str], operands: tuple[str, ...]) -> None:
