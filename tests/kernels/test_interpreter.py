@@ -1,6 +1,6 @@
 """Runs the Triton kernels without a GPU: the tests of all of them once more, under TRITON_INTERPRET=1.
 
-Triton reads that variable when a kernel is decorated, and a process cannot take it back. So the tests of FILES are
+Triton reads that variable when a kernel is decorated, and a process cannot take it back. So the tests named here are
 written for any device; as they are, they go through the torch path (and CUDA where there is one), and the child process
 started here sends the very same tests through the interpreted Triton kernels. What torch has no other way to do, as
 signals between ranks, is skipped outside the child and on CUDA runs on streams.
@@ -19,8 +19,8 @@ from tests.support.harness import patient
 from tests.support.kernels import truncate_to_bfloat16
 from torchring.kernels import lazy
 
-_NAMES = ("pack", "unpack", "accumulate", "direct", "ring", "multicast", "arguments")
-FILES = [f"test_{name}.py" for name in _NAMES]
+KERNELS = ("pack", "unpack", "accumulate", "direct", "ring", "multicast", "arguments")
+INSTRUCTIONS = ("ptx", "protocol")
 
 
 def test_truncating_is_not_rounding() -> None:
@@ -33,12 +33,19 @@ def test_truncating_is_not_rounding() -> None:
 
 @pytest.mark.sim
 @pytest.mark.skipif(lazy.INTERPRETED, reason="this is the child process")
-def test_triton_kernels_under_the_interpreter(pytestconfig: pytest.Config) -> None:
+@pytest.mark.parametrize(
+    ("names", "at_least"),
+    [(KERNELS, 50), pytest.param(INSTRUCTIONS, 25, marks=pytest.mark.smoke)],
+    ids=["kernels", "ptx"],
+)
+def test_triton_kernels_under_the_interpreter(
+    names: tuple[str, ...], at_least: int, pytestconfig: pytest.Config
+) -> None:
     here = Path(__file__).parent
     marked = "not gpu and not grid" if "not grid" in pytestconfig.getoption("markexpr") else "not gpu"
     command = [sys.executable, "-m", "pytest", "-q", "-m", marked, "-p", "no:cacheprovider"]
     child = subprocess.run(
-        [*command, *(str(here / name) for name in FILES)],
+        [*command, *(str(here / f"test_{name}.py") for name in names)],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         cwd=here.parents[1],
         capture_output=True,
@@ -49,5 +56,5 @@ def test_triton_kernels_under_the_interpreter(pytestconfig: pytest.Config) -> No
     assert child.returncode == 0, report
     passed = re.search(r"(\d+) passed", child.stdout)
     assert passed is not None, report
-    assert int(passed[1]) >= 50, report  # a child that collected almost nothing would pass too
+    assert int(passed[1]) >= at_least, report  # a child that collected almost nothing would pass too
     assert "skipped" not in child.stdout, report

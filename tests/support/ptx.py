@@ -100,7 +100,7 @@ def _parse(text: str) -> tuple[dict[str, str], list[_Instruction]]:
     *statements, rest = (" ".join(statement.split()) for statement in text.split(";"))
     if rest:
         raise PtxError(f"no semicolon after {rest!r}")
-    for statement in statements:
+    for statement in filter(None, statements):
         if declared := re.fullmatch(r"\.reg \.(\w+) (.+)", statement):
             if not scoped:
                 raise PtxError("registers that are declared outside of braces meet those of the next copy")
