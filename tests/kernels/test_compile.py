@@ -13,16 +13,15 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.support.driver import DEVICE, OnDevice, driver_of
 from tests.support.grids import grid
 from tests.support.kernels import B16, F16, F32, F64
-from torchring.kernels import lazy, reference
+from torchring.kernels import ChunkTable, lazy, prepare_direct, prepare_ring, reference
 from torchring.kernels.accumulate import _BLOCK, _accumulate_kernel
-from torchring.kernels.direct import _direct_kernel
-from torchring.kernels.launching import NUM_WARPS, launch_options, register_limit, tile_numel
+from torchring.kernels.launching import NUM_WARPS
 from torchring.kernels.multicast import VECTORS
-from torchring.kernels.pack import _pack_kernel
-from torchring.kernels.ring import _ring_kernel
-from torchring.kernels.unpack import _unpack_kernel
+from torchring.kernels.pack import prepare_pack
+from torchring.kernels.unpack import prepare_unpack
 
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.sim, pytest.mark.skipif(lazy.INTERPRETED, reason="the interpreter has no compiler")]
@@ -58,45 +57,40 @@ def build(
     return triton.compile(source, target=target, options={"num_warps": 4, "enable_fp_fusion": False, **options})
 
 
+def compiled(launch: Any, **options: Any) -> Any:
+    """The kernel that the first call of a prepared launch compiles, on the current driver."""
+    programs, arguments, own = launch._arguments
+    kernel = launch._kernel._run(programs, arguments, {**own, **options})
+    launch._kernel.jitted.device_caches.clear()  # the next driver is another
+    kernel.module = None  # or its end would ask the driver, which is gone by then, to unload it
+    return kernel
+
+
+class _Table(ChunkTable):
+    """Of one tensor, on a device that is not here."""
+
+    def __init__(self, wire_dtype: torch.dtype) -> None:
+        super().__init__([4096], [0], wire_dtype=wire_dtype, device="cpu")
+        self.device = DEVICE
+        self.address, self.wire_offset, self.numel = [OnDevice(torch.int64)] * 3  # type: ignore[assignment]
+
+    def launch_at(self, tensors: Any, dtype: torch.dtype, launch: Any) -> Any:
+        return launch
+
+
 def build_pack(
-    read: torch.dtype, written: torch.dtype, gpu: str, aligned: str = "wire", check: bool = False, **options: Any
+    read: torch.dtype, written: torch.dtype, gpu: str, wire: Any = None, check: bool = False, **options: Any
 ) -> Any:
-    columns = dict.fromkeys(["address", "wire_offset", "numel"], "*i64")
-    signature = {**columns, "wire": f"*{SHORT[written]}", "scale": "fp64"}
-    constants = with_found(signature, check)
-    return build_copy(_pack_kernel, signature, "SOURCE", read, read, written, aligned, gpu, constants, **options)
+    with driver_of(gpu):
+        found: Any = OnDevice(torch.int32) if check else None
+        wire = wire or OnDevice(written, 4096)
+        return compiled(prepare_pack(wire, _Table(written), read, scale=0.5, found=found)([]), **options)
 
 
-def with_found(signature: dict[str, str], check: bool) -> dict[str, Any]:
-    """Adds `found` to the signature; returns the constants that go with it."""
-    signature["found"] = "*i32" if check else "constexpr"
-    return {"CHECK": True} if check else {"CHECK": False, "found": None}
-
-
-def build_unpack(read: torch.dtype, written: torch.dtype, gpu: str, aligned: str = "wire", **options: Any) -> Any:
-    columns = dict.fromkeys(["address", "wire_offset", "numel"], "*i64")
-    signature = {"wire": f"*{SHORT[read]}", **columns, "scale": "fp64"}
-    with vendor_of(gpu):
-        options = {**register_limit(torch.device("cuda")), **options}
-    return build_copy(_unpack_kernel, signature, "TARGET", written, read, written, aligned, gpu, **options)
-
-
-def build_copy(
-    kernel: Any,
-    signature: dict[str, str],
-    name: str,
-    dtype: torch.dtype,
-    read: torch.dtype,
-    written: torch.dtype,
-    aligned: str,
-    gpu: str,
-    more: dict[str, Any] | None = None,
-    **options: Any,
-) -> Any:
-    compute = lazy.triton_dtype(reference.compute_dtype(read, written))
-    constants = {name: lazy.triton_dtype(dtype), "COMPUTE": compute, "CHUNK": 4096, **(more or {})}
-    signature = {**signature, **dict.fromkeys(constants, "constexpr")}
-    return build(kernel, signature, constants, aligned, gpu, **options)
+def build_unpack(read: torch.dtype, written: torch.dtype, gpu: str, wire: Any = None, **options: Any) -> Any:
+    with driver_of(gpu):
+        wire = wire or OnDevice(read, 4096)
+        return compiled(prepare_unpack(wire, _Table(read), written, scale=0.5)([]), **options)
 
 
 def build_accumulate(
@@ -124,41 +118,22 @@ def build_direct(
     halves: str = "both",
     multicast: bool = False,
 ) -> Any:
-    sizes = {"rank": "i32", "begin": "i64", "end": "i64", "numel": "i64", "multicast": "i64"}
-    with vendor_of(gpu):
-        tile = VECTORS if multicast else tile_numel(dtype.itemsize, num_ranks)
-    constants = {"GATHER": halves != "spread", "SPREAD": halves != "gather", "MULTICAST": multicast, "TILE": tile}
-    return build_signalling(_direct_kernel, sizes, constants, dtype, gpu, num_ranks, check)
+    with driver_of(gpu):
+        halved = {"gather": halves != "spread", "spread": halves != "gather"}
+        share = {"begin": 32_768, "end": 65_536, "multicast": 4096 * multicast}
+        return compiled(prepare_direct(**_of_rank(dtype, num_ranks, check), **share, **halved))
 
 
 def build_ring(dtype: torch.dtype, gpu: str, num_ranks: int = 4, check: bool = True) -> Any:
-    sizes = {"rank": "i32", "share": "i64", "numel": "i64"}
-    return build_signalling(_ring_kernel, sizes, {"TILE": tile_numel(dtype.itemsize, 2)}, dtype, gpu, num_ranks, check)
+    with driver_of(gpu):
+        return compiled(prepare_ring(**_of_rank(dtype, num_ranks, check)))
 
 
-def build_signalling(
-    kernel: Any,
-    sizes: dict[str, str],
-    constants: dict[str, Any],
-    dtype: torch.dtype,
-    gpu: str,
-    num_ranks: int,
-    check: bool,
-) -> Any:
-    signature = {"wires": "*i64", "signals": "*i64", "wire": f"*{SHORT[dtype]}", **sizes}
-    signature |= {"scale": "fp64", "abort": "*i32"}
-    compute = lazy.triton_dtype(reference.compute_dtype(dtype, dtype))
-    constants = {**constants, "COMPUTE": compute, "NUM_RANKS": num_ranks, "PTX": gpu.startswith("sm_")}
-    constants |= with_found(signature, check)
-    signature |= dict.fromkeys(constants, "constexpr")
-    with vendor_of(gpu):
-        options = launch_options(torch.device("cuda"))
-    return build(kernel, signature, constants, "wire", gpu, **options)
-
-
-def vendor_of(gpu: str) -> Any:
-    """As if torch were built for that GPU."""
-    return mock.patch("torch.version.hip", None if gpu.startswith("sm_") else "6.4")
+def _of_rank(dtype: torch.dtype, num_ranks: int, check: bool) -> dict[str, Any]:
+    tensors = {"wires": OnDevice(torch.int64, num_ranks), "signals": OnDevice(torch.int64, num_ranks)}
+    tensors |= {"wire": OnDevice(dtype, 100_000), "abort": OnDevice(torch.int32, device=torch.device("cpu"))}
+    found = OnDevice(torch.int32) if check else None
+    return {**tensors, "rank": 1, "num_ranks": num_ranks, "scale": 0.5, "found": found}
 
 
 SIGNALLING: dict[str, Callable[..., Any]] = {"direct": build_direct, "ring": build_ring}
@@ -387,8 +362,10 @@ def test_fp64_compiles(name: str, pair: tuple[torch.dtype, torch.dtype], tmp_pat
 
 
 def test_without_alignment_nothing_is_wide() -> None:
-    assert num_wide(build_pack(F32, F32, "sm_90", aligned=""), "store") == 0
-    assert num_wide(build_unpack(F32, F32, "sm_90", aligned=""), "load") == 0
+    wire = OnDevice(F32, 4096, address=8)
+    with mock.patch.object(ChunkTable, "check_wire"):
+        assert num_wide(build_pack(F32, F32, "sm_90", wire), "store") == 0
+        assert num_wide(build_unpack(F32, F32, "sm_90", wire), "load") == 0
     odd = build_accumulate(F32, F32, "sm_90", aligned="", alignment=1)
     assert num_wide(odd, "load") == num_wide(odd, "store") == 0
     odd = build_accumulate(F32, F32, "gfx942", aligned="", alignment=1)

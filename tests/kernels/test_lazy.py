@@ -5,65 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, no_type_check
 
 import pytest
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
+from tests.support.driver import DEVICE, Driver, OnDevice, driver_of
 from torchring.kernels.lazy import lazy_jit
 
 if TYPE_CHECKING:
     import triton.language as tl
-
-DEVICE = torch.device("cuda", 0)
-
-
-class _OnDevice:
-    """As much of a tensor on a GPU as Triton and `prepare` look at."""
-
-    dtype = torch.float32
-    is_cuda = True
-
-    def data_ptr(self) -> int:
-        return 4096
-
-
-class _Driver:
-    """A driver that compiles for sm_90, launches nothing, and notes what it was to launch."""
-
-    def __init__(self) -> None:
-        self.stream = 7
-        self.launched: list[tuple[Any, ...]] = []
-        self.refuses = False
-        self.utils = SimpleNamespace(
-            load_binary=lambda *arguments: (1, 2, 32, 0, 1024),
-            unload_module=lambda module: None,
-            get_device_properties=lambda device: {"max_shared_mem": 232448},
-        )
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return self.stream
-
-    def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        def launch(*arguments: Any) -> None:
-            x, y, z, stream, function, packed, metadata, enter, leave, *values = arguments
-            if self.refuses and not any(isinstance(value, _OnDevice) for value in values):
-                raise TypeError("function takes exactly 3 arguments")
-            if enter is not None:
-                enter(metadata)
-            self.launched.append((x, y, z, stream, function, packed, leave, *values))
-
-        return launch
 
 
 @lazy_jit(do_not_specialize=("numel",))
@@ -78,19 +30,16 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[_Driver]:
-    fake, before = _Driver(), dict(vars(driver))
+def gpu(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[Driver]:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    driver.set_active(fake)
-    yield fake
-    _some_kernel.jitted.device_caches.clear()
-    vars(driver).update(before)
+    with driver_of("sm_90") as fake:
+        yield fake
+        _some_kernel.jitted.device_caches.clear()
 
 
 def _launches() -> tuple[Any, ...]:
     host = torch.zeros(1)
-    arguments: Any = (DEVICE, 3, _OnDevice(), host, 5, None, 0.5, 16)
+    arguments: Any = (DEVICE, 3, OnDevice(), host, 5, None, 0.5, 16)
     options: Any = {"WIDTH": 2, "num_warps": 2}
     return arguments, options
 
@@ -100,7 +49,7 @@ def _prepared() -> Any:
     return _some_kernel.prepare(*arguments, **options)
 
 
-def test_a_prepared_launch_is_triton_s(gpu: _Driver) -> None:
+def test_a_prepared_launch_is_triton_s(gpu: Driver) -> None:
     """All but the stream, and tensors that have become addresses."""
     arguments, options = _launches()
     _some_kernel.launch(*arguments, **options)
@@ -120,7 +69,7 @@ def test_a_prepared_launch_is_triton_s(gpu: _Driver) -> None:
     assert len(_some_kernel.jitted.device_caches[0][0]) == 1
 
 
-def test_hooks_see_prepared_launches(gpu: _Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_see_prepared_launches(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = _prepared()
     launch()
     seen: list[str] = []
@@ -139,17 +88,17 @@ def test_hooks_see_prepared_launches(gpu: _Driver, monkeypatch: pytest.MonkeyPat
     assert seen == ["_some_kernel"]
 
 
-def test_a_launcher_that_has_changed_is_not_used_again(gpu: _Driver) -> None:
+def test_a_launcher_that_has_changed_is_not_used_again(gpu: Driver) -> None:
     launch = _prepared()
     launch()
     gpu.refuses = True
     launch()
     gpu.refuses = False
     launch()
-    assert [isinstance(launched[-8], _OnDevice) for launched in gpu.launched] == [True] * 3
+    assert [isinstance(launched[-8], OnDevice) for launched in gpu.launched] == [True] * 3
 
 
-def test_another_current_device_is_left(gpu: _Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_current_device_is_left(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = _prepared()
     entered: list[Any] = []
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(entered.append(device)))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.grids import grid
-from tests.support.kernel_ranks import GUARD, Round, come_early, launch_direct, places_of_one_process
+from tests.support.kernel_ranks import GUARD, Round, come_early, launch_direct, places_of_one_process, slice_of
 from tests.support.kernels import B16, F16, F32, PTX, needs_interpreter
 from tests.support.ptx import SWITCH, InlinePtx, Memory, ptx_in_kernels
 from torchring.kernels.lazy import lazy_jit
@@ -146,6 +146,10 @@ def check_switch(edit: Edit, dtype: torch.dtype) -> InlinePtx:
             access.opcode.split(".")[0] for access in inline.log if not access.opcode.startswith(("ld", "st", "bar"))
         ]
         assert steps == ["fence", "multimem", "multimem", "fence"]
+        begin, end = slice_of(place, todo)
+        vectors = [SWITCH + at for at in range(begin * dtype.itemsize, end * dtype.itemsize, 16)]
+        summed, stored = (list(access.addresses) for access in inline.log if access.opcode.startswith("multimem"))
+        assert summed == stored == vectors
     for place in places:
         wire = place.wire(num_elements + GUARD, dtype)
         assert wire[:num_elements].tolist() == (values[0] + values[1])[:num_elements].tolist()
