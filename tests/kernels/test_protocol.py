@@ -197,6 +197,19 @@ def without_last_meeting(program: Program) -> list[Operation]:
     return kept
 
 
+def test_worked_example_of_the_explorer() -> None:
+    def is_one(words: tuple[int, ...]) -> bool:
+        return words == (1,)
+
+    look = [Look(True, (0,), is_one), Barrier(), Load(0, 0)]
+    explore([[Store(0, 0, 1), Barrier(), Signal(True, 1, 0, 1)], look], 1, 1)
+    for fault in ([Store(0, 0, 1), Signal(True, 1, 0, 1)], [Store(0, 0, 1), Barrier(), Signal(False, 1, 0, 1)]):
+        with pytest.raises(ProtocolError, match="rank 1: operation 2 loads 0 for 1"):
+            explore([fault, look], 1, 1)
+    with pytest.raises(ProtocolError, match="ranks wait for ever"):
+        explore([[], look], 1, 1)
+
+
 @grid(
     "name, num_ranks, num_launches",
     ["direct", "ring"],
