@@ -33,8 +33,8 @@ from torchring.transport.c10d import C10dTransport
 from torchring.transport.diagnosis import culprit as culprit_module
 from torchring.world import World
 
-KINDS = ("direct", "ring-fake", "ring-lanes", "hierarchical", "native-lanes")
-INLINE = ("ring-c10d", "hierarchical-inline", "native")  # the same, but `start` waits
+KINDS = ("direct", "ring-fake", "ring-lanes", "hierarchical", "native")
+INLINE = ("ring-c10d", "hierarchical-inline", "native-inline")  # the same, but `start` waits
 SHARED = ("direct", "hierarchical", "hierarchical-inline")  # sum in shared memory first
 HOSTS = {2: (0, 1), 3: (0, 0, 1), 5: (0, 1, 0, 1, 0)}  # of each rank, where there are several
 WORLDS = (2, 3, 5)
@@ -92,7 +92,7 @@ def _open(kind: str, world: World, fake: Any) -> Mover[Any]:
     if kind == "direct":
         return DirectAllReduce(world.host, poll_seconds=0.0)
     assert world.rendezvous is not None
-    num_lanes = 2 if kind in ("ring-lanes", "native-lanes", "hierarchical") else 1
+    num_lanes = 2 if kind in ("ring-lanes", "hierarchical") else 1
     names = [world.next_channel_name() for _ in range(num_lanes)]
     transports = [C10dTransport(world.rendezvous, name, world.host) for name in names]
     if kind.startswith("hierarchical"):
@@ -100,6 +100,8 @@ def _open(kind: str, world: World, fake: Any) -> Mover[Any]:
         ring = None if members is None else RingAllReduce(transports, members)
         in_background = kind == "hierarchical"
         return HierarchicalAllReduce(world.host, num_columns(world.hosts), ring, in_background=in_background)
+    if kind == "native":
+        return NativeAllReduce(transports)
     mover: Any = RingAllReduce(transports) if kind.startswith("ring") else NativeAllReduce(transports)
     return ThreadedMover(mover, in_background=num_lanes > 1)
 
@@ -480,11 +482,11 @@ def test_what_a_mover_says_of_itself(kind: str) -> None:
             assert before <= began < ended <= time.perf_counter()
         return mover.algorithm, mover.in_background
 
-    in_background = kind in ("ring-fake", "ring-lanes", "native-lanes", "hierarchical")
+    in_background = kind in ("ring-fake", "ring-lanes", "native", "hierarchical")
     assert run_movers(kind, 2, body) == [(kind.split("-")[0], in_background)] * 2
 
 
-@pytest.mark.parametrize("kind", ["ring-fake", "ring-lanes", "native-lanes", "hierarchical"])
+@pytest.mark.parametrize("kind", ["ring-fake", "ring-lanes", "native", "hierarchical"])
 def test_in_the_background_start_waits_for_nobody(kind: str) -> None:
     has_started = threading.Event()
 

@@ -40,10 +40,17 @@ class FakeNetwork:
             self.changed.notify_all()
 
 
+class Done:
+    """A transfer that has ended."""
+
+    def wait(self) -> None: ...
+
+
 class FakeTransport:
     """See `Transport`."""
 
     engine = "fake"
+    proceeds_alone = False
 
     def __init__(self, network: FakeNetwork, rank: int, stream: str) -> None:
         self._num_gathers = 0
@@ -61,11 +68,12 @@ class FakeTransport:
     def sums(self, dtype: torch.dtype) -> bool:
         return dtype in (torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
+    def start_all_reduce(self, tensor: torch.Tensor) -> Done:
         if not tensor.is_contiguous() or not self.sums(tensor.dtype):
             raise ValueError(f"the fake does not add up {tensor.dtype} with strides {tensor.stride()}")
         parts = self._gather(tensor)
         tensor.copy_(torch.stack(parts).sum(0))
+        return Done()
 
     def all_gather(self, number: int) -> list[int]:
         return [int(part) for part in self._gather(torch.tensor(number))]

@@ -261,13 +261,13 @@ def _sums(_: Meet, transport: Transport) -> dict[torch.dtype, torch.Tensor]:
         # uint8 holds no negative numbers; what wraps around is no sum.
         if dtype is not torch.uint8 and transport.sums(dtype):
             results[dtype] = exact_inputs(1001, dtype, transport.rank)
-            transport.all_reduce(results[dtype])
+            transport.start_all_reduce(results[dtype]).wait()
         elif not transport.sums(dtype):
             with pytest.raises(ValueError, match="does not add up"):
-                transport.all_reduce(torch.zeros(4, dtype=dtype))
+                transport.start_all_reduce(torch.zeros(4, dtype=dtype))
     with pytest.raises(ValueError, match="strides"):
-        transport.all_reduce(torch.zeros(4, 4).t())
-    transport.all_reduce(torch.zeros(0))
+        transport.start_all_reduce(torch.zeros(4, 4).t())
+    transport.start_all_reduce(torch.zeros(0)).wait()
     return results
 
 
@@ -344,7 +344,7 @@ def _missing_in_a_sum(transport: Transport) -> Any:
     if transport.rank == 1:
         return None
     with pytest.raises(PeerTimeoutError) as caught:
-        transport.all_reduce(torch.ones(1000))
+        transport.start_all_reduce(torch.ones(1000)).wait()
     return caught.value.peers
 
 

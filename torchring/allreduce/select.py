@@ -119,7 +119,11 @@ def open_mover(world: World, algorithm: str, overlap: str) -> Mover[Any]:
         # A lane must not poll: it would take turns with the thread that computes.
         direct = DirectAllReduce(host, poll_seconds=0.0 if in_background else POLL_SECONDS)
         return ThreadedMover(direct) if in_background else direct
-    transports = [open_transport(world) for _ in range(NUM_LANES if in_background else 1)]
+    transports = [open_transport(world)]
+    if algorithm == "native" and in_background and transports[0].proceeds_alone:
+        return NativeAllReduce(transports)
+    if in_background:
+        transports += [open_transport(world) for _ in range(NUM_LANES - 1)]
     if algorithm == "hierarchical":
         members = column_members(world.hosts, world.rank)
         ring = None if members is None else RingAllReduce(transports, members)

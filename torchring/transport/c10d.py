@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from datetime import timedelta
+from functools import partial
 from typing import Final, TypeVar, cast
 
 import torch
@@ -52,6 +53,7 @@ class C10dTransport:
     """
 
     engine = "Gloo"
+    proceeds_alone = True
 
     def __init__(self, rendezvous: Rendezvous, name: str, host: HostGroup | None = None) -> None:
         self.rank = rendezvous.rank
@@ -129,11 +131,11 @@ class C10dTransport:
     def sums(self, dtype: torch.dtype) -> bool:
         return dtype in _SUMMED
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
+    def start_all_reduce(self, tensor: torch.Tensor) -> C10dTransfer:
         if not tensor.is_contiguous() or not self.sums(tensor.dtype):
             raise ValueError(f"Gloo does not add up {tensor.dtype} with strides {tensor.stride()}")
-        if tensor.numel():
-            self.collective(lambda group: group.allreduce([tensor], all_reduce_options()))
+        options = all_reduce_options()
+        return self._start(lambda group: group.allreduce([tensor], options) if tensor.numel() else None, None)
 
     def all_gather(self, number: int) -> list[int]:
         mine = torch.tensor([number], device="cpu")
@@ -179,7 +181,9 @@ class C10dTransport:
     def finish(self, transfer: C10dTransfer, work: BackendWork) -> None:
         """Wait until `transfer` is done."""
         self._open_group()
-        self.guard(lambda: self.interruptible(work.wait, transfer.peer), transfer.peer)
+        # A thread is woken only where there is something to wait for.
+        wait = work.wait if work.is_completed() else partial(self.interruptible, work.wait, transfer.peer)
+        self.guard(wait, transfer.peer)
         self._under_way.discard(transfer)
 
     def guard(self, operation: Callable[[], _T], peer: int | None) -> _T:

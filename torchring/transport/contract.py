@@ -43,10 +43,14 @@ class Transport(Protocol):
     def sums(self, dtype: torch.dtype) -> bool:
         """True if `all_reduce` takes this dtype."""
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
+    @property
+    def proceeds_alone(self) -> bool:
+        """True if the engine has threads of its own, so that transfers proceed while nobody waits for them."""
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> Transfer:
         """Collective: the contiguous `tensor` becomes the sum over ranks, added in its dtype by the engine.
 
-        Blocks. All ranks call `all_reduce` and `all_gather` in the same order, one call at a time.
+        All ranks call `start_all_reduce` and `all_gather` in the same order.
         """
 
     def all_gather(self, number: int) -> list[int]:

@@ -64,6 +64,7 @@ class MpiTransport:
     """
 
     engine = "MPI"
+    proceeds_alone = False  # MPI moves a large transfer inside its own calls
 
     def __init__(
         self, rendezvous: Rendezvous, name: str, host: HostGroup | None = None, *, communicator: Any = None
@@ -103,16 +104,16 @@ class MpiTransport:
     def sums(self, dtype: torch.dtype) -> bool:
         return dtype in _SUMMED
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
+    def start_all_reduce(self, tensor: torch.Tensor) -> MpiTransfer:
         if not tensor.is_contiguous() or not self.sums(tensor.dtype):
             raise ValueError(f"MPI does not add up {tensor.dtype} with strides {tensor.stride()}")
         mpi, kind = self._mpi, getattr(self._mpi, _SUMMED[tensor.dtype])
         # Not the blocking call, which is faster (64 MiB: 31 against 55 ms) but has no timeout and cannot be left.
-        self._start(
+        return self._start(
             lambda: self._communicator.Iallreduce(mpi.IN_PLACE, [self._buffer(tensor), tensor.numel(), kind], mpi.SUM),
             tensor,
             None,
-        ).wait()
+        )
 
     def all_gather(self, number: int) -> list[int]:
         numbers = torch.zeros(self.size, dtype=torch.int64, device="cpu")
