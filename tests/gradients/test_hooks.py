@@ -498,9 +498,11 @@ class Deep(torch.nn.Module):
         return x.sum()
 
 
-def _broken_off_everywhere(rank: int, world_size: int, overlap: str, compression: str | None, set_to_none: bool) -> str:
+def _broken_off_everywhere(
+    rank: int, world_size: int, overlap: str, compression: str | None, set_to_none: bool, algorithm: str = "auto"
+) -> str:
     model = Deep()
-    optimizer = wrapped(model, bucket_mb=0.0, overlap=overlap, compression=compression)
+    optimizer = wrapped(model, bucket_mb=0.0, overlap=overlap, compression=compression, algorithm=algorithm)
     for step in range(8):
         optimizer.zero_grad(set_to_none=set_to_none)
         Fail.broken = step in (0, 2, 5)
@@ -526,6 +528,31 @@ def test_a_backward_broken_off_on_all_ranks_is_forgotten(
     """Some buckets had left already, and may still be on their way."""
     arguments = (overlap, compression, set_to_none)
     assert_same_on_all_ranks(run_pooled(_broken_off_everywhere, 2, *arguments))
+
+
+def test_a_backward_broken_off_on_all_ranks_is_forgotten_where_ranks_compare_no_tags() -> None:
+    assert_same_on_all_ranks(run_pooled(_broken_off_everywhere, 2, "thread", None, True, "native"))
+
+
+def _voided_on_one(rank: int, world_size: int) -> list[str]:
+    model = torch.nn.Sequential(Deep().layers[0], torch.nn.BatchNorm1d(3), Deep())
+    optimizer = wrapped(model, bucket_mb=0.0, overlap="thread", algorithm="native")
+    outcomes = []
+    for step in range(3):
+        optimizer.zero_grad()
+        Fail.broken = step == 1 and rank == 1
+        outcomes.append(attempt(model(batch(rank, step)).backward))
+    return outcomes
+
+
+def test_a_backward_broken_off_on_one_rank_is_told_where_ranks_compare_no_tags() -> None:
+    """The buckets of the next round have other lengths than those that the other rank waits for."""
+    peer, broken = run_pooled(_voided_on_one, 2)
+    told = "PlanMismatchError: a backward was broken off on rank 1 after part of its gradients had left"
+    assert peer[0] == broken[0] == ""
+    assert told in peer[1]
+    assert broken[1] == "MemoryError: broken off"
+    assert told in broken[2]
 
 
 def _no_room_for_the_second_plan(rank: int, world_size: int) -> tuple[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -102,6 +102,17 @@ class Mover(Protocol[W]):
 
     def close(self) -> None:
         """Release links and threads. Wires stay mapped while tensors view them."""
+
+
+@runtime_checkable
+class VoidingMover(Protocol):
+    """A mover that compares no tags: a rank voids what it has not started in a round that it has broken off."""
+
+    def void(self, wire: Any) -> PendingReduction:
+        """Start, in place of this rank's reduction of `wire`, one that adds nothing. `wire` stays as it is.
+
+        `wait` raises PlanMismatchError, on all ranks, unless all ranks have voided the reduction.
+        """
 
 
 class BlockingMover(Protocol[W]):

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torchring.allreduce import TAGS_PER_ROUND, Mover, PendingReduction
+from torchring.allreduce.contract import VoidingMover
 from torchring.errors import GradientError, RingError
 from torchring.gradients.bucket import Bucket, BucketState
 from torchring.gradients.round import Reducible, RoundPhase, RoundState
@@ -75,9 +76,20 @@ class Launcher:
         self.buckets = list(buckets)
 
     def drain(self) -> None:
-        """Wait for what a round that was broken off has left under way."""
+        """Wait for what a round that was broken off has left under way.
+
+        Raises PlanMismatchError where the other ranks know that this rank alone has broken the round off.
+        """
+        current, voids = self.round, list[tuple[Reducible, PendingReduction]]()
+        if current.phase is RoundPhase.BROKEN_OFF and current.num_launched and isinstance(self._mover, VoidingMover):
+            rest = [*self.buckets[current.num_launched :], *([current.extra] if current.extra is not None else [])]
+            voids = [(bucket, self._mover.void(bucket.wire)) for bucket in rest]
+            current.num_launched, current.extra = len(self.buckets), None
         with contextlib.suppress(GradientError):  # about gradients of the broken round, which nobody uses
             self.wait(discard=True)
+        for bucket, void in voids:
+            with self._at(bucket):
+                void.wait()
 
     def begin(self, current: RoundState) -> None:
         """A round begins, after `drain`. Its first gradient may be there already."""
