@@ -26,6 +26,7 @@ NAMES = {
     "torch.nn.modules.batchnorm._BatchNorm": "FSDP",
     "torch.utils.data.dataloader._BaseDataLoaderIter.__next__": "DataLoader",
     "torch.utils._pytree.tree_leaves": "DistributedDataParallel",
+    "torch._amp_foreach_non_finite_check_and_unscale_": "torch.amp.GradScaler",
     "torch._foreach_copy_": "torch.optim",
     "torch._foreach_mul_": "torch.optim",
     "torch._foreach_zero_": "torch.optim",
