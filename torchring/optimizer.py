@@ -33,19 +33,17 @@ from torchring.dynamo import run_eagerly
 from torchring.errors import GradientError
 from torchring.generation import ProvisionalWorld, refuse_before_generation
 from torchring.gradients.closures import Snapshot, mean_loss
-from torchring.gradients.contract import Sync
+from torchring.gradients.contract import Stats, Sync
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.layout import Options
 from torchring.gradients.local import LocalSync
-from torchring.gradients.participants.about import about
 from torchring.gradients.participants.buffers import SyncBuffers, buffer_specs, check_choices
 from torchring.gradients.participants.elastic import Batches
-from torchring.gradients.participants.recording import with_others
+from torchring.gradients.participants.recording import run_info
 from torchring.gradients.participants.replicas import ReplicaCheck
 from torchring.gradients.participants.weights import check_weight
 from torchring.gradients.plan import Compression
 from torchring.gradients.reducer import Reducer
-from torchring.gradients.stats import Stats, stats_of
 from torchring.gradients.validation import (
     GradientOp,
     OnNonfinite,
@@ -462,7 +460,7 @@ class DistributedOptimizer(Optimizer):
 
     def stats(self) -> Stats:
         """Returns the cost of communication so far, on this rank."""
-        return stats_of(self._live_sync())
+        return self._live_sync().stats()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as torch.optim.Optimizer.add_param_group does. Collective.
@@ -694,8 +692,9 @@ class DistributedOptimizer(Optimizer):
         options["optimizer"] = type(self.optimizer).__name__
         options["fused"] = str(bool(self.optimizer.defaults.get("fused")))
         layout = None if self._sync is None else self._sync.layout
-        found = about(world, self._names, options, layout, self._wrapped_at)
-        recorder.about = with_others(found, recorder.about)
+        recorder.run_info = run_info(
+            world, self._names, options, layout, wrapped_at=self._wrapped_at, before=recorder.run_info
+        )
 
     def _drop_early_hooks(self) -> None:
         for handle in self._early_handles:
