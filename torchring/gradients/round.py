@@ -19,12 +19,12 @@ import torch
 
 from torchring.allreduce import NonFinite
 
-FRACTION_BITS: Final = 16  # of a number in a wire of 16 bits
+FRACTION_BITS: Final = 16  # of a number among the control bits, in a wire of 16 bits
 NUMBER_BITS: Final = 48
 
 
 class ControlSums(dict[str, float]):
-    """For each name the sum over ranks: of a bit, how many ranks have set it. 0 for a name that nobody has."""
+    """Control bits, summed over ranks, by name: how many ranks have set a bit. 0 for a name that nobody has."""
 
     def __missing__(self, name: str) -> float:
         return 0
@@ -32,7 +32,7 @@ class ControlSums(dict[str, float]):
 
 @dataclass(frozen=True)
 class ControlFields:
-    """The names, in the order on the wire.
+    """The names of the control bits, in the order on the wire.
 
     Attributes:
         bits: 0 or 1 on each rank.

@@ -1,4 +1,4 @@
-"""Writes down an optimizer's rounds, in the recorder of its world: see `torchring.observe.recorder`."""
+"""Writes down the run and an optimizer's rounds, in the recorder of its world: see `torchring.observe.recorder`."""
 
 from __future__ import annotations
 
@@ -120,22 +120,22 @@ class RoundRecording(Participant):
 
     def _note_plan(self) -> None:
         """Write down how the buckets are laid out, and why, if that has changed."""
-        layout, run_info = self._layout, self._recorder.run_info
+        layout, known = self._layout, self._recorder.run_info
         now = layout.buckets, layout.reason
-        if run_info is None or (now[0] is self._noted[0] and now[1] == self._noted[1]):
+        if known is None or (now[0] is self._noted[0] and now[1] == self._noted[1]):
             return
         self._noted = now
         sizes = tuple(bucket.plan.num_bytes for bucket in layout.buckets)
         records = _parameter_records(layout)
         own = _sizes_by_name(records)
-        if _sizes_by_name(run_info.parameters) <= own:  # parameters may have been added
-            self._recorder.run_info = replace(run_info, reason=layout.reason, bucket_bytes=sizes, parameters=records)
+        if _sizes_by_name(known.parameters) <= own:  # parameters may have been added
+            self._recorder.run_info = replace(known, reason=layout.reason, bucket_bytes=sizes, parameters=records)
             return
         others = tuple(
             OptimizerRecord(sizes, records) if _sizes_by_name(other.parameters) <= own else other
-            for other in run_info.others
+            for other in known.others
         )
-        self._recorder.run_info = replace(run_info, others=others)
+        self._recorder.run_info = replace(known, others=others)
 
 
 def run_info(
