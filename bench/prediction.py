@@ -91,7 +91,7 @@ def row_of(origin: Analysis, target: Analysis) -> dict[str, Any]:
         "predicted_ms": predicted.step_ms,
         "measured_ms": vars(Spread(target.step.low, target.step.median, target.step.high, target.num_steps)),
         "error": predicted.step_ms / target.step.median - 1.0,
-        "algorithm": target.about.algorithm,
+        "algorithm": target.run_info.algorithm,
         "network": {"from": vars(origin.network or {}), "to": vars(target.network or {})},
     }
 

@@ -107,11 +107,16 @@ MEMBERS = {
 }
 
 
+def is_ours(kind: type) -> bool:
+    return kind.__module__.startswith("torchring.")
+
+
 def members_of(cls: type) -> dict[str, str]:
-    """The public ones that the class itself defines, fields of dataclasses left out."""
+    """The public ones that torchring defines, fields of dataclasses left out."""
+    members = {name: value for kind in cls.__mro__[::-1] if is_ours(kind) for name, value in vars(kind).items()}
     return {
         name: "property" if isinstance(value, property) else str(inspect.signature(value))
-        for name, value in sorted(vars(cls).items())
+        for name, value in sorted(members.items())
         if not name.startswith("_") and (callable(value) or isinstance(value, property))
     }
 
@@ -216,7 +221,7 @@ def test_public_members_have_docstrings() -> None:
         f"{cls}.{member}"
         for cls, members in MEMBERS.items()
         for member, text in members.items()
-        if text != "property" and not has_own_docstring(vars(getattr(torchring, cls))[member])
+        if text != "property" and not has_own_docstring(getattr(getattr(torchring, cls), member))
     ]
     assert missing == []
 

@@ -18,8 +18,8 @@ import torchring
 from tests.support.checks import assert_bitwise
 from tests.support.harness import run_ranks
 from torchring.default_world import default_world
-from torchring.gradients import bursts
-from torchring.gradients.bursts import BurstWatch
+from torchring.gradients.participants import recording
+from torchring.gradients.participants.recording import BurstWatch
 from torchring.observe.services import recorder_of
 
 
@@ -137,7 +137,7 @@ TOGETHER, APART = [100, 104, 109], [10, 60, 109]
 def test_gradients_that_arrive_together_are_found(
     backwards: list[list[int]], hides: bool, is_told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bursts, "has_compiled", lambda: True)
+    monkeypatch.setattr(recording, "has_compiled", lambda: True)
     watch = BurstWatch()
     for ready in backwards:
         watch.note(ready, 1_000_000, is_forward_known=True, hides=hides)
@@ -149,7 +149,7 @@ def test_without_the_end_of_forward_the_whole_step_is_compared(monkeypatch: pyte
     """And a script that compiles nothing has some other reason."""
 
     def is_told(before_ns: int, *, compiles: bool = True) -> bool:
-        monkeypatch.setattr(bursts, "has_compiled", lambda: compiles)
+        monkeypatch.setattr(recording, "has_compiled", lambda: compiles)
         watch = BurstWatch()
         for _ in range(3):
             watch.note([0, 5, 10], before_ns, is_forward_known=False, hides=False)
@@ -195,12 +195,12 @@ def _train_whole(rank: int, size: int) -> tuple[str, str, list[str]]:
         patch.setattr(BurstWatch, "note", note_burst)
         torch._dynamo.reset()  # type: ignore[no-untyped-call]
         reason = train(model, torch.compile(model, backend="aot_eager"))
-        about = recorder_of(default_world()).about
+        run_info = recorder_of(default_world()).run_info
     train(plain, plain)
     for parameter, same in zip(model.parameters(), plain.parameters(), strict=True):
         assert_bitwise(parameter.detach(), same.detach())
-    assert about is not None
-    return reason, about.finding, handler.messages
+    assert run_info is not None
+    return reason, run_info.finding, handler.messages
 
 
 def test_a_model_in_one_graph_trains_right_and_says_what_that_costs() -> None:

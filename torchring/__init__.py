@@ -69,7 +69,7 @@ if TYPE_CHECKING:
         RingError,
         TopologyError,
     )
-    from torchring.gradients.stats import Stats
+    from torchring.gradients.contract import Stats
     from torchring.joining import join
     from torchring.monitoring import metrics
     from torchring.norms import SyncBatchNorm, convert_sync_batchnorm
@@ -136,7 +136,7 @@ if not TYPE_CHECKING:  # else any misspelt name would be of type Any
         "broadcast_object reduce_scatter",
         "default_world": "device init is_initialized local_rank local_size node_rank num_nodes rank shutdown size",
         "errors": "GradientError PeerLostError PeerTimeoutError PlanMismatchError RingError TopologyError",
-        "gradients.stats": "Stats",
+        "gradients.contract": "Stats",
         "joining": "join",
         "monitoring": "metrics",
         "norms": "SyncBatchNorm convert_sync_batchnorm",

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NoReturn, TypeVar, overload
+from typing import Any, ClassVar, Final, Literal, NoReturn, TypeVar, overload
 
 import torch
 from torch.optim import Optimizer
@@ -33,19 +33,17 @@ from torchring.dynamo import run_eagerly
 from torchring.errors import GradientError
 from torchring.generation import ProvisionalWorld, refuse_before_generation
 from torchring.gradients.closures import Snapshot, mean_loss
-from torchring.gradients.contract import Sync
+from torchring.gradients.contract import Stats, Sync
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.layout import Options
 from torchring.gradients.local import LocalSync
-from torchring.gradients.participants.about import about
 from torchring.gradients.participants.buffers import SyncBuffers, buffer_specs, check_choices
 from torchring.gradients.participants.elastic import Batches
-from torchring.gradients.participants.recording import with_others
+from torchring.gradients.participants.recording import run_info
 from torchring.gradients.participants.replicas import ReplicaCheck
 from torchring.gradients.participants.weights import check_weight
 from torchring.gradients.plan import Compression
 from torchring.gradients.reducer import Reducer
-from torchring.gradients.stats import Stats, stats_of
 from torchring.gradients.validation import (
     GradientOp,
     OnNonfinite,
@@ -63,6 +61,7 @@ from torchring.observe.phases import OPTIMIZER
 from torchring.observe.recorder.forward import ForwardWatch
 from torchring.observe.recorder.recorder import Recorder
 from torchring.observe.services import recorder_of
+from torchring.optimizer_wrapper import OptimizerWrapper
 from torchring.world import World
 
 _T = TypeVar("_T")
@@ -146,7 +145,7 @@ def wrap(
     )
 
 
-class DistributedOptimizer(Optimizer):
+class DistributedOptimizer(OptimizerWrapper):
     """An optimizer whose gradients are the same on all ranks. `wrap` creates it, and describes the arguments.
 
     It is a torch.optim.Optimizer that shares `param_groups`, `state` and `defaults` with the optimizer that it wraps.
@@ -156,9 +155,6 @@ class DistributedOptimizer(Optimizer):
     Attributes:
         optimizer: the wrapped optimizer.
     """
-
-    # GradScaler must unscale by itself, and not hand the scale to a fused optimizer through this wrapper.
-    _step_supports_amp_scaling = False
 
     def __init__(
         self,
@@ -241,35 +237,6 @@ class DistributedOptimizer(Optimizer):
     def _prepare_step(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         """Called when a step begins. Returns the closure to use."""
         return closure
-
-    # What a torch.optim.Optimizer has, shared with the wrapped one
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        if not self._is_initialising:
-            self.optimizer.param_groups = value
-
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        if not self._is_initialising:
-            self.optimizer.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        if not self._is_initialising:
-            self.optimizer.defaults = value
 
     @overload
     def step(self, closure: None = None, *args: Any, **kwargs: Any) -> None: ...
@@ -356,37 +323,6 @@ class DistributedOptimizer(Optimizer):
         handles = (self.optimizer.register_step_pre_hook(before), self.optimizer.register_step_post_hook(after))
         self._step_handles += handles
 
-    def _step_wrapped(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
-        """An optimizer's step() need not take a closure, so a closure is passed only if there is one."""
-        if closure is None and not args:
-            return self.optimizer.step(**kwargs)
-        return self.optimizer.step(closure, *args, **kwargs)
-
-    @staticmethod
-    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """torch.optim.Optimizer wraps `step` with this function: here, only this optimizer's own step hooks run.
-
-        The wrapped optimizer's step() runs the hooks of all optimizers (`register_optimizer_step_pre_hook`).
-        """
-
-        @functools.wraps(func)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            optimizer: DistributedOptimizer = args[0]
-            for pre_hook in list(optimizer._optimizer_step_pre_hooks.values()):
-                changed: Any = pre_hook(optimizer, args, kwargs)
-                if changed is not None:
-                    if not (isinstance(changed, tuple) and len(changed) == 2):
-                        raise RuntimeError(
-                            f"a step pre-hook must return None or (new_args, new_kwargs), got {changed!r}"
-                        )
-                    args, kwargs = changed
-            result = func(*args, **kwargs)
-            for post_hook in list(optimizer._optimizer_step_post_hooks.values()):
-                post_hook(optimizer, args, kwargs)
-            return result
-
-        return step
-
     def weigh(self, weight: float) -> None:
         """Say that this rank's next loss is a mean over `weight` samples, or tokens. Call before its `backward()`.
 
@@ -462,7 +398,7 @@ class DistributedOptimizer(Optimizer):
 
     def stats(self) -> Stats:
         """Returns the cost of communication so far, on this rank."""
-        return stats_of(self._live_sync())
+        return self._live_sync().stats()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as torch.optim.Optimizer.add_param_group does. Collective.
@@ -512,24 +448,6 @@ class DistributedOptimizer(Optimizer):
         for mine, its in zip(own, groups, strict=True):
             mine.update({key: value for key, value in its.items() if key != "params"})
 
-    # Hooks on checkpoints belong to the wrapped optimizer, whose state they see.
-
-    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Register a hook on the wrapped optimizer, which the hook is called with."""
-        return self.optimizer.register_state_dict_pre_hook(hook, prepend)
-
-    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Register a hook on the wrapped optimizer, which the hook is called with."""
-        return self.optimizer.register_state_dict_post_hook(hook, prepend)
-
-    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Register a hook on the wrapped optimizer, which the hook is called with."""
-        return self.optimizer.register_load_state_dict_pre_hook(hook, prepend)
-
-    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Register a hook on the wrapped optimizer, which the hook is called with."""
-        return self.optimizer.register_load_state_dict_post_hook(hook, prepend)
-
     def state_dict(self) -> dict[str, Any]:
         """The state of the wrapped optimizer. A script without torchring can load it, and the other way round."""
         return self.optimizer.state_dict()
@@ -551,27 +469,6 @@ class DistributedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"
-
-    if not TYPE_CHECKING:  # to which any misspelt name would be an attribute
-
-        def __getattr__(self, name: str) -> Any:
-            """Whatever else the wrapped optimizer offers publicly."""
-            if name.startswith("_") or "optimizer" not in self.__dict__:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            return getattr(self.__dict__["optimizer"], name)
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            """Set a switch of the wrapped optimizer (`optimizer.acc_stats = True`) there, where its step looks."""
-            if name.startswith("_") or name == "optimizer" or hasattr(type(self), name):
-                super().__setattr__(name, value)
-            else:
-                setattr(self.optimizer, name, value)
-
-        def __delattr__(self, name: str) -> None:
-            if name in self.__dict__:
-                super().__delattr__(name)
-            else:
-                delattr(self.optimizer, name)
 
     def __copy__(self) -> NoReturn:
         raise TypeError(
@@ -605,8 +502,9 @@ class DistributedOptimizer(Optimizer):
         sparse: set[torch.nn.Parameter],
         model: torch.nn.Module | None = None,
     ) -> None:
+        OptimizerWrapper.__init__(self, optimizer)
+
         # What was wrapped
-        self.optimizer = optimizer
         self._options = options
         self._names = names
         self._stepped = list(names)  # in the order of `param_groups`
@@ -628,11 +526,6 @@ class DistributedOptimizer(Optimizer):
         self._recorder: Recorder | None = None
         self._wrapped_at = 0
         self._forward_watch: ForwardWatch = ForwardWatch(model, _recorder_of(weakref.ref(self)))
-
-        # Optimizer.__init__ assigns to `param_groups` and others, which the wrapped optimizer has already.
-        self._is_initialising = True
-        super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
-        self._is_initialising = False
 
     def _connect(self, world: World) -> Reducer:
         """Collective: reduce with the ranks of `world` from now on."""
@@ -694,8 +587,9 @@ class DistributedOptimizer(Optimizer):
         options["optimizer"] = type(self.optimizer).__name__
         options["fused"] = str(bool(self.optimizer.defaults.get("fused")))
         layout = None if self._sync is None else self._sync.layout
-        found = about(world, self._names, options, layout, self._wrapped_at)
-        recorder.about = with_others(found, recorder.about)
+        recorder.run_info = run_info(
+            world, self._names, options, layout, wrapped_at=self._wrapped_at, before=recorder.run_info
+        )
 
     def _drop_early_hooks(self) -> None:
         for handle in self._early_handles:

@@ -82,7 +82,6 @@ class World:
         failure: the error that broke this world. A broken world sends nothing more.
         explain_absence: returns what the given ranks did last, for the error if they keep this rank waiting. Returns ""
             unless the world is observed.
-        opening: lock of the thread that opens what all threads share.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class World:
         self._closing: list[Callable[[], None]] = []
 
         # What the parts of torchring share
-        self.opening = threading.RLock()
+        self._opening = threading.RLock()  # held by the thread that opens what all threads share
         self._num_channels = 0
         self._shared: dict[Callable[[World], Any], Any] = {}
 
@@ -137,9 +136,7 @@ class World:
                 self.close()
                 raise
         _worlds.add(self)
-        members = self.hosts[self.node_rank]
-        self.local_rank = members.index(rank) if local_rank is None else local_rank
-        self.local_size = len(members)
+        self.local_rank = self.hosts[self.node_rank].index(rank) if local_rank is None else local_rank
 
     def _find_hosts(self, rendezvous: Rendezvous, store_host: int | None, job: str) -> None:
         """Find out which ranks share memory, and check that all ranks were given the same backend."""
@@ -177,6 +174,10 @@ class World:
         return next(i for i, members in enumerate(self.hosts) if self.rank in members)
 
     @property
+    def local_size(self) -> int:
+        return len(self.hosts[self.node_rank])
+
+    @property
     def num_nodes(self) -> int:
         return len(self.hosts)
 
@@ -196,7 +197,7 @@ class World:
         For any thread; later threads wait for the thread that opens. The world forgets the object when it closes.
         """
         if open_it not in self._shared:
-            with self.opening:
+            with self._opening:
                 if open_it not in self._shared:
                     self._shared[open_it] = open_it(self)
         shared: _T = self._shared[open_it]

@@ -24,9 +24,8 @@ from torchring.bench.gpu.kernels import LISTS, Shapes
 from torchring.bench.gpu.timing import Case, Row, microseconds
 from torchring.default_world import default_world
 from torchring.gradients.bucket import Bucket
-from torchring.gradients.packing import DevicePacking
+from torchring.gradients.packing import DevicePacking, UnreadGradients
 from torchring.gradients.plan import ParameterSpec, build_plan
-from torchring.gradients.unread import UnreadGradients
 
 _SIZES: Final = [1 << 10, 64 << 10, *(mib << 20 for mib in (1, 4, 8, 12, 16, 25, 32, 64, 128, 256))]
 _BUCKET_BYTES: Final = 25 << 20

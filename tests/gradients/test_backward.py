@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from torchring.gradients.backward import BackwardWatch
+from torchring.gradients.hooks import BackwardWatch
 
 
 class Recorder:

@@ -17,12 +17,10 @@ from torchring.allreduce import NonFinite
 from torchring.allreduce.device.stream import NOTHING_FOUND
 from torchring.errors import GradientError
 from torchring.gradients.bucket import COPY_ON_ARRIVAL_BYTES, Bucket, BucketState
-from torchring.gradients.control import ControlFields
 from torchring.gradients.ledger import GradientStatus, OptimizerLedger
-from torchring.gradients.packing import DevicePacking, HostPacking
+from torchring.gradients.packing import DevicePacking, HostPacking, UnreadGradients
 from torchring.gradients.plan import ParameterSpec, build_plan
-from torchring.gradients.round import RoundState
-from torchring.gradients.unread import UnreadGradients
+from torchring.gradients.round import ControlFields, RoundState
 
 CONTROL = ControlFields(("a", "b", "c"), ("weight",))
 IDLE, FILLING, PACKED, REDUCING, REDUCED = BucketState

@@ -15,9 +15,8 @@ from torchring import accelerators
 from torchring.accelerators import CudaMark, CudaStream
 from torchring.allreduce.device.stream import NOTHING_FOUND
 from torchring.gradients import packing as packing_module
-from torchring.gradients.packing import DevicePacking
+from torchring.gradients.packing import DevicePacking, UnreadGradients
 from torchring.gradients.plan import ParameterSpec, build_plan
-from torchring.gradients.unread import UnreadGradients
 
 CPU = torch.device("cpu")
 

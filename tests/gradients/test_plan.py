@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from torchring.collectives.signature import fingerprint, first_difference
-from torchring.gradients.control import ControlFields
 from torchring.gradients.plan import (
     ALIGNMENT_BYTES,
     FIRST_BUCKET_BYTES,
@@ -27,6 +26,7 @@ from torchring.gradients.plan import (
     shifted,
     wire_dtype,
 )
+from torchring.gradients.round import ControlFields
 
 CPU = torch.device("cpu")
 CONTROL = ControlFields(("first", "second"), ("number",))

@@ -104,7 +104,7 @@ def test_the_way_of_a_gradient_is_short_and_is_the_one_that_is_listed() -> None:
         assert participants == PARTICIPANTS
         doc = torchring.gradients.__doc__
         assert doc is not None
-        assert {file for file in way if "/" not in file} - {"round.py", "control.py"} == listed(doc)
+        assert {file for file in way if "/" not in file} - {"round.py"} == listed(doc)
         assert trace.files - WAITING - {f"gradients/{file}" for file in way} == ENGINE
 
         page = listed((ROOT / "docs" / "background" / "how-it-works.md").read_text(), "torchring/")

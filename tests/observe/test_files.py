@@ -65,8 +65,8 @@ def test_a_torn_file_is_named(tmp_path: Path) -> None:
 
 
 def test_another_format_is_named(tmp_path: Path) -> None:
-    about = f'{{"format": {FORMAT + 1}, "versions": {{"torchring": "9.9"}}, "novelty": 1}}'
-    np.savez(path_of(tmp_path, 0), about=np.frombuffer(about.encode(), np.uint8))
+    run_info = f'{{"format": {FORMAT + 1}, "versions": {{"torchring": "9.9"}}, "novelty": 1}}'
+    np.savez(path_of(tmp_path, 0), about=np.frombuffer(run_info.encode(), np.uint8))
     with pytest.raises(TraceError, match=r"torchring 9\.9, in another format"):
         read(path_of(tmp_path, 0))
 
@@ -88,17 +88,17 @@ def test_whatever_a_damaged_file_raises_is_named(
 def test_what_is_no_number_or_text_is_named(change: dict[str, Any], tmp_path: Path) -> None:
     trace = simulate(1, 1)[0]
     path = write(tmp_path, trace)
-    files.write(path, dataclasses.replace(trace, about=dataclasses.replace(trace.about, **change)), [])
+    files.write(path, dataclasses.replace(trace, run_info=dataclasses.replace(trace.run_info, **change)), [])
     with pytest.raises(TraceError, match=f"no trace: {next(iter(change))} is "):
         read(path)
 
 
 def test_text_of_a_trace_gives_a_terminal_no_orders(tmp_path: Path) -> None:
     trace = simulate(1, 1)[0]
-    parameters = tuple(dataclasses.replace(each, name="\x1b]0;title\x07") for each in trace.about.parameters)
-    about = dataclasses.replace(
-        trace.about, host="\x1b[31mred\u202e", options={"a\nb": "\udcff"}, parameters=parameters
+    parameters = tuple(dataclasses.replace(each, name="\x1b]0;title\x07") for each in trace.run_info.parameters)
+    run_info = dataclasses.replace(
+        trace.run_info, host="\x1b[31mred\u202e", options={"a\nb": "\udcff"}, parameters=parameters
     )
-    read_again = read(write(tmp_path, dataclasses.replace(trace, about=about))).about
+    read_again = read(write(tmp_path, dataclasses.replace(trace, run_info=run_info))).run_info
     assert (read_again.host, read_again.options) == ("\ufffd[31mred\ufffd", {"a b": "\ufffd"})
     assert read_again.parameters[0].name == "\ufffd]0;title\ufffd"

@@ -229,14 +229,14 @@ def _train(rank: int, size: int, options: dict[str, Any], micros: int) -> tuple[
 )
 def test_real_steps(options: dict[str, Any], micros: int) -> None:
     for rank, (trace, bytes_per_step, _) in enumerate(run_pooled(_train, 2, options, micros)):
-        about = trace.about
-        assert (about.rank, about.size, about.host != "", about.pid > 0) == (rank, 2, True, True)
-        assert about.algorithm == options.get("algorithm", "direct")
-        assert [parameter.name for parameter in about.parameters] == [
+        run_info = trace.run_info
+        assert (run_info.rank, run_info.size, run_info.host != "", run_info.pid > 0) == (rank, 2, True, True)
+        assert run_info.algorithm == options.get("algorithm", "direct")
+        assert [parameter.name for parameter in run_info.parameters] == [
             f"{i}.{k}" for i in range(3) for k in ("weight", "bias")
         ]
-        assert sum(about.bucket_bytes) == bytes_per_step
-        assert 0 < about.process_began < about.wrapped < trace.steps[0].end
+        assert sum(run_info.bucket_bytes) == bytes_per_step
+        assert 0 < run_info.process_began < run_info.wrapped < trace.steps[0].end
         assert [step.number for step in trace.steps] == list(range(8))
         for before, step in itertools.pairwise(trace.steps):
             assert before.end == step.begin
@@ -244,7 +244,7 @@ def test_real_steps(options: dict[str, Any], micros: int) -> None:
             assert kinds == [INPUT, FORWARD, BACKWARD] * micros + [EXPOSED, BETWEEN, OPTIMIZER]
             assert step.num_samples == 5 * micros
             assert step.num_bytes == bytes_per_step
-            assert [bucket.index for bucket in step.buckets] == list(range(len(about.bucket_bytes)))
+            assert [bucket.index for bucket in step.buckets] == list(range(len(run_info.bucket_bytes)))
             (backward,) = (part for part in step.phases[-4:] if part.phase == BACKWARD)
             for bucket in step.buckets:
                 assert backward.begin < bucket.ready <= bucket.packed <= bucket.launched <= bucket.started
@@ -271,7 +271,7 @@ def test_a_world_of_one(tmp_path: Path) -> None:
     trace, _, values = _train(0, 1, {"on_nonfinite": "skip"}, 1)
     assert [part.phase for part in trace.steps[-1].phases] == [INPUT, FORWARD, BACKWARD, OPTIMIZER]
     assert trace.steps[-1].buckets == ()
-    assert trace.about.algorithm == "none"
+    assert trace.run_info.algorithm == "none"
     assert len(values) == 14
 
 
@@ -374,7 +374,7 @@ def _writes(rank: int, size: int, folder: Path) -> None:
         step()
         os.kill(os.getpid(), signal.SIGUSR1)
         now = read(path_of(folder / "block", rank))
-        assert ([each.number for each in now.steps], now.about.ended_by) == ([1], "SIGUSR1"), "step 0 was before"
+        assert ([each.number for each in now.steps], now.run_info.ended_by) == ([1], "SIGUSR1"), "step 0 was before"
         step()
         writer._writer._write_live()
         assert len(read(live_path_of(folder / "block", rank)).steps) == 2
@@ -387,8 +387,8 @@ def _writes(rank: int, size: int, folder: Path) -> None:
         step()
         error = torchring.PeerLostError("rank 7 is gone", rank=rank, peers=(7,))
         world_module.default_world().fail(error)
-        assert "rank 7 is gone" in read(path_of(folder / "broken", rank)).about.ended_by
-    assert "rank 7 is gone" in read(path_of(folder / "broken", rank)).about.ended_by
+        assert "rank 7 is gone" in read(path_of(folder / "broken", rank)).run_info.ended_by
+    assert "rank 7 is gone" in read(path_of(folder / "broken", rank)).run_info.ended_by
     assert live_path_of(folder / "progress", rank).exists()
 
 
@@ -408,13 +408,13 @@ def test_the_environment_asks_for_a_trace_which_the_exit_writes(tmp_path: Path) 
     run_ranks(_ends, 2, env={"TORCHRING_TRACE": str(tmp_path)})
     traces = [read(path) for path in find(tmp_path).values()]
     assert [len(trace.steps) for trace in traces] == [8, 8]
-    assert [trace.about.ended_by for trace in traces] == ["end", "ValueError: a mistake"]
+    assert [trace.run_info.ended_by for trace in traces] == ["end", "ValueError: a mistake"]
 
 
 def test_what_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     recorder = Recorder()
-    recorder.about = RunInfo()
+    recorder.run_info = RunInfo()
     recorder.end_step()
     with caplog.at_level(logging.WARNING, "torchring"), torchring.trace(tmp_path / "file" / "folder"):
         assert writer._writer is not None
@@ -434,14 +434,14 @@ def _wraps_two(rank: int, size: int, folder: Path) -> tuple[RunInfo, tuple[int, 
             model(torch.ones(5, weight.shape[1], dtype=weight.dtype)).sum().backward()
             optimizer.step()
     trace = decoded(*recorder_of(world_module.default_world()).trace())
-    return read(write(folder, trace)).about, tuple(bucket.num_bytes for bucket in trace.steps[1].buckets)
+    return read(write(folder, trace)).run_info, tuple(bucket.num_bytes for bucket in trace.steps[1].buckets)
 
 
 def test_the_trace_knows_all_optimizers(tmp_path: Path) -> None:
-    for about, sent in run_pooled(_wraps_two, 2, tmp_path):
-        assert [parameter.name for parameter in about.parameters] == ["weight", "bias"]
-        assert {parameter.dtype for parameter in about.parameters} == {"bfloat16"}
-        (other,) = about.others
+    for run_info, sent in run_pooled(_wraps_two, 2, tmp_path):
+        assert [parameter.name for parameter in run_info.parameters] == ["weight", "bias"]
+        assert {parameter.dtype for parameter in run_info.parameters} == {"bfloat16"}
+        (other,) = run_info.others
         assert {parameter.dtype for parameter in other.parameters} == {"float32"}
         assert [parameter.name for parameter in other.parameters] == [
             f"{i}.{k}" for i in range(3) for k in ("weight", "bias")

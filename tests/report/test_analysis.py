@@ -78,7 +78,7 @@ def test_the_verdict_finds_the_fault(name: str) -> None:
 def test_tiny_buckets_of_one_size(per_host: int, said: str) -> None:
     """Equal sizes do not tell latency from bandwidth. Within a host, no link is as slow as that."""
     traces = simulate(4, 20, noise=0, bucket_mb=[0.004] * 40, latency_ms=3.0, ranks_per_host=per_host)
-    ring = [dataclasses.replace(each, about=dataclasses.replace(each.about, algorithm="ring")) for each in traces]
+    ring = [dataclasses.replace(each, run_info=dataclasses.replace(each.run_info, algorithm="ring")) for each in traces]
     analysis = analyse(merge(ring))
     assert (analysis.verdict.kind, analysis.verdict.detail) == ("communication", "small buckets")
     assert said in analysis.verdict.sentence
@@ -107,8 +107,8 @@ def test_advice_for_a_slow_rank_names_the_phase(options: dict[str, Any], what: s
 def test_a_rank_with_longer_batches_is_told_so() -> None:
     one, two = simulate(2, 20, noise=0, forward_ms=[30, 120], backward_ms=[60, 240], **QUICK)
     longer = tuple(dataclasses.replace(step, num_samples=4 * step.num_samples) for step in two.steps)
-    crowded = dataclasses.replace(two.about, num_threads=8)
-    analysis = analyse(merge([one, dataclasses.replace(two, about=crowded, steps=longer)]))
+    crowded = dataclasses.replace(two.run_info, num_threads=8)
+    analysis = analyse(merge([one, dataclasses.replace(two, run_info=crowded, steps=longer)]))
     assert "rank 1, whose batches have 4 times as many samples as those of the others" in analysis.verdict.sentence
     assert analysis.advice[0].what == "Give each rank as many samples"
     assert not any("thread" in advice.what for advice in analysis.advice)
@@ -214,7 +214,7 @@ def test_pauses_of_a_few_steps_do_not_hide_what_the_others_do(late: int | None) 
     """Rank 1, or each rank, evaluates for 4 s before steps 25, 50 and 75."""
     traces = simulate(4, 80, noise=0.01, **QUICK)
     delays = {"by_ns": 4_000 * MS, "each": 25, "part": Recorded.INPUT}
-    analysis = analyse(merge([delayed_rank(trace, late in (trace.about.rank, None), **delays) for trace in traces]))
+    analysis = analyse(merge([delayed_rank(trace, late in (trace.run_info.rank, None), **delays) for trace in traces]))
     assert (analysis.verdict.kind, analysis.verdict.rank, analysis.verdict.detail) == ("input", late, "pauses")
     assert analysis.verdict.share == pytest.approx(12 / (12 + 77 * 0.1024), abs=0.01)
     who = "each rank" if late is None else "rank 1"
@@ -228,7 +228,7 @@ def delayed(
     traces: list[RankTrace], late: int, by_ms: int, each: int, part: Recorded = Recorded.INPUT
 ) -> list[RankTrace]:
     """The same job, but that one rank takes longer in each n-th step, and so the others wait for the rank."""
-    return [delayed_rank(trace, trace.about.rank == late, by_ms * MS, each, part) for trace in traces]
+    return [delayed_rank(trace, trace.run_info.rank == late, by_ms * MS, each, part) for trace in traces]
 
 
 def delayed_rank(trace: RankTrace, is_late: bool, by_ns: int, each: int, part: Recorded) -> RankTrace:
@@ -263,7 +263,7 @@ def delayed_rank(trace: RankTrace, is_late: bool, by_ns: int, each: int, part: R
     return dataclasses.replace(trace, steps=tuple(steps))
 
 
-def one_step(num_steps: int = 12, about: RunInfo | None = None, **buckets: Any) -> list[RankTrace]:
+def one_step(num_steps: int = 12, run_info: RunInfo | None = None, **buckets: Any) -> list[RankTrace]:
     """Two ranks with steps of 100 ms: backward from 20 to 60, exposed until 90. Times of buckets are given in ms."""
     traces = []
     for rank in (0, 1):
@@ -287,7 +287,7 @@ def one_step(num_steps: int = 12, about: RunInfo | None = None, **buckets: Any) 
             ]
             stall = round(buckets.get("stall_ms", [0, 0])[rank] * MS)
             steps.append(StepRecord(number, ns(0), ns(100), 8, stall, 0, tuple(parts), tuple(records)))
-        who = about or RunInfo(algorithm="ring", overlap="thread", size=2, local_size=1)
+        who = run_info or RunInfo(algorithm="ring", overlap="thread", size=2, local_size=1)
         traces.append(RankTrace(dataclasses.replace(who, rank=rank), tuple(steps)))
     return traces
 
@@ -314,8 +314,8 @@ def test_a_bandwidth_is_told_only_if_it_explains_the_cost() -> None:
 
 def test_buckets_that_block_backward_make_ranks_wait_for_each_other_in_turns() -> None:
     """With overlap="inline" between hosts: in bucket 0, rank 0 waits for rank 1; in bucket 1, rank 1 for rank 0."""
-    about = RunInfo(algorithm="ring", overlap="inline", size=2, local_size=1)
-    steps = one_step(about=about, of_ranks=[[(30, 40), (60, 65)], [(38, 40), (53, 65)]], stall_ms=[10, 2])
+    run_info = RunInfo(algorithm="ring", overlap="inline", size=2, local_size=1)
+    steps = one_step(run_info=run_info, of_ranks=[[(30, 40), (60, 65)], [(38, 40), (53, 65)]], stall_ms=[10, 2])
     analysis = analyse(merge(steps))
     waits = {(wait.waiting, wait.awaited): wait.mean_ms for wait in analysis.waits}
     assert waits == {(0, 1): pytest.approx(8), (1, 0): pytest.approx(7)}
@@ -324,8 +324,8 @@ def test_buckets_that_block_backward_make_ranks_wait_for_each_other_in_turns() -
 
 def test_within_a_host_standstill_says_how_fast_memory_is() -> None:
     """Each rank stands still for 10 ms in backward and 30 ms after, while 20 MB are reduced."""
-    about = RunInfo(algorithm="direct", size=2, local_size=2)
-    traces = one_step(about=about, of_ranks=[[(25, 89), (60, 90)], [(25, 89), (60, 90)]], stall_ms=[10, 10])
+    run_info = RunInfo(algorithm="direct", size=2, local_size=2)
+    traces = one_step(run_info=run_info, of_ranks=[[(25, 89), (60, 90)], [(25, 89), (60, 90)]], stall_ms=[10, 10])
     analysis = analyse(merge(traces))
     assert analysis.network is not None
     assert analysis.network.gigabytes_per_s == pytest.approx(0.5)
@@ -344,8 +344,8 @@ def test_a_parameter_for_which_its_bucket_waits_is_named() -> None:
     """The gradients of bucket 0 are ready at 25 % of backward, but for that of a tied embedding, at the end."""
     names = ("head", "embedding", "body")
     parameters = tuple(ParameterRecord(name, 10_000_000, i) for name, i in zip(names, (0, 0, 1), strict=True))
-    about = RunInfo(algorithm="ring", overlap="thread", size=2, local_size=1, parameters=parameters)
-    traces = one_step(about=about, of_ranks=[[(60, 75), (60, 90)]] * 2)
+    run_info = RunInfo(algorithm="ring", overlap="thread", size=2, local_size=1, parameters=parameters)
+    traces = one_step(run_info=run_info, of_ranks=[[(60, 75), (60, 90)]] * 2)
     arrivals = Arrivals(0, 40 * MS, (10 * MS, 40 * MS, 20 * MS))
     analysis = analyse(merge([dataclasses.replace(trace, arrivals=(arrivals,)) for trace in traces]))
     (late,) = analysis.late_parameters
@@ -355,8 +355,10 @@ def test_a_parameter_for_which_its_bucket_waits_is_named() -> None:
 
 
 def test_a_model_compiled_as_a_whole_shows_what_is_exposed_and_why() -> None:
-    about = RunInfo(algorithm="ring", overlap="thread", size=2, local_size=1, finding="all gradients arrive together")
-    traces = one_step(about=about, of_ranks=[[(60, 90), (60, 120)]] * 2)
+    run_info = RunInfo(
+        algorithm="ring", overlap="thread", size=2, local_size=1, finding="all gradients arrive together"
+    )
+    traces = one_step(run_info=run_info, of_ranks=[[(60, 90), (60, 120)]] * 2)
     analysis = analyse(merge(traces))
     assert "All gradients arrive together." in analysis.problems
     assert analysis.verdict.kind == "communication"
@@ -414,8 +416,8 @@ def of_gan(num_steps: int = 60, **of_generator: Any) -> list[RankTrace]:
     discriminator, generator = simulate(2, num_steps, **QUICK), simulate(2, num_steps, **{**QUICK, **of_generator})
     traces = []
     for d, g in zip(discriminator, generator, strict=True):
-        others = (OptimizerRecord(g.about.bucket_bytes[:1], (ParameterRecord("generator.weight", 120_000_000, 0),)),)
-        of_d = d.about.bucket_bytes
+        others = (OptimizerRecord(g.run_info.bucket_bytes[:1], (ParameterRecord("generator.weight", 120_000_000, 0),)),)
+        of_d = d.run_info.bucket_bytes
         steps = []
         for number, step in enumerate(d.steps):
             if number % 3 == 2:
@@ -423,7 +425,9 @@ def of_gan(num_steps: int = 60, **of_generator: Any) -> list[RankTrace]:
                 first = [dataclasses.replace(step.buckets[0], index=i, num_bytes=size) for i, size in enumerate(of_d)]
                 step = dataclasses.replace(step, buckets=(*first, step.buckets[0]))
             steps.append(step)
-        traces.append(dataclasses.replace(d, about=dataclasses.replace(d.about, others=others), steps=tuple(steps)))
+        traces.append(
+            dataclasses.replace(d, run_info=dataclasses.replace(d.run_info, others=others), steps=tuple(steps))
+        )
     return traces
 
 

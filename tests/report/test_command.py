@@ -199,7 +199,7 @@ def test_arrows_and_a_track_show_how_buckets_travel(folder: Path) -> None:
 
 def test_a_host_name_is_no_formula(tmp_path: Path) -> None:
     (trace,) = simulate(1, 2)
-    write(tmp_path, dataclasses.replace(trace, about=dataclasses.replace(trace.about, host="=HYPERLINK(1)")))
+    write(tmp_path, dataclasses.replace(trace, run_info=dataclasses.replace(trace.run_info, host="=HYPERLINK(1)")))
     assert main(["report", str(tmp_path), "--no-html", "--csv", str(tmp_path / "table.csv")]) == 0
     assert "0,0,'=HYPERLINK(1)," in (tmp_path / "table.csv").read_text()
 

@@ -109,7 +109,7 @@ def _steps(model: nn.Module, optimizer: Any, samples: torch.Tensor, num_steps: i
         optimizer.step()
     trace = decoded(*recorder_of(world_module.default_world()).trace())
     # The process has run other tests before: it says nothing about how long a start takes.
-    return dataclasses.replace(trace, about=dataclasses.replace(trace.about, process_began=0))
+    return dataclasses.replace(trace, run_info=dataclasses.replace(trace.run_info, process_began=0))
 
 
 def _analysis(fault: str, num_steps: int = _STEPS, **options: Any) -> Analysis:

@@ -20,15 +20,15 @@ def write_all(folder: Path, traces: list[RankTrace]) -> Path:
     return folder
 
 
-def about(trace: RankTrace, **changes: object) -> RankTrace:
-    return dataclasses.replace(trace, about=dataclasses.replace(trace.about, **changes))
+def run_info(trace: RankTrace, **changes: object) -> RankTrace:
+    return dataclasses.replace(trace, run_info=dataclasses.replace(trace.run_info, **changes))
 
 
 def test_clocks_that_are_5_seconds_apart_are_aligned() -> None:
     there = merge(simulate(4, 12, skew_ms=[0, 0, 5000, 5000], ranks_per_host=2))
     here = merge(simulate(4, 12, ranks_per_host=2, skew_ms=[0] * 4))
     assert there.steps == here.steps
-    assert [trace.about.wrapped for trace in there.traces] == [trace.about.wrapped for trace in here.traces]
+    assert [trace.run_info.wrapped for trace in there.traces] == [trace.run_info.wrapped for trace in here.traces]
     assert there.clock_error_ms == 0.05  # that of the simulation
     assert merge(simulate(2, 3)).clock_error_ms == 0
 
@@ -60,7 +60,7 @@ def test_hosts_whose_clocks_were_not_compared_are_aligned_where_reductions_end()
 def test_steps_are_matched_by_number() -> None:
     first, second, third = simulate(3, 30)
     job = merge([shifted(third, 12), first, dataclasses.replace(second, steps=second.steps[:25])])
-    assert [trace.about.rank for trace in job.traces] == [0, 1, 2]
+    assert [trace.run_info.rank for trace in job.traces] == [0, 1, 2]
     assert [[step.number for step in row] for row in job.steps] == [[number] * 3 for number in range(12, 25)]
     assert job.problems == ()
 
@@ -69,7 +69,7 @@ def test_a_rank_without_common_steps_is_left_out() -> None:
     first, second, third = simulate(3, 30)
     late = shifted(second, 20)
     job = merge([dataclasses.replace(first, steps=first.steps[:10]), late, dataclasses.replace(third, steps=())])
-    assert [trace.about.rank for trace in job.traces] == [0]
+    assert [trace.run_info.rank for trace in job.traces] == [0]
     assert "Rank 1 has steps 20 to 29, of which the other ranks have none" in job.problems[0]
     assert job.problems[1] == "Rank 2 has written down no step. It is left out."
 
@@ -79,7 +79,7 @@ def test_a_torn_file_and_a_missing_rank_are_named_and_the_rest_is_shown(tmp_path
     path_of(tmp_path, 1).write_bytes(path_of(tmp_path, 1).read_bytes()[:500])
     path_of(tmp_path, 2).unlink()
     job = load(tmp_path)
-    assert [trace.about.rank for trace in job.traces] == [0, 3]
+    assert [trace.run_info.rank for trace in job.traces] == [0, 3]
     assert len(job.steps) == 20
     assert "rank-00001.npz is torn" in job.problems[0]
     assert job.problems[1] == (
@@ -90,7 +90,7 @@ def test_a_torn_file_and_a_missing_rank_are_named_and_the_rest_is_shown(tmp_path
 
 def test_an_error_that_ended_a_rank_is_quoted() -> None:
     first, second = simulate(2, 5)
-    job = merge([about(first, ended_by="SIGUSR1"), about(second, ended_by="PeerLostError: rank 0 died")])
+    job = merge([run_info(first, ended_by="SIGUSR1"), run_info(second, ended_by="PeerLostError: rank 0 died")])
     assert job.problems == ('Rank 1 ended with an error: "PeerLostError: rank 0 died".',)
     assert job.ended_badly == job.problems[0]
     assert merge([first, second]).ended_badly == ""
@@ -99,18 +99,18 @@ def test_an_error_that_ended_a_rank_is_quoted() -> None:
 def test_files_of_an_earlier_job_are_left_out() -> None:
     now, earlier = simulate(2, 5), simulate(4, 5)
     job = merge([*now, earlier[3]])
-    assert [trace.about.rank for trace in job.traces] == [0, 1]
+    assert [trace.run_info.rank for trace in job.traces] == [0, 1]
     assert "do not agree how many they are (ranks 0, 1: 2; rank 3: 4)" in job.problems[0]
-    one_each = [about(now[0], written_at=2.0), about(earlier[1], written_at=1.0)]
+    one_each = [run_info(now[0], written_at=2.0), run_info(earlier[1], written_at=1.0)]
     assert merge(one_each).size == 2
 
 
 def test_a_file_of_an_earlier_run_of_the_same_size_is_left_out() -> None:
     """Rank 1 of the second run was killed. Its file is that of the first run, a minute before."""
     earlier, now = simulate(3, 20), simulate(3, 20, skew_ms=[60_000] * 3)
-    first, _, third = (about(dataclasses.replace(trace, clock=()), written_at=70.0) for trace in now)
-    job = merge([first, about(earlier[1], written_at=10.0), third])
-    assert [trace.about.rank for trace in job.traces] == [0, 2]
+    first, _, third = (run_info(dataclasses.replace(trace, clock=()), written_at=70.0) for trace in now)
+    job = merge([first, run_info(earlier[1], written_at=10.0), third])
+    assert [trace.run_info.rank for trace in job.traces] == [0, 2]
     assert job.problems == (
         "The file of rank 1 is left over from another run: rank 0 made the same steps at another time.",
         "Rank 1 of 3 has no trace that can be used. Waiting for it counts as communication.",
@@ -118,25 +118,25 @@ def test_a_file_of_an_earlier_run_of_the_same_size_is_left_out() -> None:
 
 
 def test_a_killed_rank_has_the_steps_that_it_wrote_last(tmp_path: Path) -> None:
-    first, second, third = (about(trace, written_at=10.0) for trace in simulate(3, 60))
-    for trace in (first, about(second, ended_by="SIGUSR1"), third):
+    first, second, third = (run_info(trace, written_at=10.0) for trace in simulate(3, 60))
+    for trace in (first, run_info(second, ended_by="SIGUSR1"), third):
         write(tmp_path, trace)
     for trace in (second, third):  # that of rank 1 has fewer steps than its trace, that of rank 2 is newer
-        newest = about(dataclasses.replace(trace, steps=trace.steps[40:]), ended_by="", written_at=11.0)
+        newest = run_info(dataclasses.replace(trace, steps=trace.steps[40:]), ended_by="", written_at=11.0)
         write(tmp_path, newest, live_path_of)
     job = load(tmp_path)
     assert [len(trace.steps) for trace in job.traces] == [60, 60, 20]
     assert job.problems == ("Rank 2 was killed, or still runs. Of its steps, only 20 are known.",)
     assert job.ended_badly == "Rank 2 was killed, or still runs."
-    nameless = about(third, ended_by="", written_at=11.0, parameters=(), rank=0)
+    nameless = run_info(third, ended_by="", written_at=11.0, parameters=(), rank=0)
     write(tmp_path, nameless, live_path_of)
     job = load(tmp_path)
-    assert job.traces[0].about.parameters == first.about.parameters != ()  # which another rank has, too
+    assert job.traces[0].run_info.parameters == first.run_info.parameters != ()  # which another rank has, too
     assert job.problems == ("Ranks 0, 2 were killed, or still run. Of their steps, only 60 are known.",)
     live_path_of(tmp_path, 0).unlink()
-    next_run = about(second, ended_by="", written_at=12.0, pid=second.about.pid + 1)
+    next_run = run_info(second, ended_by="", written_at=12.0, pid=second.run_info.pid + 1)
     write(tmp_path, next_run, live_path_of)
-    assert load(tmp_path).traces[1].about.pid == second.about.pid + 1, "that of SIGUSR1 is of an earlier run"
+    assert load(tmp_path).traces[1].run_info.pid == second.run_info.pid + 1, "that of SIGUSR1 is of an earlier run"
     for rank in range(3):
         path_of(tmp_path, rank).unlink()
     job = load(tmp_path)

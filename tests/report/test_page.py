@@ -158,11 +158,11 @@ def test_people_who_cannot_see_it_find_their_way(page: str) -> None:
 def test_text_of_users_is_only_text() -> None:
     traces = late_data()
     parameters = [
-        dataclasses.replace(each, name=f"</script>{BAD}{i}") for i, each in enumerate(traces[0].about.parameters)
+        dataclasses.replace(each, name=f"</script>{BAD}{i}") for i, each in enumerate(traces[0].run_info.parameters)
     ]
     for i, trace in enumerate(traces):
-        about = dataclasses.replace(
-            trace.about,
+        run_info = dataclasses.replace(
+            trace.run_info,
             host=BAD,
             parameters=tuple(parameters),
             algorithm=BAD,
@@ -170,7 +170,7 @@ def test_text_of_users_is_only_text() -> None:
             options={BAD: BAD},
             versions={BAD: BAD},
         )
-        traces[i] = dataclasses.replace(trace, about=about)
+        traces[i] = dataclasses.replace(trace, run_info=run_info)
     analysis = dataclasses.replace(analyse(merge(traces)), problems=(BAD,))
     page = without_plotly(page_of(analysis))
     assert "<img" not in page

@@ -92,7 +92,7 @@ def test_buckets_of_one_rank_are_laid_out_as_between_hosts() -> None:
     mib = 1 << 20
     (trace,) = simulated(1, bucket_mb=[], noise=0.0)
     parameters = tuple(ParameterRecord(str(i), 6 * mib, -1) for i in range(10))
-    alone = dataclasses.replace(trace, about=dataclasses.replace(trace.about, parameters=parameters, options={}))
+    alone = dataclasses.replace(trace, run_info=dataclasses.replace(trace.run_info, parameters=parameters, options={}))
     assert layout_between_hosts(merge([alone])) == (
         (6 * mib, *[12 * mib] * 4, 6 * mib),
         pytest.approx((0.1, 0.3, 0.5, 0.7, 0.9, 1.0)),
@@ -106,8 +106,8 @@ def test_a_gradient_that_never_comes_waits_for_the_end() -> None:
     (trace,) = simulated(1, bucket_mb=[])
     parameters = tuple(ParameterRecord(str(i), MB, 0) for i in range(3))
     arrivals = (Arrivals(5, 60 * MS, (30 * MS, 6 * MS, -1)), Arrivals(6, 60 * MS, (42 * MS, 6 * MS, -1)))
-    about = dataclasses.replace(trace.about, parameters=parameters)
-    job = merge([dataclasses.replace(trace, about=about, arrivals=arrivals)])
+    run_info = dataclasses.replace(trace.run_info, parameters=parameters)
+    job = merge([dataclasses.replace(trace, run_info=run_info, arrivals=arrivals)])
     assert ready_shares(job) == pytest.approx([0.6, 0.1, np.nan], nan_ok=True)
     assert layout_with(job, 1.5 * MB, 1.0) == (pytest.approx((1.0 * MB, 0.5 * MB)), pytest.approx((0.6, 1.0)))
 
@@ -117,8 +117,8 @@ def layers(num_bytes: list[int], dtypes: tuple[str, ...] = ("float32",)) -> Job:
     (trace,) = simulated(1, bucket_mb=[])
     records = tuple(ParameterRecord(f"layer{i}", each, 0, dtypes[i % len(dtypes)]) for i, each in enumerate(num_bytes))
     ready = tuple(60 * MS * (len(records) - i) // len(records) for i in range(len(records)))
-    facts = dataclasses.replace(trace.about, parameters=records)
-    return merge([dataclasses.replace(trace, about=facts, arrivals=(Arrivals(5, 60 * MS, ready),))])
+    facts = dataclasses.replace(trace.run_info, parameters=records)
+    return merge([dataclasses.replace(trace, run_info=facts, arrivals=(Arrivals(5, 60 * MS, ready),))])
 
 
 @pytest.mark.parametrize("bucket_mb", [1, 10, 25, 100])
@@ -158,7 +158,7 @@ def test_layers_of_20_mib_make_buckets_of_40() -> None:
 
 
 @pytest.mark.parametrize(
-    ("about", "expected"),
+    ("run_info", "expected"),
     [
         ({"size": 2, "local_size": 2}, 25),
         ({"size": 4, "local_size": 2}, 12),
@@ -169,8 +169,8 @@ def test_layers_of_20_mib_make_buckets_of_40() -> None:
         ({"size": 4, "local_size": 4, "options": {"bucket_mb": "3.5"}}, 3.5),
     ],
 )
-def test_the_default_size_of_a_bucket_is_that_of_wrap(about: dict[str, Any], expected: float) -> None:
-    assert nominal_bytes(RunInfo(**about)) == expected * 2**20
+def test_the_default_size_of_a_bucket_is_that_of_wrap(run_info: dict[str, Any], expected: float) -> None:
+    assert nominal_bytes(RunInfo(**run_info)) == expected * 2**20
 
 
 def test_the_example_of_exposed_communication() -> None:
@@ -298,12 +298,12 @@ def test_advice_is_what_a_simulation_with_the_change_shows() -> None:
         assert each.predicted_ms == pytest.approx(late.step.mean * (1 - each.saves_share))
 
 
-def changed(traces: list[RankTrace], about: dict[str, Any], **of_steps: int) -> list[RankTrace]:
+def changed(traces: list[RankTrace], run_info: dict[str, Any], **of_steps: int) -> list[RankTrace]:
     """The same traces, with other facts about the job and about each step."""
     return [
         dataclasses.replace(
             trace,
-            about=dataclasses.replace(trace.about, **about),
+            run_info=dataclasses.replace(trace.run_info, **run_info),
             steps=tuple(dataclasses.replace(step, **of_steps) for step in trace.steps),
         )
         for trace in traces
@@ -316,8 +316,8 @@ def loading(
     """Two ranks that load a batch for so long, and then compute for 7 ms longer than forward takes."""
     options = {"forward_ms": forward_ms, "backward_ms": 6.0, "between_ms": 0.5, "optimizer_ms": 0.5, "noise": 0.0}
     traces = simulate(2, 20, input_ms=loading_ms, loading_ms=loading_ms, bucket_mb=(0.001,), latency_ms=0.0, **options)
-    about = {"num_cores": num_cores, "num_threads": threads}
-    return analyse(merge(changed(traces, about, num_workers=workers, loading_cpu_ns=round(cpu_ms * MS))))
+    run_info = {"num_cores": num_cores, "num_threads": threads}
+    return analyse(merge(changed(traces, run_info, num_workers=workers, loading_cpu_ns=round(cpu_ms * MS))))
 
 
 @pytest.mark.parametrize(
@@ -361,8 +361,8 @@ def test_loading_without_a_data_loader_is_taken_to_need_cores() -> None:
 def test_what_is_in_use_is_not_advised() -> None:
     def with_options(**changes: str) -> set[str]:
         traces = simulated(4, ranks_per_host=2, bucket_mb=[1, 25, 25], num_steps=10)
-        about = dataclasses.replace(traces[0].about, **({"options": changes} if changes else {}))
-        return {*advice_of(analyse(merge([dataclasses.replace(traces[0], about=about), *traces[1:]])))}
+        run_info = dataclasses.replace(traces[0].run_info, **({"options": changes} if changes else {}))
+        return {*advice_of(analyse(merge([dataclasses.replace(traces[0], run_info=run_info), *traces[1:]])))}
 
     usual = with_options()
     assert usual >= {"Send gradients in 16 bits", "Reduce within each host first"}
@@ -381,7 +381,8 @@ def test_a_job_that_is_well_gets_no_advice() -> None:
 def test_ranks_that_share_too_few_cores(num_threads: int, what: str | None) -> None:
     traces = simulate(4, 30, noise=0.25, gigabytes_per_s=100)
     crowded = [
-        dataclasses.replace(trace, about=dataclasses.replace(trace.about, num_threads=num_threads)) for trace in traces
+        dataclasses.replace(trace, run_info=dataclasses.replace(trace.run_info, num_threads=num_threads))
+        for trace in traces
     ]
     assert (what in advice_of(analyse(merge(crowded)))) == (what is not None)
 
@@ -514,9 +515,9 @@ def test_larger_buckets_are_advised_for_many_small_ones() -> None:
 def test_arrivals_say_when_buckets_of_one_rank_are_ready() -> None:
     (trace,) = simulated(1, bucket_mb=[])
     parameters = (ParameterRecord("a", 25 * MB, 1), ParameterRecord("b", 1 * MB, 0), ParameterRecord("c", 25 * MB, 1))
-    about = dataclasses.replace(trace.about, parameters=parameters, bucket_bytes=(1 * MB, 50 * MB))
+    run_info = dataclasses.replace(trace.run_info, parameters=parameters, bucket_bytes=(1 * MB, 50 * MB))
     arrivals = (Arrivals(5, 60 * MS, (30 * MS, 6 * MS, 15 * MS)),)
-    traced = dataclasses.replace(trace, about=about, arrivals=arrivals)
+    traced = dataclasses.replace(trace, run_info=run_info, arrivals=arrivals)
     # 50 MB leave in the middle of a backward of 60 ms, and take 40 ms: 10 ms are exposed, and two latencies.
     (prediction, *_) = analyse(merge([traced]), Network(0.1, 1.25)).predictions
     assert prediction.exposed_ms == pytest.approx(10.2, rel=0.05)

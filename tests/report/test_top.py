@@ -23,8 +23,8 @@ from torchring.report.show.top import Picture
 
 def write_live(folder: Path, traces: Sequence[RankTrace], age: float = 0.0) -> None:
     for trace in traces:
-        about = dataclasses.replace(trace.about, ended_by="", written_at=time.time() - age)
-        write(folder, dataclasses.replace(trace, about=about), live_path_of)
+        run_info = dataclasses.replace(trace.run_info, ended_by="", written_at=time.time() - age)
+        write(folder, dataclasses.replace(trace, run_info=run_info), live_path_of)
 
 
 def test_a_job_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,8 +53,8 @@ def test_a_killed_rank_leaves_its_last_steps_behind(tmp_path: Path) -> None:
     survivor, killed = simulate(2, 50)
     write_live(tmp_path, [survivor, killed], age=5)
     for ended_by, is_over in (("SIGUSR1", False), ("rank 1 is gone", True)):
-        about = dataclasses.replace(survivor.about, ended_by=ended_by, written_at=time.time() - 4)
-        write(tmp_path, dataclasses.replace(survivor, about=about))
+        run_info = dataclasses.replace(survivor.run_info, ended_by=ended_by, written_at=time.time() - 4)
+        write(tmp_path, dataclasses.replace(survivor, run_info=run_info))
         assert top.look(tmp_path).is_over is is_over
 
 
@@ -82,8 +82,8 @@ def test_it_ends_with_the_job(
         stage = next(stages)
         stage()
         if not live_path_of(tmp_path, 0).exists():
-            about = dataclasses.replace(error.about, ended_by="rank 1 is gone")
-            write(tmp_path, dataclasses.replace(error, about=about))
+            run_info = dataclasses.replace(error.run_info, ended_by="rank 1 is gone")
+            write(tmp_path, dataclasses.replace(error, run_info=run_info))
             write(tmp_path, other)
 
     monkeypatch.setattr(time, "sleep", sleep)

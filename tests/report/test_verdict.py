@@ -282,7 +282,7 @@ def test_few_steps_give_facts_only(num_steps: int) -> None:
     assert "too few for advice and predictions" in analysis.problems[0]
     assert "So few steps do not tell." in plain(analysis)
     unseen = [  # as in each first step
-        dataclasses.replace(trace, about=dataclasses.replace(trace.about, options={"model": "given"}))
+        dataclasses.replace(trace, run_info=dataclasses.replace(trace.run_info, options={"model": "given"}))
         for trace in simulate(**{**BASE, "forward_ms": 0, "num_steps": num_steps})
     ]
     problems = analyse(merge(unseen)).problems
@@ -292,7 +292,7 @@ def test_few_steps_give_facts_only(num_steps: int) -> None:
 def test_how_a_job_ended_comes_first() -> None:
     first, second = simulate(**BASE)
     crashed = [
-        dataclasses.replace(trace, about=dataclasses.replace(trace.about, ended_by=ended_by))
+        dataclasses.replace(trace, run_info=dataclasses.replace(trace.run_info, ended_by=ended_by))
         for trace, ended_by in ((first, "rank 1 has ended"), (second, "RuntimeError: injected"))
     ]
     verdict = analyse(merge(crashed)).verdict

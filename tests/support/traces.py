@@ -124,7 +124,7 @@ def simulate(
     traces = []
     names = [f"layer{i}.weight" for i in reversed(range(len(bucket_mb)))]
     for rank in range(num_ranks):
-        about = RunInfo(
+        run_info = RunInfo(
             rank=rank,
             size=num_ranks,
             local_rank=rank % per_host,
@@ -150,7 +150,7 @@ def simulate(
         backward = first.ns_in(Phase.BACKWARD)
         arrivals = (Arrivals(0, backward, tuple(round(backward * part) for part in fractions)),)
         clock = () if skew_ms is None else (ClockOffset(first.begin, skews[rank], 0 if rank < per_host else MS // 20),)
-        traces.append(RankTrace(about, tuple(steps[rank]), 0, arrivals, clock))
+        traces.append(RankTrace(run_info, tuple(steps[rank]), 0, arrivals, clock))
     return traces
 
 
@@ -174,4 +174,4 @@ def decoded(trace: RankTrace, rows: Sequence[Sequence[int]]) -> RankTrace:
 
 def write(folder: Path, trace: RankTrace, path_of: Callable[[Path, int], Path] = files.path_of) -> Path:
     """Write a trace as its rank does at the end, or with `live_path_of` while it trains."""
-    return files.write(path_of(folder, trace.about.rank), trace, [encode(step) for step in trace.steps])
+    return files.write(path_of(folder, trace.run_info.rank), trace, [encode(step) for step in trace.steps])

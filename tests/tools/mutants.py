@@ -87,12 +87,9 @@ TESTS = {
         "allreduce/device/test_device allreduce/device/test_device_faults allreduce/device/test_on_device",
         "not (test_contract or allreduce) or stats_say or a_round or broken_off or told_to_all_ranks",
     ),
-    "torchring/gradients/control.py": (
-        "gradients/test_plan gradients/test_bucket gradients/participants/test_weights",
-        "",
-    ),
     "torchring/gradients/round.py": (
-        "gradients/test_launcher gradients/test_hooks allreduce/device/test_on_device",
+        "gradients/test_plan gradients/test_bucket gradients/test_launcher gradients/test_hooks "
+        "gradients/participants/test_weights allreduce/device/test_on_device",
         "not test_on_device or torchring_leaves_out",
     ),
     "torchring/joining.py": ("test_joining", ""),

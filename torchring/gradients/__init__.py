@@ -2,16 +2,15 @@
 
 The way of a gradient, in reading order:
 
-    hooks.py        autograd has accumulated a gradient, and calls the gradient's hook
+    hooks.py        autograd has accumulated a gradient, and calls the gradient's hook; backward() is about to return
     reducer.py      the first gradient of a backward: does it reduce? Begins a round, which `round.py` describes
     launcher.py     finds the gradient's bucket, and launches full buckets in plan order
     bucket.py       counts and packs gradients, and gives them back reduced
     packing.py      copies gradients to the wire buffer, and back
     views.py        the tensors in the wire buffer that a script sees as `.grad`
     ledger.py       what is known about each `.grad`
-    backward.py     backward() is about to return
     group.py        finishes the reducers of all optimizers that the backward has reached
-    agreement.py    what all ranks know at the end of a round: used parameters, NaN, control bits (`control.py`)
+    agreement.py    what all ranks know at the end of a round: used parameters, NaN, control bits
     layout.py       lays the buckets out anew, if that is due
 
 Everything else that takes part in a round is a participant, in `participants/`: weights, sparse gradients, buffers, the
@@ -19,5 +18,5 @@ check that ranks hold the same parameters, tuning, recording, and elastic jobs. 
 name, and the reducer calls it at fixed points of the round: see `round.Participant`. To add a feature, add a file there
 and a line in `Reducer`.
 
-Decided beforehand, as data: `plan.py`. In a world of one rank: `alone.py`.
+Decided beforehand, as data: `plan.py`. In a world of one rank: `local.py`.
 """

@@ -29,11 +29,9 @@ from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire, OnStrea
 from torchring.allreduce.device.watchdog import has_come
 from torchring.collectives.service import internal_collectives_of
 from torchring.gradients.bucket import Bucket
-from torchring.gradients.control import ControlFields
-from torchring.gradients.packing import DevicePacking, HostPacking, Packing, slots_of
+from torchring.gradients.packing import DevicePacking, HostPacking, Packing, UnreadGradients, slots_of
 from torchring.gradients.plan import BucketPlan, ParameterSpec, Plan
-from torchring.gradients.round import NonFiniteGradient, RoundState
-from torchring.gradients.unread import UnreadGradients
+from torchring.gradients.round import ControlFields, NonFiniteGradient, RoundState
 from torchring.kernels import ChunkTable
 from torchring.memory.heap import give_back, keep_freed
 from torchring.world import World
@@ -109,7 +107,7 @@ class Agreement(Protocol):
     def poll(self) -> None:
         """Take in what a device has finished since. Raises what has ended the mover."""
 
-    def settle(self) -> None:
+    def wait_for_device(self) -> None:
         """Wait until a device has finished all rounds. The buckets are about to be replaced."""
 
 
@@ -163,7 +161,7 @@ class HostAgreement:
 
     def poll(self) -> None: ...
 
-    def settle(self) -> None: ...
+    def wait_for_device(self) -> None: ...
 
 
 class _Opened(NamedTuple):
@@ -302,7 +300,7 @@ class DeviceAgreement:
         self._mover.check()
         self._take_finished()
 
-    def settle(self) -> None:
+    def wait_for_device(self) -> None:
         self._mover.accelerator.synchronize()
         self._take_finished()
         self._opened = []

@@ -19,11 +19,10 @@ import torch
 
 from torchring.allreduce import NonFinite, Wire
 from torchring.errors import GradientError
-from torchring.gradients.control import ControlSums
 from torchring.gradients.ledger import LOCAL, GradientLedger, GradientStatus, grad_of
 from torchring.gradients.packing import HostPacking, Packing
 from torchring.gradients.plan import BucketPlan, ParameterSpec, Slot
-from torchring.gradients.round import RoundState
+from torchring.gradients.round import ControlSums, RoundState
 from torchring.gradients.views import as_real, gradient_view, move_out, referenced, referenced_beside_grad, storage_of
 
 # A gradient of this size or more is copied the moment it arrives: it is still in cache, and its memory goes straight
@@ -199,7 +198,7 @@ class Bucket:
                 if grad is self._views[slot]:
                     self._kept[slot] = grad.clone()
         if absent:
-            self._keep_apart(absent)
+            self._keep_for_copying_back(absent)
             left = [slot for slot in absent if self.parameters[slot].grad is not self._views[slot]]
             self._move_out_referenced(left, [self._views[slot] for slot in left])
             torch._foreach_zero_([self._views[slot] for slot in absent])
@@ -419,7 +418,7 @@ class Bucket:
             self.packing.pack(slots, self._reals(packed), views, self.round.factor)
             self._packed |= {slot: (grad, grad._version) for slot, grad in zip(slots, packed, strict=True)}
             return
-        self._keep_apart(slots)
+        self._keep_for_copying_back(slots)
         self._move_out_referenced(slots, views)
         try:
             factor = self.round.factor if self._is_asynchronous else 1.0
@@ -433,7 +432,7 @@ class Bucket:
                 raise
             raise self._mismatch(mismatch, str(error)) from error
 
-    def _keep_apart(self, slots: Sequence[int]) -> None:
+    def _keep_for_copying_back(self, slots: Sequence[int]) -> None:
         """Find the gradients that stay in `.grad` for now, and that the results may have to be copied back to."""
         for slot in (self._earlier | self._restrided).intersection(slots):
             parameter, spec = self.parameters[slot], self._specs[slot]

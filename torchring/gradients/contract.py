@@ -4,11 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from torchring.world import World
+
+
+@dataclass(frozen=True)
+class Stats:
+    """The cost of communication so far, on one rank.
+
+    Attributes:
+        algorithm: "direct", "ring", "hierarchical", "native" or "nvls"; "none" in a world of one rank.
+        reason: why this algorithm was chosen, as a sentence, with the times that "auto" has measured. Where torchring
+            tunes buckets or compression, also what it has decided, and why. If all gradients arrive together, as those
+            of a model that is compiled as a whole, a sentence says so.
+        overlap: "inline" or "thread"; on a GPU "inline" or "stream".
+        num_buckets: number of buckets in the current plan.
+        bytes_per_step: bytes that this rank contributes to one reduction, after compression.
+        num_reductions: number of reductions so far.
+        communication_ms: time in the last reduction during which some bucket was being reduced. Includes waiting for
+            other ranks. On a GPU: in the last reduction that the GPU has finished.
+        exposed_ms: the part of communication_ms during which `backward()` stood still.
+        mean_communication_ms: mean of communication_ms over all reductions but the first, in which ranks also
+            wait for each other to start.
+        mean_exposed_ms: mean of exposed_ms over the same reductions.
+        overlap_ratio: share of the communication that `backward()` hid, from 0 to 1, over the same reductions.
+        num_skipped_steps: number of steps that on_nonfinite="skip" has left out.
+    """
+
+    algorithm: str
+    reason: str
+    overlap: str
+    num_buckets: int
+    bytes_per_step: int
+    num_reductions: int
+    communication_ms: float
+    exposed_ms: float
+    mean_communication_ms: float
+    mean_exposed_ms: float
+    overlap_ratio: float
+    num_skipped_steps: int = 0
 
 
 class Sync(Protocol):
@@ -68,6 +106,9 @@ class Sync(Protocol):
         """The optimizer has made a step."""
 
     # Otherwise
+
+    def stats(self) -> Stats:
+        """The cost of communication so far."""
 
     def can_skip_alone(self) -> bool:
         """Whether this rank can decide alone to leave out a step."""

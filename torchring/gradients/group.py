@@ -12,7 +12,7 @@ import torch
 
 from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.errors import GradientError, in_step
-from torchring.gradients.backward import BackwardWatch
+from torchring.gradients.hooks import BackwardWatch
 from torchring.gradients.reducer import Members, Reducer
 from torchring.interruption import InterruptionGuard
 from torchring.observe.phases import EXPOSED

@@ -17,7 +17,6 @@ from torchring.allreduce.select import open_chosen, open_mover
 from torchring.collectives.service import internal_collectives_of
 from torchring.gradients.agreement import Agreement, DeviceAgreement, HostAgreement, Timing, wires_of
 from torchring.gradients.bucket import Bucket
-from torchring.gradients.control import ControlFields
 from torchring.gradients.launcher import Launcher
 from torchring.gradients.participants.buffers import SyncBuffers
 from torchring.gradients.plan import (
@@ -29,6 +28,7 @@ from torchring.gradients.plan import (
     shifted,
     wire_dtype,
 )
+from torchring.gradients.round import ControlFields
 from torchring.observe.flight_recorder.entries import Entry
 from torchring.world import World
 
@@ -186,7 +186,7 @@ class BucketLayout:
         """Collective, between rounds: go on with the buckets of `plan`."""
         if plan == self.current_plan:
             return
-        self.agreement.settle()
+        self.agreement.wait_for_device()
         for bucket in self.buckets:
             bucket.release()
         internal_collectives_of(self.world).barrier()  # memory is free when all ranks have let go of it

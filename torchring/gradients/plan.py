@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 import torch
 
-from torchring.gradients.control import ControlFields
+from torchring.gradients.round import ControlFields
 
 ALIGNMENT_BYTES: Final = 64  # of each parameter in its bucket: a cache line, and 128-bit accesses on a GPU
 FIRST_BUCKET_BYTES: Final = 1 << 20  # small, so that the link is busy early in backward

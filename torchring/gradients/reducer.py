@@ -20,10 +20,8 @@ from torchring.collectives.join import Join
 from torchring.collectives.service import Collectives, collectives_of, internal_collectives_of
 from torchring.dynamo import is_compiled_backward
 from torchring.errors import GradientError, in_step, with_way_out
-from torchring.gradients.backward import BackwardWatch
-from torchring.gradients.contract import Sync
-from torchring.gradients.control import ControlFields
-from torchring.gradients.hooks import attach_hooks, make_hook
+from torchring.gradients.contract import Stats, Sync
+from torchring.gradients.hooks import BackwardWatch, attach_hooks, make_hook
 from torchring.gradients.launcher import Launcher
 from torchring.gradients.layout import BucketLayout, Options
 from torchring.gradients.ledger import Ledger, OptimizerLedger
@@ -36,7 +34,7 @@ from torchring.gradients.participants.sparse import SparseReduction
 from torchring.gradients.participants.tuning.participant import open_tuning
 from torchring.gradients.participants.weighing import Weighing, unfrozen
 from torchring.gradients.plan import ParameterSpec, describe
-from torchring.gradients.round import NonFiniteGradient, Participant, RoundPhase, RoundState
+from torchring.gradients.round import ControlFields, NonFiniteGradient, Participant, RoundPhase, RoundState
 from torchring.interruption import InterruptionGuard
 from torchring.observe.phases import BACKWARD, BETWEEN, EXPOSED, INPUT, OPTIMIZER
 from torchring.observe.services import flight_recorder_of, recorder_of
@@ -273,6 +271,26 @@ class Reducer(Sync):
     def batch_weight(self) -> float | None:
         """The weight of the backward under way, or else of the one that comes. None if it has none."""
         return self.weighing.batch_weight(in_backward=self.in_backward)
+
+    def stats(self) -> Stats:
+        layout, timing = self.layout, self.layout.timing
+        layout.agreement.poll()
+        num_timed = max(timing.num_timed, 1)
+        hidden = timing.total_busy_ms - timing.total_exposed_ms
+        return Stats(
+            algorithm=layout.mover.algorithm,
+            reason="; ".join(filter(None, (layout.reason, layout.finding))),
+            overlap=layout.agreement.overlap,
+            num_buckets=len(layout.buckets),
+            bytes_per_step=layout.current_plan.num_bytes,
+            num_reductions=self.num_reductions,
+            communication_ms=timing.last_busy_ms,
+            exposed_ms=timing.last_exposed_ms,
+            mean_communication_ms=timing.total_busy_ms / num_timed,
+            mean_exposed_ms=timing.total_exposed_ms / num_timed,
+            overlap_ratio=max(0.0, hidden / timing.total_busy_ms) if timing.total_busy_ms else 0.0,
+            num_skipped_steps=self.num_skipped_steps,
+        )
 
     def extend(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._frozen += parameters

@@ -30,11 +30,9 @@ from torchring.allreduce.select import open_mover
 from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
 from torchring.gradients import agreement as agreement_module
 from torchring.gradients.agreement import DeviceAgreement, Timing, _first_finding
-from torchring.gradients.control import ControlFields
-from torchring.gradients.packing import DevicePacking, slots_of
+from torchring.gradients.packing import DevicePacking, UnreadGradients, slots_of
 from torchring.gradients.plan import ParameterSpec, build_plan
-from torchring.gradients.round import RoundState
-from torchring.gradients.unread import UnreadGradients
+from torchring.gradients.round import ControlFields, RoundState
 from torchring.kernels import ChunkTable
 from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
 from torchring.memory import cuda

@@ -6,9 +6,8 @@ import itertools
 
 import torch
 
-from torchring.gradients.control import ControlSums
 from torchring.gradients.participants import replicas
-from torchring.gradients.round import RoundState
+from torchring.gradients.round import ControlSums, RoundState
 
 
 class CountingCheck(replicas.ReplicaCheck):

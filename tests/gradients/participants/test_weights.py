@@ -19,8 +19,8 @@ from tests.support.training import TINY_MB, attempt, small_model, values
 from torchring.default_world import default_world
 from torchring.errors import GradientError
 from torchring.generation import Change
-from torchring.gradients.control import ControlFields, decode_number, encode_number
 from torchring.gradients.participants import weights
+from torchring.gradients.round import ControlFields, decode_number, encode_number
 
 _STEPS = 4
 

@@ -1,28 +1,37 @@
-"""Writes down an optimizer's rounds, in the recorder of its world: see `torchring.observe.recorder`."""
+"""Writes down the run and an optimizer's rounds, in the recorder of its world: see `torchring.observe.recorder`."""
 
 from __future__ import annotations
 
 import logging
+import os
+import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
+import torch
+
 from torchring.collectives.service import internal_collectives_of
+from torchring.dynamo import has_compiled
 from torchring.gradients.bucket import Bucket
-from torchring.gradients.bursts import BurstWatch
 from torchring.gradients.layout import BucketLayout
-from torchring.gradients.plan import ParameterSpec
 from torchring.gradients.round import Participant, RoundState
+from torchring.linux import host_name, process_began_ns
 from torchring.observe.phases import EXPOSED
 from torchring.observe.recorder import clocks
 from torchring.observe.recorder.records import Arrivals, OptimizerRecord, ParameterRecord, RunInfo
 from torchring.observe.services import recorder_of
+from torchring.releases import installed_version
 from torchring.world import World
 
 _MOST_EXPOSED: Final = 0.9  # of communication, where backward hides some
 _MOST_OPTIMIZERS: Final = 16  # that are kept in mind: a script may wrap one again and again
 _ROUNDS_BETWEEN_CLOCKS: Final = 500  # clocks drift by some microseconds a second
+_NUM_BURSTS: Final = 3  # backwards in a row
+# Share of a backward in which gradients arrive. It was 2 % for a model in one graph, and 49 % or more for others. Where
+# the end of forward is unknown, it is a share of all the time since the script began to wait for data.
+_LONGEST_BURST: Final = 0.10
 _logger: Final = logging.getLogger("torchring")
 
 
@@ -52,7 +61,8 @@ class RoundRecording(Participant):
             self._compare_clocks(current.number)
         self._note_plan()
         self._current, self._arrivals, self._packed_early_ns = current, None, 0
-        if has_arrivals(current.number) and current.mark_ready is None:
+        has_arrivals = 2 <= current.number < 6 or current.number % 64 == 63  # few, as writing them down takes time
+        if has_arrivals and current.mark_ready is None:
             self._arrivals = [-1] * len(self._layout.specs)
             current.mark_ready = self._mark_ready
 
@@ -95,8 +105,8 @@ class RoundRecording(Participant):
         self._bursts.note(ready, before_ns, is_forward_known=is_forward_known, hides=hides)
         if finding := self._bursts.finding:
             self._layout.finding = finding
-            if self._recorder.about is not None:
-                self._recorder.about = replace(self._recorder.about, finding=finding)
+            if self._recorder.run_info is not None:
+                self._recorder.run_info = replace(self._recorder.run_info, finding=finding)
             if self._world.rank == 0:
                 _logger.warning(finding)
 
@@ -110,50 +120,130 @@ class RoundRecording(Participant):
 
     def _note_plan(self) -> None:
         """Write down how the buckets are laid out, and why, if that has changed."""
-        layout, about = self._layout, self._recorder.about
+        layout, known = self._layout, self._recorder.run_info
         now = layout.buckets, layout.reason
-        if about is None or (now[0] is self._noted[0] and now[1] == self._noted[1]):
+        if known is None or (now[0] is self._noted[0] and now[1] == self._noted[1]):
             return
         self._noted = now
         sizes = tuple(bucket.plan.num_bytes for bucket in layout.buckets)
-        records = tuple(parameter_records(layout.buckets, layout.specs))
+        records = _parameter_records(layout)
         own = _sizes_by_name(records)
-        if _sizes_by_name(about.parameters) <= own:  # parameters may have been added
-            self._recorder.about = replace(about, reason=layout.reason, bucket_bytes=sizes, parameters=records)
+        if _sizes_by_name(known.parameters) <= own:  # parameters may have been added
+            self._recorder.run_info = replace(known, reason=layout.reason, bucket_bytes=sizes, parameters=records)
             return
         others = tuple(
             OptimizerRecord(sizes, records) if _sizes_by_name(other.parameters) <= own else other
-            for other in about.others
+            for other in known.others
         )
-        self._recorder.about = replace(about, others=others)
+        self._recorder.run_info = replace(known, others=others)
 
 
-def with_others(about: RunInfo, before: RunInfo | None) -> RunInfo:
-    """`about` of an optimizer that is wrapped now, and the optimizers that were wrapped before, the last one first."""
+def run_info(
+    world: World,
+    names: Mapping[torch.nn.Parameter, str],
+    options: Mapping[str, str],
+    layout: BucketLayout | None,
+    *,
+    wrapped_at: int,
+    before: RunInfo | None,
+) -> RunInfo:
+    """Describe this rank, and the optimizer that is wrapped now.
+
+    Args:
+        names: of its parameters.
+        layout: its buckets; None while it has none.
+        before: describes the optimizers that were wrapped before.
+    """
+    devices = {parameter.device for parameter in names}
+    device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
+    found = RunInfo(
+        rank=world.rank,
+        size=world.size,
+        local_rank=world.local_rank,
+        local_size=world.local_size,
+        node_rank=world.node_rank,
+        host=host_name(),
+        pid=os.getpid(),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        num_cores=world.num_cores,
+        num_threads=torch.get_num_threads(),
+        process_began=process_began_ns(),
+        wrapped=wrapped_at,
+        reason="a world of one sends nothing",
+        options=dict(options),
+        parameters=tuple(_record_of(name, p.numel(), p.dtype, -1) for p, name in names.items() if p.requires_grad),
+        versions={
+            "torchring": installed_version("torchring") or "unknown",
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    )
+    if layout is not None:
+        found = replace(
+            found,
+            algorithm=layout.mover.algorithm,
+            reason=layout.reason,
+            overlap=layout.agreement.overlap,
+            bucket_bytes=tuple(bucket.plan.num_bytes for bucket in layout.buckets),
+            parameters=_parameter_records(layout),
+        )
     if before is None:
-        return about
-    found = (OptimizerRecord(before.bucket_bytes, before.parameters), *before.others)
-    names = _sizes_by_name(about.parameters)
-    kept = [other for other in found if other.parameters and _sizes_by_name(other.parameters) != names]
-    return replace(about, others=tuple(kept[: _MOST_OPTIMIZERS - 1]))
+        return found
+    others = (OptimizerRecord(before.bucket_bytes, before.parameters), *before.others)  # the last one first
+    own = _sizes_by_name(found.parameters)
+    kept = [other for other in others if other.parameters and _sizes_by_name(other.parameters) != own]
+    return replace(found, others=tuple(kept[: _MOST_OPTIMIZERS - 1]))
 
 
 def _sizes_by_name(parameters: Sequence[ParameterRecord]) -> set[tuple[str, int]]:
     return {(parameter.name, parameter.num_bytes) for parameter in parameters}
 
 
-def parameter_records(buckets: Sequence[Bucket], specs: Sequence[ParameterSpec]) -> list[ParameterRecord]:
-    """Name, size, bucket and dtype of each parameter."""
-    homes = {slot.parameter: bucket.index for bucket in buckets for slot in bucket.plan.slots}
-    return [
-        ParameterRecord(
-            *(spec.name, spec.numel * spec.dtype.itemsize, homes.get(index, -1)),
-            str(spec.dtype).removeprefix("torch."),
-        )
-        for index, spec in enumerate(specs)
-    ]
+def _parameter_records(layout: BucketLayout) -> tuple[ParameterRecord, ...]:
+    buckets = {slot.parameter: bucket.index for bucket in layout.buckets for slot in bucket.plan.slots}
+    return tuple(
+        _record_of(spec.name, spec.numel, spec.dtype, buckets.get(index, -1)) for index, spec in enumerate(layout.specs)
+    )
 
 
-def has_arrivals(number: int) -> bool:
-    """Return True for the few rounds in which the arrival of each gradient is written down."""
-    return 2 <= number < 6 or number % 64 == 63
+def _record_of(name: str, numel: int, dtype: torch.dtype, bucket: int) -> ParameterRecord:
+    return ParameterRecord(name, numel * dtype.itemsize, bucket, str(dtype).removeprefix("torch."))
+
+
+class BurstWatch:
+    """Notices that all gradients arrive together, at the end of backward, which hides hardly any communication.
+
+    torch.compile makes one autograd node of the backward of a graph, and all gradients of the graph arrive when that
+    node has ended. A gradient's hook cannot see which node has computed the gradient. So the times of the few backwards
+    whose arrivals are written down decide.
+
+    Attributes:
+        finding: a sentence, once gradients have arrived together in several backwards; until then "".
+    """
+
+    def __init__(self) -> None:
+        self.finding = ""
+        self._count = 0
+
+    def note(self, ready_ns: Sequence[int], before_ns: int, *, is_forward_known: bool, hides: bool) -> None:
+        """Look at a backward that could have hidden communication.
+
+        Args:
+            ready_ns: when each gradient came, after the end of forward or, if that is unknown, after the first
+                gradient; -1 for none. Without the time of communication and copies.
+            before_ns: time from when the script began to wait for data until then.
+            is_forward_known: the end of forward is known.
+            hides: backward is known to have hidden some communication.
+        """
+        if self.finding:
+            return
+        came = [at for at in ready_ns if at >= 0]
+        whole_ns = max(came, default=0) + (0 if is_forward_known else before_ns)
+        is_burst = len(came) > 1 and not hides and max(came) - min(came) <= _LONGEST_BURST * whole_ns
+        is_burst = is_burst and has_compiled()
+        self._count = self._count + 1 if is_burst else 0
+        if self._count == _NUM_BURSTS:
+            self.finding = (
+                "all gradients arrive together at the end of backward(), so hardly any communication is hidden. Is the "
+                "model compiled as a whole? Compile each layer instead: for layer in model.layers: layer.compile()"
+            )

@@ -116,7 +116,7 @@ class ReplicaCheck(Participant):
         steps = everybody[:, 0, 0].tolist()
         is_other = (everybody != everybody[0])[:, 1:].any(dim=2)  # [ranks, parameters]
         if is_other.any() and len(set(steps)) == 1 and self._world.machines_differ:
-            is_other = self._settle(is_other.any(dim=0))
+            is_other = self._remove_rounding(is_other.any(dim=0))
         if not is_other.any():
             return
         index = int(is_other.any(dim=0).nonzero()[0])
@@ -138,7 +138,7 @@ class ReplicaCheck(Participant):
         )
 
     @torch.no_grad()
-    def _settle(self, is_other: torch.Tensor) -> torch.Tensor:
+    def _remove_rounding(self, is_other: torch.Tensor) -> torch.Tensor:
         """Collective: where parameters differ from those of rank 0 by rounding alone, take over those of rank 0.
 
         Args:

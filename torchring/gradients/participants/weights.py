@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 import torch
 
 from torchring.errors import GradientError
-from torchring.gradients.control import FRACTION_BITS, NUMBER_BITS
+from torchring.gradients.round import FRACTION_BITS, NUMBER_BITS
 
 _REFERENCE_OF_FP16: Final = 64.0  # where the first weights come after backwards without
 _MOST_IN_FP16: Final = 64.0  # times the reference

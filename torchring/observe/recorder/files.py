@@ -72,10 +72,10 @@ def _matching(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
 def write(path: Path, trace: RankTrace, steps: Sequence[Sequence[int]]) -> Path:
     """Write a file, whole or not at all, over an older one. `steps`: rows of `trace.steps`. Raises OSError."""
     # Parameters may have been added since.
-    arrivals = [each for each in trace.arrivals if len(each.ready_ns) == len(trace.about.parameters)]
-    about = {"format": FORMAT, "num_dropped": trace.num_dropped, **dataclasses.asdict(trace.about)}
+    arrivals = [each for each in trace.arrivals if len(each.ready_ns) == len(trace.run_info.parameters)]
+    run_info = {"format": FORMAT, "num_dropped": trace.num_dropped, **dataclasses.asdict(trace.run_info)}
     arrays = {
-        "about": np.frombuffer(json.dumps(about).encode(), np.uint8),
+        "about": np.frombuffer(json.dumps(run_info).encode(), np.uint8),
         "step_lengths": np.array([len(step) for step in steps], np.int64),
         "steps": np.concatenate([np.asarray(step, np.int64) for step in steps] or [np.empty(0, np.int64)]),
         "arrivals": np.array([(a.step, a.backward_ns, *a.ready_ns) for a in arrivals], np.int64),
@@ -112,18 +112,18 @@ def _printable(value: Any) -> Any:
     return [_printable(each) for each in value] if isinstance(value, list) else value
 
 
-def _parse(about: dict[str, Any], arrays: Mapping[str, Any]) -> RankTrace:
-    if about.pop("format") != FORMAT:
-        raise TraceError(f"it was written by torchring {about['versions'].get('torchring', '?')}, in another format")
+def _parse(run_info: dict[str, Any], arrays: Mapping[str, Any]) -> RankTrace:
+    if run_info.pop("format") != FORMAT:
+        raise TraceError(f"it was written by torchring {run_info['versions'].get('torchring', '?')}, in another format")
     ends = np.cumsum(arrays["step_lengths"])
     steps = arrays["steps"]
     if len(steps) != (ends[-1] if len(ends) else 0):
         raise ValueError("steps are missing")
-    num_dropped = about.pop("num_dropped")
-    about.update(vars(_parse_optimizer(about)))
-    about["others"] = tuple(map(_parse_optimizer, about.get("others", ())))
+    num_dropped = run_info.pop("num_dropped")
+    run_info.update(vars(_parse_optimizer(run_info)))
+    run_info["others"] = tuple(map(_parse_optimizer, run_info.get("others", ())))
     return RankTrace(
-        _typed(RunInfo(**about)),
+        _typed(RunInfo(**run_info)),
         tuple(decode(part.tolist()) for part in np.split(steps, ends[:-1]) if len(part)),
         num_dropped,
         tuple(Arrivals(step, length, tuple(ready)) for step, length, *ready in arrays["arrivals"].tolist()),

@@ -40,7 +40,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.is_on = True  # benchmarks turn the recorder off, to find out what it costs
-        self.about: RunInfo | None = None  # None as long as no optimizer was wrapped
+        self.run_info: RunInfo | None = None  # None as long as no optimizer was wrapped
         self.thread = threading.get_ident()  # that trains
         # The steps that have ended
         self.num_steps = 0
@@ -168,7 +168,7 @@ class Recorder:
         self, ended_by: str = "end", count: int = NUM_STEPS, first: int = 0
     ) -> tuple[RankTrace, list[array[int]]]:
         """(the trace without steps, the newest steps from number `first` on, as rows)."""
-        about = replace(self.about or RunInfo(), ended_by=ended_by, written_at=time.time())
+        run_info = replace(self.run_info or RunInfo(), ended_by=ended_by, written_at=time.time())
         steps = [step for step in self.last_steps(count) if step[NUMBER] >= first]
         num_dropped = steps[0][NUMBER] if steps else self.num_steps
-        return RankTrace(about, (), num_dropped, tuple(self.arrivals), tuple(self.clock)), steps
+        return RankTrace(run_info, (), num_dropped, tuple(self.arrivals), tuple(self.clock)), steps

@@ -176,7 +176,7 @@ class RunInfo:
 class RankTrace:
     """All that one rank has recorded."""
 
-    about: RunInfo
+    run_info: RunInfo
     # The last ones, in order. The first steps of a job are special: buckets are laid out anew, memory is touched for
     # the first time.
     steps: tuple[StepRecord, ...] = ()

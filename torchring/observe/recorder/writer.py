@@ -65,9 +65,9 @@ class TraceWriter:
             self._broken.add(recorder)
         with self._lock, self._warning():
             trace, steps = recorder.trace(ended_by, first=self._first.get(recorder, 0))
-            path = files.write(files.path_of(self.folder, trace.about.rank), trace, steps)
-            files.live_path_of(self.folder, trace.about.rank).unlink(missing_ok=True)
-            _log.info("the trace of rank %d is in %s", trace.about.rank, path)
+            path = files.write(files.path_of(self.folder, trace.run_info.rank), trace, steps)
+            files.live_path_of(self.folder, trace.run_info.rank).unlink(missing_ok=True)
+            _log.info("the trace of rank %d is in %s", trace.run_info.rank, path)
 
     def close(self, ended_by: str = "end") -> None:
         """Write all traces, and no more after that."""
@@ -79,7 +79,7 @@ class TraceWriter:
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
     def _has_steps(self, recorder: Recorder) -> bool:
-        return recorder.about is not None and recorder.num_steps > self._first.get(recorder, 0)
+        return recorder.run_info is not None and recorder.num_steps > self._first.get(recorder, 0)
 
     def _write_live(self) -> None:
         for recorder in list(_recorders):
@@ -91,8 +91,8 @@ class TraceWriter:
                     return
                 trace, steps = recorder.trace("", _LIVE_STEPS, self._first.get(recorder, 0))
                 # The names of all parameters would take most of the time.
-                trace = replace(trace, about=replace(trace.about, parameters=(), others=()), arrivals=())
-                files.write(files.live_path_of(self.folder, trace.about.rank), trace, steps)
+                trace = replace(trace, run_info=replace(trace.run_info, parameters=(), others=()), arrivals=())
+                files.write(files.live_path_of(self.folder, trace.run_info.rank), trace, steps)
 
     @contextlib.contextmanager
     def _warning(self) -> Iterator[None]:

@@ -71,7 +71,7 @@ def bus_bytes(num_bytes: float, num_ranks: int) -> float:
 
 def summarise(job: Job, timing: Timing, critical: Critical) -> tuple[BucketSummary, ...]:
     """The buckets, in the order of the plan."""
-    counts, about = timing.reduces, job.traces[0].about
+    counts, run_info = timing.reduces, job.traces[0].run_info
     begins, ends = critical.reduction_begins[counts], critical.reduction_ends[counts]
     ready = (timing.ready - timing.backward_begin[..., None])[counts].max(1)
     backward_end = np.take_along_axis(timing.backward_end, critical.slowest[:, None], axis=1)[counts]
@@ -86,7 +86,7 @@ def summarise(job: Job, timing: Timing, critical: Critical) -> tuple[BucketSumma
             BucketSummary(
                 index,
                 int(timing.bucket_bytes[i]),
-                tuple(parameter.name for parameter in about.parameters if parameter.bucket == index),
+                tuple(parameter.name for parameter in run_info.parameters if parameter.bucket == index),
                 spread(ready[:, i]),
                 spread(durations),
                 spread(exposed[:, i]),
@@ -107,19 +107,19 @@ def find_bandwidth(
             after their buckets between gradients, that is what a reduction takes.
         doctor: see `doctor.bus_bandwidths`.
     """
-    about, counts = job.traces[0].about, timing.reduces
+    run_info, counts = job.traces[0].run_info, timing.reduces
     durations = (critical.reduction_ends - critical.reduction_begins)[counts]
     if job.size == 1 or not durations.size or not (durations > 0).any():
         return None
     sizes = bus_bytes(1.0, job.size) * timing.bucket_bytes
-    total = exposed if about.algorithm == "direct" else durations.sum(1)
+    total = exposed if run_info.algorithm == "direct" else durations.sum(1)
     bus = sizes.sum() / 1e6 / np.where(total > 0, total, np.nan)
     medians = np.median(durations, axis=0)
     rates = np.where(medians > 0, sizes / np.where(medians > 0, medians, 1.0), 0.0)
     best = int(rates.argmax())
     of_best = sizes[best] / 1e6 / np.where(durations[:, best] > 0, durations[:, best], np.nan)
-    path = WITHIN_HOST if about.local_size == about.size else BETWEEN_HOSTS
-    return Bandwidth(about.algorithm, path, spread(bus, "GB/s"), spread(of_best, "GB/s"), doctor.get(path))
+    path = WITHIN_HOST if run_info.local_size == run_info.size else BETWEEN_HOSTS
+    return Bandwidth(run_info.algorithm, path, spread(bus, "GB/s"), spread(of_best, "GB/s"), doctor.get(path))
 
 
 def late_parameters(
@@ -131,25 +131,25 @@ def late_parameters(
     at the end of backward, so that nothing is left to hide the reduction. Or the other gradients of its bucket are
     ready long before.
     """
-    about = job.traces[0].about
+    run_info = job.traces[0].run_info
     measured = ready_shares(job)
     shares = {} if measured is None else {i: float(at) for i, at in enumerate(measured) if np.isfinite(at)}
     found = []
     for summary in summaries:
-        inside = [i for i, parameter in enumerate(about.parameters) if parameter.bucket == summary.index]
+        inside = [i for i, parameter in enumerate(run_info.parameters) if parameter.bucket == summary.index]
         if not inside or summary.exposed.median < _WORTH_TELLING * step_ms:
             continue
-        total = sum(about.parameters[i].num_bytes for i in inside) or 1
-        largest = max(inside, key=lambda i: about.parameters[i].num_bytes)
+        total = sum(run_info.parameters[i].num_bytes for i in inside) or 1
+        largest = max(inside, key=lambda i: run_info.parameters[i].num_bytes)
         ready_share = shares.get(largest, min(1.0, summary.ready.median / backward_ms) if backward_ms else 1.0)
-        size = about.parameters[largest].num_bytes
-        nominal = max(_LEAST_LARGE_BYTES, nominal_bytes(about))
+        size = run_info.parameters[largest].num_bytes
+        nominal = max(_LEAST_LARGE_BYTES, nominal_bytes(run_info))
         if size >= _MOST * total and total >= _OVERSIZED * nominal and ready_share >= _LATE:
             why = (
                 f"Its gradient of {size / 1e6:.0f} MB makes its bucket large, and is ready after "
                 f"{ready_share:.0%} of backward, so that little is left to hide the reduction."
             )
-            found.append(_late(about, largest, ready_share, 0.0, summary.exposed.median, why))
+            found.append(_late(run_info, largest, ready_share, 0.0, summary.exposed.median, why))
             continue
         known = sorted((shares[i], i) for i in inside if i in shares)
         if len(known) < 2:
@@ -161,10 +161,10 @@ def late_parameters(
                 f"All other gradients of bucket {summary.index} are ready {holds_ms:.1f} ms earlier. The bucket, and "
                 "all buckets after it, wait for this one."
             )
-            found.append(_late(about, last, last_share, holds_ms, summary.exposed.median, why))
+            found.append(_late(run_info, last, last_share, holds_ms, summary.exposed.median, why))
     return tuple(sorted(found, key=lambda late: -late.exposed_ms)[:_MAX_LATE])
 
 
-def _late(about: RunInfo, i: int, share: float, holds_ms: float, exposed_ms: float, why: str) -> LateParameter:
-    parameter = about.parameters[i]
+def _late(run_info: RunInfo, i: int, share: float, holds_ms: float, exposed_ms: float, why: str) -> LateParameter:
+    parameter = run_info.parameters[i]
     return LateParameter(parameter.name, parameter.bucket, parameter.num_bytes, share, holds_ms, exposed_ms, why)

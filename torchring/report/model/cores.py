@@ -43,19 +43,19 @@ def find_queue(timing: Timing, critical: Critical) -> Queue | None:
     return Queue(own, np.minimum(exposed.max(1), communication), of_ranks)
 
 
-def who_has_them(about: RunInfo, timing: Timing, critical: Critical, queue: Queue | None) -> str:
+def who_has_them(run_info: RunInfo, timing: Timing, critical: Critical, queue: Queue | None) -> str:
     """Who has the cores while a rank has none: a clause."""
     counts, workers = timing.counts, max(0, num_workers(timing))
     cpu, step_ms = timing.loading_cpu[counts], float(critical.path[counts].sum(1).mean())
     # Workers that wait for a disk need no core.
     busy = float(cpu.mean()) / step_ms if cpu.min() >= 0 and step_ms else float(workers)
-    needed = about.local_size * (threads_of(about) + busy * (workers > 0))
-    if needed <= _ENOUGH * about.num_cores:
+    needed = run_info.local_size * (threads_of(run_info) + busy * (workers > 0))
+    if needed <= _ENOUGH * run_info.num_cores:
         return "other programs hold the cores"
     share = float(queue.whole.mean()) / step_ms if queue is not None and step_ms else 0.0
     # What is runnable takes turns: 4 threads on 2 cores have none for half of the time.
-    others = " with other programs" if share > _ENOUGH * (1.0 - about.num_cores / needed) else ""
-    return sharing(about, workers) + others
+    others = " with other programs" if share > _ENOUGH * (1.0 - run_info.num_cores / needed) else ""
+    return sharing(run_info, workers) + others
 
 
 def num_workers(timing: Timing) -> int:
@@ -65,18 +65,18 @@ def num_workers(timing: Timing) -> int:
     return int(numbers[counts.argmax()]) if len(counts) else -1
 
 
-def threads_of(about: RunInfo) -> int:
+def threads_of(run_info: RunInfo) -> int:
     """Number of cores that a rank uses at most, without workers. One thread keeps a GPU busy."""
-    return about.num_threads if about.device == "cpu" else 1
+    return run_info.num_threads if run_info.device == "cpu" else 1
 
 
-def is_crowded(about: RunInfo) -> bool:
+def is_crowded(run_info: RunInfo) -> bool:
     """True if the threads of the ranks outnumber the cores."""
-    return about.device == "cpu" and about.local_size * threads_of(about) > about.num_cores
+    return run_info.device == "cpu" and run_info.local_size * threads_of(run_info) > run_info.num_cores
 
 
-def sharing(about: RunInfo, workers: int) -> str:
+def sharing(run_info: RunInfo, workers: int) -> str:
     """ "2 ranks with 1 thread and 4 workers each share 2 cores"."""
-    each = count(threads_of(about), "thread") + (f" and {count(workers, 'worker')}" if workers > 0 else "")
-    ranks = f"{count(about.local_size, 'rank')} with {each}{' each share' if about.local_size > 1 else ' shares'}"
-    return f"{ranks} {count(about.num_cores, 'core')}"
+    each = count(threads_of(run_info), "thread") + (f" and {count(workers, 'worker')}" if workers > 0 else "")
+    ranks = f"{count(run_info.local_size, 'rank')} with {each}{' each share' if run_info.local_size > 1 else ' shares'}"
+    return f"{ranks} {count(run_info.num_cores, 'core')}"

@@ -21,13 +21,14 @@ Layout = tuple[tuple[float, ...], tuple[float, ...]]
 """Bytes of each bucket, and the share of backward after which it is ready."""
 
 
-def nominal_bytes(about: RunInfo) -> float:
+def nominal_bytes(run_info: RunInfo) -> float:
     """The size of a bucket that `wrap` aims at; for one rank, the size between hosts."""
     try:
-        return float(about.options.get("bucket_mb", "")) * _MIB
+        return float(run_info.options.get("bucket_mb", "")) * _MIB
     except ValueError:  # "None" or "auto"
-        num_hosts = 1 if about.local_size == about.size > 1 else 2
-        return default_bucket_mb(about.size, num_hosts, about.algorithm, on_device=about.device != "cpu") * _MIB
+        num_hosts = 1 if run_info.local_size == run_info.size > 1 else 2
+        on_device = run_info.device != "cpu"
+        return default_bucket_mb(run_info.size, num_hosts, run_info.algorithm, on_device=on_device) * _MIB
 
 
 def ready_shares(job: Job) -> Array | None:
@@ -35,7 +36,7 @@ def ready_shares(job: Job) -> Array | None:
 
     NaN for a gradient that never came. None if nothing was recorded.
     """
-    num_parameters = len(job.traces[0].about.parameters)
+    num_parameters = len(job.traces[0].run_info.parameters)
     rows = [
         np.array(arrivals.ready_ns, float) / arrivals.backward_ns
         for trace in job.traces
@@ -80,7 +81,7 @@ def layout_with(job: Job, sent_bytes: float, bucket_mb: float) -> Layout | None:
         sent_bytes: of all buckets, after compression.
         bucket_mb: in MiB, as the option of `wrap`.
     """
-    parameters, shares = job.traces[0].about.parameters, ready_shares(job)
+    parameters, shares = job.traces[0].run_info.parameters, ready_shares(job)
     dense = [i for i, parameter in enumerate(parameters) if parameter.bucket >= 0]
     if shares is None or not dense:
         return None
@@ -90,17 +91,17 @@ def layout_with(job: Job, sent_bytes: float, bucket_mb: float) -> Layout | None:
 
 def layout_between_hosts(job: Job) -> Layout:
     """The buckets that a job of one rank would have between hosts."""
-    about, shares = job.traces[0].about, ready_shares(job)
-    parameters = about.parameters
+    run_info, shares = job.traces[0].run_info, ready_shares(job)
+    parameters = run_info.parameters
     if shares is None:
         # Gradients come in about the opposite order of forward, and each byte takes equally long.
         total = np.cumsum([parameter.num_bytes for parameter in reversed(parameters)])[::-1]
         shares = total / max(1, total.max(initial=0))
-    if not about.bucket_bytes:
-        return lay_out(parameters, shares, nominal_bytes(about))
+    if not run_info.bucket_bytes:
+        return lay_out(parameters, shares, nominal_bytes(run_info))
     shares = np.nan_to_num(shares, nan=1.0)
     ready = [
         max((float(shares[i]) for i, parameter in enumerate(parameters) if parameter.bucket == index), default=1.0)
-        for index in range(len(about.bucket_bytes))
+        for index in range(len(run_info.bucket_bytes))
     ]
-    return tuple(map(float, about.bucket_bytes)), tuple(ready)
+    return tuple(map(float, run_info.bucket_bytes)), tuple(ready)

@@ -74,7 +74,7 @@ def find_loading(job: Job, timing: Timing, critical: Critical, *, is_forward_kno
         worker = np.broadcast_to(workers * critical.path[counts].sum(1)[:, None], waiting.shape)
         waiting = np.maximum(0.0, waiting - HANDING_OVER_MS)
         busy = busy + HANDING_OVER_MS
-    abouts = [trace.about for trace in job.traces]
+    infos = [trace.run_info for trace in job.traces]
     return Loading(
         waiting,
         worker,
@@ -83,7 +83,7 @@ def find_loading(job: Job, timing: Timing, critical: Critical, *, is_forward_kno
         cycle[..., column(Phase.COMMUNICATION)].min(1),
         workers >= 0,
         max(0, workers),
-        threads_of(abouts[0]),
-        np.array([about.node_rank for about in abouts]),
-        np.array([about.num_cores for about in abouts]),
+        threads_of(infos[0]),
+        np.array([info.node_rank for info in infos]),
+        np.array([info.num_cores for info in infos]),
     )

@@ -30,7 +30,7 @@ class Job:
     @property
     def size(self) -> int:
         """Number of ranks of the job, whether they have a trace or not."""
-        return self.traces[0].about.size
+        return self.traces[0].run_info.size
 
 
 def load(folder: Path) -> Job:
@@ -62,14 +62,14 @@ def load(folder: Path) -> Job:
         if any(trace.steps and trace.steps[0].number > 0 for trace in used.values()):
             remark += f" Of {its} steps, only {max(len(trace.steps) for trace in used.values())} are known."
         problems.append(remark)
-    named = next((trace.about for trace in traces.values() if trace.about.parameters), None)
+    named = next((trace.run_info for trace in traces.values() if trace.run_info.parameters), None)
     for rank, trace in used.items():
         if named is not None:  # live files name no parameters
-            about = dataclasses.replace(trace.about, parameters=named.parameters, others=named.others)
-            traces[rank] = dataclasses.replace(trace, about=about)
+            run_info = dataclasses.replace(trace.run_info, parameters=named.parameters, others=named.others)
+            traces[rank] = dataclasses.replace(trace, run_info=run_info)
     job = merge(traces.values(), problems)
     # As long as no rank has ended, the job runs. An error of another rank is what came of it.
-    has_ended = any(trace.about.ended_by != "SIGUSR1" for rank, trace in whole.items() if rank not in used)
+    has_ended = any(trace.run_info.ended_by != "SIGUSR1" for rank, trace in whole.items() if rank not in used)
     return dataclasses.replace(job, ended_badly=killed) if killed and has_ended else job
 
 
@@ -88,28 +88,28 @@ def _is_newer(live: RankTrace, whole: RankTrace | None) -> bool:
     """True if the live file is to be used. A whole file that was written on SIGUSR1 has more steps of the same run."""
     if whole is None:
         return True
-    is_of_one_process = (live.about.host, live.about.pid) == (whole.about.host, whole.about.pid)
-    if is_of_one_process and whole.about.ended_by == "SIGUSR1":
+    is_of_one_process = (live.run_info.host, live.run_info.pid) == (whole.run_info.host, whole.run_info.pid)
+    if is_of_one_process and whole.run_info.ended_by == "SIGUSR1":
         return False
-    return live.about.written_at > whole.about.written_at
+    return live.run_info.written_at > whole.run_info.written_at
 
 
 def merge(traces: Iterable[RankTrace], problems: Sequence[str] = ()) -> Job:
     """Put traces together. Raises TraceError if no rank has written down a step."""
     found = list(problems)
-    kept = _of_one_size(sorted(traces, key=lambda trace: trace.about.rank), found)
+    kept = _of_one_size(sorted(traces, key=lambda trace: trace.run_info.rank), found)
     kept = _of_one_run(kept, found)
-    missing = sorted(set(range(kept[0].about.size)) - {trace.about.rank for trace in kept})
+    missing = sorted(set(range(kept[0].run_info.size)) - {trace.run_info.rank for trace in kept})
     if missing:
         have, it = ("have", "them") if len(missing) > 1 else ("has", "it")
         found.append(
-            f"{ranks_in_words(missing).capitalize()} of {kept[0].about.size} {have} no trace that can be used. Waiting "
-            f"for {it} counts as communication."
+            f"{ranks_in_words(missing).capitalize()} of {kept[0].run_info.size} {have} no trace that can be used. "
+            f"Waiting for {it} counts as communication."
         )
-    failed = [trace.about for trace in kept if trace.about.ended_by not in ENDED_WELL]
-    found += (f'Rank {about.rank} ended with an error: "{about.ended_by}".' for about in failed)
+    failed = [trace.run_info for trace in kept if trace.run_info.ended_by not in ENDED_WELL]
+    found += (f'Rank {run_info.rank} ended with an error: "{run_info.ended_by}".' for run_info in failed)
     # An exception that nobody caught has its class in front. Other texts may say that another rank is lost.
-    failed.sort(key=lambda about: not re.match(r"\w+: ", about.ended_by))
+    failed.sort(key=lambda run_info: not re.match(r"\w+: ", run_info.ended_by))
     kept = _with_common_steps(kept, found)
     aligned, error_ms = _on_one_clock(kept, found)
     numbers = set.intersection(*({step.number for step in trace.steps} for trace in aligned))
@@ -122,36 +122,36 @@ def _of_one_size(traces: list[RankTrace], problems: list[str]) -> list[RankTrace
     """The traces of the world with most files; of two such worlds, of the world that was written last."""
     worlds = collections.defaultdict(list)
     for trace in traces:
-        worlds[trace.about.size].append(trace)
+        worlds[trace.run_info.size].append(trace)
     if len(worlds) == 1:
         return traces
-    kept = max(worlds.values(), key=lambda world: (len(world), max(trace.about.written_at for trace in world)))
-    named = {size: ranks_in_words(trace.about.rank for trace in world) for size, world in sorted(worlds.items())}
+    kept = max(worlds.values(), key=lambda world: (len(world), max(trace.run_info.written_at for trace in world)))
+    named = {size: ranks_in_words(trace.run_info.rank for trace in world) for size, world in sorted(worlds.items())}
     told = "; ".join(f"{ranks}: {size}" for size, ranks in named.items())
     problems.append(
         f"The ranks do not agree how many they are ({told}). An elastic job has lost or got ranks, or the folder holds "
-        f"files of several jobs. Only files of a world of {kept[0].about.size} are shown."
+        f"files of several jobs. Only files of a world of {kept[0].run_info.size} are shown."
     )
     return kept
 
 
 def _of_one_run(traces: list[RankTrace], problems: list[str]) -> list[RankTrace]:
     """The traces of the newest run: ranks that made their steps at the time of the rank that wrote its file last."""
-    newest = max(traces, key=lambda trace: (trace.about.written_at, -trace.about.rank))
-    earlier = [trace.about.rank for trace in traces if _are_of_two_runs(trace, newest)]
+    newest = max(traces, key=lambda trace: (trace.run_info.written_at, -trace.run_info.rank))
+    earlier = [trace.run_info.rank for trace in traces if _are_of_two_runs(trace, newest)]
     if earlier:
         files = "file of" if len(earlier) == 1 else "files of"
         problems.append(
             f"The {files} {ranks_in_words(earlier)} {'is' if len(earlier) == 1 else 'are'} left over from another run: "
-            f"rank {newest.about.rank} made the same steps at another time."
+            f"rank {newest.run_info.rank} made the same steps at another time."
         )
-    return [trace for trace in traces if trace.about.rank not in earlier]
+    return [trace for trace in traces if trace.run_info.rank not in earlier]
 
 
 def _are_of_two_runs(one: RankTrace, other: RankTrace) -> bool:
     common = {step.number for step in one.steps} & {step.number for step in other.steps}
-    is_one_clock = one.about.node_rank == other.about.node_rank
-    if not common or not (is_one_clock or all(each.clock or not each.about.node_rank for each in (one, other))):
+    is_one_clock = one.run_info.node_rank == other.run_info.node_rank
+    if not common or not (is_one_clock or all(each.clock or not each.run_info.node_rank for each in (one, other))):
         return False
     begins, ends = [], []
     for trace in (one, other):
@@ -170,7 +170,7 @@ def _offset_of(trace: RankTrace) -> tuple[int, int]:
 
 def _with_common_steps(traces: list[RankTrace], problems: list[str]) -> list[RankTrace]:
     """The traces that share steps with the rank that has most steps. Raises TraceError if there is no step."""
-    longest = max(traces, key=lambda trace: (len(trace.steps), -trace.about.rank))
+    longest = max(traces, key=lambda trace: (len(trace.steps), -trace.run_info.rank))
     if not longest.steps:
         told = " ".join(problems)
         raise TraceError(f"the trace has no step: no rank had ended one when the trace was written. {told}".rstrip())
@@ -183,29 +183,29 @@ def _with_common_steps(traces: list[RankTrace], problems: list[str]) -> list[Ran
             kept.append(trace)
         elif numbers:
             problems.append(
-                f"Rank {trace.about.rank} has steps {min(numbers)} to {max(numbers)}, of which the other ranks have "
+                f"Rank {trace.run_info.rank} has steps {min(numbers)} to {max(numbers)}, of which the other ranks have "
                 "none. It is left out."
             )
         else:
-            problems.append(f"Rank {trace.about.rank} has written down no step. It is left out.")
+            problems.append(f"Rank {trace.run_info.rank} has written down no step. It is left out.")
     return kept
 
 
 def _on_one_clock(traces: list[RankTrace], problems: list[str]) -> tuple[list[RankTrace], float | None]:
     """The traces with times of rank 0's clock, and the error."""
-    home = next((trace.about.node_rank for trace in traces if trace.about.rank == 0), 0)
-    if len({trace.about.node_rank for trace in traces}) == 1:
+    home = next((trace.run_info.node_rank for trace in traces if trace.run_info.rank == 0), 0)
+    if len({trace.run_info.node_rank for trace in traces}) == 1:
         return traces, 0.0
-    aligned = [_moved(trace) if trace.about.node_rank != home and trace.clock else trace for trace in traces]
-    unknown = [trace.about.rank for trace in traces if trace.about.node_rank != home and not trace.clock]
+    aligned = [_moved(trace) if trace.run_info.node_rank != home and trace.clock else trace for trace in traces]
+    unknown = [trace.run_info.rank for trace in traces if trace.run_info.node_rank != home and not trace.clock]
     if not unknown:
         return aligned, max(offset.error_ns for trace in traces for offset in trace.clock) / 1e6
     problems.append(
         f"The clocks of {ranks_in_words(unknown)} were not compared with the clock of rank 0. Times are aligned where "
         "reductions end, so waits between hosts are estimates."
     )
-    ends = _ends_of_reductions(next((trace for trace in aligned if trace.about.rank not in unknown), aligned[0]))
-    return [_aligned_at_ends(trace, ends) if trace.about.rank in unknown else trace for trace in aligned], None
+    ends = _ends_of_reductions(next((trace for trace in aligned if trace.run_info.rank not in unknown), aligned[0]))
+    return [_aligned_at_ends(trace, ends) if trace.run_info.rank in unknown else trace for trace in aligned], None
 
 
 def _ends_of_reductions(trace: RankTrace) -> dict[int, int]:
@@ -232,10 +232,10 @@ def _moved(trace: RankTrace) -> RankTrace:
     drift = np.interp((begins - at[0]).astype(float), (at - at[0]).astype(float), (offsets - offsets[0]).astype(float))
     earlier = offsets[0] + np.round(drift).astype(np.int64)
     steps = tuple(_earlier(step, int(ns)) for step, ns in zip(trace.steps, earlier, strict=True))
-    about = trace.about
-    began = about.process_began and about.process_began - int(offsets[0])
-    about = dataclasses.replace(about, process_began=began, wrapped=about.wrapped - int(offsets[0]))
-    return dataclasses.replace(trace, about=about, steps=steps)
+    run_info = trace.run_info
+    began = run_info.process_began and run_info.process_began - int(offsets[0])
+    run_info = dataclasses.replace(run_info, process_began=began, wrapped=run_info.wrapped - int(offsets[0]))
+    return dataclasses.replace(trace, run_info=run_info, steps=steps)
 
 
 def _earlier(step: StepRecord, ns: int) -> StepRecord:

@@ -20,23 +20,23 @@ def of_optimizer(job: Job, timing: Timing) -> Job:
     traces = []
     for trace in job.traces:
         arrivals = tuple(each for each in trace.arrivals if each.step in numbers)
-        traces.append(dataclasses.replace(trace, about=_about(trace.about, timing), arrivals=arrivals))
+        traces.append(dataclasses.replace(trace, run_info=_run_info_of(trace.run_info, timing), arrivals=arrivals))
     return dataclasses.replace(job, traces=tuple(traces))
 
 
-def _about(about: RunInfo, timing: Timing) -> RunInfo:
+def _run_info_of(run_info: RunInfo, timing: Timing) -> RunInfo:
     """The same facts, with the parameters of each round, one round after the other."""
     parameters: list[ParameterRecord] = []
     for first, stop in itertools.pairwise([*timing.rounds, len(timing.bucket_indices)]):
-        found = _find(about, timing.bucket_bytes[first:stop])
+        found = _find(run_info, timing.bucket_bytes[first:stop])
         parameters += (dataclasses.replace(p, bucket=p.bucket + first) for p in found.parameters if p.bucket >= 0)
     bucket_bytes = tuple(map(int, timing.bucket_bytes))
-    return dataclasses.replace(about, bucket_bytes=bucket_bytes, parameters=tuple(parameters))
+    return dataclasses.replace(run_info, bucket_bytes=bucket_bytes, parameters=tuple(parameters))
 
 
-def _find(about: RunInfo, sent: Array) -> OptimizerRecord:
+def _find(run_info: RunInfo, sent: Array) -> OptimizerRecord:
     """The optimizer with buckets of these sizes; an optimizer without parameters if none has them."""
-    all_of_them = (OptimizerRecord(about.bucket_bytes, about.parameters), *about.others)
+    all_of_them = (OptimizerRecord(run_info.bucket_bytes, run_info.parameters), *run_info.others)
     found = [(factor, each) for each in all_of_them if (factor := _factor(each.bucket_bytes, sent)) is not None]
     if not found:
         return OptimizerRecord((), ())

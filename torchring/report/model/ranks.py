@@ -42,9 +42,9 @@ def summarise_ranks(job: Job, timing: Timing, critical: Critical) -> tuple[RankS
     durations = (timing.end - timing.begin)[counts]
     return tuple(
         RankSummary(
-            trace.about.rank,
-            trace.about.host,
-            trace.about.node_rank,
+            trace.run_info.rank,
+            trace.run_info.host,
+            trace.run_info.node_rank,
             spread(durations[:, i]),
             waits.spread_by_phase(critical.phases[counts][:, i]),
             spread(timing.stall[counts][:, i]),
@@ -59,12 +59,12 @@ def find_start_up(job: Job) -> StartUp | None:
     """The start of the slowest rank; None if no rank recorded it."""
     found = []
     for trace in job.traces:
-        about, first, last = trace.about, trace.steps[0], trace.steps[-1]
-        if not about.process_began or not about.wrapped:
+        run_info, first, last = trace.run_info, trace.steps[0], trace.steps[-1]
+        if not run_info.process_began or not run_info.wrapped:
             continue
-        until_wrapped = (about.wrapped - about.process_began) / 1e9
-        until_first = (first.end - about.wrapped) / 1e9 if not trace.num_dropped else None
-        run = (last.end - about.process_began) / 1e9
+        until_wrapped = (run_info.wrapped - run_info.process_began) / 1e9
+        until_first = (first.end - run_info.wrapped) / 1e9 if not trace.num_dropped else None
+        run = (last.end - run_info.process_began) / 1e9
         if run > 0:
             found.append(StartUp(until_wrapped, until_first, run, (until_wrapped + (until_first or 0.0)) / run))
     return max(found, key=lambda each: each.share, default=None)

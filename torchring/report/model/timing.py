@@ -110,7 +110,7 @@ def tabulate(job: Job) -> tuple[Timing, ...]:
         )
     backwards = [[_last_backward(step) for step in row] for row in rows]
     without_buckets = Timing(
-        ranks=tuple(trace.about.rank for trace in job.traces),
+        ranks=tuple(trace.run_info.rank for trace in job.traces),
         numbers=numbers,
         counts=counts,
         has_buckets=np.zeros(len(rows), bool),

@@ -61,9 +61,9 @@ class Critical(_Meetings):
 
 def examine(job: Job) -> list[tuple[Timing, Critical]]:
     """The arrays of a job's steps, with the buckets of each optimizer: the one that communicates for longest first."""
-    about = job.traces[0].about
+    run_info = job.traces[0].run_info
     timings = tabulate(job)
-    found = [_find_meetings(timing, about) for timing in timings]
+    found = [_find_meetings(timing, run_info) for timing in timings]
     if _agree_first(job, timings):
         waiting, awaited = _waits_to_agree(job)
         found = [dataclasses.replace(each, waiting=waiting, awaited=awaited) for each in found]
@@ -88,7 +88,7 @@ def _standstill(timing: Timing) -> Array:
     return np.asarray(timing.parts[..., Recorded.EXPOSED] + timing.stall)
 
 
-def _find_meetings(timing: Timing, about: RunInfo) -> _Meetings:
+def _find_meetings(timing: Timing, run_info: RunInfo) -> _Meetings:
     """Cut the time in which ranks stand still into waiting for a rank, and communication."""
     num_steps, num_ranks = timing.begin.shape
     num_buckets = len(timing.bucket_indices)
@@ -100,12 +100,12 @@ def _find_meetings(timing: Timing, about: RunInfo) -> _Meetings:
         ends = np.maximum.accumulate(timing.reduced.max(axis=1), axis=1)
         earlier = np.concatenate([np.full((num_steps, 1), -np.inf), ends[:, :-1]], axis=1)
         begins = np.minimum(np.maximum(all_launched, earlier), ends)
-        if about.overlap == "inline" and about.algorithm == "direct":
+        if run_info.overlap == "inline" and run_info.algorithm == "direct":
             # Ranks do their parts when they come by. The bucket takes as long as the longest part.
             parts = timing.reduced - np.maximum(timing.started, all_launched[:, None])
             begins = ends - np.clip(np.nan_to_num(parts), 0, None).max(axis=1)
         lateness = np.nan_to_num(all_launched[:, None] - timing.launched)
-        if about.overlap == "inline" and about.algorithm != "direct" and timing.stall.any():
+        if run_info.overlap == "inline" and run_info.algorithm != "direct" and timing.stall.any():
             # Each bucket makes ranks meet. A rank waits from when it has launched a bucket itself.
             arrived = np.concatenate([np.full((num_steps, num_ranks, 1), -np.inf), timing.reduced[..., :-1]], axis=2)
             arrived = np.maximum(timing.launched, arrived)
@@ -113,7 +113,7 @@ def _find_meetings(timing: Timing, about: RunInfo) -> _Meetings:
             waiting = each.sum(2)
             awaited = np.take_along_axis(last, each.argmax(2), axis=1)
         else:
-            head = _heads(all_launched, earlier, about)
+            head = _heads(all_launched, earlier, run_info)
             waiting = np.take_along_axis(lateness, head[:, None, None], axis=2)[..., 0]
             awaited = np.repeat(np.take_along_axis(last, head[:, None], axis=1), num_ranks, axis=1)
         waiting = np.clip(np.minimum(waiting, _standstill(timing)), 0, None)
@@ -179,13 +179,13 @@ def spread_by_phase(durations: Array) -> dict[Phase, Spread]:
     return {phase: spread(durations[:, i]) for i, phase in enumerate(PHASES)}
 
 
-def _heads(all_launched: Array, earlier: Array, about: RunInfo) -> Array:
+def _heads(all_launched: Array, earlier: Array, run_info: RunInfo) -> Array:
     """[S], which bucket's launch determined when the last bucket was reduced: the last one that found the link idle.
 
     On one host there is no link. Each rank adds up its part of a bucket by itself, and no bucket waits for another.
     """
     num_buckets = all_launched.shape[1]
-    if about.algorithm == "direct":
+    if run_info.algorithm == "direct":
         return np.full(len(all_launched), num_buckets - 1)
     found_idle = all_launched >= earlier
     return np.asarray(num_buckets - 1 - np.argmax(found_idle[:, ::-1], axis=1))
@@ -193,7 +193,7 @@ def _heads(all_launched: Array, earlier: Array, about: RunInfo) -> Array:
 
 def _agree_first(job: Job, timings: Sequence[Timing]) -> bool:
     """True if buckets wait for the end of backward, because ranks first agree on which optimizers take part."""
-    if len(timings) > 1 or not job.traces[0].about.others:
+    if len(timings) > 1 or not job.traces[0].run_info.others:
         return len(timings) > 1
     return all(
         step.buckets[0].launched

@@ -22,9 +22,9 @@ from torchring.report.model.waits import Critical, computing
 _NUM_LANES: Final = 2  # buckets that cross the network at a time, on threads
 
 
-def is_overlapped(timing: Timing, about: RunInfo) -> bool:
+def is_overlapped(timing: Timing, run_info: RunInfo) -> bool:
     """True if backward goes on while buckets are reduced. Within a host, the cores that compute also reduce."""
-    return about.algorithm != "direct" and (about.overlap != "inline" or not timing.stall.any())
+    return run_info.algorithm != "direct" and (run_info.overlap != "inline" or not timing.stall.any())
 
 
 def describe(job: Job, examined: Sequence[tuple[Timing, Critical]]) -> Workload:
@@ -40,9 +40,9 @@ def describe(job: Job, examined: Sequence[tuple[Timing, Critical]]) -> Workload:
 
 
 def _describe(job: Job, timing: Timing, critical: Critical) -> Workload:
-    about, counts = job.traces[0].about, timing.reduces
-    overlapped = is_overlapped(timing, about)
-    lanes = _NUM_LANES if about.overlap == "thread" and about.local_size != about.size else 1
+    run_info, counts = job.traces[0].run_info, timing.reduces
+    overlapped = is_overlapped(timing, run_info)
+    lanes = _NUM_LANES if run_info.overlap == "thread" and run_info.local_size != run_info.size else 1
     draws = computing(critical.cycle[timing.counts])
     if timing.bucket_indices:
         backward_end = np.take_along_axis(timing.backward_end, critical.slowest[:, None], axis=1)
@@ -52,17 +52,17 @@ def _describe(job: Job, timing: Timing, critical: Critical) -> Workload:
     return with_layout(Workload(draws, (), (), overlapped, lanes), layout_between_hosts(job), backward_ms)
 
 
-def links_of(about: RunInfo, found: Network | None, given: Network | None) -> Links | None:
+def links_of(run_info: RunInfo, found: Network | None, given: Network | None) -> Links | None:
     """Connections between ranks. A given network connects hosts; the measured network is then inside a host."""
     if given is None:
         if found is None:
             return None
-        is_hierarchical = about.algorithm == "hierarchical"
-        return Links(found, is_hierarchical, about.local_size if is_hierarchical else 1)
-    if about.local_size == 1:
+        is_hierarchical = run_info.algorithm == "hierarchical"
+        return Links(found, is_hierarchical, run_info.local_size if is_hierarchical else 1)
+    if run_info.local_size == 1:
         return Links(given)
-    inside = found if about.local_size == about.size else None
-    return Links(given, True, about.local_size, inside)
+    inside = found if run_info.local_size == run_info.size else None
+    return Links(given, True, run_info.local_size, inside)
 
 
 def calibrated(workload: Workload, links: Links, num_ranks: int, measured_ms: float) -> Workload:
@@ -71,7 +71,7 @@ def calibrated(workload: Workload, links: Links, num_ranks: int, measured_ms: fl
     return dataclasses.replace(workload, unexplained_ms=measured_ms - modelled)
 
 
-def fit_network(examined: Sequence[tuple[Timing, Critical]], about: RunInfo, num_ranks: int) -> Network | None:
+def fit_network(examined: Sequence[tuple[Timing, Critical]], run_info: RunInfo, num_ranks: int) -> Network | None:
     """The network that the buckets of all optimizers show; None if nothing was reduced."""
     timing, critical = examined[0]
     reducing = [(each, its) for each, its in examined if each.reduces.any()]
@@ -81,18 +81,18 @@ def fit_network(examined: Sequence[tuple[Timing, Critical]], about: RunInfo, num
     found = network.fit(np.concatenate(bucket_bytes), np.concatenate(medians), num_ranks)
     if found is None:
         return None
-    is_within_host = about.local_size == about.size and about.algorithm != "direct"
+    is_within_host = run_info.local_size == run_info.size and run_info.algorithm != "direct"
     are_small = float(timing.bucket_bytes.sum()) < network.SMALL_BYTES * len(timing.bucket_bytes)
     # Small buckets of two sizes show a bandwidth, but within a host one below the least is noise.
     is_shown = found.is_alpha_known and found.gigabytes_per_s >= network.LEAST_WITHIN_HOST
     if is_within_host and are_small and not is_shown:
         found = network.latency_within_host(timing.bucket_bytes, typical(durations[0].sum(1)), num_ranks)
-    if is_overlapped(timing, about):
+    if is_overlapped(timing, run_info):
         return found
     # How long ranks stood still says how much work a reduction was.
     cost = typical(critical.path[timing.counts][:, column(Phase.COMMUNICATION)])
     shares = [float(each.reduces.sum() / timing.counts.sum()) for each, _ in reducing]
-    if about.algorithm == "direct":
+    if run_info.algorithm == "direct":
         # A rank looks after its buckets between gradients: that a bucket is reduced may be noticed much later.
         num_bytes = sum(share * float(each.sum()) for share, each in zip(shares, bucket_bytes, strict=True))
         sent = bus_bytes(num_bytes, num_ranks)

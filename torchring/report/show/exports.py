@@ -47,7 +47,7 @@ def write_csv(job: Job, path: Path) -> None:
                 waits = critical.waiting[i, j] > 0
                 writer.writerow(
                     [
-                        *(step.number, trace.about.rank, _as_text(trace.about.host), int(timing.counts[i])),
+                        *(step.number, trace.run_info.rank, _as_text(trace.run_info.host), int(timing.counts[i])),
                         *_rounded(timing.begin[i, j], (step.end - step.begin) / 1e6),
                         *_rounded(*(critical.phases[i, j, column(phase)] for phase in PHASES)),
                         timing.ranks[critical.awaited[i, j]] if waits else "",
@@ -74,7 +74,7 @@ def _events(job: Job) -> Iterator[dict[str, Any]]:
     for i, row in enumerate(job.steps):
         last = _last_launches(job, row)
         for j, (trace, step) in enumerate(zip(job.traces, row, strict=True)):
-            rank = trace.about.rank
+            rank = trace.run_info.rank
             yield _span(f"step {step.number}", "step", rank, _COMPUTE, step.begin - base, step.end - base)
             for phase, begin, end in spans_of(step, float(critical.waiting[i, j])):
                 yield _span(phase.value, "phase", rank, _COMPUTE, begin - base, end - base)
@@ -94,12 +94,13 @@ def _events(job: Job) -> Iterator[dict[str, Any]]:
                 track = {"name": "bus bandwidth", "cat": "bucket", "ph": "C", "pid": rank, "tid": _COMPUTE}
                 yield {**track, "ts": (at - base) / 1e3, "args": {"GB/s": speed}}
     for trace, count in zip(job.traces, num_lanes, strict=True):
-        about = trace.about
-        yield _name("process_name", about.rank, _COMPUTE, f"rank {about.rank} ({about.host}, {about.device})")
-        yield {"name": "process_sort_index", "ph": "M", "pid": about.rank, "args": {"sort_index": about.rank}}
-        yield _name("thread_name", about.rank, _COMPUTE, "compute")
+        run_info = trace.run_info
+        name = f"rank {run_info.rank} ({run_info.host}, {run_info.device})"
+        yield _name("process_name", run_info.rank, _COMPUTE, name)
+        yield {"name": "process_sort_index", "ph": "M", "pid": run_info.rank, "args": {"sort_index": run_info.rank}}
+        yield _name("thread_name", run_info.rank, _COMPUTE, "compute")
         for lane in range(1, count + 1):
-            yield _name("thread_name", about.rank, lane, "buckets" if lane == 1 else f"buckets ({lane})")
+            yield _name("thread_name", run_info.rank, lane, "buckets" if lane == 1 else f"buckets ({lane})")
 
 
 def _speeds(step: StepRecord, last: dict[int, tuple[int, int]], num_ranks: int) -> Iterator[tuple[int, float]]:
@@ -117,7 +118,7 @@ def _last_launches(job: Job, row: tuple[StepRecord, ...]) -> dict[int, tuple[int
     last: dict[int, tuple[int, int]] = {}
     for trace, step in zip(job.traces, row, strict=True):
         for k, bucket in enumerate(step.buckets):
-            last[k] = max(last.get(k, (-1, -1)), (bucket.launched, trace.about.rank))
+            last[k] = max(last.get(k, (-1, -1)), (bucket.launched, trace.run_info.rank))
     return last
 
 

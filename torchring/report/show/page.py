@@ -88,5 +88,5 @@ def page_of(analysis: Analysis) -> str:
             *((phase.value, figures.COLORS[phase]) for phase in (Phase.WAITING, Phase.COMMUNICATION)),
             ("measured", "currentColor"),
         ],
-        written=datetime.fromtimestamp(analysis.about.written_at, timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        written=datetime.fromtimestamp(analysis.run_info.written_at, timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     )

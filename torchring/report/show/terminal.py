@@ -88,7 +88,7 @@ def sections(analysis: Analysis) -> list[Section]:
 
 
 def _title(analysis: Analysis) -> str:
-    about = analysis.about
+    run_info = analysis.run_info
     hosts = len({rank.host for rank in analysis.ranks})
     speed = f"{analysis.step.mean:.3g} ms on average, {_short(analysis.steps_per_s)} steps/s"
     samples = f", {analysis.samples_per_s:,.0f} samples/s" if analysis.samples_per_s else ""
@@ -97,8 +97,8 @@ def _title(analysis: Analysis) -> str:
     error = analysis.clock_error_ms
     clocks = f"; times of hosts may differ by {error:.2g} ms" if error else ""
     return (
-        f"{count(analysis.size, 'rank')} on {count(hosts, 'host')}, {about.device}, algorithm {about.algorithm}, "
-        f"overlap {about.overlap}. {count(analysis.num_steps, 'step')} of {_number(analysis.step)} ms (the median), "
+        f"{count(analysis.size, 'rank')} on {count(hosts, 'host')}, {run_info.device}, algorithm {run_info.algorithm}, "
+        f"overlap {run_info.overlap}. {count(analysis.num_steps, 'step')} of {_number(analysis.step)} ms (the median), "
         f"{speed}{samples}{left_out}{clocks}. In brackets: 20 % and 80 % of the steps are below."
     )
 

@@ -67,8 +67,8 @@ def main(arguments: Sequence[str]) -> int:
 def look(folder: Path) -> Picture:
     """Read what the ranks have written, and put it in words."""
     live, whole = _traces(find_live, folder), _traces(find, folder)
-    ends = [trace.about.written_at for trace in whole if trace.about.ended_by != "SIGUSR1"]
-    if ends and all(trace.about.written_at < max(ends) for trace in live):
+    ends = [trace.run_info.written_at for trace in whole if trace.run_info.ended_by != "SIGUSR1"]
+    if ends and all(trace.run_info.written_at < max(ends) for trace in live):
         live = []  # of ranks that were killed
     if not live and not whole:
         how = f"`torchring run --trace {folder} ...` writes it"
@@ -83,9 +83,9 @@ def look(folder: Path) -> Picture:
     facts = f"{analysis.steps_per_s:.3g} steps/s{samples}, {count(analysis.size, 'rank')}"
     lines = [f"Step {last + 1:,}: {facts}, the last {count(analysis.num_steps, 'step')}."]
     headline = f"{lines[0]} {analysis.verdict.sentence}"
-    still = time.time() - max(trace.about.written_at for trace in job.traces)
+    still = time.time() - max(trace.run_info.written_at for trace in job.traces)
     if not live:
-        reasons = sorted({trace.about.ended_by for trace in job.traces} - {*ENDED_WELL})
+        reasons = sorted({trace.run_info.ended_by for trace in job.traces} - {*ENDED_WELL})
         lines.append(f"The job has ended{''.join(f': {reason}' for reason in reasons)}.")
     elif still > _STILL_SECONDS:
         lines.append(f"No rank has made a step for {still:.0f} s.")

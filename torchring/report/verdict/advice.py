@@ -68,14 +68,14 @@ def _about_input(situation: Situation) -> Iterator[Advice]:
     if now and situation.costs.queue is not None and typical(situation.costs.queue.whole) > _FEW_CORES * waited:
         return  # workers have no core either
     rank = costs.blamed if costs.is_input_of_blamed else None
-    where = f"rank {situation.job.traces[rank].about.rank}" if rank is not None else "each rank"
+    where = f"rank {situation.job.traces[rank].run_info.rank}" if rank is not None else "each rank"
     begin = f"{where[0].upper()}{where[1:]}"
     most = waited >= _INPUT_TELLING * situation.step_ms
     best = loading.best()
     saved = min(waited, loading.step_ms(now) - loading.step_ms(best))
     has_gain = saved >= _WORTH_IT * situation.step_ms
     if has_gain and most:
-        workers, cores = count(best, "worker"), count(situation.about.num_cores, "core")
+        workers, cores = count(best, "worker"), count(situation.run_info.num_cores, "core")
         if not loading.has_loader:
             what = "Load data in the background"
             why = (
@@ -100,7 +100,7 @@ def _about_input(situation: Situation) -> Iterator[Advice]:
     elif most:
         lacking = loading.busy_ms > (1.0 - _WORTH_IT) * loading.step_ms(now)
         reason = (
-            f"No core is left for {'more ' if now else ''}workers: {sharing(situation.about, now)}"
+            f"No core is left for {'more ' if now else ''}workers: {sharing(situation.run_info, now)}"
             if lacking
             else f"Workers would not help: to take a batch from one costs about {HANDING_OVER_MS} ms"
         )
@@ -139,42 +139,43 @@ def _about_cores(situation: Situation) -> Iterator[Advice]:
     """Cores that ranks do not get."""
     if situation.costs.queue is None:
         return
-    about, queued = situation.about, typical(situation.costs.queue.whole)
+    run_info, queued = situation.run_info, typical(situation.costs.queue.whole)
     why = f"For {queued:.1f} ms of a step, a rank was ready to run, but had no core: {situation.who_has_cores}."
-    how = f"top, on {about.host}, while the job runs"
-    if is_crowded(about):
+    how = f"top, on {run_info.host}, while the job runs"
+    if is_crowded(run_info):
         why += " Fewer ranks would not make the job faster: a step would have fewer samples."
-        how = f"torchring run -H {about.host}:{max(1, about.num_cores // threads_of(about))},another-host:... ..."
+        num_ranks = max(1, run_info.num_cores // threads_of(run_info))
+        how = f"torchring run -H {run_info.host}:{num_ranks},another-host:... ..."
     if queued >= _QUEUE_TELLING * situation.step_ms:
-        yield _advice(situation, f"Give the ranks on {about.host} more cores", queued, why, how)
+        yield _advice(situation, f"Give the ranks on {run_info.host} more cores", queued, why, how)
 
 
 def _about_ranks(situation: Situation) -> Iterator[Advice]:
     """The slowest rank."""
-    costs, about = situation.costs, situation.job.traces[situation.costs.blamed or 0].about
+    costs, run_info = situation.costs, situation.job.traces[situation.costs.blamed or 0].run_info
     longer = _longer_ms(situation)
-    cause = _cause(costs, about, longer) if longer else None
+    cause = _cause(costs, run_info, longer) if longer else None
     if cause:
         what, why, how = cause
         yield _advice(situation, what, longer, why, how)
-    threads = max(1, about.num_cores // about.local_size)
-    if is_crowded(about) and about.num_threads > threads:
+    threads = max(1, run_info.num_cores // run_info.local_size)
+    if is_crowded(run_info) and run_info.num_threads > threads:
         yield _advice(
             situation,
-            f"Use {count(threads, 'thread')} in each rank of {about.host}",
+            f"Use {count(threads, 'thread')} in each rank of {run_info.host}",
             typical(costs.jitter) if cause else typical(costs.straggler + costs.jitter),
-            f"{sharing(about, 0)}, so they hold each other up. This assumes that they then take equally long.",
+            f"{sharing(run_info, 0)}, so they hold each other up. This assumes that they then take equally long.",
             f"torchring run --env OMP_NUM_THREADS={threads} ...",
         )
-    elif longer and not cause and not is_crowded(about):
+    elif longer and not cause and not is_crowded(run_info):
         where = f" in {costs.slower_in.value}" if costs.slower_in else ""
         yield _advice(
             situation,
-            f"Find out what slows rank {about.rank} on {about.host} down",
+            f"Find out what slows rank {run_info.rank} on {run_info.host} down",
             longer,
-            f"Rank {about.rank} computes for {longer:.1f} ms longer than the others{where}: other threads of its "
+            f"Rank {run_info.rank} computes for {longer:.1f} ms longer than the others{where}: other threads of its "
             "process, a slower machine, or samples that take longer.",
-            f"top -H, on {about.host}, while the job runs",
+            f"top -H, on {run_info.host}, while the job runs",
         )
 
 
@@ -195,9 +196,9 @@ def _longer_ms(situation: Situation) -> float:
     return float(parts.mean()) if parts.mean() > least else 0.0
 
 
-def _cause(costs: Costs, about: RunInfo, longer_ms: float) -> tuple[str, str, str] | None:
+def _cause(costs: Costs, run_info: RunInfo, longer_ms: float) -> tuple[str, str, str] | None:
     """What to do, why and how, if the trace shows why one rank computes for longer."""
-    rank = f"rank {about.rank}"
+    rank = f"rank {run_info.rank}"
     if costs.blamed is None:
         return None
     if costs.has_longer_batches:
@@ -212,7 +213,7 @@ def _cause(costs: Costs, about: RunInfo, longer_ms: float) -> tuple[str, str, st
             f"Find out what step() does on {rank} only",
             f"step() takes {longer_ms:.1f} ms longer there than on the others, hooks of the optimizer included. "
             "Look for what one rank does for all, such as a checkpoint, and do it less often.",
-            f"py-spy dump --pid {about.pid}, on {about.host}, while the job runs",
+            f"py-spy dump --pid {run_info.pid}, on {run_info.host}, while the job runs",
         )
     if costs.slower_in is Phase.BETWEEN:
         return (
@@ -225,7 +226,7 @@ def _cause(costs: Costs, about: RunInfo, longer_ms: float) -> tuple[str, str, st
 
 
 def _about_communication(situation: Situation) -> Iterator[Advice]:
-    about, workload, links, size = situation.about, situation.workload, situation.links, situation.job.size
+    run_info, workload, links, size = situation.run_info, situation.workload, situation.links, situation.job.size
     if size == 1 or links is None or not workload.bucket_bytes:
         return
     now = exposed_ms(workload, size, links)
@@ -236,8 +237,8 @@ def _about_communication(situation: Situation) -> Iterator[Advice]:
         after = exposed_ms(changed, size, by)
         return measured * (1.0 - after / now) if now > 0 else 0.0
 
-    if about.options.get("compression", "None") == "None" and about.local_size < about.size:
-        slower, why = _in_16_bits(about)
+    if run_info.options.get("compression", "None") == "None" and run_info.local_size < run_info.size:
+        slower, why = _in_16_bits(run_info)
         half = tuple(each / 2 * slower for each in workload.bucket_bytes)
         yield _advice(
             situation,
@@ -246,7 +247,7 @@ def _about_communication(situation: Situation) -> Iterator[Advice]:
             f"This halves what crosses the network. Sums are still computed in 32 bits.{why}",
             'torchring.wrap(optimizer, model, compression="bf16")',
         )
-    if about.overlap == "inline" and about.algorithm != "direct" and not workload.is_overlapped:
+    if run_info.overlap == "inline" and run_info.algorithm != "direct" and not workload.is_overlapped:
         yield _advice(
             situation,
             "Reduce in the background",
@@ -255,17 +256,17 @@ def _about_communication(situation: Situation) -> Iterator[Advice]:
             'torchring.wrap(optimizer, model, overlap="thread")',
         )
     yield from _about_bucket_size(situation, saved_ms)
-    if about.algorithm == "ring" and 1 < about.local_size < size and not links.is_hierarchical:
-        two_levels = Links(links.network, True, about.local_size)
+    if run_info.algorithm == "ring" and 1 < run_info.local_size < size and not links.is_hierarchical:
+        two_levels = Links(links.network, True, run_info.local_size)
         yield _advice(
             situation,
             "Reduce within each host first",
             saved_ms(workload, two_levels),
-            f"{about.local_size} ranks of a host send over one link. This assumes that memory within a host is much "
+            f"{run_info.local_size} ranks of a host send over one link. This assumes that memory within a host is much "
             "faster than the network.",
             'torchring.wrap(optimizer, model, algorithm="hierarchical")',
         )
-    if about.options.get("accumulate", "1") == "1" and measured >= _COMMUNICATION_TELLING * situation.step_ms:
+    if run_info.options.get("accumulate", "1") == "1" and measured >= _COMMUNICATION_TELLING * situation.step_ms:
         yield _advice(
             situation,
             "Reduce gradients in every second backward only",
@@ -276,13 +277,13 @@ def _about_communication(situation: Situation) -> Iterator[Advice]:
         )
 
 
-def _in_16_bits(about: RunInfo) -> tuple[float, str]:
+def _in_16_bits(run_info: RunInfo) -> tuple[float, str]:
     """Factor by which a byte takes longer in 16 bits, and why."""
-    if about.algorithm != "native" or about.options.get("algorithm", "auto") != "auto":
+    if run_info.algorithm != "native" or run_info.options.get("algorithm", "auto") != "auto":
         return 1.0, ""
-    other = "ring" if about.local_size == 1 else "hierarchical"
+    other = "ring" if run_info.local_size == 1 else "hierarchical"
     number = r"(\d+\.?\d*(?:e[+-]\d+)?)"
-    measured = re.search(rf"\b{other} {number} ms, native {number} ms", about.reason)  # see `select.py`
+    measured = re.search(rf"\b{other} {number} ms, native {number} ms", run_info.reason)  # see `select.py`
     factor = float(measured[1]) / max(1e-9, float(measured[2])) if measured else 2.0  # saves nothing
     return factor, f' algorithm="auto" then takes "{other}", which took {factor:.2g} times as long for 32 bits.'
 
@@ -308,7 +309,7 @@ def _about_bucket_size(situation: Situation, saved_ms: Callable[[Workload], floa
 
 
 def _about_optimizer(situation: Situation) -> Iterator[Advice]:
-    cost, options = typical(situation.costs.optimizer), situation.about.options
+    cost, options = typical(situation.costs.optimizer), situation.run_info.options
     name = options.get("optimizer", "AdamW")
     if cost >= _OPTIMIZER_TELLING * situation.step_ms and options.get("fused") != "True" and name in _FUSED_SAVES:
         yield _advice(

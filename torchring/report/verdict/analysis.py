@@ -53,7 +53,7 @@ def analyse(
         sizes: predict for these numbers of ranks, and for the size of the job.
         doctor: see `doctor.bus_bandwidths`.
     """
-    about = job.traces[0].about
+    run_info = job.traces[0].run_info
     examined = examine(job)
     every_step, critical = examined[0]
     pauses = find_pauses(every_step, critical)
@@ -66,10 +66,11 @@ def analyse(
     backward_ms = typical(reducing_path[:, column(Phase.BACKWARD)])
     exposed = reducing_path[:, column(Phase.COMMUNICATION)]
     buckets = of_buckets.summarise(job, timing, critical)
-    network = fit_network(examined, about, job.size)
-    if given and not given.is_alpha_known and network and network.is_alpha_known and about.local_size < about.size:
+    network = fit_network(examined, run_info, job.size)
+    has_several_hosts = run_info.local_size < run_info.size
+    if given and not given.is_alpha_known and network and network.is_alpha_known and has_several_hosts:
         given = dataclasses.replace(given, alpha_ms=network.alpha_ms, is_alpha_known=True)
-    own_links, links = links_of(about, network, None), links_of(about, network, given)
+    own_links, links = links_of(run_info, network, None), links_of(run_info, network, given)
     workload = dataclasses.replace(describe(job, examined), slow_rank=costs.blamed)
     if own_links is not None:
         workload = calibrated(workload, own_links, job.size, step.mean)
@@ -83,7 +84,7 @@ def analyse(
         pauses=pauses,
         efficiency=efficiency(critical, timing, step.mean, job.size),
         backward_ms=backward_ms,
-        who_has_cores=who_has_them(about, timing, critical, costs.queue),
+        who_has_cores=who_has_them(run_info, timing, critical, costs.queue),
         loading=find_loading(job, timing, critical, is_forward_known=costs.is_forward_known),
         exposed_ms=typical(exposed),
         buckets=buckets,
@@ -100,12 +101,12 @@ def analyse(
     hiding = None
     if links is not None and workload.bucket_bytes and has_enough_steps:
         num_ranks = max(job.size, SIZES[0])
-        predicted = between_hosts(workload) if given and about.local_size == about.size else workload
+        predicted = between_hosts(workload) if given and run_info.local_size == run_info.size else workload
         predictions = predict(predicted, links, sorted({*sizes, num_ranks}))
         hiding = hiding_gigabytes_per_s(predicted, num_ranks, links.network.alpha_ms)
     slow = None if costs.blamed is None else timing.ranks[costs.blamed]
     return Analysis(
-        about=about,
+        run_info=run_info,
         size=job.size,
         num_steps=int(timing.counts.sum()),
         num_left_out=int(np.argmax(every_step.counts)),
@@ -131,13 +132,13 @@ def analyse(
         network=given or network,
         is_network_given=given is not None,
         predictions=tuple(predictions),
-        predictions_note=_note(predictions, links, about, given is not None, slow),
+        predictions_note=_note(predictions, links, run_info, given is not None, slow),
         hiding_gigabytes_per_s=hiding,
     )
 
 
 def _note(
-    predictions: list[Prediction], links: Links | None, about: RunInfo, is_given: bool, slow_rank: int | None
+    predictions: list[Prediction], links: Links | None, run_info: RunInfo, is_given: bool, slow_rank: int | None
 ) -> str:
     if not predictions or links is None:
         return ""
@@ -145,10 +146,10 @@ def _note(
     speed = f"{links.network.gigabytes_per_s:.3g} GB/s{' at least' if links.network.is_least else ''}, {alpha}"
     network = "the network that was given" if is_given else "the network of this trace"
     ways = "hierarchical all-reduce" if links.is_hierarchical else "a ring"
-    hosts = f", hosts of {count(about.local_size, 'rank')}"
+    hosts = f", hosts of {count(run_info.local_size, 'rank')}"
     assumed = f"Predictions assume {network} ({speed}), {ways}{hosts}, and for each rank the batch that it has now."
     if slow_rank is not None:
         assumed += f" One of the ranks is as slow as rank {slow_rank} is now, and all others are like the others now."
-    if is_given or about.local_size < about.size:
+    if is_given or run_info.local_size < run_info.size:
         return assumed
     return f"{assumed} Hosts are connected more slowly than ranks of one host: --bandwidth predicts for several hosts."

@@ -63,7 +63,7 @@ class Analysis:
     """All that the report says."""
 
     # The job
-    about: RunInfo  # of the lowest rank that has a trace
+    run_info: RunInfo  # of the lowest rank that has a trace
     size: int  # number of ranks, whether they have a trace or not
     num_steps: int  # steps that count
     num_left_out: int  # steps at the beginning of the trace that do not count

@@ -19,11 +19,11 @@ _FASTER_OR_SLOWER: Final = 0.20  # of a step
 def remarks(situation: Situation, verdict: Verdict, num_optimizers: int) -> Iterator[str]:
     """What numbers do not mean, and what the verdict does not say."""
     timing, costs = situation.timing, situation.costs
-    if finding := situation.about.finding:
+    if finding := situation.run_info.finding:
         yield f"{finding[0].upper()}{finding[1:]}."
     if num_optimizers > 1:
         yield _about_optimizers(situation, num_optimizers)
-    has_model = situation.about.options.get("model") == "given"
+    has_model = situation.run_info.options.get("model") == "given"
     has_first_only = not timing.numbers[timing.counts].any()  # hooks are put on the model after the first step
     if not costs.is_forward_known and not (has_model and has_first_only):
         why = (
@@ -59,7 +59,7 @@ def _about_optimizers(situation: Situation, num_optimizers: int) -> str:
     """What numbers mean if there are several optimizers."""
     timing, path = situation.timing, situation.critical.path
     share = path[timing.reduces].sum() / path[timing.counts].sum()
-    parameters = situation.about.parameters
+    parameters = situation.run_info.parameters
     names = f", {parameters[0].name} and {len(parameters) - 1} more parameters" if len(parameters) > 1 else ""
     remark = (
         f"Steps have {num_optimizers} different sets of buckets, as those of several optimizers. The step of each "

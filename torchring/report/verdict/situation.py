@@ -42,8 +42,8 @@ class Situation:
     workload: Workload
 
     @property
-    def about(self) -> RunInfo:
-        return self.job.traces[0].about
+    def run_info(self) -> RunInfo:
+        return self.job.traces[0].run_info
 
     @property
     def cycle(self) -> Array:

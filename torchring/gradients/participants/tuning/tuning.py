@@ -27,7 +27,6 @@ from torchring.allreduce import Mover
 from torchring.allreduce.cost import measure_cost
 from torchring.allreduce.device.stream import OnStream
 from torchring.collectives.service import internal_collectives_of
-from torchring.gradients.control import ControlFields
 from torchring.gradients.launcher import Launcher
 from torchring.gradients.participants.tuning import plan_cache
 from torchring.gradients.participants.tuning.best_plan import cost_alone, largest_kind, slowdown, slowed
@@ -36,7 +35,7 @@ from torchring.gradients.participants.tuning.candidates import Candidate, Tuned,
 from torchring.gradients.participants.tuning.plan_cache import FoundBuckets
 from torchring.gradients.participants.tuning.trial import Times, Trial
 from torchring.gradients.plan import ParameterSpec, Plan, plan_of, wire_dtype
-from torchring.gradients.round import RoundState
+from torchring.gradients.round import ControlFields, RoundState
 from torchring.observe.services import recorder_of
 from torchring.world import World
 
