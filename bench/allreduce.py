@@ -35,8 +35,8 @@ import torch.distributed as dist
 
 import torchring
 import torchring.horovod as hvd
-from torchring.allreduce import Mover, Wire
-from torchring.allreduce.select import open_mover
+from torchring.allreduce import AllReduce, Wire
+from torchring.allreduce.select import open_all_reduce
 from torchring.bench import measure
 from torchring.bench.measure import Spread, Turn
 from torchring.default_world import default_world
@@ -91,11 +91,11 @@ def row_for(numel: int, options: argparse.Namespace) -> dict[str, object]:
     closers = []
 
     for name, algorithm in (("direct", "direct"), ("ring", "ring")):
-        mover = open_mover(world, algorithm, "inline")
-        wire = mover.open_wires([(numel, torch.float32)])[0]
+        all_reduce = open_all_reduce(world, algorithm, "inline")
+        wire = all_reduce.open_wires([(numel, torch.float32)])[0]
         buffers[name] = wire.tensor
-        rivals[name] = functools.partial(_reduce, mover, wire)
-        closers.append(mover.close)
+        rivals[name] = functools.partial(_reduce, all_reduce, wire)
+        closers.append(all_reduce.close)
 
     buffers["tensor"] = torch.empty(numel)
     rivals["tensor"] = lambda: torchring.all_reduce(buffers["tensor"], op="sum")
@@ -146,8 +146,8 @@ def row_for(numel: int, options: argparse.Namespace) -> dict[str, object]:
     return {"bytes": 4 * numel, "ranks": world.size, "ms": {name: vars(spread) for name, spread in spreads.items()}}
 
 
-def _reduce(mover: Mover[Any], wire: Wire) -> None:
-    mover.start(wire).wait()
+def _reduce(all_reduce: AllReduce[Any], wire: Wire) -> None:
+    all_reduce.start(wire).wait()
 
 
 def check(name: str, result: torch.Tensor, expected: torch.Tensor, *, rank: int) -> None:

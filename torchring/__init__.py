@@ -26,7 +26,7 @@ Words that are used throughout, beside those of PyTorch and MPI:
     wire        the buffer in which the gradients of one bucket are reduced, in the dtype that travels
     slot        a parameter's place in a bucket
     plan        which parameters share a bucket, and at which offset: plain data, equal on all ranks
-    mover       reduces wires by one algorithm (direct, ring, hierarchical, native)
+    all-reduce  reduces wires by one algorithm (direct, ring, hierarchical, native)
     round       one reduction of all buckets of an optimizer
     host        a machine, or that part of one whose ranks can share memory
     channel     signals between the ranks of a host

@@ -49,7 +49,7 @@ _FORKED: Final = (
 
 
 class Fails(Protocol):
-    """A channel, a mover or a transport, which a world tells that it is broken."""
+    """A channel, an all-reduce or a transport, which a world tells that it is broken."""
 
     def fail(self, error: RingError) -> object:
         """Send nothing more, and make the other ranks raise `error` where they wait for this rank."""

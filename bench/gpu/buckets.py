@@ -74,12 +74,12 @@ def _time_bucket(shapes: Shapes, algorithm: str, compression: str | None, *, mov
     try:
         return one.measure(moves=moves)
     finally:
-        one.mover.close()
+        one.all_reduce.close()
 
 
 @dataclass
 class OneBucket:
-    """A bucket with its mover. Gradients are set by hand instead of by autograd.
+    """A bucket with its all-reduce. Gradients are set by hand instead of by autograd.
 
     Attributes:
         grads: two sets of gradients, at different addresses.
@@ -87,7 +87,7 @@ class OneBucket:
     """
 
     accelerator: Accelerator
-    mover: OnStream
+    all_reduce: OnStream
     bucket: Bucket
     grads: list[list[Tensor]]
     originals: list[list[Tensor]]
@@ -102,18 +102,20 @@ class OneBucket:
             for i, p in enumerate(parameters)
         ]
         plan = build_plan(specs, bucket_bytes=1 << 40, first_bucket_bytes=1 << 40, compression=compression).buckets[0]
-        mover, _ = open_on_device(default_world(), algorithm, "auto", [(plan.numel, plan.wire_dtype)], accelerator)
-        wire = mover.open_wires([(plan.numel, plan.wire_dtype)])[0]
+        all_reduce, _ = open_on_device(default_world(), algorithm, "auto", [(plan.numel, plan.wire_dtype)], accelerator)
+        wire = all_reduce.open_wires([(plan.numel, plan.wire_dtype)])[0]
 
         stream, unread = accelerator.open_stream(), UnreadGradients(accelerator)
 
         def packing(scale: float) -> DevicePacking:  # as `DeviceAgreement` does
             place = wire.buffer, wire.found_in_inputs
-            return DevicePacking(scale, plan, *place, stream, accelerator, reduction_stream=mover.stream, unread=unread)
+            return DevicePacking(
+                scale, plan, *place, stream, accelerator, reduction_stream=all_reduce.stream, unread=unread
+            )
 
         bucket = Bucket(plan, wire, specs, parameters, scale=_SCALE, packing=packing)
         grads = [[torch.randint(-99, 100, p.shape, device=device).float() for p in bucket.parameters] for _ in "ab"]
-        return OneBucket(accelerator, mover, bucket, grads, [[grad.clone() for grad in one] for one in grads])
+        return OneBucket(accelerator, all_reduce, bucket, grads, [[grad.clone() for grad in one] for one in grads])
 
     def measure(self, *, moves: bool) -> Row:
         """Run and time many rounds.
@@ -144,7 +146,7 @@ class OneBucket:
 
     def round(self, chosen: int) -> tuple[float, float, float, float]:
         """Run one round with the chosen set of gradients. Returns the host's seconds for each phase."""
-        bucket, mover = self.bucket, self.mover
+        bucket, all_reduce = self.bucket, self.all_reduce
         for parameter, grad in zip(bucket.parameters, self.grads[chosen], strict=True):
             parameter.grad = grad
         last = len(bucket.parameters) - 1
@@ -156,12 +158,12 @@ class OneBucket:
         packed = time.perf_counter()
         bucket.begin_reduce()
         assert isinstance(bucket.wire, DeviceWire)
-        pending = mover.start(bucket.wire, scale=bucket.reduce_scale)
+        pending = all_reduce.start(bucket.wire, scale=bucket.reduce_scale)
         started = time.perf_counter()
         bucket.end_reduce(pending.wait())
         landed = time.perf_counter()
         bucket.close_round()
-        mover.take_started()
+        all_reduce.take_started()
         assert isinstance(bucket.packing, DevicePacking)
         bucket.packing.take_packed()
         return arrived - begin, packed - arrived, started - packed, landed - started
@@ -201,32 +203,32 @@ def all_reduces(algorithm: str) -> Iterator[Case]:
     """Collective: a case for each size in bytes."""
     world = default_world()
     wires = [(max(_SIZES) // 4, torch.float32)]
-    mover, choice = open_on_device(world, algorithm, "auto", wires, _accelerator())
+    all_reduce, choice = open_on_device(world, algorithm, "auto", wires, _accelerator())
     for size in _SIZES:
-        about = {"algorithm": mover.algorithm, "ranks": world.size, "size": size, "reason": choice.reason}
+        about = {"algorithm": all_reduce.algorithm, "ranks": world.size, "size": size, "reason": choice.reason}
         about["shares_one_gpu"] = world.size > torch.cuda.device_count()
-        yield about, functools.partial(_time_all_reduce, mover, size // 4)
+        yield about, functools.partial(_time_all_reduce, all_reduce, size // 4)
     torchring.barrier()
-    mover.close()
+    all_reduce.close()
 
 
-def _time_all_reduce(mover: OnStream, numel: int) -> Row:
+def _time_all_reduce(all_reduce: OnStream, numel: int) -> Row:
     """Time on the host, from a barrier until the device is done. One result is checked bit for bit."""
     world = default_world()
-    wire: DeviceWire = mover.open_wires([(numel, torch.float32)])[0]
+    wire: DeviceWire = all_reduce.open_wires([(numel, torch.float32)])[0]
     pattern = torch.arange(numel, dtype=torch.float32, device=torchring.device()).remainder_(251)
     source = pattern + world.rank
     calls = _CALLS_IF_SMALL if 4 * numel <= _SMALL_BYTES else 1
 
     def reduce(scale: float) -> None:
-        mover.stream.follow()
-        mover.start(wire, scale=scale).wait()
+        all_reduce.stream.follow()
+        all_reduce.start(wire, scale=scale).wait()
 
     def turn() -> None:
         for _ in range(calls):
             reduce(1 / world.size)
         torch.cuda.synchronize()
-        mover.take_started()
+        all_reduce.take_started()
 
     def prepare(name: str = "") -> None:
         wire.buffer.copy_(source)

@@ -1,4 +1,4 @@
-"""The time that hooks add to a backward: 802 tensors of at most 16 KiB, one rank, and a mover that does nothing.
+"""The time that hooks add to a backward: 802 tensors of at most 16 KiB, one rank, and an all-reduce that does nothing.
 
 Rivals: no hooks; hooks that do nothing, which shows the cost of Python and autograd; torchring's hooks, which count,
 pack, and set `.grad` to views of the wire. In one table the gradients are passed to autograd, so that backward does
@@ -49,8 +49,8 @@ class NoOpReduction:
         return None
 
 
-class NoOpMover:
-    """A mover that leaves its buffers as they are, which is right for a world of one rank."""
+class NoOpAllReduce:
+    """An all-reduce that leaves its buffers as they are, which is right for a world of one rank."""
 
     algorithm = "none"
     in_background = False
@@ -77,14 +77,14 @@ class Owner:
 
 
 @contextmanager
-def hooked(model: torch.nn.Module, mover: NoOpMover) -> Iterator[Reducer]:
+def hooked(model: torch.nn.Module, all_reduce: NoOpAllReduce) -> Iterator[Reducer]:
     """Register torchring's hooks on all parameters, as `wrap` does."""
     world, owner = World(None, 0, 1), Owner()
     names = {parameter: name for name, parameter in model.named_parameters()}
     specs = [spec_of(names, set(), parameter) for parameter in names]
     options = layout.Options("mean", None, 25.0, 1, "direct", "inline")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "open_mover", lambda *_: mover)
+        patch.setattr(layout, "open_all_reduce", lambda *_: all_reduce)
         group = world.shared(OptimizerGroup)
         reducer = Reducer(
             *(world, specs, list(names), options, group.members),
@@ -100,9 +100,9 @@ def hooked(model: torch.nn.Module, mover: NoOpMover) -> Iterator[Reducer]:
 
 
 @contextmanager
-def hooks_of(kind: str, model: torch.nn.Module, mover: NoOpMover) -> Iterator[None]:
+def hooks_of(kind: str, model: torch.nn.Module, all_reduce: NoOpAllReduce) -> Iterator[None]:
     if kind == "torchring":
-        with hooked(model, mover):
+        with hooked(model, all_reduce):
             yield
         return
     handles = []
@@ -125,24 +125,24 @@ def timed_backward(
     parameters = list(model.parameters())
     backward()()
     expected = [parameter.grad for parameter in parameters]
-    mover = NoOpMover()
+    all_reduce = NoOpAllReduce()
 
     def setup() -> tuple[tuple[Callable[[], object]], dict[str, object]]:
         model.zero_grad()
         return (backward(),), {}
 
-    with hooks_of(kind, model, mover):
+    with hooks_of(kind, model, all_reduce):
         for _ in range(2):  # the first round ends with a new plan
             (run,), _ = setup()
             run()
-        before = mover.num_calls
+        before = all_reduce.num_calls
         rounds = ROUNDS if benchmark.enabled else 1
         benchmark.pedantic(lambda run: run(), setup=setup, rounds=rounds)
         if kind == "torchring":
-            assert mover.num_calls - before == rounds * len(mover.wires)
+            assert all_reduce.num_calls - before == rounds * len(all_reduce.wires)
             for parameter in parameters:
                 assert parameter.grad is not None
-                assert any(lies_in(parameter.grad, wire.tensor) for wire in mover.wires)
+                assert any(lies_in(parameter.grad, wire.tensor) for wire in all_reduce.wires)
     for parameter, right in zip(parameters, expected, strict=True):
         assert parameter.grad is not None
         assert right is not None

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import torchring
-from torchring.allreduce.select import open_mover
+from torchring.allreduce.select import open_all_reduce
 from torchring.default_world import default_world
 
 RIVALS = ("direct", "tensor", "gloo")
@@ -47,11 +47,11 @@ class CaseRunner:
         self.reduce: Callable[[], object]
         self.close: Callable[[], None] = lambda: None
         if case.rival == "direct":
-            mover = open_mover(world, "direct", "inline")
-            wire = mover.open_wires([(numel, torch.float32)])[0]
+            all_reduce = open_all_reduce(world, "direct", "inline")
+            wire = all_reduce.open_wires([(numel, torch.float32)])[0]
             tensor = wire.tensor
-            self.reduce = lambda: mover.start(wire).wait()
-            self.close = mover.close
+            self.reduce = lambda: all_reduce.start(wire).wait()
+            self.close = all_reduce.close
         else:
             tensor = torch.empty(numel)
             gloo = case.rival == "gloo"

@@ -1,4 +1,4 @@
-"""One contract (`torchring/allreduce/contract.py`), and all movers: direct, ring over the fake and over Gloo,
+"""One contract (`torchring/allreduce/contract.py`), and all all-reduces: direct, ring over the fake and over Gloo,
 hierarchical with even and uneven hosts, native; in the background and inline."""
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, asser
 from tests.support.fakes import FakeNetwork, FakeTransfer, FakeTransport
 from tests.support.grids import grid
 from tests.support.harness import RanksFailed, run_threads
-from torchring.allreduce.contract import Mover, NonFinite, Wire, is_finite
+from torchring.allreduce.contract import AllReduce, NonFinite, Wire, is_finite
 from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_members, num_columns
 from torchring.allreduce.native import NativeAllReduce
 from torchring.allreduce.records import MAX_PENDING
 from torchring.allreduce.ring import RingAllReduce, RingStep, ring_steps
 from torchring.allreduce.slices import ALIGNMENT_BYTES, BLOCK_BYTES, slice_bounds
-from torchring.allreduce.threaded import ThreadedMover
+from torchring.allreduce.threaded import ThreadedAllReduce
 from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError
 from torchring.memory import host as host_module
 from torchring.transport.c10d import C10dTransport
@@ -41,16 +41,16 @@ WORLDS = (2, 3, 5)
 DTYPES = (torch.float32, torch.float64, torch.float16, BF16 := torch.bfloat16)
 MIB = 2**20
 
-every_mover = pytest.mark.parametrize("kind", KINDS)
+every_all_reduce = pytest.mark.parametrize("kind", KINDS)
 every_world = pytest.mark.parametrize("size", WORLDS)
-# Every mover in a world of 3, and the others where they differ: one peer, and hosts of 3 and 2 ranks.
-every_mover_and_world = grid(
+# Every all-reduce in a world of 3, and the others where they differ: one peer, and hosts of 3 and 2 ranks.
+every_all_reduce_and_world = grid(
     "kind, size",
     KINDS,
     WORLDS,
     keep=lambda kind, size: size == 3 or (kind, size) in {("direct", 2), ("hierarchical", 5)},
 )
-every_mover_world_and_dtype = grid(
+every_all_reduce_world_and_dtype = grid(
     "kind, size, dtype",
     KINDS,
     WORLDS,
@@ -61,22 +61,22 @@ every_mover_world_and_dtype = grid(
 )
 
 
-def run_movers(
-    kind: str, size: int, body: Callable[..., Any], *, num_movers: int = 1, timeout_seconds: float = 20.0
+def run_all_reduces(
+    kind: str, size: int, body: Callable[..., Any], *, num_all_reduces: int = 1, timeout_seconds: float = 20.0
 ) -> list[Any]:
-    """body(rank, *movers) on every rank, in threads of this process."""
+    """body(rank, *all-reduces) on every rank, in threads of this process."""
     network = FakeNetwork(size, timeout_seconds)
 
     def on_rank(rank: int, size: int, store: dist.Store) -> Any:
         # Only the fake does without a world.
         world = World(store, rank, 1 if kind == "ring-fake" else size, timeout_seconds=timeout_seconds)
-        fakes = [[network.transport(rank, f"{i}/{lane}") for lane in range(2)] for i in range(num_movers)]
-        movers = [_open(kind, world, transports) for transports in fakes]
+        fakes = [[network.transport(rank, f"{i}/{lane}") for lane in range(2)] for i in range(num_all_reduces)]
+        all_reduces = [_open(kind, world, transports) for transports in fakes]
         try:
-            return body(rank, *movers)
+            return body(rank, *all_reduces)
         finally:
-            for mover in movers:
-                mover.close()
+            for all_reduce in all_reduces:
+                all_reduce.close()
             world.close()
 
     with pytest.MonkeyPatch.context() as patch:
@@ -85,9 +85,9 @@ def run_movers(
         return run_threads(on_rank, size)
 
 
-def _open(kind: str, world: World, fake: Any) -> Mover[Any]:
+def _open(kind: str, world: World, fake: Any) -> AllReduce[Any]:
     if kind == "ring-fake":
-        return ThreadedMover(RingAllReduce(fake))
+        return ThreadedAllReduce(RingAllReduce(fake))
     assert world.host is not None
     if kind == "direct":
         return DirectAllReduce(world.host, poll_seconds=0.0)
@@ -102,8 +102,8 @@ def _open(kind: str, world: World, fake: Any) -> Mover[Any]:
         return HierarchicalAllReduce(world.host, num_columns(world.hosts), ring, in_background=in_background)
     if kind == "native":
         return NativeAllReduce(transports)
-    mover: Any = RingAllReduce(transports) if kind.startswith("ring") else NativeAllReduce(transports)
-    return ThreadedMover(mover, in_background=num_lanes > 1)
+    all_reduce: Any = RingAllReduce(transports) if kind.startswith("ring") else NativeAllReduce(transports)
+    return ThreadedAllReduce(all_reduce, in_background=num_lanes > 1)
 
 
 def _host_of(size: int) -> str:
@@ -151,8 +151,8 @@ def num_roundings(kind: str, dtype: torch.dtype, size: int) -> float:
     return num_hops + in_fp32
 
 
-def reduce(mover: Mover[Any], wire: Wire, **how: Any) -> NonFinite | None:
-    return mover.start(wire, **how).wait()
+def reduce(all_reduce: AllReduce[Any], wire: Wire, **how: Any) -> NonFinite | None:
+    return all_reduce.start(wire, **how).wait()
 
 
 # ---- the contract
@@ -164,12 +164,12 @@ def test_exact_sums_inline(kind: str) -> None:
         test_exact_sums_of_every_size(kind, 3, dtype)
 
 
-@every_mover_world_and_dtype
+@every_all_reduce_world_and_dtype
 def test_exact_sums_of_every_size(kind: str, size: int, dtype: torch.dtype) -> None:
     sizes = sizes_of(size, dtype)
 
-    def body(rank: int, mover: Mover[Any]) -> list[torch.Tensor]:
-        wires = mover.open_wires([(numel, dtype) for numel in sizes])
+    def body(rank: int, all_reduce: AllReduce[Any]) -> list[torch.Tensor]:
+        wires = all_reduce.open_wires([(numel, dtype) for numel in sizes])
         for wire, numel in zip(wires, sizes, strict=True):
             assert wire.tensor.shape == (numel,)
             assert wire.tensor.dtype == dtype
@@ -177,31 +177,31 @@ def test_exact_sums_of_every_size(kind: str, size: int, dtype: torch.dtype) -> N
             wire.tensor.copy_(part_of(rank, numel, dtype))
         for wire in wires:
             address = wire.tensor.data_ptr()
-            assert reduce(mover, wire, scale=0.5) is None
+            assert reduce(all_reduce, wire, scale=0.5) is None
             assert wire.tensor.data_ptr() == address
         return [wire.tensor if rank == 0 else digest(wire.tensor) for wire in wires]
 
-    per_rank = run_movers(kind, size, body)
+    per_rank = run_all_reduces(kind, size, body)
     for i, numel in enumerate(sizes):
         assert_bitwise(per_rank[0][i], exact_sum(numel, dtype, size, 0.5), f"{numel} elements")
         assert_same_on_all_ranks([digest(per_rank[0][i]), *(results[i] for results in per_rank[1:])])
 
 
-@every_mover_world_and_dtype
+@every_all_reduce_world_and_dtype
 def test_random_inputs_stay_within_the_rounding_bound(kind: str, size: int, dtype: torch.dtype) -> None:
     numel, scales = 20_000, (1.0, 1 / 3, 7.25)
 
     def inputs(rank: int) -> torch.Tensor:
         return torch.randn(numel, generator=torch.Generator().manual_seed(rank + 1)).to(dtype)
 
-    def body(rank: int, mover: Mover[Any]) -> list[torch.Tensor]:
-        wires = mover.open_wires([(numel, dtype)] * len(scales))
+    def body(rank: int, all_reduce: AllReduce[Any]) -> list[torch.Tensor]:
+        wires = all_reduce.open_wires([(numel, dtype)] * len(scales))
         for wire, scale in zip(wires, scales, strict=True):
             wire.tensor.copy_(inputs(rank))
-            assert reduce(mover, wire, scale=scale) is None
+            assert reduce(all_reduce, wire, scale=scale) is None
         return [wire.tensor.clone() for wire in wires]
 
-    per_rank = run_movers(kind, size, body)
+    per_rank = run_all_reduces(kind, size, body)
     # Native rounds once more, when it scales, and so does a ring of 16-bit wires, which scales its inputs.
     roundings: Any = num_roundings(kind, dtype, size) + (
         kind.startswith("native")
@@ -216,42 +216,42 @@ def test_random_inputs_stay_within_the_rounding_bound(kind: str, size: int, dtyp
             assert_within_rounding(per_rank[0][i], parts[1:].sum(0), parts.abs().sum(0), roundings, dtype)
 
 
-@every_mover_and_world
+@every_all_reduce_and_world
 def test_a_mean_that_fits_does_not_overflow_on_the_way(kind: str, size: int) -> None:
     """fp16 holds up to 65504; the sum does not fit, so a 16-bit wire has to be packed scaled, as buckets do."""
 
-    def body(rank: int, mover: Mover[Any]) -> torch.Tensor:
-        (wire,) = mover.open_wires([(10, torch.float16)])
+    def body(rank: int, all_reduce: AllReduce[Any]) -> torch.Tensor:
+        (wire,) = all_reduce.open_wires([(10, torch.float16)])
         wire.tensor.fill_(60_000.0 / size)
-        assert reduce(mover, wire, scale=1.0) is None
+        assert reduce(all_reduce, wire, scale=1.0) is None
         return wire.tensor.clone()
 
-    for result in run_movers(kind, size, body):
+    for result in run_all_reduces(kind, size, body):
         torch.testing.assert_close(result.double(), torch.full((10,), 60_000.0).double(), rtol=0, atol=32.0 * size)
 
 
-@every_mover_and_world
+@every_all_reduce_and_world
 def test_a_non_finite_input_is_traced_to_rank_and_element(kind: str, size: int) -> None:
     numel = 1000
     places = list(itertools.product(range(size), (0, numel // 2, numel - 1), (math.nan, math.inf, -math.inf)))
 
-    def body(rank: int, mover: Mover[Any]) -> list[tuple[NonFinite | None, NonFinite | None]]:
-        (wire,) = mover.open_wires([(numel, torch.float32)])
+    def body(rank: int, all_reduce: AllReduce[Any]) -> list[tuple[NonFinite | None, NonFinite | None]]:
+        (wire,) = all_reduce.open_wires([(numel, torch.float32)])
         reports = []
         for culprit, element, value in places:
             wire.tensor.copy_(part_of(rank, numel, torch.float32))
             if rank == culprit:
                 wire.tensor[element] = value
-            found = reduce(mover, wire, scale=0.5)
+            found = reduce(all_reduce, wire, scale=0.5)
             assert not math.isfinite(wire.tensor[element])
             others = torch.arange(numel) != element
             assert_bitwise(wire.tensor[others], exact_sum(numel, torch.float32, size, 0.5)[others])
             wire.tensor.copy_(part_of(rank, numel, torch.float32))
-            reports.append((found, reduce(mover, wire)))  # the next round is clean again
+            reports.append((found, reduce(all_reduce, wire)))  # the next round is clean again
         return reports
 
     expected = [(NonFinite(rank, element), None) for rank, element, _ in places]
-    for reports in run_movers(kind, size, body):
+    for reports in run_all_reduces(kind, size, body):
         assert reports == expected
 
 
@@ -305,17 +305,17 @@ FINDINGS = {
 @pytest.mark.parametrize("kind", [*KINDS, *INLINE])
 @pytest.mark.parametrize("size", FINDINGS)
 def test_what_is_not_finite_is_told_to_all_and_nothing_else_is(kind: str, size: int) -> None:
-    def body(rank: int, mover: Mover[Any]) -> list[tuple[NonFinite | None, torch.Tensor]]:
-        wires = mover.open_wires([(finding.numel, finding.dtype) for finding in FINDINGS[size]])
+    def body(rank: int, all_reduce: AllReduce[Any]) -> list[tuple[NonFinite | None, torch.Tensor]]:
+        wires = all_reduce.open_wires([(finding.numel, finding.dtype) for finding in FINDINGS[size]])
         for wire, finding in zip(wires, FINDINGS[size], strict=True):
             wire.tensor.fill_(finding.fill)
             if rank in finding.places:
                 element, value = finding.places[rank]
                 wire.tensor[element] = value
-        told = [reduce(mover, wire, scale=each.scale) for wire, each in zip(wires, FINDINGS[size], strict=True)]
+        told = [reduce(all_reduce, wire, scale=each.scale) for wire, each in zip(wires, FINDINGS[size], strict=True)]
         return [(found, wire.tensor.clone()) for found, wire in zip(told, wires, strict=True)]
 
-    for finding, outcomes in zip(FINDINGS[size], zip(*run_movers(kind, size, body), strict=True), strict=True):
+    for finding, outcomes in zip(FINDINGS[size], zip(*run_all_reduces(kind, size, body), strict=True), strict=True):
         assert len({told for told, _ in outcomes}) == 1, (finding, outcomes)
         for told, result in outcomes:
             assert told in finding.told, finding
@@ -325,19 +325,19 @@ def test_what_is_not_finite_is_told_to_all_and_nothing_else_is(kind: str, size: 
                 assert_bitwise(result, torch.full((finding.numel,), finding.fill, dtype=finding.dtype))
 
 
-@every_mover_and_world
+@every_all_reduce_and_world
 def test_many_rounds_in_a_row_with_a_delayed_rank(kind: str, size: int) -> None:
     num_rounds, numel = 40, 3000
 
-    def body(rank: int, mover: Mover[Any]) -> list[str]:
-        wires = mover.open_wires([(numel, torch.float32), (numel + 1, torch.float32)])
+    def body(rank: int, all_reduce: AllReduce[Any]) -> list[str]:
+        wires = all_reduce.open_wires([(numel, torch.float32), (numel + 1, torch.float32)])
         digests = []
         for i in range(num_rounds):
             wire = wires[i % 2]
             wire.tensor.copy_(exact_inputs(wire.tensor.numel(), torch.float32, (rank + i) % 20))
             if rank == i % size and i % 5 == 0:
                 time.sleep(0.01)
-            assert reduce(mover, wire) is None
+            assert reduce(all_reduce, wire) is None
             digests.append(digest(wire.tensor))
         return digests
 
@@ -346,61 +346,64 @@ def test_many_rounds_in_a_row_with_a_delayed_rank(kind: str, size: int) -> None:
         parts = [exact_inputs(numel + i % 2, torch.float32, (rank + i) % 20) for rank in range(size)]
         expected.append(digest(torch.stack(parts).sum(0)))
     assert len(set(expected)) == num_rounds // 2
-    for digests in run_movers(kind, size, body):
+    for digests in run_all_reduces(kind, size, body):
         assert digests == expected
 
 
-@every_mover
+@every_all_reduce
 def test_results_feed_the_next_round(kind: str) -> None:
     """What a rank reads after a round is final: adding 1 to it and reducing again gives 2 (x + 1), and so on."""
 
-    def body(rank: int, mover: Mover[Any]) -> torch.Tensor:
-        (wire,) = mover.open_wires([(5000, torch.float64)])
+    def body(rank: int, all_reduce: AllReduce[Any]) -> torch.Tensor:
+        (wire,) = all_reduce.open_wires([(5000, torch.float64)])
         wire.tensor.fill_(1.0)
         for _ in range(30):
-            reduce(mover, wire)
+            reduce(all_reduce, wire)
             wire.tensor.add_(1.0)
         return wire.tensor.clone()
 
     expected = 1.0
     for _ in range(30):
         expected = 2 * expected + 1
-    for result in run_movers(kind, 2, body):
+    for result in run_all_reduces(kind, 2, body):
         assert_bitwise(result, torch.full((5000,), expected, dtype=torch.float64))
 
 
-@every_mover
-def test_wires_of_one_mover_may_differ_in_dtype_and_size(kind: str) -> None:
+@every_all_reduce
+def test_wires_of_one_all_reduce_may_differ_in_dtype_and_size(kind: str) -> None:
     specs = [(7, torch.float16), (0, torch.float32), (100_000, torch.float64), (33, torch.bfloat16), (1, torch.float32)]
 
-    def body(rank: int, mover: Mover[Any]) -> list[torch.Tensor]:
-        wires = [*mover.open_wires(specs), *mover.open_wires(specs[:2])]  # a second time, as for added parameters
+    def body(rank: int, all_reduce: AllReduce[Any]) -> list[torch.Tensor]:
+        wires = [
+            *all_reduce.open_wires(specs),
+            *all_reduce.open_wires(specs[:2]),
+        ]  # a second time, as for added parameters
         for i, wire in enumerate(wires):
             wire.tensor.copy_(exact_inputs(wire.tensor.numel(), wire.tensor.dtype, rank + 3 * i))
         for wire in reversed(wires):
-            reduce(mover, wire)
+            reduce(all_reduce, wire)
         return [wire.tensor.clone() for wire in wires]
 
-    for results in run_movers(kind, 3, body):
+    for results in run_all_reduces(kind, 3, body):
         for i, (result, (numel, dtype)) in enumerate(zip(results, [*specs, *specs[:2]], strict=True)):
             parts = [exact_inputs(numel, torch.float64, rank + 3 * i) for rank in range(3)]
             assert_bitwise(result, torch.stack(parts).sum(0).to(dtype), f"wire {i}")
 
 
-@every_mover
-def test_two_movers_in_two_threads_do_not_take_each_others_signals(kind: str) -> None:
+@every_all_reduce
+def test_two_all_reduces_in_two_threads_do_not_take_each_others_signals(kind: str) -> None:
     num_rounds, numel = 40, 2000
 
-    def body(rank: int, *movers: Mover[Any]) -> list[list[str]]:
-        wires = [mover.open_wires([(numel, torch.float32)])[0] for mover in movers]
-        digests: list[list[str]] = [[] for _ in movers]
+    def body(rank: int, *all_reduces: AllReduce[Any]) -> list[list[str]]:
+        wires = [all_reduce.open_wires([(numel, torch.float32)])[0] for all_reduce in all_reduces]
+        digests: list[list[str]] = [[] for _ in all_reduces]
 
         def drive(index: int) -> None:
             for i in range(num_rounds):
                 wires[index].tensor.copy_(exact_inputs(numel, torch.float32, (3 * rank + 7 * index + i) % 33))
                 if i % 8 == 0 and rank == index:
                     time.sleep(0.06)  # long enough for the others to look after their peers, in both threads
-                assert reduce(movers[index], wires[index]) is None
+                assert reduce(all_reduces[index], wires[index]) is None
                 digests[index].append(digest(wires[index].tensor))
 
         failures: list[BaseException] = []
@@ -411,7 +414,7 @@ def test_two_movers_in_two_threads_do_not_take_each_others_signals(kind: str) ->
             except BaseException as error:
                 failures.append(error)
 
-        threads = [threading.Thread(target=guarded, args=(i,)) for i in range(len(movers))]
+        threads = [threading.Thread(target=guarded, args=(i,)) for i in range(len(all_reduces))]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -426,7 +429,7 @@ def test_two_movers_in_two_threads_do_not_take_each_others_signals(kind: str) ->
 
     right = [[expected(index, i) for i in range(num_rounds)] for index in range(2)]
     assert right[0] != right[1]
-    assert run_movers(kind, 3, body, num_movers=2) == [right] * 3
+    assert run_all_reduces(kind, 3, body, num_all_reduces=2) == [right] * 3
 
 
 @pytest.fixture
@@ -439,16 +442,16 @@ def _one_suspect(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_one_suspect")
 @pytest.mark.parametrize("kind", [*KINDS, *INLINE])
 def test_a_rank_that_leaves_is_named(kind: str) -> None:
-    def body(rank: int, mover: Mover[Any]) -> Any:
-        (wire,) = mover.open_wires([(10, torch.float32)])
-        reduce(mover, wire)
+    def body(rank: int, all_reduce: AllReduce[Any]) -> Any:
+        (wire,) = all_reduce.open_wires([(10, torch.float32)])
+        reduce(all_reduce, wire)
         if rank == 1:
             return None  # its world is closed next
         with pytest.raises(PeerLostError) as caught:
-            reduce(mover, wire)
+            reduce(all_reduce, wire)
         return caught.value.peers
 
-    assert run_movers(kind, 2, body)[0] == (1,)
+    assert run_all_reduces(kind, 2, body)[0] == (1,)
 
 
 @pytest.mark.usefixtures("_one_suspect")
@@ -456,53 +459,53 @@ def test_a_rank_that_leaves_is_named(kind: str) -> None:
 def test_a_rank_that_does_not_come_is_named(kind: str) -> None:
     has_failed = threading.Event()
 
-    def body(rank: int, mover: Mover[Any]) -> Any:
-        (wire,) = mover.open_wires([(10, torch.float32)])
+    def body(rank: int, all_reduce: AllReduce[Any]) -> Any:
+        (wire,) = all_reduce.open_wires([(10, torch.float32)])
         if rank == 1:
             assert has_failed.wait(15.0)
             return None
         with pytest.raises(PeerTimeoutError) as caught:
-            reduce(mover, wire)
+            reduce(all_reduce, wire)
         has_failed.set()
         return caught.value.peers, caught.value.rank
 
-    assert run_movers(kind, 2, body, timeout_seconds=0.4)[0] == ((1,), 0)
+    assert run_all_reduces(kind, 2, body, timeout_seconds=0.4)[0] == ((1,), 0)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *INLINE])
-def test_what_a_mover_says_of_itself(kind: str) -> None:
-    def body(_: int, mover: Mover[Any]) -> tuple[str, bool]:
-        (wire,) = mover.open_wires([(100, torch.float32)])
+def test_what_a_all_reduce_says_of_itself(kind: str) -> None:
+    def body(_: int, all_reduce: AllReduce[Any]) -> tuple[str, bool]:
+        (wire,) = all_reduce.open_wires([(100, torch.float32)])
         before = time.perf_counter()
-        pending = mover.start(wire)
+        pending = all_reduce.start(wire)
         pending.wait()
-        if mover.in_background:
+        if all_reduce.in_background:
             assert pending.span is not None
             began, ended = pending.span
             assert before <= began < ended <= time.perf_counter()
-        return mover.algorithm, mover.in_background
+        return all_reduce.algorithm, all_reduce.in_background
 
     in_background = kind in ("ring-fake", "ring-lanes", "native", "hierarchical")
-    assert run_movers(kind, 2, body) == [(kind.split("-")[0], in_background)] * 2
+    assert run_all_reduces(kind, 2, body) == [(kind.split("-")[0], in_background)] * 2
 
 
 @pytest.mark.parametrize("kind", ["ring-fake", "ring-lanes", "native", "hierarchical"])
 def test_in_the_background_start_waits_for_nobody(kind: str) -> None:
     has_started = threading.Event()
 
-    def body(rank: int, mover: Mover[Any]) -> None:
-        (wire,) = mover.open_wires([(100, torch.float32)])
+    def body(rank: int, all_reduce: AllReduce[Any]) -> None:
+        (wire,) = all_reduce.open_wires([(100, torch.float32)])
         if rank == 1:
             assert has_started.wait(10), "rank 0 waits for rank 1 in start()"
-        pending = mover.start(wire)
+        pending = all_reduce.start(wire)
         has_started.set()
         assert pending.advance(), "this rank's part proceeds by itself"
         pending.wait()
 
-    run_movers(kind, 2, body)
+    run_all_reduces(kind, 2, body)
 
 
-def test_the_suite_notices_a_mover_that_forgets_a_rank() -> None:
+def test_the_suite_notices_a_all_reduce_that_forgets_a_rank() -> None:
     class Forgetful(RingAllReduce):
         def all_reduce(self, wire: Any, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
             if self._rank == 0:
@@ -512,10 +515,10 @@ def test_the_suite_notices_a_mover_that_forgets_a_rank() -> None:
     network = FakeNetwork(2)
 
     def on_rank(rank: int, size: int, _: dist.Store) -> None:
-        mover = Forgetful([network.transport(rank)])
-        (wire,) = mover.open_wires([(64, torch.float32)])
+        all_reduce = Forgetful([network.transport(rank)])
+        (wire,) = all_reduce.open_wires([(64, torch.float32)])
         wire.tensor.copy_(part_of(rank, 64, torch.float32))
-        mover.all_reduce(wire)
+        all_reduce.all_reduce(wire)
         assert_bitwise(wire.tensor, exact_sum(64, torch.float32, 2, 1.0))
 
     with pytest.raises(RanksFailed, match="elements differ"):
@@ -533,11 +536,11 @@ def test_direct_adds_in_rank_order_whatever_the_layout(size: int, dtype: torch.d
     def inputs(rank: int) -> torch.Tensor:
         return torch.randn(numel, generator=torch.Generator().manual_seed(rank + 1)).to(dtype)
 
-    def body(rank: int, mover: Mover[Any]) -> list[torch.Tensor]:
-        wires = mover.open_wires([(numel, dtype), (3 * numel + 17, dtype)])
+    def body(rank: int, all_reduce: AllReduce[Any]) -> list[torch.Tensor]:
+        wires = all_reduce.open_wires([(numel, dtype), (3 * numel + 17, dtype)])
         for wire in wires:
             wire.tensor[-numel:] = inputs(rank)
-            reduce(mover, wire, scale=1 / size)
+            reduce(all_reduce, wire, scale=1 / size)
         return [wire.tensor[-numel:].clone() for wire in wires]
 
     wide = torch.float32 if dtype.itemsize == 2 else dtype
@@ -545,7 +548,7 @@ def test_direct_adds_in_rank_order_whatever_the_layout(size: int, dtype: torch.d
     for rank in range(1, size):
         total += inputs(rank).to(wide)
     expected = (total * (1 / size)).to(dtype)
-    for results in run_movers("direct", size, body):
+    for results in run_all_reduces("direct", size, body):
         for result in results:
             assert_bitwise(result, expected)
 
@@ -559,13 +562,13 @@ def test_a_rank_may_run_ahead_of_its_peers(size: int) -> None:
     numels = [5, 3000, 200_000, 70]
     is_ahead = threading.Event()
 
-    def body(rank: int, mover: DirectAllReduce) -> list[torch.Tensor]:
-        wires = mover.open_wires([(numel, torch.float32) for numel in numels])
+    def body(rank: int, all_reduce: DirectAllReduce) -> list[torch.Tensor]:
+        wires = all_reduce.open_wires([(numel, torch.float32) for numel in numels])
         for wire in wires:
             wire.tensor.copy_(part_of(rank, wire.tensor.numel(), torch.float32))
         if rank != size - 1:
             assert is_ahead.wait(15.0)
-        pending = [mover.start(wire, scale=0.5, tag=tag) for tag, wire in enumerate(wires)]
+        pending = [all_reduce.start(wire, scale=0.5, tag=tag) for tag, wire in enumerate(wires)]
         if rank == size - 1:
             assert not pending[0].advance(), "its peers have not started"
             for wire in wires:
@@ -575,7 +578,7 @@ def test_a_rank_may_run_ahead_of_its_peers(size: int) -> None:
             assert reduction.wait() is None
         return [wire.tensor.clone() for wire in wires]
 
-    for results in run_movers("direct", size, body):
+    for results in run_all_reduces("direct", size, body):
         for result in results:
             assert_bitwise(result, exact_sum(result.numel(), torch.float32, size, 0.5))
 
@@ -584,10 +587,10 @@ def test_a_late_rank_finds_its_peers_part_done() -> None:
     """Nobody waits: after rank 0 has looked in, rank 1 lands at once though rank 0 is elsewhere."""
     has_started, has_looked, is_over = threading.Event(), threading.Event(), threading.Event()
 
-    def body(rank: int, mover: DirectAllReduce) -> None:
-        (wire,) = mover.open_wires([(1000, torch.float32)])
+    def body(rank: int, all_reduce: DirectAllReduce) -> None:
+        (wire,) = all_reduce.open_wires([(1000, torch.float32)])
         wire.tensor.copy_(part_of(rank, 1000, torch.float32))
-        reduction = mover.start(wire)
+        reduction = all_reduce.start(wire)
         if rank == 0:
             assert has_started.wait(15.0)
             assert reduction.advance()
@@ -602,18 +605,18 @@ def test_a_late_rank_finds_its_peers_part_done() -> None:
             is_over.set()
         assert_bitwise(wire.tensor, exact_sum(1000, torch.float32, 2, 1.0))
 
-    run_movers("direct", 2, body)
+    run_all_reduces("direct", 2, body)
 
 
 @grid("count", [MAX_PENDING, MAX_PENDING + 1, 3 * MAX_PENDING + 5], keep=lambda count: count != MAX_PENDING)
 def test_more_reductions_than_there_are_records(count: int) -> None:
-    def body(rank: int, mover: DirectAllReduce) -> list[NonFinite | None]:
-        wires = mover.open_wires([(40 + i, torch.float32) for i in range(count)])
+    def body(rank: int, all_reduce: DirectAllReduce) -> list[NonFinite | None]:
+        wires = all_reduce.open_wires([(40 + i, torch.float32) for i in range(count)])
         for i, wire in enumerate(wires):
             wire.tensor.copy_(part_of(rank, 40 + i, torch.float32))
             if i % 50 == 7 and rank == i % 2:
                 wire.tensor[i % 40] = math.nan
-        pending = [mover.start(wire, tag=tag) for tag, wire in enumerate(wires)]
+        pending = [all_reduce.start(wire, tag=tag) for tag, wire in enumerate(wires)]
         found = [reduction.wait() for reduction in pending]
         for i, wire in enumerate(wires):
             if i % 50 != 7:
@@ -621,53 +624,53 @@ def test_more_reductions_than_there_are_records(count: int) -> None:
         return found
 
     expected = [NonFinite(i % 2, i % 40) if i % 50 == 7 else None for i in range(count)]
-    assert run_movers("direct", 2, body) == [expected] * 2
+    assert run_all_reduces("direct", 2, body) == [expected] * 2
 
 
 def test_a_reduction_that_is_over_keeps_its_result() -> None:
-    def body(rank: int, mover: DirectAllReduce) -> None:
-        (wire,) = mover.open_wires([(100, torch.float32)])
+    def body(rank: int, all_reduce: DirectAllReduce) -> None:
+        (wire,) = all_reduce.open_wires([(100, torch.float32)])
         wire.tensor.fill_(rank + 1.0)
         wire.tensor[70] = math.nan if rank else 0.0
-        reduction = mover.start(wire)
+        reduction = all_reduce.start(wire)
         reduction.contribute()
         reduction.contribute()
         assert [reduction.wait() for _ in range(3)] == [NonFinite(1, 70)] * 3
         assert wire.tensor[:70].unique().tolist() == [3.0]
 
-    run_movers("direct", 2, body)
+    run_all_reduces("direct", 2, body)
 
 
 def test_every_rank_contributes_before_it_waits() -> None:
     """Rank 0 waits for its first reduction while rank 1 waits for what rank 0 owes it of the second."""
 
-    def body(rank: int, mover: DirectAllReduce) -> None:
-        wires = mover.open_wires([(100, torch.float32)] * 2)
+    def body(rank: int, all_reduce: DirectAllReduce) -> None:
+        wires = all_reduce.open_wires([(100, torch.float32)] * 2)
         for wire in wires:
             wire.tensor.fill_(rank + 1.0)
-        pending = [mover.start(wire) for wire in wires]
+        pending = [all_reduce.start(wire) for wire in wires]
         for reduction in pending:
             reduction.contribute()
         for reduction in pending:
             reduction.wait()
         assert [wire.tensor.unique().tolist() for wire in wires] == [[3.0]] * 2
 
-    run_movers("direct", 2, body)
+    run_all_reduces("direct", 2, body)
 
 
 @pytest.mark.parametrize(("kind", "size"), [("direct", 2), ("hierarchical", 3)])
 def test_ranks_whose_nth_reductions_differ_are_told_which(kind: str, size: int) -> None:
     """Rank 1 has left out the second of three: what is compared is what was started n-th, not what lies in a wire."""
 
-    def body(rank: int, mover: Mover[Any]) -> str:
-        wires = mover.open_wires([(100, torch.float32)] * 3)
+    def body(rank: int, all_reduce: AllReduce[Any]) -> str:
+        wires = all_reduce.open_wires([(100, torch.float32)] * 3)
         tags = (0, 2) if rank == 1 else (0, 1, 2)
-        pending = [mover.start(wires[tag], tag=tag) for tag in tags]
+        pending = [all_reduce.start(wires[tag], tag=tag) for tag in tags]
         with pytest.raises(PlanMismatchError) as caught:
             all(reduction.wait() is None for reduction in pending[:2])
         return str(caught.value)
 
-    for text in run_movers(kind, size, body):
+    for text in run_all_reduces(kind, size, body):
         assert "rank 1 reduces bucket 2 of reduction 0 while rank 0 reduces bucket 1 of reduction 0" in text
 
 
@@ -675,17 +678,17 @@ def test_lanes_end_where_an_earlier_reduction_has_failed() -> None:
     """The second reduction waits for its turn. A thread that waited for ever would keep the shared memory."""
     has_started = threading.Event()
 
-    def body(rank: int, mover: Mover[Any]) -> None:
-        wires = mover.open_wires([(100, torch.float32)] * 2)
+    def body(rank: int, all_reduce: AllReduce[Any]) -> None:
+        wires = all_reduce.open_wires([(100, torch.float32)] * 2)
         if rank == 1:
             assert has_started.wait(10)
-        pending = [mover.start(wire, tag=tag + (rank == 1)) for tag, wire in enumerate(wires)]
+        pending = [all_reduce.start(wire, tag=tag + (rank == 1)) for tag, wire in enumerate(wires)]
         if rank == 0:
             has_started.set()
         with pytest.raises(PlanMismatchError):
             pending[0].wait()
 
-    run_movers("hierarchical", 3, body)
+    run_all_reduces("hierarchical", 3, body)
     lanes = [thread for thread in threading.enumerate() if thread.name.startswith("torchring-lane")]
     for lane in lanes:
         lane.join(5.0)

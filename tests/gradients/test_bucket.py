@@ -1,4 +1,4 @@
-"""One bucket through its rounds, in one process: the wires are plain tensors, and `reduce` below is the mover."""
+"""One bucket through its rounds, in one process: the wires are plain tensors, and `reduce` below is the all-reduce."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BIG = COPY_ON_ARRIVAL_BYTES // 4  # elements of fp32 that are copied on arrival;
 
 @dataclass
 class PlainWire:
-    """`tensor` is what the bucket packs; the mover writes to `buffer`, which has a version counter of its own."""
+    """`tensor` is what the bucket packs; the all_reduce writes to `buffer`, which has a version counter of its own."""
 
     tensor: torch.Tensor
     buffer: torch.Tensor
@@ -358,7 +358,7 @@ def test_compressed_gradients_are_scaled_before_the_cast() -> None:
         bucket.close_round()
 
 
-def test_uncompressed_gradients_are_scaled_by_the_mover() -> None:
+def test_uncompressed_gradients_are_scaled_by_the_all_reduce() -> None:
     bucket = ones(1, world_size=4)
     give(bucket, 0, 3.0)
     assert bucket.wire.tensor[0] == 3.0
@@ -809,7 +809,7 @@ def test_gradient_written_to_before_the_round_is_over(numel: int, when: str) -> 
     give(bucket, 1, 1.0)
     bucket.begin_reduce()
     if when == "when it was back":
-        buffer_of(bucket).mul_(1.0)  # the mover's own writes do not count
+        buffer_of(bucket).mul_(1.0)  # the all-reduce's own writes do not count
         bucket.end_reduce(None)
     value = bucket.parameters[0].grad
     assert value is not None

@@ -572,7 +572,7 @@ def _no_room_for_the_second_plan(rank: int, world_size: int) -> tuple[str, str]:
         def refuse(specs: object) -> list[object]:
             raise OSError("no space left")
 
-        reducer.layout.mover.open_wires = refuse  # type: ignore[assignment]
+        reducer.layout.all_reduce.open_wires = refuse  # type: ignore[assignment]
     with pytest.raises((OSError, RingError)) as first:
         model(batch(rank, 1)).backward()
     with pytest.raises(GradientError) as second:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchring.allreduce import TAGS_PER_ROUND, Mover, NonFinite, Wire
-from torchring.allreduce.threaded import ThreadedMover
+from torchring.allreduce import TAGS_PER_ROUND, AllReduce, NonFinite, Wire
+from torchring.allreduce.threaded import ThreadedAllReduce
 from torchring.errors import GradientError, PeerLostError, RingError
 from torchring.gradients.bucket import Bucket, BucketState
 from torchring.gradients.launcher import Launcher, union_length
@@ -27,11 +27,11 @@ from torchring.observe.recorder.records import BUCKET_LENGTH, INDEX, LAUNCHED, P
 @dataclass
 class PlainWire:
     tensor: torch.Tensor
-    buffer: torch.Tensor  # the same memory, for the mover's writes
+    buffer: torch.Tensor  # the same memory, for the all-reduce's writes
 
 
 @dataclass
-class RecordingMover:
+class RecordingAllReduce:
     """A world of one that writes down what it is asked for; the wire's first element says which bucket it was."""
 
     algorithm: str = "recording"
@@ -69,7 +69,7 @@ class RecordingMover:
 
 
 @dataclass
-class StagedRecorder(RecordingMover):
+class StagedRecorder(RecordingAllReduce):
     """The same, staged: `advance` finds the peers there when the test says so; who has contributed lands."""
 
     events: list[tuple[str, int]] = field(default_factory=list)
@@ -87,7 +87,7 @@ class StagedRecorder(RecordingMover):
 
 @dataclass
 class RecordedFlight:
-    mover: StagedRecorder
+    all_reduce: StagedRecorder
     wire: Wire
     scale: float
     tag: int
@@ -96,25 +96,27 @@ class RecordedFlight:
 
     def advance(self) -> bool:
         index = self.tag % TAGS_PER_ROUND
-        if index in self.mover.fail_at and index not in self.mover.ready:
-            raise self.mover.fail_at[index]
-        if not self.has_advanced and index in self.mover.ready:
+        if index in self.all_reduce.fail_at and index not in self.all_reduce.ready:
+            raise self.all_reduce.fail_at[index]
+        if not self.has_advanced and index in self.all_reduce.ready:
             self.has_advanced = True
-            self.mover.events.append(("reduce", index))
+            self.all_reduce.events.append(("reduce", index))
         return self.has_advanced
 
     def contribute(self) -> None:
         if not self.has_advanced:
             self.has_advanced = True
-            self.mover.events.append(("reduce", self.tag % TAGS_PER_ROUND))
+            self.all_reduce.events.append(("reduce", self.tag % TAGS_PER_ROUND))
 
     def wait(self) -> NonFinite | None:
         assert self.has_advanced, "peers wait for this rank's part"
-        self.mover.events.append(("land", self.tag % TAGS_PER_ROUND))
-        return self.mover.all_reduce(self.wire, scale=self.scale, tag=self.tag)
+        self.all_reduce.events.append(("land", self.tag % TAGS_PER_ROUND))
+        return self.all_reduce.all_reduce(self.wire, scale=self.scale, tag=self.tag)
 
 
-def open_buckets(mover: RecordingMover, count: int, per_bucket: int = 1, *, scale: float = 1.0) -> list[Bucket]:
+def open_buckets(
+    all_reduce: RecordingAllReduce, count: int, per_bucket: int = 1, *, scale: float = 1.0
+) -> list[Bucket]:
     """`count` buckets; bucket i holds the parameters b{i}.p0, b{i}.p1, ..."""
     names = [f"b{i}.p{j}" for i in range(count) for j in range(per_bucket)]
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in names]
@@ -122,7 +124,7 @@ def open_buckets(mover: RecordingMover, count: int, per_bucket: int = 1, *, scal
     cap = 8 * per_bucket
     plan = build_plan(specs, bucket_bytes=cap, order=range(len(specs)))
     assert len(plan.buckets) == count
-    wires = mover.open_wires([(bucket.numel, bucket.wire_dtype) for bucket in plan.buckets])
+    wires = all_reduce.open_wires([(bucket.numel, bucket.wire_dtype) for bucket in plan.buckets])
     return [Bucket(b, w, specs, parameters, scale=scale) for b, w in zip(plan.buckets, wires, strict=True)]
 
 
@@ -135,22 +137,22 @@ def pack(bucket: Bucket) -> None:
 
 @contextmanager
 def opened(
-    count: int, *, threaded: bool, per_bucket: int = 1, mover: RecordingMover | None = None
-) -> Iterator[tuple[Launcher, RecordingMover]]:
-    mover = mover if mover is not None else RecordingMover()
-    staged: Mover[Any] = ThreadedMover(mover, in_background=threaded)
-    if isinstance(mover, StagedRecorder):
-        staged = mover
+    count: int, *, threaded: bool, per_bucket: int = 1, all_reduce: RecordingAllReduce | None = None
+) -> Iterator[tuple[Launcher, RecordingAllReduce]]:
+    all_reduce = all_reduce if all_reduce is not None else RecordingAllReduce()
+    staged: AllReduce[Any] = ThreadedAllReduce(all_reduce, in_background=threaded)
+    if isinstance(all_reduce, StagedRecorder):
+        staged = all_reduce
     try:
-        yield open_launcher(open_buckets(mover, count, per_bucket), staged), mover
+        yield open_launcher(open_buckets(all_reduce, count, per_bucket), staged), all_reduce
     finally:
         staged.close()
 
 
 def open_launcher(
-    buckets: Sequence[Bucket], mover: Mover[Any], mark_sparse: Callable[[int], None] = pytest.fail
+    buckets: Sequence[Bucket], all_reduce: AllReduce[Any], mark_sparse: Callable[[int], None] = pytest.fail
 ) -> Launcher:
-    launcher = Launcher(mover, mark_sparse)
+    launcher = Launcher(all_reduce, mark_sparse)
     launcher.install(buckets)
     return launcher
 
@@ -180,76 +182,76 @@ def reduce_threads() -> set[threading.Thread]:
 @pytest.mark.parametrize("threaded", [False, True])
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=lambda order: "".join(map(str, order)))
 def test_plan_order_despite_hook_order(order: tuple[int, ...], threaded: bool) -> None:
-    with opened(4, threaded=threaded) as (launcher, mover):
+    with opened(4, threaded=threaded) as (launcher, all_reduce):
         begin(launcher, round_number=0, step=0, hold=False)
         for index in order:
             pack(launcher.buckets[index])
             launcher.advance()
         finish(launcher)
-        assert mover.order == [0, 1, 2, 3]
+        assert all_reduce.order == [0, 1, 2, 3]
         assert {bucket.state for bucket in launcher.buckets} == {BucketState.REDUCED}
         assert [bucket.parameters[0].grad.tolist() for bucket in launcher.buckets] == [[float(i)] * 2 for i in range(4)]
 
 
 def test_inline_a_bucket_leaves_as_soon_as_those_before_it_have_left() -> None:
-    with opened(4, threaded=False) as (launcher, mover):
+    with opened(4, threaded=False) as (launcher, all_reduce):
         begin(launcher, round_number=0, step=0, hold=False)
         seen = []
         for index in (2, 0, 3, 1):
             pack(launcher.buckets[index])
             launcher.advance()
-            seen.append(list(mover.order))
+            seen.append(list(all_reduce.order))
         assert seen == [[], [0], [0], [0, 1, 2, 3]]
         finish(launcher)
-        assert mover.order == [0, 1, 2, 3]
-        assert set(mover.threads) == {threading.current_thread().name}
+        assert all_reduce.order == [0, 1, 2, 3]
+        assert set(all_reduce.threads) == {threading.current_thread().name}
 
 
 def test_a_thread_reduces_while_backward_goes_on() -> None:
     gate = threading.Event()
-    with opened(3, threaded=True, mover=RecordingMover(gate=gate)) as (launcher, mover):
+    with opened(3, threaded=True, all_reduce=RecordingAllReduce(gate=gate)) as (launcher, all_reduce):
         begin(launcher, round_number=0, step=0, hold=False)
         for index in (0, 1, 2):
             pack(launcher.buckets[index])
             launcher.advance()
-        assert mover.order == []
+        assert all_reduce.order == []
         assert [bucket.state for bucket in launcher.buckets] == [BucketState.REDUCING] * 3
         gate.set()
         finish(launcher)
-        assert mover.order == [0, 1, 2]
-        assert set(mover.threads) == {"torchring-lane-0"}
+        assert all_reduce.order == [0, 1, 2]
+        assert set(all_reduce.threads) == {"torchring-lane-0"}
 
 
 def test_a_thread_does_not_wait_for_finish() -> None:
-    with opened(2, threaded=True) as (launcher, mover):
+    with opened(2, threaded=True) as (launcher, all_reduce):
         begin(launcher, round_number=0, step=0, hold=False)
         pack(launcher.buckets[0])
         launcher.advance()
-        wait_until(lambda: mover.order == [0])
+        wait_until(lambda: all_reduce.order == [0])
         pack(launcher.buckets[1])
         finish(launcher)
-        assert mover.order == [0, 1]
+        assert all_reduce.order == [0, 1]
 
 
 @pytest.mark.parametrize("threaded", [False, True])
 def test_held_buckets_leave_in_finish(threaded: bool) -> None:
-    with opened(3, threaded=threaded) as (launcher, mover):
+    with opened(3, threaded=threaded) as (launcher, all_reduce):
         for _ in range(2):
-            mover.order.clear()
+            all_reduce.order.clear()
             begin(launcher, round_number=0, step=0, hold=True)
             for index in (0, 2, 1):
                 pack(launcher.buckets[index])
                 launcher.advance()
             assert [bucket.state for bucket in launcher.buckets] == [BucketState.PACKED] * 3
-            assert mover.order == []
+            assert all_reduce.order == []
             finish(launcher)
-            assert mover.order == [0, 1, 2]
+            assert all_reduce.order == [0, 1, 2]
             for bucket in launcher.buckets:
                 bucket.close_round()
         begin(launcher, round_number=0, step=0, hold=False)  # the next round need not be held
         pack(launcher.buckets[0])
         launcher.advance()
-        wait_until(lambda: mover.order == [0, 1, 2, 0])
+        wait_until(lambda: all_reduce.order == [0, 1, 2, 0])
         for bucket in launcher.buckets[1:]:
             pack(bucket)
         finish(launcher)
@@ -257,7 +259,7 @@ def test_held_buckets_leave_in_finish(threaded: bool) -> None:
 
 @pytest.mark.parametrize("threaded", [False, True])
 def test_many_rounds(threaded: bool) -> None:
-    with opened(3, threaded=threaded, per_bucket=2) as (launcher, mover):
+    with opened(3, threaded=threaded, per_bucket=2) as (launcher, all_reduce):
         for step in range(50):
             begin(launcher, round_number=step, step=step, hold=False)
             for index in ((2, 0, 1), (0, 1, 2))[step % 2]:
@@ -266,36 +268,36 @@ def test_many_rounds(threaded: bool) -> None:
             finish(launcher)
             for bucket in launcher.buckets:
                 bucket.close_round()
-        assert mover.order == [0, 1, 2] * 50
-        assert mover.tags == [step * TAGS_PER_ROUND + index for step in range(50) for index in range(3)]
+        assert all_reduce.order == [0, 1, 2] * 50
+        assert all_reduce.tags == [step * TAGS_PER_ROUND + index for step in range(50) for index in range(3)]
 
 
 @pytest.mark.parametrize("threaded", [False, True])
 def test_no_buckets(threaded: bool) -> None:
-    with opened(0, threaded=threaded) as (launcher, mover):
+    with opened(0, threaded=threaded) as (launcher, all_reduce):
         begin(launcher, round_number=0, step=0, hold=False)
         launcher.advance()
         finish(launcher)
-        assert mover.order == []
+        assert all_reduce.order == []
 
 
 @pytest.mark.parametrize("threaded", [False, True])
 def test_goes_on_with_other_buckets(threaded: bool) -> None:
-    with opened(2, threaded=threaded) as (launcher, mover):
+    with opened(2, threaded=threaded) as (launcher, all_reduce):
         for count in (2, 3):
             if count == 3:
-                launcher.install(open_buckets(mover, 3))
+                launcher.install(open_buckets(all_reduce, 3))
             begin(launcher, round_number=0, step=0, hold=False)
             for bucket in reversed(launcher.buckets):
                 pack(bucket)
                 launcher.advance()
             finish(launcher)
-        assert mover.order == [0, 1, 0, 1, 2]
+        assert all_reduce.order == [0, 1, 0, 1, 2]
 
 
 @pytest.mark.parametrize("threaded", [False, True])
 def test_finish_fills_the_buckets_whose_gradients_have_not_arrived(threaded: bool) -> None:
-    with opened(3, threaded=threaded, per_bucket=2) as (launcher, mover):
+    with opened(3, threaded=threaded, per_bucket=2) as (launcher, all_reduce):
         begin(launcher, round_number=0, step=0, hold=False)
         pack(launcher.buckets[1])
         launcher.advance()
@@ -303,7 +305,7 @@ def test_finish_fills_the_buckets_whose_gradients_have_not_arrived(threaded: boo
         bucket.parameters[0].grad = torch.full((2,), 2.0)
         bucket.mark_ready(0)
         finish(launcher)
-        assert mover.order == [0, 1, 2]
+        assert all_reduce.order == [0, 1, 2]
         launcher.close_round()
         grads = [[parameter.grad for parameter in bucket.parameters] for bucket in launcher.buckets]
         assert [[None if grad is None else grad.tolist() for grad in row] for row in grads] == [
@@ -320,24 +322,26 @@ def arrive(launcher: Launcher, index: int) -> None:
 
 
 def test_gradients_that_are_ready_fill_their_buckets_and_the_first_round_shows_their_order() -> None:
-    with opened(3, threaded=False) as (launcher, mover):
+    with opened(3, threaded=False) as (launcher, all_reduce):
         for order in ((2, 0, 1), (0, 1, 2)):
             begin(launcher, round_number=0, step=0, hold=False)
             for index in order:
                 arrive(launcher, index)
-            assert mover.order == [0, 1, 2]
+            assert all_reduce.order == [0, 1, 2]
             assert launcher.ready_order == (None if order[0] else [2, 0, 1])
             finish(launcher)
             launcher.close_round()
             assert launcher.ready_order == [2, 0, 1]
-            mover.order.clear()
+            all_reduce.order.clear()
         launcher.forget_order()
         assert launcher.ready_order is None
 
 
 def test_a_gradient_that_is_in_no_bucket_is_passed_on() -> None:
-    mover, passed = RecordingMover(), list[int]()
-    launcher = open_launcher(open_buckets(mover, 2), ThreadedMover(mover, in_background=False), passed.append)
+    all_reduce, passed = RecordingAllReduce(), list[int]()
+    launcher = open_launcher(
+        open_buckets(all_reduce, 2), ThreadedAllReduce(all_reduce, in_background=False), passed.append
+    )
     launcher.mark_ready(2)
     launcher.mark_local(7)
     assert passed == [2, 7]
@@ -345,7 +349,7 @@ def test_a_gradient_that_is_in_no_bucket_is_passed_on() -> None:
     launcher.buckets[1].parameters[0].grad = torch.ones(2)
     launcher.mark_local(1)
     assert launcher.buckets[1].ledger.unsettled() == ("b1.p0", GradientStatus.LOCAL.value)
-    assert mover.order == []
+    assert all_reduce.order == []
 
 
 @pytest.mark.parametrize(("num_left", "number", "order"), [(0, 0, None), (2, 1, None), (3, 1, [0, 1, 2])])
@@ -353,7 +357,7 @@ def test_who_breaks_off_a_round_goes_on_with_the_number_of_its_peers(
     num_left: int, number: int, order: list[int] | None
 ) -> None:
     """Once a bucket has left, peers finish that round. Once all have left, peers know the order of gradients, too."""
-    with opened(3, threaded=False) as (launcher, mover):
+    with opened(3, threaded=False) as (launcher, all_reduce):
         launcher.begin(RoundState(0))
         for index in range(num_left):
             arrive(launcher, index)
@@ -369,13 +373,13 @@ def test_who_breaks_off_a_round_goes_on_with_the_number_of_its_peers(
         launcher.close_round()
         assert launcher.round.next_number == number + 1
         assert launcher.ready_order == (order or [2, 1, 0])
-        assert mover.tags[num_left:] == [number * TAGS_PER_ROUND + index for index in range(3)]
+        assert all_reduce.tags[num_left:] == [number * TAGS_PER_ROUND + index for index in range(3)]
 
 
 @pytest.mark.parametrize("threaded", [False, True])
-def test_hands_the_bucket_what_the_mover_found(threaded: bool) -> None:
-    mover = RecordingMover(non_finite={1: NonFinite(3, 1)})
-    with opened(2, threaded=threaded, mover=mover) as (launcher, _):
+def test_hands_the_bucket_what_the_all_reduce_found(threaded: bool) -> None:
+    all_reduce = RecordingAllReduce(non_finite={1: NonFinite(3, 1)})
+    with opened(2, threaded=threaded, all_reduce=all_reduce) as (launcher, _):
         begin(launcher, round_number=0, step=0, hold=False)
         for bucket in launcher.buckets:
             pack(bucket)
@@ -383,9 +387,11 @@ def test_hands_the_bucket_what_the_mover_found(threaded: bool) -> None:
         assert [bucket.non_finite for bucket in launcher.buckets] == [None, NonFinite(3, 1)]
 
 
-def test_the_mover_gets_the_buckets_scale() -> None:
-    mover = RecordingMover()
-    launcher = open_launcher(open_buckets(mover, 2, scale=0.25), ThreadedMover(mover, in_background=False))
+def test_the_all_reduce_gets_the_buckets_scale() -> None:
+    all_reduce = RecordingAllReduce()
+    launcher = open_launcher(
+        open_buckets(all_reduce, 2, scale=0.25), ThreadedAllReduce(all_reduce, in_background=False)
+    )
     begin(launcher, round_number=0, step=0, hold=False)
     for bucket in launcher.buckets:
         pack(bucket)
@@ -395,9 +401,9 @@ def test_the_mover_gets_the_buckets_scale() -> None:
 
 @pytest.mark.parametrize("hold", [False, True])
 @pytest.mark.parametrize("threaded", [False, True])
-def test_the_mover_is_told_round_and_bucket(threaded: bool, hold: bool) -> None:
+def test_the_all_reduce_is_told_round_and_bucket(threaded: bool, hold: bool) -> None:
     """The round's number is not the step's: some rounds end in no step, and some steps follow several rounds."""
-    with opened(3, threaded=threaded) as (launcher, mover):
+    with opened(3, threaded=threaded) as (launcher, all_reduce):
         for round_number, step in ((0, 0), (1, 0), (7, 1), (8, 4)):
             begin(launcher, round_number=round_number, step=step, hold=hold)
             for index in (2, 1, 0):
@@ -406,10 +412,10 @@ def test_the_mover_is_told_round_and_bucket(threaded: bool, hold: bool) -> None:
             finish(launcher)
             for bucket in launcher.buckets:
                 bucket.close_round()
-        assert mover.tags == [
+        assert all_reduce.tags == [
             round_number * TAGS_PER_ROUND + index for round_number in (0, 1, 7, 8) for index in range(3)
         ]
-        assert len(set(mover.tags)) == len(mover.tags)
+        assert len(set(all_reduce.tags)) == len(all_reduce.tags)
 
 
 def test_tags_of_the_next_round_begin_behind_those_of_any_plan() -> None:
@@ -439,19 +445,19 @@ def test_has_launched(threaded: bool) -> None:
 
 
 def test_begin_waits_for_what_a_broken_off_round_left_with_the_worker() -> None:
-    """Its buckets are the mover's until then: filling them again would change what is under way."""
+    """Its buckets are the all-reduce's until then: filling them again would change what is under way."""
     gate = threading.Event()
-    with opened(3, threaded=True, mover=RecordingMover(gate=gate)) as (launcher, mover):
+    with opened(3, threaded=True, all_reduce=RecordingAllReduce(gate=gate)) as (launcher, all_reduce):
         begin(launcher, round_number=0, step=0, hold=False)
         for index in (0, 1):  # and the gradients of bucket 2 never arrive
             pack(launcher.buckets[index])
             launcher.advance()
         opener = threading.Timer(0.3, gate.set)
         opener.start()
-        assert mover.order == []
+        assert all_reduce.order == []
         begin(launcher, round_number=1, step=0, hold=False)
         assert gate.is_set()
-        assert mover.order == [0, 1]
+        assert all_reduce.order == [0, 1]
         states = [bucket.state for bucket in launcher.buckets]
         assert states == [BucketState.REDUCING, BucketState.REDUCING, BucketState.IDLE], "nobody uses the results"
         assert (launcher.round.busy_seconds, launcher.round.exposed_seconds) == (0.0, 0.0)
@@ -462,15 +468,17 @@ def test_begin_waits_for_what_a_broken_off_round_left_with_the_worker() -> None:
             pack(bucket)
             launcher.advance()
         finish(launcher)
-        assert mover.tags == [0, 1, *(TAGS_PER_ROUND + index for index in range(3))]
+        assert all_reduce.tags == [0, 1, *(TAGS_PER_ROUND + index for index in range(3))]
         assert [bucket.parameters[0].grad.tolist() for bucket in launcher.buckets] == [[float(i)] * 2 for i in range(3)]
         opener.join()
 
 
 def test_a_failure_in_a_broken_off_round_comes_out_of_begin_once() -> None:
     gate = threading.Event()
-    mover = RecordingMover(gate=gate, fail_at={0: PeerLostError("rank 3 died", rank=0, peers=(3,), seconds=0.5)})
-    with opened(2, threaded=True, per_bucket=2, mover=mover) as (launcher, _):
+    all_reduce = RecordingAllReduce(
+        gate=gate, fail_at={0: PeerLostError("rank 3 died", rank=0, peers=(3,), seconds=0.5)}
+    )
+    with opened(2, threaded=True, per_bucket=2, all_reduce=all_reduce) as (launcher, _):
         begin(launcher, round_number=0, step=7, hold=False)
         for bucket in launcher.buckets:
             pack(bucket)
@@ -479,12 +487,12 @@ def test_a_failure_in_a_broken_off_round_comes_out_of_begin_once() -> None:
         with pytest.raises(PeerLostError) as caught:
             begin(launcher, round_number=1, step=8, hold=False)
         check_located(caught.value, bucket=0, step=7)
-        assert mover.order == [0], "nothing is sent through a broken mover"
+        assert all_reduce.order == [0], "nothing is sent through a broken all-reduce"
         begin(launcher, round_number=1, step=8, hold=False)  # it has been said
 
 
 def test_inline_nothing_is_left_of_a_broken_off_round() -> None:
-    with opened(2, threaded=False) as (launcher, mover):
+    with opened(2, threaded=False) as (launcher, all_reduce):
         for round_number in (0, 1):
             begin(launcher, round_number=round_number, step=0, hold=False)
             for bucket in launcher.buckets:
@@ -493,15 +501,15 @@ def test_inline_nothing_is_left_of_a_broken_off_round() -> None:
             launcher.advance()
         pack(launcher.buckets[1])
         finish(launcher)
-        assert mover.tags == [0, TAGS_PER_ROUND, TAGS_PER_ROUND + 1]
+        assert all_reduce.tags == [0, TAGS_PER_ROUND, TAGS_PER_ROUND + 1]
 
 
 # Failures
 
 
 def test_inline_failure_comes_out_of_the_hook() -> None:
-    mover = RecordingMover(fail_at={1: PeerLostError("rank 3 died", rank=0, peers=(3,), seconds=0.5)})
-    with opened(3, threaded=False, per_bucket=2, mover=mover) as (launcher, _):
+    all_reduce = RecordingAllReduce(fail_at={1: PeerLostError("rank 3 died", rank=0, peers=(3,), seconds=0.5)})
+    with opened(3, threaded=False, per_bucket=2, all_reduce=all_reduce) as (launcher, _):
         begin(launcher, round_number=0, step=7, hold=False)
         pack(launcher.buckets[0])
         launcher.advance()
@@ -509,20 +517,20 @@ def test_inline_failure_comes_out_of_the_hook() -> None:
         with pytest.raises(PeerLostError) as caught:
             launcher.advance()
         check_located(caught.value, bucket=1, step=7)
-        assert mover.order == [0, 1]
+        assert all_reduce.order == [0, 1]
 
 
 @pytest.mark.parametrize("threaded", [False, True])
 def test_failure_comes_out_of_finish(threaded: bool) -> None:
-    mover = RecordingMover(fail_at={1: PeerLostError("rank 3 died", rank=0, peers=(3,), seconds=0.5)})
-    with opened(4, threaded=threaded, per_bucket=2, mover=mover) as (launcher, _):
+    all_reduce = RecordingAllReduce(fail_at={1: PeerLostError("rank 3 died", rank=0, peers=(3,), seconds=0.5)})
+    with opened(4, threaded=threaded, per_bucket=2, all_reduce=all_reduce) as (launcher, _):
         begin(launcher, round_number=0, step=7, hold=True)
         for bucket in launcher.buckets:
             pack(bucket)
         with pytest.raises(PeerLostError) as caught:
             finish(launcher)
         check_located(caught.value, bucket=1, step=7)
-        assert mover.order == [0, 1]  # nothing is sent through a broken mover
+        assert all_reduce.order == [0, 1]  # nothing is sent through a broken all-reduce
 
 
 def check_located(error: PeerLostError, *, bucket: int, step: int) -> None:
@@ -533,16 +541,16 @@ def check_located(error: PeerLostError, *, bucket: int, step: int) -> None:
     )
 
 
-def test_a_lane_survives_a_failure_that_is_not_the_movers() -> None:
-    mover = RecordingMover(fail_at={0: ValueError("not between ranks")})
-    with opened(3, threaded=True, mover=mover) as (launcher, _):
+def test_a_lane_survives_a_failure_that_is_not_the_all_reduces() -> None:
+    all_reduce = RecordingAllReduce(fail_at={0: ValueError("not between ranks")})
+    with opened(3, threaded=True, all_reduce=all_reduce) as (launcher, _):
         begin(launcher, round_number=0, step=0, hold=False)
         for bucket in launcher.buckets:
             pack(bucket)
             launcher.advance()
         with pytest.raises(ValueError, match="not between ranks"):
             finish(launcher)
-        mover.fail_at.clear()
+        all_reduce.fail_at.clear()
         for bucket in launcher.buckets:
             bucket.reset()
         begin(launcher, round_number=0, step=1, hold=False)
@@ -550,24 +558,24 @@ def test_a_lane_survives_a_failure_that_is_not_the_movers() -> None:
             pack(bucket)
             launcher.advance()
         finish(launcher)
-        assert mover.order == [0, 1, 2, 0, 1, 2]
+        assert all_reduce.order == [0, 1, 2, 0, 1, 2]
 
 
 def test_a_failure_of_the_bucket_comes_out_of_finish_too() -> None:
     """Compressed gradients are written back when they have landed, and one may turn out to have been taken away."""
-    mover = RecordingMover()
+    all_reduce = RecordingAllReduce()
     parameter = torch.nn.Parameter(torch.ones(2))
     spec = ParameterSpec("w", (2,), (1,), torch.float32, torch.device("cpu"))
     (plan,) = build_plan([spec], bucket_bytes=0, compression="fp16").buckets
-    (wire,) = mover.open_wires([(plan.numel, plan.wire_dtype)])
-    mover.gate = threading.Event()
-    lanes = ThreadedMover(mover)
+    (wire,) = all_reduce.open_wires([(plan.numel, plan.wire_dtype)])
+    all_reduce.gate = threading.Event()
+    lanes = ThreadedAllReduce(all_reduce)
     launcher = open_launcher([Bucket(plan, wire, [spec], [parameter], scale=1.0)], lanes)
     begin(launcher, round_number=0, step=0, hold=False)
     pack(launcher.buckets[0])
     launcher.advance()
     parameter.grad = None
-    mover.gate.set()
+    all_reduce.gate.set()
     with pytest.raises(GradientError, match="the gradient of w was taken away"):
         finish(launcher)
     lanes.close()
@@ -577,7 +585,7 @@ def test_a_failure_of_the_bucket_comes_out_of_finish_too() -> None:
 
 
 def test_inline_time_is_exposed_time() -> None:
-    with opened(2, threaded=False, mover=RecordingMover(seconds=0.02)) as (launcher, _):
+    with opened(2, threaded=False, all_reduce=RecordingAllReduce(seconds=0.02)) as (launcher, _):
         for _ in range(2):  # counted from zero in each round
             begin(launcher, round_number=0, step=0, hold=False)
             for bucket in launcher.buckets:
@@ -592,14 +600,14 @@ def test_inline_time_is_exposed_time() -> None:
 
 def test_a_threads_time_is_exposed_only_in_finish() -> None:
     gate = threading.Event()
-    with opened(2, threaded=True, mover=RecordingMover(seconds=0.2, gate=gate)) as (launcher, mover):
+    with opened(2, threaded=True, all_reduce=RecordingAllReduce(seconds=0.2, gate=gate)) as (launcher, all_reduce):
         begin(launcher, round_number=0, step=0, hold=False)
         for bucket in launcher.buckets:
             pack(bucket)
             launcher.advance()
         in_launches = launcher.round.exposed_seconds
         gate.set()  # not before: launching waits for no reduction
-        wait_until(lambda: mover.order == [0, 1])
+        wait_until(lambda: all_reduce.order == [0, 1])
         time.sleep(0.25)
         started = time.perf_counter()
         finish(launcher)
@@ -623,35 +631,35 @@ def test_a_thread_begins_with_its_first_reduction_and_ends_on_close() -> None:
     assert reduce_threads() - before == set()
 
 
-# ---- movers that nobody has to stand by for
+# ---- all-reduces that nobody has to stand by for
 
 
-def test_a_staged_mover_is_started_and_looked_in_on_and_waited_for_at_the_end() -> None:
-    mover = StagedRecorder()
-    with opened(3, threaded=False, mover=mover) as (launcher, _):
+def test_a_staged_all_reduce_is_started_and_looked_in_on_and_waited_for_at_the_end() -> None:
+    all_reduce = StagedRecorder()
+    with opened(3, threaded=False, all_reduce=all_reduce) as (launcher, _):
         for _ in range(2):
-            mover.ready.clear()
+            all_reduce.ready.clear()
             begin(launcher, round_number=0, step=0, hold=False)
             pack(launcher.buckets[0])
             launcher.advance()
-            assert mover.take_events() == [("start", 0)]
+            assert all_reduce.take_events() == [("start", 0)]
             assert launcher.is_waiting
             launcher.advance()
-            assert mover.take_events() == []
+            assert all_reduce.take_events() == []
             pack(launcher.buckets[1])
             launcher.advance()
-            assert mover.take_events() == [("start", 1)]
-            mover.ready.add(1)
+            assert all_reduce.take_events() == [("start", 1)]
+            all_reduce.ready.add(1)
             launcher.advance()
-            assert mover.take_events() == [], "bucket 1 may not go before bucket 0"
-            mover.ready.add(0)
+            assert all_reduce.take_events() == [], "bucket 1 may not go before bucket 0"
+            all_reduce.ready.add(0)
             launcher.advance()
-            assert mover.take_events() == [("reduce", 0), ("reduce", 1)]
+            assert all_reduce.take_events() == [("reduce", 0), ("reduce", 1)]
             assert not launcher.is_waiting
             assert [b.state for b in launcher.buckets[:2]] == [BucketState.REDUCING] * 2
             pack(launcher.buckets[2])
             finish(launcher)
-            assert mover.take_events() == [("start", 2), ("reduce", 2), ("land", 0), ("land", 1), ("land", 2)]
+            assert all_reduce.take_events() == [("start", 2), ("reduce", 2), ("land", 0), ("land", 1), ("land", 2)]
             assert [b.state for b in launcher.buckets] == [BucketState.REDUCED] * 3
             assert not launcher.is_waiting
             for bucket in launcher.buckets:
@@ -660,8 +668,8 @@ def test_a_staged_mover_is_started_and_looked_in_on_and_waited_for_at_the_end() 
 
 def test_each_bucket_has_times_of_its_own() -> None:
     """One is reduced during backward, another afterwards."""
-    mover = StagedRecorder(ready={0})
-    with opened(2, threaded=False, mover=mover) as (launcher, _):
+    all_reduce = StagedRecorder(ready={0})
+    with opened(2, threaded=False, all_reduce=all_reduce) as (launcher, _):
         begin(launcher, round_number=0, step=0, hold=False)
         pack(launcher.buckets[0])
         launcher.advance()
@@ -676,51 +684,51 @@ def test_each_bucket_has_times_of_its_own() -> None:
 
 
 def test_a_peer_that_is_there_already_is_not_kept_waiting() -> None:
-    mover = StagedRecorder(ready={0, 1})
-    with opened(2, threaded=False, mover=mover) as (launcher, _):
+    all_reduce = StagedRecorder(ready={0, 1})
+    with opened(2, threaded=False, all_reduce=all_reduce) as (launcher, _):
         begin(launcher, round_number=0, step=0, hold=False)
         pack(launcher.buckets[0])
         launcher.advance()
-        assert mover.take_events() == [("start", 0), ("reduce", 0)]
+        assert all_reduce.take_events() == [("start", 0), ("reduce", 0)]
         assert not launcher.is_waiting
 
 
 def test_held_buckets_all_start_before_one_is_waited_for() -> None:
-    mover = StagedRecorder()
-    with opened(2, threaded=False, mover=mover) as (launcher, _):
+    all_reduce = StagedRecorder()
+    with opened(2, threaded=False, all_reduce=all_reduce) as (launcher, _):
         begin(launcher, round_number=0, step=0, hold=True)
         for bucket in launcher.buckets:
             pack(bucket)
             launcher.advance()
-        assert mover.take_events() == []
+        assert all_reduce.take_events() == []
         finish(launcher)
         events = [("start", 0), ("start", 1), ("reduce", 0), ("reduce", 1), ("land", 0), ("land", 1)]
-        assert mover.take_events() == events
+        assert all_reduce.take_events() == events
 
 
 def test_a_round_that_was_broken_off_lands_before_the_next_begins() -> None:
-    mover = StagedRecorder()
-    with opened(2, threaded=False, mover=mover) as (launcher, _):
+    all_reduce = StagedRecorder()
+    with opened(2, threaded=False, all_reduce=all_reduce) as (launcher, _):
         begin(launcher, round_number=0, step=0, hold=False)
         pack(launcher.buckets[0])
         launcher.advance()
-        mover.take_events()
+        all_reduce.take_events()
         begin(launcher, round_number=1, step=0, hold=False)
-        assert mover.take_events() == [("reduce", 0), ("land", 0)]
+        assert all_reduce.take_events() == [("reduce", 0), ("land", 0)]
         assert launcher.buckets[0].state is BucketState.REDUCING, "nobody uses the result"
         assert not launcher.is_waiting
         assert not launcher.has_launched
 
 
 def test_lanes_take_turns() -> None:
-    mover = RecordingMover(num_lanes=2)
-    with opened(4, threaded=True, mover=mover) as (launcher, _):
+    all_reduce = RecordingAllReduce(num_lanes=2)
+    with opened(4, threaded=True, all_reduce=all_reduce) as (launcher, _):
         begin(launcher, round_number=0, step=0, hold=False)
         for bucket in launcher.buckets:
             pack(bucket)
             launcher.advance()
         finish(launcher)
-        ran_in = dict(zip(mover.order, mover.threads, strict=True))
+        ran_in = dict(zip(all_reduce.order, all_reduce.threads, strict=True))
         assert ran_in == {index: f"torchring-lane-{index % 2}" for index in range(4)}
 
 
@@ -734,13 +742,13 @@ def test_what_is_under_way_in_lanes_is_busy_once(spans: list[tuple[float, float]
 
 def test_every_flight_lands_though_a_bucket_before_it_fails() -> None:
     """Nothing may be under way when the error comes out: the next round fills the buffers again."""
-    mover = RecordingMover()
+    all_reduce = RecordingAllReduce()
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     specs = [ParameterSpec(name, (2,), (1,), torch.float32, torch.device("cpu")) for name in "ab"]
     plans = build_plan(specs, bucket_bytes=0, compression="fp16").buckets
-    wires = mover.open_wires([(plan.numel, plan.wire_dtype) for plan in plans])
-    mover.gate = threading.Event()
-    lanes = ThreadedMover(mover)
+    wires = all_reduce.open_wires([(plan.numel, plan.wire_dtype) for plan in plans])
+    all_reduce.gate = threading.Event()
+    lanes = ThreadedAllReduce(all_reduce)
     buckets = [Bucket(p, w, specs, parameters, scale=1.0) for p, w in zip(plans, wires, strict=True)]
     launcher = open_launcher(buckets, lanes)
     begin(launcher, round_number=0, step=0, hold=False)
@@ -748,25 +756,25 @@ def test_every_flight_lands_though_a_bucket_before_it_fails() -> None:
         pack(bucket)
         launcher.advance()
     buckets[0].parameters[0].grad = None
-    threading.Timer(0.2, mover.gate.set).start()
+    threading.Timer(0.2, all_reduce.gate.set).start()
     with pytest.raises(GradientError, match="was taken away"):
         finish(launcher)
-    assert len(mover.order) == 2
+    assert len(all_reduce.order) == 2
     lanes.close()
 
 
 @pytest.mark.parametrize("where", ["advance", "land"])
 def test_a_flight_that_fails_says_which_bucket_it_was(where: str) -> None:
-    mover = StagedRecorder(fail_at={1: PeerLostError("rank 3 died", peers=(3,))})
+    all_reduce = StagedRecorder(fail_at={1: PeerLostError("rank 3 died", peers=(3,))})
     if where == "land":
-        mover.ready = {0, 1}
-    with opened(2, threaded=False, per_bucket=2, mover=mover) as (launcher, _):
+        all_reduce.ready = {0, 1}
+    with opened(2, threaded=False, per_bucket=2, all_reduce=all_reduce) as (launcher, _):
         begin(launcher, round_number=0, step=7, hold=False)
         pack(launcher.buckets[0])
         launcher.advance()
         pack(launcher.buckets[1])
         if where == "advance":
-            mover.ready = {0}
+            all_reduce.ready = {0}
 
         def reduce() -> None:
             launcher.advance()

@@ -29,7 +29,7 @@ from tests.support.checks import assert_bitwise
 from tests.support.grids import grid
 from tests.support.harness import RanksFailed, count_open_fds, run_ranks, run_threads, wait_until
 from torchring import linux
-from torchring.allreduce.select import choose, open_mover
+from torchring.allreduce.select import choose, open_all_reduce
 from torchring.collectives.service import Collectives
 from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError, RingError
 from torchring.memory import host as host_module
@@ -136,13 +136,13 @@ def _world_of(rank: int, size: int) -> Any:
 
 def _sum_and_algorithm(world: World) -> tuple[float, str]:
     collectives = Collectives(world)
-    mover = open_mover(world, choose(world, [(3, torch.float32)]).algorithm, "auto")
-    (wire,) = mover.open_wires([(3, torch.float32)])
+    all_reduce = open_all_reduce(world, choose(world, [(3, torch.float32)]).algorithm, "auto")
+    (wire,) = all_reduce.open_wires([(3, torch.float32)])
     wire.tensor.fill_(world.rank + 1)
-    mover.start(wire).wait()
+    all_reduce.start(wire).wait()
     assert float(collectives.all_reduce(torch.tensor(world.rank + 1.0), "sum")) == float(wire.tensor[2])
-    mover.close()
-    return float(wire.tensor[0]), mover.algorithm
+    all_reduce.close()
+    return float(wire.tensor[0]), all_reduce.algorithm
 
 
 def test_processes_of_a_host_form_a_group() -> None:

@@ -510,14 +510,14 @@ def _buffers_when_new_ones_are_opened(_: int, world_size: int) -> list[tuple[int
     assert optimizer._sync is not None
     reducer = optimizer._sync
     old = [weakref.ref(bucket.wire) for bucket in reducer.layout.buckets]
-    open_wires = reducer.layout.mover.open_wires
+    open_wires = reducer.layout.all_reduce.open_wires
     seen: list[tuple[int, int]] = []
 
     def watched(specs: Any) -> Any:
         seen.append((reducer.num_reductions, sum(wire() is not None for wire in old)))
         return open_wires(specs)
 
-    reducer.layout.mover.open_wires = watched  # type: ignore[method-assign]
+    reducer.layout.all_reduce.open_wires = watched  # type: ignore[method-assign]
     for step in range(4):
         optimizer.zero_grad()
         model(batch(torchring.rank(), step)[0], [5, 4, 3, 2, 1, 0]).square().mean().backward()

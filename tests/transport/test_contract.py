@@ -283,21 +283,21 @@ def test_native_reduces_over_every_transport(kind: str) -> None:
 
 
 def _native(meet: Meet, transport: Transport) -> Any:
-    mover = NativeAllReduce([transport])
+    all_reduce = NativeAllReduce([transport])
     if transport.engine == "MPI":
         with pytest.raises(ValueError, match=r"algorithm='native' under MPI .*bfloat16.* algorithm='ring'"):
-            mover.open_wires([(4, torch.float32), (4, torch.bfloat16)])
-    (wire,) = mover.open_wires([(5000, torch.float32)])
+            all_reduce.open_wires([(4, torch.float32), (4, torch.bfloat16)])
+    (wire,) = all_reduce.open_wires([(5000, torch.float32)])
     wire.tensor.copy_(exact_inputs(5000, torch.float32, transport.rank))
-    assert mover.all_reduce(wire, scale=0.5) is None
+    assert all_reduce.all_reduce(wire, scale=0.5) is None
     result = wire.tensor.clone()
     wire.tensor.fill_(1.0)
     if transport.rank == 1:
         wire.tensor[17] = torch.nan
-    own = mover.all_reduce(wire, tag=1)
+    own = all_reduce.all_reduce(wire, tag=1)
     wire.tensor.zero_()
     wire.tensor[3] = 3e38  # finite; the sum is not
-    overflow = mover.all_reduce(wire, tag=2)
+    overflow = all_reduce.all_reduce(wire, tag=2)
     assert isinstance(own, NonFinite)
     assert isinstance(overflow, NonFinite)
     meet()

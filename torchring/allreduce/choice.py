@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchring.allreduce.contract import Mover
+from torchring.allreduce.contract import AllReduce
 from torchring.allreduce.cost import seconds_together
 from torchring.errors import TopologyError, in_step
 from torchring.world import World
@@ -34,7 +34,7 @@ class Choice:
 
 def measure_in_turns(
     world: World,
-    movers: Mapping[str, Mover[Any]],
+    all_reduces: Mapping[str, AllReduce[Any]],
     wires: Mapping[str, Sequence[Any]],
     *,
     num_warm_ups: int,
@@ -42,23 +42,23 @@ def measure_in_turns(
     patience_seconds: float = math.inf,
     synchronize: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Collective: seconds that each mover takes to reduce its wires, which are all started at once.
+    """Collective: seconds that each all-reduce takes to reduce its wires, which are all started at once.
 
-    Movers take turns. The time of a turn is that of the slowest rank, and the result is the median of turns: the same
+    They take turns. The time of a turn is that of the slowest rank, and the result is the median of turns: the same
     numbers on all ranks, so that all ranks decide alike.
 
     Args:
-        wires: for each mover, wires that it has opened.
+        wires: for each all-reduce, wires that it has opened.
         num_warm_ups: number of turns at the beginning whose times do not count.
         num_turns: number of turns whose times count.
-        patience_seconds: once the times that count add up to more, and every mover has such a time, no turn follows. A
-            warm-up that takes more than a quarter of this counts, too.
+        patience_seconds: once the times that count add up to more, and there is one of each, no turn follows. A warm-up
+            that takes more than a quarter of this counts, too.
         synchronize: waits until results are there.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in movers}
+    seconds: dict[str, list[float]] = {name: [] for name in all_reduces}
     for turn in range(num_warm_ups + num_turns):
-        for name, mover in movers.items():
-            slowest = seconds_together(world, mover, wires[name], synchronize)
+        for name, all_reduce in all_reduces.items():
+            slowest = seconds_together(world, all_reduce, wires[name], synchronize)
             if turn >= num_warm_ups or slowest > patience_seconds / 4:
                 seconds[name].append(slowest)
         if sum(map(sum, seconds.values())) > patience_seconds and all(seconds.values()):

@@ -1,4 +1,4 @@
-"""The contract between a bucket and the mover that reduces it."""
+"""The contract between a bucket and the all-reduce that reduces it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class NonFinite:
 
 
 class Wire(Protocol):
-    """One wire buffer. The bucket that packs the buffer owns it, except between `Mover.start` and the end of `wait`."""
+    """One wire buffer. The bucket that packs it owns it, except between `AllReduce.start` and the end of `wait`."""
 
     @property
     def tensor(self) -> torch.Tensor:
         """[W] wire dtype, on this rank's device; keeps its address for life.
 
-        The tensor has a version counter (`Tensor._version`) of its own, which the mover's writes do not move. So the
-        bucket can tell whether the script wrote to gradients while they were being reduced.
+        The tensor has a version counter (`Tensor._version`) of its own, which the all-reduce's writes do not move. So
+        the bucket can tell whether the script wrote to gradients while they were being reduced.
         """
 
 
@@ -42,7 +42,7 @@ W = TypeVar("W", bound=Wire)
 
 
 class PendingReduction(Protocol):
-    """A reduction that has been started. Reductions of one mover contribute, and end, in the order of their starts."""
+    """A reduction that has been started. Reductions contribute, and end, in the order in which they were started."""
 
     @property
     def span(self) -> tuple[float, float] | None:
@@ -68,7 +68,7 @@ class PendingReduction(Protocol):
         """
 
 
-class Mover(Protocol[W]):
+class AllReduce(Protocol[W]):
     """Reduces wire buffers among the ranks of a world, in the order in which every rank starts the reductions.
 
     The caller starts reductions, calls `advance` now and then, and waits at the end. So no rank waits in the middle of
@@ -81,7 +81,7 @@ class Mover(Protocol[W]):
 
     @property
     def in_background(self) -> bool:
-        """True if reductions proceed while the caller computes, on threads or streams of the mover."""
+        """True if reductions proceed while the caller computes, on threads or streams of the all-reduce."""
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[W]:
         """Collective: one buffer per (elements, dtype), zeroed. The same on every rank."""
@@ -94,19 +94,19 @@ class Mover(Protocol[W]):
         tags differ raise PlanMismatchError instead of adding up different buckets. If several hundred reductions are
         pending, `start` first waits for the oldest.
 
-        Raises what `PendingReduction.wait` raises, if the mover is known to have failed.
+        Raises what `PendingReduction.wait` raises, if the all-reduce is known to have failed.
         """
 
     def fail(self, error: RingError) -> None:
-        """Have the other ranks raise `error` where they wait for this rank. The mover is of no use afterwards."""
+        """Have the other ranks raise `error` where they wait for this rank. The all-reduce is of no use afterwards."""
 
     def close(self) -> None:
         """Release links and threads. Wires stay mapped while tensors view them."""
 
 
 @runtime_checkable
-class VoidingMover(Protocol):
-    """A mover that compares no tags: a rank voids what it has not started in a round that it has broken off."""
+class VoidingAllReduce(Protocol):
+    """An all-reduce that compares no tags: a rank voids what it has not started in a round that it has broken off."""
 
     def void(self, wire: Any) -> PendingReduction:
         """Start, in place of this rank's reduction of `wire`, one that adds nothing. `wire` stays as it is.
@@ -115,10 +115,10 @@ class VoidingMover(Protocol):
         """
 
 
-class BlockingMover(Protocol[W]):
-    """A mover that blocks until a wire is reduced. `ThreadedMover` calls it, from one thread for each lane.
+class BlockingAllReduce(Protocol[W]):
+    """An all-reduce that blocks until a wire is reduced. `ThreadedAllReduce` calls it, from one thread for each lane.
 
-    Each lane reduces in the order of its calls, which is the same on every rank. Other methods are those of `Mover`.
+    Each lane reduces in the order of its calls, which is the same on every rank. Other methods: see `AllReduce`.
     """
 
     @property
@@ -131,7 +131,7 @@ class BlockingMover(Protocol[W]):
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[W]: ...
 
     def all_reduce(self, wire: W, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
-        """`Mover.start` and `PendingReduction.wait` in one call, in a lane: 0 <= lane < num_lanes."""
+        """`AllReduce.start` and `PendingReduction.wait` in one call, in a lane: 0 <= lane < num_lanes."""
 
     def fail(self, error: RingError) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Measures the time of a reduction by its size, with the mover that reduces gradients."""
+"""Measures the time of a reduction by its size, with the all-reduce that reduces gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from torchring.allreduce.contract import Mover
+from torchring.allreduce.contract import AllReduce
 from torchring.collectives.service import internal_collectives_of
 from torchring.world import World
 
@@ -20,7 +20,7 @@ _PATIENCE_SECONDS: Final = 0.25  # for a turn; after a longer one, larger sizes 
 
 
 def seconds_together(
-    world: World, mover: Mover[Any], wires: Sequence[Any], synchronize: Callable[[], None] = lambda: None
+    world: World, all_reduce: AllReduce[Any], wires: Sequence[Any], synchronize: Callable[[], None] = lambda: None
 ) -> float:
     """Collective: seconds to reduce all these wires, started at once, on the slowest rank.
 
@@ -30,7 +30,7 @@ def seconds_together(
     collectives = internal_collectives_of(world)
     collectives.barrier()
     started = time.perf_counter()
-    pending = [mover.start(wire) for wire in wires]
+    pending = [all_reduce.start(wire) for wire in wires]
     for reduction in pending:
         reduction.contribute()
     for reduction in pending:
@@ -40,7 +40,7 @@ def seconds_together(
     return float(collectives.all_reduce(taken, "max"))
 
 
-def measure_cost(world: World, mover: Mover[Any], dtype: torch.dtype) -> list[tuple[int, float]]:
+def measure_cost(world: World, all_reduce: AllReduce[Any], dtype: torch.dtype) -> list[tuple[int, float]]:
     """Collective, while no reduction is under way: (bytes, seconds) of one reduction, for several sizes.
 
     The time of a turn is that of the slowest rank, and of several turns the median counts: the same numbers on all
@@ -48,7 +48,7 @@ def measure_cost(world: World, mover: Mover[Any], dtype: torch.dtype) -> list[tu
     """
     measured = []
     for num_bytes in SIZES_BYTES:
-        seconds = _measure(world, mover, num_bytes // dtype.itemsize, dtype)
+        seconds = _measure(world, all_reduce, num_bytes // dtype.itemsize, dtype)
         measured.append((num_bytes, seconds))
         if seconds * _NUM_WIRES > _PATIENCE_SECONDS:
             break
@@ -56,11 +56,11 @@ def measure_cost(world: World, mover: Mover[Any], dtype: torch.dtype) -> list[tu
     return measured
 
 
-def _measure(world: World, mover: Mover[Any], numel: int, dtype: torch.dtype) -> float:
-    wires = mover.open_wires([(numel, dtype)] * _NUM_WIRES)
+def _measure(world: World, all_reduce: AllReduce[Any], numel: int, dtype: torch.dtype) -> float:
+    wires = all_reduce.open_wires([(numel, dtype)] * _NUM_WIRES)
     turns: list[float] = []
     for turn in range(_NUM_TURNS + 1):  # the first is a warm-up, unless it takes so long that one turn suffices
-        slowest = seconds_together(world, mover, wires)
+        slowest = seconds_together(world, all_reduce, wires)
         if turn or slowest > _PATIENCE_SECONDS:
             turns.append(slowest)
         if slowest > _PATIENCE_SECONDS:

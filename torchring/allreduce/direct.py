@@ -119,7 +119,7 @@ class PendingDirect:
 
 
 class DirectAllReduce:
-    """Mover over shared memory; all ranks of `group` open it together. See `Mover`, and `BlockingMover`: of one lane.
+    """All-reduce in shared memory, opened by all ranks of `group` together. See `AllReduce` and `BlockingAllReduce`.
 
     Args:
         group: the ranks of this host.

@@ -202,7 +202,7 @@ class PendingHierarchical:
 
 
 class HierarchicalAllReduce:
-    """Mover over shared memory and rings; all ranks of the world open it together. See `Mover`.
+    """All-reduce in shared memory and in rings, opened by all ranks of the world together. See `AllReduce`.
 
     Args:
         group: the ranks of this host.

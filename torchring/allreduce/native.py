@@ -23,7 +23,7 @@ from torchring.transport.contract import Transfer, Transport
 @dataclass(frozen=True)
 class NativeWire:
     tensor: torch.Tensor
-    whole: torch.Tensor  # the same memory, for the mover's writes, and one element that counts ranks
+    whole: torch.Tensor  # the same memory, for the all-reduce's writes, and one element that counts ranks
 
 
 class PendingNative:
@@ -77,12 +77,12 @@ class PendingNative:
 
 
 class NativeAllReduce:
-    """Mover over the engine's all-reduce: a `Mover` where the engine proceeds by itself, else a `BlockingMover`.
+    """The engine's own all-reduce. See `AllReduce`, where the engine proceeds by itself; else `BlockingAllReduce`.
 
     Gloo sums 16-bit wires in 16 bits. MPI has no 16-bit types, so `open_wires` raises ValueError.
 
     Args:
-        transports: one for each lane. A `Mover` uses the first one.
+        transports: one for each lane. `start` uses the first one.
     """
 
     algorithm = "native"

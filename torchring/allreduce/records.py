@@ -7,7 +7,7 @@ from typing import Final
 from torchring.allreduce.contract import NonFinite, tag_mismatch
 from torchring.memory.host import HostGroup, as_words
 
-MAX_PENDING: Final = 512  # reductions of one mover at a time
+MAX_PENDING: Final = 512  # reductions of one all-reduce at a time
 _NOBODY: Final = -1  # the sum overflowed, no input is to blame
 
 

@@ -66,7 +66,7 @@ class RingWire:
     """A buffer with views of its blocks: `blocks[i]` are those of chunk i."""
 
     tensor: torch.Tensor
-    whole: torch.Tensor  # the same memory, for the mover's writes
+    whole: torch.Tensor  # the same memory, for the all-reduce's writes
     blocks: tuple[tuple[torch.Tensor, ...], ...]
 
 
@@ -85,7 +85,7 @@ class _Lane:
 
 
 class RingAllReduce:
-    """Mover over one transport for each lane. See `BlockingMover`.
+    """All-reduce over one transport for each lane. See `BlockingAllReduce`.
 
     Args:
         transports: one for each lane, so that a small message of one lane does not queue behind a large message of

@@ -1,4 +1,4 @@
-"""Opens movers for gradients on the CPU, and resolves algorithm="auto" and overlap="auto" for them.
+"""Opens all-reduces for gradients on the CPU, and resolves algorithm="auto" and overlap="auto" for them.
 
 See `device/select.py` for gradients on GPUs.
 """
@@ -11,12 +11,12 @@ from typing import Any, Final, Literal, get_args
 import torch
 
 from torchring.allreduce.choice import Choice, check_one_host, in_words, measure_in_turns
-from torchring.allreduce.contract import Mover
+from torchring.allreduce.contract import AllReduce
 from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_members, num_columns
 from torchring.allreduce.native import NativeAllReduce
 from torchring.allreduce.ring import RingAllReduce
-from torchring.allreduce.threaded import ThreadedMover
+from torchring.allreduce.threaded import ThreadedAllReduce
 from torchring.errors import TopologyError, in_step
 from torchring.memory.channel import POLL_SECONDS
 from torchring.transport.open import open_transport
@@ -45,31 +45,31 @@ def choose(world: World, specs: Sequence[tuple[int, torch.dtype]]) -> Choice:
     "auto" is "direct" where all ranks share memory. Elsewhere torchring measures "native" against "hierarchical", or
     against "ring" where every host has one rank, for wires of this size. "native" is not considered for 16-bit wires.
     """
-    choice, movers = _try(world, specs)
-    for mover in movers.values():
-        mover.close()
+    choice, all_reduces = _try(world, specs)
+    for all_reduce in all_reduces.values():
+        all_reduce.close()
     return choice
 
 
 def open_chosen(
     world: World, overlap: str, specs: Sequence[tuple[int, torch.dtype]], narrow: torch.dtype | None = None
-) -> tuple[Mover[Any], Choice]:
-    """Collective: the mover for algorithm="auto", and the choice with its reason.
+) -> tuple[AllReduce[Any], Choice]:
+    """Collective: the all-reduce for algorithm="auto", and the choice with its reason.
 
     Args:
         narrow: the 16-bit dtype in which wider wires may travel later.
     """
-    choice, movers = _try(world, specs, narrow)
-    kept = None if overlap == "inline" else movers.pop(choice.algorithm, None)
-    for mover in movers.values():
-        mover.close()
-    return kept or open_mover(world, choice.algorithm, overlap), choice
+    choice, all_reduces = _try(world, specs, narrow)
+    kept = None if overlap == "inline" else all_reduces.pop(choice.algorithm, None)
+    for all_reduce in all_reduces.values():
+        all_reduce.close()
+    return kept or open_all_reduce(world, choice.algorithm, overlap), choice
 
 
 def _try(
     world: World, specs: Sequence[tuple[int, torch.dtype]], narrow: torch.dtype | None = None
-) -> tuple[Choice, dict[str, Mover[Any]]]:
-    """The choice, and the movers that were measured for it, open."""
+) -> tuple[Choice, dict[str, AllReduce[Any]]]:
+    """The choice, and the all-reduces that were measured for it, open."""
     if world.shares_memory:
         return Choice("direct", "all ranks share memory"), {}
     if max(map(len, world.hosts)) > 1:
@@ -82,26 +82,26 @@ def _try(
     sample = _sample(specs)
     if not sample:
         return Choice(ours, why), {}
-    movers = {name: open_mover(world, name, "thread") for name in (ours, "native")}
+    all_reduces = {name: open_all_reduce(world, name, "thread") for name in (ours, "native")}
     try:
-        seconds = _measure(world, movers, sample)
+        seconds = _measure(world, all_reduces, sample)
         if narrow is not None:
             # Only ours adds 16-bit values in fp32. Where ours is the faster one in 16 bits alone, the network is the
             # limit. Then both take about as long for wider values, if 16 bits turn out not to pay.
             half = [(numel, narrow) for numel, _ in sample]
-            seconds[f"{ours} in 16 bits"] = _measure(world, {ours: movers[ours]}, half)[ours]
+            seconds[f"{ours} in 16 bits"] = _measure(world, {ours: all_reduces[ours]}, half)[ours]
     except BaseException:
-        for mover in movers.values():
-            mover.close()
+        for all_reduce in all_reduces.values():
+            all_reduce.close()
         raise
     fastest = min(taken for name, taken in seconds.items() if name != "native")
     best = ours if fastest * _LEAST_ADVANTAGE < seconds["native"] else "native"
     mib = sum(numel * dtype.itemsize for numel, dtype in sample) / 2**20
-    return Choice(best, f"{why}; measured for {mib:.3g} MiB: {in_words(seconds)}", seconds), movers
+    return Choice(best, f"{why}; measured for {mib:.3g} MiB: {in_words(seconds)}", seconds), all_reduces
 
 
-def open_mover(world: World, algorithm: str, overlap: str) -> Mover[Any]:
-    """Collective: the mover for an algorithm other than "auto".
+def open_all_reduce(world: World, algorithm: str, overlap: str) -> AllReduce[Any]:
+    """Collective: the all-reduce for an algorithm other than "auto".
 
     With overlap="auto", direct reductions proceed in calls of the thread that runs backward if ranks times threads fill
     the cores: a second thread would only take turns with that thread. Other reductions proceed in lanes: while a lane
@@ -118,7 +118,7 @@ def open_mover(world: World, algorithm: str, overlap: str) -> Mover[Any]:
         check_one_host(world, "algorithm='direct' takes one host")
         # A lane must not poll: it would take turns with the thread that computes.
         direct = DirectAllReduce(host, poll_seconds=0.0 if in_background else POLL_SECONDS)
-        return ThreadedMover(direct) if in_background else direct
+        return ThreadedAllReduce(direct) if in_background else direct
     transports = [open_transport(world)]
     if algorithm == "native" and in_background and transports[0].proceeds_alone:
         return NativeAllReduce(transports)
@@ -132,8 +132,8 @@ def open_mover(world: World, algorithm: str, overlap: str) -> Mover[Any]:
                 transport.close()
         return HierarchicalAllReduce(host, num_columns(world.hosts), ring, in_background=in_background)
     if algorithm == "ring":
-        return ThreadedMover(RingAllReduce(transports), in_background=in_background)
-    return ThreadedMover(NativeAllReduce(transports), in_background=in_background)
+        return ThreadedAllReduce(RingAllReduce(transports), in_background=in_background)
+    return ThreadedAllReduce(NativeAllReduce(transports), in_background=in_background)
 
 
 def _sample(specs: Sequence[tuple[int, torch.dtype]]) -> list[tuple[int, torch.dtype]]:
@@ -143,10 +143,10 @@ def _sample(specs: Sequence[tuple[int, torch.dtype]]) -> list[tuple[int, torch.d
 
 
 def _measure(
-    world: World, movers: Mapping[str, Mover[Any]], sample: Sequence[tuple[int, torch.dtype]]
+    world: World, all_reduces: Mapping[str, AllReduce[Any]], sample: Sequence[tuple[int, torch.dtype]]
 ) -> dict[str, float]:
-    """Collective: seconds that each mover takes for the sample, of which all wires are started at once."""
-    wires = {name: mover.open_wires(sample) for name, mover in movers.items()}
+    """Collective: seconds that each all-reduce takes for the sample, of which all wires are started at once."""
+    wires = {name: all_reduce.open_wires(sample) for name, all_reduce in all_reduces.items()}
     return measure_in_turns(
-        world, movers, wires, num_warm_ups=1, num_turns=_NUM_TURNS, patience_seconds=_PATIENCE_SECONDS
+        world, all_reduces, wires, num_warm_ups=1, num_turns=_NUM_TURNS, patience_seconds=_PATIENCE_SECONDS
     )

@@ -17,7 +17,7 @@ from typing import Generic
 
 import torch
 
-from torchring.allreduce.contract import BlockingMover, NonFinite, W
+from torchring.allreduce.contract import BlockingAllReduce, NonFinite, W
 from torchring.errors import FirstFailure, PeerLostError, RingError
 from torchring.threads import SerialThread
 
@@ -27,7 +27,7 @@ class PendingInLane:
 
     Args:
         thread: calls `reduce`, unless an earlier reduction has failed. None: the constructor calls `reduce`.
-        failure: the first failure of any reduction of the same mover.
+        failure: the first failure of any reduction of the same all-reduce.
     """
 
     __slots__ = ("_failure", "_future", "span")
@@ -59,7 +59,7 @@ class PendingInLane:
             raise self._failure.error or error from None  # failures in other lanes are consequences of the first
 
     def _run(self, reduce: Callable[[], NonFinite | None]) -> NonFinite | None:
-        self._failure.raise_if_set()  # nothing is sent through a broken mover
+        self._failure.raise_if_set()  # nothing is sent through a broken all-reduce
         started = time.perf_counter()
         try:
             return reduce()
@@ -97,29 +97,29 @@ class Lanes:
             thread.close()
 
 
-class ThreadedMover(Generic[W]):
-    """Runs a blocking mover in lanes. See `Mover`.
+class ThreadedAllReduce(Generic[W]):
+    """Runs a blocking all-reduce in lanes. See `AllReduce`.
 
     Args:
         in_background: reductions go on after `start` has returned. If False, `start` runs the reduction itself.
     """
 
-    def __init__(self, mover: BlockingMover[W], *, in_background: bool = True) -> None:
-        self.algorithm = mover.algorithm
+    def __init__(self, all_reduce: BlockingAllReduce[W], *, in_background: bool = True) -> None:
+        self.algorithm = all_reduce.algorithm
         self.in_background = in_background
-        self._mover = mover
-        self._lanes = Lanes(mover.num_lanes, in_background=in_background)
+        self._all_reduce = all_reduce
+        self._lanes = Lanes(all_reduce.num_lanes, in_background=in_background)
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[W]:
-        return self._mover.open_wires(specs)
+        return self._all_reduce.open_wires(specs)
 
     def start(self, wire: W, *, scale: float = 1.0, tag: int = 0) -> PendingInLane:
-        return self._lanes.start(lambda lane: self._mover.all_reduce(wire, scale=scale, tag=tag, lane=lane))
+        return self._lanes.start(lambda lane: self._all_reduce.all_reduce(wire, scale=scale, tag=tag, lane=lane))
 
     def fail(self, error: RingError) -> None:
         self._lanes.failure.set(error)
-        self._mover.fail(error)
+        self._all_reduce.fail(error)
 
     def close(self) -> None:
         self._lanes.close()
-        self._mover.close()
+        self._all_reduce.close()

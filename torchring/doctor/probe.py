@@ -37,34 +37,34 @@ def measure_shared_memory(world: World, available_bytes: int) -> list[PathFacts]
     host = world.host
     if host is None or host.size == 1:
         return []
-    mover = DirectAllReduce(host, poll_seconds=POLL_SECONDS)
+    all_reduce = DirectAllReduce(host, poll_seconds=POLL_SECONDS)
     intact = True
 
     def time_it(num_bytes: int, repetitions: int = _REPETITIONS) -> float:
         """Seconds that one all-reduce took on the slowest rank: the median of several."""
         nonlocal intact
         numel = num_bytes // 4
-        (wire,) = mover.open_wires([(numel, torch.float32)])
+        (wire,) = all_reduce.open_wires([(numel, torch.float32)])
         pattern = _repeated(torch.arange(251, dtype=torch.float32), numel)
         expected = pattern * host.size + sum(host.ranks)
         times = []
         for _ in range(repetitions + 1):  # the first one fills caches
             wire.tensor.copy_(pattern).add_(world.rank)
             started = time.perf_counter()
-            mover.start(wire).wait()
+            all_reduce.start(wire).wait()
             times.append(time.perf_counter() - started)
             intact = intact and torch.equal(wire.tensor, expected)
         of_ranks = medians.tensor.zero_()
         of_ranks[host.index] = statistics.median(times[1:])
-        mover.start(medians).wait()
+        all_reduce.start(medians).wait()
         return float(of_ranks.max())
 
     try:
-        (medians,) = mover.open_wires([(host.size, torch.float32)])
+        (medians,) = all_reduce.open_wires([(host.size, torch.float32)])
         latency = time_it(_LATENCY_BYTES, 50)
         size, seconds = _grow(time_it, SECONDS, min(_LARGEST_BYTES, available_bytes // (8 * host.size)))
     finally:
-        mover.close()
+        all_reduce.close()
     if host.index != 0:
         return []
     return [PathFacts("shared memory", list(host.ranks), latency * 1e6, size / seconds / 1e9, size, intact)]

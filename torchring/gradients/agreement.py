@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from torchring.accelerators import Mark, Stream
-from torchring.allreduce import TAGS_PER_ROUND, Mover, Wire
+from torchring.allreduce import TAGS_PER_ROUND, AllReduce, Wire
 from torchring.allreduce.contract import tag_mismatch
 from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream
 from torchring.allreduce.device.watchdog import has_come
@@ -87,7 +87,7 @@ class Agreement(Protocol):
         """Whether a graph records what backward launches."""
 
     def begin(self) -> None:
-        """A round begins. Raises what has ended the mover."""
+        """A round begins. Raises what has ended the all-reduce."""
 
     def backward_is_over(self) -> None:
         """The host has run the whole backward, and is about to wait for the buckets."""
@@ -105,7 +105,7 @@ class Agreement(Protocol):
         """Every gradient holds its result."""
 
     def poll(self) -> None:
-        """Take in what a device has finished since. Raises what has ended the mover."""
+        """Take in what a device has finished since. Raises what has ended the all-reduce."""
 
     def wait_for_device(self) -> None:
         """Wait until a device has finished all rounds. The buckets are about to be replaced."""
@@ -117,15 +117,15 @@ class HostAgreement:
     knows_at_once = True
     reductions: Sequence[PendingOnStream] = ()
 
-    def __init__(self, world: World, mover: Mover[Any], timing: Timing, control: ControlFields) -> None:
-        self.overlap = "thread" if mover.in_background else "inline"
+    def __init__(self, world: World, all_reduce: AllReduce[Any], timing: Timing, control: ControlFields) -> None:
+        self.overlap = "thread" if all_reduce.in_background else "inline"
         self._world = world
         self._control = control
-        self._mover = mover
+        self._all_reduce = all_reduce
         self._timing = timing
 
     def open_wires(self, plan: Plan) -> list[tuple[Wire, Callable[[float], Packing]]]:
-        return [(wire, HostPacking) for wire in self._mover.open_wires(wires_of(plan))]
+        return [(wire, HostPacking) for wire in self._all_reduce.open_wires(wires_of(plan))]
 
     def expect(self, specs: Sequence[ParameterSpec]) -> None:
         keep_freed([spec.numel * spec.dtype.itemsize for spec in specs if not spec.is_sparse])
@@ -191,7 +191,7 @@ class DeviceAgreement:
 
     Args:
         world: of any size.
-        mover: works in a stream of the device.
+        all_reduce: works in a stream of the device.
         timing: gets the seconds of every round that the device has finished.
         control: the control bits.
         specs, parameters: all of the optimizer's; both lists may grow.
@@ -202,15 +202,15 @@ class DeviceAgreement:
     def __init__(
         self,
         world: World,
-        mover: OnStream,
+        all_reduce: OnStream,
         timing: Timing,
         control: ControlFields,
         specs: Sequence[ParameterSpec],
         parameters: Sequence[torch.nn.Parameter],
     ) -> None:
-        self.overlap = "stream" if mover.in_background else "inline"
+        self.overlap = "stream" if all_reduce.in_background else "inline"
         self._world = world
-        self._mover = mover
+        self._all_reduce = all_reduce
         self._timing = timing
         self._control = control
         self._header = struct.Struct(f"{_FINDING.format}{control.num_elements(torch.float64)}d")
@@ -218,30 +218,30 @@ class DeviceAgreement:
         self._parameters = parameters
         self._opened: list[_Opened] = []
         self._packing_stream: Stream | None = None  # of all buckets; opened with the first
-        self._unread = UnreadGradients(mover.accelerator)
+        self._unread = UnreadGradients(all_reduce.accelerator)
         self._unfinished: deque[_Unfinished] = deque()
         self._finding: tuple[int, int] | None = None  # (kind, parameter), for the other ranks
         self._backward_end: Mark | None = None
         self.reductions: list[PendingOnStream] = []
 
     def open_wires(self, plan: Plan) -> list[tuple[Wire, Callable[[float], Packing]]]:
-        wires = self._mover.open_wires(wires_of(plan))
+        wires = self._all_reduce.open_wires(wires_of(plan))
         return [(wire, partial(self._packing, bucket, wire)) for bucket, wire in zip(plan.buckets, wires, strict=True)]
 
     def expect(self, specs: Sequence[ParameterSpec]) -> None: ...
 
     def is_captured(self) -> bool:
-        return self._mover.accelerator.is_capturing()
+        return self._all_reduce.accelerator.is_capturing()
 
     def begin(self) -> None:
         self.poll()
-        if self._mover.take_started():  # of a round that was broken off
+        if self._all_reduce.take_started():  # of a round that was broken off
             self._fetch_reports()
         self._take_packed()
         reports = list(self._reports().values())
         if self._packing_stream is None:
             return
-        reduced = self._mover.stream.mark()
+        reduced = self._all_reduce.stream.mark()
 
         def clear_reports() -> None:
             reduced.hold_current()  # packing overwrites what was reduced, and reports that are being fetched
@@ -251,7 +251,7 @@ class DeviceAgreement:
         self._packing_stream.run(clear_reports)
 
     def backward_is_over(self) -> None:
-        self._backward_end = self._mover.accelerator.mark_current()
+        self._backward_end = self._all_reduce.accelerator.mark_current()
 
     def agree(self, current: RoundState, buckets: Sequence[Bucket]) -> None:
         """See `Agreement`.
@@ -284,7 +284,7 @@ class DeviceAgreement:
             current.non_finite = NonFiniteGradient(culprit, self._specs[index].name, lambda: trained)
 
     def find_non_finite(self) -> NonFiniteGradient | None:
-        self._mover.accelerator.synchronize()
+        self._all_reduce.accelerator.synchronize()
         self._take_finished()
         (kind, parameter), self._finding = self._finding or (0, 0), None
         everybody = internal_collectives_of(self._world).all_gather_bytes(_FINDING.pack(0, kind, parameter))
@@ -297,26 +297,26 @@ class DeviceAgreement:
     def end(self) -> None: ...
 
     def poll(self) -> None:
-        self._mover.check()
+        self._all_reduce.check()
         self._take_finished()
 
     def wait_for_device(self) -> None:
-        self._mover.accelerator.synchronize()
+        self._all_reduce.accelerator.synchronize()
         self._take_finished()
         self._opened = []
 
     def _packing(self, plan: BucketPlan, wire: DeviceWire, scale: float) -> DevicePacking:
-        mover = self._mover
+        all_reduce = self._all_reduce
         if self._packing_stream is None:
-            self._packing_stream = mover.accelerator.open_stream()
+            self._packing_stream = all_reduce.accelerator.open_stream()
         packing = DevicePacking(
             scale,
             plan,
             wire.buffer,
             wire.found_in_inputs,
             self._packing_stream,
-            mover.accelerator,
-            reduction_stream=mover.stream,
+            all_reduce.accelerator,
+            reduction_stream=all_reduce.stream,
             unread=self._unread,
         )
         self._opened.append(_Opened(plan, wire, packing))
@@ -325,7 +325,7 @@ class DeviceAgreement:
     def _keep_unfinished(self) -> None:
         """Every bucket of this round has been launched."""
         assert self._backward_end is not None
-        self.reductions, reports = self._mover.take_started(), self._fetch_reports()
+        self.reductions, reports = self._all_reduce.take_started(), self._fetch_reports()
         self._unfinished.append(
             _Unfinished(self.reductions, self._backward_end, list(self._opened), self._take_packed(), reports)
         )
@@ -355,10 +355,10 @@ class DeviceAgreement:
     def _fetch_reports(self) -> dict[int, torch.Tensor]:
         """Have the device send the reports to the host, after everything that was launched."""
         fetched: dict[int, torch.Tensor] = {}
-        fetch, reports = self._mover.accelerator.fetch, self._reports()
-        self._mover.stream.run(lambda: fetched.update({key: fetch(report) for key, report in reports.items()}))
+        fetch, reports = self._all_reduce.accelerator.fetch, self._reports()
+        self._all_reduce.stream.run(lambda: fetched.update({key: fetch(report) for key, report in reports.items()}))
         for copy in fetched.values():
-            self._mover.seal(copy)
+            self._all_reduce.seal(copy)
         return fetched
 
 

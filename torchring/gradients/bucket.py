@@ -38,7 +38,7 @@ class BucketState(enum.Enum):
     IDLE = "waiting for a backward"
     FILLING = "gradients are arriving"
     PACKED = "all gradients are in the wire buffer"
-    REDUCING = "the mover owns the wire buffer"
+    REDUCING = "the all-reduce owns the wire buffer"
     REDUCED = "the wire buffer holds the result"
 
 
@@ -49,7 +49,7 @@ class Bucket:
 
     Args:
         plan: what belongs here.
-        wire: the wire buffer; it belongs to the mover while the bucket is REDUCING, and else to the bucket.
+        wire: the wire buffer; it belongs to the all-reduce while the bucket is REDUCING, and else to the bucket.
         specs, parameters: all of the optimizer's; the plan's slots are indices into both.
         scale: the factor between the sum over ranks and the result.
         is_sum: whether the result is the plain sum; see `GradientLedger`.
@@ -63,7 +63,7 @@ class Bucket:
         round: the round under way, or the last one.
         non_finite: where the first NaN or infinity of this round came from.
         copies_on_arrival: for each slot, whether `mark_ready` copies the gradient at once.
-        reduce_scale: the factor that the mover applies to the sum.
+        reduce_scale: the factor that the all-reduce applies to the sum.
         ready_at, packed_at: when the last gradient of this round had come, and when all were in the wire buffer, in
             nanoseconds of time.perf_counter_ns.
         packing_ns: how long this rank has copied gradients of this round to the wire buffer.
@@ -104,8 +104,8 @@ class Bucket:
             plan.index, self.names, self.parameters, self._views, live_in_wire=self._live_in_wire, is_sum=is_sum
         )
 
-        # Copies. A cast rounds, so the scale goes before the cast. Without a cast the mover scales what it has just
-        # summed, in cache.
+        # Copies. A cast rounds, so the scale goes before the cast. Without a cast the all-reduce scales what it has
+        # just summed, in cache.
         is_first = scale_first or not self._live_in_wire
         self.packing = packing(scale if is_first else 1.0)
         self.reduce_scale = 1.0 if is_first else scale
@@ -212,7 +212,7 @@ class Bucket:
         return self.plan.control.decode(elements, self.plan.wire_dtype)
 
     def begin_reduce(self) -> None:
-        """The wire buffer goes to the mover."""
+        """The wire buffer goes to the all-reduce."""
         self._move(BucketState.REDUCING)
         self.ledger.note_versions()
 

@@ -3,11 +3,11 @@
 Hooks fire in an order that may differ between ranks, and a reduction needs one order. So packed buckets leave strictly
 in plan order: a bucket that is full early waits for the buckets before it.
 
-The mover decides how a bucket proceeds after it has left. On one host a reduction proceeds in calls between gradients:
-every core already computes there, and a second thread would only take turns with the first (2 cores, 2 ranks, MLP of
-42 M: 333 ms against 422). Between hosts a reduction proceeds on a thread of its own, and backward goes on while that
-thread waits for the network. Either way no rank waits for late peers before its backward is over, except between hosts
-with overlap="inline".
+The all-reduce decides how a bucket proceeds after it has left. On one host a reduction proceeds in calls between
+gradients: every core already computes there, and a second thread would only take turns with the first (2 cores, 2
+ranks, MLP of 42 M: 333 ms against 422). Between hosts a reduction proceeds on threads of the engine, or on a thread of
+its own, and backward goes on meanwhile. Either way no rank waits for late peers before its backward is over, except
+between hosts with overlap="inline".
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torchring.allreduce import TAGS_PER_ROUND, Mover, PendingReduction
-from torchring.allreduce.contract import VoidingMover
+from torchring.allreduce import TAGS_PER_ROUND, AllReduce, PendingReduction
+from torchring.allreduce.contract import VoidingAllReduce
 from torchring.errors import GradientError, RingError
 from torchring.gradients.bucket import Bucket, BucketState
 from torchring.gradients.round import Reducible, RoundPhase, RoundState
@@ -31,7 +31,7 @@ class Launcher:
     """Moves buckets from state to state; nothing else does. For the thread that runs backward.
 
     Args:
-        mover: reduces the buckets.
+        all_reduce: reduces the buckets.
         mark_sparse: called with the index of a parameter that is in no bucket and has a new gradient.
         entry: where other ranks see which buckets this rank has launched, and for which one it waits.
 
@@ -43,10 +43,12 @@ class Launcher:
         is_waiting: True while a launched bucket still waits for this rank's part.
     """
 
-    def __init__(self, mover: Mover[Any], mark_sparse: Callable[[int], None], entry: Entry | None = None) -> None:
+    def __init__(
+        self, all_reduce: AllReduce[Any], mark_sparse: Callable[[int], None], entry: Entry | None = None
+    ) -> None:
         self.buckets: list[Bucket] = []
         self._slots: dict[int, tuple[Bucket, int]] = {}  # by parameter index: its bucket, and its slot there
-        self._mover = mover
+        self._all_reduce = all_reduce
         self._mark_sparse = mark_sparse
         self._entry = entry or Entry.private("gradients")
 
@@ -81,9 +83,10 @@ class Launcher:
         Raises PlanMismatchError where the other ranks know that this rank alone has broken the round off.
         """
         current, voids = self.round, list[tuple[Reducible, PendingReduction]]()
-        if current.phase is RoundPhase.BROKEN_OFF and current.num_launched and isinstance(self._mover, VoidingMover):
+        is_broken_off = current.phase is RoundPhase.BROKEN_OFF and current.num_launched
+        if is_broken_off and isinstance(self._all_reduce, VoidingAllReduce):
             rest = [*self.buckets[current.num_launched :], *([current.extra] if current.extra is not None else [])]
-            voids = [(bucket, self._mover.void(bucket.wire)) for bucket in rest]
+            voids = [(bucket, self._all_reduce.void(bucket.wire)) for bucket in rest]
             current.num_launched, current.extra = len(self.buckets), None
         with contextlib.suppress(GradientError):  # about gradients of the broken round, which nobody uses
             self.wait(discard=True)
@@ -194,7 +197,7 @@ class Launcher:
                 problem = error
         seconds = time.perf_counter() - started
         self.round.exposed_seconds += seconds
-        if self._mover.in_background:
+        if self._all_reduce.in_background:
             seconds = union_length(r.span for _, r in pending if r.span is not None)
         self.round.busy_seconds += seconds
         if problem is not None:
@@ -246,7 +249,7 @@ class Launcher:
         tag = self.round.number * TAGS_PER_ROUND + bucket.index
         self._entry.begin(tag)
         with self._at(bucket):
-            reduction = self._mover.start(bucket.wire, scale=bucket.reduce_scale, tag=tag)
+            reduction = self._all_reduce.start(bucket.wire, scale=bucket.reduce_scale, tag=tag)
         self._pending.append((bucket, reduction))
         self._stood_still(time.perf_counter() - started)
 
@@ -264,9 +267,9 @@ class Launcher:
         times[start + STARTED], times[start + REDUCED] = int(started * 1e9), int(ended * 1e9)
 
     def _stood_still(self, seconds: float) -> None:
-        """Backward stood still for that long, in calls of the mover."""
+        """Backward stood still for that long, in calls of the all-reduce."""
         self.round.exposed_seconds += seconds
-        if not self._mover.in_background:
+        if not self._all_reduce.in_background:
             self.round.busy_seconds += seconds
 
     def _at(self, bucket: Reducible) -> _At:

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import torch
 
 from torchring.accelerators import accelerator_of
-from torchring.allreduce import Mover
+from torchring.allreduce import AllReduce
 from torchring.allreduce.choice import Choice
 from torchring.allreduce.device.select import open_on_device
 from torchring.allreduce.device.stream import DeviceWire, OnStream
-from torchring.allreduce.select import open_chosen, open_mover
+from torchring.allreduce.select import open_all_reduce, open_chosen
 from torchring.collectives.service import internal_collectives_of
 from torchring.gradients.agreement import Agreement, DeviceAgreement, HostAgreement, Timing, wires_of
 from torchring.gradients.bucket import Bucket
@@ -73,7 +73,7 @@ class BucketLayout:
         mark_sparse, entry: see `Launcher`.
 
     Attributes:
-        mover: reduces wire buffers.
+        all_reduce: reduces wire buffers.
         choice: the algorithm, and why it was chosen.
         launcher: has the buckets.
         agreement: how ranks agree at the end of a round, on the host or with a device.
@@ -112,17 +112,17 @@ class BucketLayout:
         ranks, on_device = (world.size, world.num_nodes), accelerator_of(device) is not None
         self._bucket_mb = default_bucket_mb(*ranks, options.algorithm, on_device=on_device)
         self.first_plan = self.plan(first)
-        self.mover, self.choice = self._open_mover(device)
+        self.all_reduce, self.choice = self._open_all_reduce(device)
         if (size := default_bucket_mb(*ranks, self.choice.algorithm, on_device=on_device)) != self._bucket_mb:
             self._bucket_mb = size
             self.first_plan = self.plan(first)
-        world.on_failure(self.mover)
-        self.launcher = Launcher(self.mover, mark_sparse, entry)
+        world.on_failure(self.all_reduce)
+        self.launcher = Launcher(self.all_reduce, mark_sparse, entry)
         self.agreement: Agreement
-        if isinstance(self.mover, OnStream):
-            self.agreement = DeviceAgreement(world, self.mover, self.timing, control, self.specs, self.parameters)
+        if isinstance(self.all_reduce, OnStream):
+            self.agreement = DeviceAgreement(world, self.all_reduce, self.timing, control, self.specs, self.parameters)
         else:
-            self.agreement = HostAgreement(world, self.mover, self.timing, control)
+            self.agreement = HostAgreement(world, self.all_reduce, self.timing, control)
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -199,14 +199,14 @@ class BucketLayout:
         self.agreement.expect(self.specs)
         self.launcher.install([*self.buckets, *self._open(plan)])
 
-    def _open_mover(self, device: torch.device) -> tuple[Mover[Any], Choice]:
+    def _open_all_reduce(self, device: torch.device) -> tuple[AllReduce[Any], Choice]:
         world, options, wires = self.world, self.options, wires_of(self.first_plan)
         if accelerator := accelerator_of(device):
             return open_on_device(world, options.algorithm, options.overlap, wires, accelerator)
         if options.algorithm == "auto":
             narrow = wire_dtype(torch.float32, AUTO_COMPRESSION) if options.compression == "auto" else None
             return open_chosen(world, options.overlap, wires, narrow)
-        return open_mover(world, options.algorithm, options.overlap), Choice(options.algorithm, "asked for")
+        return open_all_reduce(world, options.algorithm, options.overlap), Choice(options.algorithm, "asked for")
 
     def _open(self, plan: Plan) -> list[Bucket]:
         return [

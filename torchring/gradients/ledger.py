@@ -170,7 +170,7 @@ class GradientLedger:
         self._settled: list[weakref.ref[torch.Tensor] | None] = [None] * len(names)  # the tensors that held results
         self._settled_versions = [0] * len(names)
         self._slices: set[int] = set()  # slots that were settled with a slice of a tensor: slices share one version
-        # A view's version counts torchring's writes and the script's writes through `.grad`, but not the mover's.
+        # A view's version counts torchring's writes and the script's writes through `.grad`, but not the all-reduce's.
         self._versions = list(map(version_of, views))
 
     def mark_local(self, slot: int) -> None:

@@ -54,7 +54,7 @@ class Packing(Protocol):
         """
 
     def finish_packing(self) -> None:
-        """Every gradient of the bucket is packed. What the mover starts now comes after the copies."""
+        """Every gradient of the bucket is packed. What the all-reduce starts now comes after the copies."""
 
     def unpack(self, slots: Sequence[int], views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
         """grads[i] <- cast(views[i])."""

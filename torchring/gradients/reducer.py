@@ -207,9 +207,9 @@ class Reducer(Sync):
         self._weights.expect(self.layout.wire_dtypes)
         self.participants: list[Participant] = [self.weighing, self._sparse]
         if buffers:
-            mover, device = self.layout.mover, specs[0].device
-            follow = mover.stream.follow if isinstance(mover, OnStream) else _nothing
-            self.participants.append(BufferSync(world, buffers, mover, device, follow))
+            all_reduce, device = self.layout.all_reduce, specs[0].device
+            follow = all_reduce.stream.follow if isinstance(all_reduce, OnStream) else _nothing
+            self.participants.append(BufferSync(world, buffers, all_reduce, device, follow))
         self.participants += [replicas, *tuning, recording]
 
         # The backward under way
@@ -278,7 +278,7 @@ class Reducer(Sync):
         num_timed = max(timing.num_timed, 1)
         hidden = timing.total_busy_ms - timing.total_exposed_ms
         return Stats(
-            algorithm=layout.mover.algorithm,
+            algorithm=layout.all_reduce.algorithm,
             reason="; ".join(filter(None, (layout.reason, layout.finding))),
             overlap=layout.agreement.overlap,
             num_buckets=len(layout.buckets),
@@ -307,7 +307,7 @@ class Reducer(Sync):
             handle.remove()
         self._handles = []
         self._members.remove(self)
-        self.layout.mover.close()
+        self.layout.all_reduce.close()
         for participant in self.participants:
             participant.close()
         if self._entry is not None and self._flight_recorder is not None:

@@ -122,10 +122,10 @@ class Reducible(Protocol):
 
     @property
     def reduce_scale(self) -> float:
-        """The factor that the mover applies to the sum."""
+        """The factor that the all-reduce applies to the sum."""
 
     def begin_reduce(self) -> None:
-        """The wire goes to the mover."""
+        """The wire goes to the all-reduce."""
 
     def end_reduce(self, non_finite: NonFinite | None) -> None:
         """The wire comes back reduced."""

@@ -26,7 +26,7 @@ from torchring.allreduce.device import engines, watchdog
 from torchring.allreduce.device.engines import BackendEngine, HierarchicalEngine, SharedMemoryEngine
 from torchring.allreduce.device.select import open_on_device
 from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream
-from torchring.allreduce.select import open_mover
+from torchring.allreduce.select import open_all_reduce
 from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
 from torchring.gradients import agreement as agreement_module
 from torchring.gradients.agreement import DeviceAgreement, Timing, _first_finding
@@ -254,7 +254,7 @@ def test_how_long_a_round_took_and_how_much_of_it_showed(
     accelerator = SimpleNamespace(
         mark_current=lambda: _Mark(backward_end), fetch=lambda report: report.clone(), synchronize=lambda: None
     )
-    mover: Any = SimpleNamespace(
+    all_reduce: Any = SimpleNamespace(
         in_background=True,
         accelerator=accelerator,
         stream=SimpleNamespace(run=lambda work: work()),
@@ -264,7 +264,7 @@ def test_how_long_a_round_took_and_how_much_of_it_showed(
     )
     world = World(None, 0, 1)
     timing = Timing()
-    agreement = DeviceAgreement(world, mover, timing, ControlFields(("a", "b"), ("weight",)), [], [])
+    agreement = DeviceAgreement(world, all_reduce, timing, ControlFields(("a", "b"), ("weight",)), [], [])
     agreement.backward_is_over()
     current = RoundState(0, bits={"b": 1, "weight": 0.5})
     agreement.agree(current, [])
@@ -337,7 +337,7 @@ def test_kernels_that_share_memory_take_one_host(accelerator: FakeAccelerator, a
 def test_the_cpu_has_no_switch_that_adds_up() -> None:
     world: Any = SimpleNamespace(rank=0)
     with pytest.raises(TopologyError, match="takes gradients on GPUs, and these are on the CPU; use algorithm='auto'"):
-        open_mover(world, "nvls", "auto")
+        open_all_reduce(world, "nvls", "auto")
 
 
 class _Backend:
@@ -491,78 +491,80 @@ class _Host:
             raise PeerLostError("gone", rank=0, peers=needed)
 
 
-def _mover(
+def _all_reduce(
     accelerator: FakeAccelerator, host: Any = None, timeout_seconds: float = 30.0, lost_afar: Any = None
 ) -> tuple[OnStream, _Engine]:
     engine = _Engine()
-    mover = OnStream(
+    all_reduce = OnStream(
         engine, accelerator, in_background=True, host=host, timeout_seconds=timeout_seconds, lost_afar=lost_afar
     )
-    mover._watchdog._stop.set()  # tests look themselves
+    all_reduce._watchdog._stop.set()  # tests look themselves
     report = torch.full((1, 2), NOTHING_FOUND, dtype=torch.int32)
     buffer = torch.zeros(4)
-    mover.start(DeviceWire(buffer, buffer, torch.zeros(1, dtype=torch.int64), (0, 4), report, 0))
-    return mover, engine
+    all_reduce.start(DeviceWire(buffer, buffer, torch.zeros(1, dtype=torch.int64), (0, 4), report, 0))
+    return all_reduce, engine
 
 
-def _sealed(mover: OnStream) -> torch.Tensor:
+def _sealed(all_reduce: OnStream) -> torch.Tensor:
     fetched = torch.full((1, 2), -1, dtype=torch.int32)
-    mover.seal(fetched)
+    all_reduce.seal(fetched)
     return fetched
 
 
 def test_a_rank_leaves_when_its_device_is_through(accelerator: FakeAccelerator) -> None:
-    mover, engine = _mover(accelerator)
-    fetched = _sealed(mover)
+    all_reduce, engine = _all_reduce(accelerator)
+    fetched = _sealed(all_reduce)
     waited = accelerator.calls["synchronize"]
-    mover.close()
+    all_reduce.close()
     assert accelerator.calls["synchronize"] == waited + 1
     assert engine.calls == ["close"]
-    mover, engine = _mover(accelerator)
-    fetched = _sealed(mover)
+    all_reduce, engine = _all_reduce(accelerator)
+    fetched = _sealed(all_reduce)
     fetched.fill_(NOTHING_FOUND)
     waited = accelerator.calls["synchronize"]
-    mover.close()
+    all_reduce.close()
     assert accelerator.calls["synchronize"] == waited, "there is nothing to wait for"
 
 
 def test_a_round_that_was_broken_off_is_not_waited_for(accelerator: FakeAccelerator) -> None:
     """Its peers will not come."""
-    mover, engine = _mover(accelerator)
+    all_reduce, engine = _all_reduce(accelerator)
     waited = accelerator.calls["synchronize"]
-    mover.close()
+    all_reduce.close()
     assert (engine.calls, accelerator.calls["synchronize"]) == (["abort", "close"], waited)
 
 
 def test_a_last_round_that_fails_is_not_left_without_a_word(
     accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mover, _ = _mover(accelerator)
-    _sealed(mover)
-    monkeypatch.setattr(accelerator, "synchronize", lambda: mover.fail(PeerLostError("rank 1 is gone", peers=(1,))))
+    all_reduce, _ = _all_reduce(accelerator)
+    _sealed(all_reduce)
+    monkeypatch.setattr(
+        accelerator, "synchronize", lambda: all_reduce.fail(PeerLostError("rank 1 is gone", peers=(1,)))
+    )
     with pytest.warns(RuntimeWarning, match="NaN.*rank 1 is gone"):
-        mover.close()
+        all_reduce.close()
 
 
 @pytest.mark.parametrize(("gone", "is_lost"), [((True, True), True), ((True, False, True), False), ((False,), False)])
 def test_a_peer_is_lost_if_it_is_gone_at_two_looks(
     accelerator: FakeAccelerator, gone: tuple[bool, ...], *, is_lost: bool
 ) -> None:
-    mover, _ = _mover(accelerator, _Host(*gone))
-    _sealed(mover)
-    found = [mover._watchdog._look() for _ in gone]
+    all_reduce, _ = _all_reduce(accelerator, _Host(*gone))
+    _sealed(all_reduce)
+    found = [all_reduce._watchdog._look() for _ in gone]
     assert [error is not None for error in found] == [False] * (len(gone) - 1) + [is_lost]
-    mover.close()
+    all_reduce.close()
 
 
 def test_a_peer_that_is_done_may_leave_before_its_words_have_come(accelerator: FakeAccelerator) -> None:
-    mover, engine = _mover(accelerator, _Host(True, True, True))
-    first = _sealed(mover)
-    assert mover._watchdog._look() is None
+    all_reduce, engine = _all_reduce(accelerator, _Host(True, True, True))
+    first = _sealed(all_reduce)
+    assert all_reduce._watchdog._look() is None
     first.fill_(NOTHING_FOUND)
-    assert mover._watchdog._look() is None
-    assert mover._watchdog._look() is None
-    mover.close()
+    assert all_reduce._watchdog._look() is None
+    assert all_reduce._watchdog._look() is None
+    all_reduce.close()
     assert engine.calls == ["close"]
 
 
@@ -582,36 +584,36 @@ def test_a_rank_of_another_host_that_dies_is_noticed(
 ) -> None:
     """While this rank's main thread waits for its device; but not before the device has waited for a while."""
     afar = _Afar(*gone)
-    mover, _ = _mover(accelerator, lost_afar=afar.find)
-    _sealed(mover)
-    assert mover._watchdog._look() is None
+    all_reduce, _ = _all_reduce(accelerator, lost_afar=afar.find)
+    _sealed(all_reduce)
+    assert all_reduce._watchdog._look() is None
     assert len(afar.looks) == len(gone)
     monkeypatch.setattr(watchdog, "_AFAR_SECONDS", 0.0)
-    found = [mover._watchdog._look() for _ in gone]
+    found = [all_reduce._watchdog._look() for _ in gone]
     assert [error is not None for error in found] == [False] * (len(gone) - 1) + [is_lost]
-    mover.close()
+    all_reduce.close()
 
 
 @pytest.mark.parametrize("forked", [False, True])
 def test_a_script_that_ends_leaves_nothing_to_the_destructors(accelerator: FakeAccelerator, *, forked: bool) -> None:
     """NCCL's destructor would complain. A forked child has no device."""
-    mover, engine = _mover(accelerator)
-    _sealed(mover)
+    all_reduce, engine = _all_reduce(accelerator)
+    _sealed(all_reduce)
     waited = accelerator.calls["synchronize"]
     if forked:
-        mover._watchdog._pid += 1
-    mover._watchdog._leave()
+        all_reduce._watchdog._pid += 1
+    all_reduce._watchdog._leave()
     assert engine.calls == ([] if forked else ["abort"])
     assert accelerator.calls["synchronize"] == waited + (not forked)
-    mover.close()
+    all_reduce.close()
 
 
 def test_a_device_that_does_not_come_to_an_end_is_late(accelerator: FakeAccelerator) -> None:
-    mover, _ = _mover(accelerator, timeout_seconds=0.0)
-    assert mover._watchdog._look() is None, "how long a backward takes is the script's business"
-    _sealed(mover)
-    assert isinstance(mover._watchdog._look(), PeerTimeoutError)
-    mover.close()
+    all_reduce, _ = _all_reduce(accelerator, timeout_seconds=0.0)
+    assert all_reduce._watchdog._look() is None, "how long a backward takes is the script's business"
+    _sealed(all_reduce)
+    assert isinstance(all_reduce._watchdog._look(), PeerTimeoutError)
+    all_reduce.close()
 
 
 class _Launches:

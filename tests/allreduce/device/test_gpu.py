@@ -96,20 +96,20 @@ def reduce_sizes(rank: int, size: int, algorithm: str) -> None:
     world = torchring.init()
     accelerator = accelerator_of(torch.device("cuda", 0))
     assert accelerator is not None
-    mover, _ = open_on_device(world, algorithm, "auto", [], accelerator)
+    all_reduce, _ = open_on_device(world, algorithm, "auto", [], accelerator)
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         numels = [1, 63, 64, 1000, 70_001, 1_000_003]
-        wires = mover.open_wires([(numel, dtype) for numel in numels])
+        wires = all_reduce.open_wires([(numel, dtype) for numel in numels])
         for turn in range(3):
             inputs = [[exact_inputs(n, dtype, seed=r + turn) for n in numels] for r in range(size)]
             for wire, mine in zip(wires, inputs[rank], strict=True):
                 wire.tensor.copy_(mine)
-            mover.stream.follow()
-            pending = [mover.start(wire) for wire in wires]
+            all_reduce.stream.follow()
+            pending = [all_reduce.start(wire) for wire in wires]
             for reduction, wire, parts in zip(pending, wires, zip(*inputs, strict=True), strict=True):
                 reduction.wait()
                 assert_bitwise(wire.tensor.cpu(), torch.stack(parts).double().sum(0).to(dtype), f"{dtype} {turn}")
-    mover.close()
+    all_reduce.close()
     torchring.shutdown()
 
 

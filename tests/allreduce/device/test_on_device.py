@@ -574,10 +574,10 @@ def _measured_on_one_host(rank: int, size: int) -> list[Any]:
         turns: list[tuple[str, int]] = []
 
         def time_together(
-            world: World, mover: Any, wires: Any, wait: Any, told: Any = seconds, at: Any = turns
+            world: World, all_reduce: Any, wires: Any, wait: Any, told: Any = seconds, at: Any = turns
         ) -> float:
-            at.append((mover.algorithm, sum(wire.buffer.nbytes for wire in wires)))
-            return told[mover.algorithm] * seconds_together(world, mover, wires, wait) ** 0
+            at.append((all_reduce.algorithm, sum(wire.buffer.nbytes for wire in wires)))
+            return told[all_reduce.algorithm] * seconds_together(world, all_reduce, wires, wait) ** 0
 
         with (
             make().installed() as accelerator,
@@ -703,7 +703,7 @@ def _alone(rank: int, size: int) -> list[Any]:
                 torch.autograd.backward(parameters, gradients)
                 reducer.has_stepped()
             means = [p.grad.unique().tolist() for p in parameters if p.grad is not None]
-            found.append((means, reducer.layout.mover.algorithm, reducer.round.sums["odd_steps"]))
+            found.append((means, reducer.layout.all_reduce.algorithm, reducer.round.sums["odd_steps"]))
             world.close()
     return found
 

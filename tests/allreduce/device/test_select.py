@@ -75,11 +75,11 @@ def _ask_for_determinism(rank: int) -> list[bool]:
 
 
 def _stuck_while_measuring() -> Any:
-    def measure(world: Any, movers: Any, *_: object, **__: object) -> None:
+    def measure(world: Any, all_reduces: Any, *_: object, **__: object) -> None:
         end = time.monotonic() + 60
         while time.monotonic() < end:
-            for mover in movers.values():
-                mover.check()
+            for all_reduce in all_reduces.values():
+                all_reduce.check()
             time.sleep(0.01)
 
     with (

@@ -1,4 +1,4 @@
-"""Opens movers for gradients on GPUs, and decides what algorithm="auto" means there.
+"""Opens all-reduces for gradients on GPUs, and decides what algorithm="auto" means there.
 
 See `allreduce/select.py` for gradients on the CPU.
 """
@@ -46,7 +46,7 @@ _TRIAL_SECONDS: Final = 10.0  # kernels are compiled before, and take some micro
 def open_on_device(
     world: World, algorithm: str, overlap: str, specs: Sequence[tuple[int, torch.dtype]], accelerator: Accelerator
 ) -> tuple[OnStream, Choice]:
-    """Collective: the mover for buckets on a device that works in streams, and why this mover was chosen.
+    """Collective: the all-reduce for buckets on a device that works in streams, and why this all-reduce was chosen.
 
     "auto" is "native" where every host has one rank, or GPUs of a host do not reach each other's memory. On one host it
     is "direct" for up to 3 GPUs. For more GPUs, torchring measures "direct" against "native", and "nvls" where that is
@@ -68,7 +68,7 @@ def open_on_device(
     )
     measures = measures and not is_deterministic
     try:
-        mover = _open_engine(world, ours, overlap, accelerator, multicast=measures and ours == "direct")
+        all_reduce = _open_engine(world, ours, overlap, accelerator, multicast=measures and ours == "direct")
     except TopologyError as error:  # on all ranks
         try:
             native = _open_engine(world, "native", overlap, accelerator)
@@ -79,31 +79,31 @@ def open_on_device(
     if is_deterministic:
         why += "; not measured, because torch.use_deterministic_algorithms(True) asks for the same bits in each run"
     if not measures:
-        return mover, Choice(ours, why)
+        return all_reduce, Choice(ours, why)
     is_narrow = any(numel and dtype.itemsize == 2 for numel, dtype in specs)
     if is_narrow:
         why += ", where 16-bit values are added in fp32 (the backend's own all-reduce adds them in 16 bits)"
-    movers = {ours: mover, **_rivals(world, mover, overlap, accelerator, with_native=not is_narrow)}
-    if len(movers) == 1:
-        return mover, Choice(ours, why if is_narrow else f"{why}, and the backend does not connect")
-    seconds = _measure(world, movers, sample, accelerator)
-    best = min(movers, key=lambda name: seconds[name])
-    for name, other in movers.items():
+    all_reduces = {ours: all_reduce, **_rivals(world, all_reduce, overlap, accelerator, with_native=not is_narrow)}
+    if len(all_reduces) == 1:
+        return all_reduce, Choice(ours, why if is_narrow else f"{why}, and the backend does not connect")
+    seconds = _measure(world, all_reduces, sample, accelerator)
+    best = min(all_reduces, key=lambda name: seconds[name])
+    for name, other in all_reduces.items():
         if name != best:
             other.close()
     sizes = ", ".join(dict.fromkeys(f"{numel * dtype.itemsize / 2**20:.3g}" for numel, dtype in sample))
     measured = f"measured for buckets of {sizes} MiB: {in_words(seconds)}"
     if best == "native":  # whose own default is larger than that of direct
         measured += ", all with the same buckets"
-    return movers[best], Choice(best, f"{why}; {measured}", seconds)
+    return all_reduces[best], Choice(best, f"{why}; {measured}", seconds)
 
 
 def _rivals(
-    world: World, mover: OnStream, overlap: str, accelerator: Accelerator, *, with_native: bool
+    world: World, all_reduce: OnStream, overlap: str, accelerator: Accelerator, *, with_native: bool
 ) -> dict[str, OnStream]:
-    """Collective: other movers that could take the place of `mover`. The same on all ranks."""
+    """Collective: other all-reduces that could take the place of `all_reduce`. The same on all ranks."""
     rivals = {}
-    engine = mover.engine
+    engine = all_reduce.engine
     if isinstance(engine, SharedMemoryEngine) and engine.can_multicast:
         with contextlib.suppress(TopologyError):
             nvls = _together(world, lambda: SharedMemoryEngine("nvls", engine.group, accelerator))
@@ -127,13 +127,13 @@ def _open_engine(
 
 
 def _tried_on_stream(world: World, engine: Engine, overlap: str, accelerator: Accelerator) -> OnStream:
-    """Collective: a mover for `engine`, which has reduced some numbers between all ranks.
+    """Collective: an all-reduce for `engine`, which has reduced some numbers between all ranks.
 
     GPUs announce access to each other's memory, and may then lose what they write there, or never see it (PCIe behind
     an IOMMU, virtual machines). Kernels may not compile. Better to find out here, where there is a way out, than in a
     backward. Raises TopologyError on all ranks if a rank finds fault.
     """
-    mover = OnStream(
+    all_reduce = OnStream(
         engine,
         accelerator,
         in_background=overlap != "inline",
@@ -145,9 +145,9 @@ def _tried_on_stream(world: World, engine: Engine, overlap: str, accelerator: Ac
 
     def launch() -> None:
         wire.buffer.copy_(inputs[world.rank])
-        mover.stream.follow()
+        all_reduce.stream.follow()
         with _alarm(world.timeout_seconds / 2, engine.abort):  # for CUDA_LAUNCH_BLOCKING=1
-            mover.stream.run(lambda: engine.launch(wire, 1.0))
+            all_reduce.stream.run(lambda: engine.launch(wire, 1.0))
 
     def compare() -> None:
         seconds = min(_TRIAL_SECONDS, world.timeout_seconds / 2)
@@ -159,15 +159,15 @@ def _tried_on_stream(world: World, engine: Engine, overlap: str, accelerator: Ac
             raise TopologyError(f"{engine.algorithm}, tried out, gave a wrong sum: GPUs lose data of each other")
 
     try:
-        (wire,) = _together(world, lambda: mover.open_wires([(_TRIAL_NUMEL, torch.float32)]))
+        (wire,) = _together(world, lambda: all_reduce.open_wires([(_TRIAL_NUMEL, torch.float32)]))
         needs = "kernels cannot be compiled or launched (Triton needs a C compiler, and the headers of Python): "
         _together(world, launch, needs)
         _together(world, compare)
     except BaseException:
         engine.abort()  # kernels of this rank may wait for one that has failed
-        mover.close()
+        all_reduce.close()
         raise
-    return mover
+    return all_reduce
 
 
 def _engine(world: World, algorithm: str, accelerator: Accelerator, *, multicast: bool) -> Engine:
@@ -281,33 +281,36 @@ def _sample(specs: Sequence[tuple[int, torch.dtype]]) -> list[tuple[int, torch.d
 
 
 def _measure(
-    world: World, movers: Mapping[str, OnStream], sample: Sequence[tuple[int, torch.dtype]], accelerator: Accelerator
+    world: World,
+    all_reduces: Mapping[str, OnStream],
+    sample: Sequence[tuple[int, torch.dtype]],
+    accelerator: Accelerator,
 ) -> dict[str, float]:
-    """Collective: seconds that each mover takes for the sample. Closes the movers if it fails."""
+    """Collective: seconds that each all-reduce takes for the sample. Closes the all-reduces if it fails."""
     limit = world.timeout_seconds / 2
 
     def give_up() -> None:
         text = "measuring did not come to an end on the device; choose one yourself, such as algorithm='native'"
-        for mover in movers.values():
-            mover.fail(PeerTimeoutError(text, rank=world.rank, seconds=limit))
+        for all_reduce in all_reduces.values():
+            all_reduce.fail(PeerTimeoutError(text, rank=world.rank, seconds=limit))
 
     try:
-        wires = {name: [*mover.open_wires(sample)] * _NUM_REPEATS for name, mover in movers.items()}
+        wires = {name: [*all_reduce.open_wires(sample)] * _NUM_REPEATS for name, all_reduce in all_reduces.items()}
         with _alarm(limit, give_up):
             seconds = measure_in_turns(
                 world,
-                movers,
+                all_reduces,
                 wires,
                 num_warm_ups=_NUM_WARM_UPS,
                 num_turns=_NUM_TURNS,
                 synchronize=accelerator.synchronize,
             )
-        for mover in movers.values():
-            mover.check()
+        for all_reduce in all_reduces.values():
+            all_reduce.check()
     except BaseException:
-        for mover in movers.values():
-            mover.close()
+        for all_reduce in all_reduces.values():
+            all_reduce.close()
         raise
-    for mover in movers.values():
-        mover.settle()
+    for all_reduce in all_reduces.values():
+        all_reduce.settle()
     return {name: taken / _NUM_REPEATS for name, taken in seconds.items()}

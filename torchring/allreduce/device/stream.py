@@ -110,7 +110,7 @@ class PendingOnStream:
 
 
 class OnStream:
-    """Runs an engine in a stream of its own. See `Mover`; used by one thread, except `fail`.
+    """Runs an engine in a stream of its own. See `AllReduce`; used by one thread, except `fail`.
 
     Args:
         engine: launches the reductions.
@@ -152,7 +152,7 @@ class OnStream:
         return self._engine.open_wires(specs)
 
     def start(self, wire: DeviceWire, *, scale: float = 1.0, tag: int = 0) -> PendingOnStream:
-        """See `Mover.start`. The reduction comes after the work that `stream` was given before.
+        """See `AllReduce.start`. The reduction comes after the work that `stream` was given before.
 
         Work of other streams is not waited for: call `stream.follow` first, or hold `stream` for a mark.
         """
@@ -182,7 +182,7 @@ class OnStream:
         return started
 
     def check(self) -> None:
-        """Raise the failure that ended this mover, if there was any."""
+        """Raise the failure that ended this all-reduce, if there was any."""
         self._failure.raise_if_set()
 
     def fail(self, error: RingError) -> None:

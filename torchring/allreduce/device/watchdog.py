@@ -24,14 +24,14 @@ _AFAR_SECONDS: Final = 2.0  # a device that waits for so long may wait for a ran
 
 
 class DeviceWatchdog:
-    """Watches the rounds of one mover.
+    """Watches the rounds of one all-reduce.
 
     The main thread may be waiting for the device itself (`loss.item()`), so the watchdog has a thread. The watchdog
     calls nothing of the device, because a call might break up the capture of a graph on another thread; it looks at
     reports that the device has sent (`Accelerator.fetch`).
 
     Args:
-        mover: fails if a rank is dead or late. Kept weakly: an unused mover must not live on in this thread.
+        all_reduce: fails if a rank is dead or late. Kept weakly: an unused all-reduce must not live on in this thread.
         host: the ranks of this host, if there are others.
         timeout_seconds: the longest time that the device may take for a sealed round.
         lost_afar: see `OnStream`; its object is kept weakly, too.
@@ -39,12 +39,12 @@ class DeviceWatchdog:
 
     def __init__(
         self,
-        mover: OnStream,
+        all_reduce: OnStream,
         host: HostGroup | None,
         timeout_seconds: float,
         lost_afar: Callable[[], RingError | None] | None,
     ) -> None:
-        self._mover = weakref.ref(mover)
+        self._all_reduce = weakref.ref(all_reduce)
         self._host = host if host is not None and host.size > 1 else None
         self._timeout_seconds = timeout_seconds
         self._lost_afar = None if lost_afar is None else weakref.WeakMethod(lost_afar)
@@ -96,22 +96,22 @@ class DeviceWatchdog:
         """
         if os.getpid() != self._pid:  # a forked child: device, and memory that the device writes to, are the parent's
             return
-        mover = self._mover()
-        if mover is not None:
-            mover.finish()
-            mover.engine.abort()
+        all_reduce = self._all_reduce()
+        if all_reduce is not None:
+            all_reduce.finish()
+            all_reduce.engine.abort()
         self.close()
 
     def _run(self) -> None:
         while not self._stop.wait(_LOOK_SECONDS):
             error = self._look()
-            mover = self._mover()
-            if mover is None:
+            all_reduce = self._all_reduce()
+            if all_reduce is None:
                 return
             if error is not None:
-                mover.fail(error)
+                all_reduce.fail(error)
                 return
-            del mover
+            del all_reduce
 
     def _look(self) -> RingError | None:
         """The error if the device waits in vain. None if this is not certain."""

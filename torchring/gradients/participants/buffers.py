@@ -26,7 +26,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 
-from torchring.allreduce import Mover, NonFinite, Wire
+from torchring.allreduce import AllReduce, NonFinite, Wire
 from torchring.collectives.digests import digests
 from torchring.collectives.operations import check_dense, check_writable
 from torchring.collectives.service import collectives_of, internal_collectives_of
@@ -206,7 +206,7 @@ class BufferSync(Participant):
     Args:
         world: has more than one rank.
         specs: the buffers; equal on all ranks.
-        mover: reduces the wire.
+        all_reduce: reduces the wire.
         device: where the wire is.
         follow: called when the wire was packed on the current stream.
 
@@ -223,7 +223,7 @@ class BufferSync(Participant):
         self,
         world: World,
         specs: Sequence[BufferSpec],
-        mover: Mover[Any],
+        all_reduce: AllReduce[Any],
         device: torch.device,
         follow: Callable[[], None],
     ) -> None:
@@ -231,7 +231,7 @@ class BufferSync(Participant):
         self.places = frozenset(spec.place for spec in specs)
         self.index = 0
         self._world = world
-        self._mover = mover
+        self._all_reduce = all_reduce
         self._device = device
         self._follow = follow
         self._shared = world.shared(_Shared)
@@ -302,7 +302,7 @@ class BufferSync(Participant):
         return bool(lacking)
 
     def begin_reduce(self) -> None:
-        """The wire goes to the mover."""
+        """The wire goes to the all-reduce."""
         self._layout.pack(is_absent=self._is_absent)
         self._follow()
 
@@ -410,7 +410,7 @@ class BufferSync(Participant):
         """Collective, if there are any."""
         self._layout = _Layout(specs, self._world)
         if specs:
-            self._wire = self._mover.open_wires([(self._layout.numel, _WIRE)])[0]
+            self._wire = self._all_reduce.open_wires([(self._layout.numel, _WIRE)])[0]
             self._layout.attach(self._wire.tensor)
 
     def _tell_of_own(self, specs: Sequence[BufferSpec]) -> None:

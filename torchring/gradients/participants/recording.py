@@ -181,7 +181,7 @@ def run_info(
     if layout is not None:
         found = replace(
             found,
-            algorithm=layout.mover.algorithm,
+            algorithm=layout.all_reduce.algorithm,
             reason=layout.reason,
             overlap=layout.agreement.overlap,
             bucket_bytes=tuple(bucket.plan.num_bytes for bucket in layout.buckets),

@@ -1,4 +1,4 @@
-"""compression="auto" on 2 ranks: 16 bits are tried, kept or dropped; and which mover, and which plans, are considered.
+"""compression="auto" on 2 ranks: 16 bits are tried, kept or dropped; which algorithm and plans are considered.
 
 Times are scripted, and learning rates are 0: each step has the same gradients, so they show how they have travelled.
 """
@@ -177,10 +177,10 @@ def test_a_trial_that_is_broken_off_leaves_full_precision(tmp_path: Path) -> Non
 
 
 def test_what_another_device_has_found_is_not_used() -> None:
-    mover = mock.Mock(spec=OnStream)
-    mover.algorithm, mover.in_background = "direct", True
+    all_reduce = mock.Mock(spec=OnStream)
+    all_reduce.algorithm, all_reduce.in_background = "direct", True
     plan = build_plan(_specs(torch.float32), bucket_bytes=0)
-    tuner = open_tuner(mock.Mock(), mover, mock.Mock(), plan, [], Tuned(True, 0, (None, "bf16")))
+    tuner = open_tuner(mock.Mock(), all_reduce, mock.Mock(), plan, [], Tuned(True, 0, (None, "bf16")))
     with mock.patch.object(tuning.plan_cache, "read", side_effect=AssertionError):
         assert tuner.recall([]) is None
     assert tuner.compression is None
@@ -228,19 +228,21 @@ def test_what_rounds_has_to_pay(is_rounded: bool, is_won: bool) -> None:
 
 
 @pytest.mark.parametrize(("narrow", "algorithm"), [(None, "native"), (torch.bfloat16, "ring")])
-def test_a_mover_that_can_add_16_bits_is_opened_where_they_would_be_faster(
+def test_a_all_reduce_that_can_add_16_bits_is_opened_where_they_would_be_faster(
     narrow: torch.dtype | None, algorithm: str
 ) -> None:
     """In full precision, ring and native are as fast."""
 
-    def measure(world: Any, movers: dict[str, Any], sample: list[tuple[int, torch.dtype]], *_: Any) -> dict[str, float]:
-        return dict.fromkeys(movers, sum(numel * dtype.itemsize for numel, dtype in sample) / 1e9)
+    def measure(
+        world: Any, all_reduces: dict[str, Any], sample: list[tuple[int, torch.dtype]], *_: Any
+    ) -> dict[str, float]:
+        return dict.fromkeys(all_reduces, sum(numel * dtype.itemsize for numel, dtype in sample) / 1e9)
 
     world = mock.Mock(shares_memory=False, hosts=((0,), (1,)))
     with (
         mock.patch.object(select, "_measure", measure),
-        mock.patch.object(select, "open_mover", lambda world, name, overlap: mock.Mock(algorithm=name)),
+        mock.patch.object(select, "open_all_reduce", lambda world, name, overlap: mock.Mock(algorithm=name)),
     ):
-        mover, choice = select.open_chosen(world, "auto", [(1 << 22, torch.float32)], narrow)
-    assert (mover.algorithm, choice.algorithm) == (algorithm, algorithm)
+        all_reduce, choice = select.open_chosen(world, "auto", [(1 << 22, torch.float32)], narrow)
+    assert (all_reduce.algorithm, choice.algorithm) == (algorithm, algorithm)
     assert ("ring in 16 bits" in choice.reason) is (narrow is not None)

@@ -249,9 +249,9 @@ def test_between_two_hosts_buckets_are_tuned_unless_they_have_a_size(tmp_path: P
 def test_by_default_buckets_are_tuned_where_no_bit_depends_on_them(
     hosts: tuple[tuple[int, ...], ...], algorithm: str, dtype: torch.dtype, expected: bool
 ) -> None:
-    world, mover = mock.Mock(hosts=hosts, size=sum(map(len, hosts))), mock.Mock(algorithm=algorithm)
+    world, all_reduce = mock.Mock(hosts=hosts, size=sum(map(len, hosts))), mock.Mock(algorithm=algorithm)
     plan = build_plan(_specs(dtype), bucket_bytes=0)
-    assert tunes_by_default(world, mover, plan) is expected
+    assert tunes_by_default(world, all_reduce, plan) is expected
     assert not tunes_by_default(world, mock.Mock(spec=OnStream, algorithm=algorithm), plan)
 
 
@@ -304,9 +304,9 @@ def test_where_tuning_makes_no_sense_the_reason_says_so(tmp_path: Path) -> None:
 
 
 def test_nothing_is_tuned_on_a_gpu() -> None:
-    mover, plan = mock.Mock(spec=OnStream), build_plan(_specs(torch.float32), bucket_bytes=0)
-    mover.algorithm, mover.in_background = "native", True
-    tuner = open_tuner(mock.Mock(), mover, mock.Mock(), plan, [], Tuned(True, 0, (None, "bf16")))
+    all_reduce, plan = mock.Mock(spec=OnStream), build_plan(_specs(torch.float32), bucket_bytes=0)
+    all_reduce.algorithm, all_reduce.in_background = "native", True
+    tuner = open_tuner(mock.Mock(), all_reduce, mock.Mock(), plan, [], Tuned(True, 0, (None, "bf16")))
     tuner.order_is_known()
     assert tuner.next_plan(plan, []) is None
     assert tuner.reason == "nothing is tuned on a GPU"

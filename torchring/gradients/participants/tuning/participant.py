@@ -64,7 +64,7 @@ def open_tuning(layout: BucketLayout, specs: Sequence[ParameterSpec]) -> list[Tu
     """Collective: what the options leave to be tuned; nothing in most jobs. Chooses the plan to begin with."""
     options, plan = layout.options, layout.first_plan
     tunes_buckets = options.bucket_mb == "auto" or (
-        options.bucket_mb is None and tunes_by_default(layout.world, layout.mover, plan)
+        options.bucket_mb is None and tunes_by_default(layout.world, layout.all_reduce, plan)
     )
     if not tunes_buckets and options.compression != "auto":
         return []
@@ -72,10 +72,10 @@ def open_tuning(layout: BucketLayout, specs: Sequence[ParameterSpec]) -> list[Tu
         buckets=tunes_buckets,
         bucket_bytes=layout.bucket_bytes,
         compression=options.compression,
-        algorithm=layout.mover.algorithm,
+        algorithm=layout.all_reduce.algorithm,
     )
     layout.compressions = tuned.compressions
     lines = describe(specs, str(options))
-    tuning = Tuning(layout, open_tuner(layout.world, layout.mover, layout.launcher, plan, lines, tuned))
+    tuning = Tuning(layout, open_tuner(layout.world, layout.all_reduce, layout.launcher, plan, lines, tuned))
     tuning.recall(specs)
     return [tuning]

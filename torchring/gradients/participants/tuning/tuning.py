@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import torch
 
-from torchring.allreduce import Mover
+from torchring.allreduce import AllReduce
 from torchring.allreduce.cost import measure_cost
 from torchring.allreduce.device.stream import OnStream
 from torchring.collectives.service import internal_collectives_of
@@ -59,7 +59,7 @@ class Observation:
     Attributes:
         began: when forward had ended, in seconds of time.perf_counter; where that cannot be seen, when the first
             gradient was ready.
-        ready: for each parameter, when its gradient was ready and copied. Time in calls of the mover is subtracted, so
+        ready: for each parameter, when its gradient was ready and copied. Time in the all-reduce is subtracted, so
             these are the times of a backward that only computes.
         computed: when all gradients were ready, in the same way.
         total: when all gradients were reduced.
@@ -80,7 +80,7 @@ class Tuner:
 
     Args:
         world: has more than one rank.
-        mover: reduces the buckets, on the host.
+        all_reduce: reduces the buckets, on the host.
         launcher: counts the rounds.
         subject: what the plan is found for, as lines of text. Those of rank 0 count.
         tuned: what may be changed.
@@ -93,7 +93,7 @@ class Tuner:
     def __init__(
         self,
         world: World,
-        mover: Mover[Any],
+        all_reduce: AllReduce[Any],
         launcher: Launcher,
         subject: Sequence[str],
         tuned: Tuned,
@@ -101,7 +101,7 @@ class Tuner:
     ) -> None:
         self.compression = tuned.compressions[0]
         self._world = world
-        self._mover = mover
+        self._all_reduce = all_reduce
         self._launcher = launcher
         self._subject = subject
         self._tuned = tuned
@@ -263,8 +263,8 @@ class Tuner:
         dtype, _ = largest_kind(specs)
         alone: list[ReductionCost] = []
         for compression in self._tuned.compressions:
-            points = measure_cost(self._world, self._mover, wire_dtype(dtype, compression))
-            alone.append(cost_alone(points, in_background=self._mover.in_background))
+            points = measure_cost(self._world, self._all_reduce, wire_dtype(dtype, compression))
+            alone.append(cost_alone(points, in_background=self._all_reduce.in_background))
         factor = slowdown(alone[0], current, busy)
         return [slowed(cost, factor) for cost in alone]
 
@@ -300,7 +300,7 @@ class Tuner:
             plan_cache.write(self._subject, FoundBuckets(groups, compression, text))
 
 
-def tunes_by_default(world: World, mover: Mover[Any], plan: Plan) -> bool:
+def tunes_by_default(world: World, all_reduce: AllReduce[Any], plan: Plan) -> bool:
     """Whether buckets are tuned where the script does not say how large they are: between two hosts, on the CPU.
 
     Between hosts the cores are free while a reduction waits for the network, so that small buckets at the end pay. Of
@@ -308,23 +308,23 @@ def tunes_by_default(world: World, mover: Mover[Any], plan: Plan) -> bool:
     bucket decides in which order hosts are added up; there the buckets stay the same in all runs. So do they where sums
     of a host's ranks are rounded to 16 bits on the way, or added up by the backend, in an order of its own.
     """
-    if isinstance(mover, OnStream) or len(world.hosts) != 2:
+    if isinstance(all_reduce, OnStream) or len(world.hosts) != 2:
         return False
     is_narrow = any(bucket.wire_dtype.itemsize == 2 for bucket in plan.buckets)
-    return world.size == 2 or (mover.algorithm == "hierarchical" and not is_narrow)
+    return world.size == 2 or (all_reduce.algorithm == "hierarchical" and not is_narrow)
 
 
 def open_tuner(
-    world: World, mover: Mover[Any], launcher: Launcher, plan: Plan, description: Sequence[str], tuned: Tuned
+    world: World, all_reduce: AllReduce[Any], launcher: Launcher, plan: Plan, description: Sequence[str], tuned: Tuned
 ) -> Tuner:
     """A tuner for the default buckets of `plan`, of the parameters and options in `description`."""
     subject = [
         *description,
-        f"{mover.algorithm} {'in background' if mover.in_background else 'inline'} between {world.hosts}",
+        f"{all_reduce.algorithm} {'in background' if all_reduce.in_background else 'inline'} between {world.hosts}",
         f"{world.num_cores} cores, {torch.get_num_threads()} threads, torch {torch.__version__}",
     ]
-    tuner = Tuner(world, mover, launcher, subject, tuned, plan.control)
-    if isinstance(mover, OnStream):
+    tuner = Tuner(world, all_reduce, launcher, subject, tuned, plan.control)
+    if isinstance(all_reduce, OnStream):
         tuner.stop("nothing is tuned on a GPU")
     elif not plan.buckets:
         tuner.stop("no buckets, as all gradients are sparse")
