@@ -123,7 +123,7 @@ def test_none_of_its_threads_is_left_when_the_interpreter_goes_down() -> None:
 
     def body(rank: int, size: int, store: dist.Store) -> Any:
         transport = c10d.C10dTransport(Rendezvous(store, rank, size, 20.0), "ending")
-        transport.all_reduce(torch.ones(3))
+        transport.start_all_reduce(torch.ones(3)).wait()
         barrier.wait(20)
         during = _gloo_threads() - before
         barrier.wait(20)
