@@ -58,7 +58,8 @@ _CACHES = ("torchinductor_", "torchelastic_")  # PyTorch leaves these in TMPDIR
 LEFT_ON_PURPOSE = "torchring_test"  # files that tests of this module leave; their names end with the tests' process id
 # Semaphores of multiprocessing and joblib, whose trackers remove them in time; segments of Open MPI, which mpirun
 # removes up to 0.6 s after the death of a rank: a test that ends meanwhile, beside this one, must not be blamed.
-_TRACKED = ("sem.mp-", "sem.loky-", "sm_segment.")
+# CUDA leaves files after SIGKILL, and NCCL after an abort; nothing of torchring's has such a name.
+_TRACKED = ("sem.mp-", "sem.loky-", "sm_segment.", "cuda.shm.", "nccl-")
 _PATIENCE = 5.0  # seconds that the other ranks get once one has failed
 _SETTLE = 0.5  # seconds that processes may take to die, and files to vanish, after the last rank has ended
 _TAIL = 12_000  # bytes of each rank's output in an error message

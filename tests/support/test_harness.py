@@ -296,6 +296,17 @@ def test_leaked_shared_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_impatient")
+@pytest.mark.parametrize("of", ["cuda.shm.", "nccl-"])
+def test_what_cuda_and_nccl_leave_is_not_blamed_on_a_run(of: str) -> None:
+    file = Path("/dev/shm", f"{of}{LEFT_ON_PURPOSE}_{os.getpid()}")
+    try:
+        run_ranks(_leave_a_file, 2, "/dev/shm", file.name)
+        assert file.exists()
+    finally:
+        file.unlink()
+
+
+@pytest.mark.usefixtures("_impatient")
 def test_leaked_temporary_file_is_found_and_removed() -> None:
     with pytest.raises(RanksFailed, match=r"left behind: file \S+/forgotten") as failure:
         run_ranks(_leave_a_file, 2, None, "forgotten")
