@@ -238,6 +238,17 @@ class DistributedOptimizer(OptimizerWrapper):
         """Called when a step begins. Returns the closure to use."""
         return closure
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether GradScaler leaves it to the kernels of a fused optimizer to unscale gradients, or to skip the step.
+
+        The host then need not wait for the GPU. Where `step()` looks at gradients first, GradScaler has to decide
+        before that: on the CPU, and with on_nonfinite="skip".
+        """
+        if self._options.on_nonfinite == "skip" or not getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            return False
+        return any(accelerator_of(parameter.device) for parameter in self._names)
+
     @overload
     def step(self, closure: None = None, *args: Any, **kwargs: Any) -> None: ...
     @overload

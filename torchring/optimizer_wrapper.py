@@ -29,9 +29,6 @@ class OptimizerWrapper(Optimizer):
         optimizer: the wrapped optimizer.
     """
 
-    # GradScaler must unscale by itself, and not hand the scale to a fused optimizer through this wrapper.
-    _step_supports_amp_scaling = False
-
     param_groups = _shared("param_groups")
     state = _shared("state")
     defaults = _shared("defaults")

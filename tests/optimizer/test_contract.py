@@ -24,7 +24,7 @@ import torchring
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, digest
 from tests.support.grids import grid
 from tests.support.harness import count_open_fds, run_pooled, run_ranks
-from tests.support.scripts import keeping
+from tests.support.scripts import amp, keeping
 from tests.support.training import (
     TINY_MB,
     Side,
@@ -220,37 +220,11 @@ def test_optimizers(name: str) -> None:
 # GradScaler
 
 
-def _amp(side: Side, kind: str, poisoned: int | None) -> Sequence[Any]:
-    """Rank 1 meets an infinity in step `poisoned`."""
-    dtype = torch.float32 if kind == "autocast" else torch.float64
-    model = small_model(dtype)
-    optimizer = side.wrap(torch.optim.AdamW(model.parameters(), lr=0.01, fused=kind == "fused"), model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
-    seen: list[Any] = []
-
-    def loss(rank: int, step: int) -> Tensor:
-        with torch.autocast("cpu", torch.float16, enabled=kind == "autocast"):
-            value = loss_on(model, rank, step)
-        return value.to(dtype) * (torch.inf if (rank, step) == (1, poisoned) else 1.0)
-
-    for step in range(5):
-        optimizer.zero_grad()
-        before = values(model)
-        scaler.scale(side.mean(lambda rank, step=step: loss(rank, step))).backward()
-        if kind == "clipped":
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        scaler.step(optimizer)
-        scaler.update()
-        seen += [scaler.get_scale(), all(torch.equal(a, b) for a, b in zip(before, values(model), strict=True))]
-    return [*seen, *values(model)]
-
-
 @pytest.mark.parametrize("poisoned", [None, 2], ids=["finite", "inf on rank 1"])
 @pytest.mark.parametrize("kind", ["plain", "autocast", "clipped", "fused"])
 def test_grad_scaler(kind: str, poisoned: int | None) -> None:
     tolerance = 2e-2 if kind == "autocast" else 1e-9
-    [first, _] = assert_as_one_process(_amp, kind, poisoned, tolerance=tolerance)
+    [first, _] = assert_as_one_process(amp, kind, poisoned, tolerance=tolerance)
     assert first[1:10:2] == [step == poisoned for step in range(5)]  # only the poisoned step leaves parameters alone
 
 

@@ -435,3 +435,68 @@ def keeping(side: Side, keep: str) -> Sequence[Any]:
             p.grad.add_(grad)
         optimizer.step()
     return [*seen, *values(model)]
+
+
+def amp(side: Side, kind: str, poisoned: int | None) -> Sequence[Any]:
+    """Rank 1 meets an infinity in step `poisoned`."""
+    dtype = torch.float32 if kind == "autocast" else torch.float64
+    model = small_model(dtype)
+    device = next(model.parameters()).device.type
+    optimizer = side.wrap(torch.optim.AdamW(model.parameters(), lr=0.01, fused=kind == "fused"), model)
+    scaler = torch.amp.GradScaler(device, init_scale=64.0, growth_interval=2)
+    seen: list[Any] = []
+
+    def loss(rank: int, step: int) -> Tensor:
+        with torch.autocast(device, torch.float16, enabled=kind == "autocast"):
+            value = loss_on(model, rank, step)
+        return value.to(dtype) * (torch.inf if (rank, step) == (1, poisoned) else 1.0)
+
+    for step in range(5):
+        optimizer.zero_grad()
+        before = values(model)
+        scaler.scale(side.mean(lambda rank, step=step: loss(rank, step))).backward()
+        if kind == "clipped":
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+        seen += [scaler.get_scale(), all(torch.equal(a, b) for a, b in zip(before, values(model), strict=True))]
+    return [*seen, *values(model)]
+
+
+def optimized(side: Side, options: dict[str, Any]) -> Sequence[Any]:
+    """AdamW with options, and clipped gradients."""
+    model = small_model()
+    optimizer = side.wrap(torch.optim.AdamW(model.parameters(), lr=0.01, **options), model)
+    seen: list[Any] = []
+    for step in range(5):
+        optimizer.zero_grad()
+        side.mean(lambda rank, step=step: loss_on(model, rank, step)).backward()
+        seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+        optimizer.step()
+    return [*seen, *values(model)]
+
+
+# What users of a GPU rely on: script, arguments, tolerance. On the fake device and on GPUs.
+ON_DEVICES: dict[str, tuple[Callable[..., Sequence[Any]], tuple[Any, ...], float]] = {
+    "unused on some ranks": (branches, ("unused on some ranks", True, {}), 1e-9),
+    "unused on some ranks, fp16": (branches, ("alternating", True, {"compression": "fp16"}), 2e-2),
+    "other sets each step, by the ring": (branches, ("other sets each step", False, {"algorithm": "ring"}), 1e-9),
+    "no_sync": (accumulating, ("no_sync",), 1e-9),
+    "accumulate, two are left": (accumulating, ("accumulate, two are left",), 1e-9),
+    "summed": (summed, (None,), 1e-9),
+    "channels_last, fp16": (of_kind, ("channels_last", {"compression": "fp16"}), 5e-2),
+    "complex": (of_kind, ("complex, quantised", {}), 1e-9),
+    "kept gradients": (keeping, ("the gradient",), 1e-9),
+    "sparse": (sparse_words, (True, True), 1e-9),
+    "inputs=": (graph_games, ("inputs=",), 1e-9),
+    "exception in backward": (failing, (1, {}), 1e-9),
+    "checkpoints": (checkpointed, ("not reentrant", {}), 1e-9),
+    "reentrant checkpoints": (checkpointed, ("reentrant, two segments", {}), 1e-9),
+    "foreach, clipped": (optimized, ({"foreach": True},), 1e-9),
+    "fused, clipped": (optimized, ({"fused": True},), 1e-9),
+    "GradScaler and autocast": (amp, ("autocast", 2), 2e-2),
+    "GradScaler, fused": (amp, ("fused", 2), 1e-9),
+    "GradScaler, clipped": (amp, ("clipped", 2), 1e-9),
+    "on a side stream": (of_kind, ("convolution", {}), 1e-9),
+}

@@ -69,8 +69,10 @@ def assert_as_one_process(
 
 
 def batch(rank: int, step: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    draw = torch.randn(5, 6, generator=torch.Generator().manual_seed(1000 * rank + step))
-    return draw[:, :4].to(dtype), draw[:, 4:].to(dtype)
+    """On the default device, which may be a GPU: the same numbers everywhere."""
+    draw = torch.randn(5, 6, generator=torch.Generator().manual_seed(1000 * rank + step), device="cpu")
+    device = torch.get_default_device()
+    return draw[:, :4].to(device, dtype), draw[:, 4:].to(device, dtype)
 
 
 def small_model(dtype: torch.dtype = torch.float64, seed: int = 3) -> nn.Sequential:

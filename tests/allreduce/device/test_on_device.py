@@ -10,7 +10,7 @@ import functools
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -24,7 +24,7 @@ from tests import test_joining as test_join
 from tests.gradients.participants import test_buffers, test_weights
 from tests.support import scripts
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, assert_within_rounding, digest, exact_inputs
-from tests.support.fake_device import FakeAccelerator, FakeMark, FakeStream
+from tests.support.fake_device import COMPUTE, FakeAccelerator, FakeMark, FakeStream
 from tests.support.harness import run_ranks
 from tests.support.training import Script, Side, assert_as_one_process, attempt, batch, momentum, small_model, values
 from torchring.allreduce import choice
@@ -228,22 +228,7 @@ def _strided_gradients(side: Side, options: dict[str, Any]) -> Sequence[Any]:
 
 
 _SCRIPTS: dict[str, tuple[Script, tuple[Any, ...], float]] = {
-    "unused on some ranks": (scripts.branches, ("unused on some ranks", True, {}), 1e-9),
-    "unused on some ranks, fp16": (scripts.branches, ("alternating", True, {"compression": "fp16"}), 2e-2),
-    "other sets each step, by the ring": (
-        scripts.branches,
-        ("other sets each step", False, {"algorithm": "ring"}),
-        1e-9,
-    ),
-    "no_sync": (scripts.accumulating, ("no_sync",), 1e-9),
-    "accumulate, two are left": (scripts.accumulating, ("accumulate, two are left",), 1e-9),
-    "summed": (scripts.summed, (None,), 1e-9),
-    "channels_last, fp16": (scripts.of_kind, ("channels_last", {"compression": "fp16"}), 5e-2),
-    "complex": (scripts.of_kind, ("complex, quantised", {}), 1e-9),
-    "kept gradients": (scripts.keeping, ("the gradient",), 1e-9),
-    "sparse": (scripts.sparse_words, (True, True), 1e-9),
-    "inputs=": (scripts.graph_games, ("inputs=",), 1e-9),
-    "exception in backward": (scripts.failing, (1, {}), 1e-9),
+    **scripts.ON_DEVICES,
     "two models": (_two_models, (), 1e-9),
     "growing": (_growing, (), 1e-9),
     "strided gradients, fp16": (_strided_gradients, ({"compression": "fp16"},), 1e-12),
@@ -256,7 +241,10 @@ _SMOKE = {
 
 def _on_device(rank: int, size: int, name: str) -> Sequence[Any]:
     script, args, _ = _SCRIPTS[name]
-    with FakeAccelerator().installed():
+    stream = "another" if "side stream" in name else COMPUTE
+    # Where GradScaler asks the host whether to step: a fused optimizer's kernels decide.
+    not_waiting = mock.patch.object(torch.amp.GradScaler, "_maybe_opt_step") if "fused" in name else nullcontext()
+    with FakeAccelerator().installed() as accelerator, accelerator.on_stream(stream), not_waiting:
         return script(DeviceSide((rank,), True), *args)
 
 
