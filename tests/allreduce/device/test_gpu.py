@@ -5,20 +5,31 @@ TORCHRING_EXPECT_GPU=1 python -m pytest -m gpu
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import signal
 import time
+import traceback
+from collections.abc import Sequence
+from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import torchring
+from tests.gradients.participants import test_buffers
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, digest, exact_inputs
 from tests.support.harness import run_ranks
+from tests.support.scripts import ON_DEVICES
+from tests.support.training import Script, Side, assert_as_one_process, momentum, small_model, train, values
+from torchring.accelerators import CudaAccelerator
 from torchring.errors import GradientError, PeerLostError, TopologyError
+from torchring.memory import host as host_module
 
 pytestmark = pytest.mark.gpu
 
@@ -32,13 +43,13 @@ def make_model(seed: int = 0) -> nn.Module:
     return nn.Sequential(*layers).to("cuda")
 
 
-def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x = torch.randn(16, 300, generator=generator)
     return x.cuda(), torch.randint(7, (16,), generator=generator).cuda()
 
 
-def train(rank: int, size: int, algorithm: str, compression: str | None, num_steps: int) -> list[torch.Tensor]:
+def train_model(rank: int, size: int, algorithm: str, compression: str | None, num_steps: int) -> list[Tensor]:
     model = make_model(seed=rank)
     optimizer = torchring.wrap(
         torch.optim.AdamW(model.parameters(), lr=1e-3),
@@ -59,7 +70,7 @@ def train(rank: int, size: int, algorithm: str, compression: str | None, num_ste
     return parameters
 
 
-def train_alone(size: int, num_steps: int) -> list[torch.Tensor]:
+def train_alone(size: int, num_steps: int) -> list[Tensor]:
     model = make_model(seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(num_steps):
@@ -74,7 +85,7 @@ def train_alone(size: int, num_steps: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("algorithm", ["direct", "ring"])
 def test_twenty_steps_leave_the_same_bits_on_all_ranks(algorithm: str, size: int) -> None:
-    per_rank = run_ranks(train, size, algorithm, None, 20, env=SHARED, deadline=DEADLINE)
+    per_rank = run_ranks(train_model, size, algorithm, None, 20, env=SHARED, deadline=DEADLINE)
     assert_same_on_all_ranks([digest(parameters) for parameters in per_rank])
     for ours, alone in zip(per_rank[0], train_alone(size, 20), strict=True):
         torch.testing.assert_close(ours, alone, rtol=1e-3, atol=1e-4)
@@ -83,10 +94,116 @@ def test_twenty_steps_leave_the_same_bits_on_all_ranks(algorithm: str, size: int
 @pytest.mark.parametrize("compression", ["fp16", "bf16"])
 @pytest.mark.parametrize("algorithm", ["direct", "ring"])
 def test_narrow_wires(algorithm: str, compression: str) -> None:
-    per_rank = run_ranks(train, 2, algorithm, compression, 5, env=SHARED, deadline=DEADLINE)
+    per_rank = run_ranks(train_model, 2, algorithm, compression, 5, env=SHARED, deadline=DEADLINE)
     assert_same_on_all_ranks([digest(parameters) for parameters in per_rank])
     for ours, alone in zip(per_rank[0], train_alone(2, 5), strict=True):
         torch.testing.assert_close(ours, alone, rtol=2e-2, atol=1e-2)
+
+
+# What scripts rely on, each against one process that does the work of both ranks
+
+
+def compiled(side: Side) -> Sequence[Any]:
+    model = small_model()
+    if side.is_wrapped:
+        for layer in model:
+            layer.compile()
+    optimizer = side.wrap(momentum(model), model)
+    train(side, model, optimizer, range(5))
+    return values(model)
+
+
+SCRIPTS: dict[str, tuple[Script, tuple[Any, ...], float]] = {**ON_DEVICES, "compiled layers": (compiled, (), 1e-9)}
+
+
+def run_on_gpu(side: Side, name: str) -> list[Any]:
+    script, args, _ = SCRIPTS[name]
+    stream = torch.cuda.stream(torch.cuda.Stream()) if "side stream" in name else nullcontext()
+    with torch.device("cuda"), stream:
+        seen = script(side, *args)
+        torch.cuda.synchronize()
+        return [each.cpu() if isinstance(each, Tensor) else each for each in seen]
+
+
+def run_scripts(rank: int, size: int) -> dict[str, Any]:
+    """By name, what each gives, or its traceback."""
+    results: dict[str, Any] = {}
+    for name in SCRIPTS:
+        try:
+            torchring.init(timeout_seconds=20)  # a rank that fails leaves the other one waiting
+            results[name] = run_on_gpu(Side((rank,), True), name)
+        except Exception:
+            results[name] = traceback.format_exc()
+        torchring.shutdown()
+    return results
+
+
+@functools.cache
+def results_of_scripts() -> list[dict[str, Any]]:
+    return run_ranks(run_scripts, 2, env=SHARED, deadline=2 * DEADLINE)
+
+
+@pytest.mark.timeout(3 * DEADLINE)  # the first one waits for all
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts(name: str) -> None:
+    results = [of_rank[name] for of_rank in results_of_scripts()]
+    failures = [result for result in results if isinstance(result, str)]
+    assert not failures, "\n".join(failures)
+    assert_as_one_process(run_on_gpu, name, tolerance=SCRIPTS[name][2], run=lambda *_: results)
+
+
+def train_norms(rank: int, size: int) -> dict[str, Tensor]:
+    with torch.device("cuda"):
+        buffers = test_buffers.train_norms(rank, size, {})
+    torchring.shutdown()
+    return {name: value.cpu() for name, value in buffers.items()}
+
+
+def test_running_statistics_follow_all_ranks() -> None:
+    results = run_ranks(train_norms, 2, env=SHARED, deadline=DEADLINE)
+    test_buffers.check_norms(results, test_buffers.expected_norms(2, "mean"))
+
+
+# Between hosts
+
+
+class GlooOnCuda:
+    """Takes NCCL's place among ranks that share a GPU, which NCCL refuses: Gloo adds up copies on the host.
+
+    Like NCCL with asyncOp=False, `allreduce` returns None, and the current stream has the sums.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout_seconds: float) -> None:
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_seconds))
+        self.rank, self.size, self.shutdown = self._gloo.rank, self._gloo.size, self._gloo.shutdown
+
+    def allreduce(self, tensors: Sequence[Tensor], options: Any) -> None:
+        copies = [tensor.cpu() for tensor in tensors]
+        self._gloo.allreduce(copies, options).wait()
+        for tensor, copy in zip(tensors, copies, strict=True):
+            tensor.copy_(copy)
+
+
+def pretend_hosts(rank: int, hosts: Sequence[int]) -> None:
+    """Make the ranks believe that they are on several hosts."""
+    host_module._host_identity = lambda: f"host {hosts[rank]}"
+    CudaAccelerator.open_backend = lambda _, *args: GlooOnCuda(*args)  # type: ignore[assignment, method-assign]
+
+
+def reduce_between_hosts(rank: int, size: int, algorithm: str, hosts: Sequence[int]) -> list[Tensor]:
+    pretend_hosts(rank, hosts)
+    reduce_sizes(rank, size, algorithm)
+    return train_model(rank, size, algorithm, None, 5)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "hosts"), [("native", (0, 0)), ("native", (0, 1, 2)), ("hierarchical", (0, 0, 1, 1))]
+)
+def test_backends_between_hosts(algorithm: str, hosts: Sequence[int]) -> None:
+    per_rank = run_ranks(reduce_between_hosts, len(hosts), algorithm, hosts, env=SHARED, deadline=DEADLINE)
+    assert_same_on_all_ranks([digest(parameters) for parameters in per_rank])
+    for ours, alone in zip(per_rank[0], train_alone(len(hosts), 5), strict=True):
+        torch.testing.assert_close(ours, alone, rtol=1e-3, atol=1e-4)
 
 
 def reduce_sizes(rank: int, size: int, algorithm: str) -> None:
@@ -119,23 +236,29 @@ def test_sums_are_exact(algorithm: str, size: int) -> None:
     run_ranks(reduce_sizes, size, algorithm, env=SHARED, deadline=DEADLINE)
 
 
-def train_without_waiting(rank: int, size: int) -> None:
+def train_without_waiting(rank: int, size: int, fused: bool) -> None:
+    """With a fused optimizer also under a GradScaler."""
     model = make_model()
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer = torchring.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused), model)
+    scaler = torch.amp.GradScaler("cuda", enabled=fused)
     batches = [batch(step, rank) for step in range(12)]
     torch.cuda.synchronize()
     for step, (x, y) in enumerate(batches):
         if step == 3:  # the plan is rebuilt after the first, which allocates
             torch.cuda.set_sync_debug_mode("error")
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        with torch.autocast("cuda", torch.float16, enabled=fused):
+            loss = nn.functional.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
     torch.cuda.set_sync_debug_mode("default")
     torchring.shutdown()
 
 
-def test_no_step_waits_for_the_device() -> None:
-    run_ranks(train_without_waiting, 2, env=SHARED, deadline=DEADLINE)
+@pytest.mark.parametrize("fused", [False, True])
+def test_no_step_waits_for_the_device(fused: bool) -> None:
+    run_ranks(train_without_waiting, 2, fused, env=SHARED, deadline=DEADLINE)
 
 
 def test_synchronising_would_have_been_noticed() -> None:
@@ -271,7 +394,7 @@ def test_a_script_that_ends_leaves_no_peer_behind() -> None:
     assert run_ranks(leave_early, 2, env=SHARED, deadline=DEADLINE) == [True, True]
 
 
-def train_elsewhere(rank: int, size: int) -> list[torch.Tensor]:
+def train_elsewhere(rank: int, size: int) -> list[Tensor]:
     torch.set_default_device("cuda")
     model = make_model()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
@@ -310,7 +433,7 @@ def test_capturing_a_backward_is_refused() -> None:
     run_ranks(capture, 2, env=SHARED, deadline=DEADLINE)
 
 
-def train_graphed(rank: int, size: int) -> list[torch.Tensor]:
+def train_graphed(rank: int, size: int) -> list[Tensor]:
     model = make_model()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
     graphed = torch.cuda.make_graphed_callables(model, (batch(0, rank)[0],))
@@ -435,7 +558,8 @@ def test_ranks_that_share_a_gpu_have_no_switch_between_them() -> None:
         assert "algorithm='nvls' takes GPUs" in said
 
 
-def choose_among_four(rank: int, size: int) -> tuple[str, str]:
+def choose_among_four(rank: int, size: int, deterministic: bool) -> tuple[str, str]:
+    torch.use_deterministic_algorithms(deterministic)
     model = make_model()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
     x, y = batch(0, rank)
@@ -448,6 +572,13 @@ def choose_among_four(rank: int, size: int) -> tuple[str, str]:
 
 def test_four_ranks_that_share_a_gpu_have_nothing_to_measure() -> None:
     """NCCL refuses them."""
-    for algorithm, reason in run_ranks(choose_among_four, 4, env=SHARED, deadline=DEADLINE):
+    for algorithm, reason in run_ranks(choose_among_four, 4, False, env=SHARED, deadline=DEADLINE):
         assert algorithm == "direct", reason
         assert "the backend does not connect" in reason
+
+
+def test_deterministic_mode_measures_nothing() -> None:
+    env = {**SHARED, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    for algorithm, reason in run_ranks(choose_among_four, 4, True, env=env, deadline=DEADLINE):
+        assert algorithm == "direct", reason
+        assert "deterministic" in reason

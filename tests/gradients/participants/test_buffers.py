@@ -31,7 +31,8 @@ def norm_model(dtype: torch.dtype = torch.float64) -> nn.Module:
 
 def norm_batch(rank: int, step: int, dtype: torch.dtype = torch.float64) -> Tensor:
     generator = torch.Generator().manual_seed(10 * step + rank)
-    return (torch.randn(5, 4, generator=generator) * (rank + 1) + rank).to(dtype)
+    draw = torch.randn(5, 4, generator=generator, device="cpu") * (rank + 1) + rank
+    return draw.to(torch.get_default_device(), dtype)
 
 
 def _is_absent(rank: int, step: int, skips: Sequence[int]) -> bool:
