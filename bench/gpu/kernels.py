@@ -6,19 +6,19 @@ with a reference, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from torchring.bench.gpu.timing import Case, Row, gpu_seconds, shares, spreads
-from torchring.bench.models import Workload, gpt2, resnet, vgg
-from torchring.kernels import ChunkTable, accumulate, pack, reference, unpack
+from torchring.bench.models import Workload, gpt2, resnet
+from torchring.kernels import ChunkTable, accumulate, pack, prepare_direct, reference, unpack
 from torchring.kernels.finite import NOT_FOUND
+from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
 
 Shapes = list[torch.Size]
 
@@ -27,6 +27,7 @@ POISON: Final = 12288.0  # exact in every dtype here, and rare in random data
 SCALE: Final = 1 / 3
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PART_NUMEL: Final = 1 << 24
+_BUCKET_NUMEL: Final = 6_553_600  # 25 MiB
 _WAYS: Final = (
     ("pack", "fp32", "fp32"), ("pack", "fp32", "bf16"), ("unpack", "fp32", "fp32"), ("unpack", "bf16", "fp32"),
     ("pack", "bf16", "bf16"), ("pack", "fp32", "fp16"),
@@ -42,7 +43,6 @@ def shapes_of(build: Callable[[], Workload]) -> Shapes:
 LISTS: Final[dict[str, Callable[[], Shapes]]] = {
     "resnet50": lambda: shapes_of(lambda: resnet(side=224)),
     "gpt2": lambda: shapes_of(gpt2),
-    "vgg16": lambda: shapes_of(lambda: vgg(side=224)),
     "tiny": lambda: [torch.Size([1000])] * 2000,
     "tiny32": lambda: [torch.Size([32])] * 2000,
 }
@@ -54,18 +54,19 @@ class Rival:
 
     Attributes:
         run: the function to time.
-        output: tensor that `run` writes to.
-        expected: the right content of `output`.
+        outputs: tensors that `run` writes to.
+        expected: the right content of `outputs`.
     """
 
     run: Callable[[], object]
-    output: Tensor
-    expected: Tensor
+    outputs: Sequence[Tensor]
+    expected: Sequence[Tensor]
 
     def is_right(self) -> bool:
-        self.output.fill_(POISON)
+        for output in self.outputs:
+            output.fill_(POISON)
         self.run()
-        return torch.equal(self.output, self.expected)
+        return all(map(torch.equal, self.outputs, self.expected))
 
 
 def compare(rivals: Mapping[str, Rival], num_bytes: int) -> Row:
@@ -90,12 +91,9 @@ def compare(rivals: Mapping[str, Rival], num_bytes: int) -> Row:
 
 
 def copies() -> Iterator[Case]:
-    """CUDA's copy, and a kernel that multiplies by one, by size."""
+    """CUDA's copy, by size."""
     for size in COPY_BYTES:
-        source = torch.randn(size // 4, device="cuda")
-        target = torch.empty_like(source)
-        kernel = Rival(partial(torch.mul, source, 1.0, out=target), target, source)
-        yield {"size": size}, partial(compare, {"kernel": kernel}, 2 * size)
+        yield {"size": size}, partial(compare, {}, 2 * size)
 
 
 def kernels() -> Iterator[Case]:
@@ -104,123 +102,71 @@ def kernels() -> Iterator[Case]:
         for load, shapes in LISTS.items():
             about = {"op": op, "load": load, "source": source, "target": target}
             yield about, partial(_time_list, op, shapes(), DTYPES[source], DTYPES[target])
+    yield {"op": "pass after NCCL", "load": "25 MiB", "source": "fp32"}, _time_pass
     for dtype in ("fp32", "bf16"):
         for count in (2, 4, 8):
             yield {"op": "accumulate", "load": f"{count} parts", "source": dtype}, partial(_time_sum, count, dtype)
 
 
 def _time_list(op: str, shapes: Shapes, source: torch.dtype, target: torch.dtype) -> Row:
-    is_pack = op == "pack"
-    gradients = Gradients(shapes, *((source, target) if is_pack else (target, source)))
+    """All gradients of a list, into the wire buffer or out of it. "checked" also looks for NaN and infinity."""
+    grad_dtype, wire_dtype = (source, target) if op == "pack" else (target, source)
     scale = 1.0 if source == target else SCALE
-    rivals = pack_rivals(gradients, scale) if is_pack else unpack_rivals(gradients)
-    numel = sum(shape.numel() for shape in shapes)
+    grads = [torch.randn(shape, device="cuda").to(grad_dtype) for shape in shapes]
+    offsets, end = [], 0
+    for grad in grads:  # each at a multiple of 64 bytes
+        offsets.append(end)
+        end += -(-grad.numel() * wire_dtype.itemsize // 64) * 64 // wire_dtype.itemsize
+    wire = torch.randn(end, device="cuda").to(wire_dtype)
+    table = ChunkTable([grad.numel() for grad in grads], offsets, wire_dtype=wire_dtype, device=wire.device)
+    views = table.views_like(grads, wire)
+    rivals: dict[str, Rival]
+    if op == "pack":
+        expected = [torch.empty_like(view) for view in views]
+        reference.pack(grads, expected, scale=scale)
+        found = torch.full((1,), NOT_FOUND, dtype=torch.int32, device="cuda")
+
+        def foreach() -> None:
+            torch._foreach_copy_(views, grads if scale == 1 else list(torch._foreach_mul(grads, scale)))
+
+        rivals = {
+            "torchring": Rival(partial(pack, grads, wire, table, scale=scale), views, expected),
+            "checked": Rival(partial(pack, grads, wire, table, scale=scale, found=found), views, expected),
+            "foreach": Rival(foreach, views, expected),
+        }
+    else:
+        expected = [torch.empty_like(grad) for grad in grads]
+        reference.unpack(views, expected)
+        rivals = {
+            "torchring": Rival(partial(unpack, wire, grads, table), grads, expected),
+            "foreach": Rival(partial(torch._foreach_copy_, grads, views), grads, expected),
+        }
+    numel = sum(grad.numel() for grad in grads)
     row = compare(rivals, numel * (source.itemsize + target.itemsize))
     return {"tensors": len(shapes), "parameters": numel} | row
 
 
-class Gradients:
-    """Gradients placed as the allocator would place them, and a wire buffer for them.
-
-    Attributes:
-        memory: the memory of the gradients, each of which begins at a multiple of 512 bytes.
-        wire: the buffer; the part of each gradient begins at a multiple of 64 bytes.
-        views: the part of the wire buffer that belongs to each gradient.
-    """
-
-    def __init__(self, shapes: Shapes, grad_dtype: torch.dtype, wire_dtype: torch.dtype, device: str = "cuda") -> None:
-        numels = [shape.numel() for shape in shapes]
-        offsets = _starts(numels, 64 // wire_dtype.itemsize)
-        self._shapes, self._places = shapes, _starts(numels, 512 // grad_dtype.itemsize)
-        self.memory = torch.randn(self._places[-1] + numels[-1], device=device).to(grad_dtype)
-        self.grads = self.pieces(self.memory)
-        self.wire = torch.full((offsets[-1] + numels[-1],), POISON, dtype=wire_dtype, device=device)
-        self.table = ChunkTable(numels, offsets, wire_dtype=wire_dtype, device=self.wire.device)
-        self.views = self.table.views_like(self.grads, self.wire)
-
-    def pieces(self, memory: Tensor) -> list[Tensor]:
-        """The part of each gradient in `memory`, which is laid out like the gradients."""
-        places = zip(self._places, self._shapes, strict=True)
-        return [memory[place : place + shape.numel()].view(shape) for place, shape in places]
-
-
-def pack_rivals(gradients: Gradients, scale: float) -> dict[str, Rival]:
-    """Ways to copy gradients into the wire buffer, scaled and cast. "checked" also looks for NaN and infinity."""
-    grads, wire, table = gradients.grads, gradients.wire, gradients.table
-    whole = torch.full_like(wire, POISON)  # with the gaps between gradients
-    views = table.views_like(grads, whole)
-    reference.pack(grads, views, scale=scale)
-    dense = torch.cat([view.reshape(-1) for view in views])
-    result = torch.empty_like(dense)
-    found = torch.full((1,), NOT_FOUND, dtype=torch.int32, device=wire.device)
-
-    def foreach() -> None:
-        scaled = grads if scale == 1 else list(torch._foreach_mul(grads, scale))
-        torch._foreach_copy_(gradients.views, scaled)
-
-    def flatten() -> None:
-        flat = _flatten_dense_tensors(grads)  # type: ignore[no-untyped-call]
-        result.copy_(flat if scale == 1 else flat.mul_(scale))
-
-    def cat() -> None:
-        flat = [grad.view(-1) for grad in grads]
-        if scale == 1:
-            torch.cat(flat, out=result)
-        else:
-            result.copy_(torch.cat(flat).mul_(scale))
-
-    return {
-        "torchring": Rival(partial(pack, grads, wire, table, scale=scale), wire, whole),
-        "checked": Rival(partial(pack, grads, wire, table, scale=scale, found=found), wire, whole),
-        "foreach": Rival(foreach, wire, whole),
-        "flatten": Rival(flatten, result, dense),
-        "cat": Rival(cat, result, dense),
-    }
-
-
-def unpack_rivals(gradients: Gradients) -> dict[str, Rival]:
-    """Ways to copy the wire buffer back into gradients."""
-    grads, wire, memory = gradients.grads, gradients.wire, gradients.memory
-    wire.copy_(torch.randn(wire.shape, device=wire.device))
-    expected = torch.full_like(memory, POISON)
-    reference.unpack(gradients.views, gradients.pieces(expected))
-    dense = torch.cat([view.reshape(-1) for view in gradients.views])
-
-    def unflatten() -> None:
-        torch._foreach_copy_(grads, _unflatten_dense_tensors(dense, grads))  # type: ignore[no-untyped-call]
-
-    return {
-        "torchring": Rival(partial(unpack, wire, grads, gradients.table), memory, expected),
-        "foreach": Rival(partial(torch._foreach_copy_, grads, gradients.views), memory, expected),
-        "unflatten": Rival(unflatten, memory, expected),
-    }
-
-
 def _time_sum(count: int, dtype: str) -> Row:
     parts = [torch.randn(_PART_NUMEL, device="cuda").to(DTYPES[dtype]) for _ in range(count)]
-    return compare(sum_rivals(parts), (count + 1) * parts[0].nbytes)
-
-
-def sum_rivals(parts: list[Tensor]) -> dict[str, Rival]:
-    """Ways to compute the mean of tensors: in one pass, or by a call for each tensor (only in fp32)."""
-    scale = 1 / len(parts)
     out, expected = torch.empty_like(parts[0]), torch.empty_like(parts[0])
-    reference.accumulate(parts, expected, scale=scale)
-
-    def add() -> None:
-        torch.add(parts[0], parts[1], out=out)
-        for part in parts[2:]:
-            out.add_(part)
-        out.mul_(scale)
-
-    rivals = {"torchring": Rival(partial(accumulate, parts, out, scale=scale), out, expected)}
-    return rivals if out.dtype != torch.float32 else rivals | {"add": Rival(add, out, expected)}
+    reference.accumulate(parts, expected, scale=1 / count)
+    rival = Rival(partial(accumulate, parts, out, scale=1 / count), [out], [expected])
+    return compare({"torchring": rival}, (count + 1) * out.nbytes)
 
 
-def _starts(numels: list[int], multiple: int) -> list[int]:
-    """The offsets of tensors that lie one after the other, each at a multiple of `multiple` elements."""
-    starts, end = [], 0
-    for numel in numels:
-        starts.append(end)
-        end += -(-numel // multiple) * multiple
-    return starts
+def _time_pass() -> Row:
+    """`direct` of one rank, the pass that scales and checks after NCCL, by number of blocks."""
+    wire, expected = torch.empty(_BUCKET_NUMEL, device="cuda"), torch.full((_BUCKET_NUMEL,), -POISON, device="cuda")
+    processors = torch.cuda.get_device_properties().multi_processor_count
+    abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    found = torch.full((1,), NOT_FOUND, dtype=torch.int32, device="cuda")
+    rivals, pads = {}, []
+    for blocks in (MAX_BLOCKS, processors, 4 * processors):
+        pads.append(torch.zeros(signal_bytes(1, blocks) // 4, dtype=torch.int32, device="cuda"))
+        wires, signals = (torch.tensor([tensor.data_ptr()], device="cuda") for tensor in (wire, pads[-1]))
+        launch = prepare_direct(
+            wires, signals, wire, rank=0, num_ranks=1, begin=0, end=_BUCKET_NUMEL, scale=-1.0,
+            abort=abort, found=found, spread=False, max_blocks=blocks,
+        )  # fmt: skip
+        rivals[f"{blocks} blocks"] = Rival(launch, [wire], [expected])
+    return compare(rivals, 2 * wire.nbytes)

@@ -7,14 +7,14 @@ of one GPU. NVLink adds about a microsecond to each hop, and limits the bandwidt
 
 A kernel that hangs would hang the process. So the abort word is set after 20 s, which ends all kernels.
 
-Rows, by "kind":
+Rows, by "kind", the most telling first:
 
-    order        results of ranks that come late by random times: do signals carry the data with them?
+    abort        from the host's store to the abort word until the kernel has ended
+    gemm         how much longer a matrix multiplication takes beside blocks that wait for a late rank
     meeting      until all ranks have met, in two meetings of `direct` or in the steps of `ring`
     sum          a reduction at the latency of local memory, by wire and number of blocks
-    alone        `direct` of one rank, the pass that scales and checks after NCCL, as a share of a copy
-    gemm         how much longer a matrix multiplication takes beside blocks that wait for a late rank
-    abort        from the host's store to the abort word until the kernel has ended
+    order        results of ranks that come late by random times: do signals carry the data with them? As many rows as
+                 there is time for
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from torchring.allreduce.slices import slice_bounds
-from torchring.bench.gpu.timing import Case, Row, gpu_seconds, microseconds, shares
-from torchring.kernels import direct, prepare_direct, prepare_ring, reference
-from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
+from torchring.bench.gpu.timing import Case, Row, gpu_seconds, microseconds
+from torchring.kernels import prepare_direct, prepare_ring, reference
+from torchring.kernels.signals import MAX_BLOCKS, block_words, signal_bytes
 
 ENVIRONMENT: Final = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # a hardware queue for each stream, so that none waits
 _BUCKET_NUMEL: Final = 6_553_600  # fp32, 25 MiB
 _RANKS: Final = (2, 4, 8)
-_NUM_CHECKS: Final = 10
+_CHECK_SECONDS: Final = 1.5
+_LAST_ORDER_SECONDS: Final = 90.0  # when the last row may begin: the section ends after 110
 _SCALE: Final = 0.5
 _MEETING_BLOCKS: Final = (1, 8)
 _TILE_NUMEL: Final = 4096  # fp32: at least what a block loads at a time
@@ -51,28 +52,35 @@ _LONGEST_DELAY_CYCLES: Final = 60_000
 
 def ranks_as_streams() -> Iterator[Case]:
     """All cases of the section."""
-    for size in _RANKS:
-        for op in ("direct", "ring"):
-            for dtype in (torch.float32, torch.bfloat16):
-                for numel in (70, 70_001, _BUCKET_NUMEL):
-                    about = {"kind": "order", "op": op, "ranks": size, "dtype": str(dtype)[6:], "size": numel}
-                    yield about, partial(_check_order, op, size, numel, dtype)
-    for size in _RANKS:
-        for op in ("direct", "ring"):
-            for blocks in _MEETING_BLOCKS:
-                yield {"kind": "meeting", "op": op, "ranks": size}, partial(_time_meeting, op, size, blocks)
-            wires = [(_BUCKET_NUMEL // 25, MAX_BLOCKS), (_BUCKET_NUMEL, MAX_BLOCKS)]
-            if op == "direct":
-                wires += [(_BUCKET_NUMEL, blocks) for blocks in (8, 16, 48)]
-            for numel, blocks in wires:
-                about = {"kind": "sum", "op": op, "ranks": size, "size": 4 * numel}
-                yield about, partial(_time_sum, op, size, numel, blocks)
-    processors = num_processors()
-    for blocks in dict.fromkeys((MAX_BLOCKS, processors, 2 * processors, 4 * processors)):
-        yield {"kind": "alone", "blocks": blocks, "size": 4 * _BUCKET_NUMEL}, partial(_time_alone, blocks)
+    began = time.monotonic()
+    yield {"kind": "abort", "ranks": 2, "blocks": MAX_BLOCKS}, _time_abort
     for blocks in _WAITING_BLOCKS:
         yield {"kind": "gemm", "ranks": 2}, partial(_time_gemm, blocks)
-    yield {"kind": "abort", "ranks": 2, "blocks": MAX_BLOCKS}, _time_abort
+    ways = [(size, op) for size in _RANKS for op in ("direct", "ring")]
+    for size, op in ways:
+        for blocks in _MEETING_BLOCKS:
+            yield {"kind": "meeting", "op": op, "ranks": size}, partial(_time_meeting, op, size, blocks)
+    for size, op in ways:
+        wires = [(_BUCKET_NUMEL, MAX_BLOCKS), (_BUCKET_NUMEL // 25, MAX_BLOCKS)]
+        if op == "direct":
+            wires += [(_BUCKET_NUMEL, blocks) for blocks in (8, 16, 48)]
+        for numel, blocks in wires:
+            yield (
+                {"kind": "sum", "op": op, "ranks": size, "size": 4 * numel},
+                partial(_time_sum, op, size, numel, blocks),
+            )
+    for numel in (_BUCKET_NUMEL, 70_001, 70):
+        for dtype in (torch.float32, torch.bfloat16):
+            for size, op in ways:
+                if time.monotonic() - began > _LAST_ORDER_SECONDS:
+                    return
+                about = {"kind": "order", "op": op, "ranks": size, "dtype": str(dtype)[6:], "size": numel}
+                yield about, partial(_check_order, op, size, numel, dtype)
+
+
+def one_of_eight() -> Iterator[Case]:
+    """`direct` of one rank of eight, whose signals are all there beforehand: for profilers, which run one at a time."""
+    yield {"kind": "one of 8", "op": "direct", "size": 4 * _BUCKET_NUMEL}, _run_one_of_eight
 
 
 class StreamRanks:
@@ -95,6 +103,7 @@ class StreamRanks:
         self._pad_addresses = torch.tensor([pad.data_ptr() for pad in self._pads], device="cuda")
         self._bounds = slice_bounds(numel, size, dtype.itemsize)
         self.abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._was_ended = False
         self._launches: dict[tuple[int, str, float], Callable[[], None]] = {}
         self.streams = [torch.cuda.Stream(priority=-1) for _ in range(size)]  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
@@ -103,21 +112,15 @@ class StreamRanks:
         """Launch a rank's kernel in the current stream. It is prepared at the first launch, as for a bucket."""
         key = rank, op, scale
         if key not in self._launches:
-            self._launches[key] = self._prepared(rank, op, scale)
+            pads = self._wire_addresses, self._pad_addresses, self.wires[rank]
+            options: dict[str, Any] = {"rank": rank, "num_ranks": self.size, "scale": scale, "abort": self.abort}
+            if op == "direct":
+                begin, end = self._bounds[rank]
+                launch = prepare_direct(*pads, begin=begin, end=end, max_blocks=self.max_blocks, **options)
+            else:
+                launch = prepare_ring(*pads, max_blocks=self.max_blocks, **options)
+            self._launches[key] = launch
         self._launches[key]()
-
-    def _prepared(self, rank: int, op: str, scale: float) -> Callable[[], None]:
-        addresses = (self._wire_addresses, self._pad_addresses)
-        if op == "ring":
-            return prepare_ring(
-                *addresses, self.wires[rank], rank=rank, num_ranks=self.size,
-                scale=scale, abort=self.abort, max_blocks=self.max_blocks,
-            )  # fmt: skip
-        begin, end = self._bounds[rank]
-        return prepare_direct(
-            *addresses, self.wires[rank], rank=rank, num_ranks=self.size, begin=begin, end=end,
-            scale=scale, abort=self.abort, max_blocks=self.max_blocks,
-        )  # fmt: skip
 
     def prepare(self, op: str = "direct") -> None:
         """Compile and load all kernels. A kernel that was loaded while others wait for it might never be loaded."""
@@ -149,10 +152,17 @@ class StreamRanks:
         for stream in self.streams:
             torch.cuda.current_stream().wait_stream(stream)
 
+    def let_all_come_early(self) -> None:
+        """Make a round's signals of all other ranks be there, whichever rank is launched first. No kernel may run."""
+        for rank, pad in enumerate(self._pads):
+            words = pad.view(-1, block_words(self.size))[:, : self.size]
+            words.fill_(100)
+            words[:, rank] = 0
+
     @contextmanager
-    def ended_in_time(self) -> Iterator[None]:
-        """Inside, kernels are aborted if they have not ended after a while."""
-        guard = threading.Timer(_PATIENCE_SECONDS, self.abort.fill_, (1,))
+    def limited(self) -> Iterator[None]:
+        """Inside, kernels are aborted if they have not ended after a while. At the end that raises RuntimeError."""
+        guard = threading.Timer(_PATIENCE_SECONDS, self._end)
         guard.daemon = True
         guard.start()
         try:
@@ -160,14 +170,12 @@ class StreamRanks:
             torch.cuda.synchronize()
         finally:
             guard.cancel()
-
-    @contextmanager
-    def limited(self) -> Iterator[None]:
-        """Raises RuntimeError at the end if kernels had to be aborted, because they did not end by themselves."""
-        with self.ended_in_time():
-            yield
-        if int(self.abort):
+        if self._was_ended:
             raise RuntimeError(f"kernels were still waiting after {_PATIENCE_SECONDS:.0f} s")
+
+    def _end(self) -> None:
+        self._was_ended = True
+        self.abort.fill_(1)
 
 
 def fitting_blocks(size: int, most: int) -> int:
@@ -183,7 +191,9 @@ def _check_order(op: str, size: int, numel: int, dtype: torch.dtype) -> Row:
     """Rounds with random delays. `direct` has to give the bits of the reference, and `ring` equal bits."""
     ranks = StreamRanks(size, numel, dtype, MAX_BLOCKS)
     ranks.prepare(op)
-    for _ in range(_NUM_CHECKS):
+    end, rounds = time.monotonic() + _CHECK_SECONDS, 0
+    while time.monotonic() < end:
+        rounds += 1
         sources = [torch.randn(numel, device="cuda").to(dtype) for _ in range(size)]
         for wire, source in zip(ranks.wires, sources, strict=True):
             wire.copy_(source)
@@ -197,7 +207,7 @@ def _check_order(op: str, size: int, numel: int, dtype: torch.dtype) -> Row:
             raise RuntimeError("the result is wrong")
         if op == "direct" and not torch.equal(ranks.wires[0], expected):
             raise RuntimeError("the result has other bits than the reference")
-    return {"is_right": True}
+    return {"is_right": True, "rounds": rounds}
 
 
 def _time_meeting(op: str, size: int, blocks: int) -> Row:
@@ -221,46 +231,29 @@ def _time_sum(op: str, size: int, numel: int, blocks: int) -> Row:
 
 def _time_rounds(ranks: dict[str, StreamRanks], op: str) -> dict[str, list[float]]:
     """Seconds of a round."""
-    for each in ranks.values():
-        each.prepare(op)
-
     with ExitStack() as stack:
         for each in ranks.values():
+            each.prepare(op)
             stack.enter_context(each.limited())
         return gpu_seconds({name: partial(each.round, op) for name, each in ranks.items()})
 
 
-def _time_alone(blocks: int) -> Row:
-    """`direct` of one rank, as it scales and checks what the backend's own all-reduce has summed."""
-    wire = torch.ones(_BUCKET_NUMEL, device="cuda")
-    pad = torch.zeros(signal_bytes(1, blocks) // 4, dtype=torch.int32, device="cuda")
-    wires, pads = (torch.tensor([tensor.data_ptr()], device="cuda") for tensor in (wire, pad))
-    abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-    found = torch.full((1,), 2**31 - 1, dtype=torch.int32, device="cuda")
-    target = torch.empty_like(wire)
-
-    def scale() -> None:
-        direct(
-            wires, pads, wire, rank=0, num_ranks=1, begin=0, end=_BUCKET_NUMEL, scale=-1.0,
-            abort=abort, found=found, spread=False, max_blocks=blocks,
-        )  # fmt: skip
-
-    times = gpu_seconds({"direct": scale, "copy": lambda: target.copy_(wire)})
-    if not bool((wire.abs() == 1).all()):
-        raise RuntimeError("the result is wrong")
-    return {"us": microseconds(times["direct"]), "of_copy": shares(times, "copy")["direct"]}
-
-
 def _time_gemm(blocks: int) -> Row:
     """How much longer a matrix multiplication takes beside blocks that wait for a rank that does not come."""
-    multiply = _gemms()
+    factor = torch.randn(_GEMM_SIZE, _GEMM_SIZE, device="cuda").to(torch.bfloat16)
+    product = torch.empty_like(factor)
+
+    def multiply() -> None:
+        for _ in range(_NUM_GEMMS):
+            torch.mm(factor, factor, out=product)
+
     ranks = StreamRanks(2, _BUCKET_NUMEL, torch.float32, blocks)
     ranks.prepare()
     _stream_seconds(multiply)
     alone, beside = [], []
     for _ in range(3):
         alone.append(_stream_seconds(multiply))
-        with ranks.ended_in_time():
+        with ranks.limited():
             with torch.cuda.stream(ranks.streams[0]):
                 ranks.launch(0)
             time.sleep(_SETTLE_SECONDS)
@@ -280,7 +273,7 @@ def _time_abort() -> Row:
     """From the host's store to the abort word until a kernel that waits has ended, with NaN in its wire."""
     ranks = StreamRanks(2, 70_001, torch.float32, MAX_BLOCKS)
     ranks.prepare()
-    with ranks.ended_in_time():
+    with ranks.limited():
         with torch.cuda.stream(ranks.streams[0]):
             ranks.launch(0)
         time.sleep(_SETTLE_SECONDS)
@@ -293,16 +286,12 @@ def _time_abort() -> Row:
     return {"us": microseconds([seconds])}
 
 
-def _gemms() -> Callable[[], None]:
-    """A function that launches matrix multiplications."""
-    factor = torch.randn(_GEMM_SIZE, _GEMM_SIZE, device="cuda").to(torch.bfloat16)
-    product = torch.empty_like(factor)
-
-    def multiply() -> None:
-        for _ in range(_NUM_GEMMS):
-            torch.mm(factor, factor, out=product)
-
-    return multiply
+def _run_one_of_eight() -> Row:
+    ranks = StreamRanks(8, _BUCKET_NUMEL, torch.float32, MAX_BLOCKS)
+    ranks.let_all_come_early()
+    with ranks.limited():
+        ranks.launch(0)
+    return {"blocks": ranks.max_blocks}
 
 
 def _stream_seconds(work: Callable[[], None]) -> float:

@@ -29,6 +29,20 @@ def measured(section: str, cases: Iterable[Case]) -> Iterator[Row]:
             yield row | {"problem": f"{type(error).__name__}: {error}"}
 
 
+def text_of(row: Row) -> str:
+    """A row as a line: p50 (p20-p80) for quantiles."""
+
+    def text(value: Any) -> str:
+        if not isinstance(value, dict):
+            return f"{value:.4g}" if isinstance(value, float) else str(value)
+        if "p50" in value:
+            return f"{value['p50']:.4g} ({value['p20']:.4g}-{value['p80']:.4g})"
+        return "{" + ", ".join(f"{key} {text(each)}" for key, each in value.items()) + "}"
+
+    hidden = ("script", "stats", "api_calls", "reason")
+    return "  ".join(f"{key}={text(value)}" for key, value in row.items() if key not in hidden)
+
+
 def gpu_seconds(works: Mapping[str, Callable[[], object]], repetitions: int = _REPETITIONS) -> dict[str, list[float]]:
     """The seconds that the GPU takes for each of `works`, by name, with a cold cache. Works take turns.
 

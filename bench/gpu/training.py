@@ -31,17 +31,11 @@ _MOST_DISTANCE: Final = 0.1
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """A model and how to train it.
-
-    Attributes:
-        build: makes the model.
-        autocast: dtype of autocast; None for none.
-        layout: memory format of tensors of four dimensions.
-    """
+    """A model and how to train it."""
 
     build: Callable[[], Workload]
     autocast: torch.dtype | None = None
-    layout: torch.memory_format = torch.preserve_format
+    layout: torch.memory_format = torch.preserve_format  # of tensors of four dimensions
 
 
 CONFIGS: Final = {
@@ -64,8 +58,7 @@ class Training:
         torch.set_float32_matmul_precision("high")
         torch.manual_seed(0)  # the same weights for all rivals
         self._config, self._workload = config, config.build()
-        device = torchring.device()
-        self.model = self._workload.model.to(device=device)
+        self.model = self._workload.model.to(device=torchring.device())
         if config.layout == torch.channels_last:
             self.model = self.model.to(memory_format=config.layout)  # type: ignore[call-overload]
         self.start = flat_weights(self.model)
@@ -147,7 +140,6 @@ def _time_steps(config: TrainingConfig) -> Row:
         "overhead": {name: 1 / share - 1 for name, share in shares(times, "plain").items()},
         "peak_bytes": peaks,
         "distance": distances,
-        "has_the_same_bits": {name: torch.equal(own, plain) for name, own in weights.items()},
         "stats": stats,
     }
 

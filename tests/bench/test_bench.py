@@ -33,6 +33,7 @@ from torchring.bench import (
     network,
     step,
 )
+from torchring.bench.gpu import results as gpu_results
 from torchring.bench.gpu.kernels import Rival
 from torchring.bench.measure import Command, Spread
 from torchring.bench.models import MODELS
@@ -218,9 +219,9 @@ def test_weights_that_differ_end_the_run() -> None:
 
 
 def test_a_rival_on_the_gpu_that_does_nothing_is_wrong() -> None:
-    output, expected = torch.ones(3), torch.ones(3)
-    assert Rival(lambda: output.fill_(1.0), output, expected).is_right()
-    assert not Rival(lambda: None, output, expected).is_right()
+    outputs, expected = [torch.ones(3), torch.ones(2)], [torch.ones(3), torch.ones(2)]
+    assert Rival(lambda: [output.fill_(1.0) for output in outputs], outputs, expected).is_right()
+    assert not Rival(lambda: outputs[0].fill_(1.0), outputs, expected).is_right()
 
 
 def test_overlap_is_what_runs_in_streams_without_communication() -> None:
@@ -235,6 +236,21 @@ def test_overlap_is_what_runs_in_streams_without_communication() -> None:
     assert (found["num_kernels"], found["communication_ms"]) == (2, 6.0)
     assert (found["hidden_ms"], found["compute_ms"], found["share"]) == (3.0, 5.0, 0.5)
     assert math.isnan(overlap_of(kernels[:2])["share"])
+
+
+def test_the_page_about_a_first_run_on_a_gpu(tmp_path: Path) -> None:
+    rows = [
+        {"section": "streams", "kind": "abort", "us": vars(Spread(1.0, 2.0, 3.0, 1))},
+        {"kind": "gemm", "problem": "it hangs"},
+    ]
+    measure.write_rows(str(tmp_path / "rows.jsonl"), rows, measure.provenance() | {"script": "gpu"})
+    (tmp_path / "summary.txt").write_text("facts: exit code 0 after 3 s\n")
+    gpu_results.main(tmp_path)
+    said = (tmp_path / "results.md").read_text()
+    assert "facts: exit code 0 after 3 s" in said
+    assert "section=streams  kind=abort  us=2 (1-3)" in said.partition("## Does an abort end")[2].partition("##")[0]
+    assert "kind=gemm  problem=it hangs" in said.partition("## What failed")[2]
+    assert "not measured" in said.partition("## How fast are sums?")[2].partition("##")[0]
 
 
 # Microbenchmarks
