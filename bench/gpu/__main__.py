@@ -10,7 +10,7 @@ Each section runs in processes of its own, for a limited time, so that no sectio
                over NCCL; and the memory that each takes at its peak
     bucket     the host's time for packing, reducing and unpacking a bucket, and the number of launches and CUDA calls
     copy       device-to-device copies by size: the rate that the memory reaches
-    kernels    pack, unpack and accumulate as a share of a copy of the same bytes, and torch._foreach_copy_
+    kernels    pack and unpack as a share of a copy of the same bytes, and torch._foreach_copy_
     allreduce  direct and ring between ranks, and NCCL and nvls if each rank has a GPU. Ranks that share one GPU take
                turns in slices of milliseconds: such times show that all-reduce works, and say nothing about NVLink
     one        direct of one rank of eight that waits for nobody, for profilers; only if it is asked for

@@ -66,11 +66,12 @@ def _time_backward(shapes: Shapes, algorithm: Algorithm, compression: Compressio
         name: [torch.nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
         for name in ("plain", "torchring")
     }
-    optimizers = {name: torch.optim.SGD(own, lr=0.0) for name, own in parameters.items()}
+    plain, ours = (torch.optim.SGD(own, lr=1e-9) for own in parameters.values())
     wrapped = DistributedOptimizer(
-        optimizers["torchring"], algorithm=algorithm, compression=compression, bucket_mb=4 * _BUCKET_BYTES / 2**20
+        ours, algorithm=algorithm, compression=compression, bucket_mb=4 * _BUCKET_BYTES / 2**20
     )
     wrapped._connect(default_world())
+    optimizers: dict[str, torch.optim.Optimizer] = {"plain": plain, "torchring": wrapped}
     kept: dict[str, list[Tensor | None]] = {}
     times: dict[str, list[float]] = {name: [] for name in parameters}
 
@@ -96,7 +97,7 @@ def _time_backward(shapes: Shapes, algorithm: Algorithm, compression: Compressio
         raise RuntimeError("a bucket returned wrong gradients")
     num_buckets = wrapped.stats().num_buckets
     wrapped.close()
-    added = [with_it - plain for with_it, plain in zip(times["torchring"], times["plain"], strict=True)]
+    added = [with_it - without for with_it, without in zip(times["torchring"], times["plain"], strict=True)]
     return {
         "buckets": num_buckets,
         "us_of_a_bucket": microseconds([seconds / num_buckets for seconds in added]),

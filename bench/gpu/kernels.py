@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchring.bench.gpu.timing import Case, Row, gpu_seconds, shares, spreads
 from torchring.bench.models import Workload, gpt2, resnet
-from torchring.kernels import ChunkTable, accumulate, pack, prepare_direct, reference, unpack
+from torchring.kernels import ChunkTable, pack, prepare_direct, reference, unpack
 from torchring.kernels.finite import NOT_FOUND
 from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
 
@@ -26,7 +26,6 @@ COPY_BYTES: Final = [1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30]
 POISON: Final = 12288.0  # exact in every dtype here, and rare in random data
 SCALE: Final = 1 / 3
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_PART_NUMEL: Final = 1 << 24
 _BUCKET_NUMEL: Final = 6_553_600  # 25 MiB
 _WAYS: Final = (
     ("pack", "fp32", "fp32"), ("pack", "fp32", "bf16"), ("unpack", "fp32", "fp32"), ("unpack", "bf16", "fp32"),
@@ -97,15 +96,12 @@ def copies() -> Iterator[Case]:
 
 
 def kernels() -> Iterator[Case]:
-    """Packing, unpacking and sums; the most important ones come first, in case time runs out."""
+    """Packing and unpacking; the most important ones come first, in case time runs out."""
     for op, source, target in _WAYS:
         for load, shapes in LISTS.items():
             about = {"op": op, "load": load, "source": source, "target": target}
             yield about, partial(_time_list, op, shapes(), DTYPES[source], DTYPES[target])
     yield {"op": "pass after NCCL", "load": "25 MiB", "source": "fp32"}, _time_pass
-    for dtype in ("fp32", "bf16"):
-        for count in (2, 4, 8):
-            yield {"op": "accumulate", "load": f"{count} parts", "source": dtype}, partial(_time_sum, count, dtype)
 
 
 def _time_list(op: str, shapes: Shapes, source: torch.dtype, target: torch.dtype) -> Row:
@@ -144,14 +140,6 @@ def _time_list(op: str, shapes: Shapes, source: torch.dtype, target: torch.dtype
     numel = sum(grad.numel() for grad in grads)
     row = compare(rivals, numel * (source.itemsize + target.itemsize))
     return {"tensors": len(shapes), "parameters": numel} | row
-
-
-def _time_sum(count: int, dtype: str) -> Row:
-    parts = [torch.randn(_PART_NUMEL, device="cuda").to(DTYPES[dtype]) for _ in range(count)]
-    out, expected = torch.empty_like(parts[0]), torch.empty_like(parts[0])
-    reference.accumulate(parts, expected, scale=1 / count)
-    rival = Rival(partial(accumulate, parts, out, scale=1 / count), [out], [expected])
-    return compare({"torchring": rival}, (count + 1) * out.nbytes)
 
 
 def _time_pass() -> Row:
