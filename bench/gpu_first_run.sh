@@ -85,7 +85,7 @@ part 2 kernels 340 "${tests[@]}" --maxfail=6 tests/kernels
 part 3 rates 105 "${bench[@]}" kernels
 part 3 overlap 100 bash -c '"$@" "$0/ring.json" --algorithm ring && "$@" "$0/direct.json" --algorithm direct' \
     "$out" "${overlap[@]}"
-tool_part compute-sanitizer 3 sanitizer 200 bash -c 'for tool in memcheck racecheck synccheck; do compute-sanitizer \
+tool_part compute-sanitizer 3 sanitizer 170 bash -c 'for tool in memcheck racecheck synccheck; do compute-sanitizer \
     --tool $tool --target-processes all --error-exitcode 9 "$@" || exit; done' \
     sanitizer "${tests[@]}" tests/kernels -k "$unwaiting"
 tool_part ncu 3 ncu 50 "${profiled[@]}" 'regex:_(un)?pack_kernel' "${worker[@]}" "kernels,none,$out/ncu.jsonl"
