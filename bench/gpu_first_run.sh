@@ -88,9 +88,9 @@ part 3 overlap 100 bash -c '"$@" "$0/ring.json" --algorithm ring && "$@" "$0/dir
 tool_part compute-sanitizer 3 sanitizer 170 bash -c 'for tool in memcheck racecheck synccheck; do compute-sanitizer \
     --tool $tool --target-processes all --error-exitcode 9 "$@" || exit; done' \
     sanitizer "${tests[@]}" tests/kernels -k "$unwaiting"
-tool_part ncu 3 ncu 50 "${profiled[@]}" 'regex:_(un)?pack_kernel' "${worker[@]}" "kernels,none,$out/ncu.jsonl"
-tool_part ncu 3 ncu_direct 50 "${profiled[@]}" _direct_kernel "${worker[@]}" "bucket,none,$out/ncu.jsonl"
-tool_part ncu 3 ncu_one 50 "${profiled[@]}" _direct_kernel "${worker[@]}" "one,none,$out/ncu.jsonl"
+tool_part ncu 3 ncu 50 "${profiled[@]}" 'regex:_(un)?pack_kernel' "${worker[@]}" kernels,none
+tool_part ncu 3 ncu_direct 50 "${profiled[@]}" _direct_kernel "${worker[@]}" bucket,none
+tool_part ncu 3 ncu_one 50 "${profiled[@]}" _direct_kernel "${worker[@]}" one,none
 part 4 allreduce 290 "${bench[@]}" allreduce
 echo "Results are in $out:"
 cat "$out/summary.txt"

@@ -23,13 +23,10 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import os
 import sys
-import tempfile
-import traceback
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -50,6 +47,7 @@ _CASES: Final[dict[str, Callable[[], Iterable[Case]]]] = {
     "one": streams.one_of_eight,
 }
 _SECONDS: Final = {"streams": 110, "step": 120, "bucket": 40, "copy": 25, "kernels": 85, "allreduce": 45, "one": 45}
+_REPORTED: Final = 3  # exit code of a process whose rows say what failed
 _PEER_SECONDS: Final = 20.0  # how long a rank waits for another rank
 
 
@@ -58,64 +56,64 @@ def main() -> int:
     parser.add_argument("--sections", nargs="+", choices=list(_SECONDS), default=list(_SECONDS)[:-1])
     options = parser.parse_args()
     if options.worker:
-        return work(*options.worker.split(","))
+        section, algorithm = options.worker.split(",")
+        return work(section, algorithm, options.json)
     if not torch.cuda.is_available():
         print("torchring bench gpu needs a CUDA GPU", file=sys.stderr)
         return 2
-    about = measure.provenance() | {"script": "gpu", "gpu": facts()}
     num_gpus = torch.cuda.device_count()
     has_failed = False
     for section in options.sections:
         ways = [(1, "none")]
         if section == "allreduce":
-            of_gpus = ["native", *(["nvls"] if about["gpu"]["multicast"] else [])]
+            of_gpus = ["native", *(["nvls"] if facts()["multicast"] else [])]
             ways = [
                 (ranks, algorithm)
                 for ranks in (2, 4, 8)[: 3 if num_gpus >= 8 else 2]
                 for algorithm in ["direct", "ring", *(of_gpus if ranks <= num_gpus else [])]
             ]
-        rows = [row for ranks, algorithm in ways for row in run(section, ranks, algorithm)]
-        has_failed |= any("problem" in row for row in rows)
-        measure.write_rows(options.json, rows, about | {"section": section})
+        for ranks, algorithm in ways:
+            has_failed |= run(section, ranks, algorithm, options.json) != 0
     return int(has_failed)
 
 
-def run(section: str, ranks: int, algorithm: str) -> list[Row]:
-    """Run a section in processes of its own, and print its rows. If a process fails, the last row has a "problem"."""
-    with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
-        arguments = ["--worker", f"{section},{algorithm},{file.name}"]
-        if ranks == 1:
-            environment = measure.search_path() | streams.ENVIRONMENT
-            commands = [Command(section, [sys.executable, __file__, *arguments], environment)]
-        else:
-            commands = measure.rank_commands(__file__, ranks, arguments, environment={OVERLAPPING_DEVICES: "1"})
-        code = measure.run_together(commands)
-        rows: list[Row] = [json.loads(line) for line in Path(file.name).read_text().splitlines()]
-    if code:
+def run(section: str, ranks: int, algorithm: str, file: str | None) -> int:
+    """Run a section in processes of its own. Returns an exit code; if it is not 0, a row has a "problem"."""
+    arguments = ["--worker", f"{section},{algorithm}", *(["--json", file] if file else [])]
+    if ranks == 1:
+        environment = measure.search_path() | streams.ENVIRONMENT
+        commands = [Command(section, [sys.executable, __file__, *arguments], environment)]
+    else:
+        commands = measure.rank_commands(__file__, ranks, arguments, environment={OVERLAPPING_DEVICES: "1"})
+    code = measure.run_together(commands)
+    if code not in (0, _REPORTED):
         problem = f"ended with exit code {code}, see the log"
-        rows.append({"section": section, "ranks": ranks, "algorithm": algorithm, "problem": problem})
-        print(rows[-1])
-    return rows
+        _report({"section": section, "ranks": ranks, "algorithm": algorithm, "problem": problem}, file)
+    return code
 
 
-def work(section: str, algorithm: str, file: str) -> int:
-    """Run as one rank of a section. Rank 0 prints the rows, and writes them to the file for the first process."""
+def work(section: str, algorithm: str, file: str | None) -> int:
+    """Run as one rank of a section. Rank 0 reports each row as it comes."""
     faulthandler.dump_traceback_later(_SECONDS[section], exit=True)
-    rank = int(os.environ.get("RANK", "0"))
     if section == "allreduce":
         torchring.init(timeout_seconds=_PEER_SECONDS)
     torch.cuda.set_device(torchring.device() if section == "allreduce" else 0)
-    cases = buckets.all_reduces(algorithm) if section == "allreduce" else _CASES[section]()
-    try:
-        for row in measured(section, cases):
-            if rank == 0:
-                print(text_of(row), flush=True)
-                with open(file, "a") as rows:
-                    rows.write(json.dumps(row) + "\n")
-    except Exception:
-        traceback.print_exc()
-        return 1
-    return 0
+    has_failed = False
+    for row in measured(section, buckets.all_reduces(algorithm) if section == "allreduce" else _CASES[section]()):
+        has_failed |= "problem" in row
+        if os.environ.get("RANK", "0") == "0":
+            _report(row, file)
+    return _REPORTED if has_failed else 0
+
+
+def _report(row: Row, file: str | None) -> None:
+    print(text_of(row), flush=True)
+    measure.write_rows(file, [row], _about())
+
+
+@cache
+def _about() -> dict[str, Any]:
+    return measure.provenance() | {"script": "gpu", "gpu": facts()}
 
 
 def facts() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -25,7 +26,8 @@ def measured(section: str, cases: Iterable[Case]) -> Iterator[Row]:
         row = {"section": section, **about}
         try:
             yield row | run()
-        except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        except Exception as error:  # Triton's are of many kinds
+            traceback.print_exc()
             yield row | {"problem": f"{type(error).__name__}: {error}"}
 
 
