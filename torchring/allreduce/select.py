@@ -104,8 +104,9 @@ def open_all_reduce(world: World, algorithm: str, overlap: str) -> AllReduce[Any
     """Collective: the all-reduce for an algorithm other than "auto".
 
     With overlap="auto", direct reductions proceed in calls of the thread that runs backward if ranks times threads fill
-    the cores: a second thread would only take turns with that thread. Other reductions proceed in lanes: while a lane
-    waits for the network, backward has the core. Raises TopologyError for "direct" across hosts, and for "nvls".
+    the cores: a second thread would only take turns with that thread. Over Gloo, "native" proceeds on Gloo's threads.
+    Other reductions proceed in lanes: while a lane waits for the network, backward has the core. Raises TopologyError
+    for "direct" across hosts, and for "nvls".
     """
     if algorithm == "nvls":
         text = "algorithm='nvls' takes gradients on GPUs, and these are on the CPU; use algorithm='auto'"

@@ -41,7 +41,7 @@ class Transport(Protocol):
         """Start receiving into a contiguous tensor with as many bytes as the peer sends."""
 
     def sums(self, dtype: torch.dtype) -> bool:
-        """True if `all_reduce` takes this dtype."""
+        """True if `start_all_reduce` takes this dtype."""
 
     @property
     def proceeds_alone(self) -> bool:
