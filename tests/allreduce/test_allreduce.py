@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, assert_within_rounding, digest, exact_inputs
 from tests.support.fakes import FakeNetwork, FakeTransfer, FakeTransport
 from tests.support.grids import grid
-from tests.support.harness import RanksFailed, run_threads
+from tests.support.harness import RanksFailed, run_threads, wait_until
 from torchring.allreduce.contract import AllReduce, NonFinite, Wire, is_finite
 from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_members, num_columns
@@ -684,6 +684,8 @@ def test_lanes_end_where_an_earlier_reduction_has_failed() -> None:
             assert has_started.wait(10)
         pending = [all_reduce.start(wire, tag=tag + (rank == 1)) for tag, wire in enumerate(wires)]
         if rank == 0:
+            threads = all_reduce._host.lanes._threads  # type: ignore[attr-defined]
+            wait_until(lambda: all(thread._tasks.empty() for thread in threads), "both lanes to begin")
             has_started.set()
         with pytest.raises(PlanMismatchError):
             pending[0].wait()
