@@ -15,6 +15,7 @@ import torchring
 from tests.support.checks import assert_same_on_all_ranks
 from tests.support.grids import grid
 from tests.support.harness import run_pooled, run_ranks
+from tests.support.scripts import Raises
 from tests.support.training import TINY_MB, attempt, small_model, values
 from torchring.default_world import default_world
 from torchring.errors import GradientError
@@ -535,16 +536,6 @@ def test_a_weight_goes_with_its_gradients(size: int) -> None:
         assert found == ([[1.0, 2.0]] * 2 if size == 1 else [[1.75, 3.5]] * 2)
 
 
-class _Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise ArithmeticError("in backward")
-
-
 def _odd_ways(rank: int, size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     (a, _), first = _pair(accumulate=2)
@@ -588,7 +579,7 @@ def _odd_ways(rank: int, size: int) -> dict[str, Any]:
         optimizer.weigh(2)
         a.sum().backward()
         optimizer.weigh(6)
-        found["broken off"] = [attempt((_Fails.apply(a).sum() + b.sum()).backward)]  # type: ignore[no-untyped-call]
+        found["broken off"] = [attempt((Raises.apply(a).sum() + b.sum()).backward)]  # type: ignore[no-untyped-call]
         b.grad = None
     optimizer.weigh(4)
     (a * 4).sum().backward()
@@ -685,7 +676,7 @@ def test_odd_ways() -> None:
         assert found["closed"] == [1.0, 1.0]
         assert found["dropped"] == [1.0, 1.0]
         assert found["dropped before weigh()"] == [1.75, 1.75]
-        assert found["broken off"] == ["ArithmeticError: in backward", 3.0, None]
+        assert found["broken off"] == ["ArithmeticError: an error in a custom function", 3.0, None]
         assert found["zeros by hand"] == [1.5, None]
         assert found["frozen"] == [2.0, None]
         assert found["kept in the wire"] == [2.0, 1.0, ""]
