@@ -5,7 +5,7 @@ With backend="mpi", too: MPI moves only the gradients that `wrap` reduces.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ _REDUCE_OPS = {
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
 }
+_LEAST_WORDS = 16  # that travel with a signature
 _NATIVE_DTYPES = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64)
 
 
@@ -77,7 +78,9 @@ class GlooCollectives:
             torch.autograd.graph.increment_version(data)
 
     def all_gather(self, data: torch.Tensor, signature: Signature) -> list[torch.Tensor]:
-        sizes = [int(row[0]) for row in self._agree(signature, [data.numel()])]
+        return self._gather(data, [int(row[0]) for row in self._agree(signature, [data.numel()])])
+
+    def _gather(self, data: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
         # Gloo gathers equal sizes only.
         longest = max(sizes)
         padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
@@ -87,8 +90,15 @@ class GlooCollectives:
             self._transport.collective(lambda group: group.allgather([gathered], [padded]))
         return [part[:size] for part, size in zip(gathered, sizes, strict=True)]
 
-    def exchange(self, data: bytes, signature: Signature) -> list[bytes]:
-        return [part.numpy().tobytes() for part in self.all_gather(tensor_of(data), signature)]
+    def exchange(self, data: bytes, signature: Signature, meanwhile: Callable[[], bool] | None = None) -> list[bytes]:
+        """As all_gather. A few bytes travel with the signature."""
+        room = 8 * (_LEAST_WORDS - 1)
+        start = data[:room].ljust(-(-min(len(data), room) // 8) * 8, b"\0")
+        rows = self._agree(signature, [len(data), *memoryview(start).cast("q")])
+        sizes = [int(row[0]) for row in rows]
+        if max(sizes) <= room:
+            return [row[1:].numpy().tobytes()[:size] for row, size in zip(rows, sizes, strict=True)]
+        return [part.numpy().tobytes() for part in self._gather(tensor_of(data), sizes)]
 
     def all_to_all(self, pieces: Sequence[torch.Tensor], signature: Signature) -> list[torch.Tensor]:
         rows = self._agree(signature, [piece.numel() for piece in pieces])
@@ -110,7 +120,7 @@ class GlooCollectives:
     def _agree(self, signature: Signature, sizes: Sequence[int] = ()) -> list[torch.Tensor]:
         """Compare signatures, and return the `sizes` of all ranks, in one small message."""
         # Every row has room for the most sizes that any collective sends, so that all rows are equally long.
-        room = self._transport.size
+        room = max(self._transport.size, _LEAST_WORDS)
         text = torch.frombuffer(bytearray(signature.text), dtype=torch.int64)
         mine = torch.cat([torch.tensor([signature.checksum, *sizes, *[0] * (room - len(sizes))], device="cpu"), text])
         rows = [torch.empty_like(mine) for _ in range(room)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 import torch
@@ -30,7 +30,9 @@ class Backend(Protocol):
     def all_reduce(self, parts: Sequence[torch.Tensor], op: str, signature: Signature) -> None: ...
     def broadcast(self, data: torch.Tensor, src: int, signature: Signature) -> None: ...
     def all_gather(self, data: torch.Tensor, signature: Signature) -> list[torch.Tensor]: ...
-    def exchange(self, data: bytes, signature: Signature) -> list[bytes]: ...
+    def exchange(
+        self, data: bytes, signature: Signature, meanwhile: Callable[[], bool] | None = None
+    ) -> list[bytes]: ...
     def all_to_all(self, pieces: Sequence[torch.Tensor], signature: Signature) -> list[torch.Tensor]: ...
     def barrier(self, signature: Signature) -> None: ...
     def close(self) -> None: ...
@@ -47,7 +49,7 @@ class SingleRank:
     def all_gather(self, data: torch.Tensor, signature: Signature) -> list[torch.Tensor]:
         return [data.clone()]
 
-    def exchange(self, data: bytes, signature: Signature) -> list[bytes]:
+    def exchange(self, data: bytes, signature: Signature, meanwhile: Callable[[], bool] | None = None) -> list[bytes]:
         return [data]
 
     def all_to_all(self, pieces: Sequence[torch.Tensor], signature: Signature) -> list[torch.Tensor]:
@@ -141,8 +143,8 @@ def all_to_all(
     return received, [len(part) for part in received]
 
 
-def exchange(backend: Backend, data: bytes) -> list[bytes]:
-    return backend.exchange(data, _EXCHANGE)
+def exchange(backend: Backend, data: bytes, meanwhile: Callable[[], bool] | None = None) -> list[bytes]:
+    return backend.exchange(data, _EXCHANGE, meanwhile)
 
 
 def barrier(backend: Backend) -> None:

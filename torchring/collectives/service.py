@@ -145,9 +145,13 @@ class Collectives:
 
         return self.run("broadcast_object", operation)
 
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """The `data` of all ranks, in rank order."""
-        return self.run("all_gather_object", operations.exchange, data)
+    def all_gather_bytes(self, data: bytes, meanwhile: Callable[[], bool] | None = None) -> list[bytes]:
+        """The `data` of all ranks, in rank order. Up to 120 bytes travel in one message.
+
+        Args:
+            meanwhile: called now and then while this rank waits for ranks of its host, until it returns False.
+        """
+        return self.run("all_gather_object", operations.exchange, data, meanwhile)
 
     def all_gather(self, tensor: torch.Tensor, signature: Signature | None = None) -> list[torch.Tensor]:
         """The tensors of all ranks, in rank order. Sizes of dimension 0 may differ.

@@ -36,7 +36,7 @@ barrier before the first chunk, and one after the last.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -251,13 +251,21 @@ class SharedMemoryCollectives:
                 piece.copy_(stage[: piece.numel()])
         return gathered
 
-    def exchange(self, data: bytes, signature: Signature) -> list[bytes]:
-        """The `data` of all ranks, in rank order; of any length on each rank. As all_gather, without tensors."""
+    def exchange(self, data: bytes, signature: Signature, meanwhile: Callable[[], bool] | None = None) -> list[bytes]:
+        """The `data` of all ranks, in rank order; of any length on each rank. As all_gather, without tensors.
+
+        Args:
+            meanwhile: see `Channel`.
+        """
         me, room = self._group.index, self._stage_bytes
         stages = self._bytes[self._next_half()]
         first = data[:room]
         stages[me][: len(first)] = first
-        sizes = [row[0] for row in self._round(signature, [len(data)])]
+        self._channel.meanwhile = meanwhile
+        try:
+            sizes = [row[0] for row in self._round(signature, [len(data)])]
+        finally:
+            self._channel.meanwhile = None
         gathered = [bytes(stage[: min(size, room)]) for stage, size in zip(stages, sizes, strict=True)]
         for start in range(room, max(sizes), room):
             stages = self._bytes[self._next_half()]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterable
-from functools import partial
-from typing import Final, NoReturn
+import struct
+import time
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple, NoReturn
 
 import torch
 
 from torchring.collectives.service import collectives_of, internal_collectives_of
-from torchring.errors import GradientError, in_step
+from torchring.errors import GradientError, PlanMismatchError, RingError, in_step, ranks_in_words
 from torchring.gradients.hooks import BackwardWatch
 from torchring.gradients.reducer import Members, Reducer
 from torchring.interruption import InterruptionGuard
@@ -24,15 +25,40 @@ _UNLIKE_NO_SYNC: Final = (
     "a backward() ran inside no_sync() on some ranks only, or reached another optimizer there that was to reduce. "
     "Enter no_sync() on all ranks, of all optimizers whose parameters the backward may reach"
 )
+_HAS_DATA: Final = struct.Struct("?")
+_REACHED: Final = struct.Struct("<B?H")
+_MOST_LEFT_BEHIND: Final = 2**16 - 1
+
+
+class _Reached(NamedTuple):
+    """One rank's message about one optimizer, at the end of a backward.
+
+    wants: 0 if the backward has not reached the optimizer, 1 if it accumulates, 2 if it reduces.
+    is_in_no_sync: see `Reducer`.
+    num_left_behind: see `Launcher`.
+    """
+
+    wants: int
+    is_in_no_sync: bool
+    num_left_behind: int
 
 
 class OptimizerGroup:
     """Drives the reducers of a world, in the order of wrapping. `world.shared(OptimizerGroup)` opens it once.
 
-    The buckets of a single optimizer leave during backward. With several optimizers, one backward may reach the
-    parameters of any of them, and not of the same ones on every rank. So buckets wait for the end of backward, ranks
-    agree in one small message on which optimizers take part, and these reduce in the order of wrapping. A backward
-    inside `no_sync()` of all optimizers that it reaches sends nothing, as with a single optimizer.
+    Buckets leave during backward. With several optimizers, one backward may reach the parameters of any of them, in any
+    order, and not of the same ones on every rank. So each optimizer has an all-reduce of its own: its buckets leave in
+    an order of their own, and no rank waits before its backward is over. What ranks do then:
+
+        1. launch the rest of the optimizers that this rank has reached;
+        2. tell each other, in one small message, which optimizers they have reached, and meanwhile go on reducing;
+        3. join the optimizers that only other ranks have reached, with what is local or zeros;
+        4. wait for one optimizer after the other, in the order of wrapping.
+
+    A backward inside `no_sync()` of all optimizers that it reaches sends nothing, as with a single optimizer. After a
+    backward that was broken off, buckets that have left are waited for in step 3: only then have all ranks said that
+    the same buckets have left everywhere. Where a bucket cannot leave without a wait for other ranks
+    (`BucketLayout.starts_at_once`), all buckets leave in step 3.
 
     Attributes:
         members: the reducers. They know of each other what `Members` says, and never call the group.
@@ -130,7 +156,7 @@ class OptimizerGroup:
         if self.members.are_several:
             return self._reduce_together()
         (member,) = self.members
-        member.finish_backward(reduces=True)
+        self._reduce(member)
         return member.round.sums["has_ended"] < self._world.size
 
     def end_backward(self, caller: Reducer) -> None:
@@ -147,33 +173,83 @@ class OptimizerGroup:
                 elif members.is_skipping:
                     member.weighing.note_skip()
         elif not members.are_several:
-            self.guard.run(_END, partial(caller.finish_backward, reduces=caller.wants_reduction))
+            self.guard.run(_END, self._reduce, caller)
         elif caller.in_backward:  # or else finished already, together with another member
             self.guard.run(_END, self._reduce_together)
+
+    def _reduce(self, member: Reducer) -> None:
+        """Collective: finish the only member."""
+        member.launch_rest()
+        member.finish_backward(reduces=True)
 
     def _reduce_together(self) -> bool:
         """Collective: finish all members that a backward has reached on any rank. Returns whether any rank has data."""
         members = list(self.members)
         self._recorder.enter(EXPOSED)
         try:
-            # 0: not reached on any rank; 1: accumulates; 2: reduces on some rank, and so on all.
-            wants = [member.in_backward + member.wants_reduction for member in members]
-            in_no_sync = [member.is_in_no_sync for member in members]
-            agreed = torch.tensor([not self.members.has_ended, *wants, *in_no_sync], dtype=torch.int64, device="cpu")
-            internal_collectives_of(self._world).all_reduce(agreed, "max")
-            some_have_data, *both = agreed.tolist()
-            wants, in_no_sync = both[: len(wants)], both[len(wants) :]
-            if any(want == 2 and is_in for want, is_in in zip(wants, in_no_sync, strict=True)):
-                raise in_step(GradientError(_UNLIKE_NO_SYNC, rank=self._world.rank))
+            for member in members:
+                member.launch_own()
+            wants, some_have_data = self._agree(members)
             backward = object()
             for member, want in zip(members, wants, strict=True):
+                if want == 2:
+                    member.launch_rest(backward)
+            for member, want in zip(members, wants, strict=True):
                 if want:
-                    member.finish_backward(reduces=want == 2, backward=backward)
-            return bool(some_have_data)
+                    member.finish_backward(reduces=want == 2)
+            return some_have_data
         except BaseException:
             for member in members:
                 member.abandon_backward()
             raise
+
+    def _agree(self, members: Sequence[Reducer]) -> tuple[list[int], bool]:
+        """Collective: the greatest `_Reached.wants` of any rank for each member, and whether any rank has data.
+
+        Raises GradientError on all ranks if a member reduces on some ranks and is in `no_sync()` on others,
+        PlanMismatchError if a backward was broken off on some ranks only, after buckets had left.
+        """
+        mine = b"".join(
+            _REACHED.pack(
+                member.in_backward + member.wants_reduction,
+                member.is_in_no_sync,
+                min(member.launcher.num_left_behind, _MOST_LEFT_BEHIND),
+            )
+            for member in members
+        )
+        has_data = _HAS_DATA.pack(not self.members.has_ended)
+        own = [member.launcher for member in members if member.wants_reduction]
+        stood_still, started = sum(launcher.round.exposed_seconds for launcher in own), time.perf_counter()
+        try:
+            everybody = internal_collectives_of(self._world).all_gather_bytes(has_data + mine, self.members.advance)
+        except RingError as error:
+            for launcher in own:
+                launcher.locate(error)
+            raise
+        if own:  # calls of `advance` have been counted already
+            counted = sum(launcher.round.exposed_seconds for launcher in own) - stood_still
+            own[0].stood_still(time.perf_counter() - started - counted)
+        if len(set(map(len, everybody))) > 1:
+            raise PlanMismatchError("some ranks have closed an optimizer that others still use", rank=self._world.rank)
+        some_have_data = any(_HAS_DATA.unpack_from(theirs)[0] for theirs in everybody)
+        rows = [list(map(_Reached._make, _REACHED.iter_unpack(theirs[_HAS_DATA.size :]))) for theirs in everybody]
+        for member, column in zip(members, zip(*rows, strict=True), strict=True):
+            self._check(member, column)
+        return [max(reached.wants for reached in column) for column in zip(*rows, strict=True)], some_have_data
+
+    def _check(self, member: Reducer, column: Sequence[_Reached]) -> None:
+        """See `_agree`. Args: column: what each rank says about the member."""
+        left = [reached.num_left_behind for reached in column]
+        if len(set(left)) > 1:
+            culprits = [rank for rank, count in enumerate(left) if count]
+            raise PlanMismatchError(
+                f"a backward was broken off on {ranks_in_words(culprits)} after part of its gradients had left, and "
+                "others went on",
+                rank=self._world.rank,
+                peers=culprits,
+            )
+        if any(reached.is_in_no_sync for reached in column) and any(reached.wants == 2 for reached in column):
+            raise in_step(GradientError(_UNLIKE_NO_SYNC, rank=self._world.rank))
 
     def release_dead(self) -> None:
         """Collective: close the members whose optimizer is gone, on all ranks (garbage is not collected in step)."""

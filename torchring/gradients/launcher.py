@@ -20,6 +20,7 @@ from typing import Any
 
 from torchring.allreduce import TAGS_PER_ROUND, AllReduce, PendingReduction
 from torchring.allreduce.contract import VoidingAllReduce
+from torchring.allreduce.records import MAX_PENDING
 from torchring.errors import GradientError, RingError
 from torchring.gradients.bucket import Bucket, BucketState
 from torchring.gradients.round import Reducible, RoundPhase, RoundState
@@ -34,17 +35,22 @@ class Launcher:
         all_reduce: reduces the buckets.
         mark_sparse: called with the index of a parameter that is in no bucket and has a new gradient.
         entry: where other ranks see which buckets this rank has launched, and for which one it waits.
+        waiting: the launchers with a launched bucket that still waits for this rank's part. One set for all optimizers
+            that a backward may reach: their hooks help each other.
 
     Attributes:
         buckets: in plan order.
         round: the round under way, or the last one.
         ready_order: the order in which the gradients of the first round became ready, by parameter index. None while
             that round is still to be finished, and after `forget_order`.
-        is_waiting: True while a launched bucket still waits for this rank's part.
     """
 
     def __init__(
-        self, all_reduce: AllReduce[Any], mark_sparse: Callable[[int], None], entry: Entry | None = None
+        self,
+        all_reduce: AllReduce[Any],
+        mark_sparse: Callable[[int], None],
+        entry: Entry | None = None,
+        waiting: set[Launcher] | None = None,
     ) -> None:
         self.buckets: list[Bucket] = []
         self._slots: dict[int, tuple[Bucket, int]] = {}  # by parameter index: its bucket, and its slot there
@@ -54,7 +60,7 @@ class Launcher:
 
         # The round
         self.round = RoundState(0)
-        self.is_waiting = False
+        self._waiting = set() if waiting is None else waiting
         self._pending: list[tuple[Reducible, PendingReduction]] = []
         self._num_advanced = 0  # how many of `_pending` have this rank's part
 
@@ -66,6 +72,16 @@ class Launcher:
     def has_launched(self) -> bool:
         """Whether a bucket has left in this round."""
         return self.round.num_launched > 0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a launched bucket still waits for this rank's part."""
+        return self in self._waiting
+
+    @property
+    def num_left_behind(self) -> int:
+        """Number of buckets of a round that was broken off that had left. 0 after the next `drain`."""
+        return self.round.num_launched if self.round.phase is RoundPhase.BROKEN_OFF else 0
 
     def install(self, buckets: Sequence[Bucket]) -> None:
         """Go on with these buckets, which take over what earlier buckets knew. Between rounds only."""
@@ -111,8 +127,11 @@ class Launcher:
             self._mark_sparse(index)
             return
         bucket, slot = place
-        if bucket.mark_ready(slot) or (self.is_waiting and bucket.copies_on_arrival[slot]):  # some time has gone by
+        if bucket.mark_ready(slot) or (self._waiting and bucket.copies_on_arrival[slot]):  # some time has gone by
             self.advance()
+            for other in tuple(self._waiting):
+                if other is not self:
+                    other.advance()
 
     def mark_local(self, index: int) -> None:
         """Parameter `index` has its gradient, in a backward that does not reduce. From the parameter's hook."""
@@ -138,6 +157,8 @@ class Launcher:
             bucket = buckets[current.num_launched]
             if bucket.state is not BucketState.PACKED:
                 break
+            if current.is_unordered and not is_over and len(self._pending) >= MAX_PENDING:
+                break  # `start` would wait for ranks that may wait for this rank, in another optimizer's round
             current.num_launched += 1
             self._launch(bucket, bucket.ready_at, bucket.packed_at)
         if not self._pending:
@@ -155,15 +176,25 @@ class Launcher:
                 raise
             self._note_end(self._num_advanced)
             self._num_advanced += 1
-        self.is_waiting = self._num_advanced < len(pending)
-        self._stood_still(time.perf_counter() - started)
+        if self._num_advanced < len(pending):
+            self._waiting.add(self)
+        else:
+            self._waiting.discard(self)
+        self.stood_still(time.perf_counter() - started)
 
-    def launch_rest(self) -> None:
-        """Backward is over: fill and launch the remaining buckets."""
-        self.round.stall_seconds = self.round.exposed_seconds
+    def fill_rest(self) -> None:
+        """Backward is over: fill the remaining buckets."""
+        current = self.round
+        if current.is_filled:
+            return
+        current.is_filled, current.stall_seconds = True, current.exposed_seconds
         for bucket in self.buckets:
             if bucket.state in (BucketState.IDLE, BucketState.FILLING):
                 bucket.fill_missing()
+
+    def launch_rest(self) -> None:
+        """Backward is over, and ranks agree that it has reached these parameters: fill and launch what remains."""
+        self.fill_rest()
         self.advance(is_over=True)
         if (extra := self.round.extra) is not None:
             extra.index = len(self.buckets)
@@ -177,7 +208,8 @@ class Launcher:
         """
         started = time.perf_counter()
         pending, self._pending = self._pending, []
-        num_advanced, self._num_advanced, self.is_waiting = self._num_advanced, 0, False
+        num_advanced, self._num_advanced = self._num_advanced, 0
+        self._waiting.discard(self)
         for number, (bucket, reduction) in enumerate(pending[num_advanced:], start=num_advanced):
             self._note_start(number)
             with self._at(bucket):
@@ -203,6 +235,11 @@ class Launcher:
         if problem is not None:
             raise problem
 
+    def locate(self, error: RingError) -> None:
+        """Have `error` name the bucket that waits for other ranks, if there is one."""
+        if self.is_waiting:
+            _locate(error, self._pending[self._num_advanced][0], self.round)
+
     def close_round(self) -> None:
         """Every bucket is REDUCED, and ranks agree about the round: every gradient gets its result."""
         current = self.round
@@ -225,6 +262,7 @@ class Launcher:
         """The round was broken off. Gradients that have arrived stay local, or are lost in buffers that have left."""
         if self.round.phase is RoundPhase.UNDER_WAY:
             self.round.phase = RoundPhase.BROKEN_OFF
+        self._waiting.discard(self)
         for bucket in self.buckets:
             bucket.abandon()
         if self.buckets and self.round.num_launched == len(self.buckets):
@@ -251,7 +289,7 @@ class Launcher:
         with self._at(bucket):
             reduction = self._all_reduce.start(bucket.wire, scale=bucket.reduce_scale, tag=tag)
         self._pending.append((bucket, reduction))
-        self._stood_still(time.perf_counter() - started)
+        self.stood_still(time.perf_counter() - started)
 
     def _note_start(self, number: int) -> None:
         """This rank does its part of the n-th bucket that has left, unless it has to wait for others once more."""
@@ -266,8 +304,8 @@ class Launcher:
         start, times = BUCKET_LENGTH * number, self.round.times
         times[start + STARTED], times[start + REDUCED] = int(started * 1e9), int(ended * 1e9)
 
-    def _stood_still(self, seconds: float) -> None:
-        """Backward stood still for that long, in calls of the all-reduce."""
+    def stood_still(self, seconds: float) -> None:
+        """Backward stood still for that long, in calls of the all-reduce, or because it waits for other ranks."""
         self.round.exposed_seconds += seconds
         if not self._all_reduce.in_background:
             self.round.busy_seconds += seconds

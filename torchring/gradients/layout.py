@@ -70,7 +70,7 @@ class BucketLayout:
         control: the control bits, in the first bucket.
         first: the parameters that `open` is going to lay out.
         specs, parameters: lists of all that are laid out. They grow with `open` and `add`.
-        mark_sparse, entry: see `Launcher`.
+        mark_sparse, entry, waiting: see `Launcher`.
 
     Attributes:
         all_reduce: reduces wire buffers.
@@ -96,6 +96,7 @@ class BucketLayout:
         parameters: list[torch.nn.Parameter],
         mark_sparse: Callable[[int], None],
         entry: Entry | None,
+        waiting: set[Launcher],
     ) -> None:
         self.specs = specs
         self.parameters = parameters
@@ -117,7 +118,7 @@ class BucketLayout:
             self._bucket_mb = size
             self.first_plan = self.plan(first)
         world.on_failure(self.all_reduce)
-        self.launcher = Launcher(self.all_reduce, mark_sparse, entry)
+        self.launcher = Launcher(self.all_reduce, mark_sparse, entry, waiting)
         self.agreement: Agreement
         if isinstance(self.all_reduce, OnStream):
             self.agreement = DeviceAgreement(world, self.all_reduce, self.timing, control, self.specs, self.parameters)
@@ -131,6 +132,16 @@ class BucketLayout:
     @property
     def current_plan(self) -> Plan:
         return Plan(tuple(bucket.plan for bucket in self.buckets))
+
+    @property
+    def starts_at_once(self) -> bool:
+        """Whether a bucket can leave without a wait for other ranks, which may be waiting in another all-reduce.
+
+        On a device, two reductions that wait for their peers may keep each other from running.
+        """
+        all_reduce = self.all_reduce
+        on_host = not isinstance(all_reduce, OnStream)
+        return on_host and (all_reduce.in_background or all_reduce.algorithm == "direct")
 
     @property
     def reason(self) -> str:

@@ -62,6 +62,7 @@ class Members:
         is_skipping: whether this rank takes part in a backward of the others without one of its own.
         skipper: the member whose `skip()` is under way.
         skipped: members that `skip()` of another one has reached, since a step or zero_grad() of any optimizer.
+        waiting: see `Launcher`.
     """
 
     def __init__(self, world: World) -> None:
@@ -71,6 +72,7 @@ class Members:
         self.is_skipping = False
         self.skipper: Reducer | None = None
         self.skipped: set[Reducer] = set()
+        self.waiting: set[Launcher] = set()
         self._world = world
         self._reducers: list[Reducer] = []
 
@@ -81,6 +83,12 @@ class Members:
     def are_several(self) -> bool:
         return len(self._reducers) > 1
 
+    def advance(self) -> bool:
+        """Do this rank's part of the buckets that have left, where nobody is late. Returns whether some still wait."""
+        for launcher in tuple(self.waiting):
+            launcher.advance()
+        return bool(self.waiting)
+
     def add(self, reducer: Reducer) -> None:
         self._reducers.append(reducer)
 
@@ -88,6 +96,7 @@ class Members:
         if reducer in self._reducers:
             self._reducers.remove(reducer)
         self.skipped.discard(reducer)
+        self.waiting.discard(reducer.launcher)
 
     @contextmanager
     def skipping(self, skipper: Reducer | None = None) -> Iterator[None]:
@@ -185,7 +194,10 @@ class Reducer(Sync):
             world, self.specs, self.parameters, options.scale(world.size), is_sum=options.is_sum
         )
         self.layout = BucketLayout(
-            *(world, options, CONTROL, specs, self.specs, self.parameters), self._sparse.mark_local, self._entry
+            *(world, options, CONTROL, specs, self.specs, self.parameters),
+            self._sparse.mark_local,
+            self._entry,
+            members.waiting,
         )
         self.launcher = self.layout.launcher
         self.ledger = OptimizerLedger(partial(_ledgers, self.launcher, self._sparse))
@@ -216,6 +228,7 @@ class Reducer(Sync):
         self.in_backward = False
         self.thread = 0
         self._reduces = False
+        self._has_round = False  # that backward
         self.mark_ready: Callable[[int], None] = self.launcher.mark_local
 
         # Hooks and what else calls back
@@ -334,20 +347,36 @@ class Reducer(Sync):
                 self.weighing.arrived = None
         self.watch.arm()
 
-    def finish_backward(self, *, reduces: bool, backward: object = None) -> None:
-        """A backward that reached these parameters on some rank is over. It reduces if any rank's was to reduce.
+    def launch_own(self) -> None:
+        """A backward is over on this rank: launch what needs no other rank, before ranks agree what it has reached."""
+        if self.wants_reduction and self._has_round and not self.round.hold:
+            with self._failing():
+                self.launcher.fill_rest()
+                self.launcher.advance()
+
+    def launch_rest(self, backward: object = None) -> None:
+        """A backward that is to reduce these parameters on some rank is over on all ranks: launch what has not left.
 
         Args:
             backward: see `RoundState`.
         """
+        if self._members.is_skipping and not self.in_backward:
+            self._leave_out()
+        if not self.wants_reduction:  # only other ranks got as far as to begin
+            self._begin(reduces=True)
+        with self._failing():
+            if not self._has_round:
+                self._begin_round(is_unordered=True)
+            self._launch_rest(backward)
+
+    def finish_backward(self, *, reduces: bool) -> None:
+        """A backward that reached these parameters on some rank is over. With `reduces`, `launch_rest` was called."""
         members = self._members
         if members.is_skipping and not self.in_backward:
             self._leave_out()
         if reduces:
-            if not self.wants_reduction:  # only other ranks got as far as to begin
-                self._begin(reduces=True)
             with self._failing():
-                self._reduce(backward)
+                self._finish_round()
                 if self.round.sums["has_unfrozen"]:
                     self._adopt_unfrozen()
                     self._reduce_again()
@@ -375,13 +404,13 @@ class Reducer(Sync):
             if not self._members.is_skipping:
                 self._weights.withdraw()
             self.weighing.end_zero_weight()
-            if self._reduces:
+            if self._reduces and self._has_round:
                 self.launcher.abandon()
             self.weighing.weigh_batch()
 
     def gradient_failed(self, error: BaseException) -> None:
         """A hook has raised. With no bucket sent yet, backward drops the round as after any other error."""
-        if self._reduces and self.launcher.has_launched:
+        if self._reduces and self._has_round and self.launcher.has_launched:
             self._fail(error)
 
     def forget_gradients(self) -> None:
@@ -603,37 +632,41 @@ class Reducer(Sync):
 
     def _begin(self, *, reduces: bool) -> None:
         self.launcher.refuse_lost()
-        self._reduces = reduces
+        self._reduces, self._has_round = reduces, False
         if not self._members.is_skipping:
             with self._failing():
                 self.weighing.begin_backward(reduces=reduces)
         self.mark_ready = self.launcher.mark_local
         if reduces:
             self.world.raise_if_broken()
-            with self._failing():
-                self._begin_round(hold=self._members.are_several)
+            is_unordered = self._members.are_several
+            # Other ranks may wait in the round of another optimizer. So with several, ranks agree before they drain.
+            if not (is_unordered and self.launcher.num_left_behind):
+                with self._failing():
+                    self._begin_round(is_unordered=is_unordered)
         self.in_backward = True
 
-    def _begin_round(self, *, hold: bool, is_again: bool = False) -> None:
+    def _begin_round(self, *, is_unordered: bool, is_again: bool = False) -> None:
         """A round begins: its first gradient is about to arrive, or `_reduce` to be called.
 
         Sends nothing, except before the second round: the first round has shown the order in which gradients become
         ready, so the buckets are rebuilt. At that point zero_grad() has usually dropped the old buffers, so old and new
-        buffers need not exist side by side. With `hold` buckets are rebuilt in `_reduce`: ranks whose optimizers take
-        turns begin rounds in different orders.
+        buffers need not exist side by side. With `is_unordered` buckets are rebuilt in `_finish_round`.
 
         Args:
+            is_unordered: see `RoundState`.
             is_again: another round for the same backward, which has left its results in `.grad`.
         """
         launcher = self.launcher
         launcher.drain()
-        if not hold:
+        if not is_unordered:
             self.layout.follow_order()
         is_absent = (self._members.is_skipping or self._weights.has_skipped) and not self._weights.num_backwards
         current = RoundState(
             number=self.round.next_number,
             step=self.num_steps,
-            hold=hold,
+            hold=is_unordered and not self.layout.starts_at_once,
+            is_unordered=is_unordered,
             is_absent=is_absent,
             is_empty=is_absent,
             is_again=is_again,
@@ -650,18 +683,20 @@ class Reducer(Sync):
         launcher.begin(current)
         self.mark_ready = current.mark_ready or launcher.mark_ready
         current.mark_ready = None  # which refers to what refers to the round
+        self._has_round = True
 
-    def _reduce(self, backward: object = None) -> None:
-        """Backward is over: reduce what is left and return when every gradient holds the result.
-
-        Collective, and in the same order on all ranks.
-        """
-        current, launcher, agreement = self.round, self.launcher, self.layout.agreement
+    def _launch_rest(self, backward: object = None) -> None:
+        """Backward is over: launch what has not left. In the same order of optimizers on all ranks."""
+        current = self.round
         current.backward = backward
         for participant in self.participants:
             participant.backward_is_over(current)
-        agreement.backward_is_over()
-        launcher.launch_rest()
+        self.layout.agreement.backward_is_over()
+        self.launcher.launch_rest()
+
+    def _finish_round(self) -> None:
+        """Return when every gradient holds the result. Collective, in the same order of optimizers on all ranks."""
+        current, launcher, agreement = self.round, self.launcher, self.layout.agreement
         launcher.wait()
         agreement.agree(current, launcher.buckets)
         for participant in self.participants:
@@ -672,14 +707,15 @@ class Reducer(Sync):
         if current.sums["is_absent"] == self.world.size:  # all gradients are what they were
             current.non_finite = current.non_finite or self._found_before
         self.world.num_reductions += 1
-        if current.hold:
+        if current.is_unordered:
             self.layout.follow_order()
         agreement.end()
 
     def _reduce_again(self) -> None:
         """A round of its own for what is local, outside backward."""
-        self._begin_round(hold=True, is_again=True)
-        self._reduce()
+        self._begin_round(is_unordered=True, is_again=True)
+        self._launch_rest()
+        self._finish_round()
 
     def _synchronize(self) -> None:
         collectives = internal_collectives_of(self.world)

@@ -146,7 +146,8 @@ class RoundState:
     Attributes:
         number: counts rounds. Ranks compare the number before they add up.
         step: number of the optimizer step, for error messages.
-        hold: no bucket leaves before backward is over.
+        hold: no bucket leaves before backward is over, and ranks have agreed which optimizers it has reached.
+        is_unordered: a backward may reach several optimizers, so ranks may begin rounds of these in different orders.
         is_absent: this rank takes part without a gradient, and does not count.
         is_empty: no sample of this rank counts.
         is_again: another round for the same backward, whose results are in `.grad`.
@@ -164,6 +165,7 @@ class RoundState:
 
         busy_seconds: time in which something was being reduced, waiting for peers included.
         exposed_seconds: the part of `busy_seconds` during which backward stood still.
+        is_filled: whether backward is over on this rank, and every bucket has its gradients.
         stall_seconds: the part of `exposed_seconds` before the last gradient was computed.
         packing_ns: time in which this rank has copied gradients to wire buffers.
         times: a row for each bucket that has left, see `torchring.observe.recorder.records`.
@@ -173,6 +175,7 @@ class RoundState:
     number: int
     step: int = 0
     hold: bool = False
+    is_unordered: bool = False
     is_absent: bool = False
     is_empty: bool = False
     is_again: bool = False
@@ -192,6 +195,7 @@ class RoundState:
     # Where its time went
     busy_seconds: float = 0.0
     exposed_seconds: float = 0.0
+    is_filled: bool = False
     stall_seconds: float = 0.0
     packing_ns: int = 0
     times: list[int] = field(default_factory=list)
@@ -215,7 +219,7 @@ class Participant:
     def begin(self, current: RoundState) -> None:
         """A round begins; nothing has left. Set this rank's control bits in `current.bits`.
 
-        May be collective, unless `current.hold`: ranks may begin rounds of several optimizers in different orders.
+        May be collective, unless `current.is_unordered`. May set `current.hold`.
         """
 
     def backward_is_over(self, current: RoundState) -> None:

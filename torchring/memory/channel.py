@@ -8,6 +8,7 @@ or the script's collectives. So two sequences never take each other's signals. F
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -22,6 +23,7 @@ POLL_SECONDS: Final = 5e-3
 # If giving way takes longer than a switch to a peer and back, another program computes on this core.
 _CROWDED_SECONDS: Final = 300e-6
 _WAITS_WHILE_CROWDED: Final = 20
+_LOOK_SECONDS: Final = 200e-6  # between two calls of `meanwhile`
 
 
 class Channel:
@@ -38,12 +40,16 @@ class Channel:
             without giving way 580 us). If another program keeps the core for long, the rank sleeps in its next few
             waits. Pass 0 if another thread of the process computes all the time.
         grace_seconds: see `HostGroup.wait_until`.
+
+    Attributes:
+        meanwhile: called now and then while this rank waits, until it returns False. Then this rank does not poll.
     """
 
     def __init__(self, group: HostGroup, *, poll_seconds: float = POLL_SECONDS, grace_seconds: float = 0.0) -> None:
         self.group = group
         self.grace_seconds = grace_seconds
         self.poll_seconds = poll_seconds
+        self.meanwhile: Callable[[], bool] | None = None
         block = group.allocate(semaphore.SEMAPHORE_STRIDE * group.size, prepare=_initialise_inbox)
         self._block = block  # keeps the mapping alive: the addresses below point into it
         others = [i for i in range(group.size) if i != group.index]
@@ -84,10 +90,21 @@ class Channel:
             address, _ = self._incoming[position]
             is_crowded = self._crowded_waits > 0
             self._crowded_waits -= is_crowded
-            if is_crowded or not (self.poll_seconds and self._poll(address)):
-                arrived, missing = partial(semaphore.wait_for, address), partial(self._missing, position)
+            is_busy = is_crowded or self.meanwhile is not None
+            if is_busy or not (self.poll_seconds and self._poll(address)):
+                arrived, missing = partial(self._wait_for, address), partial(self._missing, position)
                 self.group.wait_until(arrived, missing, grace_seconds=self.grace_seconds)
             self._num_gathered += 1
+
+    def _wait_for(self, address: int, seconds: float) -> bool:
+        """As `semaphore.wait_for`, with calls of `meanwhile`."""
+        until = time.monotonic() + seconds
+        while self.meanwhile is not None and (now := time.monotonic()) < until:
+            if not self.meanwhile():
+                self.meanwhile = None
+            elif semaphore.wait_for(address, min(_LOOK_SECONDS, until - now)):
+                return True
+        return semaphore.wait_for(address, max(0.0, until - time.monotonic()))
 
     def _missing(self, position: int) -> list[int]:
         """The ranks whose signal is missing, while this rank waits for the peer at `position`."""

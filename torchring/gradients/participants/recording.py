@@ -57,7 +57,7 @@ class RoundRecording(Participant):
 
     def begin(self, current: RoundState) -> None:
         # A rank whose backward has raised at its end never comes to the end of a round that its peers do.
-        if not current.hold and current.number >= self._clocks_compared_at + _ROUNDS_BETWEEN_CLOCKS:
+        if not current.is_unordered and current.number >= self._clocks_compared_at + _ROUNDS_BETWEEN_CLOCKS:
             self._compare_clocks(current.number)
         self._note_plan()
         self._current, self._arrivals, self._packed_early_ns = current, None, 0
@@ -74,7 +74,7 @@ class RoundRecording(Participant):
     def reduced(self, current: RoundState) -> None:
         layout, recorder = self._layout, self._recorder
         stall_ns, began = int(current.stall_seconds * 1e9), self._backward_began
-        if self._arrivals is not None and not current.hold and any(at >= 0 for at in self._arrivals):
+        if self._arrivals is not None and not current.is_unordered and any(at >= 0 for at in self._arrivals):
             length = recorder.phase_began - began - stall_ns - self._packed_early_ns
             ready = tuple(at if at < 0 else max(0, at - began) for at in self._arrivals)
             recorder.arrivals.append(Arrivals(recorder.num_steps, max(0, length), ready))

@@ -189,9 +189,9 @@ class Weighing(Participant):
     def begin(self, current: RoundState) -> None:
         self._share = self.weights.share(is_absent=current.is_absent)
         needs_reference = self.weights.is_fp16 and self._has_weights is not False and not self._is_sum
-        self._is_late = needs_reference and current.hold
+        self._is_late = needs_reference and current.is_unordered
         if self._is_late:
-            current.mark_ready = self._mark_local
+            current.mark_ready, current.hold = self._mark_local, True
         elif needs_reference:
             self._agree_on_reference()
         share = self._share

@@ -295,7 +295,7 @@ def _wrap_plain(model: nn.Module) -> torchring.DistributedOptimizer:
 def test_where_tuning_makes_no_sense_the_reason_says_so(tmp_path: Path) -> None:
     for reasons in run_pooled(_not_tuned, 2, str(tmp_path)):
         assert {name: reason.partition("; ")[2] for name, reason in reasons.items()} == {
-            "several": "nothing is tuned: with several optimizers, all buckets leave after backward",
+            "several": "nothing is tuned with several optimizers",
             "added": "default plan, as parameters were added before another plan had won a trial",
             "sparse": "no buckets, as all gradients are sparse",
             "few": "default buckets: too few backwards reduced gradients of all ranks while these were measured",

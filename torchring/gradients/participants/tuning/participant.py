@@ -10,7 +10,7 @@ from torchring.gradients.participants.tuning.tuning import Tuner, open_tuner, tu
 from torchring.gradients.plan import ParameterSpec, Plan, describe
 from torchring.gradients.round import Participant, RoundState
 
-_SEVERAL = "nothing is tuned: with several optimizers, all buckets leave after backward"
+_SEVERAL = "nothing is tuned with several optimizers"
 
 
 class Tuning(Participant):
@@ -25,7 +25,7 @@ class Tuning(Participant):
         layout, tuner = self._layout, self._tuner
         if layout.follows_order:
             tuner.order_is_known()
-        if current.hold and not current.is_again:
+        if current.is_unordered and not current.is_again:
             self._next_plan = self._take_over(tuner.stop(_SEVERAL)) or self._next_plan
         elif not current.is_again and (plan := self._take_over(tuner.next_plan(layout.current_plan, layout.specs))):
             layout.install(plan)
