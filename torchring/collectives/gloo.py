@@ -93,8 +93,8 @@ class GlooCollectives:
     def exchange(self, data: bytes, signature: Signature, meanwhile: Callable[[], bool] | None = None) -> list[bytes]:
         """As all_gather. A few bytes travel with the signature."""
         room = 8 * (_LEAST_WORDS - 1)
-        start = data[:room].ljust(-(-min(len(data), room) // 8) * 8, b"\0")
-        rows = self._agree(signature, [len(data), *memoryview(start).cast("q")])
+        start = memoryview(data[:room].ljust(room, b"\0")).cast("q")
+        rows = self._agree(signature, [len(data), *start])
         sizes = [int(row[0]) for row in rows]
         if max(sizes) <= room:
             return [row[1:].numpy().tobytes()[:size] for row, size in zip(rows, sizes, strict=True)]
@@ -123,7 +123,7 @@ class GlooCollectives:
         room = max(self._transport.size, _LEAST_WORDS)
         text = torch.frombuffer(bytearray(signature.text), dtype=torch.int64)
         mine = torch.cat([torch.tensor([signature.checksum, *sizes, *[0] * (room - len(sizes))], device="cpu"), text])
-        rows = [torch.empty_like(mine) for _ in range(room)]
+        rows = [torch.empty_like(mine) for _ in range(self._transport.size)]
         self._transport.collective(lambda group: group.allgather([rows], [mine]))
         for rank, row in enumerate(rows):
             if row[0] != mine[0]:
