@@ -196,6 +196,7 @@ class OptimizerGroup:
                     member.launch_rest(backward)
             for member, want in zip(members, wants, strict=True):
                 if want:
+                    self._recorder.enter(EXPOSED)  # the member before has left it
                     member.finish_backward(reduces=want == 2)
             return some_have_data
         except BaseException:
