@@ -236,9 +236,9 @@ class Launcher:
             raise problem
 
     def locate(self, error: RingError) -> None:
-        """Have `error` name the bucket that waits for other ranks, if there is one."""
-        if self.is_waiting:
-            _locate(error, self._pending[self._num_advanced][0], self.round)
+        """Other ranks are late: have `error` name the first bucket that waits for them, or else the last that left."""
+        if pending := self._pending[: self._num_advanced + 1]:
+            _locate(error, pending[-1][0], self.round)
 
     def close_round(self) -> None:
         """Every bucket is REDUCED, and ranks agree about the round: every gradient gets its result."""
