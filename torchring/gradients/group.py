@@ -7,6 +7,7 @@ import gc
 import struct
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Final, NamedTuple, NoReturn
 
 import torch
@@ -156,7 +157,7 @@ class OptimizerGroup:
         if self.members.are_several:
             return self._reduce_together()
         (member,) = self.members
-        self._reduce(member)
+        self._finish(member, reduces=True)
         return member.round.sums["has_ended"] < self._world.size
 
     def end_backward(self, caller: Reducer) -> None:
@@ -173,14 +174,15 @@ class OptimizerGroup:
                 elif members.is_skipping:
                     member.weighing.note_skip()
         elif not members.are_several:
-            self.guard.run(_END, self._reduce, caller)
+            self.guard.run(_END, partial(self._finish, caller, reduces=caller.wants_reduction))
         elif caller.in_backward:  # or else finished already, together with another member
             self.guard.run(_END, self._reduce_together)
 
-    def _reduce(self, member: Reducer) -> None:
+    def _finish(self, member: Reducer, *, reduces: bool) -> None:
         """Collective: finish the only member."""
-        member.launch_rest()
-        member.finish_backward(reduces=True)
+        if reduces:
+            member.launch_rest()
+        member.finish_backward(reduces=reduces)
 
     def _reduce_together(self) -> bool:
         """Collective: finish all members that a backward has reached on any rank. Returns whether any rank has data."""
