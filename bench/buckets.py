@@ -98,8 +98,8 @@ def work(options: argparse.Namespace) -> int:
         model = copy.deepcopy(workload.model)
         optimizer = torchring.wrap(step.sgd(model), model, overlap=options.overlap, **tuned)
         trainers[rival] = Trainer(model, optimizer, [])
-    # With several optimizers in a world, buckets leave after backward. So only the optimizer whose turn it is stays in
-    # the group, as if it were alone in its process.
+    # With several optimizers in a world, nothing is tuned. So only the optimizer whose turn it is stays in the group,
+    # as if it were alone in its process.
     group = default_world().shared(OptimizerGroup)
     members = {rival: group.owners_of(t.model.parameters()) for rival, t in trainers.items()}
 

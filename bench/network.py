@@ -165,9 +165,8 @@ def compare(name: str, build: Callable[[], Workload], options: argparse.Namespac
         trainers[rival] = wrap(workload.model)
     batches = [workload.batch(seed=1000 * torchring.rank() + i) for i in range(8)]
 
-    # While a process has several distributed optimizers, torchring overlaps none of them with backward: a backward may
-    # reach the parameters of several. Here no backward does. So only the optimizer whose turn it is stays in the group,
-    # and overlaps as it would in a process of its own.
+    # With several optimizers, ranks send a message after each backward, which says what it has reached. So only the
+    # optimizer whose turn it is stays in the group, as in a process of its own.
     group = default_world().shared(OptimizerGroup)
     members = {rival: group.owners_of(t.model.parameters()) for rival, t in trainers.items()}
 
