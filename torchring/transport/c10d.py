@@ -181,9 +181,11 @@ class C10dTransport:
     def finish(self, transfer: C10dTransfer, work: BackendWork) -> None:
         """Wait until `transfer` is done."""
         self._open_group()
-        # A thread is woken only where there is something to wait for.
-        wait = work.wait if work.is_completed() else partial(self.interruptible, work.wait, transfer.peer)
-        self.guard(wait, transfer.peer)
+        peer = transfer.peer
+        wait: Callable[[], object] = work.wait
+        if not work.is_completed():
+            wait = partial(self._collected, work) if peer is None else partial(self.interruptible, work.wait, peer)
+        self.guard(wait, peer)
         self._under_way.discard(transfer)
 
     def guard(self, operation: Callable[[], _T], peer: int | None) -> _T:
@@ -212,12 +214,32 @@ class C10dTransport:
                 raise self.fail(error) from failure
 
     def interruptible(self, wait: Callable[[], object], peer: int | None) -> None:
-        """Call `wait` on a thread that can be left behind, so that Ctrl-C gets through, and a broken link is noticed.
+        """Call `wait` on a thread that can be left behind: Ctrl-C gets through, and a broken link is noticed."""
+        future = self._waiter.submit(wait)
+        self._attend(partial(is_done_within, future), peer)
+        try:
+            future.result()
+        except CancelledError:
+            raise closed(self._failure.error, self.rank) from None
+
+    def _collected(self, work: BackendWork) -> None:
+        """Wait for a collective in this thread: unlike a wait for a message, this wait can be given up."""
+
+        def is_done_within(seconds: float) -> bool:
+            try:
+                return work.wait(timedelta(seconds=seconds))
+            except RuntimeError:  # not yet, or the collective has failed
+                return work.is_completed()
+
+        self._attend(is_done_within, None)
+        work.wait()  # raises what went wrong
+
+    def _attend(self, is_done_within: Callable[[float], bool], peer: int | None) -> None:
+        """Return when a wait is over. Raises if a link is broken, or this transport is closed.
 
         When a link breaks, Gloo wakes a thread that waits for a message that has not begun. A thread that waits in the
         middle of a message waits on.
         """
-        future = self._waiter.submit(wait)
         pause = _FIRST_LOOK_SECONDS
         broken: RuntimeError | None = None
         probe_at = time.monotonic() + pause
@@ -225,15 +247,11 @@ class C10dTransport:
         while True:
             patience = _INTERRUPTIBLE_SECONDS if broken is None else _DIGEST_SECONDS
             woken_at = time.monotonic() + patience
-            is_done = is_done_within(future, patience)
+            is_done = is_done_within(patience)
             if (late := time.monotonic() - woken_at) > _LATE_SECONDS:
                 self._seconds_still += late
             if is_done:
-                try:
-                    future.result()
-                    return
-                except CancelledError:
-                    raise closed(self._failure.error, self.rank) from None
+                return
             if self._is_closed:
                 raise closed(self._failure.error, self.rank)
             if broken is not None:  # Gloo has read all that came
