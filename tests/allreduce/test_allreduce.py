@@ -1,5 +1,5 @@
-"""One contract (`torchring/allreduce/contract.py`), and all all-reduces: direct, ring over the fake and over Gloo,
-hierarchical with even and uneven hosts, native; in the background and inline."""
+"""One contract (`torchring/allreduce/contract.py`), and all all-reduces: direct, native over Gloo and in lanes over the
+fake, hierarchical with even and uneven hosts; in the background and inline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, assert_within_rounding, digest, exact_inputs
-from tests.support.fakes import FakeNetwork, FakeTransfer, FakeTransport
+from tests.support.fakes import FakeNetwork
 from tests.support.grids import grid
 from tests.support.harness import RanksFailed, run_threads, wait_until
 from torchring.allreduce.contract import AllReduce, NonFinite, Wire, is_finite
@@ -24,7 +24,6 @@ from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_members, num_columns
 from torchring.allreduce.native import NativeAllReduce
 from torchring.allreduce.records import MAX_PENDING
-from torchring.allreduce.ring import RingAllReduce, RingStep, ring_steps
 from torchring.allreduce.slices import ALIGNMENT_BYTES, BLOCK_BYTES, slice_bounds
 from torchring.allreduce.threaded import ThreadedAllReduce
 from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError
@@ -33,8 +32,8 @@ from torchring.transport.c10d import C10dTransport
 from torchring.transport.diagnosis import culprit as culprit_module
 from torchring.world import World
 
-KINDS = ("direct", "ring-fake", "ring-lanes", "hierarchical", "native")
-INLINE = ("ring-c10d", "hierarchical-inline", "native-inline")  # the same, but `start` waits
+KINDS = ("direct", "native-lanes", "hierarchical", "native")
+INLINE = ("hierarchical-inline", "native-inline")  # the same, but `start` waits
 SHARED = ("direct", "hierarchical", "hierarchical-inline")  # sum in shared memory first
 HOSTS = {2: (0, 1), 3: (0, 0, 1), 5: (0, 1, 0, 1, 0)}  # of each rank, where there are several
 WORLDS = (2, 3, 5)
@@ -69,7 +68,7 @@ def run_all_reduces(
 
     def on_rank(rank: int, size: int, store: dist.Store) -> Any:
         # Only the fake does without a world.
-        world = World(store, rank, 1 if kind == "ring-fake" else size, timeout_seconds=timeout_seconds)
+        world = World(store, rank, 1 if kind == "native-lanes" else size, timeout_seconds=timeout_seconds)
         fakes = [[network.transport(rank, f"{i}/{lane}") for lane in range(2)] for i in range(num_all_reduces)]
         all_reduces = [_open(kind, world, transports) for transports in fakes]
         try:
@@ -86,24 +85,27 @@ def run_all_reduces(
 
 
 def _open(kind: str, world: World, fake: Any) -> AllReduce[Any]:
-    if kind == "ring-fake":
-        return ThreadedAllReduce(RingAllReduce(fake))
+    if kind == "native-lanes":
+        return ThreadedAllReduce(NativeAllReduce(fake))
     assert world.host is not None
     if kind == "direct":
         return DirectAllReduce(world.host, poll_seconds=0.0)
-    assert world.rendezvous is not None
-    num_lanes = 2 if kind in ("ring-lanes", "hierarchical") else 1
-    names = [world.next_channel_name() for _ in range(num_lanes)]
-    transports = [C10dTransport(world.rendezvous, name, world.host) for name in names]
     if kind.startswith("hierarchical"):
         members = column_members(world.hosts, world.rank)
-        ring = None if members is None else RingAllReduce(transports, members)
-        in_background = kind == "hierarchical"
-        return HierarchicalAllReduce(world.host, num_columns(world.hosts), ring, in_background=in_background)
-    if kind == "native":
-        return NativeAllReduce(transports)
-    all_reduce: Any = RingAllReduce(transports) if kind.startswith("ring") else NativeAllReduce(transports)
-    return ThreadedAllReduce(all_reduce, in_background=num_lanes > 1)
+        transports = [_transport(world, members or (world.rank,)) for _ in range(2)]
+        return HierarchicalAllReduce(
+            world.host,
+            num_columns(world.hosts),
+            transports if members else [],
+            in_background=kind == "hierarchical",
+        )
+    all_reduce = NativeAllReduce([_transport(world)])
+    return all_reduce if kind == "native" else ThreadedAllReduce(all_reduce, in_background=False)
+
+
+def _transport(world: World, members: Sequence[int] | None = None) -> C10dTransport:
+    assert world.rendezvous is not None
+    return C10dTransport(world.rendezvous, world.next_channel_name(), world.host, members=members)
 
 
 def _host_of(size: int) -> str:
@@ -146,7 +148,7 @@ def num_roundings(kind: str, dtype: torch.dtype, size: int) -> float:
         return size - 1
     if kind == "direct":
         return in_fp32
-    # A ring rounds at every hop; one between hosts of several ranks also what they have summed.
+    # The engine rounds at every hop; hosts of several ranks round what they have summed, too.
     num_hops = len(set(HOSTS[size])) if kind in SHARED and size > 2 else size - 2
     return num_hops + in_fp32
 
@@ -202,12 +204,7 @@ def test_random_inputs_stay_within_the_rounding_bound(kind: str, size: int, dtyp
         return [wire.tensor.clone() for wire in wires]
 
     per_rank = run_all_reduces(kind, size, body)
-    # Native rounds once more, when it scales, and so does a ring of 16-bit wires, which scales its inputs.
-    roundings: Any = num_roundings(kind, dtype, size) + (
-        kind.startswith("native")
-        or (dtype.itemsize == 2 and kind not in SHARED)
-        or (kind in SHARED and kind != "direct")
-    )
+    roundings: Any = num_roundings(kind, dtype, size) + (kind != "direct")  # all others round once more, for the scale
     for i, scale in enumerate(scales):
         assert_same_on_all_ranks([results[i] for results in per_rank])
         parts = torch.stack([inputs(rank).double() for rank in range(size)]) * scale
@@ -485,11 +482,11 @@ def test_what_a_all_reduce_says_of_itself(kind: str) -> None:
             assert before <= began < ended <= time.perf_counter()
         return all_reduce.algorithm, all_reduce.in_background
 
-    in_background = kind in ("ring-fake", "ring-lanes", "native", "hierarchical")
+    in_background = kind in ("native-lanes", "native", "hierarchical")
     assert run_all_reduces(kind, 2, body) == [(kind.split("-")[0], in_background)] * 2
 
 
-@pytest.mark.parametrize("kind", ["ring-fake", "ring-lanes", "native", "hierarchical"])
+@pytest.mark.parametrize("kind", ["native-lanes", "native", "hierarchical"])
 def test_in_the_background_start_waits_for_nobody(kind: str) -> None:
     has_started = threading.Event()
 
@@ -506,9 +503,9 @@ def test_in_the_background_start_waits_for_nobody(kind: str) -> None:
 
 
 def test_the_suite_notices_a_all_reduce_that_forgets_a_rank() -> None:
-    class Forgetful(RingAllReduce):
+    class Forgetful(NativeAllReduce):
         def all_reduce(self, wire: Any, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
-            if self._rank == 0:
+            if self._transports[0].rank == 0:
                 wire.tensor.zero_()
             return super().all_reduce(wire, scale=scale, tag=tag, lane=lane)
 
@@ -674,7 +671,7 @@ def test_ranks_whose_nth_reductions_differ_are_told_which(kind: str, size: int) 
         assert "rank 1 reduces bucket 2 of reduction 0 while rank 0 reduces bucket 1 of reduction 0" in text
 
 
-def test_lanes_end_where_an_earlier_reduction_has_failed() -> None:
+def test_threads_end_where_an_earlier_reduction_has_failed() -> None:
     """The second reduction waits for its turn. A thread that waited for ever would keep the shared memory."""
     has_started = threading.Event()
 
@@ -684,8 +681,8 @@ def test_lanes_end_where_an_earlier_reduction_has_failed() -> None:
             assert has_started.wait(10)
         pending = [all_reduce.start(wire, tag=tag + (rank == 1)) for tag, wire in enumerate(wires)]
         if rank == 0:
-            threads = all_reduce._host.lanes._threads  # type: ignore[attr-defined]
-            wait_until(lambda: all(thread._tasks.empty() for thread in threads), "both lanes to begin")
+            host = all_reduce._host  # type: ignore[attr-defined]
+            wait_until(lambda: host.ending._tasks.qsize() == 1 == host.summing._tasks.qsize(), "both threads to begin")
             has_started.set()
         with pytest.raises(PlanMismatchError):
             pending[0].wait()
@@ -716,89 +713,6 @@ def test_slices_cover_the_buffer_in_whole_cache_lines(element_bytes: int) -> Non
         assert all(start % line == 0 or start == num_elements for start, _ in bounds)
         lengths = [stop - start for start, stop in bounds]
         assert max(lengths) <= math.ceil(num_elements / num_ranks) + line - 1
-
-
-def test_ring_steps_example() -> None:
-    assert list(ring_steps(1, 2)) == [RingStep(1, 0, adds=True), RingStep(0, 1, adds=False)]
-
-
-def test_ring_steps_table() -> None:
-    """The table at the top of ring.py."""
-    table = [
-        [(0, 2, True), (2, 1, True), (1, 0, False), (0, 2, False)],
-        [(1, 0, True), (0, 2, True), (2, 1, False), (1, 0, False)],
-        [(2, 1, True), (1, 0, True), (0, 2, False), (2, 1, False)],
-    ]
-    for rank, rows in enumerate(table):
-        assert [(step.send, step.receive, step.adds) for step in ring_steps(rank, 3)] == rows
-
-
-def simulate(schedule: Callable[[int, int], Sequence[RingStep]], size: int) -> list[list[frozenset[int]]]:
-    """holdings[rank][chunk]: whose inputs are in that chunk at the end; adding the same input twice is an error."""
-    holdings = [[frozenset([rank]) for _ in range(size)] for rank in range(size)]
-    steps = [list(schedule(rank, size)) for rank in range(size)]
-    for index in range(len(steps[0])):
-        sent = [holdings[rank][steps[rank][index].send] for rank in range(size)]
-        for rank in range(size):
-            step, left = steps[rank][index], (rank - 1) % size
-            assert steps[left][index].send == step.receive, "neighbours disagree about the chunk"
-            incoming = sent[left]
-            if step.adds:
-                assert not incoming & holdings[rank][step.receive], "an input is added twice"
-                incoming |= holdings[rank][step.receive]
-            holdings[rank][step.receive] = incoming
-    return holdings
-
-
-@pytest.mark.parametrize("size", range(1, 9))
-def test_ring_steps_bring_every_input_to_every_rank_once(size: int) -> None:
-    assert len(list(ring_steps(0, size))) == 2 * (size - 1)
-    holdings = simulate(lambda rank, n: list(ring_steps(rank, n)), size)
-    assert holdings == [[frozenset(range(size))] * size] * size
-
-
-def test_the_simulation_notices_a_wrong_schedule() -> None:
-    def short(rank: int, size: int) -> Sequence[RingStep]:
-        return list(ring_steps(rank, size))[:-1]
-
-    def twice(rank: int, size: int) -> Sequence[RingStep]:
-        steps = list(ring_steps(rank, size))
-        return [*steps[: size - 1], steps[size - 1].__class__(steps[size - 1].send, steps[size - 1].receive, True)]
-
-    assert simulate(short, 4) != [[frozenset(range(4))] * 4] * 4
-    with pytest.raises(AssertionError, match="twice"):
-        simulate(twice, 4)
-
-
-class CountingTransport(FakeTransport):
-    """Writes down how many bytes each message has."""
-
-    def __init__(self, network: FakeNetwork, rank: int) -> None:
-        super().__init__(network, rank, "counted")
-        self.sent: list[int] = []
-
-    def send(self, tensor: torch.Tensor, peer: int) -> FakeTransfer:
-        self.sent.append(tensor.nbytes)
-        return super().send(tensor, peer)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_what_a_rank_of_a_ring_sends(size: int) -> None:
-    """A tag and 2 (N - 1) chunks. If the sum is not finite, two numbers of every rank but one, too."""
-    network = FakeNetwork(size)
-
-    def on_rank(rank: int, size: int, store: dist.Store) -> list[list[int]]:
-        sent = []
-        for value in (1.0, math.inf):
-            ring = RingAllReduce([transport := CountingTransport(network, rank)])
-            (wire,) = ring.open_wires([(size * ALIGNMENT_BYTES // 4, torch.float32)])
-            wire.tensor.fill_(value)
-            ring.all_reduce(wire)
-            sent.append(transport.sent)
-        return sent
-
-    once = [8] + [ALIGNMENT_BYTES] * 2 * (size - 1)
-    assert run_threads(on_rank, size) == [[once, once + [16] * (size - 1)]] * size
 
 
 def test_is_finite() -> None:

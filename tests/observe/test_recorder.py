@@ -224,7 +224,7 @@ def _train(rank: int, size: int, options: dict[str, Any], micros: int) -> tuple[
 
 @pytest.mark.parametrize(
     ("options", "micros"),
-    [({"bucket_mb": 0.5}, 1), ({"accumulate": 2}, 2), ({"algorithm": "ring", "overlap": "thread"}, 1)],
+    [({"bucket_mb": 0.5}, 1), ({"accumulate": 2}, 2), ({"algorithm": "native", "overlap": "thread"}, 1)],
     ids=str,
 )
 def test_real_steps(options: dict[str, Any], micros: int) -> None:

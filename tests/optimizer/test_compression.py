@@ -23,7 +23,7 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _MOVERS: list[dict[str, Any]] = [
     {"algorithm": "direct", "overlap": "inline"},
     {"algorithm": "direct", "overlap": "thread", "bucket_mb": 0},
-    {"algorithm": "ring", "overlap": "thread"},
+    {"algorithm": "native", "overlap": "thread"},
     {"algorithm": "native"},
 ]
 _compressions = pytest.mark.parametrize("compression", ["fp16", "bf16"])
@@ -100,7 +100,7 @@ def test_means_are_within_rounding_and_the_same_everywhere(
 ) -> None:
     """Direct rounds a part once when it is cast, and the sum once; what fp32 adds is less than half a rounding more.
 
-    Ring and native may round at every hop: 2 more for 3 ranks.
+    Native may round at every hop: 2 more for 3 ranks.
     """
     results = run_pooled(_three_steps, 3, compression, options, micro_steps, options.get("overlap") == "thread")
     _assert_ranks_agree(results)

@@ -20,13 +20,13 @@ from tests.support.harness import run_pooled, run_ranks
 from tests.support.netns import needs_hosts, run_on_hosts
 from tests.support.traces import decoded
 from torchring import default_world as world_module
-from torchring.allreduce.ring import RingAllReduce
 from torchring.bench.netns import Network
 from torchring.observe.recorder.records import RankTrace
 from torchring.observe.services import recorder_of
 from torchring.report.model.merge import merge
 from torchring.report.verdict.analysis import analyse
 from torchring.report.verdict.findings import Analysis
+from torchring.transport.c10d import C10dTransport
 
 _STEPS = 30
 
@@ -68,13 +68,20 @@ def _busy_neighbours() -> Iterator[None]:
 @contextmanager
 def _slow_link(bytes_per_s: float) -> Iterator[None]:
     """Reductions sleep for as long as a link of this rate would take: no core is needed for it."""
-    all_reduce = RingAllReduce.all_reduce
+    start, is_free_at = C10dTransport.start_all_reduce, 0.0
 
-    def slowly(self: RingAllReduce, wire: Any, **options: Any) -> Any:
-        time.sleep(wire.tensor.nbytes / bytes_per_s)
-        return all_reduce(self, wire, **options)
+    def slowly(self: C10dTransport, tensor: torch.Tensor) -> Any:
+        nonlocal is_free_at
+        is_free_at = arrives_at = max(is_free_at, time.monotonic()) + tensor.nbytes / bytes_per_s
+        transfer = start(self, tensor)
 
-    with mock.patch.object(RingAllReduce, "all_reduce", slowly):
+        def wait() -> None:
+            time.sleep(max(0.0, arrives_at - time.monotonic()))
+            transfer.wait()
+
+        return mock.Mock(wait=wait)
+
+    with mock.patch.object(C10dTransport, "start_all_reduce", slowly):
         yield
 
 

@@ -55,7 +55,7 @@ class FakeTransport:
     def __init__(self, network: FakeNetwork, rank: int, stream: str) -> None:
         self._num_gathers = 0
         self.rank = rank
-        self.size = network.size
+        self.members = tuple(range(network.size))
         self._network = network
         self._stream = stream
 
@@ -88,7 +88,7 @@ class FakeTransport:
             network.changed.notify_all()
 
             def missing() -> list[int]:
-                return [rank for rank in range(self.size) if rank not in parts]
+                return [rank for rank in self.members if rank not in parts]
 
             def gone() -> list[int]:
                 return [r for r in missing() if r in network.dead or (self._stream, r) in network.closed]
@@ -99,7 +99,7 @@ class FakeTransport:
                 raise PeerLostError("peers are gone", rank=self.rank, peers=lost, seconds=seconds)
             if late := missing():
                 raise PeerTimeoutError("no answer", rank=self.rank, peers=late, seconds=seconds)
-            return [parts[rank] for rank in range(self.size)]
+            return [parts[rank] for rank in self.members]
 
     def fail(self, error: RingError) -> RingError:
         self.close()

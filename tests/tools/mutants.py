@@ -99,9 +99,9 @@ TESTS = {
     "torchring/collectives/digests.py": ("collectives/test_digests gradients/participants/test_replicas", ""),
     "torchring/allreduce/direct.py": (
         "allreduce/test_allreduce allreduce/test_faults",
-        "not (native or ring or hierarchical)",
+        "not (native or hierarchical)",
     ),
-    "torchring/allreduce/ring.py": ("allreduce/test_allreduce allreduce/test_faults", "ring"),
+    "torchring/allreduce/native.py": ("allreduce/test_allreduce allreduce/test_faults", "native"),
     "torchring/allreduce/hierarchical.py": ("allreduce/test_allreduce allreduce/test_faults", "hierarchical"),
 }
 
@@ -114,7 +114,7 @@ EQUIVALENT = {
         " -> NonFinite | None:",
     ): "direct has one lane, and does not look at its number",
     ("direct.py", 'self._result: NonFinite | None = ""'): "wait() sets it before anybody reads it",
-    ("ring.py", "if whole.dtype.itemsize == 2 and scale != 2.0:"): (
+    ("native.py", "if buffer.dtype.itemsize == 2 and scale != 2.0:"): (
         "a factor of 1 changes nothing; one of 2 gives the same bits after the sum, unless sums overflow"
     ),
     ("signature.py", "return zlib.crc32(str(self).encode()) + 2"): "positive, and differs where signatures differ, too",
@@ -134,7 +134,6 @@ EQUIVALENT = {
         "reducer.py",
         'current.mark_ready = ""  # which refers to what refers to the round',
     ): "nobody reads it after this line, which only breaks a cycle of references",
-    ("ring.py", "NUM_AHEAD: Final = 5  # receives that are posted before their blocks are needed"): "speed",
 }
 
 # Left out: what cannot matter; and stores in __init__, positional arguments, and None instead of a value, without which

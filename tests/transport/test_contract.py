@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -45,21 +45,34 @@ pytestmark = pytest.mark.parametrize("kind", ["fake", "c10d", pytest.param("mpi"
 
 
 def run_transports(
-    kind: str, size: int, body: Callable[..., Any], *, num_streams: int = 1, timeout_seconds: float = 20.0
+    kind: str,
+    size: int,
+    body: Callable[..., Any],
+    *,
+    num_streams: int = 1,
+    timeout_seconds: float = 20.0,
+    groups: Sequence[Sequence[int]] = (),
 ) -> list[Any]:
     """body(meet, *transports) on every rank: in threads, or under MPI; closed when all ranks have returned.
 
     Each transport is of a world of its own, so that one that fails says nothing of the others.
+
+    Args:
+        groups: each rank's transport connects the ranks of its group.
     """
     names = [f"stream{i}" for i in range(num_streams)]
     if kind == "mpi":
-        return job.run(partial(_on_mpi_rank, body=body, names=names, timeout_seconds=timeout_seconds), size)
+        return job.run(
+            partial(_on_mpi_rank, body=body, names=names, timeout_seconds=timeout_seconds, groups=groups), size
+        )
     network = FakeNetwork(size, timeout_seconds)
 
     def on_rank(rank: int, size: int, store: dist.Store) -> Any:
         worlds = [Rendezvous(dist.PrefixStore(name, store), rank, size, timeout_seconds) for name in names]
         transports = [
-            network.transport(rank, name) if kind == "fake" else C10dTransport(world, name)
+            network.transport(rank, name)
+            if kind == "fake"
+            else C10dTransport(world, name, members=_group_of(rank, groups))
             for world, name in zip(worlds, names, strict=True)
         ]
         return _run_and_close(body, Rendezvous(store, rank, size, 20.0), transports)
@@ -68,13 +81,24 @@ def run_transports(
 
 
 def _on_mpi_rank(
-    rank: int, store: dist.Store, communicator: Any, body: Callable[..., Any], names: list[str], timeout_seconds: float
+    rank: int,
+    store: dist.Store,
+    communicator: Any,
+    body: Callable[..., Any],
+    names: list[str],
+    timeout_seconds: float,
+    groups: Sequence[Sequence[int]] = (),
 ) -> Any:
     worlds = [Rendezvous(dist.PrefixStore(name, store), rank, communicator.size, timeout_seconds) for name in names]
     transports = [
-        MpiTransport(world, name, communicator=communicator) for world, name in zip(worlds, names, strict=True)
+        MpiTransport(world, name, members=_group_of(rank, groups), communicator=communicator)
+        for world, name in zip(worlds, names, strict=True)
     ]
     return _run_and_close(body, Rendezvous(store, rank, communicator.size, 20.0), transports)
+
+
+def _group_of(rank: int, groups: Sequence[Sequence[int]]) -> Sequence[int] | None:
+    return next((group for group in groups if rank in group), None)
 
 
 def _run_and_close(body: Callable[..., Any], meeting: Rendezvous, transports: list[Any]) -> Any:
@@ -89,7 +113,7 @@ def _run_and_close(body: Callable[..., Any], meeting: Rendezvous, transports: li
 
 
 def _rank_and_size(_: Meet, transport: Transport) -> tuple[int, int]:
-    return transport.rank, transport.size
+    return transport.rank, len(transport.members)
 
 
 def _in_order(_: Meet, transport: Transport) -> list[int]:
@@ -173,7 +197,7 @@ def test_a_ring(kind: str) -> None:
 
 
 def _ring(_: Meet, transport: Transport) -> list[int]:
-    rank, size = transport.rank, transport.size
+    rank, size = transport.rank, len(transport.members)
     token, seen = torch.tensor([rank]), []
     for _ in range(size):
         incoming = torch.empty_like(token)
@@ -249,10 +273,8 @@ def test_all_reduce_sums_what_it_says_it_sums(kind: str, size: int) -> None:
         assert_bitwise(dtypes_sum, torch.as_tensor(expected).to(dtype), str(dtype))
         for result in results[1:]:
             assert_bitwise(result[dtype], dtypes_sum, str(dtype))
-    assert {torch.float32, torch.float64, torch.int64} <= results[0].keys()
+    assert {torch.float32, torch.float64, torch.int64, torch.float16, torch.bfloat16} <= results[0].keys()
     assert torch.complex64 not in results[0]
-    if kind == "mpi":
-        assert torch.bfloat16 not in results[0]
 
 
 def _sums(_: Meet, transport: Transport) -> dict[torch.dtype, torch.Tensor]:
@@ -275,6 +297,19 @@ def _numbers(_: Meet, transport: Transport) -> list[list[int]]:
     return [transport.all_gather(transport.rank * 2**40 - 1), transport.all_gather(-transport.rank)]
 
 
+def test_groups_sum_apart(kind: str) -> None:
+    if kind == "fake":
+        pytest.skip("the fake connects all ranks")
+    results = run_transports(kind, 3, _sum_and_gather, groups=((0, 2), (1,)))
+    assert results == [(2.0, [0, 2]), (1.0, [1]), (2.0, [0, 2])]
+
+
+def _sum_and_gather(_: Meet, transport: Transport) -> tuple[float, list[int]]:
+    tensor = torch.ones(1000)
+    transport.start_all_reduce(tensor).wait()
+    return float(tensor.mean()), transport.all_gather(transport.rank)
+
+
 def test_native_reduces_over_every_transport(kind: str) -> None:
     for result in run_transports(kind, 3, _native):
         expected = [exact_inputs(5000, torch.float32, rank) for rank in range(3)]
@@ -284,9 +319,8 @@ def test_native_reduces_over_every_transport(kind: str) -> None:
 
 def _native(meet: Meet, transport: Transport) -> Any:
     all_reduce = NativeAllReduce([transport])
-    if transport.engine == "MPI":
-        with pytest.raises(ValueError, match=r"algorithm='native' under MPI .*bfloat16.* algorithm='ring'"):
-            all_reduce.open_wires([(4, torch.float32), (4, torch.bfloat16)])
+    with pytest.raises(ValueError, match=f"{transport.engine} does not reduce torch.complex64 between hosts"):
+        all_reduce.open_wires([(4, torch.float32), (4, torch.complex64)])
     (wire,) = all_reduce.open_wires([(5000, torch.float32)])
     wire.tensor.copy_(exact_inputs(5000, torch.float32, transport.rank))
     assert all_reduce.all_reduce(wire, scale=0.5) is None

@@ -151,17 +151,13 @@ def first_non_finite(tensor: torch.Tensor) -> int | None:
     return None if is_finite(tensor) else int((~torch.isfinite(tensor)).nonzero()[0])
 
 
-def blame(reduced: torch.Tensor, ranks: Sequence[int], suspects: Sequence[int]) -> NonFinite:
-    """The origin of the non-finite values of `reduced`. All arguments are equal on all ranks.
-
-    Args:
-        ranks: the ranks that contributed.
-        suspects: for each of `ranks` the `first_non_finite` of its input, -1 for none.
-    """
-    for rank, element in zip(ranks, suspects, strict=True):
-        if element >= 0:
-            return NonFinite(rank, element)
-    return NonFinite(None, first_non_finite(reduced) or 0)
+def broken_off(rank: int, culprit: int) -> PlanMismatchError:
+    """The error if `culprit` has voided what others have reduced."""
+    return PlanMismatchError(
+        f"a backward was broken off on rank {culprit} after part of its gradients had left, and others went on",
+        rank=rank,
+        peers=(culprit,),
+    )
 
 
 def tag_mismatch(rank: int, tag: int, other: int, other_tag: int) -> PlanMismatchError:

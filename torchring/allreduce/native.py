@@ -3,47 +3,101 @@
 Where the engine has threads of its own, as Gloo does, a bucket leaves in the hook that has filled it, and nobody waits
 before the end of backward. Ranks do not compare tags, which would be a message in front of every bucket. All ranks
 start the buckets of a round in plan order. A rank that has broken a round off voids the buckets that are left, before
-it begins another round. So the n-th reduction is that of the same bucket on all ranks, and its last element says how
-many ranks have voided it.
+it begins another round. So the n-th reduction is that of the same bucket on all ranks. A rank that voids a bucket sends
+a NaN, so that all ranks look for the origin of the NaN, and find out.
+
+Gloo's all-reduce is a ring: each link carries 2(N-1)/N of the buffer. 16-bit values are rounded once per hop, so the
+error of an element is at most (N-1) u sum|x| with u the unit roundoff of the wire dtype.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
-from torchring.allreduce.contract import NonFinite, blame, first_non_finite, is_finite, tag_mismatch
-from torchring.errors import PlanMismatchError, RingError, in_step
-from torchring.transport.contract import Transfer, Transport
+from torchring.allreduce.contract import NonFinite, broken_off, first_non_finite, is_finite, tag_mismatch
+from torchring.errors import RingError, in_step
+from torchring.transport.contract import Transport
+
+_ELEMENTS: Final = 1 << 40  # more than a wire has
+_NO_SUSPECT: Final = -1
+_VOID: Final = -2
+
+
+class EngineSum:
+    """One all-reduce of the engine that has been started, and the look for NaN and infinity in its result.
+
+    Args:
+        buffer: [n] on the members of `transport`. `wait` leaves scale * sum in it.
+        suspect: the origin of the first NaN or infinity in this rank's `buffer`, None if there is none.
+        lookups: the transport on which ranks look for the origin of a NaN. By default `transport`: then all ranks have
+            to start the same sums before the first wait.
+        is_void: this rank has broken the round off, and contributes nothing.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        buffer: torch.Tensor,
+        scale: float,
+        suspect: NonFinite | None,
+        *,
+        lookups: Transport | None = None,
+        is_void: bool = False,
+    ) -> None:
+        self._buffer = buffer
+        self._scale = scale
+        self._lookups = lookups or transport
+        self._suspect = _NO_SUSPECT
+        if is_void:
+            buffer[:1].fill_(math.nan)
+            self._suspect = _VOID
+        elif suspect is not None and suspect.rank is not None:
+            self._suspect = suspect.rank * _ELEMENTS + suspect.element
+        self._transfer = transport.start_all_reduce(buffer)
+
+    def wait(self) -> NonFinite | None:
+        """Returns the origin of the first NaN or infinity. Raises PlanMismatchError unless all or none have voided."""
+        self._transfer.wait()
+        if scale_and_check(self._buffer, self._scale):
+            return None
+        # All ranks hold the same bits, so either all ranks come here or none.
+        lookups, element = self._lookups, first_non_finite(self._buffer)
+        suspects = lookups.all_gather(self._suspect)
+        if _VOID in suspects:
+            if set(suspects) == {_VOID}:
+                return None
+            raise lookups.fail(broken_off(lookups.rank, lookups.members[suspects.index(_VOID)]))
+        for suspect in suspects:
+            if suspect != _NO_SUSPECT:
+                return NonFinite(*divmod(suspect, _ELEMENTS))
+        return NonFinite(None, element or 0)
 
 
 @dataclass(frozen=True)
 class NativeWire:
     tensor: torch.Tensor
-    whole: torch.Tensor  # the same memory, for the all-reduce's writes, and one element that counts ranks
+    whole: torch.Tensor  # the same memory, for the all-reduce's writes
 
 
 class PendingNative:
-    """One all-reduce of the engine. See `PendingReduction`."""
+    """One all-reduce of a bucket. See `PendingReduction`."""
 
-    def __init__(self, whole: torch.Tensor, scale: float, transport: Transport, *, is_void: bool = False) -> None:
+    def __init__(self, buffer: torch.Tensor, scale: float, transport: Transport, *, is_void: bool = False) -> None:
         self.span: tuple[float, float] | None = None
-        self._whole = whole
-        self._buffer = buffer = whole[:-1]
-        self._is_void = is_void
-        self._transport = transport
-        self._result: NonFinite | None = None
         self._started = time.perf_counter()
-        self._suspect = first_non_finite(buffer)  # the sum replaces what this rank has contributed
+        self._result: NonFinite | None = None
+        element = first_non_finite(buffer)  # the sum replaces what this rank has contributed
         if buffer.dtype.itemsize == 2 and scale != 1.0:
-            buffer.mul_(scale)  # the engine sums in 16 bits
+            buffer.mul_(scale)  # partial sums travel in 16 bits
             scale = 1.0
-        self._scale = scale
-        whole[-1:].fill_(float(is_void))
-        self._transfer: Transfer | None = transport.start_all_reduce(whole)
+        suspect = None if element is None else NonFinite(transport.rank, element)
+        self._sum = EngineSum(transport, buffer, scale, suspect, is_void=is_void)
 
     def advance(self) -> bool:
         return True
@@ -52,34 +106,14 @@ class PendingNative:
         """Do nothing: the engine proceeds by itself, or in `wait`."""
 
     def wait(self) -> NonFinite | None:
-        if self._transfer is None:
-            return self._result
-        self._transfer.wait()
-        self._transfer = None
-        if 0 < float(self._whole[-1]) < self._transport.size:
-            raise self._transport.fail(self._broken_off())
-        if not scale_and_check(self._buffer, self._scale):
-            # All ranks hold the same bits, so either all ranks come here or none.
-            suspects = self._transport.all_gather(-1 if self._suspect is None else self._suspect)
-            self._result = blame(self._buffer, range(self._transport.size), suspects)
-        self.span = self._started, time.perf_counter()
+        if self.span is None:
+            self._result = self._sum.wait()
+            self.span = self._started, time.perf_counter()
         return self._result
-
-    def _broken_off(self) -> PlanMismatchError:
-        """Collective: the error if some ranks have voided what the others have reduced."""
-        rank, voids = self._transport.rank, self._transport.all_gather(int(self._is_void))
-        culprit = voids.index(1)
-        return PlanMismatchError(
-            f"a backward was broken off on rank {culprit} after part of its gradients had left, and others went on",
-            rank=rank,
-            peers=(culprit,),
-        )
 
 
 class NativeAllReduce:
     """The engine's own all-reduce. See `AllReduce`, where the engine proceeds by itself; else `BlockingAllReduce`.
-
-    Gloo sums 16-bit wires in 16 bits. MPI has no 16-bit types, so `open_wires` raises ValueError.
 
     Args:
         transports: one for each lane. `start` uses the first one.
@@ -93,13 +127,9 @@ class NativeAllReduce:
         self.num_lanes = len(transports)
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[NativeWire]:
-        transport = self._transports[0]
-        for _, dtype in specs:
-            if not transport.sums(dtype):
-                text = f"algorithm='native' under {transport.engine} does not reduce {dtype}; use algorithm='ring'"
-                raise in_step(ValueError(text))
-        wholes = [torch.zeros(numel + 1, dtype=dtype, device="cpu") for numel, dtype in specs]
-        return [NativeWire(whole.data[:-1], whole) for whole in wholes]
+        check_dtypes(self._transports[0], specs)
+        wholes = [torch.zeros(numel, dtype=dtype, device="cpu") for numel, dtype in specs]
+        return [NativeWire(whole.data, whole) for whole in wholes]
 
     def start(self, wire: NativeWire, *, scale: float = 1.0, tag: int = 0) -> PendingNative:
         return PendingNative(wire.whole, scale, self._transports[0])
@@ -125,6 +155,13 @@ class NativeAllReduce:
     def close(self) -> None:
         for transport in self._transports:
             transport.close()
+
+
+def check_dtypes(transport: Transport, specs: Sequence[tuple[int, torch.dtype]]) -> None:
+    """Raise ValueError if the engine does not sum a dtype."""
+    for _, dtype in specs:
+        if not transport.sums(dtype):
+            raise in_step(ValueError(f"{transport.engine} does not reduce {dtype} between hosts"))
 
 
 def scale_and_check(buffer: torch.Tensor, scale: float) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from torchring.allreduce.contract import NonFinite, tag_mismatch
+from torchring.allreduce.contract import NonFinite, broken_off, tag_mismatch
 from torchring.memory.host import HostGroup, as_words
 
 MAX_PENDING: Final = 512  # reductions of one all-reduce at a time
+VOID: Final = -1  # the tag of a reduction in a round that the rank has broken off
 _NOBODY: Final = -1  # the sum overflowed, no input is to blame
 
 
@@ -38,7 +39,10 @@ class ReductionRecords:
         at, group = number % MAX_PENDING * 3, self._group
         for rank, record in zip(group.ranks, self._records, strict=True):
             if record[at] != tag:
-                error = tag_mismatch(group.rank, tag, rank, record[at])
+                if VOID in (tag, record[at]):
+                    error = broken_off(group.rank, group.rank if tag == VOID else rank)
+                else:
+                    error = tag_mismatch(group.rank, tag, rank, record[at])
                 group.report_failure(error)
                 raise error
 

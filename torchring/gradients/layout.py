@@ -20,7 +20,6 @@ from torchring.gradients.bucket import Bucket
 from torchring.gradients.launcher import Launcher
 from torchring.gradients.participants.buffers import SyncBuffers
 from torchring.gradients.plan import (
-    AUTO_COMPRESSION,
     ParameterSpec,
     Plan,
     build_plan,
@@ -215,8 +214,7 @@ class BucketLayout:
         if accelerator := accelerator_of(device):
             return open_on_device(world, options.algorithm, options.overlap, wires, accelerator)
         if options.algorithm == "auto":
-            narrow = wire_dtype(torch.float32, AUTO_COMPRESSION) if options.compression == "auto" else None
-            return open_chosen(world, options.overlap, wires, narrow)
+            return open_chosen(world, options.overlap, wires)
         return open_all_reduce(world, options.algorithm, options.overlap), Choice(options.algorithm, "asked for")
 
     def _open(self, plan: Plan) -> list[Bucket]:

@@ -50,14 +50,24 @@ class C10dTransport:
         rendezvous: the world's store.
         name: name of the channel; unique in this world, the same on every rank.
         host: the ranks of this host; known to be alive or not.
+        members: the ranks to connect; by default all. Ranks may be in different groups, each in one.
     """
 
     engine = "Gloo"
     proceeds_alone = True
 
-    def __init__(self, rendezvous: Rendezvous, name: str, host: HostGroup | None = None) -> None:
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        name: str,
+        host: HostGroup | None = None,
+        *,
+        members: Sequence[int] | None = None,
+    ) -> None:
         self.rank = rendezvous.rank
-        self.size = rendezvous.size
+        self.members = tuple(range(rendezvous.size) if members is None else members)
+        self.size = len(self.members)
+        self._place = self.members.index(self.rank)  # the rank in Gloo's group
         self._timeout_seconds = rendezvous.timeout_seconds
         self._name = name
         # Gloo
@@ -65,7 +75,7 @@ class C10dTransport:
         self._under_way: set[C10dTransfer] = set()  # kept alive: Gloo reads and writes the memory of their tensors
         self._pid = os.getpid()
         # Failures
-        self._culprits = Culprits(rendezvous, name, host)
+        self._culprits = Culprits(rendezvous, name, host, self.members)
         self._failure = FirstFailure()
         self._failing = threading.RLock()
         self._is_closed = False
@@ -91,10 +101,10 @@ class C10dTransport:
 
     def _connect(self, rendezvous: Rendezvous, endpoints: Sequence[Endpoint]) -> Backend:
         """Gloo connects all ranks with each other, or none. A rank that fails tells the others, which would wait."""
-        store = PrefixStore(f"transport/{self._name}/gloo", rendezvous.store)
+        store = PrefixStore(f"transport/{self._name}/gloo/{self.members[0]}", rendezvous.store)
         timeout = timedelta(seconds=rendezvous.timeout_seconds)
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        connecting = self._waiter.submit(lambda: ProcessGroupGloo(store, self.rank, self.size, timeout))
+        others = [rank for rank in range(rendezvous.size) if rank != self.rank]
+        connecting = self._waiter.submit(lambda: ProcessGroupGloo(store, self._place, self.size, timeout))
         end = time.monotonic() + rendezvous.timeout_seconds + _LATE_SECONDS
         while True:
             try:
@@ -122,11 +132,13 @@ class C10dTransport:
 
     def send(self, tensor: torch.Tensor, peer: int) -> C10dTransfer:
         data = contiguous_bytes(tensor)
-        return self._start(lambda group: group.send([data], peer, gloo_links.TAG) if data.numel() else None, peer)
+        place = self.members.index(peer)
+        return self._start(lambda group: group.send([data], place, gloo_links.TAG) if data.numel() else None, peer)
 
     def receive(self, tensor: torch.Tensor, peer: int) -> C10dTransfer:
         data = contiguous_bytes(tensor)
-        return self._start(lambda group: group.recv([data], peer, gloo_links.TAG) if data.numel() else None, peer)
+        place = self.members.index(peer)
+        return self._start(lambda group: group.recv([data], place, gloo_links.TAG) if data.numel() else None, peer)
 
     def sums(self, dtype: torch.dtype) -> bool:
         return dtype in _SUMMED
@@ -153,7 +165,7 @@ class C10dTransport:
             return
         group, self._group = self._group, None
         if group is not None:
-            gloo_links.close_links(group, self.rank, self.size)
+            gloo_links.close_links(group, self._place, self.size)
             last = [group]
             del group
             gloo_links.drop(last)
@@ -202,15 +214,17 @@ class C10dTransport:
                 if self._is_closed:
                     raise closed(self._failure.error, self.rank) from failure
                 timed_out = gloo_links.has_timed_out(failure)
+                ends = [] if self._group is None else self.members
+                gone = [rank for rank in ends if rank != self.rank and self._links.is_open(rank) is False]
                 self._culprits.suspect(peer, timed_out=timed_out)
                 if peer is None and self._group is not None:
                     # Ranks that wait for innocent ranks must notice, too, or they are taken for the culprit.
-                    gloo_links.close_links(self._group, self.rank, self.size)
+                    gloo_links.close_links(self._group, self._place, self.size)
                 seconds = time.monotonic() - started
                 if self._seconds_still > self._timeout_seconds / 2:
                     error = self._culprits.signed(self._culprits.stood_still(self._seconds_still), seconds)
                 else:
-                    error = self._culprits.explain(peer, seconds, timed_out=timed_out)
+                    error = self._culprits.explain(peer, seconds, timed_out=timed_out, closed=gone)
                 raise self.fail(error) from failure
 
     def interruptible(self, wait: Callable[[], object], peer: int | None) -> None:
@@ -267,12 +281,12 @@ class C10dTransport:
 
         In a collective, a peer that has done its part may have left while others still send.
         """
-        for other in range(self.size) if peer is None else (peer,):
+        for other in self.members if peer is None else (peer,):
             if other == self.rank:
                 continue
             is_open = self._links.is_open(other)
             if is_open is None and probes and (group := self._group) is not None:  # another thread may close it
-                broken = gloo_links.find_failure(group, other)
+                broken = gloo_links.find_failure(group, self.members.index(other))
                 del group
             elif is_open is False and (peer is not None or self._links.seconds_silent() > _SILENT_SECONDS):
                 broken = RuntimeError(f"the connection to rank {other} is closed")
@@ -284,7 +298,7 @@ class C10dTransport:
 
     def lost_peer(self) -> RingError | None:
         """The error if a peer has closed its connection. Sends nothing, and breaks nothing. From any thread."""
-        for peer in range(self.size):
+        for peer in self.members:
             if peer != self.rank and not self._is_closed and self._links.is_open(peer) is False:
                 return self._culprits.explain(peer, 0.0, timed_out=False)
         return None

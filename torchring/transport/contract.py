@@ -18,7 +18,7 @@ class Transfer(Protocol):
 
 
 class Transport(Protocol):
-    """Point-to-point transfers between the ranks of one world, and the engine's own sum. Tensors are in host memory.
+    """Point-to-point transfers between ranks of one world, and the engine's own sum. Tensors are in host memory.
 
     The n-th send from rank a to rank b matches the n-th receive that rank b starts from rank a. Only one thread uses a
     transport at a time; `fail` and `close` may be called from any thread.
@@ -28,7 +28,8 @@ class Transport(Protocol):
     def rank(self) -> int: ...
 
     @property
-    def size(self) -> int: ...
+    def members(self) -> tuple[int, ...]:
+        """The ranks that this transport connects, this rank included."""
 
     @property
     def engine(self) -> str:

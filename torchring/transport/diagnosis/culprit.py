@@ -39,15 +39,19 @@ class Culprits:
         rendezvous: the world's store.
         name: name of the channel; unique in this world, the same on every rank.
         host: the ranks of this host; known to be alive or not.
+        members: the ranks of the channel; by default all.
     """
 
-    def __init__(self, rendezvous: Rendezvous, name: str, host: HostGroup | None) -> None:
+    def __init__(
+        self, rendezvous: Rendezvous, name: str, host: HostGroup | None, members: Sequence[int] | None = None
+    ) -> None:
         # With a short timeout: the connection to the store may be cut, too.
         self._rendezvous = rendezvous.with_timeout(_GRACE_SECONDS)
         self._timeout_seconds = rendezvous.timeout_seconds
         self._name = name
         self._host = host
         self._others = [rank for rank in range(rendezvous.size) if rank != rendezvous.rank]
+        self._peers = self._others if members is None else [rank for rank in members if rank != rendezvous.rank]
 
     def report(self, error: RingError) -> None:
         """Leave `error` for the peers."""
@@ -76,19 +80,23 @@ class Culprits:
         """Tell the peers that this rank has closed its end."""
         self._leave("left", b"")
 
-    def explain(self, peer: int | None, seconds: float, *, timed_out: bool) -> RingError:
+    def explain(self, peer: int | None, seconds: float, *, timed_out: bool, closed: Sequence[int] = ()) -> RingError:
         """Find the cause of a failed wait.
 
         Args:
             peer: the rank whose transfer failed. None after a collective, which does not say whose transfer failed.
             seconds: time that this rank has waited.
             timed_out: the wait was too long; else a link broke.
+            closed: after a collective, the peers whose links were closed before this rank closed its own. A live rank
+                says whom it suspects before it closes links.
         """
+        if peer is None and len(self._peers) == 1:
+            peer = self._peers[0]
         try:
             error = self.seen_by_the_host(self._others)
             if error is None:
                 if peer is None:
-                    culprits, timed_out = self._silent_ones(timed_out)
+                    culprits, timed_out = self._silent_ones(timed_out, closed)
                 else:
                     culprit, timed_out = self._end_of_chain(peer, timed_out)
                     culprits = [culprit]
@@ -200,7 +208,7 @@ class Culprits:
                 return suspect, timed_out
             suspect = following
 
-    def _silent_ones(self, timed_out: bool) -> tuple[list[int], bool]:
+    def _silent_ones(self, timed_out: bool, closed: Sequence[int]) -> tuple[list[int], bool]:
         """The culprits after a collective failed: the ranks that do not report the failure.
 
         Also returns whether the wait of any rank was too long. All links are closed by now, so every live rank has
@@ -208,18 +216,22 @@ class Culprits:
         long for this rank.
         """
         waited_too_long = timed_out
-        deadline = time.monotonic() + _GRACE_SECONDS
-        silent = list(self._others)
+        started = time.monotonic()
+        silent = list(self._peers)
         while True:
-            for rank in self._others:
+            for rank in self._peers:
                 if (words := self._look_up("last_words", rank, 0.0)) is not None:
                     raise decode_error(words, rank)
             answers = {rank: self._look_up("suspect", rank, 0.0) for rank in silent}
             timed_out = timed_out or any(answer is not None and answer.endswith(b"1") for answer in answers.values())
             silent = [rank for rank, answer in answers.items() if answer is None]
             if not silent and timed_out and not waited_too_long:
-                raise self._was_late(self._others)
-            if not silent or time.monotonic() >= deadline:
+                raise self._was_late(self._peers)
+            waited = time.monotonic() - started
+            gone = [rank for rank in silent if rank in closed]
+            if gone and not timed_out and waited >= _BROKEN_GRACE_SECONDS:
+                return gone, timed_out
+            if not silent or waited >= _GRACE_SECONDS:
                 return silent, timed_out
             time.sleep(_PAUSE_SECONDS)
 

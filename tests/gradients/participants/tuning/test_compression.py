@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import torchring
 from tests.support.harness import run_pooled
-from torchring.allreduce import select
 from torchring.allreduce.device.stream import OnStream
 from torchring.default_world import default_world
 from torchring.gradients.group import OptimizerGroup
@@ -92,7 +91,6 @@ def _trials(rank: int, _: int, folder: str) -> dict[str, Any]:
         ("lost", lost, {}),
         ("buckets instead", both, {"bucket_mb": "auto"}),
         ("both won", won, {"bucket_mb": "auto"}),
-        ("native", won, {"algorithm": "native"}),
     ):
         with _scripted(f"{folder}/{name}", turns):
             results[name] = _gradients(rank, compression="auto", **options)
@@ -127,8 +125,6 @@ def test_16_bits_are_kept_where_they_pay_and_known_to_the_next_start(tmp_path: P
         reason = _check(results, "both won", [*tried, True])
         assert reason.startswith("2 buckets found for this model, of bf16: 5 ms exposed")
         assert _check(results, "both won before", [True]) == f"{reason}, as measured by an earlier run"
-        reason = _check(results, "native", [False])
-        assert reason == "full precision, as algorithm 'native' does not add 16-bit values in fp32"
 
 
 def _broken_off(rank: int, _: int, folder: str) -> dict[str, tuple[list[bool], str]]:
@@ -204,7 +200,7 @@ def test_16_bits_are_tried_where_they_should_shorten_backward(
     specs = _specs(torch.float32)
     cost = ReductionCost((0, 1), (0.0, seconds_of_byte), 0.0, in_background=True)
     current = build_plan(specs, bucket_bytes=1 << 20)
-    tuned = what_to_tune(buckets=False, bucket_bytes=1 << 20, compression="auto", algorithm="ring")
+    tuned = what_to_tune(buckets=False, bucket_bytes=1 << 20, compression="auto")
     found, reasons = worth_trying(tuned, current, specs, [computed / 2, computed], computed, [cost, cost])
     assert [candidate.subject for candidate in found] == subjects
     assert len(found) + len(reasons) == 1
@@ -225,24 +221,3 @@ def test_what_rounds_has_to_pay(is_rounded: bool, is_won: bool) -> None:
     plan = build_plan(_specs(torch.float32), bucket_bytes=0)
     candidate = Candidate(None, "bf16", 0.0, 0.01, is_rounded)
     assert Trial(candidate, plan, plan, _SLOW, _HARDLY).is_won() is is_won
-
-
-@pytest.mark.parametrize(("narrow", "algorithm"), [(None, "native"), (torch.bfloat16, "ring")])
-def test_a_all_reduce_that_can_add_16_bits_is_opened_where_they_would_be_faster(
-    narrow: torch.dtype | None, algorithm: str
-) -> None:
-    """In full precision, ring and native are as fast."""
-
-    def measure(
-        world: Any, all_reduces: dict[str, Any], sample: list[tuple[int, torch.dtype]], *_: Any
-    ) -> dict[str, float]:
-        return dict.fromkeys(all_reduces, sum(numel * dtype.itemsize for numel, dtype in sample) / 1e9)
-
-    world = mock.Mock(shares_memory=False, hosts=((0,), (1,)))
-    with (
-        mock.patch.object(select, "_measure", measure),
-        mock.patch.object(select, "open_all_reduce", lambda world, name, overlap: mock.Mock(algorithm=name)),
-    ):
-        all_reduce, choice = select.open_chosen(world, "auto", [(1 << 22, torch.float32)], narrow)
-    assert (all_reduce.algorithm, choice.algorithm) == (algorithm, algorithm)
-    assert ("ring in 16 bits" in choice.reason) is (narrow is not None)

@@ -22,13 +22,11 @@ class Tuned:
         buckets: whether buckets are cut for the model.
         bucket_bytes: size of default buckets. Others are not larger: large ones leave late.
         compressions: see `build_plan`. The first one is used until another has won.
-        remark: why there is no second compression, although the user allows one.
     """
 
     buckets: bool
     bucket_bytes: int
     compressions: tuple[str | None, ...]
-    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,15 +56,11 @@ class Candidate:
         return f"{buckets}, of {self.compression}" if buckets else f"gradients in {self.compression}"
 
 
-def what_to_tune(*, buckets: bool, bucket_bytes: int, compression: str | None, algorithm: str) -> Tuned:
-    """What these arguments of `wrap` leave to torchring, with this algorithm."""
+def what_to_tune(*, buckets: bool, bucket_bytes: int, compression: str | None) -> Tuned:
+    """What these arguments of `wrap` leave to torchring."""
     assert compression in COMPRESSIONS or compression == "auto"
     if compression != "auto":
         return Tuned(buckets, bucket_bytes, (compression,))
-    if algorithm == "native":
-        # The backend would add 16-bit values in 16 bits, which is worse than the rounding that the user has agreed to.
-        remark = "full precision, as algorithm 'native' does not add 16-bit values in fp32"
-        return Tuned(buckets, bucket_bytes, (None,), remark)
     return Tuned(buckets, bucket_bytes, (None, AUTO_COMPRESSION))
 
 

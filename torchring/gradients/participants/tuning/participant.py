@@ -72,7 +72,6 @@ def open_tuning(layout: BucketLayout, specs: Sequence[ParameterSpec]) -> list[Tu
         buckets=tunes_buckets,
         bucket_bytes=layout.bucket_bytes,
         compression=options.compression,
-        algorithm=layout.all_reduce.algorithm,
     )
     layout.compressions = tuned.compressions
     lines = describe(specs, str(options))

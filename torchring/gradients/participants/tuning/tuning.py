@@ -123,7 +123,7 @@ class Tuner:
     @property
     def reason(self) -> str:
         """What has been decided, and why, as a clause."""
-        return "; ".join(filter(None, (self._decision, self._tuned.remark)))
+        return self._decision
 
     @property
     def _default(self) -> str:
