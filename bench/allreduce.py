@@ -1,4 +1,4 @@
-"""All-reduce by size: torchring against Gloo, and Open MPI and Horovod where they are installed, in one run.
+"""All-reduce by size: torchring against Gloo, and against MPI, oneCCL, DeepSpeed and Horovod if installed, in one run.
 
     torchring bench allreduce                      2 ranks, then 4, 1 KiB to 256 MiB
     torchring bench allreduce --ranks 4 --sizes 1024 1048576 --json results.jsonl
@@ -12,6 +12,7 @@ Rivals, each at its best settings on one machine:
     gloo       torch.distributed.all_reduce, what DistributedDataParallel uses on CPUs
     open mpi, intel mpi, mpich
                Allreduce in place through mpi4py, buffer protocol
+    oneccl     ccl::allreduce in place, over Intel MPI
     deepspeed  inference_all_reduce_, in shared memory
     horovod    hvd.allreduce_ in place over MPI, cycle time 0.1 ms
     copy       not a rival: every rank copies a buffer of the same size, all at the same time. An all-reduce of S bytes
