@@ -174,7 +174,7 @@ class Coordinator:
         deadline = time.monotonic() + self._limit.total_seconds()
         while not self._store.check(keys):
             codes = [process.poll() for process in rival.processes]
-            if any(code is not None for code in codes):
+            if any(codes):
                 raise RivalFailed(f"{rival.name} ended too early, with exit codes {codes}")
             if time.monotonic() > deadline:
                 raise RivalFailed(f"{rival.name} did not answer for {self._limit.total_seconds():.0f} s")
