@@ -192,9 +192,8 @@ def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
     for rival in [rival for rival in RIVALS if rival in (*ALWAYS, *options.rivals)]:
         torch.manual_seed(0)
         workload = build()
-        trainers[rival] = RIVALS[rival](workload.model)
-        if server and rival == SERVER:
-            server.connect(trainers[rival].model)
+        model = server.wrap(workload.model) if server and rival == SERVER else workload.model
+        trainers[rival] = RIVALS[rival](model)
     batches = [workload.batch(seed=1000 * torchring.rank() + i) for i in range(8)]
 
     # With several optimizers, ranks send a message after each backward, which says what it has reached. So only the
@@ -302,7 +301,7 @@ RIVALS: dict[str, Callable[[torch.nn.Module], Trainer]] = {
     "torchring bf16": with_torchring_bf16,
     "ddp": step.with_ddp,
     "ddp fp16": with_ddp_fp16,
-    SERVER: step.with_ddp,
+    SERVER: step.without_communication,
     "alone": step.without_communication,
 }
 ALWAYS = ("torchring", "ddp", "alone")

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from torchring.bench import netns
 
@@ -39,9 +40,11 @@ class ParameterServer:
         self._scatter, self._gather = dist.ScatterOptions(), dist.GatherOptions()
         self._scatter.rootRank = self._gather.rootRank = self.root
 
-    def connect(self, model: Any) -> None:
-        """Let a worker's DistributedDataParallel send its gradients to the server."""
-        model.register_comm_hook(None, lambda _, bucket: self._mean(bucket.buffer()))
+    def wrap(self, model: torch.nn.Module) -> DistributedDataParallel:
+        """Let a worker's model send its gradients to the server. Small buckets keep both directions busy."""
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=4)
+        ddp.register_comm_hook(None, lambda _, bucket: self._mean(bucket.buffer()))
+        return ddp
 
     def link_bytes(self) -> list[int]:
         """What `link_bytes` finds on the server's host; called by rank 0 alone."""
