@@ -1,7 +1,7 @@
 """The table of figures in README.md: training steps on one machine and between machines. Runs what it needs.
 
     torchring bench figures                   all benchmarks of the table, and of bench/README.md (as root)
-    torchring bench figures --only-print      the table, from the rows of the last run
+    torchring bench figures --only-print      the tables, from the rows of the last runs
 
 Rows are appended to the files in `--results`, and the table is made from these.
 """
@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from torchring.bench import measure
+from torchring.bench.measure import Spread
+
+Row = dict[str, Any]
 
 BENCH = Path(__file__).resolve().parent
 MODELS = {
@@ -49,31 +52,48 @@ def main() -> int:
         command = [sys.executable, str(BENCH / f"{name}.py"), *arguments]
         if code := subprocess.run([*command, "--json", str(options.results / f"{name}.jsonl")]).returncode:
             return code
-    print_table(measure.read_runs(options.results / "step.jsonl"), measure.read_runs(options.results / "network.jsonl"))
+    steps, network = (measure.read_runs(options.results / f"{name}.jsonl") for name in ("step", "network"))
+    # The network's rows are from several runs, of which the first to have a row counts.
+    rows: dict[tuple[str, str, str], Row] = {}
+    for about, found in network:
+        if about["commit"] == network[-1][0]["commit"]:
+            for row in found:
+                rows.setdefault((row["layout"], row["model"], row["rate"]), row)
+    print_table(*steps[-1], rows)
+    print_network(rows, network[-1][0])
     return 0
 
 
-def print_table(steps: list[tuple[dict[str, Any], list[Any]]], network: list[tuple[dict[str, Any], list[Any]]]) -> None:
-    """Print the rows of the last step run, and those of all network runs at the commit of the last."""
-    about, rows = steps[-1]
-    cells: dict[tuple[str, str | None], Any] = {(row["model"], None): row["ms"] for row in rows}
-    for found, rows in network:
-        if found["commit"] == network[-1][0]["commit"]:
-            for row in rows:
-                if row["layout"] == "2x1":
-                    cells.setdefault((row["model"], row["rate"]), row["ms"])
+def print_table(about: dict[str, Any], steps: list[Row], network: dict[tuple[str, str, str], Row]) -> None:
+    """Print the table of README.md."""
 
-    def cell(model: str, rate: str | None) -> str:
-        ms = cells[model, rate]
-        return " / ".join(f"{ms[rival]['p50']:.{int(ms['alone']['p50'] < 50)}f}" for rival in ("torchring", "ddp"))
+    def cell(row: Row) -> str:
+        ms = row["ms"]
+        return " / ".join(f"{ms[rival]['p50']:.{digits(row)}f}" for rival in ("torchring", "ddp", "alone"))
 
-    columns = ["torchring / DDP, ms", "one machine", *(f"{rate[:-4]} Gbit/s" for rate in RATES), "no communication"]
+    columns = ["torchring / DDP / no communication", "one machine", *(f"{rate[:-4]} Gbit/s" for rate in RATES)]
     table = [
-        [text, *(cell(model, rate) for rate in (None, *RATES)), f"{cells[model, None]['alone']['p50']:.0f}"]
-        for model, text in MODELS.items()
+        [MODELS[row["model"]], cell(row), *(cell(network["2x1", row["model"], rate]) for rate in RATES)]
+        for row in steps
     ]
-    title = f"Steps on {about['cores']} cores with torch {about['versions']['torch']} {measure.origin(about)}"
+    title = f"Steps in ms on {about['cores']} cores with torch {about['versions']['torch']} {measure.origin(about)}"
     measure.print_table(title, columns, table)
+
+
+def print_network(rows: dict[tuple[str, str, str], Row], about: dict[str, Any]) -> None:
+    """Print torchring beside DDP between all numbers of hosts."""
+    columns = ["hosts x ranks", "model", "rate", "torchring ms", "ddp ms", "alone ms", "ratio to ddp"]
+    table = []
+    for (layout, model, rate), row in rows.items():
+        spreads = [Spread(**row["ms"][rival]) for rival in ("torchring", "ddp", "alone")]
+        ours, ddp, alone = (spread.p50 for spread in spreads)
+        cells = [layout, model, rate, *(spread.text(digits(row)) for spread in spreads)]
+        table.append([*cells, f"{(ours - alone) / (ddp - alone):.2f}"])
+    measure.print_table(f"Steps between hosts, p50 (p20-p80) {measure.origin(about)}", columns, table)
+
+
+def digits(row: Row) -> int:
+    return 1 if row["ms"]["alone"]["p50"] < 50 else 0
 
 
 if __name__ == "__main__":

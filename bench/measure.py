@@ -471,7 +471,8 @@ def _commit() -> tuple[str | None, bool | None]:
         # An installed torchring may lie inside the checkout of another project.
         if Path(git("rev-parse", "--show-toplevel").rstrip("\n")).resolve() != folder.parent:
             return None, None
-        return git("rev-parse", "--short", "HEAD").strip(), bool(git("status", "--porcelain"))
+        # Results that an earlier benchmark has just written change no figures.
+        return git("rev-parse", "--short", "HEAD").strip(), bool(git("status", "--porcelain", ":/", ":!results"))
     except (OSError, subprocess.CalledProcessError):  # no git, no checkout, no commit
         return None, None
 

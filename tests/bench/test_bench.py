@@ -215,6 +215,16 @@ def test_weights_that_differ_end_the_run() -> None:
             network.check_weights(trainers(**near | {rival: by}), start)
 
 
+def test_bytes_that_no_algorithm_sends_end_the_run() -> None:
+    megabytes = {"torchring": 100, "ddp": 150, "ddp fp16": 75, "parameter server": 400, "alone": 0}
+    sent = {rival: each << 20 for rival, each in megabytes.items()}
+    row = {"layout": "2x2", "bytes": 100 << 20, "stats": {"torchring": {"algorithm": "hierarchical"}}}
+    network.check_bytes(row | {"link_bytes": sent})
+    for rival, wrong in (("torchring", 120), ("ddp", 100), ("ddp fp16", 150), ("parameter server", 300), ("alone", 1)):
+        with pytest.raises(SystemExit, match=f"a step of {rival} sent {wrong << 20} bytes"):
+            network.check_bytes(row | {"link_bytes": sent | {rival: wrong << 20}})
+
+
 def test_a_rival_on_the_gpu_that_does_nothing_is_wrong() -> None:
     outputs, expected = [torch.ones(3), torch.ones(2)], [torch.ones(3), torch.ones(2)]
     assert Rival(lambda: [output.fill_(1.0) for output in outputs], outputs, expected).is_right()
