@@ -38,7 +38,7 @@ PACKAGES = {
 _LIBRARY_NAMES = {"open mpi": "Open MPI", "intel mpi": "Intel", "mpich": "MPICH"}  # how they begin
 _ROOT = "TORCHRING_BENCH_RIVAL"  # the environment that holds the rival
 
-# From 2 MiB on Intel MPI's algorithm 13 takes 7 to 18 ms for 64 MiB between 2 ranks, and the one that it chooses 39 to 45.
+# 64 MiB between 2 ranks: 7 to 18 ms with algorithm 13, 39 to 45 with the one that Intel MPI chooses.
 _INTEL_ALGORITHM = "13:2097152-2147483647"
 
 # oneCCL's shared library crashes without a GPU (2022.2: a segmentation fault in create_topo_subcomms). The static one
