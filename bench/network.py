@@ -151,7 +151,7 @@ def check_bytes(row: dict[str, Any]) -> None:
 def work(options: argparse.Namespace) -> int:
     """Run as one rank, or as the parameter server. Rank 0 writes the row."""
     torch.set_num_threads(1)
-    if os.environ["RANK"] >= os.environ["WORLD_SIZE"]:
+    if int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]):
         ParameterServer().serve()
         return 0
     dist.init_process_group("gloo")
@@ -255,7 +255,8 @@ def busiest_link(train: Turn, server: ParameterServer | None) -> int:
     def counted() -> torch.Tensor:
         torchring.barrier()
         of_server = server.link_bytes() if server and torchring.rank() == 0 else []
-        return torch.cat([torchring.all_gather(torch.tensor(link_bytes())), torch.tensor(of_server)])
+        of_hosts = torchring.all_gather(torch.tensor(link_bytes()))
+        return torch.cat([of_hosts, torch.tensor(of_server, dtype=torch.int64)])
 
     before = counted()
     train()
