@@ -1,4 +1,4 @@
-"""All-reduce by size: torchring against Gloo, and Open MPI and Horovod where they are installed, in one run.
+"""All-reduce by size: torchring against Gloo, and against MPI, oneCCL, DeepSpeed and Horovod if installed, in one run.
 
     torchring bench allreduce                      2 ranks, then 4, 1 KiB to 256 MiB
     torchring bench allreduce --ranks 4 --sizes 1024 1048576 --json results.jsonl
@@ -10,23 +10,31 @@ Rivals, each at its best settings on one machine:
                torchring.horovod.allreduce_ of an ordinary tensor: ranks match their calls by name first
     ring       torchring's algorithm between hosts: a ring over Gloo point-to-point
     gloo       torch.distributed.all_reduce, what DistributedDataParallel uses on CPUs
-    open mpi   Allreduce in place through mpi4py, buffer protocol (if mpirun is found)
-    horovod    hvd.allreduce_ in place over MPI, cycle time 0.1 ms (if it can be imported). Horovod comes after the
-               others, because its background thread would slow them down
+    open mpi, intel mpi, mpich
+               Allreduce in place through mpi4py, buffer protocol
+    oneccl     ccl::allreduce in place, over Intel MPI
+    deepspeed  inference_all_reduce_, in shared memory
+    horovod    hvd.allreduce_ in place over MPI, cycle time 0.1 ms
     copy       not a rival: every rank copies a buffer of the same size, all at the same time. An all-reduce of S bytes
                on two ranks reads S bytes and writes S bytes on each rank, as a copy does: the memory bus allows
                little less time
-Every result is checked. Up to 1 MiB a turn is 20 calls in a row, and counts with their mean. Above, a turn is one call.
+Rivals from "open mpi" on take part if they are installed (rivals.py says how), in processes of their own, which are
+stopped between their turns (see turns.py). A rival that fails, or takes longer than 90 s to start or for a turn, is
+left out from there on. Every result is checked. A turn is 4 steps, of which the first does not count. Up to 1 MiB a
+step is 20 calls in a row, and counts with their mean. Above, a step is one call.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import json
-import os
+import itertools
 import sys
-import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +43,16 @@ import torch.distributed as dist
 
 import torchring
 import torchring.horovod as hvd
-from torchring.allreduce import AllReduce, Wire
-from torchring.allreduce.select import open_all_reduce
-from torchring.bench import measure
-from torchring.bench.measure import Spread, Turn
+from torchring.allreduce.select import Algorithm, open_all_reduce
+from torchring.bench import measure, rivals, turns
+from torchring.bench.measure import Spread, Turn, stopped_by_signals
 from torchring.default_world import default_world
 from torchring.doctor.render import human_bytes
 from torchring.launch.arguments import duration
 
+OURS = ("direct", "ring", "tensor", "torchring.horovod", "gloo", "copy")
+OTHERS = [*rivals.PACKAGES, "horovod"]
+_TIMEOUT = timedelta(seconds=90)  # DeepSpeed takes 30 s to build
 SMALL_BYTES = 1 << 20
 CALLS_IF_SMALL = 20
 SIZES = [1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 25 << 20, 64 << 20, 256 << 20]
@@ -54,100 +64,155 @@ def main() -> int:
     parser.add_argument("--sizes", type=measure.positive, nargs="+", default=SIZES, help="sizes in bytes")
     parser.add_argument("--seconds", type=duration, default=4.0, help="time for each size")
     parser.add_argument("--most", type=measure.positive, default=300, help="largest number of repetitions")
-    parser.add_argument("--no-mpi", action="store_true", help="leave out Open MPI and Horovod")
+    parser.add_argument("--rivals", nargs="*", choices=OTHERS, default=OTHERS, help="beside torchring and Gloo")
+    parser.add_argument("--environments", nargs="+", default=[], metavar="DIR", help="where rivals are installed, too")
     options = parser.parse_args()
     if options.worker:
-        compare(options)
+        torch.set_num_threads(1)
+        rivals.set_rank()
+        turns.serve(options.worker, prepare)
         return 0
     rows: list[dict[str, Any]] = []
+    about = measure.provenance() | {"script": Path(__file__).name}
     for ranks in options.ranks:
-        with tempfile.NamedTemporaryFile(suffix=".json") as file:
-            arguments = [*sys.argv[1:], "--worker", file.name]
-            measure.run_here(__file__, ranks, arguments, mpi=measure.has_mpi() and not options.no_mpi)
-            rows += json.loads(Path(file.name).read_text())
-    measure.write_rows(options.json, rows, measure.provenance() | {"script": Path(__file__).name})
+        table = compare(ranks, options)
+        report(table, about | {"ranks": ranks})
+        rows += table
+    measure.write_rows(options.json, rows, about)
     return 0
 
 
-def compare(options: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    hvd.init()
-    measure.open_gloo()
-    rows = [row_for(num_bytes // 4, options) for num_bytes in options.sizes]
-    if torchring.rank() == 0:
-        Path(options.worker).write_text(json.dumps(rows))
-        report(rows, measure.provenance() | {"ranks": torchring.size()})
-    torchring.barrier()
+def compare(ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time all rivals with this number of ranks. Returns a row for each size."""
+    with (
+        stopped_by_signals(),
+        closing(turns.Coordinator(__file__, ["torchring"], ranks, [], limit=_TIMEOUT)) as coordinator,
+    ):
+        jobs = dict.fromkeys(OURS, "torchring")
+        for rival in options.rivals:
+            launcher = rivals.find(rival, ranks, options.environments)
+            if isinstance(launcher, str):
+                print(f"{rival} does not take part: {launcher}")
+                continue
+            with left_out_if_it_fails(rival, jobs, coordinator):
+                coordinator.start(rival, launcher)
+                jobs[rival] = rival
+        rows = [row_for(num_bytes // 4, jobs, coordinator, options) for num_bytes in options.sizes]
+        with suppress(turns.RivalFailed):
+            coordinator.finish()
+    return rows
 
 
-def row_for(numel: int, options: argparse.Namespace) -> dict[str, object]:
-    """Time all rivals on fp32 tensors of `numel` elements."""
-    world = default_world()
-    source = torch.arange(numel, dtype=torch.float32).remainder_(251).add_(torchring.rank())
-    expected = torch.arange(numel, dtype=torch.float32).remainder_(251).mul_(world.size)
-    expected += sum(range(world.size))
-    buffers: dict[str, torch.Tensor] = {}
-    rivals: dict[str, Turn] = {}
-    closers = []
+def row_for(
+    numel: int, jobs: dict[str, str], coordinator: turns.Coordinator, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Time all rivals on fp32 tensors of `numel` elements. Drops those that fail."""
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    started = time.monotonic()
+    for repetition in range(-1, -(-options.most // (turns.STEPS_PER_TURN - 1))):
+        for name in measure.in_turn(list(jobs), repetition):
+            with left_out_if_it_fails(name, jobs, coordinator):
+                seconds = coordinator.turn(jobs[name], counts=False, request=f"{name}:{numel}")
+                times[name] += seconds if repetition >= 0 else []
+        if repetition >= 1 and time.monotonic() - started > options.seconds:
+            break
+    calls = calls_for(numel)
+    spreads = {name: vars(Spread.of([each / calls for each in found])) for name, found in times.items() if found}
+    return {"bytes": 4 * numel, "ranks": coordinator.ranks, "ms": spreads}
 
-    for name, algorithm in (("direct", "direct"), ("ring", "ring")):
-        all_reduce = open_all_reduce(world, algorithm, "inline")
+
+@contextmanager
+def left_out_if_it_fails(rival: str, jobs: dict[str, str], coordinator: turns.Coordinator) -> Iterator[None]:
+    """Drop a rival that ends or hangs in here, unless it is one of torchring's job."""
+    try:
+        yield
+    except turns.RivalFailed as error:
+        if rival in OURS:
+            raise
+        print(f"{rival} with {coordinator.ranks} ranks is left out from here on: {error}")
+        coordinator.drop(rival)
+        jobs.pop(rival, None)
+
+
+def prepare(job: str, folder: Path) -> tuple[Callable[[str], None], Callable[[], None]]:
+    """What `turns.serve` needs on a rank: a function that calls a rival's all-reduce, as RIVAL:NUMEL says."""
+    if job == "torchring":
+        hvd.init()
+        measure.open_gloo()
+        openers = open_ours()
+    else:
+        torchring.init()
+        openers = {job: functools.partial(ordinary, rivals.open_rival(job))}
+    opened: dict[str, Opened] = {}
+    steps = itertools.count()
+
+    def step(request: str) -> None:
+        name, _, text = request.partition(":")
+        numel = int(text)
+        if opened and next(iter(opened.values())).buffer.numel() != numel:
+            for each in opened.values():
+                each.close()
+            opened.clear()
+        if name not in opened:
+            opened[name] = openers[name](numel)
+            verify(name, opened[name])
+        if next(steps) % turns.STEPS_PER_TURN == 0:
+            opened[name].buffer.fill_(1e-36)  # grows with each call; with 4 ranks, stays finite for 80 calls
+        for _ in range(calls_for(numel)):
+            opened[name].turn()
+
+    return step, lambda: None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A rival that is ready for one size: its buffer, a function that adds up the buffer, and one that frees it."""
+
+    buffer: torch.Tensor
+    turn: Turn
+    close: Callable[[], object] = lambda: None
+
+
+def open_ours() -> dict[str, Callable[[int], Opened]]:
+    """The rivals of torchring's job: for each a function that opens it for a number of elements."""
+
+    def bucket(algorithm: Algorithm, numel: int) -> Opened:
+        all_reduce = open_all_reduce(default_world(), algorithm, "inline")
         wire = all_reduce.open_wires([(numel, torch.float32)])[0]
-        buffers[name] = wire.tensor
-        rivals[name] = functools.partial(_reduce, all_reduce, wire)
-        closers.append(all_reduce.close)
+        return Opened(wire.tensor, lambda: all_reduce.start(wire).wait(), all_reduce.close)
 
-    buffers["tensor"] = torch.empty(numel)
-    rivals["tensor"] = lambda: torchring.all_reduce(buffers["tensor"], op="sum")
+    def copy(numel: int) -> Opened:
+        source, target = torch.empty(numel), torch.empty(numel)
+        return Opened(source, lambda: target.copy_(source))
 
-    buffers["torchring.horovod"] = torch.empty(numel)
-    rivals["torchring.horovod"] = lambda: hvd.allreduce_(buffers["torchring.horovod"], op=hvd.Sum, name=f"bench{numel}")
-
-    buffers["gloo"] = torch.empty(numel)
-    rivals["gloo"] = lambda: dist.all_reduce(buffers["gloo"])
-
-    if "OMPI_COMM_WORLD_SIZE" in os.environ and not options.no_mpi:
-        from mpi4py import MPI
-
-        buffers["open mpi"] = torch.empty(numel)
-        array = buffers["open mpi"].numpy()
-        rivals["open mpi"] = lambda: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, array)
-
-    target = torch.empty(numel)
-    buffers["copy"] = torch.empty(numel)
-    rivals["copy"] = lambda: target.copy_(buffers["copy"])
-
-    def take_turns(rivals: dict[str, Turn], seconds: float) -> dict[str, Spread]:
-        for name, turn in rivals.items():  # check the results before timing
-            buffers[name].copy_(source)
-            turn()
-            if name != "copy":
-                check(name, buffers[name], expected, rank=world.rank)
-        return measure.take_turns(
-            rivals,
-            prepare=lambda name: buffers[name].copy_(source),
-            warmups=3,
-            seconds=seconds,
-            most=options.most,
-            calls=CALLS_IF_SMALL if 4 * numel <= SMALL_BYTES else 1,
-        )
-
-    spreads = take_turns(rivals, options.seconds)
-    if measure.has_horovod() and not options.no_mpi:
-        with measure.horovod() as original:
-            buffers["horovod"] = torch.empty(numel)
-
-            def reduce() -> None:
-                original.allreduce_(buffers["horovod"], op=original.Sum, name=f"bench{numel}")
-
-            spreads |= take_turns({"horovod": reduce}, options.seconds / len(rivals))
-    for close in closers:
-        close()
-    return {"bytes": 4 * numel, "ranks": world.size, "ms": {name: vars(spread) for name, spread in spreads.items()}}
+    of_tensors: dict[str, rivals.Reduce] = {
+        "tensor": lambda tensor: torchring.all_reduce(tensor, op="sum"),
+        "torchring.horovod": lambda tensor: hvd.allreduce_(tensor, op=hvd.Sum, name=f"bench{tensor.numel()}"),
+        "gloo": dist.all_reduce,
+    }
+    buckets = {name: functools.partial(bucket, name) for name in ("direct", "ring")}
+    tensors = {name: functools.partial(ordinary, reduce) for name, reduce in of_tensors.items()}
+    return {**buckets, **tensors, "copy": copy}
 
 
-def _reduce(all_reduce: AllReduce[Any], wire: Wire) -> None:
-    all_reduce.start(wire).wait()
+def ordinary(reduce: rivals.Reduce, numel: int) -> Opened:
+    """A rival that adds up an ordinary tensor."""
+    buffer = torch.empty(numel)
+    return Opened(buffer, lambda: reduce(buffer))
+
+
+def calls_for(numel: int) -> int:
+    return CALLS_IF_SMALL if 4 * numel <= SMALL_BYTES else 1
+
+
+def verify(name: str, opened: Opened) -> None:
+    """Check a rival's result."""
+    expected = torch.arange(opened.buffer.numel(), dtype=torch.float32).remainder_(251)
+    opened.buffer.copy_(expected).add_(torchring.rank())
+    opened.turn()
+    if name != "copy":
+        size = torchring.size()
+        check(name, opened.buffer, expected.mul_(size).add_(sum(range(size))), rank=torchring.rank())
 
 
 def check(name: str, result: torch.Tensor, expected: torch.Tensor, *, rank: int) -> None:
@@ -156,23 +221,22 @@ def check(name: str, result: torch.Tensor, expected: torch.Tensor, *, rank: int)
         raise SystemExit(f"{name} reduced {expected.numel()} elements wrongly on rank {rank}")
 
 
-def report(rows: list[dict[str, object]], about: dict[str, object]) -> None:
-    names = [name for name in rows[0]["ms"] if name != "copy"]  # type: ignore[attr-defined]
-    others = [name for name in names if name not in ("direct", "tensor", "torchring.horovod", "ring")]
+def report(rows: list[dict[str, Any]], about: dict[str, object]) -> None:
+    names = [name for name in dict.fromkeys(name for row in rows for name in row["ms"]) if name != "copy"]
+    others = [name for name in names if name == "gloo" or name in OTHERS]
     columns = ["size", *(f"{name} ms" for name in names), "copy ms"]
     columns += [f"{name} / direct" for name in others] + ["direct GB/s", "of the floor"]
     table = []
     for row in rows:
-        spreads = {name: Spread(**values) for name, values in row["ms"].items()}  # type: ignore[attr-defined]
+        spreads = {name: Spread(**values) for name, values in row["ms"].items()}
         direct, copy = spreads["direct"].p50, spreads["copy"].p50
-        num_bytes = int(row["bytes"])  # type: ignore[call-overload]
         table.append(
             [
-                human_bytes(num_bytes),
-                *(spreads[n].text(3) for n in names),
+                human_bytes(row["bytes"]),
+                *(spreads[n].text(3) if n in spreads else "" for n in names),
                 f"{copy:.3f}",
-                *(f"{spreads[n].p50 / direct:.1f}x" for n in others),
-                f"{num_bytes / direct / 1e6:.2f}",
+                *(f"{spreads[n].p50 / direct:.1f}x" if n in spreads else "" for n in others),
+                f"{row['bytes'] / direct / 1e6:.2f}",
                 f"{copy / direct:.0%}",
             ]
         )

@@ -75,7 +75,7 @@ def compare(model: str, ranks: int, seconds: float) -> list[dict[str, Any]]:
     ]
 
 
-def prepare(name: str, rival: str, folder: Path) -> tuple[Callable[[], None], Callable[[], dict[str, Any]]]:
+def prepare(name: str, rival: str, folder: Path) -> tuple[Callable[[str], None], Callable[[], dict[str, Any]]]:
     """What `turns.serve` needs on a rank: a function that trains for one step, and one that returns the result."""
     workload = MODELS[name]()
     batches = [workload.batch(seed=1000 * torchring.rank() + i) for i in range(8)]
@@ -88,7 +88,7 @@ def prepare(name: str, rival: str, folder: Path) -> tuple[Callable[[], None], Ca
         parameter.register_post_accumulate_grad_hook(lambda _: arrivals.append(time.perf_counter()))  # type: ignore[no-untyped-call]
     left: list[float] = []
 
-    def train() -> None:
+    def train(_: str) -> None:
         trainer.optimizer.zero_grad()
         batch = batches[len(trainer.losses) % len(batches)]
         loss = workload.loss(trainer.model, batch)

@@ -23,7 +23,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from multiprocessing import connection
 from pathlib import Path
@@ -158,6 +158,20 @@ class Command:
         )
 
 
+@dataclass(frozen=True)
+class Launcher:
+    """How the ranks of a job start.
+
+    Attributes:
+        command: a launcher and its options, such as mpirun's, that goes before Python's command line. If empty, each
+            rank is a plain process with torchrun's environment.
+        environment: variables that are added to the environment of this process.
+    """
+
+    command: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
 def run_together(commands: Sequence[Command]) -> int:
     """Run processes side by side until all have ended.
 
@@ -211,17 +225,13 @@ def stopped_by_signals() -> Iterator[Callable[[], AbstractContextManager[None]]]
         raise SystemExit(128 + stop.number) from None
 
 
-def run_here(
-    script: str, ranks: int, arguments: Sequence[str], *, mpi: bool = False, environment: Mapping[str, str] = {}
-) -> None:
+def run_here(script: str, ranks: int, arguments: Sequence[str], *, environment: Mapping[str, str] = {}) -> None:
     """Run `script` in `ranks` processes on this machine, with one thread each. Raises SystemExit if a rank fails.
 
     Args:
-        mpi: whether to start the ranks with mpirun, so that MPI can take part. Otherwise each rank is started as a
-            plain process with torchrun's environment.
         environment: more variables for all ranks.
     """
-    if code := run_together(rank_commands(script, ranks, arguments, mpi=mpi, environment=environment)):
+    if code := run_together(rank_commands(script, ranks, arguments, Launcher(environment=environment))):
         raise SystemExit(code)
 
 
@@ -232,20 +242,24 @@ def run_on_hosts(
     arguments: Sequence[str],
     *,
     environment: Mapping[str, str] = {},
+    servers: int = 0,
 ) -> None:
     """Run `script` on all hosts of a network, with one thread in each rank. Raises SystemExit if a rank fails.
 
     Args:
         environment: more variables for all ranks.
+        servers: number of hosts, the last ones, that run one process each which is not of the world. Its RANK is
+            WORLD_SIZE or more.
     """
-    count = network.num_hosts * ranks_per_host
+    num_hosts = network.num_hosts - servers
+    count = num_hosts * ranks_per_host
     shared = {"MASTER_ADDR": network.addresses[0], "MASTER_PORT": "29500", "WORLD_SIZE": str(count), **search_path()}
-    shared |= {"LOCAL_WORLD_SIZE": str(ranks_per_host), "GROUP_WORLD_SIZE": str(network.num_hosts)}
+    shared |= {"LOCAL_WORLD_SIZE": str(ranks_per_host), "GROUP_WORLD_SIZE": str(num_hosts)}
     shared |= {"GLOO_SOCKET_IFNAME": netns.INTERFACE, "OMP_NUM_THREADS": "1"}
     shared |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # otherwise PyTorch warns that the addresses have no names
     commands = []
-    for rank in range(count):
-        host, local_rank = divmod(rank, ranks_per_host)
+    for rank in range(count + servers):
+        host, local_rank = divmod(rank, ranks_per_host) if rank < count else (num_hosts + rank - count, 0)
         own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(host)}
         command = network.command(host, [sys.executable, script, *arguments])
         commands.append(Command(f"rank {rank}", command, {**shared, **own, **environment}))
@@ -253,19 +267,16 @@ def run_on_hosts(
         raise SystemExit(code)
 
 
-def rank_commands(
-    script: str, ranks: int, arguments: Sequence[str], *, mpi: bool = False, environment: Mapping[str, str] = {}
-) -> list[Command]:
-    """The commands that `run_here` runs: one mpirun, or one command for each rank."""
+def rank_commands(script: str, ranks: int, arguments: Sequence[str], launcher: Launcher = Launcher()) -> list[Command]:
+    """The commands that `run_here` runs: the launcher's, or one command for each rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    shared |= {**search_path(), **environment}
-    command = [sys.executable, script, *arguments]
-    if mpi:
-        options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(ranks)]
-        return [Command("mpirun", [find_mpirun() or "mpirun", *options, *command], shared)]
+    shared |= {**search_path(), **launcher.environment}
+    command = [*launcher.command, sys.executable, script, *arguments]
+    if launcher.command:
+        return [Command(launcher.command[0], command, shared)]
     places = [{"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     return [Command(f"rank {rank}", command, shared | place, is_quiet=rank > 0) for rank, place in enumerate(places)]
 
@@ -280,6 +291,12 @@ def search_path() -> dict[str, str]:
     if root in map(sysconfig.get_path, ("purelib", "platlib")):
         return {}
     return {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def mpirun(ranks: int) -> Launcher:
+    """Starts ranks with Open MPI."""
+    options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(ranks)]
+    return Launcher([find_mpirun() or "mpirun", *options])
 
 
 def find_mpirun() -> str | None:
@@ -305,22 +322,6 @@ def start_horovod() -> Any:
     if hvd.size() != torchring.size():
         raise SystemExit(f"Horovod sees {hvd.size()} ranks, not {torchring.size()}; start it under mpirun")
     return hvd
-
-
-@contextmanager
-def horovod() -> Iterator[Any]:
-    """`horovod.torch`, initialised inside the context and shut down after it; collective.
-
-    Time no other rival inside: Horovod's background thread takes half a core even when idle.
-    """
-    from mpi4py import MPI  # noqa: F401 - mpi4py has to start MPI: else hvd.shutdown() would end MPI for good
-
-    hvd = start_horovod()
-    try:
-        yield hvd
-    finally:
-        torchring.barrier()
-        hvd.shutdown()
 
 
 def open_gloo() -> None:
@@ -470,7 +471,8 @@ def _commit() -> tuple[str | None, bool | None]:
         # An installed torchring may lie inside the checkout of another project.
         if Path(git("rev-parse", "--show-toplevel").rstrip("\n")).resolve() != folder.parent:
             return None, None
-        return git("rev-parse", "--short", "HEAD").strip(), bool(git("status", "--porcelain"))
+        # Results that an earlier benchmark has just written change no figures.
+        return git("rev-parse", "--short", "HEAD").strip(), bool(git("status", "--porcelain", ":/", ":!results"))
     except (OSError, subprocess.CalledProcessError):  # no git, no checkout, no commit
         return None, None
 

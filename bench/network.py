@@ -1,7 +1,7 @@
 """Training steps between hosts: torchring against DistributedDataParallel, over links of a given rate, in one run.
 
     torchring bench network                              GPT; 1 and 10 Gbit/s; 2 hosts x 1 rank and 2 hosts x 2 ranks
-    torchring bench network --rates 1gbit --layouts 4x1 --seconds 60 --json results.jsonl
+    torchring bench network --models gpt small --rates 25gbit --layouts 3x1 4x1 --rivals --json results.jsonl
 
 Network namespaces of this machine stand in for hosts (`netns.py`, which needs root and iproute2). The links between
 hosts have the given rate, but all ranks share the cores of one machine. Each rank has one thread. Rivals take turns,
@@ -10,11 +10,13 @@ each with its own copy of the model. torchring's buckets have the default size, 
     torchring bf16   the same with compression="bf16"
     ddp              DistributedDataParallel(model, gradient_as_bucket_view=True) over Gloo
     ddp fp16         the same with fp16_compress_hook
+    parameter server a process on a host of its own adds up the buckets of DistributedDataParallel (parameter_server.py)
     alone            no communication at all
 
-The wire floor is the time that one link needs, at its nominal rate, for all bytes that cross it in one direction. In a
-ring of H hosts, 2(H-1)/H of the gradients' bytes cross each link; in 16 bits, half as many. No step takes less time
-than the wire floor, however much communication backward hides.
+"busiest link" is what crosses it in one direction in a step, counted by the network interfaces of the hosts. It must be
+what the algorithm promises. In a ring of N ranks, 2(N-1)/N of the gradients' bytes cross each link; N times the bytes
+cross the link of a parameter server. The wire floor is the time for these bytes at the link's nominal rate. No step
+takes less time, however much communication backward hides.
 
 Backward cannot hide all communication. The larger of two times must stay exposed: the time that the link needs beyond a
 backward of "alone", at the rate that raw Gloo reaches, and the link's time for the bucket that is ready last. The
@@ -30,7 +32,9 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -47,9 +51,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchring
 from torchring.bench import measure, netns, step
-from torchring.bench.measure import Spread
+from torchring.bench.measure import Spread, Turn
 from torchring.bench.models import MODELS, Batch, Workload
 from torchring.bench.netns import Network
+from torchring.bench.parameter_server import ParameterServer, link_bytes
 from torchring.bench.step import Trainer
 from torchring.default_world import default_world
 from torchring.gradients.group import OptimizerGroup
@@ -57,7 +62,15 @@ from torchring.gradients.plan import Compression, default_bucket_mb
 from torchring.launch.arguments import duration
 
 ROUNDED = ("torchring bf16", "ddp fp16")
-LARGEST_WEIGHT_DIFFERENCE = {"ddp": 1e-3, "torchring bf16": 2e-2, "ddp fp16": 2e-2, "alone": float("inf")}
+SERVER = "parameter server"
+LARGEST_WEIGHT_DIFFERENCE = {
+    "ddp": 1e-3,
+    SERVER: 1e-3,
+    "torchring bf16": 2e-2,
+    "ddp fp16": 2e-2,
+    "alone": float("inf"),
+}
+MOST_HEADERS = 0.1  # bytes of headers, confirmations and small messages, for each byte of gradients
 PROBE_BYTES = 32 << 20
 
 
@@ -90,8 +103,10 @@ def main() -> int:
         "--rates", type=netns.rate, nargs="+", default=["1gbit", "10gbit"], help="of the links, as tc writes them"
     )
     parser.add_argument("--layouts", type=Layout.parse, nargs="+", default=[Layout(2, 1), Layout(2, 2)])
-    parser.add_argument("--model", choices=sorted(MODELS), default="gpt")
-    parser.add_argument("--seconds", type=duration, default=40.0, help="time for each rate and layout")
+    parser.add_argument("--models", choices=sorted(MODELS), nargs="+", default=["gpt"])
+    others = [rival for rival in RIVALS if rival not in ALWAYS]
+    parser.add_argument("--rivals", choices=others, nargs="*", default=others, help=f"beside {', '.join(ALWAYS)}")
+    parser.add_argument("--seconds", type=duration, default=40.0, help="time for each model, rate and layout")
     parser.add_argument("--most", type=measure.positive, default=30, help="largest number of steps of each rival")
     options = parser.parse_args()
     if options.worker is not None:
@@ -99,36 +114,49 @@ def main() -> int:
     if (reason := netns.why_unavailable()) is not None:
         print(f"torchring bench network needs network namespaces: {reason}", file=sys.stderr)
         return 2
-    rows = []
-    with measure.stopped_by_signals():  # so that the network is removed
-        for layout in options.layouts:
-            for rate in options.rates:
-                rows.append(measure_link(layout, rate, options))
     about = measure.provenance() | {"script": Path(__file__).name}
+    with measure.stopped_by_signals():  # so that the network is removed
+        cases = itertools.product(options.models, options.layouts, options.rates)
+        rows = [measure_link(*case, options) for case in cases]
     measure.write_rows(options.json, rows, about)
     report(rows, about)
     return 0
 
 
-def measure_link(layout: Layout, rate: str, options: argparse.Namespace) -> dict[str, Any]:
+def measure_link(model: str, layout: Layout, rate: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run the ranks on hosts that are joined by links of `rate`. Returns the row that rank 0 wrote."""
-    with tempfile.TemporaryDirectory() as folder, Network(layout.hosts, rate=rate) as network:
+    servers = int(SERVER in options.rivals)
+    with tempfile.TemporaryDirectory() as folder, Network(layout.hosts + servers, rate=rate) as network:
         file = Path(folder, "row.json")
-        arguments = ["--model", options.model, "--worker", str(file)]
+        arguments = ["--models", model, "--worker", str(file), "--rivals", *options.rivals]
         arguments += ["--seconds", str(options.seconds), "--most", str(options.most)]
-        measure.run_on_hosts(network, layout.ranks_per_host, __file__, arguments)
-        row: dict[str, Any] = json.loads(file.read_text())
-    bytes_on_the_link = 2 * (layout.hosts - 1) / layout.hosts * row["bytes"]
-    floor_ms = bytes_on_the_link * 8 / netns.bits_per_second(rate) * 1e3
-    return {"layout": str(layout), "rate": rate, "wire_floor_ms": floor_ms, **row}
+        measure.run_on_hosts(network, layout.ranks_per_host, __file__, arguments, servers=servers)
+        row: dict[str, Any] = {"layout": str(layout), "rate": rate, **json.loads(file.read_text())}
+    check_bytes(row)
+    return row
+
+
+def check_bytes(row: dict[str, Any]) -> None:
+    """Stop the run if other bytes crossed the busiest link than a rival's algorithm sends."""
+    layout = Layout.parse(row["layout"])
+    for rival, found in row["link_bytes"].items():
+        is_by_host = row["stats"].get(rival, {}).get("algorithm") == "hierarchical"
+        members = layout.hosts if is_by_host else layout.num_ranks
+        copies = {SERVER: layout.num_ranks, "alone": 0}.get(rival, 2 * (members - 1) / members)
+        expected = copies * row["bytes"] / (2 if rival in ROUNDED else 1)
+        if not -0.01 * expected <= found - expected <= MOST_HEADERS * expected + (1 << 18):
+            raise SystemExit(f"a step of {rival} sent {found} bytes over the busiest link instead of {expected:.0f}")
 
 
 def work(options: argparse.Namespace) -> int:
-    """Run as one rank. Rank 0 writes the row."""
+    """Run as one rank, or as the parameter server. Rank 0 writes the row."""
     torch.set_num_threads(1)
+    if int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]):
+        ParameterServer().serve()
+        return 0
     dist.init_process_group("gloo")
     gigabytes_per_second = probe_link()
-    row = compare(options.model, MODELS[options.model], options)
+    row = compare(options.models[0], options)
     if torchring.rank() == 0:
         Path(options.worker).write_text(json.dumps({**row, "link_gigabytes_per_second": gigabytes_per_second}))
     torchring.barrier()
@@ -156,13 +184,16 @@ def probe_link() -> float:
     return PROBE_BYTES / statistics.median(seconds[1:]) / 1e9 if seconds else 0.0
 
 
-def compare(name: str, build: Callable[[], Workload], options: argparse.Namespace) -> dict[str, Any]:
+def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Time all rivals on one model."""
+    build = MODELS[name]
+    server = ParameterServer() if SERVER in options.rivals else None
     trainers: dict[str, Trainer] = {}
-    for rival, wrap in RIVALS.items():
+    for rival in [rival for rival in RIVALS if rival in (*ALWAYS, *options.rivals)]:
         torch.manual_seed(0)
         workload = build()
-        trainers[rival] = wrap(workload.model)
+        model = server.wrap(workload.model) if server and rival == SERVER else workload.model
+        trainers[rival] = RIVALS[rival](model)
     batches = [workload.batch(seed=1000 * torchring.rank() + i) for i in range(8)]
 
     # With several optimizers, ranks send a message after each backward, which says what it has reached. So only the
@@ -177,13 +208,20 @@ def compare(name: str, build: Callable[[], Workload], options: argparse.Namespac
         for member in members[rival]:
             group.members.add(member)
 
+    steps: dict[str, Turn] = {rival: functools.partial(t.step, workload, batches) for rival, t in trainers.items()}
     spreads = measure.take_turns(
-        {rival: functools.partial(t.step, workload, batches) for rival, t in trainers.items()},
+        steps,
         prepare=prepare,
         warmups=2,
         seconds=options.seconds,
         most=options.most,
     )
+    sent = {}
+    for rival, train in steps.items():
+        prepare(rival)
+        sent[rival] = busiest_link(train, server)
+    if server:
+        server.close()
     backward_ms = time_backward(trainers["alone"], workload, batches)
     torch.manual_seed(0)
     weight_differences = check_weights(trainers, build().model)
@@ -204,10 +242,25 @@ def compare(name: str, build: Callable[[], Workload], options: argparse.Namespac
         "ranks": torchring.size(),
         "weight_difference": weight_differences,
         "ms": {rival: vars(spread) for rival, spread in spreads.items()},
+        "link_bytes": sent,
         "stats": stats,
         "backward_ms": backward_ms,
         "last_bucket_bytes": last_bytes,
     }
+
+
+def busiest_link(train: Turn, server: ParameterServer | None) -> int:
+    """The bytes that a step sends over the busiest link, in one direction; on rank 0, which the server answers."""
+
+    def counted() -> torch.Tensor:
+        torchring.barrier()
+        of_server = server.link_bytes() if server and torchring.rank() == 0 else []
+        of_hosts = torchring.all_gather(torch.tensor(link_bytes()))
+        return torch.cat([of_hosts, torch.tensor(of_server, dtype=torch.int64)])
+
+    before = counted()
+    train()
+    return int((counted() - before).max())
 
 
 def time_backward(alone: Trainer, workload: Workload, batches: Sequence[Batch]) -> float:
@@ -249,8 +302,10 @@ RIVALS: dict[str, Callable[[torch.nn.Module], Trainer]] = {
     "torchring bf16": with_torchring_bf16,
     "ddp": step.with_ddp,
     "ddp fp16": with_ddp_fp16,
+    SERVER: step.without_communication,
     "alone": step.without_communication,
 }
+ALWAYS = ("torchring", "ddp", "alone")
 
 
 def check_weights(trainers: dict[str, Trainer], start: torch.nn.Module) -> dict[str, float]:
@@ -264,6 +319,7 @@ def check_weights(trainers: dict[str, Trainer], start: torch.nn.Module) -> dict[
     found = {
         rival: float((step.flat_weights(trainers[rival].model) - ours).norm()) / moved
         for rival in LARGEST_WEIGHT_DIFFERENCE
+        if rival in trainers
     }
     for rival, difference in found.items():
         if not difference <= LARGEST_WEIGHT_DIFFERENCE[rival]:
@@ -275,30 +331,27 @@ def check_weights(trainers: dict[str, Trainer], start: torch.nn.Module) -> dict[
 
 
 def report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
-    columns = ["rate", "layout", "rival", "step ms", "overhead ms", "ratio to ddp", "wire floor ms", "speed-up"]
-    columns += ["weights differ"]
+    columns = ["model", "rate", "layout", "rival", "step ms", "overhead ms", "ratio to ddp", "speed-up"]
+    columns += ["busiest link MB", "wire floor ms", "weights differ"]
     table = []
     for row in rows:
         spreads = {name: Spread(**values) for name, values in row["ms"].items()}
         alone, ddp = spreads["alone"].p50, spreads["ddp"].p50
         for name, spread in spreads.items():
-            cells = [row["rate"], row["layout"], name, spread.text(0)]
-            differ = f"{row['weight_difference'].get(name, 0.0):.0e}"
-            if name == "alone":
-                table.append([*cells, "", "", "", "", differ])
-                continue
+            sent = row["link_bytes"][name]
             ratio = (spread.p50 - alone) / (ddp - alone) if ddp > alone else float("nan")
-            floor = row["wire_floor_ms"] / (2 if name in ROUNDED else 1)
-            cells += [f"{spread.p50 - alone:.0f}", f"{ratio:.2f}", f"{floor:.0f}", f"{ddp / spread.p50:.2f}x", differ]
-            table.append(cells)
-    first = rows[0]
-    title = f"Training step of {first['model']} between hosts, {first['bytes'] / 2**20:.1f} MiB of gradients, "
-    title += f"1 thread per rank on {about['cores']} cores, p50 (p20-p80)"
+            cells = [row["model"], row["rate"], row["layout"], name, spread.text(1 if alone < 50 else 0)]
+            cells += [f"{spread.p50 - alone:.1f}", f"{ratio:.2f}", f"{ddp / spread.p50:.2f}x", f"{sent / 1e6:.1f}"]
+            cells += [f"{sent * 8e3 / netns.bits_per_second(row['rate']):.1f}"]
+            table.append([*cells, f"{row['weight_difference'].get(name, 0.0):.0e}"])
+    title = f"Training steps between hosts, 1 thread per rank on {about['cores']} cores, p50 (p20-p80)"
     measure.print_table(f"{title} {measure.origin(about)}", columns, table)
+    print_chart(rows)
     print("\nspeed-up: over ddp. Below: the rate of raw Gloo both ways at once, and torchring's own measurements.\n")
     for row in rows:
         nominal = netns.bits_per_second(row["rate"]) / 8e9
-        print(f"- {row['rate']}, {row['layout']}: {row['link_gigabytes_per_second']:.3f} GB/s of {nominal:g}")
+        case = f"{row['model']}, {row['rate']}, {row['layout']}"
+        print(f"- {case}: {row['link_gigabytes_per_second']:.3f} GB/s of {nominal:g}")
         for rival, stats in row["stats"].items():
             busy, exposed = stats["mean_communication_ms"], stats["mean_exposed_ms"]
             wire, last = bound_ms(row, rival)
@@ -310,12 +363,32 @@ def report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
             print(f"    {stats['reason']}")
 
 
+def print_chart(rows: list[dict[str, Any]]) -> None:
+    """Print a Mermaid chart, which GitHub draws, of the bytes at the busiest link by number of hosts."""
+    first = rows[0]
+    of_one = [row for row in rows if (row["model"], row["rate"]) == (first["model"], first["rate"])]
+    if SERVER not in first["ms"] or len(of_one) == 1:
+        return
+
+    def megabytes(rival: str) -> list[int]:
+        return [round(row["link_bytes"][rival] / 1e6) for row in of_one]
+
+    print(f"""
+```mermaid
+xychart-beta
+    title "{first["model"]}: MB at the busiest link in a step. Bars: parameter server, line: torchring"
+    x-axis "hosts x ranks" [{", ".join(row["layout"] for row in of_one)}]
+    y-axis "MB" 0 --> {max(megabytes(SERVER))}
+    bar {megabytes(SERVER)}
+    line {megabytes("torchring")}
+```""")
+
+
 def bound_ms(row: dict[str, Any], rival: str) -> tuple[float, float]:
     """Milliseconds that must stay exposed: (the wire's time beyond a backward, the wire's time for the last bucket)."""
-    hosts = Layout.parse(row["layout"]).hosts
-    share = 2 * (hosts - 1) / hosts / (row["link_gigabytes_per_second"] * 1e6)  # milliseconds for each byte
-    num_bytes = row["bytes"] / (2 if rival in ROUNDED else 1)
-    return num_bytes * share - row["backward_ms"], row["last_bucket_bytes"][rival] * share
+    wire = row["link_bytes"][rival] / (row["link_gigabytes_per_second"] * 1e6)
+    last = row["last_bucket_bytes"][rival] / (row["bytes"] / (2 if rival in ROUNDED else 1))
+    return wire - row["backward_ms"], wire * last
 
 
 if __name__ == "__main__":

@@ -92,10 +92,10 @@ def compare(name: str, ranks: int, seconds: float, most: int, chosen: Sequence[s
             *(["horovod"] if measure.has_horovod() else []),
         ]
     rivals = list(dict.fromkeys(["torchring", "alone", *chosen]))
-    worker = ["--models", name]
+    arguments, launchers = ["--models", name], {"horovod": measure.mpirun(ranks)}
     with (
         stopped_by_signals(),
-        closing(turns.Coordinator(__file__, rivals, ranks, worker, mpi=["horovod"])) as coordinator,
+        closing(turns.Coordinator(__file__, rivals, ranks, arguments, launchers=launchers)) as coordinator,
     ):
         coordinator.take_turns(warmups=1, seconds=seconds, most=-(-most // (turns.STEPS_PER_TURN - 1)))
         results = coordinator.finish()
@@ -123,7 +123,7 @@ def compare(name: str, ranks: int, seconds: float, most: int, chosen: Sequence[s
     }
 
 
-def prepare(name: str, rival: str, folder: Path) -> tuple[Callable[[], None], Callable[[], dict[str, Any]]]:
+def prepare(name: str, rival: str, folder: Path) -> tuple[Callable[[str], None], Callable[[], dict[str, Any]]]:
     """What `turns.serve` needs on a rank: a function that trains for one step, and one that returns the result."""
     workload = MODELS[name]()
     batches = [workload.batch(seed=1000 * torchring.rank() + i) for i in range(8)]
@@ -141,7 +141,7 @@ def prepare(name: str, rival: str, folder: Path) -> tuple[Callable[[], None], Ca
         digest = weights.view(torch.int32).sum(dtype=torch.int64).item()
         return {"losses": trainer.losses, "digest": digest, "stats": stats}
 
-    return lambda: trainer.step(workload, batches), result
+    return lambda _: trainer.step(workload, batches), result
 
 
 def flat_weights(model: torch.nn.Module) -> torch.Tensor:

@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 import torchring
 from torchring.bench import measure
+from torchring.bench.measure import Launcher
 
 STEPS_PER_TURN: Final = 4
 """The first step of a turn does not count, as the previous rival has filled the caches."""
@@ -59,12 +60,18 @@ class Rival:
         return [statistics.mean(a) - statistics.mean(b) for a, b in zip(self.turns, other.turns, strict=True)]
 
 
+class RivalFailed(SystemExit):
+    """A rival has ended, or does not answer in time. Ends the run, unless the benchmark goes on without the rival."""
+
+
 class Coordinator:
     """Starts the ranks of all rivals, and lets one rival train at a time. Close it, also after a signal.
 
     Args:
         script: run by each rank, with `arguments` and `--worker RIVAL,PORT,FOLDER`; has to call `serve`.
-        mpi: rivals that have to be started by mpirun, and whose background threads never sleep (Horovod).
+        launchers: how to start the rivals that plain processes cannot run. These are also stopped between their turns,
+            as their background threads or their waiting may never sleep (Horovod).
+        limit: how long to wait for the start, the turn or the result of a rival.
 
     Attributes:
         rivals: the ranks of each rival, by the rival's name.
@@ -72,28 +79,43 @@ class Coordinator:
     """
 
     def __init__(
-        self, script: str, rivals: Sequence[str], ranks: int, arguments: Sequence[str], *, mpi: Sequence[str] = ()
+        self,
+        script: str,
+        rivals: Sequence[str],
+        ranks: int,
+        arguments: Sequence[str],
+        *,
+        launchers: Mapping[str, Launcher] = {},
+        limit: timedelta = _TIMEOUT,
     ) -> None:
         self.ranks = ranks
+        self._limit = limit
+        self._script, self._arguments = script, arguments
         self.folder = Path(tempfile.mkdtemp(prefix="torchring-bench-"))
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.rivals: dict[str, Rival] = {}
         try:
             for name in rivals:
-                self.rivals[name] = rival = Rival(name, [])
-                for command in measure.rank_commands(
-                    script,
-                    ranks,
-                    [*arguments, "--worker", f"{name},{self._store.port},{self.folder}"],
-                    mpi=name in mpi,
-                ):
-                    rival.processes.append(command.start())
-                pids = self._answers(rival, "pid")
-                rival.pids_to_stop = [int(text) for text in pids] if name in mpi else []
-                self._stop(rival)
+                self.start(name, launchers.get(name))
         except BaseException:
             self.close()
             raise
+
+    def start(self, name: str, launcher: Launcher | None = None) -> None:
+        """Start the ranks of a rival, and wait until they are ready."""
+        self.rivals[name] = rival = Rival(name, [])
+        arguments = [*self._arguments, "--worker", f"{name},{self._store.port},{self.folder}"]
+        for command in measure.rank_commands(self._script, self.ranks, arguments, launcher or Launcher()):
+            rival.processes.append(command.start())
+        pids = self._answers(rival, "pid")
+        rival.pids_to_stop = [int(text) for text in pids] if launcher else []
+        self._stop(rival)
+
+    def drop(self, name: str) -> None:
+        """End a rival in the middle of the run."""
+        rival = self.rivals.pop(name)
+        self._continue(rival)
+        measure.end(rival.processes)
 
     def take_turns(self, *, warmups: int, seconds: float, most: int) -> None:
         """Let every rival have a turn, again and again, in an order that rotates.
@@ -111,18 +133,23 @@ class Coordinator:
             if repetition >= 1 and time.monotonic() - started > seconds:
                 break
 
-    def turn(self, name: str, *, counts: bool) -> None:
-        """Let one rival train for `STEPS_PER_TURN` steps."""
+    def turn(self, name: str, *, counts: bool, request: str = "start") -> list[float]:
+        """Let one rival make `STEPS_PER_TURN` steps. Returns the seconds of those that count.
+
+        Args:
+            request: what each step is called with.
+        """
         rival = self.rivals[name]
         number = rival.num_turns
         rival.num_turns += 1
         self._continue(rival)
-        self._store.set(f"{name}/turn{number}", "start")
+        self._store.set(f"{name}/turn{number}", request)
         rows = [json.loads(text) for text in self._answers(rival, f"turn{number}")]
         self._stop(rival)
-        slowest = [max(times) for times in zip(*rows, strict=True)]
+        slowest = [max(times) for times in zip(*rows, strict=True)][1:]
         if counts:
-            rival.turns.append(slowest[1:])
+            rival.turns.append(slowest)
+        return slowest
 
     def finish(self) -> dict[str, list[Any]]:
         """End all ranks. Returns the results of each rival's ranks, by rank: what `result` returned in `serve`."""
@@ -144,13 +171,13 @@ class Coordinator:
 
     def _answers(self, rival: Rival, key: str) -> list[str]:
         keys = [f"{rival.name}/{key}/{rank}" for rank in range(self.ranks)]
-        deadline = time.monotonic() + _TIMEOUT.total_seconds()
+        deadline = time.monotonic() + self._limit.total_seconds()
         while not self._store.check(keys):
             codes = [process.poll() for process in rival.processes]
-            if any(code is not None for code in codes):
-                raise SystemExit(f"{rival.name} ended too early, with exit codes {codes}")
+            if any(codes):
+                raise RivalFailed(f"{rival.name} ended too early, with exit codes {codes}")
             if time.monotonic() > deadline:
-                raise SystemExit(f"{rival.name} did not answer for {_TIMEOUT}")
+                raise RivalFailed(f"{rival.name} did not answer for {self._limit.total_seconds():.0f} s")
             time.sleep(0.005)
         return [self._store.get(key).decode() for key in keys]
 
@@ -164,13 +191,14 @@ class Coordinator:
                 os.kill(pid, signal.SIGCONT)
 
 
-def serve(worker: str, prepare: Callable[[str, Path], tuple[Callable[[], None], Callable[[], Any]]]) -> None:
-    """On a rank: train whenever the coordinator asks for a turn, until the coordinator ends the run.
+def serve(worker: str, prepare: Callable[[str, Path], tuple[Callable[[str], None], Callable[[], Any]]]) -> None:
+    """On a rank: make steps whenever the coordinator asks for a turn, until the coordinator ends the run.
 
     Args:
         worker: the value of the option `--worker`.
-        prepare: called with the rival's name and the folder that all ranks share. Returns two functions: one trains for
-            one step, the other returns the rank's result at the end, as JSON can hold it.
+        prepare: called with the rival's name and the folder that all ranks share. Returns two functions: one
+            makes a step, as the coordinator's request says; the other returns the rank's result at the end, as JSON can
+            hold it.
     """
     rival, port, folder = worker.split(",", 2)
     rank = torchring.rank()
@@ -179,12 +207,12 @@ def serve(worker: str, prepare: Callable[[str, Path], tuple[Callable[[], None], 
     torchring.barrier()
     store.set(f"{rival}/pid/{rank}", str(os.getpid()))
     number = 0
-    while store.get(f"{rival}/turn{number}") == b"start":
+    while (request := store.get(f"{rival}/turn{number}").decode()) != "end":
         times = []
         for _ in range(STEPS_PER_TURN):
             torchring.barrier()
             begin = time.perf_counter()
-            step()
+            step(request)
             times.append(time.perf_counter() - begin)
         store.set(f"{rival}/turn{number}/{rank}", json.dumps(times))
         number += 1

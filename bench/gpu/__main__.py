@@ -84,7 +84,9 @@ def run(section: str, ranks: int, algorithm: str, file: str | None) -> int:
         environment = measure.search_path() | streams.ENVIRONMENT
         commands = [Command(section, [sys.executable, __file__, *arguments], environment)]
     else:
-        commands = measure.rank_commands(__file__, ranks, arguments, environment={OVERLAPPING_DEVICES: "1"})
+        commands = measure.rank_commands(
+            __file__, ranks, arguments, measure.Launcher(environment={OVERLAPPING_DEVICES: "1"})
+        )
     code = measure.run_together(commands)
     if code not in (0, _REPORTED):
         problem = f"ended with exit code {code}, see the log"

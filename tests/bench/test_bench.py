@@ -5,7 +5,6 @@ No benchmark is timed here. A wrong result ends a benchmark, and no process outl
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import math
@@ -20,8 +19,6 @@ from typing import Any
 import pytest
 import torch
 
-import torchring
-import torchring.horovod
 from tests.support.harness import patient, run_ranks
 from torchring.bench import (
     allreduce,
@@ -171,8 +168,6 @@ def test_elastic_replicas_that_differ_end_the_run() -> None:
 
 def _allreduce_with_a_wrong_result(rank: int, world_size: int, wrong: str) -> tuple[list[str], str]:
     """What was checked, and what was said in the end."""
-    torchring.horovod.init()
-    measure.open_gloo()
     check, checked = allreduce.check, []
 
     def spoil_and_check(name: str, result: torch.Tensor, expected: torch.Tensor, *, rank: int) -> None:
@@ -182,8 +177,10 @@ def _allreduce_with_a_wrong_result(rank: int, world_size: int, wrong: str) -> tu
         check(name, result, expected, rank=rank)
 
     allreduce.check = spoil_and_check
+    step, _ = allreduce.prepare("torchring", Path())
     try:
-        allreduce.row_for(1000, argparse.Namespace(seconds=0.0, most=3, no_mpi=True))
+        for name in allreduce.OURS:
+            step(f"{name}:1000")
     except SystemExit as end:
         return checked, str(end.code)
     return checked, ""
@@ -216,6 +213,16 @@ def test_weights_that_differ_end_the_run() -> None:
     for rival, by in (("ddp", 0.01), ("torchring_bf16", 0.03), ("ddp_fp16", -0.03), ("ddp", float("nan"))):
         with pytest.raises(SystemExit, match=f"the weights of {rival.replace('_', ' ')} differ"):
             network.check_weights(trainers(**near | {rival: by}), start)
+
+
+def test_bytes_that_no_algorithm_sends_end_the_run() -> None:
+    megabytes = {"torchring": 100, "ddp": 150, "ddp fp16": 75, "parameter server": 400, "alone": 0}
+    sent = {rival: each << 20 for rival, each in megabytes.items()}
+    row = {"layout": "2x2", "bytes": 100 << 20, "stats": {"torchring": {"algorithm": "hierarchical"}}}
+    network.check_bytes(row | {"link_bytes": sent})
+    for rival, wrong in (("torchring", 120), ("ddp", 100), ("ddp fp16", 150), ("parameter server", 300), ("alone", 1)):
+        with pytest.raises(SystemExit, match=f"a step of {rival} sent {wrong << 20} bytes"):
+            network.check_bytes(row | {"link_bytes": sent | {rival: wrong << 20}})
 
 
 def test_a_rival_on_the_gpu_that_does_nothing_is_wrong() -> None:

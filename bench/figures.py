@@ -1,0 +1,100 @@
+"""The table of figures in README.md: training steps on one machine and between machines. Runs what it needs.
+
+    torchring bench figures                   all benchmarks of the table, and of bench/README.md (as root)
+    torchring bench figures --only-print      the tables, from the rows of the last runs
+
+Rows are appended to the files in `--results`, and the table is made from these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from torchring.bench import measure
+from torchring.bench.measure import Spread
+
+Row = dict[str, Any]
+
+BENCH = Path(__file__).resolve().parent
+MODELS = {
+    "mlp": "MLP, 42 million parameters",
+    "gpt": "GPT, 17 million parameters",
+    "small": "802 small tensors",
+    "vgg": "VGG-16",
+    "resnet": "ResNet-50",
+}
+RATES = ("25gbit", "10gbit", "1gbit")
+RUNS = (
+    "step",
+    "allreduce",
+    f"network --models {' '.join(MODELS)} --layouts 2x1 --rates {' '.join(RATES)} --rivals --seconds 25",
+    f"network --models gpt small --layouts 3x1 4x1 --rates {' '.join(RATES)} --rivals --seconds 15",
+    "network --models gpt --layouts 2x1 3x1 4x1 2x2 --rates 1gbit",
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="torchring bench figures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=BENCH / "results", metavar="DIR", help="of the files of rows")
+    parser.add_argument("--only-print", action="store_true")
+    parser.add_argument("--environments", nargs="+", default=[], metavar="DIR", help="see torchring bench allreduce")
+    options = parser.parse_args()
+    for run in () if options.only_print else RUNS:
+        name, *arguments = run.split()
+        if name == "allreduce" and options.environments:
+            arguments += ["--environments", *options.environments]
+        command = [sys.executable, str(BENCH / f"{name}.py"), *arguments]
+        if code := subprocess.run([*command, "--json", str(options.results / f"{name}.jsonl")]).returncode:
+            return code
+    steps, network = (measure.read_runs(options.results / f"{name}.jsonl") for name in ("step", "network"))
+    # The network's rows are from several runs, of which the first to have a row counts.
+    rows: dict[tuple[str, str, str], Row] = {}
+    for about, found in network:
+        if about["commit"] == network[-1][0]["commit"]:
+            for row in found:
+                rows.setdefault((row["layout"], row["model"], row["rate"]), row)
+    print_table(*steps[-1], rows)
+    print_network(rows, network[-1][0])
+    return 0
+
+
+def print_table(about: dict[str, Any], steps: list[Row], network: dict[tuple[str, str, str], Row]) -> None:
+    """Print the table of README.md."""
+
+    def cell(row: Row) -> str:
+        ms = row["ms"]
+        return " / ".join(f"{ms[rival]['p50']:.{digits(row)}f}" for rival in ("torchring", "ddp", "alone"))
+
+    columns = ["torchring / DDP / no communication", "one machine", *(f"{rate[:-4]} Gbit/s" for rate in RATES)]
+    table = [
+        [MODELS[row["model"]], cell(row), *(cell(network["2x1", row["model"], rate]) for rate in RATES)]
+        for row in steps
+    ]
+    title = f"Steps in ms on {about['cores']} cores with torch {about['versions']['torch']} {measure.origin(about)}"
+    measure.print_table(title, columns, table)
+
+
+def print_network(rows: dict[tuple[str, str, str], Row], about: dict[str, Any]) -> None:
+    """Print torchring beside DDP between all numbers of hosts."""
+    columns = ["hosts x ranks", "model", "rate", "torchring ms", "ddp ms", "alone ms", "ratio to ddp"]
+    table = []
+    for (layout, model, rate), row in rows.items():
+        spreads = [Spread(**row["ms"][rival]) for rival in ("torchring", "ddp", "alone")]
+        ours, ddp, alone = (spread.p50 for spread in spreads)
+        cells = [layout, model, rate, *(spread.text(digits(row)) for spread in spreads)]
+        table.append([*cells, f"{(ours - alone) / (ddp - alone):.2f}"])
+    measure.print_table(f"Steps between hosts, p50 (p20-p80) {measure.origin(about)}", columns, table)
+
+
+def digits(row: Row) -> int:
+    return 1 if row["ms"]["alone"]["p50"] < 50 else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
