@@ -21,7 +21,7 @@ from torchring.memory import host as host_module
 
 _HOSTS = {"one": (0, 0, 0), "2": (0, 1), "2+1": (0, 0, 1), "2x2": (0, 0, 1, 1)}
 _CASES = [
-    ("one", "direct", "auto"), ("2", "ring", "auto"), ("2", "native", "inline"), ("2x2", "hierarchical", "auto"),
+    ("one", "direct", "auto"), ("2", "native", "auto"), ("2", "native", "inline"), ("2x2", "hierarchical", "auto"),
 ]  # fmt: skip
 
 # Memory of one host and a transport between hosts.
@@ -168,7 +168,7 @@ def _raise_after_the_last_bucket(rank: int, size: int, hosts: str, algorithm: st
 
 @pytest.mark.parametrize(
     ("hosts", "algorithm", "overlap"),
-    [("one", "direct", "inline"), ("2", "ring", "auto"), ("2x2", "hierarchical", "auto")],
+    [("one", "direct", "inline"), ("2", "native", "auto"), ("2x2", "hierarchical", "auto")],
 )
 def test_a_first_round_broken_off_after_its_last_bucket(hosts: str, algorithm: str, overlap: str) -> None:
     """The peers have all gradients, and look for what only this rank can tell: an error soon, and no wrong gradient."""

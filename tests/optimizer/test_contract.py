@@ -123,7 +123,7 @@ def test_what_is_special_about_the_users_optimizer_class_is_within_reach(world_s
 
 def _alone(rank: int, world_size: int) -> list[Any]:
     model = small_model()
-    optimizer = torchring.wrap(momentum(model), model, accumulate=2, compression="fp16", algorithm="ring")
+    optimizer = torchring.wrap(momentum(model), model, accumulate=2, compression="fp16", algorithm="native")
     with optimizer.no_sync():
         loss_on(model, 0, 0).backward()
     optimizer.synchronize()
@@ -648,7 +648,7 @@ def _two_optimizers(side: Side, options: dict[str, Any]) -> Sequence[Any]:
     return values(model)
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap": "thread"}, {"algorithm": "ring"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"overlap": "thread"}, {"algorithm": "native"}], ids=str)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_several_optimizers_on_one_model(options: dict[str, Any], world_size: int) -> None:
     assert_as_one_process(_two_optimizers, options, world_size=world_size)
@@ -739,8 +739,8 @@ def _cycles(rank: int, world_size: int, options: dict[str, Any], how: str) -> di
 @grid(
     "how, options",
     ["close", "leave to shutdown"],
-    [{"overlap": "inline"}, {"overlap": "thread"}, {"algorithm": "ring"}, {"algorithm": "native"}],
-    keep=lambda how, options: (how == "close") == (options in ({"overlap": "thread"}, {"algorithm": "ring"})),
+    [{"overlap": "inline"}, {"overlap": "thread"}, {"algorithm": "native"}],
+    keep=lambda how, options: (how == "close") == (options in ({"overlap": "thread"}, {"algorithm": "native"})),
 )
 def test_worlds_come_and_go_without_a_trace(options: dict[str, Any], how: str) -> None:
     first, second = run_pooled(_cycles, 2, options, how)

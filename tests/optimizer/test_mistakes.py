@@ -367,7 +367,7 @@ def _autograd_grad_later(rank: int, world_size: int, options: dict[str, Any], ho
 @grid(
     "how, options",
     ["zeroed", "zeroed in place", "not zeroed"],
-    [{}, {"compression": "fp16"}, {"algorithm": "ring"}],
+    [{}, {"compression": "fp16"}, {"algorithm": "native"}],
     keep=lambda how, options: not options or how == "zeroed",
 )
 def test_d_torch_autograd_grad(options: dict[str, Any], how: str) -> None:
@@ -695,10 +695,10 @@ def _poisoned(rank: int, world_size: int, value: float, where: int, options: dic
         (math.nan, 0, {}),
         (-math.inf, 4, {}),
         (math.nan, 4, {"overlap": "thread"}),
-        (-math.inf, 0, {"algorithm": "ring"}),
+        (-math.inf, 0, {"algorithm": "native"}),
         (math.nan, 0, {"algorithm": "native"}),
         (-math.inf, 4, {"compression": "fp16"}),
-        (math.nan, 4, {"compression": "bf16", "algorithm": "ring"}),
+        (math.nan, 4, {"compression": "bf16", "algorithm": "native"}),
     ],
 )
 def test_i_nan_on_one_rank_names_it(value: float, where: int, options: dict[str, Any]) -> None:

@@ -451,7 +451,7 @@ def test_a_step_that_has_begun_is_undone(size: int) -> None:
 
 @grid(
     "options",
-    [{"algorithm": "ring"}, {"algorithm": "native"}, {"overlap": "thread"}, {"compression": "bf16"}],
+    [{"algorithm": "native"}, {"overlap": "thread"}, {"compression": "bf16"}],
     keep=lambda options: "algorithm" in options,
 )
 def test_by_every_way_to_reduce(options: dict[str, Any]) -> None:

@@ -69,7 +69,7 @@ from tests.support.training import (
 @grid(
     "set_to_none, options, usage",
     [True, False],
-    [{}, {"overlap": "thread", "bucket_mb": 25.0}, {"algorithm": "ring"}],
+    [{}, {"overlap": "thread", "bucket_mb": 25.0}, {"algorithm": "native"}],
     list(USAGE),
     keep=lambda set_to_none, options, usage: not options or (set_to_none and usage == "other sets each step"),
 )
@@ -141,7 +141,7 @@ def _owned(side: Side, how: str, usage: str, options: dict[str, Any]) -> Sequenc
     "how, usage, options",
     ["slices of one tensor", "other memory", "cached"],
     ["all", "until the third step", "skipped", "frozen", "unfrozen", "failing", "alternating"],
-    [{}, {"bucket_mb": 25.0}, {"compression": "bf16"}, {"algorithm": "ring", "overlap": "thread"}],
+    [{}, {"bucket_mb": 25.0}, {"compression": "bf16"}, {"algorithm": "native", "overlap": "thread"}],
     keep=lambda how, usage, options: (
         not options if usage == {"cached": "failing"}.get(how, "skipped") else (how[0], usage) == ("s", "all")
     ),
@@ -323,7 +323,7 @@ def test_a_sum_is_never_summed_again() -> None:
 @grid(
     "kind, options",
     list(KINDS),
-    [{}, {"bucket_mb": 25.0}, {"algorithm": "ring", "overlap": "thread"}],
+    [{}, {"bucket_mb": 25.0}, {"algorithm": "native", "overlap": "thread"}],
     keep=lambda kind, options: not options or kind == next(iter(KINDS)),
 )
 def test_all_kinds_of_parameters(kind: str, options: dict[str, Any]) -> None:
@@ -331,7 +331,7 @@ def test_all_kinds_of_parameters(kind: str, options: dict[str, Any]) -> None:
     assert first[0] is True
 
 
-@pytest.mark.parametrize("options", [{}, {"bucket_mb": TINY_MB, "overlap": "thread"}, {"algorithm": "ring"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"bucket_mb": TINY_MB, "overlap": "thread"}, {"algorithm": "native"}], ids=str)
 def test_mixed_dtypes(options: dict[str, Any]) -> None:
     """Each in its own precision: one addition and an exact halving, so one rounding and that of the result."""
     results = run_pooled(mixed, 2, options)
@@ -424,7 +424,7 @@ def test_backward_with_create_graph_says_what_to_do_instead() -> None:
 @grid(
     "where, options",
     [1, 5],
-    [{}, {"bucket_mb": 25.0}, {"overlap": "thread"}, {"algorithm": "ring"}],
+    [{}, {"bucket_mb": 25.0}, {"overlap": "thread"}, {"algorithm": "native"}],
     keep=lambda where, options: not options or where == 1,
 )
 def test_training_goes_on_after_an_exception_in_backward(where: int, options: dict[str, Any]) -> None:
@@ -452,7 +452,7 @@ def test_half_a_backward_is_not_stepped_on() -> None:
 @grid(
     "order, options",
     list(ORDERS),
-    [{}, {"overlap": "thread"}, {"algorithm": "ring"}],
+    [{}, {"overlap": "thread"}, {"algorithm": "native"}],
     keep=lambda order, options: not options or order == next(iter(ORDERS)),
 )
 def test_gradients_may_come_in_any_order(order: str, options: dict[str, Any]) -> None:
@@ -461,9 +461,9 @@ def test_gradients_may_come_in_any_order(order: str, options: dict[str, Any]) ->
 
 def _first_launched(rank: int, world_size: int) -> list[list[str]]:
     """Which parameters are reduced already when the last layer's gradient arrives, by round. Inline, so it is seen; and
-    by the ring, which waits for its peers at once."""
+    by the engine, which waits for its peers at once."""
     model = Chain()
-    optimizer = torchring.wrap(momentum(model), model, bucket_mb=TINY_MB, overlap="inline", algorithm="ring")
+    optimizer = torchring.wrap(momentum(model), model, bucket_mb=TINY_MB, overlap="inline", algorithm="native")
     rounds: list[list[str]] = []
     expected: dict[str, Tensor] = {}
 
@@ -546,7 +546,7 @@ def test_a_compiled_model() -> None:
     assert_as_one_process(_compiled, run=run_ranks)
 
 
-@pytest.mark.parametrize("algorithm", ["direct", "ring", "native"])
+@pytest.mark.parametrize("algorithm", ["direct", "native"])
 def test_another_default_device(algorithm: str) -> None:
     """What torchring makes for itself on the host does not follow torch.set_default_device."""
     assert_as_one_process(_elsewhere, algorithm)
@@ -912,19 +912,16 @@ _CASES = {
     "a bucket per parameter": Case(options={"bucket_mb": 0}),
     "wide": Case("adamw", model="wide", steps=3),
     "wide in small buckets": Case(model="wide", steps=3, options={"bucket_mb": 0.3}),
-    "ring": Case("adamw", options={"algorithm": "ring", "bucket_mb": _LAYER_MB}),
     "native": Case("adamw", options={"algorithm": "native", "bucket_mb": _LAYER_MB}),
     "direct on a thread": Case(late=True, options={"algorithm": "direct", "overlap": "thread", "bucket_mb": _LAYER_MB}),
     "direct inline": Case(late=True, options={"algorithm": "direct", "overlap": "inline", "bucket_mb": _LAYER_MB}),
-    "ring on a thread": Case(late=True, options={"algorithm": "ring", "overlap": "thread", "bucket_mb": _LAYER_MB}),
     "hierarchical": Case(late=True, options={"algorithm": "hierarchical", "bucket_mb": _LAYER_MB}),
-    "ring inline": Case(late=True, options={"algorithm": "ring", "overlap": "inline", "bucket_mb": _LAYER_MB}),
-    "native on a thread": Case(late=True, options={"algorithm": "native", "overlap": "thread"}),
-    "native inline": Case(late=True, options={"algorithm": "native", "overlap": "inline"}),
+    "native on a thread": Case(late=True, options={"algorithm": "native", "overlap": "thread", "bucket_mb": _LAYER_MB}),
+    "native inline": Case(late=True, options={"algorithm": "native", "overlap": "inline", "bucket_mb": _LAYER_MB}),
     "3 micro-steps": Case("adamw", micro_steps=3, options={"bucket_mb": _LAYER_MB}),
     "2 micro-steps of wide": Case(model="wide", micro_steps=2, steps=3),
-    "3 micro-steps, ring, thread": Case(
-        micro_steps=3, late=True, options={"algorithm": "ring", "overlap": "thread", "bucket_mb": _LAYER_MB}
+    "3 micro-steps, native, thread": Case(
+        micro_steps=3, late=True, options={"algorithm": "native", "overlap": "thread", "bucket_mb": _LAYER_MB}
     ),
     "fp64": Case("adamw", dtype=torch.float64),
 }
@@ -943,7 +940,7 @@ def test_two_ranks_train_bit_for_bit_as_under_ddp(subtests: pytest.Subtests) -> 
 
 
 _OF_THREE = (
-    "adamw", "wide", "ring", "native", "direct on a thread", "hierarchical", "3 micro-steps, ring, thread", "fp64",
+    "adamw", "wide", "native", "direct on a thread", "hierarchical", "3 micro-steps, native, thread", "fp64",
 )  # fmt: skip
 
 

@@ -98,7 +98,7 @@ def check_norms(results: Sequence[dict[str, Tensor]], expected: dict[str, Tensor
 @grid(
     "mode, options",
     ["mean", "rank0"],
-    [{}, {"algorithm": "ring"}, {"algorithm": "native"}, {"overlap": "thread"}, {"bucket_mb": 25.0}],
+    [{}, {"algorithm": "native"}, {"overlap": "thread"}, {"bucket_mb": 25.0}],
     keep=lambda mode, options: mode == "mean" or not options,
 )
 def test_running_statistics_follow_all_ranks_or_rank_0(mode: str, options: dict[str, Any]) -> None:
@@ -167,7 +167,7 @@ def _kinds(rank: int, size: int, mode: str, algorithm: str) -> dict[str, Any]:
     return {"after": after, "in the wire": sorted(sync.names), "before the last step": before}
 
 
-@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+@pytest.mark.parametrize("algorithm", ["direct", "native"])
 def test_buffers_of_all_kinds(algorithm: str) -> None:
     results = run_pooled(_kinds, 2, "mean", algorithm)
     for result in results:

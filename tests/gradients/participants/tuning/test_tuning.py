@@ -113,7 +113,7 @@ def _tried(rank: int, _: int, folder: str, options: dict[str, Any], turns: list[
         return result
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap": "thread"}, {"algorithm": "ring"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"overlap": "thread"}, {"algorithm": "native"}], ids=str)
 def test_better_buckets_are_kept_and_known_to_the_next_start(options: dict[str, Any], tmp_path: Path) -> None:
     for result in run_pooled(_tried, 2, str(tmp_path), options, [_SLOW, [*_FAST, *_FAST], _SLOW, _FAST]):
         (first, plain, expected), (numbers, reason, tuned), (at_once, recalled, again) = result.values()
