@@ -5,8 +5,8 @@
 
 Network namespaces of this machine stand in for hosts (`netns.py`, which needs root and iproute2). The links between
 hosts have the given rate, but all ranks share the cores of one machine. Each rank has one thread. Rivals take turns,
-each with its own copy of the model. torchring's buckets have the default size, and are not tuned:
-    torchring        torchring.wrap(optimizer, model, bucket_mb=12)
+each with its own copy of the model:
+    torchring        torchring.wrap(optimizer, model)
     torchring bf16   the same with compression="bf16"
     ddp              DistributedDataParallel(model, gradient_as_bucket_view=True) over Gloo
     ddp fp16         the same with fp16_compress_hook
@@ -58,7 +58,7 @@ from torchring.bench.parameter_server import ParameterServer, link_bytes
 from torchring.bench.step import Trainer
 from torchring.default_world import default_world
 from torchring.gradients.group import OptimizerGroup
-from torchring.gradients.plan import Compression, default_bucket_mb
+from torchring.gradients.plan import Compression
 from torchring.launch.arguments import duration
 
 ROUNDED = ("torchring bf16", "ddp fp16")
@@ -279,11 +279,7 @@ def time_backward(alone: Trainer, workload: Workload, batches: Sequence[Batch]) 
 
 def with_torchring(model: torch.nn.Module, compression: Compression | None = None) -> Trainer:
     # All ranks have used the same seed, so the initial state is already the same.
-    world = default_world()
-    size = default_bucket_mb(world.size, world.num_nodes, "auto", on_device=False)
-    optimizer = torchring.wrap(
-        step.sgd(model), model, compression=compression, bucket_mb=size, sync_initial_state=False
-    )
+    optimizer = torchring.wrap(step.sgd(model), model, compression=compression, sync_initial_state=False)
     return Trainer(model, optimizer, [])
 
 

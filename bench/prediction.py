@@ -32,7 +32,7 @@ from torchring.report.verdict.analysis import analyse
 from torchring.report.verdict.findings import Analysis
 
 ORIGINS = (1, 2)
-_BUCKET_MB = 12.0  # the default between hosts; two hosts would have them tuned, more would not
+_BUCKET_MB = 12.0  # the default between hosts
 
 
 def main() -> int:

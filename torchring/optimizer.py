@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Final, Literal, NoReturn, TypeVar, overload
+from typing import Any, ClassVar, Final, NoReturn, TypeVar, overload
 
 import torch
 from torch.optim import Optimizer
@@ -73,7 +73,7 @@ def wrap(
     *,
     op: GradientOp = "mean",
     compression: Compression | None = None,
-    bucket_mb: float | Literal["auto"] | None = None,
+    bucket_mb: float | None = None,
     accumulate: int = 1,
     algorithm: Algorithm = "auto",
     overlap: Overlap = "auto",
@@ -89,13 +89,9 @@ def wrap(
             copied from rank 0, and kept equal after that.
         op: "mean" or "sum" over ranks.
         compression: send gradients as "fp16" or "bf16". They are scaled before they are rounded, and added up in fp32.
-            None sends them in their own dtype. "auto" sends "bf16" if that makes `backward()` at least 5 % shorter in
-            a trial, as with bucket_mb="auto". For gradients on the CPU; on a GPU they stay in their own dtype.
+            None sends them in their own dtype.
         bucket_mb: size of a bucket in MiB. The first bucket is at most 1 MiB. Default (None): 25; for gradients on the
-            CPU between hosts 12, or "auto" with two hosts, where tuning cannot change results; 10 for four GPUs or more
-            that reduce in each other's memory. "auto" measures the first backwards and looks for buckets that leave
-            less communication exposed. These are tried for a few steps, and kept if they are faster, for later runs,
-            too, in `~/.cache/torchring`. See `Stats.reason`. "auto" takes gradients on the CPU.
+            CPU between hosts 12; 10 for four GPUs or more that reduce in each other's memory.
         accumulate: reduce in every n-th `backward()` only. The n gradients are summed, as PyTorch sums them.
             `zero_grad()` of the returned optimizer restarts the count, so call it on all ranks alike.
         algorithm: "direct" (memory shared by the ranks of one host), "ring" (messages between all ranks),
@@ -163,7 +159,7 @@ class DistributedOptimizer(OptimizerWrapper):
         *,
         op: GradientOp = "mean",
         compression: Compression | None = None,
-        bucket_mb: float | Literal["auto"] | None = None,
+        bucket_mb: float | None = None,
         accumulate: int = 1,
         algorithm: Algorithm = "auto",
         overlap: Overlap = "auto",

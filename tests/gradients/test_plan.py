@@ -21,8 +21,6 @@ from torchring.gradients.plan import (
     build_plan,
     default_bucket_mb,
     describe,
-    last_reduced,
-    plan_of,
     shifted,
     wire_dtype,
 )
@@ -106,23 +104,6 @@ def test_each_dtype_has_a_small_first_bucket() -> None:
     assert members(plan) == [[7], [6], [5, 3, 1], [4, 2, 0]]
     bf16, fp32 = torch.bfloat16, torch.float32
     assert [bucket.dtype for bucket in plan.buckets] == [bf16, fp32, bf16, fp32]
-
-
-def test_plan_of_given_buckets_is_laid_out_as_a_built_one() -> None:
-    specs = fp32(4, 2, 3)
-    assert plan_of(specs, [[2, 1], [0]]) == build_plan(specs, bucket_bytes=16)
-    assert members(plan_of([*specs, spec("words", 3, is_sparse=True)], [[1], [0, 2]])) == [[1], [0, 2]]
-    (bucket,) = plan_of(specs, [[0, 1, 2]], compression="bf16").buckets
-    assert bucket.wire_dtype == torch.bfloat16
-
-
-def test_plan_of_buckets_that_do_not_fit_is_refused() -> None:
-    specs = [*fp32(4, 2), spec("d", 3, dtype=torch.float64)]
-    for groups in ([[0], [1]], [[0, 1], [2], [2]], [[0, 1], [2], []], [[0, 1], [2], [3]]):
-        with pytest.raises(ValueError, match="every parameter once"):
-            plan_of(specs, groups)
-    with pytest.raises(ValueError, match="several dtypes"):
-        plan_of(specs, [[0], [1, 2]])
 
 
 def test_cap_zero_gives_every_parameter_its_own_bucket() -> None:
@@ -555,9 +536,3 @@ def test_how_large_buckets_are(hosts: list[int], algorithm: str, on_device: bool
 def test_a_plan_of_sparse_parameters_alone_has_no_control_bits() -> None:
     plan = build_plan([replace(spec("words", 3, 2), is_sparse=True)], bucket_bytes=0, control=CONTROL)
     assert (plan.buckets, plan.control) == ((), ControlFields())
-
-
-def test_lanes_hide_each_others_latency_and_share_the_bandwidth() -> None:
-    launched, latencies, transfers = [0.0, 0.0], [10.0, 10.0], [1.0, 1.0]
-    assert last_reduced(launched, latencies, transfers) == 22.0, "one after the other"
-    assert last_reduced(launched, latencies, transfers, num_lanes=2) == 12.0

@@ -165,7 +165,6 @@ def test_layers_of_20_mib_make_buckets_of_40() -> None:
         ({"size": 1, "local_size": 1}, 12),  # as between hosts, which is what is predicted
         ({"size": 4, "local_size": 4, "device": "NVIDIA H100", "algorithm": "direct"}, 10),
         ({"size": 4, "local_size": 4, "device": "NVIDIA H100", "algorithm": "native"}, 25),
-        ({"size": 4, "local_size": 4, "options": {"bucket_mb": "auto"}}, 25),
         ({"size": 4, "local_size": 4, "options": {"bucket_mb": "3.5"}}, 3.5),
     ],
 )

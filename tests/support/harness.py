@@ -641,7 +641,7 @@ class _Leftovers:
         self.tmpdir = os.path.join(self.folder, "tmp")
         os.mkdir(self.tmpdir)
         # No run finds buckets that an earlier one has kept.
-        self.environ = {"TMPDIR": self.tmpdir, "TORCHRING_CACHE": os.path.join(self.folder, "cache")}
+        self.environ = {"TMPDIR": self.tmpdir}
         self.processes_before = set(_descendants())
         self.shm_before = set(os.listdir("/dev/shm"))
         return self

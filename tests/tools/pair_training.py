@@ -26,7 +26,6 @@ import torchring.horovod as hvd
 from tests.support.checks import digest
 from tests.support.harness import run_ranks
 from tests.tools.pairs import PAIRS, REFUSED, Training, Ways, describe
-from tests.tools.soak_cases import hasty_tuner
 from torchring.memory import host as host_module
 
 NUM_RANKS: Final = 3
@@ -266,7 +265,7 @@ class _Script:
         buffers = training["buffers"]
         options: dict[str, Any] = {
             "compression": None if training["wire"] == "own" else training["wire"],
-            "bucket_mb": {"default": None, "tiny": 1e-4, "tuned": "auto"}[training["buckets"]],
+            "bucket_mb": {"default": None, "tiny": 1e-4}[training["buckets"]],
             "accumulate": int(training["accumulate"]),
             "algorithm": training["algorithm"],
             "overlap": training["overlap"],
@@ -396,7 +395,7 @@ def train(rank: int, size: int, trainings: Sequence[Training]) -> list[Any]:
     for training in trainings:
         host = f"host {_HOSTS[training['hosts']][rank]}"
         try:
-            with unittest.mock.patch.object(host_module, "_host_identity", return_value=host), hasty_tuner():
+            with unittest.mock.patch.object(host_module, "_host_identity", return_value=host):
                 found.append(_train(rank, training))
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")

@@ -41,7 +41,7 @@ FEATURES: Final[Mapping[str, tuple[str, ...]]] = {
     "forward": ("plain", "checkpointed", "compiled"),
     # how gradients travel
     "wire": ("own", "fp16", "bf16"),
-    "buckets": ("default", "tiny", "tuned"),
+    "buckets": ("default", "tiny"),
     "algorithm": ("auto", "ring", "native", "hierarchical"),
     "overlap": ("inline", "thread"),
     "hosts": ("one", "two"),
@@ -106,7 +106,7 @@ APART: Final[dict[Ways, str]] = _table(
     ("layers=complex + gradients=flat", "one tensor has one dtype"),
     ("norm=sync + skip=one", _ENDED),
     ("norm=sync + skip=with forward", "forward without backward leaves the layers of the others waiting"),
-    ("api=horovod|process set + buckets=tiny|tuned", _NO_OPTION),
+    ("api=horovod|process set + buckets=tiny", _NO_OPTION),
     ("api=horovod|process set + overlap=thread", _NO_OPTION),
     ("api=horovod|process set + algorithm=ring|native|hierarchical", _NO_OPTION),
     ("api=horovod|process set + nonfinite=skip", _NO_OPTION),

@@ -7,8 +7,6 @@ torch.autograd.grad, and from these the sum, mean or weighted mean. `soak.py` dr
 from __future__ import annotations
 
 import contextlib
-import itertools
-import random
 import unittest.mock
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,17 +19,13 @@ from torch import Tensor, nn
 import torchring
 from tests.support.checks import assert_same_on_all_ranks, digest
 from tests.support.harness import run_pooled
-from torchring.gradients.participants.tuning import tuning
-from torchring.gradients.participants.tuning.candidates import Candidate, groups_of
-from torchring.gradients.participants.tuning.trial import Times
-from torchring.gradients.plan import Plan
 from torchring.memory import host as host_module
 
 WIDTH = 4
 NUM_STEPS = 3
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 _ROUNDING = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 0.25}  # of three steps
-_ROUNDING_OF_WIRE = {None: 0.0, "fp16": 1e-2, "bf16": 6e-2, "auto": 6e-2}
+_ROUNDING_OF_WIRE = {None: 0.0, "fp16": 1e-2, "bf16": 6e-2}
 
 
 # The description of a training
@@ -375,45 +369,10 @@ def _train(rank: int, case: Case) -> list[list[Tensor]]:
     return seen
 
 
-@contextlib.contextmanager
-def hasty_tuner() -> Iterator[None]:
-    """Inside, what tunes itself tries random buckets, or 16 bits, from the second round on, and changes in each round.
-
-    All ranks draw the same buckets, as they do so from the same plan.
-    """
-
-    def agree_on_times(tuner: Any) -> list[Times]:
-        seconds = 0.5 if tuner._trial is not None and tuner._trial.is_turn_of_found else 1.0
-        return [Times(seconds, seconds, seconds)]
-
-    def find(tuner: Any, current: Plan, *_: Any) -> None:
-        shuffled = random.Random(len(current.buckets))
-        groups = []
-        for group in groups_of(current):  # a bucket holds one dtype
-            mixed = shuffled.sample(group, len(group))
-            ends = [0, shuffled.randint(0, len(group)), len(group)]
-            groups += [mixed[begin:end] for begin, end in itertools.pairwise(ends) if begin < end]
-        shuffled.shuffle(groups)
-        compression = tuner._tuned.compressions[-1]
-        is_rounded = compression != tuner._tuned.compressions[0]
-        tuner._candidates = [Candidate(groups if tuner._tuned.buckets else None, compression, 0.0, 1.0, is_rounded)]
-
-    with contextlib.ExitStack() as inside:
-        for owner, name, value in [
-            (tuning, "_NUM_WARMUPS", 0),
-            (tuning, "_NUM_ROUNDS", 0),
-            (tuning, "_FEWEST_ROUNDS", 1),
-            (tuning.Tuner, "_agree_on_times", agree_on_times),
-            (tuning.Tuner, "_find", find),
-        ]:
-            inside.enter_context(unittest.mock.patch.object(owner, name, value))
-        yield
-
-
 def _train_all(rank: int, size: int, batch: Batch) -> list[Any]:
     """For each case, what the parameters are after each step on rank 0, and their digests on the others."""
     host = unittest.mock.patch.object(host_module, "_host_identity", return_value=f"host {batch.hosts[rank]}")
-    with host, hasty_tuner():
+    with host:
         torchring.init(timeout_seconds=60)
         found = [_train(rank, case) for case in batch.cases]
         torchring.shutdown()

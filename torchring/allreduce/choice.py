@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from torchring.allreduce.contract import AllReduce
-from torchring.allreduce.cost import seconds_together
+from torchring.collectives.service import internal_collectives_of
 from torchring.errors import TopologyError, in_step
 from torchring.world import World
 
@@ -64,6 +67,27 @@ def measure_in_turns(
         if sum(map(sum, seconds.values())) > patience_seconds and all(seconds.values()):
             break
     return {name: statistics.median(taken) for name, taken in seconds.items()}
+
+
+def seconds_together(
+    world: World, all_reduce: AllReduce[Any], wires: Sequence[Any], synchronize: Callable[[], None] = lambda: None
+) -> float:
+    """Collective: seconds to reduce all these wires, started at once, on the slowest rank.
+
+    Args:
+        synchronize: waits until results are there.
+    """
+    collectives = internal_collectives_of(world)
+    collectives.barrier()
+    started = time.perf_counter()
+    pending = [all_reduce.start(wire) for wire in wires]
+    for reduction in pending:
+        reduction.contribute()
+    for reduction in pending:
+        reduction.wait()
+    synchronize()
+    taken = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device="cpu")
+    return float(collectives.all_reduce(taken, "max"))
 
 
 def in_words(seconds: Mapping[str, float]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -25,7 +25,6 @@ from torchring.gradients.plan import (
     build_plan,
     default_bucket_mb,
     shifted,
-    wire_dtype,
 )
 from torchring.gradients.round import ControlFields
 from torchring.observe.flight_recorder.entries import Entry
@@ -38,7 +37,7 @@ class Options:
 
     op: str
     compression: str | None
-    bucket_mb: float | Literal["auto"] | None
+    bucket_mb: float | None
     accumulate: int
     algorithm: str
     overlap: str
@@ -78,11 +77,8 @@ class BucketLayout:
         agreement: how ranks agree at the end of a round, on the host or with a device.
         timing: how long rounds took.
         first_plan: the plan that `open` uses.
-        compressions: what gradients may be cast to for the wire.
-        compression: of the plan in use.
         remarks: more about the plan for `reason`, by who says so.
         finding: why hardly any communication is hidden, if the reason is known: a sentence, or "".
-        follows_order: whether the buckets follow the order of gradients by now.
     """
 
     def __init__(
@@ -102,11 +98,8 @@ class BucketLayout:
         self.world = world
         self.options = options
         self.timing = Timing()
-        self.compression = None if options.compression == "auto" else options.compression
-        self.compressions: tuple[str | None, ...] = (self.compression,)
         self.remarks: dict[str, str] = {}
         self.finding = ""
-        self.follows_order = False
         self._control = control
         device = first[0].device
         ranks, on_device = (world.size, world.num_nodes), accelerator_of(device) is not None
@@ -150,22 +143,18 @@ class BucketLayout:
     @property
     def bucket_bytes(self) -> int:
         bucket_mb = self.options.bucket_mb
-        if bucket_mb is None or bucket_mb == "auto":
-            bucket_mb = self._bucket_mb
-        return int(bucket_mb * 2**20)
+        return int((self._bucket_mb if bucket_mb is None else bucket_mb) * 2**20)
 
     @property
     def wire_dtypes(self) -> list[torch.dtype]:
-        """The dtypes in which gradients travel, or may come to travel."""
-        dtypes = [bucket.plan.wire_dtype for bucket in self.buckets]
-        if len(self.compressions) > 1:
-            dtypes += [wire_dtype(torch.float32, compression) for compression in self.compressions]
-        return dtypes
+        """The dtypes in which gradients travel."""
+        return [bucket.plan.wire_dtype for bucket in self.buckets]
 
     def plan(self, specs: Sequence[ParameterSpec], order: Sequence[int] | None = None) -> Plan:
         """Default buckets; `order` as in `build_plan`."""
+        compression = self.options.compression
         return build_plan(
-            specs, bucket_bytes=self.bucket_bytes, compression=self.compression, order=order, control=self._control
+            specs, bucket_bytes=self.bucket_bytes, compression=compression, order=order, control=self._control
         )
 
     def open(self, specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -189,11 +178,7 @@ class BucketLayout:
         collectives = internal_collectives_of(self.world)
         agreed = collectives.broadcast(torch.tensor(order, dtype=torch.int64, device="cpu"), 0).tolist()
         self.launcher.forget_order()
-        self.install(self.plan(self.specs, agreed))
-        self.follows_order = True
-
-    def install(self, plan: Plan) -> None:
-        """Collective, between rounds: go on with the buckets of `plan`."""
+        plan = self.plan(self.specs, agreed)
         if plan == self.current_plan:
             return
         self.agreement.wait_for_device()

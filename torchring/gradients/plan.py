@@ -5,7 +5,6 @@ Every rank computes the plan by itself. Ranks compare what `describe` returns be
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -28,9 +27,8 @@ _FEWEST_SHARING_GPUS: Final = 4
 # A complex gradient travels as twice as many real numbers.
 _REAL: Final = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
-Compression = Literal["fp16", "bf16", "auto"]
+Compression = Literal["fp16", "bf16"]
 COMPRESSIONS: Final[dict[str | None, torch.dtype | None]] = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}
-AUTO_COMPRESSION: Final = "bf16"  # which has the range of fp32: nothing overflows that did not before
 _NO_CONTROL: Final = ControlFields()
 
 
@@ -200,51 +198,6 @@ def build_plan(
     return Plan(
         tuple(_lay_out(i, dtype, members, specs, compression, control) for i, (dtype, members) in enumerate(closed))
     )
-
-
-def plan_of(
-    specs: Sequence[ParameterSpec],
-    groups: Sequence[Sequence[int]],
-    *,
-    compression: str | None = None,
-    control: ControlFields = _NO_CONTROL,
-) -> Plan:
-    """Exactly these buckets: for each of them the indices into `specs`, in the order of their places in it.
-
-    Raises ValueError unless the groups hold every parameter once that is not sparse, and each group one dtype on one
-    device.
-    """
-    members = [index for group in groups for index in group]
-    if sorted(members) != [index for index, spec in enumerate(specs) if not spec.is_sparse] or not all(groups):
-        raise ValueError("the buckets do not hold every parameter once")
-    kinds = [{(specs[index].real_dtype, specs[index].device) for index in group} for group in groups]
-    if any(len(kind) > 1 for kind in kinds):
-        raise ValueError("a bucket holds parameters of several dtypes")
-    return Plan(
-        tuple(
-            _lay_out(i, specs[group[0]].real_dtype, group, specs, compression, control)
-            for i, group in enumerate(groups)
-        )
-    )
-
-
-def last_reduced(
-    launched: Sequence[float], latencies: Sequence[float], transfers: Sequence[float], num_lanes: int = 1
-) -> float:
-    """When the last bucket is reduced, if buckets leave in plan order and each takes a latency and a transfer.
-
-    Args:
-        launched: when each bucket is launched, in plan order. No bucket leaves before the bucket in front of it.
-        num_lanes: how many buckets are reduced at a time. They hide each other's latency, and share the bandwidth.
-    """
-    lanes = [-math.inf] * num_lanes
-    before = end = -math.inf
-    for launch, latency, transfer in zip(launched, latencies, transfers, strict=True):
-        before = max(before, launch)
-        begin = max(before, heapq.heappop(lanes))
-        end = max(begin + latency, end) + transfer
-        heapq.heappush(lanes, end)
-    return end
 
 
 def shifted(plan: Plan, *, buckets: int, parameters: int) -> Plan:

@@ -31,7 +31,6 @@ from torchring.gradients.participants.elastic import Batches, ElasticJob
 from torchring.gradients.participants.recording import RoundRecording
 from torchring.gradients.participants.replicas import ReplicaCheck
 from torchring.gradients.participants.sparse import SparseReduction
-from torchring.gradients.participants.tuning.participant import open_tuning
 from torchring.gradients.participants.weighing import Weighing, unfrozen
 from torchring.gradients.plan import ParameterSpec, describe
 from torchring.gradients.round import ControlFields, NonFiniteGradient, Participant, RoundPhase, RoundState
@@ -202,7 +201,6 @@ class Reducer(Sync):
         self.launcher = self.layout.launcher
         self.ledger = OptimizerLedger(partial(_ledgers, self.launcher, self._sparse))
         self._found_before: NonFiniteGradient | None = None  # as `non_finite`, before the round under way
-        tuning = open_tuning(self.layout, specs)
         self.layout.open(specs, parameters)
         recording = RoundRecording(world, self.layout)
         self._job = ElasticJob(world)
@@ -222,7 +220,7 @@ class Reducer(Sync):
             all_reduce, device = self.layout.all_reduce, specs[0].device
             follow = all_reduce.stream.follow if isinstance(all_reduce, OnStream) else _nothing
             self.participants.append(BufferSync(world, buffers, all_reduce, device, follow))
-        self.participants += [replicas, *tuning, recording]
+        self.participants += [replicas, recording]
 
         # The backward under way
         self.in_backward = False
@@ -753,8 +751,6 @@ class Reducer(Sync):
         self._frozen[:] = [parameter for parameter in self._frozen if not parameter.requires_grad]
         specs = [self._spec_of(parameter) for parameter in adopted]
         self._check_agreement(specs, internal_collectives_of(self.world))
-        for participant in self.participants:
-            participant.extending()
         self.layout.add(specs, adopted)
         self._weights.expect(self.layout.wire_dtypes)
         self._attach()

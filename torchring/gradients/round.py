@@ -237,9 +237,6 @@ class Participant:
     def finished(self, current: RoundState) -> None:
         """The backward of this round is over, and another one may begin. May raise an error as `agreed` may."""
 
-    def extending(self) -> None:
-        """Collective, between rounds: parameters are about to be added."""
-
     def before_step(self) -> None:
         """The optimizer is about to write to the parameters, unless the step is refused."""
 

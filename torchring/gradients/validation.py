@@ -29,16 +29,16 @@ def check_options(options: Options) -> None:
     """Raise ValueError for an option that does not exist. The error lists the options that do."""
     for name, value, choices in (
         ("op", options.op, _OPS),
-        ("compression", options.compression, (*COMPRESSIONS, "auto")),
+        ("compression", options.compression, tuple(COMPRESSIONS)),
         ("algorithm", options.algorithm, ALGORITHMS),
         ("overlap", options.overlap, OVERLAPS),
         ("on_nonfinite", options.on_nonfinite, get_args(OnNonfinite)),
     ):
         if value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-    bucket_mb = 0 if options.bucket_mb in (None, "auto") else options.bucket_mb
+    bucket_mb = 0 if options.bucket_mb is None else options.bucket_mb
     if not isinstance(bucket_mb, (int, float)) or not 0 <= bucket_mb < float("inf"):
-        raise ValueError(f"bucket_mb must be 'auto' or a size in MiB, 0 or more, got {options.bucket_mb!r}")
+        raise ValueError(f"bucket_mb must be a size in MiB, 0 or more, got {options.bucket_mb!r}")
     if not isinstance(options.accumulate, int) or options.accumulate < 1:
         raise ValueError(f"accumulate must be a whole number of micro-steps, 1 or more, got {options.accumulate!r}")
 

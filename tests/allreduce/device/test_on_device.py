@@ -28,7 +28,6 @@ from tests.support.fake_device import COMPUTE, FakeAccelerator, FakeMark, FakeSt
 from tests.support.harness import run_ranks
 from tests.support.training import Script, Side, assert_as_one_process, attempt, batch, momentum, small_model, values
 from torchring.allreduce import choice
-from torchring.allreduce.cost import seconds_together
 from torchring.allreduce.device import engines, select
 from torchring.gradients import plan as plan_module
 from torchring.gradients.group import OptimizerGroup
@@ -543,6 +542,7 @@ def _measured_on_one_host(rank: int, size: int) -> list[Any]:
         sums.append(multicast != 0)
         return prepare(*args, **options)
 
+    real = choice.seconds_together
     for make, problem, compression, seconds in (
         (_WithSwitch, None, None, {"direct": 2.0, "nvls": 1.0, "native": 3.0}),
         (FakeAccelerator, None, None, {"direct": 2.0, "native": 1.0}),
@@ -565,7 +565,7 @@ def _measured_on_one_host(rank: int, size: int) -> list[Any]:
             world: World, all_reduce: Any, wires: Any, wait: Any, told: Any = seconds, at: Any = turns
         ) -> float:
             at.append((all_reduce.algorithm, sum(wire.buffer.nbytes for wire in wires)))
-            return told[all_reduce.algorithm] * seconds_together(world, all_reduce, wires, wait) ** 0
+            return told[all_reduce.algorithm] * real(world, all_reduce, wires, wait) ** 0
 
         with (
             make().installed() as accelerator,

@@ -25,7 +25,7 @@ def nominal_bytes(run_info: RunInfo) -> float:
     """The size of a bucket that `wrap` aims at; for one rank, the size between hosts."""
     try:
         return float(run_info.options.get("bucket_mb", "")) * _MIB
-    except ValueError:  # "None" or "auto"
+    except ValueError:  # "None"
         num_hosts = 1 if run_info.local_size == run_info.size > 1 else 2
         on_device = run_info.device != "cpu"
         return default_bucket_mb(run_info.size, num_hosts, run_info.algorithm, on_device=on_device) * _MIB

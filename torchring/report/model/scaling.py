@@ -11,13 +11,14 @@ A step takes as long as the slowest of N ranks computes, and then as long as com
 from __future__ import annotations
 
 import dataclasses
+import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from torchring.gradients.plan import last_reduced
 from torchring.report.model.buckets import bus_bytes
 from torchring.report.model.network import Network
 from torchring.report.model.timing import Array, typical
@@ -96,6 +97,25 @@ def exposed_ms(workload: Workload, num_ranks: int, links: Links) -> float:
         return sum(map(sum, costs))
     latencies, transfers = [latency for latency, _ in costs], [transfer for _, transfer in costs]
     return max(0.0, last_reduced(workload.ready_ms, latencies, transfers, workload.num_lanes))
+
+
+def last_reduced(
+    launched: Sequence[float], latencies: Sequence[float], transfers: Sequence[float], num_lanes: int = 1
+) -> float:
+    """When the last bucket is reduced, if buckets leave in plan order and each takes a latency and a transfer.
+
+    Args:
+        launched: when each bucket is launched, in plan order. No bucket leaves before the bucket in front of it.
+        num_lanes: how many buckets are reduced at a time. They hide each other's latency, and share the bandwidth.
+    """
+    lanes = [-math.inf] * num_lanes
+    before = end = -math.inf
+    for launch, latency, transfer in zip(launched, latencies, transfers, strict=True):
+        before = max(before, launch)
+        begin = max(before, heapq.heappop(lanes))
+        end = max(begin + latency, end) + transfer
+        heapq.heappush(lanes, end)
+    return end
 
 
 def slowest_ms(computing_ms: Array, num_ranks: int, slow_rank: int | None = None) -> float:

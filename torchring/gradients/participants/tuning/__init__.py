@@ -1,1 +1,0 @@
-"""`bucket_mb="auto"` and `compression="auto"`: finds better buckets while the job trains."""
