@@ -32,7 +32,6 @@ from torchring.report.verdict.analysis import analyse
 from torchring.report.verdict.findings import Analysis
 
 ORIGINS = (1, 2)
-_BUCKET_MB = 12.0  # the default between hosts
 
 
 def main() -> int:
@@ -74,7 +73,7 @@ def train(model: str, steps: int) -> None:
     """As a rank."""
     workload = MODELS[model]()
     torch.set_num_threads(1)
-    optimizer = torchring.wrap(step.sgd(workload.model), workload.model, bucket_mb=_BUCKET_MB)
+    optimizer = torchring.wrap(step.sgd(workload.model), workload.model)
     batch = workload.batch(seed=torchring.rank())
     for _ in range(steps):
         optimizer.zero_grad()

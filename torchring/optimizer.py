@@ -90,8 +90,9 @@ def wrap(
         op: "mean" or "sum" over ranks.
         compression: send gradients as "fp16" or "bf16". They are scaled before they are rounded, and added up in fp32.
             None sends them in their own dtype.
-        bucket_mb: size of a bucket in MiB. The first bucket is at most 1 MiB. Default (None): 25; for gradients on the
-            CPU between hosts 12; 10 for four GPUs or more that reduce in each other's memory.
+        bucket_mb: size of a bucket in MiB. The first bucket is at most 1 MiB. Default (None): 25, and for gradients on
+            the CPU between hosts at most 4 in the last bucket; 10 for four GPUs or more that reduce in each other's
+            memory.
         accumulate: reduce in every n-th `backward()` only. The n gradients are summed, as PyTorch sums them.
             `zero_grad()` of the returned optimizer restarts the count, so call it on all ranks alike.
         algorithm: "direct" (memory shared by the ranks of one host), "ring" (messages between all ranks),

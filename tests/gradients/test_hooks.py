@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 import threading
 import time
 import weakref
@@ -1094,3 +1095,88 @@ def test_a_skip_that_fails_ends_as_a_backward_that_fails() -> None:
     (first, second), _ = run_ranks(_skip_fails, 2)
     assert first.startswith("PeerLostError"), first
     assert second.startswith("GradientError: an earlier backward failed: "), second
+
+
+# Between hosts, gradients are scaled and looked at when they are packed
+
+
+class _Linear(torch.nn.Module):
+    """Has the gradients that it is told: `large` is copied on arrival, `small` when the bucket is full."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = torch.nn.Parameter(torch.zeros(5))
+        self.large = torch.nn.Parameter(torch.zeros(300, 300))
+
+    def forward(self, large: Tensor | float, small: Tensor | float, *, fails: bool = False) -> Tensor:
+        Fail.broken = fails
+        return (Fail.apply(self.small) * small).sum() + (self.large * large).sum()
+
+
+def _scaled_when_packed(rank: int, world_size: int) -> list[str]:
+    model = _Linear()
+    optimizer = wrapped(model, algorithm="native")
+
+    def gives(large: Tensor | float, small: Tensor | float) -> None:
+        assert model.large.grad is not None
+        assert model.small.grad is not None
+        assert_bitwise(model.large.grad, torch.zeros(300, 300) + large)
+        assert_bitwise(model.small.grad, torch.zeros(5) + small)
+
+    for set_to_none in (True, False):  # new gradients, and gradients that grow in the buffer
+        optimizer.zero_grad(set_to_none=set_to_none)
+        model(2.0 + rank, 6.0 * rank).backward()
+        gives(2.5, 3.0)
+        model(torch.full((300, 300), 2.0 * rank).t(), 4.0).backward()
+        gives(3.5, 7.0)
+        optimizer.zero_grad(set_to_none=set_to_none)
+        with pytest.raises(MemoryError):
+            model(2.0 + rank, 6.0, fails=True).backward()
+        gives(2.0 + rank, 0.0) if not set_to_none else assert_bitwise(
+            model.large.grad, torch.full((300, 300), 2.0 + rank)
+        )
+    optimizer.zero_grad()
+    optimizer.weigh(float(1 + 2 * rank))
+    model(4.0, 8.0 * rank).backward()
+    gives(4.0, 6.0)
+    optimizer.zero_grad()
+    model(3e38, -3e38).backward()  # the squares overflow, the mean does not
+    gives(3e38, -3e38)
+
+    said = []
+    column = torch.zeros(300, 300)
+    column[7, 3] = math.inf if rank == 1 else 0.0
+    for large, small in ((column, 1.0), (1.0, math.nan if rank == 0 else 1.0)):
+        optimizer.zero_grad()
+        model(large, small).backward()
+        said.append(attempt(optimizer.step))
+    model.large.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1.0, 1.0).is_sparse or None)
+    optimizer.zero_grad()
+    said.append(attempt(model(1.0, 1.0).backward))
+    optimizer.close()
+
+    model = _Linear()
+    total = wrapped(model, algorithm="native", op="sum")
+    model(3e38, 1.0).backward()
+    said.append(attempt(total.step))
+    total.close()
+
+    model = _Linear()
+    wrapped(model, algorithm="native")
+    ones = torch.ones((), requires_grad=True)
+    twice = [checkpoint(lambda x: (model.large * x).sum(), ones, use_reentrant=True) for _ in range(2)]
+    said.append(attempt(sum(twice).backward))  # type: ignore[union-attr]
+    return said
+
+
+def test_between_hosts_gradients_are_scaled_and_looked_at_when_they_are_packed() -> None:
+    expected = [
+        "large is not finite; NaN or infinity came from rank 1",
+        "small is not finite; NaN or infinity came from rank 0",
+        "large was written to while it was being reduced",
+        "large is not finite; the sum over ranks overflowed",
+        "use_reentrant=False",
+    ]
+    for said in run_pooled(_scaled_when_packed, 2):
+        for text, part in zip(said, expected, strict=True):
+            assert part in text

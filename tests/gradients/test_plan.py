@@ -106,6 +106,16 @@ def test_each_dtype_has_a_small_first_bucket() -> None:
     assert [bucket.dtype for bucket in plan.buckets] == [bf16, fp32, bf16, fp32]
 
 
+def test_little_is_ready_last() -> None:
+    specs = [spec(str(i), 1 << 18) for i in range(8)]  # 1 MiB each
+    for last, expected in ((None, 6), (4 << 20, 3), (1 << 20, 0), (0, 0), (99 << 20, 6)):
+        *_, end = members(build_plan(specs, bucket_bytes=99 << 20, last_bucket_bytes=last))
+        assert (end[0], end[-1]) == (expected, 0), last
+    # of two dtypes, in the bucket of the parameter that is ready last
+    mixed = [spec("a", 4), spec("b", 4, dtype=torch.float64), spec("c", 4), spec("d", 4)]
+    assert members(build_plan(mixed, bucket_bytes=64, first_bucket_bytes=64, last_bucket_bytes=0)) == [[3, 2], [1], [0]]
+
+
 def test_cap_zero_gives_every_parameter_its_own_bucket() -> None:
     assert members(build_plan(fp32(5, 0, 3), bucket_bytes=0)) == [[2], [1], [0]]
 
@@ -526,7 +536,7 @@ def test_first_difference_of_none() -> None:
         ([3], "direct", True, 25.0),
         ([4, 4], "auto", True, 25.0),
         ([4], "auto", False, 25.0),
-        ([4, 4], "hierarchical", False, 12.0),
+        ([4, 4], "hierarchical", False, 25.0),
     ],
 )
 def test_how_large_buckets_are(hosts: list[int], algorithm: str, on_device: bool, expected: float) -> None:

@@ -35,6 +35,7 @@ class EngineSum:
     Args:
         buffer: [n] on the members of `transport`. `wait` leaves scale * sum in it.
         suspect: the origin of the first NaN or infinity in this rank's `buffer`, None if there is none.
+        is_marked: the last element of `buffer` is a mark, see `NativeWire`. Otherwise all ranks look at the result.
         lookups: the transport on which ranks look for the origin of a NaN. By default `transport`: then all ranks have
             to start the same sums before the first wait.
         is_void: this rank has broken the round off, and contributes nothing.
@@ -47,15 +48,18 @@ class EngineSum:
         scale: float,
         suspect: NonFinite | None,
         *,
+        is_marked: bool = False,
         lookups: Transport | None = None,
         is_void: bool = False,
     ) -> None:
-        self._buffer = buffer
+        self._buffer = buffer[:-1] if is_marked else buffer
+        self._mark = buffer[-1:] if is_marked else None
         self._scale = scale
         self._lookups = lookups or transport
         self._suspect = _NO_SUSPECT
         if is_void:
             buffer[:1].fill_(math.nan)
+            buffer[-1:].fill_(math.nan)
             self._suspect = _VOID
         elif suspect is not None and suspect.rank is not None:
             self._suspect = suspect.rank * _ELEMENTS + suspect.element
@@ -64,6 +68,8 @@ class EngineSum:
     def wait(self) -> NonFinite | None:
         """Returns the origin of the first NaN or infinity. Raises PlanMismatchError unless all or none have voided."""
         self._transfer.wait()
+        if self._mark is not None and math.isfinite(self._mark):
+            return None
         if scale_and_check(self._buffer, self._scale):
             return None
         # All ranks hold the same bits, so either all ranks come here or none.
@@ -79,25 +85,49 @@ class EngineSum:
         return NonFinite(None, element or 0)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class NativeWire:
+    """See `Wire`.
+
+    Attributes:
+        whole: the same memory, for the all-reduce's writes, and one element more: the mark. If it is finite after the
+            sum, the result is finite, too, and no rank has to look at it.
+        scale_first: inputs are scaled and looked at where they are packed, and whoever packs calls `mark`.
+        suspect: index of the first NaN or infinity that this rank has packed. None if there is none.
+    """
+
     tensor: torch.Tensor
-    whole: torch.Tensor  # the same memory, for the all-reduce's writes
+    whole: torch.Tensor
+    scale_first: bool = False
+    suspect: int | None = None
+
+    def mark(self, element: int | None) -> None:
+        """The result may be not finite. `element` is: this rank's input already holds a NaN or an infinity there."""
+        self.whole[-1:].fill_(math.nan)
+        if self.suspect is None:
+            self.suspect = element
+
+    def clear(self) -> None:
+        """Another round begins."""
+        self.whole[-1:].zero_()
+        self.suspect = None
 
 
 class PendingNative:
     """One all-reduce of a bucket. See `PendingReduction`."""
 
-    def __init__(self, buffer: torch.Tensor, scale: float, transport: Transport, *, is_void: bool = False) -> None:
+    def __init__(self, wire: NativeWire, scale: float, transport: Transport, *, is_void: bool = False) -> None:
         self.span: tuple[float, float] | None = None
         self._started = time.perf_counter()
         self._result: NonFinite | None = None
-        element = first_non_finite(buffer)  # the sum replaces what this rank has contributed
+        buffer, element = torch.zeros_like(wire.whole) if is_void else wire.whole, wire.suspect
+        if not wire.scale_first:
+            element = first_non_finite(buffer)  # the sum replaces what this rank has contributed
         if buffer.dtype.itemsize == 2 and scale != 1.0:
             buffer.mul_(scale)  # partial sums travel in 16 bits
             scale = 1.0
         suspect = None if element is None else NonFinite(transport.rank, element)
-        self._sum = EngineSum(transport, buffer, scale, suspect, is_void=is_void)
+        self._sum = EngineSum(transport, buffer, scale, suspect, is_marked=wire.scale_first, is_void=is_void)
 
     def advance(self) -> bool:
         return True
@@ -128,14 +158,14 @@ class NativeAllReduce:
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[NativeWire]:
         check_dtypes(self._transports[0], specs)
-        wholes = [torch.zeros(numel, dtype=dtype, device="cpu") for numel, dtype in specs]
-        return [NativeWire(whole.data, whole) for whole in wholes]
+        wholes = [torch.zeros(numel + 1, dtype=dtype, device="cpu") for numel, dtype in specs]
+        return [NativeWire(whole.data[:-1], whole) for whole in wholes]
 
     def start(self, wire: NativeWire, *, scale: float = 1.0, tag: int = 0) -> PendingNative:
-        return PendingNative(wire.whole, scale, self._transports[0])
+        return PendingNative(wire, scale, self._transports[0])
 
     def void(self, wire: NativeWire) -> PendingNative:
-        return PendingNative(torch.zeros_like(wire.whole), 1.0, self._transports[0], is_void=True)
+        return PendingNative(wire, 1.0, self._transports[0], is_void=True)
 
     def all_reduce(self, wire: NativeWire, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
         transport = self._transports[lane]
@@ -143,7 +173,7 @@ class NativeAllReduce:
             for rank, other in enumerate(transport.all_gather(tag)):
                 if other != tag:
                     raise tag_mismatch(transport.rank, tag, rank, other)
-            return PendingNative(wire.whole, scale, transport).wait()
+            return PendingNative(wire, scale, transport).wait()
         except RingError as error:
             self.fail(error)  # in the other lanes, too
             raise

@@ -27,9 +27,10 @@ from torchring.allreduce import TAGS_PER_ROUND, AllReduce, Wire
 from torchring.allreduce.contract import tag_mismatch
 from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream
 from torchring.allreduce.device.watchdog import has_come
+from torchring.allreduce.native import NativeWire
 from torchring.collectives.service import internal_collectives_of
 from torchring.gradients.bucket import Bucket
-from torchring.gradients.packing import DevicePacking, HostPacking, Packing, UnreadGradients, slots_of
+from torchring.gradients.packing import DevicePacking, HostPacking, MarkingPacking, Packing, UnreadGradients, slots_of
 from torchring.gradients.plan import BucketPlan, ParameterSpec, Plan
 from torchring.gradients.round import ControlFields, NonFiniteGradient, RoundState
 from torchring.kernels import ChunkTable
@@ -125,7 +126,8 @@ class HostAgreement:
         self._timing = timing
 
     def open_wires(self, plan: Plan) -> list[tuple[Wire, Callable[[float], Packing]]]:
-        return [(wire, HostPacking) for wire in self._all_reduce.open_wires(wires_of(plan))]
+        wires = self._all_reduce.open_wires(wires_of(plan))
+        return [(wire, self._packing(bucket, wire)) for bucket, wire in zip(plan.buckets, wires, strict=True)]
 
     def expect(self, specs: Sequence[ParameterSpec]) -> None:
         keep_freed([spec.numel * spec.dtype.itemsize for spec in specs if not spec.is_sparse])
@@ -162,6 +164,12 @@ class HostAgreement:
     def poll(self) -> None: ...
 
     def wait_for_device(self) -> None: ...
+
+    def _packing(self, plan: BucketPlan, wire: Wire) -> Callable[[float], Packing]:
+        if not isinstance(wire, NativeWire) or plan.wire_dtype.itemsize == 2:  # sums in 16 bits overflow easily
+            return HostPacking
+        wire.scale_first = True
+        return partial(MarkingPacking, plan=plan, wire=wire)
 
 
 class _Opened(NamedTuple):

@@ -20,16 +20,10 @@ import torch
 from torchring.allreduce import NonFinite, Wire
 from torchring.errors import GradientError
 from torchring.gradients.ledger import LOCAL, GradientLedger, GradientStatus, grad_of
-from torchring.gradients.packing import HostPacking, Packing
+from torchring.gradients.packing import COPY_ON_ARRIVAL_BYTES, HostPacking, Packing
 from torchring.gradients.plan import BucketPlan, ParameterSpec, Slot
 from torchring.gradients.round import ControlSums, RoundState
 from torchring.gradients.views import as_real, gradient_view, move_out, referenced, referenced_beside_grad, storage_of
-
-# A gradient of this size or more is copied the moment it arrives: it is still in cache, and its memory goes straight
-# back to the allocator for the next gradient. Smaller gradients are only counted, and copied by one call per bucket: a
-# call each would cost more than the copy. (42 M parameters in 4 MiB tensors: 232 ms against 346 copied at the end; 802
-# tensors of 4 KiB: 40 against 50 copied on arrival.)
-COPY_ON_ARRIVAL_BYTES: Final = 256 * 1024
 
 
 class BucketState(enum.Enum):
@@ -109,7 +103,6 @@ class Bucket:
         is_first = scale_first or not self._live_in_wire
         self.packing = packing(scale if is_first else 1.0)
         self.reduce_scale = 1.0 if is_first else scale
-        self._scale_in_place = scale if is_first else 1.0  # of gradients that are in the wire already, on a device
         self._is_asynchronous = self.packing.is_asynchronous
         self.copies_on_arrival = [
             not self._is_asynchronous and slot.numel * plan.dtype.itemsize >= COPY_ON_ARRIVAL_BYTES
@@ -129,6 +122,7 @@ class Bucket:
         self._num_missing = len(plan.slots)
         self._missing: list[int] = []  # slots that had not arrived when backward ended
         self._kept: dict[int, torch.Tensor] = {}  # copies of settled gradients, which the reduction overwrites
+        self._copied: dict[int, int] = {}  # of slots that were copied on arrival: the version of the view
         # Of gradients that do not become views of the wire: the tensor that was packed, and its version.
         self._packed: dict[int, tuple[torch.Tensor, int]] = {}
         self._earlier: set[int] = set()  # slots with another tensor than the view in `.grad` before this backward
@@ -162,9 +156,12 @@ class Bucket:
         if not self._has_arrived[slot]:
             self._has_arrived[slot] = True
             self._num_missing -= 1
+        elif self.packing.takes_once and self.copies_on_arrival[slot]:
+            raise self._came_again(slot, "packed")
         if self.copies_on_arrival[slot]:
             started = time.perf_counter_ns()
             self._pack((slot,))
+            self._copied[slot] = self._views[slot]._version
             self.packing_ns += time.perf_counter_ns() - started
         if self._num_missing:
             return False
@@ -214,7 +211,8 @@ class Bucket:
     def begin_reduce(self) -> None:
         """The wire buffer goes to the all-reduce."""
         self._move(BucketState.REDUCING)
-        self.ledger.note_versions()
+        if not self.packing.takes_once:
+            self.ledger.note_versions()
 
     def end_reduce(self, non_finite: NonFinite | None) -> None:
         """The wire buffer comes back reduced. Gradients that do not live in it are written."""
@@ -265,6 +263,8 @@ class Bucket:
         is_under_way = self.state in (BucketState.REDUCING, BucketState.REDUCED)
         if self.state is BucketState.PACKED and self._scales_in_wire and self.round.factor:
             self.wire.tensor[: self.plan.flags_offset].div_(self.round.factor)
+        if self.state in (BucketState.FILLING, BucketState.PACKED):
+            self.packing.undo()
         if not (is_under_way or (self._is_asynchronous and self.state is BucketState.PACKED)):
             return
         self._is_abandoned = True
@@ -291,7 +291,7 @@ class Bucket:
         self.state = BucketState.IDLE
         self._has_arrived = [False] * len(self.names)
         self._num_missing = len(self.names)
-        self._missing, self._kept, self._packed = [], {}, {}
+        self._missing, self._kept, self._packed, self._copied = [], {}, {}, {}
         self.packing_ns = 0
         self._is_abandoned = False
         self.packing.reset()
@@ -319,15 +319,17 @@ class Bucket:
 
     def _open(self, slot: int) -> None:
         if self.state is not BucketState.IDLE:
-            raise GradientError(
-                f"{self.names[slot]} received another gradient in the same backward after bucket {self.index} was "
-                f"closed ({self.state.value}). Reentrant checkpointing of a layer that is used twice does this: use "
-                "checkpoint(..., use_reentrant=False), or run backward() inside optimizer.no_sync() and call "
-                "optimizer.synchronize() after it",
-                bucket=self.index,
-                parameters=(self.names[slot],),
-            )
+            raise self._came_again(slot, f"closed ({self.state.value})")
         self._move(BucketState.FILLING)
+
+    def _came_again(self, slot: int, how: str) -> GradientError:
+        return GradientError(
+            f"{self.names[slot]} received another gradient in the same backward after bucket {self.index} was {how}. "
+            "Reentrant checkpointing of a layer that is used twice does this: use checkpoint(..., use_reentrant=False),"
+            " or run backward() inside optimizer.no_sync() and call optimizer.synchronize() after it",
+            bucket=self.index,
+            parameters=(self.names[slot],),
+        )
 
     def _move(self, new: BucketState) -> None:
         self._require(new)
@@ -380,9 +382,16 @@ class Bucket:
         """Copy the gradients that were only counted on arrival."""
         arrived = [slot for slot, here in enumerate(self._has_arrived) if here]
         self._pack([slot for slot in arrived if not self.copies_on_arrival[slot]])
+        factor = 1.0
         if self._scales_in_wire:
-            self.wire.tensor[: self.plan.flags_offset].mul_(self.round.factor)
-        self.packing.finish_packing()
+            factor = self.round.factor
+            self.wire.tensor[: self.plan.flags_offset].mul_(factor)
+        self.packing.finish_packing(factor)
+        if self.packing.takes_once:
+            for slot, version in self._copied.items():
+                if self._views[slot]._version != version:
+                    raise self.ledger.written_to(slot)
+            self.ledger.note_versions()
         if not self._is_asynchronous and self._control.numel():
             elements = self.plan.control.encode(self.round.bits, self.plan.wire_dtype)
             self._control.copy_(torch.tensor(elements, dtype=torch.float64, device="cpu"))
@@ -395,10 +404,8 @@ class Bucket:
         views = [self._views[slot] for slot in slots]
         grads = [self.parameters[slot].grad for slot in slots]
         if any(map(operator.is_, grads, views)):  # accumulated in place
-            if self._is_asynchronous and (factor := self._scale_in_place * self.round.factor) != 1.0:
-                in_place = [view for grad, view in zip(grads, views, strict=True) if grad is view]
-                torch._foreach_mul_(in_place, factor)
-                self.packing.follow_current_stream()
+            there = [slot for slot, grad, view in zip(slots, grads, views, strict=True) if grad is view]
+            self.packing.scale_in_place(there, [self._views[slot] for slot in there], self.round.factor)
             slots = [slot for slot, grad, view in zip(slots, grads, views, strict=True) if grad is not view]
             views = [self._views[slot] for slot in slots]
             grads = [self.parameters[slot].grad for slot in slots]

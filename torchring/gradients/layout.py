@@ -13,6 +13,7 @@ from torchring.allreduce import AllReduce
 from torchring.allreduce.choice import Choice
 from torchring.allreduce.device.select import open_on_device
 from torchring.allreduce.device.stream import DeviceWire, OnStream
+from torchring.allreduce.native import NativeWire
 from torchring.allreduce.select import open_all_reduce, open_chosen
 from torchring.collectives.service import internal_collectives_of
 from torchring.gradients.agreement import Agreement, DeviceAgreement, HostAgreement, Timing, wires_of
@@ -20,6 +21,7 @@ from torchring.gradients.bucket import Bucket
 from torchring.gradients.launcher import Launcher
 from torchring.gradients.participants.buffers import SyncBuffers
 from torchring.gradients.plan import (
+    LAST_BUCKET_BYTES,
     ParameterSpec,
     Plan,
     build_plan,
@@ -152,9 +154,14 @@ class BucketLayout:
 
     def plan(self, specs: Sequence[ParameterSpec], order: Sequence[int] | None = None) -> Plan:
         """Default buckets; `order` as in `build_plan`."""
-        compression = self.options.compression
+        is_small_last = self.options.bucket_mb is None and self.world.num_nodes > 1 and specs[0].device.type == "cpu"
         return build_plan(
-            specs, bucket_bytes=self.bucket_bytes, compression=compression, order=order, control=self._control
+            specs,
+            bucket_bytes=self.bucket_bytes,
+            last_bucket_bytes=LAST_BUCKET_BYTES if is_small_last else None,
+            compression=self.options.compression,
+            order=order,
+            control=self._control,
         )
 
     def open(self, specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -209,7 +216,7 @@ class BucketLayout:
                 scale=self.options.scale(self.world.size),
                 is_sum=self.options.is_sum,
                 packing=packing,
-                scale_first=isinstance(wire, DeviceWire) and wire.scale_first,
+                scale_first=isinstance(wire, (DeviceWire, NativeWire)) and wire.scale_first,
             )
             for bucket, (wire, packing) in zip(plan.buckets, self.agreement.open_wires(plan), strict=True)
         ]

@@ -320,15 +320,17 @@ class GradientLedger:
                     raise self.taken(slot)
         versions = list(map(version_of, self._views))
         if versions != self._versions:
-            name = self._names[
-                next(i for i, (now, then) in enumerate(zip(versions, self._versions, strict=True)) if now != then)
-            ]
-            raise GradientError(
-                f"the gradient of {name} was written to while it was being reduced. A hook that changes gradients must "
-                "be registered before torchring.wrap, so that it runs before they leave",
-                bucket=self._bucket,
-                parameters=(name,),
-            )
+            pairs = enumerate(zip(versions, self._versions, strict=True))
+            raise self.written_to(next(i for i, (now, then) in pairs if now != then))
+
+    def written_to(self, slot: int) -> GradientError:
+        name = self._names[slot]
+        return GradientError(
+            f"the gradient of {name} was written to while it was being reduced. A hook that changes gradients must be "
+            "registered before torchring.wrap, so that it runs before they leave",
+            bucket=self._bucket,
+            parameters=(name,),
+        )
 
     def note_versions(self) -> None:
         """Torchring has written to the views: later changes are the script's."""

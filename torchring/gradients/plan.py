@@ -5,6 +5,7 @@ Every rank computes the plan by itself. Ranks compare what `describe` returns be
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +17,9 @@ from torchring.gradients.round import ControlFields
 
 ALIGNMENT_BYTES: Final = 64  # of each parameter in its bucket: a cache line, and 128-bit accesses on a GPU
 FIRST_BUCKET_BYTES: Final = 1 << 20  # small, so that the link is busy early in backward
+# Between hosts, what is reduced after backward has ended is not hidden, so little should be ready last.
+LAST_BUCKET_BYTES: Final = 4 << 20
 _BUCKET_MB: Final = 25.0
-_BUCKET_MB_BETWEEN_HOSTS: Final = 12.0
 # For four GPUs or more that reduce in each other's memory. Among 8 H100, direct's two shots take 0.065 ms for 8 MiB and
 # NCCL 0.076; for 32 MiB 0.242 and 0.195. NVLS takes 0.046 and 0.165 (vllm-project/vllm#42324). Smaller buckets would
 # cost the host more launches.
@@ -141,9 +143,7 @@ def default_bucket_mb(num_ranks: int, num_hosts: int, algorithm: str, *, on_devi
     With "auto", "auto" measures buckets of the size for the kernels that share memory. NCCL gets the size that it is
     best with, once it is chosen.
     """
-    if not on_device:
-        return _BUCKET_MB if num_hosts == 1 else _BUCKET_MB_BETWEEN_HOSTS
-    shares_memory = num_hosts == 1 and algorithm in ("auto", "direct", "ring", "nvls")
+    shares_memory = on_device and num_hosts == 1 and algorithm in ("auto", "direct", "ring", "nvls")
     return _BUCKET_MB_SHARED_BY_GPUS if shares_memory and num_ranks >= _FEWEST_SHARING_GPUS else _BUCKET_MB
 
 
@@ -152,6 +152,7 @@ def build_plan(
     *,
     bucket_bytes: int,
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+    last_bucket_bytes: int | None = None,
     compression: str | None = None,
     order: Sequence[int] | None = None,
     control: ControlFields = _NO_CONTROL,
@@ -165,6 +166,7 @@ def build_plan(
         specs: in registration order.
         bucket_bytes: cap, in bytes of gradient; 0 gives every parameter its own bucket.
         first_bucket_bytes: cap of the first bucket of each (dtype, device).
+        last_bucket_bytes: cap of the last bucket of all, if it has several parameters: the others go before it.
         compression: a key of COMPRESSIONS; narrows wider floating-point gradients on the wire.
         order: indices into specs, in the order in which gradients become ready. Default: reverse registration.
             Indices left out (gradients never seen) follow at the end, in reverse registration order.
@@ -195,6 +197,12 @@ def build_plan(
     # A bucket can leave when its last gradient is ready, and buckets leave in plan order.
     position = {index: i for i, index in enumerate(ready)}
     closed.sort(key=lambda item: position[item[1][-1]])
+    if last_bucket_bytes is not None and closed:
+        dtype, members = closed.pop()
+        sizes = [specs[index].numel * specs[index].dtype.itemsize for index in reversed(members)]
+        num_last = max(1, sum(size <= last_bucket_bytes for size in itertools.accumulate(sizes)))
+        parts = [(dtype, part) for part in (members[:-num_last], members[-num_last:]) if part]
+        closed = sorted([*closed, *parts], key=lambda item: position[item[1][-1]])
     return Plan(
         tuple(_lay_out(i, dtype, members, specs, compression, control) for i, (dtype, members) in enumerate(closed))
     )

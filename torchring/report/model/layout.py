@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from torchring.gradients.plan import ParameterSpec, build_plan, default_bucket_mb
+from torchring.gradients.plan import LAST_BUCKET_BYTES, ParameterSpec, build_plan, default_bucket_mb
 from torchring.observe.recorder.records import ParameterRecord, RunInfo
 from torchring.report.model.merge import Job
 from torchring.report.model.timing import Array
@@ -49,7 +49,14 @@ def ready_shares(job: Job) -> Array | None:
     return np.array([np.median(column) if len(column) else np.nan for column in columns])
 
 
-def lay_out(parameters: Sequence[ParameterRecord], shares: Array, bucket_bytes: float, ratio: float = 1.0) -> Layout:
+def lay_out(
+    parameters: Sequence[ParameterRecord],
+    shares: Array,
+    bucket_bytes: float,
+    ratio: float = 1.0,
+    *,
+    last_bucket_bytes: int | None = None,
+) -> Layout:
     """The buckets that `wrap` makes of parameters.
 
     Args:
@@ -57,14 +64,13 @@ def lay_out(parameters: Sequence[ParameterRecord], shares: Array, bucket_bytes: 
             then its bucket leaves at the end of backward.
         bucket_bytes: cap of a bucket, in bytes of gradient.
         ratio: bytes in the bucket for each byte of gradient; less than 1 if gradients are compressed.
+        last_bucket_bytes: as for `build_plan`.
     """
     shares = np.nan_to_num(shares, nan=1.0)
     order = sorted(range(len(parameters)), key=lambda i: (shares[i], -i))
     specs = [_spec(each) for each in parameters]
-    members = [
-        [slot.parameter for slot in bucket.slots]
-        for bucket in build_plan(specs, bucket_bytes=int(bucket_bytes), order=order).buckets
-    ]
+    plan = build_plan(specs, bucket_bytes=int(bucket_bytes), last_bucket_bytes=last_bucket_bytes, order=order)
+    members = [[slot.parameter for slot in bucket.slots] for bucket in plan.buckets]
     sizes = tuple(sum(parameters[i].num_bytes for i in each) * ratio for each in members)
     return sizes, tuple(float(max(shares[i] for i in each)) for each in members)
 
@@ -98,7 +104,9 @@ def layout_between_hosts(job: Job) -> Layout:
         total = np.cumsum([parameter.num_bytes for parameter in reversed(parameters)])[::-1]
         shares = total / max(1, total.max(initial=0))
     if not run_info.bucket_bytes:
-        return lay_out(parameters, shares, nominal_bytes(run_info))
+        is_default = run_info.options.get("bucket_mb", "None") == "None" and run_info.device == "cpu"
+        last = LAST_BUCKET_BYTES if is_default else None
+        return lay_out(parameters, shares, nominal_bytes(run_info), last_bucket_bytes=last)
     shares = np.nan_to_num(shares, nan=1.0)
     ready = [
         max((float(shares[i]) for i, parameter in enumerate(parameters) if parameter.bucket == index), default=1.0)
