@@ -118,6 +118,12 @@ def _add_run(commands: Any) -> argparse.ArgumentParser:  # argparse._SubParsersA
         help="for all processes; without =VALUE, as it is set here; may be repeated",
     )
     run.add_argument("--launcher", choices=LAUNCHERS, default="auto", help="what starts them; chosen by default")
+    run.add_argument(
+        "--bind",
+        choices=("core", "numa", "none"),
+        help="bind each process to physical cores of its own, or to a NUMA node; by default to cores, on hosts that "
+        "have one for each of their processes",
+    )
     run.add_argument("--tag-output", action="store_true", help="put [rank] before each line that a process prints")
     run.add_argument(
         "--log-dir",
@@ -187,8 +193,12 @@ def _run(options: argparse.Namespace, is_elastic: bool) -> int:
             print(horovodrun.describe(command, options.num_proc, hosts), file=sys.stderr)
         with _tracing(options, lambda: may_change or not all(is_here(host.name) for host in hosts or ())) as traced:
             if is_elastic:
+                if options.bind not in (None, "none"):
+                    raise LaunchError("--bind is not for elastic jobs, whose processes change; bind them in the script")
                 return start_elastic(command, limits, sources, env | traced, output, ssh_options)
-            return start(command, options.num_proc, hosts, env | traced, launcher, output, ssh_options=ssh_options)
+            return start(
+                command, options.num_proc, hosts, env | traced, launcher, output, ssh_options, options.bind or "auto"
+            )
     except LaunchError as error:
         print(f"torchring run: {error}", file=sys.stderr)
     return 2

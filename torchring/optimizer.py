@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import logging
+import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -62,9 +64,11 @@ from torchring.observe.recorder.forward import ForwardWatch
 from torchring.observe.recorder.recorder import Recorder
 from torchring.observe.services import recorder_of
 from torchring.optimizer_wrapper import OptimizerWrapper
+from torchring.placement import WORKER_CORES, advice, numbers_in
 from torchring.world import World
 
 _T = TypeVar("_T")
+_logger: Final = logging.getLogger("torchring")
 
 
 def wrap(
@@ -142,6 +146,15 @@ def wrap(
     )
 
 
+def _look_at_cores(world: World) -> None:
+    """Say what keeps the ranks of this host from its cores. Keep workers of data loaders off those of a rank."""
+    threads, is_first = torch.get_num_threads(), world.rank == world.hosts[world.node_rank][0]
+    if is_first and (text := advice(world.local_size, threads, world.num_cores, os.cpu_count() or 1)):
+        _logger.warning("%s", text)
+    if cores := os.environ.get(WORKER_CORES):
+        os.register_at_fork(after_in_child=functools.partial(os.sched_setaffinity, 0, numbers_in(cores)))
+
+
 class DistributedOptimizer(OptimizerWrapper):
     """An optimizer whose gradients are the same on all ranks. `wrap` creates it, and describes the arguments.
 
@@ -212,6 +225,8 @@ class DistributedOptimizer(OptimizerWrapper):
                 broadcast_optimizer_state(optimizer)
         if world.size > 1:
             self._agree(world)
+            if not any(accelerator_of(parameter.device) for parameter in names):
+                world.shared(_look_at_cores)
         elif isinstance(world, ProvisionalWorld):
             self._needs_state = True
             self._connect_with_first_gradient()

@@ -47,7 +47,7 @@ GIB = 1 << 30
 
 
 def healthy(number: int, host: int = 0, **changes: Any) -> RankFacts:
-    """Two ranks of one thread per host; four cores, so that each check has room to fail by itself."""
+    """Two ranks of two threads per host, which has four cores."""
     good = RankFacts(
         rank=number,
         hostname=f"node{host}",
@@ -57,7 +57,8 @@ def healthy(number: int, host: int = 0, **changes: Any) -> RankFacts:
         versions=dict(VERSIONS),
         platform="Linux x86_64, glibc 2.36",
         cores=[0, 1, 2, 3],
-        threads=1,
+        topology="1 socket, 1 NUMA node, 4 physical cores, 1 thread a core; all may be used",
+        threads=2,
         memory_available_bytes=8 * GIB,
         has_gloo=True,
         interfaces=[["lo", "127.0.0.1"], ["eth0", f"192.168.0.{host + 1}"]],
@@ -105,7 +106,7 @@ def test_nothing_is_said_against_what_is_well(report: Report) -> None:
 def test_every_finding_has_a_level_and_every_check_something_to_say() -> None:
     assert {finding.level for finding in checks.examine(one_host())} <= set(LEVELS)
     assert {finding.topic for finding in checks.examine(two_hosts())} >= {
-        "versions", "hosts", "cores", "memory", "GPUs", "backends", "rendezvous", "Gloo",
+        "versions", "hosts", "cores", "topology", "memory", "GPUs", "backends", "rendezvous", "Gloo",
     }  # fmt: skip
 
 
@@ -136,8 +137,12 @@ PUBLIC = {"interfaces": [["lo", "127.0.0.1"], ["eth0", "93.184.216.34"]]}
             ["4 cores for 2 ranks x 4 threads", "OMP_NUM_THREADS=2"],
         ),
         (
-            one_host({"core_limit": 1.5, "threads": 2}, {"core_limit": 1.5}), "warning", "cores",
+            one_host({"core_limit": 1.5}, {"core_limit": 1.5, "threads": 1}), "warning", "cores",
             ["2 cores (of 4, by the control group's limit) for 2 ranks x 1 to 2 threads", "OMP_NUM_THREADS=1"],
+        ),
+        (
+            one_host({"threads": 1}, {"threads": 1}), "warning", "cores",
+            ["compute with one thread each and may use 4 cores", "set OMP_NUM_THREADS=2 (torchrun"],
         ),
         (one_host({"cores": [2]}, {"cores": [2]}), "warning", "cores", ["more ranks than cores", "--bind-to none"]),
         (
@@ -189,9 +194,8 @@ def test_what_is_bad_is_found_and_nothing_else(report: Report, level: str, topic
         one_host({}, PUBLIC),  # not where the store is
         one_host({"gloo_address": "127.0.1.1"}),  # no other host has to reach it
         one_host({"gloo_address": "8.8.8.8"}),  # no other host has to reach it
-        one_host({"threads": 2}, {"threads": 2}),
-        one_host({"core_limit": 2.0}),
-        one_host({"cores": [0]}, {"cores": [1]}),
+        one_host({"core_limit": 2.0, "threads": 1}, {"threads": 1}),
+        one_host({"cores": [0], "threads": 1}, {"cores": [1], "threads": 1}),
         one_host({"has_gloo": False}, {"has_gloo": False}),
         one_host({"uid": 0}),  # they share memory all the same
         two_hosts({"network_namespace": "net:[2]"}),
@@ -377,10 +381,14 @@ def test_text_for_people() -> None:
     lines = text.splitlines()
     assert lines[0] == "torchring doctor: 2 of 2 ranks, started by torchrun, backend gloo; took 0.0 s"
     assert (
-        "  WARNING  cores       node0: 4 cores for 2 ranks x 1 to 4 threads: they will be in each other's way; set"
+        "  WARNING  cores       node0: 4 cores for 2 ranks x 2 to 4 threads: they will be in each other's way; set"
         in lines
     )
     assert "                       OMP_NUM_THREADS=2" in lines  # wrapped, and still aligned
+    assert (
+        "  ok       topology    node0: 1 socket, 1 NUMA node, 4 physical cores, 1 thread a core; all may be used"
+        in lines
+    )
     assert "  ok       sharing     ranks 0, 1 share memory" in lines
     assert "  shared memory, ranks 0, 1 on node0   9.5 us    8 GB/s all-reduce (64 MiB)" in lines
     assert "  Gloo, ranks 0, 1 on node0            500 us    1 GB/s each way (1 MiB)" in lines

@@ -24,12 +24,14 @@ from tests.support.documents import ROOT, blocks
 from tests.support.grids import grid
 from tests.support.harness import _clean_environ, is_running, patient, wait_until
 from torchring import cli
+from torchring.placement import bind
 
 REPORT = """
 import json, os, sys
 from pathlib import Path
-names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS"]
-text = json.dumps({"argv": sys.argv[1:], "input": sys.stdin.read(), **{name: os.environ.get(name) for name in names}})
+names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "TORCHRING_PLACE"]
+cores = sorted(os.sched_getaffinity(0))
+text = json.dumps({"argv": sys.argv[1:], "cores": cores, "input": sys.stdin.read(), **{name: os.environ.get(name) for name in names}})
 Path(os.environ["REPORTS"], os.environ["RANK"]).write_text(text)
 """
 
@@ -81,8 +83,10 @@ def test_ranks_get_their_place_and_the_scripts_arguments(launcher: Launcher) -> 
     assert [report["RANK"] for report in reports] == ["0", "1"]
     assert [report["LOCAL_RANK"] for report in reports] == ["0", "1"]
     assert [report["WORLD_SIZE"] for report in reports] == ["2", "2"]
-    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
-    assert [report["OMP_NUM_THREADS"] for report in reports] == [threads, threads]
+    expected = [bind("auto", index, 2, os.sched_getaffinity(0)) for index in range(2)]
+    for report, (cores, threads, sentence) in zip(reports, expected, strict=True):
+        assert report["cores"] == sorted({cpu for core in cores for cpu in core} or os.sched_getaffinity(0))
+        assert (report["OMP_NUM_THREADS"], report["TORCHRING_PLACE"]) == (str(threads), sentence)
 
 
 def test_a_double_dash_first_belongs_to_the_script(launcher: Launcher) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import combinations
 from typing import Final
 
+from torchring import placement
 from torchring.doctor.facts import usable_cores
 from torchring.doctor.report import Finding, RankFacts, Report
 from torchring.errors import ranks_in_words
@@ -84,8 +85,12 @@ def check_cores(report: Report) -> Iterator[Finding]:
         elif sum(threads) > cores:
             advice = f"set OMP_NUM_THREADS={cores // len(ranks)}"
             yield Finding("warning", "cores", f"{text}: they will be in each other's way; {advice}")
+        elif advice := placement.advice(len(ranks), most, cores, cores):
+            yield Finding("warning", "cores", f"{text}: {advice}")
         else:
             yield Finding("ok", "cores", text)
+        if topology := ranks[0].topology:
+            yield Finding("ok", "topology", f"{ranks[0].hostname}: {topology}")
 
 
 def check_memory(report: Report) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
+from torchring import placement
 from torchring.doctor.report import RankFacts
 from torchring.linux import boot_id, create_memory, host_name
 from torchring.memory.handover import describe_handover
@@ -62,6 +63,7 @@ def gather(rank: int, *, joins_mpi: bool = False) -> RankFacts:
         versions={"python": platform.python_version(), **{name: installed_version(name) for name in _PACKAGES}},
         platform=f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
         cores=sorted(os.sched_getaffinity(0)),
+        topology=_topology(),
         core_limit=core_limit(),
         threads=torch.get_num_threads(),
         memory_available_bytes=available,
@@ -122,6 +124,13 @@ def listening_addresses(port: int) -> list[str]:
                 family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
                 found.append(socket.inet_ntop(family, b"".join(words)))
     return found
+
+
+def _topology() -> str:
+    try:
+        return placement.describe(os.sched_getaffinity(0))
+    except (OSError, ValueError):
+        return ""
 
 
 def core_limit() -> float | None:

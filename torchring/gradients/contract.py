@@ -18,7 +18,8 @@ class Stats:
 
     Attributes:
         algorithm: "direct", "ring", "hierarchical", "native" or "nvls"; "none" in a world of one rank.
-        reason: why this algorithm was chosen, as a sentence, with the times that "auto" has measured. If all
+        reason: why this algorithm was chosen, as a sentence, with the times that "auto" has measured. In a job
+            that `torchring run` has started, also where this rank runs, and why. If all
             gradients arrive together, as those of a model that is compiled as a whole, a sentence says so.
         overlap: "inline" or "thread"; on a GPU "inline" or "stream".
         num_buckets: number of buckets in the current plan.

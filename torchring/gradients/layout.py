@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -30,6 +31,7 @@ from torchring.gradients.plan import (
 )
 from torchring.gradients.round import ControlFields
 from torchring.observe.flight_recorder.entries import Entry
+from torchring.placement import PLACE
 from torchring.world import World
 
 
@@ -79,7 +81,6 @@ class BucketLayout:
         agreement: how ranks agree at the end of a round, on the host or with a device.
         timing: how long rounds took.
         first_plan: the plan that `open` uses.
-        remarks: more about the plan for `reason`, by who says so.
         finding: why hardly any communication is hidden, if the reason is known: a sentence, or "".
     """
 
@@ -100,7 +101,6 @@ class BucketLayout:
         self.world = world
         self.options = options
         self.timing = Timing()
-        self.remarks: dict[str, str] = {}
         self.finding = ""
         self._control = control
         device = first[0].device
@@ -139,8 +139,8 @@ class BucketLayout:
 
     @property
     def reason(self) -> str:
-        """Why this algorithm was chosen, and why these buckets."""
-        return "; ".join(filter(None, (self.choice.reason, *self.remarks.values())))
+        """Why this algorithm was chosen, and where this rank runs."""
+        return "; ".join(filter(None, (self.choice.reason, os.environ.get(PLACE, ""))))
 
     @property
     def bucket_bytes(self) -> int:

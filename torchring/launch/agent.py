@@ -31,6 +31,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from torchring.launch.hosts import HostPlan
+from torchring.launch.jobs import bound
 from torchring.launch.output import STDERR, STDOUT, Output
 from torchring.rendezvous.addresses import is_for_other_hosts, resolve
 from torchring.rendezvous.store import host_on
@@ -39,8 +40,6 @@ _LOOPBACK: Final = "127.0.0.1"
 _MEETING_SECONDS: Final = 900  # for the agents to come, as with torchrun
 _PATIENCE_SECONDS: Final = 10.0  # for the agents to tell each other that they are done
 _LAST_WORDS_SECONDS: Final = 2.0  # for ranks to report a rank that has failed; they notice within a second
-# Only rank 0 reads the standard input. If all ranks did, each would get a part of it.
-_RANK: Final = '[ "$RANK" = 0 ] || exec </dev/null; exec "$@"'
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -107,8 +106,9 @@ def _run(plan: HostPlan, command: Sequence[str], store: TCPStore) -> int:
         if name.startswith("torch.distributed.elastic"):  # failures are reported below, in fewer lines
             logging.getLogger(name).setLevel(logging.CRITICAL)
     elastic_multiprocessing.SubprocessContext = _Ranks  # type: ignore[misc]
-    rank = ("-c", _RANK, "sh", sys.executable, "-u", *command)
-    spec = WorkerSpec("default", plan.num_proc, _Meeting(plan, store), entrypoint="sh", args=rank, max_restarts=0)
+    python, *binding = bound(plan.bind)
+    rank = (*binding, sys.executable, "-u", *command)
+    spec = WorkerSpec("default", plan.num_proc, _Meeting(plan, store), entrypoint=python, args=rank, max_restarts=0)
     output = Output(plan.output)
     try:
         result = LocalElasticAgent(spec, _Pipes(output)).run()

@@ -41,6 +41,7 @@ class HostPlan:
         host: name of this host, for messages.
         address, port: where the agents meet, if there are several hosts.
         output: how to show the output of the ranks.
+        bind: where the ranks run, see `placement.py`.
     """
 
     num_proc: int
@@ -50,6 +51,7 @@ class HostPlan:
     address: str
     port: int
     output: OutputOptions
+    bind: str = "auto"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -20,6 +20,7 @@ from torchring.launch.output import STDERR, STDOUT, Output, OutputOptions
 HEARTBEAT_SECONDS: Final = 10.0  # between two heartbeats to the reapers of other hosts
 KILL_SECONDS: Final = 5.0  # for the reapers to kill the processes that are left
 _REAPER: Final = Path(__file__).with_name("reaper.py")
+_PLACEMENT: Final = Path(__file__).parents[1] / "placement.py"
 
 
 @dataclass
@@ -81,8 +82,8 @@ def host_job(
     *,
     is_here: bool,
     environ: Mapping[str, str],
-    sharing: int,
     silence: float,
+    sharing: int | None = None,
     ssh_options: Sequence[str] = (),
     patience: float | None = None,
     title: str = "",
@@ -92,8 +93,9 @@ def host_job(
     Args:
         env: variables to set for the command.
         environ: the other variables of a command on this machine. On other machines, see `forwarded`.
-        sharing: number of processes on the host that share its cores equally, if OMP_NUM_THREADS is not set there.
         silence: seconds without a heartbeat, after which a reaper of another host ends the command.
+        sharing: if the command is one of so many ranks of the host, which share its cores equally: their number. It
+            matters if OMP_NUM_THREADS is not set there.
         ssh_options: arguments for ssh, such as -p and a port.
         patience: seconds that the command gets to end after a signal. By default those of reaper.py.
         title: what to call the command in a message, if a signal ends it. By default there is no message.
@@ -110,6 +112,11 @@ def host_job(
     # BatchMode, because ssh must not ask for a password: the reaper uses the standard input.
     ssh = ["ssh", "-o", "BatchMode=yes", *ssh_options, name, there]
     return Job(name, ssh, os.environ, is_remote=True, variables=variables)
+
+
+def bound(mode: str) -> list[str]:
+    """The command that starts a rank where it is to run, up to the rank's own command. See `placement.py`."""
+    return [sys.executable, "-I", "-S", str(_PLACEMENT), mode]
 
 
 def forwarded(env: Mapping[str, str]) -> dict[str, str]:

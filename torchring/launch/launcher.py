@@ -41,7 +41,7 @@ from torchring.launch.hosts import (
     share_out,
     why_no_loopback,
 )
-from torchring.launch.jobs import HEARTBEAT_SECONDS, KILL_SECONDS, Job, forwarded, host_job, open_output
+from torchring.launch.jobs import HEARTBEAT_SECONDS, KILL_SECONDS, Job, bound, forwarded, host_job, open_output
 from torchring.launch.output import Output, OutputOptions
 from torchring.launch.signals import noted_signals
 from torchring.rendezvous.environment import JOB
@@ -52,11 +52,6 @@ _LAST_WORDS_SECONDS: Final = 2.0  # for the other hosts' ranks to report that a 
 _POLL_SECONDS: Final = 0.05
 _SILENCE_SECONDS: Final = 120  # without a heartbeat, after which reapers of other hosts end their processes
 _PORTS: Final = range(20_000, 30_000)  # below the ports that Linux hands out to clients
-# OMP_NUM_THREADS is an equal share of the cores of its host, if it is not set there.
-_SHARING: Final = (
-    'if [ -z "$OMP_NUM_THREADS" ]; then n=$(( $(nproc) / ${OMPI_COMM_WORLD_LOCAL_SIZE:-1} )); '
-    'export OMP_NUM_THREADS=$(( n > 0 ? n : 1 )); fi; exec "$@"'
-)
 _AGENT_TITLE: Final = "the process that starts the ranks"
 # Not `-m`, which puts the working directory first in sys.path: a file of the user's may have the name of a module that
 # the agent needs. With SIG_DFL, a SIGINT during the import of torch ends the agent without a traceback.
@@ -74,6 +69,7 @@ def start(
     launcher: str = "auto",
     output: OutputOptions | None = None,
     ssh_options: Sequence[str] = (),
+    bind: str = "auto",
 ) -> int:
     """Run `python COMMAND...` in `num_proc` processes that find each other, and wait for them.
 
@@ -90,6 +86,8 @@ def start(
         launcher: "local" (this machine only), "mpirun", "ssh", or "auto".
         output: how to show the output of the processes. With ssh, each host writes the log files of its own ranks.
         ssh_options: arguments for ssh, such as -p and a port. With them, "auto" prefers ssh to mpirun.
+        bind: "core" binds each rank to physical cores of its own, "numa" to a NUMA node, "none" leaves them alone.
+            "auto" is "core" on hosts with a physical core for each of their ranks, else "none".
 
     Returns the exit code of the first process that failed, or 0 if none failed. A process that signal n ended has exit
     code 128 + n. With several hosts over ssh, "first" is the host whose processes ended first.
@@ -109,9 +107,11 @@ def start(
     if launcher == "mpirun":
         # mpirun sends values to other hosts in messages. In its command line, all users of the machine could read them.
         environ = {**os.environ, **env}
-        jobs = [Job("mpirun", _mpirun(filled, command, env), environ, options={"title": "mpirun"}, is_mpirun=True)]
+        jobs = [
+            Job("mpirun", _mpirun(filled, command, env, bind), environ, options={"title": "mpirun"}, is_mpirun=True)
+        ]
         return _supervise(jobs, open_output(output))
-    jobs = _agents(filled, command, env, output, ssh_options)
+    jobs = _agents(filled, command, env, output, ssh_options, bind)
     # The agents write log files and tags. Several agents may print parts of lines at the same time.
     return _supervise(jobs, open_output(OutputOptions()) if len(jobs) > 1 else None)
 
@@ -225,7 +225,7 @@ def _why_no_mpirun() -> str | None:
     return None
 
 
-def _mpirun(hosts: Sequence[Host], command: Sequence[str], env: Mapping[str, str]) -> list[str]:
+def _mpirun(hosts: Sequence[Host], command: Sequence[str], env: Mapping[str, str], bind: str) -> list[str]:
     """The mpirun command, with its full path: mpirun uses the path to find its parts on other hosts."""
     options = [_find_mpirun() or "mpirun", "-np", str(sum(host.slots for host in hosts))]
     options += ["-H", ",".join(f"{host.name}:{host.slots}" for host in hosts), "--map-by", "slot", "--bind-to", "none"]
@@ -234,8 +234,15 @@ def _mpirun(hosts: Sequence[Host], command: Sequence[str], env: Mapping[str, str
         options.append("--allow-run-as-root")
     for key in forwarded(env):
         options += ["-x", key]
-    options += ["sh", "-c", _SHARING, "sh"]
-    return [*options, sys.executable, "-u", "-m", "mpi4py", *command]  # mpi4py aborts the others when a rank fails
+    return [
+        *options,
+        *bound(bind),
+        sys.executable,
+        "-u",
+        "-m",
+        "mpi4py",
+        *command,
+    ]  # mpi4py aborts the others when a rank fails
 
 
 def _agents(
@@ -243,13 +250,14 @@ def _agents(
     command: Sequence[str],
     env: Mapping[str, str],
     output: OutputOptions,
-    ssh_options: Sequence[str] = (),
+    ssh_options: Sequence[str],
+    bind: str,
 ) -> list[Job]:
     """One job per host: an agent."""
     address, port = _rendezvous_endpoint(hosts) if len(hosts) > 1 else ("", 0)
     jobs = []
     for number, host in enumerate(hosts):
-        plan = HostPlan(host.slots, len(hosts), number, host.name, address, port, output)
+        plan = HostPlan(host.slots, len(hosts), number, host.name, address, port, output, bind)
         agent = [sys.executable, "-c", _AGENT, plan.to_json(), *command]
         job = host_job(
             host.name,
@@ -257,7 +265,6 @@ def _agents(
             env,
             is_here=is_here(host.name),
             environ=os.environ,
-            sharing=host.slots,
             silence=_SILENCE_SECONDS,
             ssh_options=ssh_options,
             title=_AGENT_TITLE,
