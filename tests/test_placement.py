@@ -170,9 +170,9 @@ def test_a_rank_starts_where_it_is_told() -> None:
 def test_wrap_says_so_and_moves_workers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     world: Any = SimpleNamespace(rank=2, hosts=((0, 1), (2, 3)), node_rank=1, local_size=2, num_cores=8)
     monkeypatch.setenv(placement.WORKER_CORES, "2-3")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     with (
         caplog.at_level(logging.WARNING, "torchring"),
-        mock.patch.object(torch, "get_num_threads", lambda: 1),
         mock.patch.object(os, "register_at_fork") as register,
         mock.patch.object(os, "sched_setaffinity") as move,
     ):

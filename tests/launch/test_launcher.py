@@ -30,8 +30,8 @@ REPORT = """
 import json, os, sys
 from pathlib import Path
 names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "TORCHRING_PLACE"]
-cores = sorted(os.sched_getaffinity(0))
-text = json.dumps({"argv": sys.argv[1:], "cores": cores, "input": sys.stdin.read(), **{name: os.environ.get(name) for name in names}})
+facts = {"argv": sys.argv[1:], "cores": sorted(os.sched_getaffinity(0)), "input": sys.stdin.read()}
+text = json.dumps({**facts, **{name: os.environ.get(name) for name in names}})
 Path(os.environ["REPORTS"], os.environ["RANK"]).write_text(text)
 """
 
