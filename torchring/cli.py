@@ -196,8 +196,9 @@ def _run(options: argparse.Namespace, is_elastic: bool) -> int:
                 if options.bind not in (None, "none"):
                     raise LaunchError("--bind is not for elastic jobs, whose processes change; bind them in the script")
                 return start_elastic(command, limits, sources, env | traced, output, ssh_options)
+            bind = options.bind or "auto"
             return start(
-                command, options.num_proc, hosts, env | traced, launcher, output, ssh_options, options.bind or "auto"
+                command, options.num_proc, hosts, env | traced, launcher, output, ssh_options=ssh_options, bind=bind
             )
     except LaunchError as error:
         print(f"torchring run: {error}", file=sys.stderr)

@@ -75,6 +75,7 @@ def test_what_stands_behind_the_script_is_taken_apart_by_nobody(
         ("-np 2 --stacks-on-stall --env A=1", {"num_proc": 2, "env": {"A": "1", STACKS: "1"}}),
         ("-np 2 --network-interface eth0,eth1", {"num_proc": 2, "env": SOCKETS}),
         ("-H a:2,b:3 -p 2222 -i key", {"hosts": TWO, "ssh_options": ["-p", "2222", "-i", "key"]}),
+        ("-np 2 --bind numa", {"num_proc": 2, "bind": "numa"}),
         ("-np 2 --gloo", {"num_proc": 2, "launcher": "local"}),
         ("-H a:2,b:3 --gloo", {"hosts": TWO, "launcher": "ssh"}),
         ("-np 2 --mpi", {"num_proc": 2, "launcher": "mpirun"}),
@@ -85,7 +86,9 @@ def test_options(line: str, expected: dict[str, Any], started: Started, tmp_path
     (tmp_path / "hosts").write_text("a slots=2\nb:3  # fast\n")
     assert run(*line.format(file=tmp_path / "hosts").split(), "-m", "module", "-np", "1") == 7
     default = {"num_proc": None, "hosts": None, "env": {}, "launcher": "auto", "output": OutputOptions()}
-    assert started == [{"command": ["-m", "module", "-np", "1"], **default, "ssh_options": [], **expected}]
+    assert started == [
+        {"command": ["-m", "module", "-np", "1"], **default, "ssh_options": [], "bind": "auto", **expected}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -131,6 +134,7 @@ NUMBER = "argument -np/-n/--num-proc/--nproc-per-node: needs a number of process
         ("-np 1 --min-np 2", "-np 1 is less than --min-np 2"),
         ("-np 3 --max-np 2", "-np 3 is more than --max-np 2"),
         ("--elastic", "say how many workers"),
+        ("--elastic -np 2 --bind core", "--bind is not for elastic jobs, whose processes change"),
         ("--elastic -np 2 --mpi", "mpirun ends a job when one of its processes ends"),
         ("--elastic -np 3 -H localhost:2", "-np 3 is more than the 2 slots of localhost:2"),
         ("--min-np 3 -H localhost:2", "--min-np 3 is more than the 2 slots"),

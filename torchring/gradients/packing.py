@@ -160,20 +160,16 @@ class MarkingPacking(HostPacking):
     def pack(
         self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor], factor: float = 1.0
     ) -> None:
-        small: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-        for slot, grad, view in zip(slots, grads, views, strict=True):
-            if not self._are_large[slot]:
-                small[0].append(grad)
-                small[1].append(view)
-                continue
-            place = self._slots[slot]
+        large = [i for i, slot in enumerate(slots) if self._are_large[slot]]
+        for i in large:
+            grad, view, place = grads[i], views[i], self._slots[slots[i]]
             if grad.stride() == view.stride() and grad.dtype == view.dtype and grad.shape == view.shape:
                 self._scale_piecewise(grad.as_strided((place.numel,), (1,)), place.offset)
             else:
                 reference.pack([grad], [view])
-                self.scale_in_place((slot,), (view,))
-        if small[0]:
-            super().pack((), *small)
+                self.scale_in_place((slots[i],), (view,))
+        if len(large) < len(slots):
+            super().pack(slots, _without(grads, large), _without(views, large))
 
     def scale_in_place(self, slots: Sequence[int], views: Sequence[torch.Tensor], factor: float = 1.0) -> None:
         for slot in slots:
@@ -440,4 +436,4 @@ def _odd(grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> list[i
 
 
 def _without(items: Sequence[_T], odd: Sequence[int]) -> list[_T]:
-    return [item for i, item in enumerate(items) if i not in odd]
+    return [item for i, item in enumerate(items) if i not in odd] if odd else list(items)
