@@ -250,8 +250,8 @@ def _agents(
     command: Sequence[str],
     env: Mapping[str, str],
     output: OutputOptions,
-    ssh_options: Sequence[str],
-    bind: str,
+    ssh_options: Sequence[str] = (),
+    bind: str = "auto",
 ) -> list[Job]:
     """One job per host: an agent."""
     address, port = _rendezvous_endpoint(hosts) if len(hosts) > 1 else ("", 0)
