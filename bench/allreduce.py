@@ -8,7 +8,7 @@ Rivals, each at its best settings on one machine:
     tensor     torchring.all_reduce(op="sum") of an ordinary tensor
     torchring.horovod
                torchring.horovod.allreduce_ of an ordinary tensor: ranks match their calls by name first
-    ring       torchring's algorithm between hosts: a ring over Gloo point-to-point
+    native     the engine's all-reduce, as between hosts, over loopback
     gloo       torch.distributed.all_reduce, what DistributedDataParallel uses on CPUs
     open mpi, intel mpi, mpich
                Allreduce in place through mpi4py, buffer protocol
@@ -50,7 +50,7 @@ from torchring.default_world import default_world
 from torchring.doctor.render import human_bytes
 from torchring.launch.arguments import duration
 
-OURS = ("direct", "ring", "tensor", "torchring.horovod", "gloo", "copy")
+OURS = ("direct", "native", "tensor", "torchring.horovod", "gloo", "copy")
 OTHERS = [*rivals.PACKAGES, "horovod"]
 _TIMEOUT = timedelta(seconds=90)  # DeepSpeed takes 30 s to build
 SMALL_BYTES = 1 << 20
@@ -190,7 +190,7 @@ def open_ours() -> dict[str, Callable[[int], Opened]]:
         "torchring.horovod": lambda tensor: hvd.allreduce_(tensor, op=hvd.Sum, name=f"bench{tensor.numel()}"),
         "gloo": dist.all_reduce,
     }
-    buckets = {name: functools.partial(bucket, name) for name in ("direct", "ring")}
+    buckets = {name: functools.partial(bucket, name) for name in ("direct", "native")}
     tensors = {name: functools.partial(ordinary, reduce) for name, reduce in of_tensors.items()}
     return {**buckets, **tensors, "copy": copy}
 

@@ -24,7 +24,7 @@ _ERROR = (
 _OPTIONS = (
     "(optimizer: 'Optimizer', model: 'torch.nn.Module | None' = None, *, op: 'GradientOp' = 'mean', "
     "compression: 'Compression | None' = None, "
-    "bucket_mb: \"float | Literal['auto'] | None\" = None, accumulate: 'int' = 1, "
+    "bucket_mb: 'float | None' = None, accumulate: 'int' = 1, "
     "algorithm: 'Algorithm' = 'auto', "
     "overlap: 'Overlap' = 'auto', on_nonfinite: 'OnNonfinite' = 'raise', "
     "sync_buffers: 'SyncBuffers' = 'mean', sync_initial_state: 'bool' = True)"

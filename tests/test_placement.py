@@ -140,6 +140,12 @@ def test_advice(ranks: int, threads: int, cores: int, online: int, expected: str
     assert bool(expected) == bool(found)
 
 
+def test_physical_cores(tmp_path: Path) -> None:
+    machine(tmp_path, TWO_SOCKETS)
+    assert placement.num_physical({0, 8, 3, 12}, tmp_path) == 3
+    assert placement.num_physical({0, 8, 3, 12}, tmp_path / "nothing") == 4
+
+
 def test_lists_of_cores() -> None:
     assert in_words({5, 2, 0, 1}) == "0-2,5"
     assert numbers_in("0-2,5\n") == {0, 1, 2, 5}
@@ -168,7 +174,7 @@ def test_a_rank_starts_where_it_is_told() -> None:
 
 
 def test_wrap_says_so_and_moves_workers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    world: Any = SimpleNamespace(rank=2, hosts=((0, 1), (2, 3)), node_rank=1, local_size=2, num_cores=8)
+    world: Any = SimpleNamespace(rank=2, hosts=((0, 1), (2, 3)), node_rank=1, local_size=2, num_physical_cores=8)
     monkeypatch.setenv(placement.WORKER_CORES, "2-3")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     with (

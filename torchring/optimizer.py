@@ -149,7 +149,7 @@ def wrap(
 def _look_at_cores(world: World) -> None:
     """Say what keeps the ranks of this host from its cores. Keep workers of data loaders off those of a rank."""
     threads, is_first = torch.get_num_threads(), world.rank == world.hosts[world.node_rank][0]
-    if is_first and (text := advice(world.local_size, threads, world.num_cores, os.cpu_count() or 1)):
+    if is_first and (text := advice(world.local_size, threads, world.num_physical_cores, os.cpu_count() or 1)):
         _logger.warning("%s", text)
     if cores := os.environ.get(WORKER_CORES):
         os.register_at_fork(after_in_child=functools.partial(os.sched_setaffinity, 0, numbers_in(cores)))

@@ -47,6 +47,14 @@ def topology_of(allowed: set[int], root: Path = Path("/sys")) -> Topology:
     return [sorted({cores[cpu] for cpu in member}) for member in members if member]
 
 
+def num_physical(allowed: set[int], root: Path = Path("/sys")) -> int:
+    """The number of physical cores among the `allowed` logical ones; of the latter, where Linux does not say."""
+    try:
+        return sum(map(len, topology_of(allowed, root)))
+    except (OSError, ValueError):
+        return len(allowed)
+
+
 def share_of(topology: Topology, mode: str, index: int, size: int) -> list[Core]:
     """The physical cores of rank `index` of `size`. With "core", there are at least as many cores as ranks."""
     if mode == "core" and size < len(topology):
@@ -115,8 +123,8 @@ def advice(num_ranks: int, threads: int, num_cores: int, num_online: int) -> str
 
     Args:
         threads: that each rank computes with.
-        num_cores: that the ranks may use together.
-        num_online: of the machine.
+        num_cores: physical cores that the ranks may use together.
+        num_online: logical cores of the machine.
     """
     ranks = "the rank of this host" if num_ranks == 1 else f"the {num_ranks} ranks of this host"
     if num_ranks > num_cores < num_online:

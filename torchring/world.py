@@ -29,6 +29,7 @@ from torchring.errors import (
     with_way_out,
 )
 from torchring.memory.host import HostGroup, connect
+from torchring.placement import num_physical
 from torchring.releases import check_torch, installed_version
 from torchring.rendezvous.rendezvous import Rendezvous, ended_key
 
@@ -76,7 +77,8 @@ class World:
     Attributes:
         host: the ranks that share memory with this rank.
         hosts: all ranks, grouped by shared memory, in order of each group's first rank.
-        num_cores: number of processor cores that the ranks of this host may use together.
+        num_cores: number of processor cores that the ranks of this host may use together, as Linux counts them.
+        num_physical_cores: the same, without hardware threads of one core.
         machines_differ: how the machines of the ranks differ, if they do; else "".
         num_reductions: number of reductions of gradients, by all optimizers of this rank.
         failure: the error that broke this world. A broken world sends nothing more.
@@ -105,7 +107,7 @@ class World:
         self.rendezvous: Rendezvous | None = None
         self.host: HostGroup | None = None
         self.hosts: tuple[tuple[int, ...], ...] = ((rank,),)
-        self.num_cores = len(os.sched_getaffinity(0))
+        self._count_cores(os.sched_getaffinity(0))
         self.machines_differ = ""
 
         # Options
@@ -159,7 +161,7 @@ class World:
             named = ", ".join(f"{backend!r} on rank {peer}" for backend, peer in sorted(first.items()))
             raise TopologyError(f"ranks were given different backends: {named}; give all the same", rank=self.rank)
         self.hosts = tuple(sorted({tuple(card["host"]) for card in cards}))
-        self.num_cores = len(set().union(*(cards[peer]["cores"] for peer in self.host.ranks)))
+        self._count_cores(set().union(*(cards[peer]["cores"] for peer in self.host.ranks)))
         self.machines_differ = differences([card["machine"] for card in cards])
         if self.machines_differ and self.rank == 0:
             _logger.warning(
@@ -168,6 +170,9 @@ class World:
                 self.machines_differ,
             )
         rendezvous.confirm_opening()
+
+    def _count_cores(self, cores: set[int]) -> None:
+        self.num_cores, self.num_physical_cores = len(cores), num_physical(cores)
 
     @property
     def node_rank(self) -> int:

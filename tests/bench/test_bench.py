@@ -180,7 +180,7 @@ def _allreduce_with_a_wrong_result(rank: int, world_size: int, wrong: str) -> tu
 def test_a_rival_that_reduces_wrongly_ends_the_run() -> None:
     """Here the last one; the right results before it have passed."""
     for rank, (checked, said) in enumerate(run_ranks(_allreduce_with_a_wrong_result, 2, "gloo")):
-        assert checked == ["direct", "ring", "tensor", "torchring.horovod", "gloo"]
+        assert checked == ["direct", "native", "tensor", "torchring.horovod", "gloo"]
         assert said == f"gloo reduced 1000 elements wrongly on rank {rank}"
 
 

@@ -90,7 +90,7 @@ def open_all_reduce(world: World, algorithm: str, overlap: str) -> AllReduce[Any
         raise in_step(TopologyError(text, rank=world.rank))
     host = world.host
     assert host is not None
-    fills_the_cores = world.local_size * torch.get_num_threads() >= world.num_cores
+    fills_the_cores = world.local_size * torch.get_num_threads() >= world.num_physical_cores
     in_background = overlap == "thread" or (overlap == "auto" and not (algorithm == "direct" and fills_the_cores))
     if algorithm == "direct":
         check_one_host(world, "algorithm='direct' takes one host")

@@ -50,7 +50,7 @@ def gather(rank: int, *, joins_mpi: bool = False) -> RankFacts:
         joins_mpi: whether this process will communicate over MPI. Otherwise MPI is loaded in another process, because
             a library that does not fit may crash or hang.
     """
-    interfaces = list_interfaces()
+    interfaces, cores = list_interfaces(), os.sched_getaffinity(0)
     available, limit = memory_bytes()
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return RankFacts(
@@ -62,7 +62,8 @@ def gather(rank: int, *, joins_mpi: bool = False) -> RankFacts:
         network_namespace=_read("/proc/self/ns/net"),
         versions={"python": platform.python_version(), **{name: installed_version(name) for name in _PACKAGES}},
         platform=f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
-        cores=sorted(os.sched_getaffinity(0)),
+        cores=sorted(cores),
+        threads_per_core=len(cores) // placement.num_physical(cores),
         topology=_topology(),
         core_limit=core_limit(),
         threads=torch.get_num_threads(),

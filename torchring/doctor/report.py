@@ -33,6 +33,7 @@ class RankFacts:
     versions: dict[str, str | None] = field(default_factory=dict)  # of "python" and packages; None if not installed
     platform: str = ""  # processor and C library. Ranks with different platforms share no memory.
     cores: list[int] = field(default_factory=list)  # numbers of the cores that the process may run on
+    threads_per_core: int = 1  # hardware threads of a physical core, on average
     topology: str = ""  # sockets, NUMA nodes and cores, in words; "" where Linux does not say
     core_limit: float | None = None  # processor time that a control group (a container) grants, in cores
     threads: int = 0  # that torch computes with
