@@ -47,10 +47,11 @@ from torchring.kernels import reference
 from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup, as_words
 
-# One half of a staging buffer has 2 MiB for each rank: each slice is large enough to be worth the calls, and all halves
-# fit the last cache. See bench/NOTES.md.
-_BYTES_FOR_EACH_RANK: Final = 2 << 20
-_MOST_STAGE_BYTES: Final = 4 << 20
+# One half of a staging buffer has 256 KiB for each rank: each slice is large enough to be worth the calls, and all
+# halves fit the caches. Two ranks, which pass everything once, gain from larger ones. See bench/NOTES.md.
+_BYTES_FOR_EACH_RANK: Final = 256 * 1024
+_MOST_STAGE_BYTES: Final = 2 << 20
+_STAGE_BYTES_OF_TWO: Final = 4 << 20
 _SMALL_BYTES: Final = 16 * 1024  # up to this size every rank combines everything, which saves a barrier
 _CHAIN_FROM: Final = 4  # staging buffers: with fewer chunks, too many ranks would have nothing to do in most rounds
 _LINE_BYTES: Final = 64
@@ -59,7 +60,7 @@ _KEPT_VIEWS: Final = 32
 
 def stage_bytes(size: int) -> int:
     """Bytes of one half of a staging buffer, with `size` ranks on the host."""
-    return min(_BYTES_FOR_EACH_RANK * size, _MOST_STAGE_BYTES)
+    return _STAGE_BYTES_OF_TWO if size == 2 else min(_BYTES_FOR_EACH_RANK * size, _MOST_STAGE_BYTES)
 
 
 class _Views(NamedTuple):
