@@ -6,8 +6,8 @@
 Network namespaces of this machine stand in for hosts. Each rank has one thread, and all ranks share the cores of one
 machine. Rivals take turns:
     gloo         the engine's own all-reduce of an fp32 tensor, among all ranks
-    native       torchring's for a bucket: handed to the engine, with the scale and the look for NaN and infinity
-    bf16         the same, of a bucket whose gradients travel as bf16
+    native       torchring's for a bucket of fp32, whose gradients were scaled and looked at when they were packed
+    bf16         torchring's for a bucket of bf16: handed to the engine, and looked at before and after
     hierarchical, hierarchical bf16
                  torchring's where hosts have several ranks: in shared memory, and column by column between hosts
 
@@ -98,9 +98,12 @@ def row_for(numel: int, options: argparse.Namespace) -> dict[str, Any]:
         for dtype in (torch.float32, torch.bfloat16):
             rival = name if dtype == torch.float32 else "bf16" if name == "native" else f"{name} bf16"
             wires = all_reduce.open_wires([(numel, dtype)] * options.wires)
+            for wire in wires if rival == "native" else []:
+                wire.scale_first = True
+            scale = 1.0 if rival == "native" else 0.5
 
-            def reduce(all_reduce: Any = all_reduce, wires: Any = wires) -> None:
-                for pending in [all_reduce.start(wire, scale=0.5) for wire in wires]:
+            def reduce(all_reduce: Any = all_reduce, wires: Any = wires, scale: float = scale) -> None:
+                for pending in [all_reduce.start(wire, scale=scale) for wire in wires]:
                     pending.wait()
 
             rivals[rival], buffers[rival] = reduce, [wire.tensor for wire in wires]
@@ -108,6 +111,8 @@ def row_for(numel: int, options: argparse.Namespace) -> dict[str, Any]:
     def prepare(rival: str) -> None:
         for buffer in buffers[rival]:
             buffer.copy_(source)
+            if rival == "native":
+                buffer.mul_(0.5)
 
     for rival, turn in rivals.items():  # check the results before timing
         prepare(rival)

@@ -92,7 +92,8 @@ class NativeWire:
     Attributes:
         whole: the same memory, for the all-reduce's writes, and one element more: the mark. If it is finite after the
             sum, the result is finite, too, and no rank has to look at it.
-        scale_first: inputs are scaled and looked at where they are packed, and whoever packs calls `mark`.
+        scale_first: inputs are scaled and looked at where they are packed, and whoever packs calls `mark`. Otherwise
+            inputs of 16 bits are looked at by their extremes, and wider ones before and after the sum.
         suspect: index of the first NaN or infinity that this rank has packed. None if there is none.
     """
 
@@ -100,6 +101,14 @@ class NativeWire:
     whole: torch.Tensor
     scale_first: bool = False
     suspect: int | None = None
+
+    def look(self, num_ranks: int) -> None:
+        """Mark the wire if the sum of this many inputs may be not finite, by the extremes of this one."""
+        self.clear()
+        limit = torch.finfo(self.whole.dtype).max / num_ranks / 2
+        least, most = self.whole.aminmax()
+        if not (-limit <= least.item() and most.item() <= limit):  # a NaN is both extremes
+            self.mark(first_non_finite(self.tensor))
 
     def mark(self, element: int | None) -> None:
         """The result may be not finite. `element` is: this rank's input already holds a NaN or an infinity there."""
@@ -120,14 +129,19 @@ class PendingNative:
         self.span: tuple[float, float] | None = None
         self._started = time.perf_counter()
         self._result: NonFinite | None = None
-        buffer, element = torch.zeros_like(wire.whole) if is_void else wire.whole, wire.suspect
-        if not wire.scale_first:
+        buffer, is_narrow = torch.zeros_like(wire.whole) if is_void else wire.whole, wire.whole.dtype.itemsize == 2
+        if is_narrow and not is_void:
+            if scale != 1.0:
+                buffer.mul_(scale)  # partial sums travel in 16 bits
+            wire.look(len(transport.members))
+        element = wire.suspect
+        if not (is_narrow or wire.scale_first):
             element = first_non_finite(buffer)  # the sum replaces what this rank has contributed
-        if buffer.dtype.itemsize == 2 and scale != 1.0:
-            buffer.mul_(scale)  # partial sums travel in 16 bits
-            scale = 1.0
         suspect = None if element is None else NonFinite(transport.rank, element)
-        self._sum = EngineSum(transport, buffer, scale, suspect, is_marked=wire.scale_first, is_void=is_void)
+        is_marked = is_narrow or wire.scale_first
+        self._sum = EngineSum(
+            transport, buffer, 1.0 if is_narrow else scale, suspect, is_marked=is_marked, is_void=is_void
+        )
 
     def advance(self) -> bool:
         return True
