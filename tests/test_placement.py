@@ -118,24 +118,19 @@ def test_without_numa_there_is_one_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "threads", "cores", "online", "expected"),
+    ("ranks", "threads", "cores", "physical", "online", "expected"),
     [
-        (2, 1, 8, 8, "set OMP_NUM_THREADS=4"),
-        (1, 1, 2, 64, "set OMP_NUM_THREADS=2"),
-        (2, 1, 3, 3, ""),
-        (2, 4, 8, 8, ""),
-        (
-            2,
-            1,
-            1,
-            8,
-            "the 2 ranks of this host share 1 core of 8; let them run on more of them",
-        ),
-        (3, 1, 2, 2, ""),  # doctor says so
+        (2, 1, 16, 8, 16, "set OMP_NUM_THREADS=4"),
+        (1, 1, 2, 2, 64, "set OMP_NUM_THREADS=2"),
+        (2, 1, 6, 3, 6, ""),
+        (6, 1, 8, 4, 8, ""),
+        (2, 4, 8, 8, 8, ""),
+        (2, 1, 1, 1, 8, "the 2 ranks of this host share 1 core of 8; let them run on more of them"),
+        (3, 1, 2, 2, 2, ""),  # doctor says so
     ],
 )
-def test_advice(ranks: int, threads: int, cores: int, online: int, expected: str) -> None:
-    found = advice(ranks, threads, cores, online)
+def test_advice(ranks: int, threads: int, cores: int, physical: int, online: int, expected: str) -> None:
+    found = advice(ranks, threads, cores, physical, online)
     assert expected in found
     assert bool(expected) == bool(found)
 
@@ -174,7 +169,9 @@ def test_a_rank_starts_where_it_is_told() -> None:
 
 
 def test_wrap_says_so_and_moves_workers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    world: Any = SimpleNamespace(rank=2, hosts=((0, 1), (2, 3)), node_rank=1, local_size=2, num_physical_cores=8)
+    world: Any = SimpleNamespace(
+        rank=2, hosts=((0, 1), (2, 3)), node_rank=1, local_size=2, num_cores=16, num_physical_cores=8
+    )
     monkeypatch.setenv(placement.WORKER_CORES, "2-3")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     with (

@@ -148,11 +148,12 @@ def wrap(
 
 def _look_at_cores(world: World) -> None:
     """Say what keeps the ranks of this host from its cores. Keep workers of data loaders off those of a rank."""
-    threads, is_first = torch.get_num_threads(), world.rank == world.hosts[world.node_rank][0]
-    if is_first and (text := advice(world.local_size, threads, world.num_physical_cores, os.cpu_count() or 1)):
+    cores = world.num_cores, world.num_physical_cores, os.cpu_count() or 1
+    is_first = world.rank == world.hosts[world.node_rank][0]
+    if is_first and (text := advice(world.local_size, torch.get_num_threads(), *cores)):
         _logger.warning("%s", text)
-    if cores := os.environ.get(WORKER_CORES):
-        os.register_at_fork(after_in_child=functools.partial(os.sched_setaffinity, 0, numbers_in(cores)))
+    if left := os.environ.get(WORKER_CORES):
+        os.register_at_fork(after_in_child=functools.partial(os.sched_setaffinity, 0, numbers_in(left)))
 
 
 class DistributedOptimizer(OptimizerWrapper):

@@ -118,22 +118,23 @@ def describe(allowed: set[int], root: Path = Path("/sys")) -> str:
     return f"{', '.join(parts)}; {usable}"
 
 
-def advice(num_ranks: int, threads: int, num_cores: int, num_online: int) -> str:
+def advice(num_ranks: int, threads: int, num_cores: int, num_physical_cores: int, num_online: int) -> str:
     """What to change about where the ranks of a host run; "" if that is fine.
 
     Args:
         threads: that each rank computes with.
-        num_cores: physical cores that the ranks may use together.
-        num_online: logical cores of the machine.
+        num_cores, num_physical_cores: that the ranks may use together; the former with hardware threads.
+        num_online: cores of the machine, with hardware threads.
     """
     ranks = "the rank of this host" if num_ranks == 1 else f"the {num_ranks} ranks of this host"
     if num_ranks > num_cores < num_online:
         few = _count(num_cores, "core")
         return f"{ranks} share {few} of {num_online}; let them run on more of them (mpirun: --bind-to none)"
-    if threads == 1 and num_cores >= 2 * num_ranks:
+    if threads == 1 and num_physical_cores >= 2 * num_ranks:
         each = "computes" if num_ranks == 1 else "compute"
-        more = f"set OMP_NUM_THREADS={num_cores // num_ranks} (torchrun sets it to 1), or start them by `torchring run`"
-        return f"{ranks} {each} with one thread each and may use {num_cores} cores; {more}"
+        more = f"set OMP_NUM_THREADS={num_physical_cores // num_ranks}"
+        more += " (torchrun sets it to 1), or start them by `torchring run`"
+        return f"{ranks} {each} with one thread each and may use {num_physical_cores} cores; {more}"
     return ""
 
 

@@ -85,7 +85,7 @@ def check_cores(report: Report) -> Iterator[Finding]:
         elif sum(threads) > cores:
             advice = f"set OMP_NUM_THREADS={cores // len(ranks)}"
             yield Finding("warning", "cores", f"{text}: they will be in each other's way; {advice}")
-        elif advice := placement.advice(len(ranks), most, cores // ranks[0].threads_per_core, cores):
+        elif advice := placement.advice(len(ranks), most, cores, cores // ranks[0].threads_per_core, cores):
             yield Finding("warning", "cores", f"{text}: {advice}")
         else:
             yield Finding("ok", "cores", text)

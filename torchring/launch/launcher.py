@@ -234,15 +234,8 @@ def _mpirun(hosts: Sequence[Host], command: Sequence[str], env: Mapping[str, str
         options.append("--allow-run-as-root")
     for key in forwarded(env):
         options += ["-x", key]
-    return [
-        *options,
-        *bound(bind),
-        sys.executable,
-        "-u",
-        "-m",
-        "mpi4py",
-        *command,
-    ]  # mpi4py aborts the others when a rank fails
+    program = [sys.executable, "-u", "-m", "mpi4py", *command]  # mpi4py aborts the others when a rank fails
+    return [*options, *bound(bind), *program]
 
 
 def _agents(
