@@ -69,6 +69,7 @@ from torchring.world import World
 
 _T = TypeVar("_T")
 _logger: Final = logging.getLogger("torchring")
+_said: Final[set[str]] = set()  # advice on cores
 
 
 def wrap(
@@ -147,10 +148,11 @@ def wrap(
 
 
 def _look_at_cores(world: World) -> None:
-    """Say what keeps the ranks of this host from its cores. Keep workers of data loaders off those of a rank."""
+    """Say once what keeps the ranks of this host from its cores. Keep workers of data loaders off those of a rank."""
     cores = world.num_cores, world.num_physical_cores, os.cpu_count() or 1
-    is_first = world.rank == world.hosts[world.node_rank][0]
-    if is_first and (text := advice(world.local_size, torch.get_num_threads(), *cores)):
+    text = advice(world.local_size, torch.get_num_threads(), *cores)
+    if text and world.rank == 0 and text not in _said:  # of other hosts, the same would be said
+        _said.add(text)
         _logger.warning("%s", text)
     if left := os.environ.get(WORKER_CORES):
         os.register_at_fork(after_in_child=functools.partial(os.sched_setaffinity, 0, numbers_in(left)))

@@ -131,10 +131,10 @@ def advice(num_ranks: int, threads: int, num_cores: int, num_physical_cores: int
         few = _count(num_cores, "core")
         return f"{ranks} share {few} of {num_online}; let them run on more of them (mpirun: --bind-to none)"
     if threads == 1 and num_physical_cores >= 2 * num_ranks:
-        each = "computes" if num_ranks == 1 else "compute"
+        compute = "computes with one thread" if num_ranks == 1 else "compute with one thread each"
         more = f"set OMP_NUM_THREADS={num_physical_cores // num_ranks}"
         more += " (torchrun sets it to 1), or start them by `torchring run`"
-        return f"{ranks} {each} with one thread each and may use {num_physical_cores} cores; {more}"
+        return f"{ranks} {compute} and may use {num_physical_cores} cores; {more}"
     return ""
 
 
