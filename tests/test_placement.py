@@ -121,7 +121,7 @@ def test_without_numa_there_is_one_node(tmp_path: Path) -> None:
     ("ranks", "threads", "cores", "physical", "online", "expected"),
     [
         (2, 1, 16, 8, 16, "set OMP_NUM_THREADS=4"),
-        (1, 1, 2, 2, 64, "set OMP_NUM_THREADS=2"),
+        (1, 1, 2, 2, 64, "the rank of this host computes with one thread and may use 2 cores; set OMP_NUM_THREADS=2"),
         (2, 1, 6, 3, 6, ""),
         (6, 1, 8, 4, 8, ""),
         (2, 4, 8, 8, 8, ""),
@@ -169,19 +169,17 @@ def test_a_rank_starts_where_it_is_told() -> None:
 
 
 def test_wrap_says_so_and_moves_workers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    world: Any = SimpleNamespace(
-        rank=2, hosts=((0, 1), (2, 3)), node_rank=1, local_size=2, num_cores=16, num_physical_cores=8
-    )
+    world: Any = SimpleNamespace(rank=0, local_size=2, num_cores=16, num_physical_cores=8)
     monkeypatch.setenv(placement.WORKER_CORES, "2-3")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(optimizer, "_said", set())
     with (
         caplog.at_level(logging.WARNING, "torchring"),
         mock.patch.object(os, "register_at_fork") as register,
         mock.patch.object(os, "sched_setaffinity") as move,
     ):
-        optimizer._look_at_cores(world)
-        world.rank = 3
-        optimizer._look_at_cores(world)
+        for world.rank in (2, 0, 0):
+            optimizer._look_at_cores(world)
         register.call_args.kwargs["after_in_child"]()
     assert [record.message.partition(" (")[0] for record in caplog.records] == [
         "the 2 ranks of this host compute with one thread each and may use 8 cores; set OMP_NUM_THREADS=4"
