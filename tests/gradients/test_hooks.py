@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from torchring.errors import GradientError, RingError
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.reducer import Reducer
 from torchring.memory import semaphore
+from torchring.world import World
 
 
 class Net(torch.nn.Module):
@@ -1162,10 +1164,14 @@ def _scaled_when_packed(rank: int, world_size: int) -> list[str]:
     total.close()
 
     model = _Linear()
-    wrapped(model, algorithm="native")
+    optimizer = wrapped(model, algorithm="native")
     ones = torch.ones((), requires_grad=True)
     twice = [checkpoint(lambda x: (model.large * x).sum(), ones, use_reentrant=True) for _ in range(2)]
     said.append(attempt(sum(twice).backward))  # type: ignore[union-attr]
+    assert model.large.grad is not None
+    assert model.large.grad.isnan().all(), "scaled in part"
+    with mock.patch.object(World, "num_nodes", 2):  # a group without anything to reduce
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3), requires_grad=False)]})
     return said
 
 

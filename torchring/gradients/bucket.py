@@ -323,6 +323,8 @@ class Bucket:
         self._move(BucketState.FILLING)
 
     def _came_again(self, slot: int, how: str) -> GradientError:
+        if self.packing.takes_once and self.state in (BucketState.FILLING, BucketState.PACKED):
+            self._lose(slot)
         return GradientError(
             f"{self.names[slot]} received another gradient in the same backward after bucket {self.index} was {how}. "
             "Reentrant checkpointing of a layer that is used twice does this: use checkpoint(..., use_reentrant=False),"
@@ -330,6 +332,12 @@ class Bucket:
             bucket=self.index,
             parameters=(self.names[slot],),
         )
+
+    def _lose(self, slot: int) -> None:
+        """The gradient was scaled in the wire buffer, and something unscaled was added. NaN takes its place."""
+        parameter = self.parameters[slot]
+        parameter.grad = torch.full_like(parameter.detach(), math.nan)
+        self.ledger.status[slot] = GradientStatus.LOST
 
     def _move(self, new: BucketState) -> None:
         self._require(new)
@@ -382,15 +390,17 @@ class Bucket:
         """Copy the gradients that were only counted on arrival."""
         arrived = [slot for slot, here in enumerate(self._has_arrived) if here]
         self._pack([slot for slot in arrived if not self.copies_on_arrival[slot]])
+        if self.packing.takes_once:
+            for slot, version in self._copied.items():
+                if self._views[slot]._version != version:
+                    self._lose(slot)
+                    raise self.ledger.written_to(slot)
         factor = 1.0
         if self._scales_in_wire:
             factor = self.round.factor
             self.wire.tensor[: self.plan.flags_offset].mul_(factor)
         self.packing.finish_packing(factor)
         if self.packing.takes_once:
-            for slot, version in self._copied.items():
-                if self._views[slot]._version != version:
-                    raise self.ledger.written_to(slot)
             self.ledger.note_versions()
         if not self._is_asynchronous and self._control.numel():
             elements = self.plan.control.encode(self.round.bits, self.plan.wire_dtype)
@@ -405,6 +415,8 @@ class Bucket:
         grads = [self.parameters[slot].grad for slot in slots]
         if any(map(operator.is_, grads, views)):  # accumulated in place
             there = [slot for slot, grad, view in zip(slots, grads, views, strict=True) if grad is view]
+            if self.packing.takes_once:
+                self._refuse_shared(slots, grads, set(there))
             self.packing.scale_in_place(there, [self._views[slot] for slot in there], self.round.factor)
             slots = [slot for slot, grad, view in zip(slots, grads, views, strict=True) if grad is not view]
             views = [self._views[slot] for slot in slots]
@@ -438,6 +450,14 @@ class Bucket:
             if mismatch is None:
                 raise
             raise self._mismatch(mismatch, str(error)) from error
+
+    def _refuse_shared(self, slots: Sequence[int], grads: Sequence[torch.Tensor | None], there: Container[int]) -> None:
+        """Raise GradientError if a gradient shares the memory of another one in the wire: it would be scaled twice."""
+        for slot, grad in zip(slots, grads, strict=True):
+            if slot not in there and grad is not None and not grad.is_sparse and storage_of(grad) in self._storages:
+                name = self.names[slot]
+                text = f"the gradient of {name} shares memory with that of another parameter; give {name} a copy"
+                raise GradientError(text, parameters=(name,))
 
     def _keep_for_copying_back(self, slots: Sequence[int]) -> None:
         """Find the gradients that stay in `.grad` for now, and that the results may have to be copied back to."""

@@ -105,6 +105,7 @@ class BucketLayout:
         self._control = control
         device = first[0].device
         ranks, on_device = (world.size, world.num_nodes), accelerator_of(device) is not None
+        self._on_device = on_device
         self._bucket_mb = default_bucket_mb(*ranks, options.algorithm, on_device=on_device)
         self.first_plan = self.plan(first)
         self.all_reduce, self.choice = self._open_all_reduce(device)
@@ -154,7 +155,7 @@ class BucketLayout:
 
     def plan(self, specs: Sequence[ParameterSpec], order: Sequence[int] | None = None) -> Plan:
         """Default buckets; `order` as in `build_plan`."""
-        is_small_last = self.options.bucket_mb is None and self.world.num_nodes > 1 and specs[0].device.type == "cpu"
+        is_small_last = self.options.bucket_mb is None and self.world.num_nodes > 1 and not self._on_device
         return build_plan(
             specs,
             bucket_bytes=self.bucket_bytes,

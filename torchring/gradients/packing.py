@@ -198,9 +198,9 @@ class MarkingPacking(HostPacking):
         places = torch.split(self._gradients[offset : offset + len(values)], self._piece)
         for piece, place in zip(torch.split(values, self._piece), places, strict=True):
             torch.mul(piece, self._factor, out=place)
+            self._scaled.append((begin, begin + len(piece)))
             self._look(place, begin)
             begin += self._piece
-        self._scaled.append((offset, offset + len(values)))
 
     def _look(self, values: torch.Tensor, offset: int) -> None:
         if not math.isfinite(torch.dot(values, values)):  # 64 MiB in cache: 1.4 ms, its extremes 2.5
