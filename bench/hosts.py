@@ -7,7 +7,7 @@ Network namespaces of this machine stand in for hosts. Each rank has one thread,
 machine. Rivals take turns:
     gloo         the engine's own all-reduce of an fp32 tensor, among all ranks
     native       torchring's for a bucket of fp32, whose gradients were scaled and looked at when they were packed
-    bf16         torchring's for a bucket of bf16: handed to the engine, and looked at before and after
+    bf16         torchring's for a bucket of bf16: handed to the engine, and looked at before
     hierarchical, hierarchical bf16
                  torchring's where hosts have several ranks: in shared memory, and column by column between hosts
 

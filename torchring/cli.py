@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from torchring import placement
 from torchring.elastic.driver import options as elastic
 from torchring.elastic.driver.driver import start_elastic
 from torchring.launch import horovodrun
@@ -120,7 +121,7 @@ def _add_run(commands: Any) -> argparse.ArgumentParser:  # argparse._SubParsersA
     run.add_argument("--launcher", choices=LAUNCHERS, default="auto", help="what starts them; chosen by default")
     run.add_argument(
         "--bind",
-        choices=("core", "numa", "none"),
+        choices=placement.MODES,
         help="bind each process to physical cores of its own, or to a NUMA node; by default to cores, on hosts that "
         "have one for each of their processes",
     )

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-MODES = ("auto", "core", "numa", "none")
+MODES = ("core", "numa", "none")  # and "auto"
 PLACE = "TORCHRING_PLACE"  # where the rank runs and why, a sentence
 WORKER_CORES = "TORCHRING_WORKER_CORES"  # for the processes that load the rank's data
 
@@ -89,7 +89,7 @@ def bind(mode: str, index: int, size: int, allowed: set[int], root: Path = Path(
         return [], equal, "ranks are not bound to cores, as Linux does not say which there are"
     number = sum(map(len, topology))
     if mode != "numa" and number < size:
-        few = f"{size} ranks have {number} physical {'core' if number == 1 else 'cores'}"
+        few = f"{size} ranks have {_count(number, 'physical core')}"
         if mode == "core":
             raise ValueError(
                 f"--bind core needs a physical core for each rank, and {few}; use fewer ranks or --bind none"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import logging
 import os
@@ -77,8 +78,6 @@ class World:
     Attributes:
         host: the ranks that share memory with this rank.
         hosts: all ranks, grouped by shared memory, in order of each group's first rank.
-        num_cores: number of processor cores that the ranks of this host may use together, as Linux counts them.
-        num_physical_cores: the same, without hardware threads of one core.
         machines_differ: how the machines of the ranks differ, if they do; else "".
         num_reductions: number of reductions of gradients, by all optimizers of this rank.
         failure: the error that broke this world. A broken world sends nothing more.
@@ -107,7 +106,7 @@ class World:
         self.rendezvous: Rendezvous | None = None
         self.host: HostGroup | None = None
         self.hosts: tuple[tuple[int, ...], ...] = ((rank,),)
-        self._count_cores(os.sched_getaffinity(0))
+        self._cores = os.sched_getaffinity(0)  # of the ranks of this host
         self.machines_differ = ""
 
         # Options
@@ -161,7 +160,7 @@ class World:
             named = ", ".join(f"{backend!r} on rank {peer}" for backend, peer in sorted(first.items()))
             raise TopologyError(f"ranks were given different backends: {named}; give all the same", rank=self.rank)
         self.hosts = tuple(sorted({tuple(card["host"]) for card in cards}))
-        self._count_cores(set().union(*(cards[peer]["cores"] for peer in self.host.ranks)))
+        self._cores = set().union(*(cards[peer]["cores"] for peer in self.host.ranks))
         self.machines_differ = differences([card["machine"] for card in cards])
         if self.machines_differ and self.rank == 0:
             _logger.warning(
@@ -171,8 +170,15 @@ class World:
             )
         rendezvous.confirm_opening()
 
-    def _count_cores(self, cores: set[int]) -> None:
-        self.num_cores, self.num_physical_cores = len(cores), num_physical(cores)
+    @property
+    def num_cores(self) -> int:
+        """Number of processor cores that the ranks of this host may use together, as Linux counts them."""
+        return len(self._cores)
+
+    @functools.cached_property
+    def num_physical_cores(self) -> int:
+        """The same, without hardware threads of one core."""
+        return num_physical(self._cores)
 
     @property
     def node_rank(self) -> int:

@@ -640,7 +640,6 @@ class _Leftovers:
         self.folder = tempfile.mkdtemp(prefix="torchring-test-")
         self.tmpdir = os.path.join(self.folder, "tmp")
         os.mkdir(self.tmpdir)
-        # No run finds buckets that an earlier one has kept.
         self.environ = {"TMPDIR": self.tmpdir}
         self.processes_before = set(_descendants())
         self.shm_before = set(os.listdir("/dev/shm"))

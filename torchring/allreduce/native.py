@@ -134,11 +134,10 @@ class PendingNative:
             if scale != 1.0:
                 buffer.mul_(scale)  # partial sums travel in 16 bits
             wire.look(len(transport.members))
-        element = wire.suspect
-        if not (is_narrow or wire.scale_first):
-            element = first_non_finite(buffer)  # the sum replaces what this rank has contributed
-        suspect = None if element is None else NonFinite(transport.rank, element)
         is_marked = is_narrow or wire.scale_first
+        # Without a mark: the sum replaces what this rank has contributed.
+        element = wire.suspect if is_marked else first_non_finite(buffer)
+        suspect = None if element is None else NonFinite(transport.rank, element)
         self._sum = EngineSum(
             transport, buffer, 1.0 if is_narrow else scale, suspect, is_marked=is_marked, is_void=is_void
         )

@@ -122,7 +122,7 @@ class Bucket:
         self._num_missing = len(plan.slots)
         self._missing: list[int] = []  # slots that had not arrived when backward ended
         self._kept: dict[int, torch.Tensor] = {}  # copies of settled gradients, which the reduction overwrites
-        self._copied: dict[int, int] = {}  # of slots that were copied on arrival: the version of the view
+        self._copied: dict[int, int] = {}  # of slots that were scaled on arrival: the version of the view
         # Of gradients that do not become views of the wire: the tensor that was packed, and its version.
         self._packed: dict[int, tuple[torch.Tensor, int]] = {}
         self._earlier: set[int] = set()  # slots with another tensor than the view in `.grad` before this backward
@@ -161,7 +161,8 @@ class Bucket:
         if self.copies_on_arrival[slot]:
             started = time.perf_counter_ns()
             self._pack((slot,))
-            self._copied[slot] = self._views[slot]._version
+            if self.packing.takes_once:
+                self._copied[slot] = self._views[slot]._version
             self.packing_ns += time.perf_counter_ns() - started
         if self._num_missing:
             return False
@@ -390,11 +391,10 @@ class Bucket:
         """Copy the gradients that were only counted on arrival."""
         arrived = [slot for slot, here in enumerate(self._has_arrived) if here]
         self._pack([slot for slot in arrived if not self.copies_on_arrival[slot]])
-        if self.packing.takes_once:
-            for slot, version in self._copied.items():
-                if self._views[slot]._version != version:
-                    self._lose(slot)
-                    raise self.ledger.written_to(slot)
+        for slot, version in self._copied.items():
+            if self._views[slot]._version != version:
+                self._lose(slot)
+                raise self.ledger.written_to(slot)
         factor = 1.0
         if self._scales_in_wire:
             factor = self.round.factor
