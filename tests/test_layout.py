@@ -19,7 +19,7 @@ PACKAGE = ROOT / "torchring"
 ORDER = [
     "kernels", "errors", "linux", "threads", "dynamo", "releases", "placement", "rendezvous", "alone", "memory",
     "world", "accelerators", "observe", "interruption", "generation", "default_world", "transport", "collectives",
-    "allreduce", "gradients", "norms", "optimizer_wrapper", "optimizer", "joining", "monitoring", "launch", "elastic",
+    "allreduce", "gradients", "sharding", "norms", "optimizer_wrapper", "optimizer", "joining", "monitoring", "launch", "elastic",
     "horovod", "doctor", "report", "cli", "__main__", "__init__", "bench",
 ]
 # fmt: on

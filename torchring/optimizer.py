@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Final, NoReturn, TypeVar, overload
 
@@ -65,6 +66,9 @@ from torchring.observe.recorder.recorder import Recorder
 from torchring.observe.services import recorder_of
 from torchring.optimizer_wrapper import OptimizerWrapper
 from torchring.placement import WORKER_CORES, advice, numbers_in
+from torchring.sharding.checkpoint import gather_state, keep_share, load_state
+from torchring.sharding.step import Shards, refuse_closure
+from torchring.sharding.step import check as check_shardable
 from torchring.world import World
 
 _T = TypeVar("_T")
@@ -85,6 +89,7 @@ def wrap(
     on_nonfinite: OnNonfinite = "raise",
     sync_buffers: SyncBuffers = "mean",
     sync_initial_state: bool = True,
+    shard: bool = False,
 ) -> DistributedOptimizer:
     """Make `optimizer` average its gradients over all ranks while `backward()` runs. Collective.
 
@@ -120,6 +125,8 @@ def wrap(
             the gradients of each `backward()` that reduces. Other buffers than running statistics take one more message
             when they change for the first time.
         sync_initial_state: copy parameters, buffers and optimizer state from rank 0 to all ranks.
+        shard: each rank keeps the optimizer state for its share of the parameters, and steps that share. Parameters on
+            the CPU. `step()` and `state_dict()` are collective then. Gradients are whole on all ranks, as without it.
 
     Returns:
         The optimizer to use in place of `optimizer`.
@@ -144,6 +151,7 @@ def wrap(
         on_nonfinite=on_nonfinite,
         sync_buffers=sync_buffers,
         sync_initial_state=sync_initial_state,
+        shard=shard,
     )
 
 
@@ -183,10 +191,11 @@ class DistributedOptimizer(OptimizerWrapper):
         on_nonfinite: OnNonfinite = "raise",
         sync_buffers: SyncBuffers = "mean",
         sync_initial_state: bool = True,
+        shard: bool = False,
     ) -> None:
         world = self._find_world()
         world.shared(Join).refuse("wrap()")
-        options = Options(op, compression, bucket_mb, accumulate, algorithm, overlap, on_nonfinite, sync_buffers)
+        options = Options(op, compression, bucket_mb, accumulate, algorithm, overlap, on_nonfinite, sync_buffers, shard)
         group = world.shared(OptimizerGroup)
         group.guard.run("wrap()", self._open, world, optimizer, model, options, sync_initial_state)
 
@@ -209,6 +218,10 @@ class DistributedOptimizer(OptimizerWrapper):
                 raise ValueError("this optimizer is distributed already; wrap the plain one, once")
             names = self._name_parameters(optimizer, model)
             check_free(names, world)
+            if options.shard:
+                check_shardable(optimizer, names)
+                if isinstance(world, ProvisionalWorld):
+                    raise ValueError("shard=True does not work in elastic jobs so far; leave shard out")
             if sync_initial_state and model is not None:
                 check_broadcastable(model)
         except Exception as error:
@@ -228,6 +241,8 @@ class DistributedOptimizer(OptimizerWrapper):
                 broadcast_optimizer_state(optimizer)
         if world.size > 1:
             self._agree(world)
+            if options.shard:
+                self._shard(world)
             if not any(accelerator_of(parameter.device) for parameter in names):
                 world.shared(_look_at_cores)
         elif isinstance(world, ProvisionalWorld):
@@ -289,6 +304,8 @@ class DistributedOptimizer(OptimizerWrapper):
         """
         closure = self._prepare_step(closure)
         sync = self._live_sync()
+        if closure is not None and self._shards is not None:
+            refuse_closure()
         sync.before_step()
         before = None
         if closure is not None:
@@ -301,7 +318,8 @@ class DistributedOptimizer(OptimizerWrapper):
             return None
         self._is_stepping = True
         try:
-            result = self._step_wrapped(closure, *args, **kwargs)
+            run = functools.partial(self._step_wrapped, closure, *args, **kwargs)
+            result = run() if self._shards is None else self._shards.step(run)
         except _StepSkipped:
             if before is not None:
                 before.restore()
@@ -451,6 +469,8 @@ class DistributedOptimizer(OptimizerWrapper):
         def share() -> None:
             broadcast_parameters({self._names[parameter]: parameter.data for parameter in added})
             sync.extend(added)
+            if self._shards is not None:
+                self._shards.extend()
 
         sync.world.shared(OptimizerGroup).guard.run("add_param_group()", share)
 
@@ -474,13 +494,40 @@ class DistributedOptimizer(OptimizerWrapper):
         for mine, its in zip(own, groups, strict=True):
             mine.update({key: value for key, value in its.items() if key != "params"})
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the wrapped optimizer. A script without torchring can load it, and the other way round."""
-        return self.optimizer.state_dict()
+    def state_dict(self, *, all_ranks: bool = False) -> dict[str, Any]:
+        """The state of the wrapped optimizer. A script without torchring can load it, and the other way round.
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state into the wrapped optimizer. All ranks must load the same state."""
-        self.optimizer.load_state_dict(dict(state_dict))
+        With shard=True, collective: rank 0 gets the whole state of all parameters, and the other ranks get None.
+
+        Args:
+            all_ranks: all ranks get the whole state.
+
+        Raises:
+            PlanMismatchError: with shard=True, another rank did not call this.
+            GradientError: with shard=True, called inside `backward()`.
+        """
+        if self._shards is None:
+            return self.optimizer.state_dict()
+        self._refuse_in_backward("state_dict()")
+        return gather_state(self._shards, all_ranks=all_ranks)  # type: ignore[return-value]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
+        """Load a state into the wrapped optimizer. All ranks must load the same state.
+
+        With shard=True, collective: each rank keeps its share. Rank 0 alone may have a state, and the others pass None.
+
+        Raises:
+            ValueError: the state belongs to another model; with shard=True, some ranks have a state, others have none.
+        """
+        if self._shards is None:
+            self.optimizer.load_state_dict(dict(state_dict or {}))
+            return
+        self._refuse_in_backward("load_state_dict()")
+        load_state(self._shards, state_dict)
+
+    def _refuse_in_backward(self, what: str) -> None:
+        if self._sync is not None and self._sync.in_backward:
+            raise GradientError(f"{what} was called inside backward(); call it after backward() has returned")
 
     def close(self) -> None:
         """Remove the hooks from the parameters and release buffers. All ranks should call this at the same point.
@@ -490,6 +537,9 @@ class DistributedOptimizer(OptimizerWrapper):
         if self._sync is not None:
             self._sync.world.shared(Join).refuse("close()")
         self._disconnect()
+        if (shards := self._shards) is not None:
+            shards.close()
+            self._drop_shards()
         self._forward_watch.close()
         self._is_closed = True
 
@@ -503,6 +553,11 @@ class DistributedOptimizer(OptimizerWrapper):
         )
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._shards is not None:
+            raise TypeError(
+                "an optimizer with shard=True has its state on all ranks together, so it cannot be copied or pickled; "
+                "use state_dict()"
+            )
         return {
             "optimizer": self.optimizer,
             "options": self._options,
@@ -540,6 +595,7 @@ class DistributedOptimizer(OptimizerWrapper):
         # What reduces: `_sync` if it is connected to other ranks, else `_local`
         self._sync: Reducer | None = None
         self._local: LocalSync = self._make_local()
+        self._shards: Shards | None = None
         self._needs_state = False  # of torchring.elastic, before it can connect
         self._is_closed = False
 
@@ -577,6 +633,14 @@ class DistributedOptimizer(OptimizerWrapper):
         self._watch_wrapped()
         self._record(world)
         return self._sync
+
+    def _shard(self, world: World) -> None:
+        """Collective: keep the state of this rank's share, of what all ranks have alike."""
+        self._shards = Shards(world, self.optimizer, self._names, self._sparse, next(world.shared(_numbers)))
+        keep_share(self._shards, dict(self.optimizer.state))
+
+    def _drop_shards(self) -> None:
+        self._shards = None
 
     def _connect_with_first_gradient(self) -> None:
         """Connect when the first gradient arrives: a copy is made on one rank at a time, and used on all ranks."""
@@ -740,6 +804,11 @@ class _StepSkipped(BaseException):
 
 
 def _no_model() -> None: ...
+
+
+def _numbers(_: World) -> Iterator[int]:
+    """Numbers the sharded optimizers of a world."""
+    return itertools.count()
 
 
 def _recorder_of(owner: weakref.ref[DistributedOptimizer]) -> Callable[[], Recorder | None]:

@@ -112,7 +112,7 @@ def is_sharded(optimizer: object) -> bool:
 def check_sendable(stateful: Stateful) -> None:
     """Raise TypeError, with its place, for a value that `broadcast_state` could not send."""
     advice = "Leave it out, and restore it on all ranks after the with block"
-    _send(_name_of(stateful), _outline(stateful.state_dict(), "", {}), _save_and_load, advice)
+    _send(_name_of(stateful), outline_of(stateful.state_dict(), "", {}), _save_and_load, advice)
 
 
 def broadcast_state(stateful: Stateful, src: int = 0) -> None:
@@ -135,15 +135,15 @@ def broadcast_state(stateful: Stateful, src: int = 0) -> None:
         return result
 
     mine: dict[str, torch.Tensor] = {}
-    outline = _outline(stateful.state_dict(), "", mine)
-    own_data = together("send", lambda: _send(name, outline, _save))
+    outline = outline_of(stateful.state_dict(), "", mine)
+    own_data = together("send", lambda: _send(name, outline, save_plain))
     digest = hashlib.sha256(own_data + digests(mine.values()).numpy().tobytes()).digest()
     if len(set(collectives.all_gather_bytes(digest))) == 1:
         return
     together("send", lambda: _send(name, outline, _save_and_load) if is_src else None)
     data = collectives.broadcast_bytes(own_data, src)
     wanted = mine if is_src else {}
-    state = together("read", lambda: None if is_src else _fill(_load(data), "", mine, wanted))
+    state = together("read", lambda: None if is_src else fill_outline(load_plain(data), "", mine, wanted))
     collectives.broadcast_together(wanted.values(), src)
     together("load", lambda: None if is_src else stateful.load_state_dict(state))
 
@@ -152,28 +152,30 @@ def _name_of(stateful: Stateful) -> str:
     return "optimizer" if isinstance(stateful, Optimizer) else type(stateful).__name__
 
 
-def _outline(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
+def outline_of(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
     """A copy of a state_dict in which tensors have no values; those are put into `tensors`, by their place.
 
     Numpy's numbers become Python's, which weights_only loading accepts (a learning rate may well be an np.float64).
     """
     if isinstance(value, dict):
-        items = {key: _outline(item, _inside(place, key), tensors) for key, item in value.items()}
+        items = {key: outline_of(item, _inside(place, key), tensors) for key, item in value.items()}
         return type(value)(items) if type(value) in _DICTS else items
     if type(value) in (list, tuple):
-        return type(value)(_outline(item, _inside(place, i), tensors) for i, item in enumerate(value))
+        return type(value)(outline_of(item, _inside(place, i), tensors) for i, item in enumerate(value))
     if type(value) is torch.Tensor and value.layout == torch.strided and is_movable(value.device):
         tensors[place] = value.contiguous() if 0 in value.stride() else value  # an expanded one cannot be written
         return tensors[place].to("meta")
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _fill(outline: Any, place: str, mine: Mapping[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> Any:
+def fill_outline(outline: Any, place: str, mine: Mapping[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> Any:
     """The state_dict of an outline; its tensors, also put into `wanted`, are this rank's own where they fit."""
     if isinstance(outline, dict):
-        return type(outline)({key: _fill(item, _inside(place, key), mine, wanted) for key, item in outline.items()})
+        return type(outline)(
+            {key: fill_outline(item, _inside(place, key), mine, wanted) for key, item in outline.items()}
+        )
     if type(outline) in (list, tuple):
-        return type(outline)(_fill(item, _inside(place, i), mine, wanted) for i, item in enumerate(outline))
+        return type(outline)(fill_outline(item, _inside(place, i), mine, wanted) for i, item in enumerate(outline))
     if isinstance(outline, torch.Tensor) and outline.device.type == "meta":
         own = mine.get(place)
         if own is None or own.shape != outline.shape or own.dtype != outline.dtype:
@@ -188,18 +190,18 @@ def _inside(place: str, key: object) -> str:
     return f"{place}[{key!r}]" if place else str(key)
 
 
-def _save(value: Any) -> bytes:
+def save_plain(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
-def _load(data: bytes) -> Any:
+def load_plain(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def _save_and_load(value: Any) -> Any:
-    return _load(_save(value))
+    return load_plain(save_plain(value))
 
 
 def _send(owner: str, outline: Any, send: Callable[[Any], Any], advice: str = _ADVICE_AT_START) -> Any:

@@ -47,6 +47,7 @@ class Options:
     overlap: str
     on_nonfinite: str = "raise"
     sync_buffers: SyncBuffers = None
+    shard: bool = False
 
     def __str__(self) -> str:
         return ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(self))

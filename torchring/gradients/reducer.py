@@ -139,6 +139,7 @@ class Reducer(Sync):
 
     Attributes:
         parameters, specs: those that are reduced. They grow with `extend`.
+        entry: where other ranks see how far the rounds are.
         layout: the buckets.
         launcher: has the round under way, or the last one.
         ledger: what is known about the gradients.
@@ -186,7 +187,7 @@ class Reducer(Sync):
         # The round. The script's collectives check: another rank may be calling one of those, instead of wrapping.
         self._check_agreement(specs, collectives_of(world), buffers)
         recorder = self._flight_recorder
-        self._entry = recorder.open_numbered_entry("gradients") if recorder is not None else None
+        self.entry = recorder.open_numbered_entry("gradients") if recorder is not None else None
         self.specs: list[ParameterSpec] = []
         self.parameters: list[torch.nn.Parameter] = []
         self._sparse = SparseReduction(
@@ -195,7 +196,7 @@ class Reducer(Sync):
         self.layout = BucketLayout(
             *(world, options, CONTROL, specs, self.specs, self.parameters),
             self._sparse.mark_local,
-            self._entry,
+            self.entry,
             members.waiting,
         )
         self.launcher = self.layout.launcher
@@ -321,8 +322,8 @@ class Reducer(Sync):
         self.layout.all_reduce.close()
         for participant in self.participants:
             participant.close()
-        if self._entry is not None and self._flight_recorder is not None:
-            self._flight_recorder.close_entry(self._entry)
+        if self.entry is not None and self._flight_recorder is not None:
+            self._flight_recorder.close_entry(self.entry)
         if not self.in_backward:
             self.watch.close()  # the two refer to each other; a closed watch needs no garbage collector
 

@@ -23,9 +23,9 @@ from torch.utils import dlpack
 
 # Private names of PyTorch's, which CUDA graph trees use for the same purpose. Where a release of PyTorch lacks them, a
 # kept gradient keeps its values, but tensors that share its memory (`p.grad.detach()`) do not.
-_num_owners: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
+num_owners: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
 _num_references: Callable[[Any], int] = sys.getrefcount
-_CAN_SWAP: Final = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+CAN_SWAP: Final = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
 def gradient_view(piece: torch.Tensor, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -60,7 +60,7 @@ def referenced(
     Takes 45 ns for each gradient.
     """
     most_references, most_owners = free or _FREE
-    references, owners = list(map(_num_references, views)), list(map(_num_owners, storages))
+    references, owners = list(map(_num_references, views)), list(map(num_owners, storages))
     if max(references) == most_references and max(owners) == most_owners:
         return []
     return [i for i in range(len(views)) if references[i] > most_references or owners[i] > most_owners]
@@ -78,7 +78,7 @@ def move_out(view: torch.Tensor, wire: torch.Tensor) -> torch.Tensor:
     """
     copy = _copy(view, wire)
     storage = view.untyped_storage()
-    if _CAN_SWAP:
+    if CAN_SWAP:
         storage._swap_data_ptr_(copy)  # type: ignore[attr-defined]
         return _shaped(copy, view.new_empty(0), view.shape, view.stride())
     new = _shaped(storage, view.new_empty(0), view.shape, view.stride())
@@ -119,7 +119,7 @@ def _free(has_another_owner: bool) -> tuple[int, int]:
     owner = torch.empty(1, device="cpu", requires_grad=True)
     if has_another_owner:
         owner.grad = passed[0]
-    return next(map(_num_references, passed)), _num_owners(storage_of(passed[0]))
+    return next(map(_num_references, passed)), num_owners(storage_of(passed[0]))
 
 
 if _free(True) == _free(False) and hasattr(torch.Tensor, "_use_count"):  # before PyTorch 2.10

@@ -187,7 +187,7 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         finally:
             self._should_synchronize = True
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
         """Load a state into the wrapped optimizer."""
         self._synchronized = False
         super().load_state_dict(state_dict)

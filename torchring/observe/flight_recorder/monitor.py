@@ -155,6 +155,11 @@ class StallMonitor:
             self._look(wait=True)
         return describe_ranks(late, self._peers()) if late else ""
 
+    def states(self) -> dict[int, RankState]:
+        """What the flight recorders of the other ranks of this host say. From any thread."""
+        states = {rank: read_state(memory) for rank, memory in self._memory.items() if rank != self._rank}
+        return {rank: state for rank, state in states.items() if state is not None}
+
     def _warn(self, wait: CurrentWait, seconds: float) -> None:
         if self._others:
             self._look(wait=True)

@@ -1,0 +1,14 @@
+"""The sharded optimizer step: each rank keeps the optimizer state of its share of the parameters, and steps that share.
+
+`wrap(..., shard=True)`. Gradients are reduced as ever, and whole on every rank when `backward()` returns. What differs:
+
+1. `kinds.py`: does the optimizer treat every element by itself, or every parameter? Others cannot be sharded.
+2. `cut.py`: which rank steps which elements. Pure data, the same on all ranks.
+3. `parameters.py`: the parameters move to memory in which the ranks of a host write each other's; `exchange.py` carries
+   what ranks have stepped to the others, within a host and between hosts.
+4. `pieces.py`: the tensors that the optimizer steps in place of the parameters, with their gradients.
+5. `step.py`: a step: enter together, step this rank's pieces, spread the results, leave together.
+6. `checkpoint.py`: ordinary checkpoints, gathered and handed out parameter by parameter.
+
+Source: ZeRO stage 1 (Rajbhandari et al., 2020, arXiv:1910.02054).
+"""

@@ -1,0 +1,76 @@
+"""Carries parameters that one rank has stepped to the others.
+
+Within a host, a rank writes its slices into the memory of its peers. Between hosts, it sends them to one rank of every
+other host, which writes them to the peers there. So each host receives every slice once:
+
+      host 0: ranks 0, 1                       host 1: ranks 2, 3
+      rank 0 sends its slices to rank 2        rank 2 writes them to its memory, and to that of rank 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from torchring.memory.channel import Channel
+from torchring.sharding.parameters import RegionMemory
+from torchring.transport.open import open_transport
+from torchring.world import World
+
+
+class Exchange:
+    """Opened by all ranks of `world` together."""
+
+    def __init__(self, world: World) -> None:
+        assert world.host is not None
+        self._rank = world.rank
+        self._left = Channel(world.host)
+        self._transport = open_transport(world) if world.num_nodes > 1 else None
+        mine, index = world.hosts[world.node_rank], world.host.index
+        others = [members for members in world.hosts if members != mine]
+        self._receivers = [members[index % len(members)] for members in others]
+        self._senders = [
+            rank for members in others for i, rank in enumerate(members) if mine[i % len(mine)] == world.rank
+        ]
+
+    def spread(self, memories: Sequence[RegionMemory]) -> None:
+        """Give all ranks the slices that each rank has stepped. Return when this rank's memory is complete.
+
+        Every rank has called this, or waits to be allowed to, so that its parameters may be written.
+        """
+        sends, receives = [], []
+        if self._transport is not None:
+            for memory in memories:
+                receives += [
+                    (memory, sender, self._transport.receive(part, sender))
+                    for sender in self._senders
+                    if (part := _slice(memory.own, memory, sender)).numel()
+                ]
+                if (part := _slice(memory.own, memory, self._rank)).numel():
+                    sends += [self._transport.send(part, receiver) for receiver in self._receivers]
+        for memory in memories:
+            _copy_to_peers(memory, self._rank)
+        for memory, sender, transfer in receives:
+            transfer.wait()
+            _copy_to_peers(memory, sender)
+        for transfer in sends:
+            transfer.wait()
+        self._left.barrier()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+
+def _slice(buffer: torch.Tensor, memory: RegionMemory, rank: int) -> torch.Tensor:
+    start, stop = memory.region.bounds[rank]
+    return buffer[start:stop]
+
+
+def _copy_to_peers(memory: RegionMemory, rank: int) -> None:
+    """Copy the slice of `rank` from this rank's memory to that of its peers."""
+    own = _slice(memory.own, memory, rank)
+    if own.numel():
+        for peer in memory.peers:
+            _slice(peer, memory, rank).copy_(own)

@@ -1,0 +1,316 @@
+"""The sharded step of one optimizer."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+from torchring.collectives.service import internal_collectives_of
+from torchring.errors import GradientError, in_step, ranks_in_words
+from torchring.gradients.validation import parameters_of
+from torchring.sharding.cut import Candidate, assign_whole, cut_elements
+from torchring.sharding.exchange import Exchange
+from torchring.sharding.kinds import Kind, cost_of, kind_of
+from torchring.sharding.parameters import RegionMemory, can_move, move
+from torchring.sharding.pieces import Piece, cut_pieces, whole_piece
+from torchring.sharding.together import begin_together
+from torchring.sharding.variants import advice_on_fused
+from torchring.world import World
+
+_T = TypeVar("_T")
+_logger: Final = logging.getLogger("torchring")
+_PAST: Final = (
+    "the optimizer that torchring.wrap(..., shard=True) was given has the state of a part of the parameters only, so "
+    "{what} of its own would be wrong; call {what} of the optimizer that torchring.wrap has returned"
+)
+_CLOSED: Final = (
+    "this optimizer has the state of a part of the parameters only, as torchring.wrap(..., shard=True) has left it; "
+    "call its load_state_dict() with what state_dict() of the wrapped optimizer returned before close(), or build a "
+    "new optimizer"
+)
+
+
+class Shards:
+    """This rank's share of the parameters and of the state of one optimizer. Opening it is collective.
+
+    `optimizer.state` has an entry for each piece that this rank steps. Parameters that cannot be cut are stepped by
+    every rank: those with sparse gradients, and those that are parts of a larger tensor.
+
+    Args:
+        optimizer: its state, if there is any, is the same on all ranks. This rank's share stays.
+        names: the names of its parameters.
+        sparse: parameters with sparse gradients.
+
+    Attributes:
+        kind: how the optimizer is cut.
+        parameters, names: all parameters, in the order of the parameter groups, and their names.
+        memories: of the regions.
+        pieces: what this rank steps, by region.
+        everywhere: the parameters that every rank steps.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        optimizer: Optimizer,
+        names: Mapping[torch.nn.Parameter, str],
+        sparse: Collection[torch.nn.Parameter],
+        number: int,
+    ) -> None:
+        self.world = world
+        self.optimizer = optimizer
+        self.kind = kind_of(optimizer)
+        self.parameters: list[torch.nn.Parameter] = []
+        self.names: list[str] = []
+        self.memories: list[RegionMemory] = []
+        self.pieces: list[Piece] = []
+        self.everywhere: list[torch.nn.Parameter] = []
+        self._names = names
+        self._sparse = sparse
+        self._kept: list[torch.Tensor] = []  # memory that the parameters had, where others may still read it
+        self._addresses: list[int] = []
+        self._exchange = Exchange(world)
+        self.number = number
+        self._is_under_way = False
+        self._is_first = True
+        self._is_closed = False
+        self._handles = [
+            optimizer.register_step_pre_hook(lambda *_: self._refuse("step()")),
+            optimizer.register_state_dict_pre_hook(lambda _: self._refuse("state_dict()")),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self._accept_state()),
+        ]
+        self.extend()
+
+    def extend(self) -> None:
+        """Collective: cut the parameters that the optimizer has got since."""
+        first = len(self.parameters)
+        groups = [(g, p) for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]][first:]
+        self.parameters += [parameter for _, parameter in groups]
+        self.names += [self._names[parameter] for _, parameter in groups]
+        movable = self._movable([parameter for _, parameter in groups])
+        candidates = []
+        for index, (group, parameter) in enumerate(groups, start=first):
+            if movable[index - first]:
+                cost = cost_of(parameter, self.optimizer.param_groups[group], self.optimizer)
+                trained = parameter.requires_grad
+                candidates.append(Candidate(index, group, parameter.numel(), parameter.dtype, trained, cost))
+            else:
+                self.everywhere.append(parameter)
+        cut = cut_elements if self.kind is Kind.ELEMENTS else assign_whole
+        regions = cut(candidates, self.world.size)
+        assert self.world.host is not None
+        memories, kept = move(self.parameters, regions, self.world.host)
+        self._kept += kept
+        for memory in memories:
+            self.memories.append(memory)
+            self.pieces += self._pieces_of(len(self.memories) - 1, memory)
+        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+
+    def _pieces_of(self, index: int, memory: RegionMemory) -> list[Piece]:
+        """This rank's pieces of a region, as they are at first."""
+        where = index, memory.region, memory.own, self.world.rank, self.parameters, self.names
+        if self.kind is Kind.WHOLE:
+            return whole_piece(*where)
+        pieces = cut_pieces(*where)
+        # Fused kernels compute the end of a tensor, which fills no vector, with other instructions than the rest. So
+        # there each parameter keeps its end. A fused step of many tensors costs little more than that of one.
+        is_fused = self.optimizer.param_groups[memory.region.group].get("fused")
+        return [part for piece in pieces for part in piece.split()] if is_fused else pieces
+
+    def _movable(self, parameters: Sequence[torch.nn.Parameter]) -> list[bool]:
+        """Collective: which parameters all ranks can move to shared memory."""
+        storages = [parameter.untyped_storage()._cdata for parameter in parameters]
+        mine = [
+            p not in self._sparse and can_move(p) and storages.count(storage) == 1
+            for p, storage in zip(parameters, storages, strict=True)
+        ]
+        flags = torch.tensor(mine, dtype=torch.uint8, device="cpu")
+        if mine:
+            internal_collectives_of(self.world).all_reduce(flags, "min")
+        stays = [
+            self._names[p]
+            for p, can in zip(parameters, flags.tolist(), strict=True)
+            if not can and p.numel() and p not in self._sparse
+        ]
+        if stays and self.world.rank == 0:
+            _logger.warning(
+                "%s and %s other parameters are parts of larger tensors, or in memory that the script shares; every "
+                "rank keeps the whole optimizer state for them",
+                *(stays[0], len(stays) - 1),
+            )
+        return [bool(can) for can in flags.tolist()]
+
+    # A step
+
+    def step(self, run: Callable[[], _T]) -> _T:
+        """Collective: call `run`, which steps the optimizer, for this rank's pieces, and give all ranks the results.
+
+        On the thread that calls `step()`. Raises GradientError on all ranks if gradients are there on some ranks only.
+        """
+        self._refuse_moved()
+        self._enter()
+        try:
+            with self._pieces_in_place():
+                result = run()
+            stepped = [p.grad is not None for p in self.parameters]
+            self._exchange.spread(
+                [memory for memory in self.memories if any(stepped[m.parameter] for m in memory.region.members)]
+            )
+        except BaseException as error:
+            self.world.break_off("step()", error)
+            raise
+        # Peers have written to these, which autograd has to know.
+        torch.autograd.graph.increment_version([p for p, has in zip(self.parameters, stepped, strict=True) if has])
+        if self._is_first:
+            self._is_first = False
+            self._say_what_it_saves()
+        return result
+
+    @contextmanager
+    def _pieces_in_place(self) -> Iterator[None]:
+        """Inside, the optimizer's groups hold this rank's pieces, with their gradients, in place of the parameters."""
+        whole = [group["params"] for group in self.optimizer.param_groups]
+        try:
+            self._take_gradients()
+            own: list[list[torch.Tensor]] = [[] for _ in whole]
+            for piece in self.pieces:
+                own[self.memories[piece.region].region.group].append(piece.tensor)
+            everywhere = set(self.everywhere)
+            for group, parameters, pieces in zip(self.optimizer.param_groups, whole, own, strict=True):
+                group["params"] = [*pieces, *(p for p in parameters if p in everywhere)] if everywhere else pieces
+            self._is_under_way = True
+            yield
+        finally:
+            self._is_under_way = False
+            for group, parameters in zip(self.optimizer.param_groups, whole, strict=True):
+                group["params"] = parameters
+            for piece in self.pieces:
+                piece.drop_gradient()
+
+    @torch.no_grad()
+    def _take_gradients(self) -> None:
+        if all(piece.take_gradient() for piece in self.pieces):
+            return
+        pieces = []
+        for piece in self.pieces:
+            if piece.take_gradient():
+                pieces.append(piece)
+                continue
+            parts = piece.split()
+            if piece.tensor in (state := self.optimizer.state):
+                for part, its in zip(parts, piece.split_state(state.pop(piece.tensor)), strict=True):
+                    state[part.tensor] = its
+            for part in parts:
+                part.take_gradient()
+            pieces += parts
+        self.pieces = pieces
+
+    def _enter(self) -> None:
+        """Collective: from here on, other ranks write to this rank's parameters."""
+        pattern = zlib.crc32(bytes([p.grad is not None for p in self.parameters]))
+        said = begin_together(self.world, self.number, "step()", pattern.to_bytes(4, "little"))
+        if others := [rank for rank, other in enumerate(said) if other != said[0]]:
+            text = (
+                f"on {ranks_in_words(others)} other parameters have a gradient than on rank 0. The script has removed "
+                "gradients, or put some there, on some ranks only; change .grad on all ranks alike"
+            )
+            raise in_step(GradientError(text, rank=self.world.rank, peers=others))
+
+    def _refuse_moved(self) -> None:
+        """Raise GradientError if a parameter is not where it was: the optimizer would step other memory."""
+        addresses = list(map(torch.Tensor.data_ptr, self.parameters))
+        if addresses == self._addresses:
+            return
+        name = next(n for n, now, then in zip(self.names, addresses, self._addresses, strict=True) if now != then)
+        raise GradientError(
+            f"the memory of {name} was replaced after torchring.wrap(..., shard=True), as `p.data = ...`, model.to() "
+            "or load_state_dict(assign=True) do. Write to it in place (p.copy_(...)), or close() this optimizer and "
+            "call torchring.wrap() again, on all ranks",
+            rank=self.world.rank,
+            parameters=(name,),
+        )
+
+    def _say_what_it_saves(self) -> None:
+        """Collective, after the first step: say what state there is, and what a fused optimizer would save."""
+        shared = sum(map(_num_bytes, (self.optimizer.state.get(p) for p in self.everywhere)))
+        mine = sum(map(_num_bytes, self.optimizer.state.values()))
+        sizes = internal_collectives_of(self.world).all_gather(torch.tensor([mine], device="cpu"))
+        total = sum(int(size) - shared for size in sizes) + shared
+        most = max(map(int, sizes))
+        if self.world.rank == 0 and total:
+            _logger.warning("optimizer state: %.4g -> %.4g MB per rank", total / 1e6, most / 1e6)
+            if text := advice_on_fused(self.optimizer):
+                _logger.warning("%s", text)
+
+    # The end, and what goes past it
+
+    def close(self) -> None:
+        """The optimizer keeps the state of this rank's share, with which it refuses to step."""
+        self._is_closed = True
+        self._exchange.close()
+
+    def reset_pieces(self) -> None:
+        """Forget which pieces were split."""
+        self.pieces = [piece for index, memory in enumerate(self.memories) for piece in self._pieces_of(index, memory)]
+
+    @contextmanager
+    def whole_state(self, state: dict[torch.Tensor, Any] | None = None) -> Iterator[None]:
+        """Inside, `optimizer.state` is the given one, of whole parameters; or what a load leaves there."""
+        mine = self.optimizer.state
+        if state is not None:
+            self.optimizer.state = defaultdict(dict, state)
+        self._is_under_way = True
+        try:
+            yield
+        finally:
+            self._is_under_way = False
+            if state is not None:
+                self.optimizer.state = mine
+
+    def _refuse(self, what: str) -> None:
+        if not self._is_under_way:
+            raise GradientError(_CLOSED if self._is_closed else _PAST.format(what=what), rank=self.world.rank)
+
+    def _accept_state(self) -> None:
+        """A whole state is loaded into the optimizer."""
+        if self._is_closed:
+            for handle in self._handles:
+                handle.remove()
+        else:
+            self._refuse("load_state_dict()")
+
+
+def check(optimizer: Optimizer, parameters: Collection[torch.nn.Parameter]) -> None:
+    """Raise ValueError, with the reason, if the step of `optimizer` cannot be sharded."""
+    kind_of(optimizer)
+    for parameter in parameters:
+        if parameter.device.type != "cpu":
+            raise ValueError(f"shard=True takes parameters on the CPU so far, got one on {parameter.device}")
+    own = set(parameters_of(optimizer))
+    if any(isinstance(key, torch.Tensor) and key not in own for key in optimizer.state):
+        raise ValueError(_CLOSED)
+
+
+def refuse_closure() -> None:
+    raise in_step(
+        ValueError(
+            "step(closure) does not work with shard=True: a closure may evaluate the model while parameters are "
+            "stepped in parts. Call backward() first, and then step()"
+        )
+    )
+
+
+def _num_bytes(value: Any) -> int:
+    """Bytes of all tensors in a state."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, dict):
+        return sum(map(_num_bytes, value.values()))
+    return sum(map(_num_bytes, value)) if isinstance(value, (list, tuple)) else 0
