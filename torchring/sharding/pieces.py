@@ -119,14 +119,18 @@ def cut_pieces(
     pieces = []
     for start in range(first, last, step):
         stop = min(start + step, last)
+        inside = [m for m in region.members if m.offset < stop and m.offset + m.numel > start]
+        if not inside:  # a gap
+            continue
+        begin = max(start, inside[0].offset)
+        end = min(stop, inside[-1].offset + inside[-1].numel)
         parts = []
-        for member in region.members:
-            begin, end = max(start, member.offset), min(stop, member.offset + member.numel)
-            if begin < end:
-                elements = begin - member.offset, end - member.offset
-                parts.append(Part(parameters[member.parameter], names[member.parameter], *elements, begin - start))
-        if parts:
-            pieces.append(Piece(memory[start:stop], index, start, tuple(parts)))
+        for member in inside:
+            first_element, last_element = max(begin - member.offset, 0), min(end - member.offset, member.numel)
+            place = member.offset + first_element - begin
+            parameter, name = parameters[member.parameter], names[member.parameter]
+            parts.append(Part(parameter, name, first_element, last_element, place))
+        pieces.append(Piece(memory[begin:end], index, begin, tuple(parts)))
     return pieces
 
 

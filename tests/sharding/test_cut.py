@@ -1,0 +1,134 @@
+"""Which rank steps which elements, and which optimizers can be cut at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchring.sharding.cut import Candidate, assign_whole, cut_elements
+from torchring.sharding.kinds import Kind, cost_of, kind_of
+
+
+def _candidates(*numels: int, **options: Any) -> list[Candidate]:
+    return [Candidate(i, 0, numel, torch.float32, cost=float(numel), **options) for i, numel in enumerate(numels)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+def test_every_element_belongs_to_one_rank(num_ranks: int) -> None:
+    for cut in (cut_elements, assign_whole):
+        regions = cut(_candidates(100_000, 7, 1, 70_001, 300), num_ranks)
+        for region in regions:
+            owned = torch.zeros(region.numel, dtype=torch.int64)
+            for start, stop in region.bounds:
+                owned[start:stop] += 1
+            assert (owned == 1).all()
+            ends = [0]
+            for member in region.members:
+                assert member.offset * 4 % 64 == 0
+                assert member.offset >= ends[-1]
+                ends.append(member.offset + member.numel)
+            assert ends[-1] == region.numel
+        assert sorted(m.parameter for region in regions for m in region.members) == list(range(5))
+
+
+def test_large_parameters_are_cut_and_small_ones_share() -> None:
+    regions = cut_elements(_candidates(100_000, 7, 1, 70_001, 300), 2)
+    assert sorted([m.parameter for m in region.members] for region in regions) == [[0], [1, 2, 4], [3]]
+    assert regions[0].bounds == ((0, 50_000), (50_000, 100_000))
+
+
+def test_groups_dtypes_and_frozen_parameters_stay_apart() -> None:
+    regions = cut_elements(
+        [
+            Candidate(0, 0, 5, torch.float32),
+            Candidate(1, 1, 5, torch.float32),
+            Candidate(2, 1, 5, torch.bfloat16),
+            Candidate(3, 1, 5, torch.float32, is_trained=False),
+            Candidate(4, 1, 5, torch.float32),
+        ],
+        2,
+    )
+    assert [[m.parameter for m in region.members] for region in regions] == [[0], [1, 4], [2], [3]]
+
+
+def test_whole_parameters_are_balanced_by_cost() -> None:
+    costs = [8.0, 7.0, 6.0, 5.0, 4.0]
+    candidates = [Candidate(i, 0, 10, torch.float32, cost=cost) for i, cost in enumerate(costs)]
+    candidates.append(Candidate(5, 0, 10, torch.float32, is_trained=False, cost=100.0))
+    loads = [0.0, 0.0]
+    for region in assign_whole(candidates, 2):
+        owner = next(rank for rank, (start, stop) in enumerate(region.bounds) if stop > start)
+        if region.members[0].parameter < 5:
+            loads[owner] += costs[region.members[0].parameter]
+    assert sorted(loads) == [13.0, 17.0]
+
+
+def test_the_cost_of_newton_schulz_is_not_the_size() -> None:
+    tall, square = torch.empty(1024, 16), torch.empty(128, 128)
+    muon = torch.optim.Muon([square]) if hasattr(torch.optim, "Muon") else pytest.skip("no Muon")
+    group = muon.param_groups[0]
+    assert cost_of(square, group, muon) > 4 * cost_of(tall, group, muon)
+    assert cost_of(tall, {}, torch.optim.SGD([tall], lr=0.1)) == tall.numel()
+
+
+class _Lamb(torch.optim.Optimizer):
+    """Each parameter's step depends on its own norm."""
+
+    def __init__(self, params: Any, together: str = "") -> None:
+        super().__init__(params, {"lr": 0.1, "estimate": 1.0})
+        self.together = together
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        everything = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in everything]).norm() if self.together == "norm" else 1.0
+        for p in everything:
+            state = self.state[p]
+            state["moment"] = 0.9 * state.get("moment", 0.0) + p.grad
+            p -= 0.1 * state["moment"] * p.norm() / norm
+            if self.together == "estimate":
+                self.param_groups[0]["estimate"] += float(p.grad.norm())
+            if self.together == "key":
+                self.state["global"] = 1
+        if self.together == "indices":
+            everything[1].zero_()
+
+
+def test_kinds() -> None:
+    layer = nn.Linear(6, 4)
+    layer.weight.grad = torch.ones_like(layer.weight)
+    assert kind_of(torch.optim.AdamW(layer.parameters())) is Kind.ELEMENTS
+    before = layer.weight.detach().clone()
+    lamb = _Lamb(layer.parameters())
+    torch.optim.lr_scheduler.StepLR(lamb, 1)  # puts a step of its own into the optimizer
+    state = torch.get_rng_state()
+    assert kind_of(lamb) is Kind.WHOLE
+    assert torch.equal(layer.weight, before)
+    assert not lamb.state
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (torch.optim.LBFGS, "looks at all parameters together"),
+        (lambda p: torch.optim.Adam(p, differentiable=True), "differentiable=True"),
+        (lambda p: _Lamb(p, "norm"), "depends on other parameters"),
+        (lambda p: _Lamb(p, "estimate"), "depends on other parameters"),
+        (lambda p: _Lamb(p, "indices"), "alone (IndexError"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_the_reason(make: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match="shard=True does not work with") as caught:
+        kind_of(make(nn.Linear(6, 4).parameters()))
+    assert reason in str(caught.value)
+
+
+def test_state_that_belongs_to_no_parameter_is_refused() -> None:
+    lamb = _Lamb(nn.Linear(6, 4).parameters(), "key")
+    lamb.state["global"] = {}
+    with pytest.raises(ValueError, match="belong to no parameter"):
+        kind_of(lamb)

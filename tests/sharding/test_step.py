@@ -1,0 +1,287 @@
+"""A sharded optimizer trains as the same optimizer does without shard: bit for bit, on any number of ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import torchring
+from tests.support.checks import assert_same_on_all_ranks
+from tests.support.grids import grid
+from tests.support.harness import run_pooled, run_ranks
+from torchring.memory import host as host_module
+
+_NUM_STEPS = 5
+_KINDS: dict[str, Callable[[Any], Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01, fused=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "Adam foreach": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
+    "Adam fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "Adagrad fused": lambda p: torch.optim.Adagrad(p, lr=0.01, fused=True),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.01),
+}
+
+
+class Net(nn.Module):
+    """Parameters of all sorts: large, small, of odd sizes, channels_last, 0-dim, tied, frozen, not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.large = nn.Linear(8, 9001)
+        self.back = nn.Linear(9001, 5)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.tied = self.scale
+        self.seldom = nn.Linear(5, 5)
+        self.never = nn.Linear(5, 5)
+        self.frozen = nn.Linear(5, 5).requires_grad_(False)
+
+    def forward(self, images: Tensor, step: int) -> Tensor:
+        hidden = self.conv(images).mean(dim=(2, 3))
+        out = self.frozen(self.back(self.large(hidden).relu() * self.scale)) + self.tied
+        return self.seldom(out) if step % 2 else out
+
+
+def _groups(net: Net) -> list[dict[str, Any]]:
+    few = [net.scale, *net.back.parameters()]
+    rest = [p for p in net.parameters() if all(p is not other for other in few)]
+    return [{"params": rest}, {"params": few, "lr": 0.02}]
+
+
+def _train(net: Net, optimizer: Any, steps: range) -> None:
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for step in steps:
+        images = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(10 * step + torchring.rank()))
+        if step == 3:
+            net.frozen.requires_grad_(True)
+        optimizer.zero_grad()
+        net(images, step).square().mean().backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+
+
+def _both(kind: str) -> list[tuple[Net, Any]]:
+    """A model with a plain distributed optimizer, and one whose optimizer is sharded."""
+    pairs = []
+    for shard in (False, True):
+        net = Net()
+        pairs.append((net, torchring.wrap(_KINDS[kind](_groups(net)), net, shard=shard)))
+    return pairs
+
+
+def _parameters(net: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def _compared(rank: int, size: int, kinds: list[str], has_hosts: bool = False) -> list[list[Tensor]]:
+    if has_hosts:  # ranks 0 and 1 on one, rank 2 on another
+        host_module._host_identity = lambda: f"host {rank // 2}"
+        torchring.init()
+        assert torchring.num_nodes() == (size + 1) // 2
+    results = []
+    for kind in kinds:
+        (plain, optimizer), (net, sharded) = _both(kind)
+        _train(plain, optimizer, range(_NUM_STEPS))
+        _train(net, sharded, range(_NUM_STEPS))
+        for (name, expected), found in zip(plain.named_parameters(), net.parameters(), strict=True):
+            if has_hosts:
+                torch.testing.assert_close(found, expected)
+            else:
+                assert torch.equal(expected, found), (kind, name)
+        _assert_equal_states(optimizer.state_dict(), sharded.state_dict(all_ranks=True), exactly=not has_hosts)
+        results.append(_parameters(net))
+        optimizer.close()
+        sharded.close()
+    return results
+
+
+def _assert_equal_states(expected: dict[str, Any], found: dict[str, Any], *, exactly: bool = True) -> None:
+    assert expected["param_groups"] == found["param_groups"]
+    assert expected["state"].keys() == found["state"].keys()
+    for index, entry in expected["state"].items():
+        assert entry.keys() == found["state"][index].keys()
+        for key, value in entry.items():
+            other = found["state"][index][key]
+            if isinstance(value, Tensor):
+                assert (value.dtype, value.shape, value.stride()) == (other.dtype, other.shape, other.stride())
+                assert torch.equal(value, other) if exactly else torch.allclose(value, other, atol=1e-5), (index, key)
+            else:
+                assert value == other
+
+
+@grid("size", [2, 3, 1, 4], keep=lambda size: size in (2, 3))
+def test_trains_as_without_shard(size: int) -> None:
+    for ranks in zip(*run_pooled(_compared, size, list(_KINDS)), strict=True):
+        for same in zip(*ranks, strict=True):
+            assert_same_on_all_ranks(list(same))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_between_hosts(size: int) -> None:
+    results = run_ranks(_compared, size, ["AdamW", "SGD fused"], True)
+    for ranks in zip(*results, strict=True):
+        for same in zip(*ranks, strict=True):
+            assert_same_on_all_ranks(list(same))
+
+
+def _of_whole_parameters(rank: int, size: int) -> list[int]:
+    """Muon and AdamW for one model; Adafactor. Returns the bytes of Muon's state on this rank, and in all."""
+    nets, muons = [], []
+    for shard in (False, True):
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(20, 60), nn.Tanh(), nn.Linear(60, 30), nn.Tanh(), nn.Linear(30, 20))
+        matrices = [p for p in net.parameters() if p.dim() == 2]
+        vectors = [p for p in net.parameters() if p.dim() < 2]
+        muon = torchring.wrap(torch.optim.Muon(matrices, lr=0.02), net, shard=shard)
+        optimizers = [muon, torchring.wrap(torch.optim.AdamW(vectors, fused=True), net, shard=shard)]
+        for step in range(4):
+            net.zero_grad()
+            data = torch.randn(4, 20, generator=torch.Generator().manual_seed(10 * step + rank))
+            (net(data) - data).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        nets.append(_parameters(net))
+        muons.append(muon)
+    for expected, found in zip(*nets, strict=True):
+        assert torch.equal(expected, found)
+    _assert_equal_states(muons[0].state_dict(), muons[1].state_dict(all_ranks=True))
+    return [sum(t.nbytes for e in each.state.values() for t in e.values()) for each in muons[::-1]]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_muon_steps_a_matrix_on_one_rank(size: int) -> None:
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("this PyTorch has no Muon")
+    results = run_pooled(_of_whole_parameters, size)
+    shares = [mine for mine, _ in results]
+    assert sum(shares) == results[0][1]
+    assert max(shares) < results[0][1]
+
+
+def _with_everything(rank: int, size: int) -> None:
+    """Options and calls around a step, each for twins."""
+    for options, act in (
+        ({"accumulate": 2}, "accumulate"),
+        ({}, "weigh"),
+        ({}, "skip"),
+        ({"on_nonfinite": "skip"}, "not finite"),
+        ({"compression": "bf16"}, "group"),
+        ({}, "average"),
+        ({}, "scaler"),
+        ({}, "sparse"),
+        ({}, "alias"),
+        ({}, "loaded before"),
+    ):
+        outcomes = []
+        for shard in (False, True):
+            torch.manual_seed(5)
+            net = nn.Sequential(nn.Embedding(50, 6, sparse=act == "sparse"), nn.Linear(6, 300), nn.Linear(300, 6))
+            if act == "alias":
+                whole = torch.randn(70)
+                net[1].bias = nn.Parameter(whole[:60].repeat(5))
+                net.extra = nn.ParameterList([nn.Parameter(whole[60:66]), nn.Parameter(whole[64:70])])
+            sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9 * (act != "sparse"))
+            if act == "loaded before":
+                sum(p.sum() for p in net.parameters()).backward()
+                sgd.step()
+                sgd.zero_grad()
+            before = net.state_dict()
+            optimizer = torchring.wrap(sgd, net, shard=shard, **options)
+            average = torch.optim.swa_utils.AveragedModel(net)
+            scaler = torch.amp.GradScaler("cpu", enabled=act == "scaler", init_scale=4.0)
+            for step in range(4):
+                if act == "group" and step == 2:
+                    net.late = nn.Parameter(torch.ones(7))
+                    optimizer.add_param_group({"params": [net.late], "lr": 0.5})
+                for _ in range(options.get("accumulate", 1)):
+                    if act == "skip" and rank == step % size:
+                        optimizer.skip()
+                        continue
+                    if act == "weigh":
+                        optimizer.weigh(rank + 1)
+                    words = torch.randint(50, (8,), generator=torch.Generator().manual_seed(10 * step + rank))
+                    out = net[2](net[1](net[0](words))) + (net.late.sum() if hasattr(net, "late") else 0)
+                    if act == "alias":
+                        out = out + net.extra[0] + net.extra[1]
+                    factor = float("nan") if act == "not finite" and (step, rank) == (1, 1) else 1.0
+                    scaler.scale(out.square().mean() * factor).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                if act == "average":
+                    average.update_parameters(net)
+                optimizer.zero_grad()
+            assert all(torch.equal(before[name], p) for name, p in net.named_parameters() if name in before)
+            outcomes.append([*_parameters(net), *_parameters(average.module)])
+            optimizer.close()
+        for expected, found in zip(*outcomes, strict=True):
+            assert torch.equal(expected, found), act
+
+
+def test_with_everything_that_scripts_do_around_a_step() -> None:
+    run_pooled(_with_everything, 2)
+
+
+def _graph_is_kept(rank: int, size: int) -> None:
+    """Peers have written to the weight, so a graph from before is refused, as in plain PyTorch."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torchring.wrap(torch.optim.SGD(layers.parameters(), lr=0.1), layers, shard=True)
+    loss = layers(torch.ones(1, 4)).square().sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    torchring.shutdown()
+
+
+def test_a_graph_from_before_the_step_is_refused() -> None:
+    run_ranks(_graph_is_kept, 2)
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _said(rank: int, size: int) -> list[str]:
+    logging.getLogger("torchring").addHandler(lines := _Lines())
+    try:
+        layer = nn.Linear(1000, 500)
+        optimizer = torchring.wrap(torch.optim.AdamW(layer.parameters()), layer, shard=True)
+        for _ in range(2):
+            layer(torch.ones(1, 1000)).sum().backward()
+            optimizer.step()
+        state = sum(value.nbytes for entry in optimizer.state.values() for value in entry.values())
+        assert abs(state - 4e6 / size) < 0.02 * 4e6 / size
+    finally:
+        logging.getLogger("torchring").removeHandler(lines)
+    return lines.lines
+
+
+def test_rank_0_says_what_is_saved_and_what_fused_would_save() -> None:
+    first, second = run_pooled(_said, 2)
+    assert [line for line in first if line.startswith("optimizer state: 4.004 -> 2.0")]
+    assert len([line for line in first if "AdamW(..., fused=True) would take about" in line]) == 1
+    assert not second
