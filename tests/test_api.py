@@ -27,7 +27,7 @@ _OPTIONS = (
     "bucket_mb: 'float | None' = None, accumulate: 'int' = 1, "
     "algorithm: 'Algorithm' = 'auto', "
     "overlap: 'Overlap' = 'auto', on_nonfinite: 'OnNonfinite' = 'raise', "
-    "sync_buffers: 'SyncBuffers' = 'mean', sync_initial_state: 'bool' = True)"
+    "sync_buffers: 'SyncBuffers' = 'mean', sync_initial_state: 'bool' = True, shard: 'bool' = False)"
 )
 SIGNATURES = {
     "DistributedOptimizer": f"{_OPTIONS} -> 'None'",
@@ -79,7 +79,7 @@ MEMBERS = {
         "add_param_group": "(self, param_group: 'dict[str, Any]') -> 'None'",
         "close": "(self) -> 'None'",
         "defaults": "property",
-        "load_state_dict": "(self, state_dict: 'Mapping[str, Any]') -> 'None'",
+        "load_state_dict": "(self, state_dict: 'Mapping[str, Any] | None') -> 'None'",
         "no_sync": "(self) -> 'AbstractContextManager[None]'",
         "skip": "(self) -> 'None'",
         "weigh": "(self, weight: 'float') -> 'None'",
@@ -95,7 +95,7 @@ MEMBERS = {
             "(self, hook: 'Any', prepend: 'bool' = False) -> 'Any'",
         ),
         "state": "property",
-        "state_dict": "(self) -> 'dict[str, Any]'",
+        "state_dict": "(self, *, all_ranks: 'bool' = False) -> 'dict[str, Any]'",
         "stats": "(self) -> 'Stats'",
         "step": "(self, closure: 'Callable[[], Any] | None' = None, *args: 'Any', **kwargs: 'Any') -> 'Any'",
         "synchronize": "(self) -> 'None'",

@@ -127,6 +127,8 @@ def _check_joinable(optimizer: DistributedOptimizer) -> None:
     """Raise ValueError if `optimizer` cannot be used inside `torchring.join`. A copy connects."""
     if not optimizer._live_sync().can_skip_alone():
         raise ValueError('torchring.join() does not work with on_nonfinite="skip" on a GPU')
+    if optimizer._shards is not None:
+        raise ValueError("torchring.join() does not work with shard=True so far, where step() needs all ranks")
     if is_sharded(optimizer.optimizer):
         raise ValueError("torchring.join() does not work with a ZeroRedundancyOptimizer, whose step() needs all ranks")
 

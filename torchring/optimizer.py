@@ -67,7 +67,7 @@ from torchring.observe.services import recorder_of
 from torchring.optimizer_wrapper import OptimizerWrapper
 from torchring.placement import WORKER_CORES, advice, numbers_in
 from torchring.sharding.checkpoint import gather_state, keep_share, load_state
-from torchring.sharding.step import Shards, refuse_closure
+from torchring.sharding.step import Shards, refuse_closure, refuse_part_of_state
 from torchring.sharding.step import check as check_shardable
 from torchring.world import World
 
@@ -218,6 +218,7 @@ class DistributedOptimizer(OptimizerWrapper):
                 raise ValueError("this optimizer is distributed already; wrap the plain one, once")
             names = self._name_parameters(optimizer, model)
             check_free(names, world)
+            refuse_part_of_state(optimizer)
             if options.shard:
                 check_shardable(optimizer, names)
                 if isinstance(world, ProvisionalWorld):

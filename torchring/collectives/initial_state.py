@@ -96,14 +96,16 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0) -> None:
     """
     if is_sharded(optimizer):
         raise ValueError(
-            "each rank has a part of the state of a ZeroRedundancyOptimizer, so no rank has what the others need; load "
-            "a checkpoint on all ranks instead"
+            "each rank has a part of the state (of a ZeroRedundancyOptimizer, or with shard=True), so no rank has "
+            "what the others need; load a checkpoint on all ranks instead"
         )
     broadcast_state(optimizer, src)
 
 
 def is_sharded(optimizer: object) -> bool:
-    """True if each rank has a part of the optimizer's state."""
+    """True if each rank has a part of the optimizer's state: of ZeroRedundancyOptimizer, or with shard=True."""
+    if getattr(optimizer, "_shards", None) is not None:
+        return True
     module = sys.modules.get("torch.distributed.optim")  # which has been imported if there is such an optimizer
     kind = getattr(module, "ZeroRedundancyOptimizer", None)
     return kind is not None and isinstance(optimizer, kind)

@@ -83,10 +83,12 @@ def _outline_of_elements(entry: Entry) -> Entry:
 
 
 def _room_for(outline: Entry, parameter: torch.Tensor) -> Entry:
-    """The state of a parameter whose tensors are still to be filled."""
+    """The state of a parameter whose tensors are still to be filled. Shares none with parameters of the same piece."""
     shape, stride = parameter.shape, parameter.stride()
     return {
-        key: value if is_scalar(key, value) else torch.empty_strided(shape, stride, dtype=value.dtype, device="cpu")
+        key: _copy(value)
+        if is_scalar(key, value)
+        else torch.empty_strided(shape, stride, dtype=value.dtype, device="cpu")
         for key, value in outline.items()
     }
 

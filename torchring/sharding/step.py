@@ -293,6 +293,10 @@ def check(optimizer: Optimizer, parameters: Collection[torch.nn.Parameter]) -> N
     for parameter in parameters:
         if parameter.device.type != "cpu":
             raise ValueError(f"shard=True takes parameters on the CPU so far, got one on {parameter.device}")
+
+
+def refuse_part_of_state(optimizer: Optimizer) -> None:
+    """Raise ValueError if the optimizer has state that an earlier `wrap(..., shard=True)` has left."""
     own = set(parameters_of(optimizer))
     if any(isinstance(key, torch.Tensor) and key not in own for key in optimizer.state):
         raise ValueError(_CLOSED)

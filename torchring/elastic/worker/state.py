@@ -30,6 +30,7 @@ from torchring.collectives.initial_state import (
     broadcast_state,
     check_broadcastable,
     check_sendable,
+    is_sharded,
 )
 from torchring.collectives.service import collectives_of
 from torchring.elastic.worker.checkpoint import CheckpointWriter, copy_of, newest, newest_step
@@ -178,6 +179,8 @@ class State:
     def _check(self, global_batch: int | None, every: int | timedelta | None) -> None:
         if not self._optimizers:
             raise TypeError("a State needs an optimizer that torchring.wrap() has returned")
+        if any(map(is_sharded, self._optimizers)):
+            raise ValueError("a State does not take an optimizer with shard=True so far")
         if global_batch is not None and global_batch < 1:
             raise ValueError(f"global_batch must be a number of samples, 1 or more, got {global_batch!r}")
         if every is not None and not (timedelta() < every if isinstance(every, timedelta) else every >= 1):

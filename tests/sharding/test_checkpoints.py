@@ -1,0 +1,200 @@
+"""Checkpoints of a sharded optimizer are ordinary: any number of ranks, and a plain optimizer, go on from them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchring
+from tests.sharding.test_step import Net, _assert_equal_states, _groups, _parameters, _train
+from tests.support.grids import grid
+from tests.support.harness import run_pooled, run_ranks
+from tests.support.training import attempt
+
+_KINDS: dict[str, Any] = {
+    "AdamW": lambda net: torch.optim.AdamW([*_groups(net), {"params": []}], lr=0.01, amsgrad=True),
+    "fused": lambda net: torch.optim.AdamW(_groups(net), lr=0.01, fused=True),
+    "whole": lambda net: torch.optim.Adafactor(_groups(net), lr=0.01),
+}
+
+
+def _save(rank: int, size: int, kind: str, shard: bool, file: str) -> None:
+    net = Net()
+    optimizer = torchring.wrap(_KINDS[kind](net), net, shard=shard)
+    early = optimizer.state_dict()
+    assert (early is None) == (shard and rank > 0)
+    assert early is None or early["state"] == {}
+    _train(net, optimizer, range(3))
+    state = optimizer.state_dict()
+    if rank == 0:
+        torch.save({"model": net.state_dict(), "optimizer": state}, file)
+
+
+def _go_on(rank: int, size: int, kind: str, file: str, has_all: bool) -> list[Tensor]:
+    """Twins go on from the file, one of them sharded. Returns the parameters."""
+    outcomes = []
+    for shard in (False, True):
+        saved = torch.load(file, weights_only=True)  # a plain optimizer goes on in these tensors
+        net = Net()
+        optimizer = torchring.wrap(_KINDS[kind](net), net, shard=shard)
+        net.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"] if has_all or not shard or rank == 0 else None)
+        loaded = optimizer.state_dict(all_ranks=True) if shard else optimizer.state_dict()
+        _assert_equal_states(saved["optimizer"], loaded)
+        _train(net, optimizer, range(3, 5))
+        outcomes.append((_parameters(net), optimizer.state_dict(all_ranks=True) if shard else optimizer.state_dict()))
+    (plain, plain_state), (sharded, state) = outcomes
+    assert not [i for i, (one, other) in enumerate(zip(plain, sharded, strict=True)) if not torch.equal(one, other)]
+    _assert_equal_states(plain_state, state)
+    return plain
+
+
+@grid("kind, shard, size", list(_KINDS), [True, False], [3, 2, 1])
+def test_others_go_on(kind: str, shard: bool, size: int, tmp_path: Path) -> None:
+    if kind == "whole" and not hasattr(torch.optim, "Adafactor"):
+        pytest.skip("this PyTorch has no Adafactor")
+    file = str(tmp_path / "checkpoint.pt")
+    run_pooled(_save, 2, kind, shard, file)
+    for has_all in (True, False):
+        run_pooled(_go_on, size, kind, file, has_all)
+
+
+def _wide() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 2))
+    return net, torch.optim.AdamW(net.parameters(), lr=0.01)
+
+
+def _backward(net: nn.Module) -> None:
+    net(torch.ones(2, 40)).square().mean().backward()
+
+
+def _refused(rank: int, size: int) -> None:
+    """Mistakes that leave the optimizer as it was. All ranks go on together after each of them."""
+    net, plain = _wide()
+    optimizer = torchring.wrap(plain, net, shard=True)
+
+    def refuse(says: str, action: Any) -> None:
+        said = attempt(action)
+        assert says in said, said
+
+    _backward(net)
+    optimizer.step()
+    state = optimizer.state_dict(all_ranks=True)
+    other = nn.Linear(40, 31)
+    stranger = torch.optim.AdamW([*other.parameters(), *net[1].parameters()])
+    sum(p.sum() for p in stranger.param_groups[0]["params"]).backward()
+    stranger.step()
+    net.zero_grad()
+    shapes = "exp_avg of 0.weight has the shape (31, 40) in this state, and the parameter has (30, 40)"
+    refuse(shapes, lambda: optimizer.load_state_dict(stranger.state_dict()))
+    refuse("different number of parameter groups", lambda: optimizer.load_state_dict({"state": {}, "param_groups": []}))
+    refuse(
+        "rank 0 passed None" if rank == 0 else "passed None",
+        lambda: optimizer.load_state_dict(None if rank == 0 else state),
+    )
+    refuse("other parameters have a gradient than on rank 0", lambda: _step_with_a_gradient_on_rank_0(net, optimizer))
+    net.zero_grad()
+    refuse("step(closure) does not work with shard=True", lambda: optimizer.step(lambda: None))
+    refuse("call step() of the optimizer that torchring.wrap", plain.step)
+    refuse("call state_dict() of the optimizer that torchring.wrap", plain.state_dict)
+    refuse("call load_state_dict() of the optimizer that torchring.wrap", lambda: plain.load_state_dict(state))
+    refuse("cannot be copied or pickled", lambda: copy.deepcopy((net, optimizer)))
+
+    def in_backward(_: Tensor) -> None:
+        if optimizer._sync.in_backward:
+            refuse("called inside backward()", optimizer.state_dict)
+
+    handle = net[1].weight.register_post_accumulate_grad_hook(in_backward)
+    _backward(net)
+    handle.remove()  # refers to the optimizer, past the garbage collector
+    optimizer.step()
+    before = net[0].weight.data
+    net[0].weight.data = before.clone()
+    refuse("the memory of 0.weight was replaced after torchring.wrap", optimizer.step)
+    net[0].weight.data = before
+    optimizer.zero_grad()
+    optimizer.close()
+    refuse("has the state of a part of the parameters only", plain.step)
+    refuse("has the state of a part of the parameters only", lambda: torchring.wrap(plain, net))
+    plain.load_state_dict(state)
+    plain.step()
+    again = torchring.wrap(plain, net, shard=True)
+    _assert_equal_states(state, again.state_dict(all_ranks=True))
+    again.close()
+    for options, says in (
+        ({"shard": rank == 0}, "shard=True"),
+        ({"shard": 1}, "shard must be True or False"),
+    ):
+        net, plain = _wide()
+        refuse(says, lambda plain=plain, net=net, options=options: torchring.wrap(plain, net, **options))
+    net, _ = _wide()
+    refuse(
+        "looks at all parameters together", lambda: torchring.wrap(torch.optim.LBFGS(net.parameters()), net, shard=True)
+    )
+
+
+def _step_with_a_gradient_on_rank_0(net: nn.Module, optimizer: Any) -> None:
+    _backward(net)
+    if torchring.rank() > 0:
+        net[0].bias.grad = None
+    optimizer.step()
+
+
+def test_mistakes_are_named_on_all_ranks_and_nothing_is_lost() -> None:
+    run_pooled(_refused, 2)
+
+
+def _on_one_rank(rank: int, size: int, what: str, instead: str) -> str:
+    torchring.init(timeout_seconds=20)
+    net, plain = _wide()
+    optimizer = torchring.wrap(plain, net, shard=True)
+    for _ in range(2):
+        _backward(net)
+        optimizer.step()
+
+    def go_on() -> None:
+        if rank == 0:
+            _backward(net) if what == "step" else None
+            getattr(optimizer, what)()
+        elif instead == "backward":
+            for _ in range(3):
+                _backward(net)
+        elif instead == "step":
+            optimizer.step()
+        elif instead == "raise":
+            optimizer.optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+            _backward(net)
+            optimizer.step()
+        elif instead == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    said = attempt(go_on)
+    torchring.shutdown()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("what", "instead", "says"),
+    [
+        ("state_dict", "backward", "state_dict() was called on rank 0, where rank 1 went on with another backward()"),
+        ("state_dict", "step", "called state_dict(optimizer 0) while rank"),
+        ("step", "backward", "step() was called on rank 0, where rank 1 went on with another backward()"),
+        ("step", "raise", "ZeroDivisionError"),
+    ],
+)
+def test_a_call_on_one_rank_is_named(what: str, instead: str, says: str) -> None:
+    for said in run_ranks(_on_one_rank, 2, what, instead):
+        assert says in said or says.replace("state_dict(", "step(") in said, said
+
+
+def test_a_rank_that_dies_while_state_is_gathered_is_named() -> None:
+    said, _ = run_ranks(_on_one_rank, 2, "state_dict", "die", expect_exit={1: -9})
+    assert said.startswith("PeerLostError: rank 1 (pid ")
