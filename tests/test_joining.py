@@ -51,11 +51,13 @@ def _uneven(rank: int, size: int, accumulate: int, weighted: bool, options: dict
     joined = values(model)
     for step in (10, 11):
         one_step(step)
+    state = optimizer.state_dict(all_ranks=True) if options.get("shard") else optimizer.state_dict()
+    states = state["state"].values()
     return {
         "joined": joined,
         "values": values(model),
-        "moments": [state["exp_avg"] for state in adam.state.values()],
-        "steps": [int(state["step"]) for state in adam.state.values()],
+        "moments": [state["exp_avg"] for state in states],
+        "steps": [int(state["step"]) for state in states],
         "lr": adam.param_groups[0]["lr"],
         "no gradient": has_no_gradient,
     }
@@ -97,7 +99,13 @@ def _check(results: Sequence[dict[str, Any]], expected: dict[str, Any]) -> None:
 
 @grid(
     "options, size, accumulate, weighted",
-    [{}, {"algorithm": "ring"}, {"algorithm": "native", "overlap": "inline"}, {"bucket_mb": 25.0, "overlap": "thread"}],
+    [
+        {},
+        {"shard": True},
+        {"algorithm": "ring"},
+        {"algorithm": "native", "overlap": "inline"},
+        {"bucket_mb": 25.0, "overlap": "thread"},
+    ],
     [3, 2],
     [1, 2],
     [False, True],

@@ -46,7 +46,8 @@ def join(*objects: Any) -> Iterator[None]:
 
     Inside the block, only `backward()`, `skip()` and `synchronize()` may need other ranks. `torchring.all_reduce` and
     the other collectives, `SyncBatchNorm` in training, `step(closure)`, `wrap`, `add_param_group` and `close` raise
-    ValueError: ranks that have ended would not take part. `synchronize()` always counts as one reduction, which the
+    ValueError: ranks that have ended would not take part. With shard=True, ranks that have ended step their share, with
+    the gradients and the learning rate of the others. `synchronize()` always counts as one reduction, which the
     others meet with their next `backward()`. Gradients of `no_sync()`, or of an incomplete group of `accumulate`, that
     a rank leaves behind are reduced with the next ones of the others. An exception that leaves the block ends the block
     on all ranks; so do not yield from inside a block: the end of a generator is an exception.
@@ -127,8 +128,6 @@ def _check_joinable(optimizer: DistributedOptimizer) -> None:
     """Raise ValueError if `optimizer` cannot be used inside `torchring.join`. A copy connects."""
     if not optimizer._live_sync().can_skip_alone():
         raise ValueError('torchring.join() does not work with on_nonfinite="skip" on a GPU')
-    if optimizer._shards is not None:
-        raise ValueError("torchring.join() does not work with shard=True so far, where step() needs all ranks")
     if is_sharded(optimizer.optimizer):
         raise ValueError("torchring.join() does not work with a ZeroRedundancyOptimizer, whose step() needs all ranks")
 
@@ -158,5 +157,8 @@ def _take_over(optimizer: DistributedOptimizer, src: int) -> None:
     model, names = optimizer._model(), optimizer._names
     others = {name: p.data for name, p in model.named_parameters() if p not in names} if model is not None else {}
     broadcast_parameters({**others, **{name: p.data for p, name in names.items()}}, src)
-    broadcast_optimizer_state(optimizer.optimizer, src)
+    if optimizer._shards is None:
+        broadcast_optimizer_state(optimizer.optimizer, src)
+    else:  # each rank has its share, from the same steps
+        optimizer._shards.take_over_groups(src)
     sync.take_over(src)

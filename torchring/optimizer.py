@@ -637,8 +637,18 @@ class DistributedOptimizer(OptimizerWrapper):
 
     def _shard(self, world: World) -> None:
         """Collective: keep the state of this rank's share, of what all ranks have alike."""
-        self._shards = Shards(world, self.optimizer, self._names, self._sparse, next(world.shared(_numbers)))
+        self._shards = Shards(
+            world, self.optimizer, self._names, self._sparse, next(world.shared(_numbers)), self._follow_step
+        )
         keep_share(self._shards, dict(self.optimizer.state))
+
+    def _follow_step(self) -> None:
+        """Inside `torchring.join`, on a rank that has ended: others make a step."""
+        self._is_stepping = True
+        try:
+            self._step_wrapped(None)
+        finally:
+            self._is_stepping = False
 
     def _drop_shards(self) -> None:
         self._shards = None

@@ -15,7 +15,7 @@ import torch
 from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.errors import GradientError, PlanMismatchError, RingError, in_step, ranks_in_words
 from torchring.gradients.hooks import BackwardWatch
-from torchring.gradients.reducer import Members, Reducer
+from torchring.gradients.reducer import ROUND, Members, Reducer
 from torchring.interruption import InterruptionGuard
 from torchring.observe.phases import EXPOSED
 from torchring.observe.services import recorder_of
@@ -151,6 +151,14 @@ class OptimizerGroup:
 
     def _follow_round(self, *, drops_gradients: bool) -> bool:
         """Take part in one round of the others. Returns whether there was any rank with data."""
+        while self.members.followers:  # live ranks announce what comes
+            said = internal_collectives_of(self._world).all_gather_bytes(b"")
+            what = max(said)
+            if not what:
+                return False
+            if what == ROUND:
+                break
+            self.members.followers[what](said)
         if drops_gradients:
             for parameter in (p for member in self.members for p in member.parameters):
                 parameter.grad = None
@@ -176,6 +184,7 @@ class OptimizerGroup:
         elif not members.are_several:
             self.guard.run(_END, partial(self._finish, caller, reduces=caller.wants_reduction))
         elif caller.in_backward:  # or else finished already, together with another member
+            self.members.announce()
             self.guard.run(_END, self._reduce_together)
 
     def _finish(self, member: Reducer, *, reduces: bool) -> None:

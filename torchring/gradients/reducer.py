@@ -19,7 +19,7 @@ from torchring.allreduce.device.stream import OnStream
 from torchring.collectives.join import Join
 from torchring.collectives.service import Collectives, collectives_of, internal_collectives_of
 from torchring.dynamo import is_compiled_backward
-from torchring.errors import GradientError, in_step, with_way_out
+from torchring.errors import GradientError, PlanMismatchError, in_step, ranks_in_words, with_way_out
 from torchring.gradients.contract import Stats, Sync
 from torchring.gradients.hooks import BackwardWatch, attach_hooks, make_hook
 from torchring.gradients.launcher import Launcher
@@ -51,6 +51,10 @@ does not count. has_ended: the rank has no data left, inside `torchring.join`.
 """
 
 
+ROUND: Final = b"backward()"
+"""What a rank announces at the beginning of a round, see `Members.announce`."""
+
+
 class Members:
     """The reducers of one world, in the order in which their optimizers were wrapped, and what they know together.
 
@@ -62,6 +66,8 @@ class Members:
         skipper: the member whose `skip()` is under way.
         skipped: members that `skip()` of another one has reached, since a step or zero_grad() of any optimizer.
         waiting: see `Launcher`.
+        followers: for each optimizer whose step needs all ranks, what a rank that has ended does then, by name. Called
+            with what each rank has announced.
     """
 
     def __init__(self, world: World) -> None:
@@ -72,6 +78,7 @@ class Members:
         self.skipper: Reducer | None = None
         self.skipped: set[Reducer] = set()
         self.waiting: set[Launcher] = set()
+        self.followers: dict[bytes, Callable[[Sequence[bytes]], None]] = {}
         self._world = world
         self._reducers: list[Reducer] = []
 
@@ -105,6 +112,17 @@ class Members:
             yield
         finally:
             self.is_skipping, self.skipper = False, None
+
+    def announce(self, what: bytes = ROUND) -> list[int]:
+        """Collective, inside `torchring.join`, where steps need all ranks: say what comes. Returns who has ended."""
+        if self.has_ended or not (self.followers and self._world.shared(Join).is_open):
+            return []
+        said = internal_collectives_of(self._world).all_gather_bytes(what)
+        if others := [rank for rank, theirs in enumerate(said) if theirs not in (b"", what)]:
+            theirs = said[others[0]].decode()
+            text = f"{ranks_in_words(others)} called {theirs} where this rank called {what.decode()}"
+            raise in_step(PlanMismatchError(text, rank=self._world.rank, peers=others))
+        return [rank for rank, theirs in enumerate(said) if not theirs]
 
     def refuse_other_thread(self, thread: int) -> None:
         """Raise GradientError if a backward begins in `thread` while one of another thread is under way.
@@ -659,6 +677,7 @@ class Reducer(Sync):
         launcher = self.launcher
         launcher.drain()
         if not is_unordered:
+            self._members.announce()
             self.layout.follow_order()
         is_absent = (self._members.is_skipping or self._weights.has_skipped) and not self._weights.num_backwards
         current = RoundState(

@@ -12,8 +12,10 @@ from typing import Any, Final, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from torchring.collectives.initial_state import load_plain, save_plain
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import GradientError, in_step, ranks_in_words
+from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.validation import parameters_of
 from torchring.sharding.cut import Candidate, assign_whole, cut_elements
 from torchring.sharding.exchange import Exchange
@@ -47,6 +49,8 @@ class Shards:
         optimizer: its state, if there is any, is the same on all ranks. This rank's share stays.
         names: the names of its parameters.
         sparse: parameters with sparse gradients.
+        number: of the optimizer, among those of the world that are sharded.
+        step: steps the optimizer for a rank that has ended, inside `torchring.join`.
 
     Attributes:
         kind: how the optimizer is cut.
@@ -63,6 +67,7 @@ class Shards:
         names: Mapping[torch.nn.Parameter, str],
         sparse: Collection[torch.nn.Parameter],
         number: int,
+        step: Callable[[], object],
     ) -> None:
         self.world = world
         self.optimizer = optimizer
@@ -78,6 +83,9 @@ class Shards:
         self._addresses: list[int] = []
         self._exchange = Exchange(world)
         self.number = number
+        self._step = step
+        self._members = world.shared(OptimizerGroup).members
+        self._members.followers[self._name] = self._follow
         self._is_under_way = False
         self._is_first = True
         self._is_closed = False
@@ -87,6 +95,10 @@ class Shards:
             optimizer.register_load_state_dict_pre_hook(lambda *_: self._accept_state()),
         ]
         self.extend()
+
+    @property
+    def _name(self) -> bytes:
+        return f"step() of optimizer {self.number}".encode()
 
     def extend(self) -> None:
         """Collective: cut the parameters that the optimizer has got since."""
@@ -155,6 +167,47 @@ class Shards:
         On the thread that calls `step()`. Raises GradientError on all ranks if gradients are there on some ranks only.
         """
         self._refuse_moved()
+        if ended := self._members.announce(self._name):
+            self._share_gradients(min({*range(self.world.size)}.difference(ended)))
+        return self._step_pieces(run)
+
+    def _follow(self, said: Sequence[bytes]) -> None:
+        """Collective, on a rank that has ended: step its pieces as the others do."""
+        own = [parameter.grad for parameter in self.parameters]
+        try:
+            self._share_gradients(next(rank for rank, theirs in enumerate(said) if theirs))
+            self._step_pieces(self._step)
+        finally:
+            for parameter, grad in zip(self.parameters, own, strict=True):
+                parameter.grad = grad
+
+    def _share_gradients(self, src: int) -> None:
+        """Collective: ranks that have ended get the gradients and the options of the groups of rank `src`.
+
+        Only the script knows how gradients are clipped, and which learning rate comes.
+        """
+        collectives = internal_collectives_of(self.world)
+        has_gradient = [parameter.grad is not None for parameter in self.parameters]
+        has_gradient = load_plain(collectives.broadcast_bytes(save_plain(has_gradient), src))
+        self.take_over_groups(src)
+        chosen = [parameter for parameter, has in zip(self.parameters, has_gradient, strict=True) if has]
+        grads = [p.grad if self.world.rank == src else torch.empty_like(p.detach()) for p in chosen]
+        collectives.broadcast_together([grad for grad in grads if grad is not None], src)
+        if self._members.has_ended:
+            for parameter in self.parameters:
+                parameter.grad = None
+            for parameter, grad in zip(chosen, grads, strict=True):
+                parameter.grad = grad
+
+    def take_over_groups(self, src: int) -> None:
+        """Collective: take over the options of the parameter groups from rank `src`."""
+        mine = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        theirs = load_plain(internal_collectives_of(self.world).broadcast_bytes(save_plain(mine), src))
+        if self.world.rank != src:
+            for group, options in zip(self.optimizer.param_groups, theirs, strict=True):
+                group.update(options)
+
+    def _step_pieces(self, run: Callable[[], _T]) -> _T:
         self._enter()
         try:
             with self._pieces_in_place():
@@ -254,6 +307,7 @@ class Shards:
     def close(self) -> None:
         """The optimizer keeps the state of this rank's share, with which it refuses to step."""
         self._is_closed = True
+        self._members.followers.pop(self._name, None)
         self._exchange.close()
 
     def reset_pieces(self) -> None:
