@@ -168,7 +168,7 @@ def _sharded(rank: int, size: int) -> str:
         optimizer.zero_grad()
         model(torch.full((2, 4), rank + step + 1.0)).square().mean().backward()
         optimizer.step()
-    with pytest.raises(ValueError, match="each rank has a part of the state of a ZeroRedundancyOptimizer"):
+    with pytest.raises(ValueError, match="each rank has a part of the state"):
         torchring.broadcast_optimizer_state(plain)
     return digest(model.parameters())
 
