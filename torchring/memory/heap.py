@@ -77,7 +77,7 @@ def give_back() -> None:
         return
     resident = _resident_bytes()
     if _lowest_bytes is not None and resident > _lowest_bytes + _bound_bytes:
-        ctypes.CDLL(None).malloc_trim(0)
+        trim()
         _lowest_bytes = _resident_bytes()
         _pause_seconds = min(2 * _pause_seconds, _LONGEST_PAUSE_SECONDS)
     else:
@@ -85,6 +85,12 @@ def give_back() -> None:
         if _lowest_bytes is None or resident < _lowest_bytes:
             _lowest_bytes = resident
     _next_look = time.monotonic() + _pause_seconds
+
+
+def trim() -> None:
+    """Return all free memory to the kernel, pages in the middle of the heap included. Takes some milliseconds."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _resident_bytes() -> int:

@@ -1,28 +1,33 @@
 """Ordinary checkpoints of a sharded optimizer: the whole state, by parameter, as the plain optimizer has it.
 
 A checkpoint knows no region, slice or number of ranks. So any number of ranks can go on from it, and a plain optimizer,
-too. States travel one tensor of one parameter at a time, or one of the small parameters that share a region (16 MiB).
-That is what a rank holds beside the result.
+too. Beside the result, a rank holds a few MiB of each rank while state is gathered, and the tensor of one parameter
+while state is handed out.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from torchring.collectives.initial_state import fill_outline, load_plain, outline_of, save_plain
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import in_step, ranks_in_words
+from torchring.memory.heap import trim
 from torchring.sharding.cut import Region
 from torchring.sharding.kinds import Kind
 from torchring.sharding.pieces import Part, Piece, flat, is_scalar, laid_out_as
-from torchring.sharding.step import Shards
+from torchring.sharding.step import Shards, num_bytes_of
 from torchring.sharding.together import begin_together
 
+_PIECES_AT_ONCE: Final = 8  # 4 MiB
+_BYTES_BETWEEN_TRIMS: Final = 64 << 20
+
 Entry = dict[str, Any]  # the state of one parameter
+State = dict[torch.Tensor, Entry]
 Outlines = dict[int, Entry]  # by index of the parameter: without the values of tensors that have its shape
 Fetch = Callable[[int, str, torch.Tensor], torch.Tensor]
 
@@ -32,7 +37,14 @@ def gather_state(shards: Shards, *, all_ranks: bool) -> dict[str, Any] | None:
     begin_together(shards.world, shards.number, "state_dict()")
     keeps = all_ranks or shards.world.rank == 0
     gather = _gather_elements if shards.kind is Kind.ELEMENTS else _gather_whole
-    found = {parameter: entry for parameter, entry in gather(shards) if keeps}
+    found: State = {}
+    num_bytes = 0
+    for parameter, entry in gather(shards, keeps=keeps):
+        found[parameter] = entry
+        # What was received leaves holes between the results.
+        if (num_bytes := num_bytes + num_bytes_of(entry)) > _BYTES_BETWEEN_TRIMS:
+            num_bytes = 0
+            trim()
     for parameter in shards.everywhere:
         if parameter in shards.optimizer.state:
             found[parameter] = shards.optimizer.state[parameter]
@@ -42,8 +54,8 @@ def gather_state(shards: Shards, *, all_ranks: bool) -> dict[str, Any] | None:
         return shards.optimizer.state_dict()
 
 
-def _gather_elements(shards: Shards) -> Iterator[tuple[torch.nn.Parameter, Entry]]:
-    """Collective: the state of each parameter that is cut."""
+def _gather_elements(shards: Shards, *, keeps: bool) -> Iterator[tuple[torch.nn.Parameter, Entry]]:
+    """Collective: the state of each parameter that is cut. Nothing unless this rank `keeps` it."""
     collectives = internal_collectives_of(shards.world)
     state, mine = shards.optimizer.state, defaultdict[int, list[Piece]](list)
     for piece in shards.pieces:
@@ -58,7 +70,7 @@ def _gather_elements(shards: Shards) -> Iterator[tuple[torch.nn.Parameter, Entry
         region = memory.region
         entries: dict[int, Entry] = {}
         rows = [theirs.get(index, []) for theirs in everybody]
-        for row in rows:
+        for row in rows if keeps else ():
             for start, length, outline in row:
                 for member in region.members:
                     if start < member.offset + member.numel and start + length > member.offset:
@@ -67,13 +79,15 @@ def _gather_elements(shards: Shards) -> Iterator[tuple[torch.nn.Parameter, Entry
                 if not is_scalar(key, value)}  # fmt: skip
         for key, dtype in sorted(keys.items()):
             own = [state[piece.tensor][key] for piece in mine[index] if key in state[piece.tensor]]
-            gathered = collectives.all_gather(torch.cat(own) if own else torch.empty(0, dtype=dtype, device="cpu"))
-            for row, data in zip(rows, gathered, strict=True):
-                place = 0
-                for start, length, outline in row:
-                    if key in outline:
-                        _hand_out(region, start, data[place : place + length], key, entries)
-                        place += length
+            places = [[(start, length) for start, length, outline in row if key in outline] for row in rows]
+            for first in range(0, max(map(len, places)), _PIECES_AT_ONCE):
+                batch = slice(first, first + _PIECES_AT_ONCE)
+                nothing = torch.empty(0, dtype=dtype, device="cpu")
+                gathered = collectives.all_gather(torch.cat([nothing, *own[batch]]))
+                for rank, data in enumerate(gathered if keeps else ()):
+                    for start, length in places[rank][batch]:
+                        _hand_out(region, start, data[:length], key, entries)
+                        data = data[length:]
         for parameter, entry in entries.items():
             yield shards.parameters[parameter], entry
 
@@ -102,8 +116,8 @@ def _hand_out(region: Region, start: int, data: torch.Tensor, key: str, entries:
             target[begin - member.offset : end - member.offset] = data[begin - start : end - start]
 
 
-def _gather_whole(shards: Shards) -> Iterator[tuple[torch.nn.Parameter, Entry]]:
-    """Collective: the state of each parameter that one rank owns."""
+def _gather_whole(shards: Shards, *, keeps: bool) -> Iterator[tuple[torch.nn.Parameter, Entry]]:
+    """Collective: the state of each parameter that one rank owns. Nothing unless this rank `keeps` it."""
     collectives = internal_collectives_of(shards.world)
     state = shards.optimizer.state
     tensors: dict[int, dict[str, torch.Tensor]] = {}
@@ -119,7 +133,8 @@ def _gather_whole(shards: Shards) -> Iterator[tuple[torch.nn.Parameter, Entry]]:
                 wanted: dict[str, torch.Tensor] = {}
                 entry = fill_outline(theirs[index], "", tensors.get(index, {}), wanted)
                 collectives.broadcast_together(wanted.values(), owner)
-                yield parameter, entry
+                if keeps:
+                    yield parameter, entry
 
 
 def load_state(shards: Shards, state_dict: Mapping[str, Any] | None) -> None:
@@ -138,7 +153,7 @@ def load_state(shards: Shards, state_dict: Mapping[str, Any] | None) -> None:
                 f"{ranks_in_words(missing)} passed None"
             )
         )
-    entries: dict[torch.Tensor, Entry] = {}
+    entries: State = {}
     problem: Exception | None = None
     if state_dict is not None:
         try:
@@ -163,9 +178,16 @@ def load_state(shards: Shards, state_dict: Mapping[str, Any] | None) -> None:
         with shards.whole_state({}):
             optimizer.load_state_dict({"state": {}, "param_groups": sent["groups"]})
 
+    room = torch.empty(0, dtype=torch.uint8, device="cpu")
+
     def fetch(parameter: int, place: str, like: torch.Tensor) -> torch.Tensor:
-        own = tensors[parameter][place] if world.rank == 0 else torch.empty_like(like, device="cpu")
-        return collectives.broadcast(own, 0)
+        nonlocal room
+        if world.rank == 0:
+            return collectives.broadcast(tensors[parameter][place], 0)
+        if room.numel() < like.nbytes:
+            room = torch.empty(like.nbytes, dtype=torch.uint8, device="cpu")
+        received = room[: like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
+        return collectives.broadcast(received, 0)
 
     _build(shards, sent["outlines"], fetch)
 
@@ -194,9 +216,14 @@ def _outlines(
 
 @torch.no_grad()
 def _build(shards: Shards, outlines: Outlines, fetch: Fetch) -> None:
-    """Replace the state of this rank's pieces. `fetch`, which may be collective, returns a tensor of a parameter."""
+    """Replace the state of this rank's pieces.
+
+    Args:
+        fetch: returns a tensor of a parameter, which is good until the next call. May be collective.
+    """
     state = shards.optimizer.state
     state.clear()
+    trim()
     shards.reset_pieces()
     if shards.kind is Kind.ELEMENTS:
         _make_room(shards, outlines)
@@ -214,11 +241,15 @@ def _build(shards: Shards, outlines: Outlines, fetch: Fetch) -> None:
                 for tensor, part in wanted[parameter]:
                     state[tensor][key][part.place : part.place + part.numel] = data[part.start : part.stop]
             continue
+        is_mine = parameter in everywhere or bool(wanted[parameter])
         places: dict[str, torch.Tensor] = {}
-        fill_outline(outline, "", {}, places)  # allocates, for the names of the places
-        found = {place: fetch(index, place, like) for place, like in places.items()}
-        if parameter in everywhere or wanted[parameter]:
-            state[parameter] = fill_outline(outline, "", {k: v.clone() for k, v in found.items()}, {})
+        entry = fill_outline(outline, "", {}, places)
+        for place, target in places.items():
+            data = fetch(index, place, target)
+            if is_mine:
+                target.copy_(data)
+        if is_mine:
+            state[parameter] = entry
 
 
 def _make_room(shards: Shards, outlines: Outlines) -> None:

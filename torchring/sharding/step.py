@@ -292,8 +292,8 @@ class Shards:
 
     def _say_what_it_saves(self) -> None:
         """Collective, after the first step: say what state there is, and what a fused optimizer would save."""
-        shared = sum(map(_num_bytes, (self.optimizer.state.get(p) for p in self.everywhere)))
-        mine = sum(map(_num_bytes, self.optimizer.state.values()))
+        shared = sum(map(num_bytes_of, (self.optimizer.state.get(p) for p in self.everywhere)))
+        mine = sum(map(num_bytes_of, self.optimizer.state.values()))
         sizes = internal_collectives_of(self.world).all_gather(torch.tensor([mine], device="cpu"))
         total = sum(int(size) - shared for size in sizes) + shared
         most = max(map(int, sizes))
@@ -365,10 +365,10 @@ def refuse_closure() -> None:
     )
 
 
-def _num_bytes(value: Any) -> int:
+def num_bytes_of(value: Any) -> int:
     """Bytes of all tensors in a state."""
     if isinstance(value, torch.Tensor):
         return value.nbytes
     if isinstance(value, dict):
-        return sum(map(_num_bytes, value.values()))
-    return sum(map(_num_bytes, value)) if isinstance(value, (list, tuple)) else 0
+        return sum(map(num_bytes_of, value.values()))
+    return sum(map(num_bytes_of, value)) if isinstance(value, (list, tuple)) else 0
