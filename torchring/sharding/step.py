@@ -82,6 +82,7 @@ class Shards:
         self._kept: list[torch.Tensor] = []  # memory that the parameters had, where others may still read it
         self._addresses: list[int] = []
         self._exchange = Exchange(world)
+        world.on_close(self._exchange.close)
         self.number = number
         self._step = step
         self._members = world.shared(OptimizerGroup).members
