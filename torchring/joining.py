@@ -160,5 +160,5 @@ def _take_over(optimizer: DistributedOptimizer, src: int) -> None:
     if optimizer._shards is None:
         broadcast_optimizer_state(optimizer.optimizer, src)
     else:  # each rank has its share, from the same steps
-        optimizer._shards.take_over_groups(src)
+        optimizer._shards.take_over(src)
     sync.take_over(src)

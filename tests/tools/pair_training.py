@@ -270,6 +270,7 @@ class _Script:
             "algorithm": training["algorithm"],
             "overlap": training["overlap"],
             "on_nonfinite": training["nonfinite"],
+            "shard": training["shard"] == "yes",
             "sync_buffers": "mean" if buffers == "none" else {buffers: kinds[buffers]},
         }
         return [torchring.wrap(each, net, **options) for each in optimizers]

@@ -53,6 +53,7 @@ FEATURES: Final[Mapping[str, tuple[str, ...]]] = {
     "copy": ("none", "model", "pickle"),
     "hook": ("none", "before wrap"),
     "kind": ("sgd", "momentum", "fused"),
+    "shard": ("no", "yes"),
     # what else goes on
     "resume": ("none", "same ranks", "from one"),
     "workers": ("none", "fork"),
@@ -87,6 +88,8 @@ REFUSED: Final[dict[Ways, tuple[str, str]]] = _table(
     ("data=join + collectives=script|thread", _NOT_IN_JOIN),
     ("data=join + norm=sync", _NOT_IN_JOIN),
     ("data=join + groups=added", _NOT_IN_JOIN),
+    ("shard=yes + step=closure", ("ValueError", "step(closure) does not work with shard=True")),
+    ("shard=yes + layout=transposed", ("GradientError", "was replaced after torchring.wrap(..., shard=True)")),
     ("api=process set + weights=samples|zero", _NEEDS_ENGINE),
     ("api=process set + skip=one|with forward", _NEEDS_ENGINE),
 )
@@ -107,6 +110,7 @@ APART: Final[dict[Ways, str]] = _table(
     ("norm=sync + skip=one", _ENDED),
     ("norm=sync + skip=with forward", "forward without backward leaves the layers of the others waiting"),
     ("api=horovod|process set + buckets=tiny", _NO_OPTION),
+    ("api=horovod|process set + shard=yes", _NO_OPTION),
     ("api=horovod|process set + overlap=thread", _NO_OPTION),
     ("api=horovod|process set + algorithm=ring|native|hierarchical", _NO_OPTION),
     ("api=horovod|process set + nonfinite=skip", _NO_OPTION),

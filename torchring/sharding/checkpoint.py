@@ -206,7 +206,7 @@ def _outlines(
     for index, parameter in enumerate(shards.parameters):
         if parameter in entries:
             entry, own = entries[parameter], tensors.setdefault(index, {})
-            if shards.kind is Kind.ELEMENTS:
+            if shards.kind is Kind.ELEMENTS and parameter not in shards.everywhere:
                 outlines[index] = _outline_of_elements(entry)
                 own.update({key: value for key, value in entry.items() if not is_scalar(key, value)})
             else:
@@ -231,7 +231,7 @@ def _build(shards: Shards, outlines: Outlines, fetch: Fetch) -> None:
     for piece in shards.pieces:
         for part in piece.parts:
             wanted[part.parameter].append((piece.tensor, part))
-    everywhere = set(shards.everywhere)
+    everywhere = shards.everywhere
     for index, parameter in enumerate(shards.parameters):
         if (outline := outlines.get(index)) is None:
             continue

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from torchring.collectives.initial_state import load_plain, save_plain
+from torchring.collectives.initial_state import broadcast_state, load_plain, save_plain
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import GradientError, in_step, ranks_in_words
 from torchring.gradients.group import OptimizerGroup
@@ -76,7 +76,7 @@ class Shards:
         self.names: list[str] = []
         self.memories: list[RegionMemory] = []
         self.pieces: list[Piece] = []
-        self.everywhere: list[torch.nn.Parameter] = []
+        self.everywhere: dict[torch.nn.Parameter, None] = {}
         self._names = names
         self._sparse = sparse
         self._kept: list[torch.Tensor] = []  # memory that the parameters had, where others may still read it
@@ -115,7 +115,7 @@ class Shards:
                 trained = parameter.requires_grad
                 candidates.append(Candidate(index, group, parameter.numel(), parameter.dtype, trained, cost))
             else:
-                self.everywhere.append(parameter)
+                self.everywhere[parameter] = None
         cut = cut_elements if self.kind is Kind.ELEMENTS else assign_whole
         regions = cut(candidates, self.world.size)
         assert self.world.host is not None
@@ -185,12 +185,13 @@ class Shards:
     def _share_gradients(self, src: int) -> None:
         """Collective: ranks that have ended get the gradients and the options of the groups of rank `src`.
 
-        Only the script knows how gradients are clipped, and which learning rate comes.
+        Only the script knows how gradients are clipped, and which learning rate comes. What every rank steps is left
+        out, as ranks that have ended take that over at the end.
         """
         collectives = internal_collectives_of(self.world)
-        has_gradient = [parameter.grad is not None for parameter in self.parameters]
+        has_gradient = [p.grad is not None and p not in self.everywhere for p in self.parameters]
         has_gradient = load_plain(collectives.broadcast_bytes(save_plain(has_gradient), src))
-        self.take_over_groups(src)
+        self._take_over_groups(src)
         chosen = [parameter for parameter, has in zip(self.parameters, has_gradient, strict=True) if has]
         grads = [p.grad if self.world.rank == src else torch.empty_like(p.detach()) for p in chosen]
         collectives.broadcast_together([grad for grad in grads if grad is not None], src)
@@ -200,7 +201,13 @@ class Shards:
             for parameter, grad in zip(chosen, grads, strict=True):
                 parameter.grad = grad
 
-    def take_over_groups(self, src: int) -> None:
+    def take_over(self, src: int) -> None:
+        """Collective, at the end of `torchring.join`: the options of the groups, and the state of what every rank
+        steps, become those of rank `src`."""
+        self._take_over_groups(src)
+        broadcast_state(_StateOf(self), src)
+
+    def _take_over_groups(self, src: int) -> None:
         """Collective: take over the options of the parameter groups from rank `src`."""
         mine = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         theirs = load_plain(internal_collectives_of(self.world).broadcast_bytes(save_plain(mine), src))
@@ -236,7 +243,7 @@ class Shards:
             own: list[list[torch.Tensor]] = [[] for _ in whole]
             for piece in self.pieces:
                 own[self.memories[piece.region].region.group].append(piece.tensor)
-            everywhere = set(self.everywhere)
+            everywhere = self.everywhere
             for group, parameters, pieces in zip(self.optimizer.param_groups, whole, own, strict=True):
                 group["params"] = [*pieces, *(p for p in parameters if p in everywhere)] if everywhere else pieces
             self._is_under_way = True
@@ -268,7 +275,7 @@ class Shards:
 
     def _enter(self) -> None:
         """Collective: from here on, other ranks write to this rank's parameters."""
-        pattern = zlib.crc32(bytes([p.grad is not None for p in self.parameters]))
+        pattern = zlib.crc32(bytes([p.grad is not None for p in self.parameters if p not in self.everywhere]))
         said = begin_together(self.world, self.number, "step()", pattern.to_bytes(4, "little"))
         if others := [rank for rank, other in enumerate(said) if other != said[0]]:
             text = (
@@ -342,6 +349,21 @@ class Shards:
             self._refuse("load_state_dict()")
 
 
+class _StateOf:
+    """The state of what every rank steps, by its number."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+
+    def state_dict(self) -> dict[str, Any]:
+        state, everywhere = self._shards.optimizer.state, self._shards.everywhere
+        return {str(i): state[p] for i, p in enumerate(everywhere) if p in state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for i, entry in state_dict.items():
+            self._shards.optimizer.state[list(self._shards.everywhere)[int(i)]] = entry
+
+
 def check(optimizer: Optimizer, parameters: Collection[torch.nn.Parameter]) -> None:
     """Raise ValueError, with the reason, if the step of `optimizer` cannot be sharded."""
     kind_of(optimizer)
@@ -369,7 +391,7 @@ def refuse_closure() -> None:
 def num_bytes_of(value: Any) -> int:
     """Bytes of all tensors in a state."""
     if isinstance(value, torch.Tensor):
-        return value.nbytes
+        return value._indices().nbytes + value._values().nbytes if value.is_sparse else value.nbytes
     if isinstance(value, dict):
         return sum(map(num_bytes_of, value.values()))
     return sum(map(num_bytes_of, value)) if isinstance(value, (list, tuple)) else 0
