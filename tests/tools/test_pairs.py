@@ -11,10 +11,26 @@ from tests.tools.pair_training import find_faults, not_refused
 from tests.tools.pairs import PAIRS, REFUSED, Pairs, Ways, describe
 
 _PART = [  # every feature, and what is quick
-    {"weights": "zero", "step": "scaler", "clip": "norm", "buffers": "average", "frozen": "thaws", "hosts": "two", "shard": "yes"},
+    {
+        "weights": "zero",
+        "step": "scaler",
+        "clip": "norm",
+        "buffers": "average",
+        "frozen": "thaws",
+        "hosts": "two",
+        "shard": "yes",
+    },
     {"skip": "one", "step": "closure", "optimizers": "two", "gradients": "listed", "wire": "fp16", "workers": "fork"},
     {"weights": "samples", "accumulate": "2", "norm": "sync", "overlap": "thread", "groups": "added", "load": "copy"},
-    {"data": "join", "local": "no_sync", "layers": "sparse", "buckets": "tiny", "copy": "pickle", "norm": "batch", "shard": "yes"},
+    {
+        "data": "join",
+        "local": "no_sync",
+        "layers": "sparse",
+        "buckets": "tiny",
+        "copy": "pickle",
+        "norm": "batch",
+        "shard": "yes",
+    },
     {"nonfinite": "skip", "layers": "complex", "layout": "transposed", "kind": "momentum", "resume": "from one"},
     {"api": "horovod", "accumulate": "2", "hook": "before wrap", "forward": "checkpointed", "collectives": "thread"},
     {"api": "process set", "optimizers": "two", "gradients": "flat", "copy": "model", "resume": "same ranks"},
