@@ -12,6 +12,7 @@ import inspect
 import itertools
 import logging
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -498,7 +499,8 @@ class DistributedOptimizer(OptimizerWrapper):
     def state_dict(self, *, all_ranks: bool = False) -> dict[str, Any]:
         """The state of the wrapped optimizer. A script without torchring can load it, and the other way round.
 
-        With shard=True, collective: rank 0 gets the whole state of all parameters, and the other ranks get None.
+        With shard=True, collective: rank 0 gets the whole state of all parameters, and the other ranks get None. All
+        ranks get it where torch.distributed.checkpoint asks, which saves and loads what all ranks have.
 
         Args:
             all_ranks: all ranks get the whole state.
@@ -510,6 +512,7 @@ class DistributedOptimizer(OptimizerWrapper):
         if self._shards is None:
             return self.optimizer.state_dict()
         self._refuse_in_backward("state_dict()")
+        all_ranks = all_ranks or sys._getframe(1).f_globals.get("__name__") == _CHECKPOINTS
         return gather_state(self._shards, all_ranks=all_ranks)  # type: ignore[return-value]
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
@@ -804,6 +807,7 @@ class DistributedOptimizer(OptimizerWrapper):
             self._stepped = list(parameters_of(self.optimizer))  # the same in another order
 
 
+_CHECKPOINTS: Final = "torch.distributed.checkpoint.state_dict"
 _STEPPED_PAST: Final = (
     "a gradient is not finite, and on_nonfinite='skip' cannot leave out a step of the wrapped optimizer itself; call "
     "step() of the optimizer that torchring.wrap has returned"

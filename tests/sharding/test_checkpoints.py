@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import torchring
 from tests.sharding.test_step import Net, _assert_equal_states, _groups, _parameters, _train
@@ -64,6 +66,31 @@ def test_others_go_on(kind: str, shard: bool, size: int, tmp_path: Path) -> None
     run_pooled(_save, 2, kind, shard, file)
     for has_all in (True, False):
         run_pooled(_go_on, size, kind, file, has_all)
+
+
+def _distributed(rank: int, size: int, folder: str) -> None:
+    """torch.distributed.checkpoint: before the first step and after it, from either kind into either kind."""
+    torchring.init(process_group=True)
+    for num_steps, saves, loads in ((0, True, True), (2, True, False), (2, False, True)):
+        place = f"{folder}/{num_steps}{saves}"
+        (net, plain), (other, also_plain) = _wide(), _wide()
+        optimizer, again = torchring.wrap(plain, net, shard=saves), torchring.wrap(also_plain, other, shard=loads)
+        for _ in range(num_steps):
+            _backward(net)
+            optimizer.step()
+        model, state = get_state_dict(net, optimizer)
+        dcp.save({"model": model, "optimizer": state}, checkpoint_id=place)
+        expected = optimizer.state_dict(all_ranks=True) if saves else optimizer.state_dict()
+        model, state = get_state_dict(other, again)
+        dcp.load({"model": model, "optimizer": state}, checkpoint_id=place)
+        set_state_dict(other, again, model_state_dict=model, optim_state_dict=state)
+        _assert_equal_states(expected, again.state_dict(all_ranks=True) if loads else again.state_dict())
+        optimizer.close()
+        again.close()
+
+
+def test_torch_distributed_checkpoint(tmp_path: Path) -> None:
+    run_ranks(_distributed, 2, str(tmp_path))
 
 
 def _wide() -> tuple[nn.Module, torch.optim.Optimizer]:
