@@ -29,7 +29,7 @@ from typing import Final
 
 import torch
 
-from torchring.allreduce.contract import NonFinite
+from torchring.allreduce.contract import NonFinite, ScatteredSpec
 from torchring.allreduce.records import MAX_PENDING, ReductionRecords
 from torchring.allreduce.slices import SharedWire, Slices
 from torchring.errors import FirstFailure, RingError
@@ -143,6 +143,11 @@ class DirectAllReduce:
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[SharedWire]:
         slices = self._host.slices
         return [slices.wire(parts) for parts in slices.allocate(specs)]
+
+    def open_scattered(self, specs: Sequence[ScatteredSpec]) -> list[SharedWire]:
+        slices = self._host.slices
+        buffers = slices.allocate([(spec.numel, spec.dtype) for spec in specs])
+        return [slices.wire(parts, spec.end) for spec, parts in zip(specs, buffers, strict=True)]
 
     def all_reduce(self, wire: SharedWire, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
         return self.start(wire, scale=scale, tag=tag).wait()

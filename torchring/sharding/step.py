@@ -15,9 +15,13 @@ from torch.optim import Optimizer
 from torchring.collectives.initial_state import broadcast_state, load_plain, save_plain
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import GradientError, in_step, ranks_in_words
+from torchring.gradients.bucket import Bucket
+from torchring.gradients.freed import FreedGradient
 from torchring.gradients.group import OptimizerGroup
+from torchring.gradients.layout import Options
+from torchring.gradients.plan import ParameterSpec, wire_dtype
 from torchring.gradients.validation import parameters_of
-from torchring.sharding.cut import Candidate, assign_whole, cut_elements
+from torchring.sharding.cut import Candidate, assign_whole, cut_as_bucket, cut_elements
 from torchring.sharding.exchange import Exchange
 from torchring.sharding.kinds import Kind, cost_of, kind_of
 from torchring.sharding.parameters import RegionMemory, can_move, move
@@ -50,6 +54,7 @@ class Shards:
         names: the names of its parameters.
         sparse: parameters with sparse gradients.
         number: of the optimizer, among those of the world that are sharded.
+        buckets: see `extend`.
         step: steps the optimizer for a rank that has ended, inside `torchring.join`.
 
     Attributes:
@@ -67,6 +72,7 @@ class Shards:
         names: Mapping[torch.nn.Parameter, str],
         sparse: Collection[torch.nn.Parameter],
         number: int,
+        buckets: Sequence[Bucket],
         step: Callable[[], object],
     ) -> None:
         self.world = world
@@ -95,14 +101,18 @@ class Shards:
             optimizer.register_state_dict_pre_hook(lambda _: self._refuse("state_dict()")),
             optimizer.register_load_state_dict_pre_hook(lambda *_: self._accept_state()),
         ]
-        self.extend()
+        self.extend(buckets)
 
     @property
     def _name(self) -> bytes:
         return f"step() of optimizer {self.number}".encode()
 
-    def extend(self) -> None:
-        """Collective: cut the parameters that the optimizer has got since."""
+    def extend(self, buckets: Sequence[Bucket] = ()) -> None:
+        """Collective: cut the parameters that the optimizer has got since.
+
+        Args:
+            buckets: that these parameters are reduced in. Those that are scattered decide how parameters are cut.
+        """
         first = len(self.parameters)
         groups = [(g, p) for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]][first:]
         self.parameters += [parameter for _, parameter in groups]
@@ -116,10 +126,18 @@ class Shards:
                 candidates.append(Candidate(index, group, parameter.numel(), parameter.dtype, trained, cost))
             else:
                 self.everywhere[parameter] = None
+        by_parameter = {self.parameters[each.parameter]: each for each in candidates}
+        buckets = [bucket for bucket in buckets if bucket.plan.is_scattered]
+        regions = []
+        for bucket in buckets:
+            own = [by_parameter.pop(parameter) for parameter in bucket.parameters if parameter.numel()]
+            regions.append(cut_as_bucket(own, bucket.plan, self.world.size))
         cut = cut_elements if self.kind is Kind.ELEMENTS else assign_whole
-        regions = cut(candidates, self.world.size)
+        regions += cut(list(by_parameter.values()), self.world.size)
         assert self.world.host is not None
         memories, kept = move(self.parameters, regions, self.world.host)
+        for memory, bucket in zip(memories, buckets, strict=False):
+            memory.gradient = bucket.wire.tensor
         self._kept += kept
         for memory in memories:
             self.memories.append(memory)
@@ -128,14 +146,14 @@ class Shards:
 
     def _pieces_of(self, index: int, memory: RegionMemory) -> list[Piece]:
         """This rank's pieces of a region, as they are at first."""
-        where = index, memory.region, memory.own, self.world.rank, self.parameters, self.names
+        where = index, memory, self.world.rank, self.parameters, self.names
         if self.kind is Kind.WHOLE:
             return whole_piece(*where)
         pieces = cut_pieces(*where)
         # Fused kernels compute the end of a tensor, which fills no vector, with other instructions than the rest. So
         # there each parameter keeps its end. A fused step of many tensors costs little more than that of one.
-        is_fused = self.optimizer.param_groups[memory.region.group].get("fused")
-        return [part for piece in pieces for part in piece.split()] if is_fused else pieces
+        groups = self.optimizer.param_groups
+        return [part for p in pieces for part in (p.split() if groups[p.group].get("fused") else (p,))]
 
     def _movable(self, parameters: Sequence[torch.nn.Parameter]) -> list[bool]:
         """Collective: which parameters all ranks can move to shared memory."""
@@ -189,7 +207,10 @@ class Shards:
         out, as ranks that have ended take that over at the end.
         """
         collectives = internal_collectives_of(self.world)
-        has_gradient = [p.grad is not None and p not in self.everywhere for p in self.parameters]
+        has_gradient = [
+            p.grad is not None and p not in self.everywhere and not isinstance(p.grad, FreedGradient)
+            for p in self.parameters
+        ]
         has_gradient = load_plain(collectives.broadcast_bytes(save_plain(has_gradient), src))
         self._take_over_groups(src)
         chosen = [parameter for parameter, has in zip(self.parameters, has_gradient, strict=True) if has]
@@ -197,7 +218,8 @@ class Shards:
         collectives.broadcast_together([grad for grad in grads if grad is not None], src)
         if self._members.has_ended:
             for parameter in self.parameters:
-                parameter.grad = None
+                if not isinstance(parameter.grad, FreedGradient):  # of which this rank has its slice
+                    parameter.grad = None
             for parameter, grad in zip(chosen, grads, strict=True):
                 parameter.grad = grad
 
@@ -242,7 +264,7 @@ class Shards:
             self._take_gradients()
             own: list[list[torch.Tensor]] = [[] for _ in whole]
             for piece in self.pieces:
-                own[self.memories[piece.region].region.group].append(piece.tensor)
+                own[piece.group].append(piece.tensor)
             everywhere = self.everywhere
             for group, parameters, pieces in zip(self.optimizer.param_groups, whole, own, strict=True):
                 group["params"] = [*pieces, *(p for p in parameters if p in everywhere)] if everywhere else pieces
@@ -370,6 +392,27 @@ def check(optimizer: Optimizer, parameters: Collection[torch.nn.Parameter]) -> N
     for parameter in parameters:
         if parameter.device.type != "cpu":
             raise ValueError(f"shard=True takes parameters on the CPU so far, got one on {parameter.device}")
+
+
+def why_kept(options: Options, optimizer: Optimizer, specs: Sequence[ParameterSpec], world: World) -> str:
+    """Why free_gradients=True keeps whole gradients all the same; "" if it does not.
+
+    Args:
+        specs: of the parameters that are trained, in the order of the optimizer.
+    """
+    trained = [p for p in parameters_of(optimizer) if p.requires_grad]
+    if kind_of(optimizer) is not Kind.ELEMENTS:
+        return f"{type(optimizer).__name__} needs whole gradients"
+    if any(spec.dtype.is_complex or wire_dtype(spec.dtype, options.compression) != spec.dtype for spec in specs):
+        return "gradients travel in another dtype than that of the parameters"
+    if not world.shares_memory and max(map(len, world.hosts)) > 1:
+        return "several hosts have several ranks each"
+    storages = [p.untyped_storage()._cdata for p in trained]
+    for parameter, spec in zip(trained, specs, strict=True):
+        is_alone = can_move(parameter) and storages.count(parameter.untyped_storage()._cdata) == 1
+        if parameter.numel() and not spec.is_sparse and not is_alone:
+            return f"{spec.name} is part of a larger tensor, or in memory that the script shares"
+    return ""
 
 
 def refuse_part_of_state(optimizer: Optimizer) -> None:
