@@ -99,8 +99,8 @@ def build(rival: str, model: torch.nn.Module, kind: str) -> step.Trainer:
             continue
         optimizers.append(make(parameters))
         if rival in ("torchring", "shard", "free"):
-            shard = {"shard": rival != "torchring", "free_gradients": rival == "free"}
-            optimizers[-1] = torchring.wrap(optimizers[-1], model, **shard)
+            free = rival == "free"
+            optimizers[-1] = torchring.wrap(optimizers[-1], model, shard=rival != "torchring", free_gradients=free)
     return step.Trainer(trained, Several(optimizers), [])
 
 

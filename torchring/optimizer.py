@@ -672,7 +672,8 @@ class DistributedOptimizer(OptimizerWrapper):
 
     def _shard(self, world: World) -> None:
         """Collective: keep the state of this rank's share, of what all ranks have alike."""
-        number, buckets = next(world.shared(_numbers)), self._live_sync().layout.buckets
+        assert self._sync is not None
+        number, buckets = next(world.shared(_numbers)), self._sync.layout.buckets
         self._shards = Shards(world, self.optimizer, self._names, self._sparse, number, buckets, self._follow_step)
         keep_share(self._shards, dict(self.optimizer.state))
 

@@ -128,10 +128,10 @@ class ScatteredSpec:
 
 
 @runtime_checkable
-class ScatteringAllReduce(Protocol[W]):
+class ScatteringAllReduce(Protocol):
     """An all-reduce that can do half of its work: it reduces and scatters, and gathers nothing."""
 
-    def open_scattered(self, specs: Sequence[ScatteredSpec]) -> Sequence[W]:
+    def open_scattered(self, specs: Sequence[ScatteredSpec]) -> Sequence[Any]:
         """Collective: as `AllReduce.open_wires`. What `PendingReduction.wait` leaves in other slices is undefined."""
 
 

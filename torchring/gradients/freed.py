@@ -18,14 +18,14 @@ class FreedGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, parameter: torch.Tensor) -> FreedGradient:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+        return torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
         )
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+    def __torch_dispatch__(cls, func: Callable[..., Any], *_: Any) -> NoReturn:  # type: ignore[override]
         raise GradientError(
             f"{func} needs a gradient, and with free_gradients=True no rank has one after backward(): each rank gets "
             "the sum of the elements that it steps. Call optimizer.zero_grad() before backward(). To clip, unscale or "
