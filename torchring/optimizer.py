@@ -673,12 +673,14 @@ class DistributedOptimizer(OptimizerWrapper):
     def _shard(self, world: World) -> None:
         """Collective: keep the state of this rank's share, of what all ranks have alike."""
         assert self._sync is not None
-        number, buckets = next(world.shared(_numbers)), self._sync.layout.buckets
-        self._shards = Shards(world, self.optimizer, self._names, self._sparse, number, buckets, self._follow_step)
+        self._shards = Shards(
+            *(world, self.optimizer, self._names, self._sparse, next(world.shared(_numbers))),
+            *(self._sync.layout.buckets, self._sync.early_steps, self._follow_step),
+        )
         keep_share(self._shards, dict(self.optimizer.state))
 
     def _follow_step(self) -> None:
-        """Inside `torchring.join`, on a rank that has ended: others make a step."""
+        """Step what the wrapped optimizer has got, inside a step of all ranks."""
         self._is_stepping = True
         try:
             self._step_wrapped(None)

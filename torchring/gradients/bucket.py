@@ -214,6 +214,8 @@ class Bucket:
     def begin_reduce(self) -> None:
         """The wire buffer goes to the all-reduce."""
         self._move(BucketState.REDUCING)
+        if self.plan.is_scattered and self.round.summed is not None:  # peers may write to them
+            torch.autograd.graph.increment_version(self.parameters)
         if not self.packing.takes_once:
             self.ledger.note_versions()
 

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from torchring.collectives.initial_state import broadcast_state, load_plain, save_plain
 from torchring.collectives.service import internal_collectives_of
@@ -19,6 +20,7 @@ from torchring.gradients.bucket import Bucket
 from torchring.gradients.freed import FreedGradient
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.layout import Options
+from torchring.gradients.participants.early import EarlySteps
 from torchring.gradients.plan import ParameterSpec, wire_dtype
 from torchring.gradients.validation import parameters_of
 from torchring.sharding.cut import Candidate, assign_whole, cut_as_bucket, cut_elements
@@ -32,6 +34,7 @@ from torchring.world import World
 
 _T = TypeVar("_T")
 _logger: Final = logging.getLogger("torchring")
+_OWN_HOOKS: Final = 3  # on the steps of the wrapped optimizer: two of the wrapper and one of `Shards`
 _PAST: Final = (
     "the optimizer that torchring.wrap(..., shard=True) was given has the state of a part of the parameters only, so "
     "{what} of its own would be wrong; call {what} of the optimizer that torchring.wrap has returned"
@@ -55,7 +58,8 @@ class Shards:
         sparse: parameters with sparse gradients.
         number: of the optimizer, among those of the world that are sharded.
         buckets: see `extend`.
-        step: steps the optimizer for a rank that has ended, inside `torchring.join`.
+        early_steps: says when to step one of these buckets.
+        step: steps the optimizer, in backward, or for a rank that has ended, inside `torchring.join`.
 
     Attributes:
         kind: how the optimizer is cut.
@@ -73,6 +77,7 @@ class Shards:
         sparse: Collection[torch.nn.Parameter],
         number: int,
         buckets: Sequence[Bucket],
+        early_steps: EarlySteps | None,
         step: Callable[[], object],
     ) -> None:
         self.world = world
@@ -93,6 +98,10 @@ class Shards:
         self._step = step
         self._members = world.shared(OptimizerGroup).members
         self._members.followers[self._name] = self._follow
+        self._early_steps = early_steps
+        self._early: set[int] = set()  # regions that were stepped inside the last backward
+        self._early_options: object = None  # that they were stepped with
+        self._regions: dict[int, int] = {}  # by index of the bucket that is laid out alike
         self._is_under_way = False
         self._is_first = True
         self._is_closed = False
@@ -102,6 +111,8 @@ class Shards:
             optimizer.register_load_state_dict_pre_hook(lambda *_: self._accept_state()),
         ]
         self.extend(buckets)
+        if early_steps is not None:
+            early_steps.step, early_steps.may_step = self.step_early, self._may_step_early
 
     @property
     def _name(self) -> bytes:
@@ -138,6 +149,7 @@ class Shards:
         memories, kept = move(self.parameters, regions, self.world.host)
         for memory, bucket in zip(memories, buckets, strict=False):
             memory.gradient = bucket.wire.tensor
+            self._regions[bucket.index] = len(self.memories) + memories.index(memory)
         self._kept += kept
         for memory in memories:
             self.memories.append(memory)
@@ -238,14 +250,20 @@ class Shards:
                 group.update(options)
 
     def _step_pieces(self, run: Callable[[], _T]) -> _T:
+        early = self._take_early()
         self._enter()
         try:
-            with self._pieces_in_place():
+            with self._in_place(self._take_gradients(early), self.everywhere):
                 result = run()
             stepped = [p.grad is not None for p in self.parameters]
-            self._exchange.spread(
-                [memory for memory in self.memories if any(stepped[m.parameter] for m in memory.region.members)]
+            self._exchange.start(
+                [
+                    memory
+                    for index, memory in enumerate(self.memories)
+                    if index not in early and any(stepped[m.parameter] for m in memory.region.members)
+                ]
             )
+            self._exchange.finish()
         except BaseException as error:
             self.world.break_off("step()", error)
             raise
@@ -256,44 +274,74 @@ class Shards:
             self._say_what_it_saves()
         return result
 
+    def _may_step_early(self) -> bool:
+        """Whether a step in several parts is the same for the script as one step."""
+        return _num_hooks(self.optimizer) == _OWN_HOOKS
+
+    def step_early(self, bucket: Bucket) -> None:
+        """Step this rank's slice of a bucket, inside backward, and begin to give other ranks the result."""
+        index = self._regions[bucket.index]
+        pieces = [piece for piece in self.pieces if piece.region == index]
+        for piece in pieces:
+            piece.tensor.grad = piece.bucket
+        if not self._early:
+            self._early_options = _options_of(self.optimizer)
+        self._early.add(index)
+        with self._in_place(pieces, {}):
+            self._step()
+        self._exchange.start([self.memories[index]])
+
+    def _take_early(self) -> set[int]:
+        """The regions that were stepped inside backward. Raises GradientError if a step now would be another one."""
+        early, self._early = self._early, set()
+        if self._early_steps is not None:
+            self._early_steps.stepped()
+        if early and self._early_options != _options_of(self.optimizer):
+            raise GradientError(
+                "options of the optimizer, such as the learning rate, changed between backward() and step(), and "
+                "backward() has stepped a part of the parameters already. With free_gradients=True, change them before "
+                "backward(), or leave free_gradients out",
+                rank=self.world.rank,
+            )
+        return early
+
     @contextmanager
-    def _pieces_in_place(self) -> Iterator[None]:
-        """Inside, the optimizer's groups hold this rank's pieces, with their gradients, in place of the parameters."""
+    def _in_place(self, pieces: Sequence[Piece], everywhere: Collection[torch.nn.Parameter]) -> Iterator[None]:
+        """Inside, the optimizer's groups hold these pieces, and parameters, in place of all parameters."""
         whole = [group["params"] for group in self.optimizer.param_groups]
         try:
-            self._take_gradients()
             own: list[list[torch.Tensor]] = [[] for _ in whole]
-            for piece in self.pieces:
+            for piece in pieces:
                 own[piece.group].append(piece.tensor)
-            everywhere = self.everywhere
-            for group, parameters, pieces in zip(self.optimizer.param_groups, whole, own, strict=True):
-                group["params"] = [*pieces, *(p for p in parameters if p in everywhere)] if everywhere else pieces
+            for group, parameters, tensors in zip(self.optimizer.param_groups, whole, own, strict=True):
+                group["params"] = [*tensors, *(p for p in parameters if p in everywhere)] if everywhere else tensors
             self._is_under_way = True
             yield
         finally:
             self._is_under_way = False
             for group, parameters in zip(self.optimizer.param_groups, whole, strict=True):
                 group["params"] = parameters
-            for piece in self.pieces:
+            for piece in pieces:
                 piece.drop_gradient()
 
     @torch.no_grad()
-    def _take_gradients(self) -> None:
-        if all(piece.take_gradient() for piece in self.pieces):
-            return
-        pieces = []
-        for piece in self.pieces:
-            if piece.take_gradient():
-                pieces.append(piece)
-                continue
-            parts = piece.split()
-            if piece.tensor in (state := self.optimizer.state):
-                for part, its in zip(parts, piece.split_state(state.pop(piece.tensor)), strict=True):
-                    state[part.tensor] = its
-            for part in parts:
-                part.take_gradient()
-            pieces += parts
-        self.pieces = pieces
+    def _take_gradients(self, early: Collection[int]) -> list[Piece]:
+        """Give pieces their gradients, but for those of the `early` regions. Returns these pieces."""
+        if any(not piece.take_gradient() for piece in self.pieces if piece.region not in early):
+            self.pieces = [part for piece in self.pieces for part in self._split_if_mixed(piece, early)]
+        return [piece for piece in self.pieces if piece.region not in early]
+
+    def _split_if_mixed(self, piece: Piece, early: Collection[int]) -> list[Piece]:
+        """The piece, or its parts if only some of them have a gradient."""
+        if piece.region in early or piece.take_gradient():
+            return [piece]
+        parts = piece.split()
+        if piece.tensor in (state := self.optimizer.state):
+            for part, its in zip(parts, piece.split_state(state.pop(piece.tensor)), strict=True):
+                state[part.tensor] = its
+        for part in parts:
+            part.take_gradient()
+        return parts
 
     def _enter(self) -> None:
         """Collective: from here on, other ranks write to this rank's parameters."""
@@ -369,6 +417,24 @@ class Shards:
                 handle.remove()
         else:
             self._refuse("load_state_dict()")
+
+
+def _num_hooks(optimizer: Optimizer) -> int:
+    """Number of hooks on the steps of this optimizer, and of all."""
+    own = (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
+    return len(own) + len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
+
+
+def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The options of each group, to be compared."""
+    return [
+        {
+            key: float(value) if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in optimizer.param_groups
+    ]
 
 
 class _StateOf:
