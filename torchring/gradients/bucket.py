@@ -19,7 +19,7 @@ import torch
 
 from torchring.allreduce import NonFinite, Wire
 from torchring.errors import GradientError
-from torchring.gradients.freed import FreedGradient
+from torchring.gradients.freed import FreedGradient, drop_freed
 from torchring.gradients.ledger import LOCAL, GradientLedger, GradientStatus, grad_of
 from torchring.gradients.packing import COPY_ON_ARRIVAL_BYTES, HostPacking, Packing
 from torchring.gradients.plan import BucketPlan, ParameterSpec, Slot
@@ -185,6 +185,9 @@ class Bucket:
             self._move(BucketState.FILLING)
         self.flags.fill_(1)
         self._missing = [slot for slot, arrived in enumerate(self._has_arrived) if not arrived]
+        if self._freed and self.round.is_absent:
+            for slot in self._missing:
+                drop_freed(self.parameters[slot])
         self._take_back_moved(self._missing)
         present: list[int] = []
         absent: list[int] = []

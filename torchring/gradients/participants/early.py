@@ -15,7 +15,7 @@ from collections.abc import Callable
 from torchring.allreduce import NonFinite
 from torchring.errors import GradientError
 from torchring.gradients.bucket import Bucket
-from torchring.gradients.round import Participant, Reducible, RoundState
+from torchring.gradients.round import ControlSums, Participant, Reducible, RoundState
 
 
 class EarlySteps(Participant):
@@ -67,10 +67,20 @@ class EarlySteps(Participant):
             self._first = launched, is_over
         if found is None:
             self._summed.append(launched)
-        if self._agreed is None and self._first[1]():
-            bucket = self._first[0]
-            sums = bucket.control_sums()
-            self._agreed = bucket.index == 0 and sums["may_step_early"] == self._size and not sums["has_unfrozen"]
+        first, is_over = self._first
+        if self._agreed is None and is_over():
+            self._decide(first.control_sums() if first.index == 0 else ControlSums())
+        self._step_summed()
+
+    def agreed(self, current: RoundState) -> None:
+        if current.summed is not None and current.non_finite is None:
+            self._decide(current.sums)
+            self._step_summed()
+
+    def _decide(self, sums: ControlSums) -> None:
+        self._agreed = sums["may_step_early"] == self._size and not sums["has_unfrozen"]
+
+    def _step_summed(self) -> None:
         if not self._agreed:
             return
         summed, self._summed = self._summed, []
