@@ -129,6 +129,9 @@ def _around_a_step(rank: int, size: int) -> None:
                     factor = float("nan") if act == "not finite" and (step, rank) == (4, 1) else 1.0
                     loss = _loss(net, step, factor) + (net.extra.sum() if hasattr(net, "extra") else 0)
                     (loss + _loss(other, step) if act == "several" else loss).backward()
+                num_early = optimizer._sync.early_steps.num_stepped if free else 0
+                waits = act == "not finite" or (late and act in ("weigh", "skip", "hook"))
+                assert bool(num_early) == (bool(free) and step > 0 and not waits), (act, step)
                 optimizer.step()
                 optimizer.zero_grad()
                 if act == "several":

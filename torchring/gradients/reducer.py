@@ -248,7 +248,8 @@ class Reducer(Sync):
         self.participants += [replicas, recording]
         self.early_steps: EarlySteps | None = None
         if options.free_gradients:
-            self.early_steps = EarlySteps(world.size, lambda: self._weights.is_by_script, replicas.accept)
+            may_skip = options.on_nonfinite == "skip"
+            self.early_steps = EarlySteps(world.size, lambda: may_skip or self._weights.is_by_script, replicas.accept)
             self.participants.append(self.early_steps)
 
         # The backward under way

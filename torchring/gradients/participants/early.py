@@ -23,7 +23,7 @@ class EarlySteps(Participant):
 
     Args:
         size: number of ranks.
-        is_weighed: whether the script gives weights to backwards.
+        stands_between: whether gradients may change between the sum and the step, by weights for example.
         accept: the optimizer has written to the parameters, see `ReplicaCheck`.
 
     Attributes:
@@ -34,12 +34,12 @@ class EarlySteps(Participant):
 
     bits = ("may_step_early",)
 
-    def __init__(self, size: int, is_weighed: Callable[[], bool], accept: Callable[[], None]) -> None:
+    def __init__(self, size: int, stands_between: Callable[[], bool], accept: Callable[[], None]) -> None:
         self.step: Callable[[Bucket], None] | None = None
         self.may_step: Callable[[], bool] = bool
         self.num_stepped = 0
         self._size = size
-        self._is_weighed = is_weighed
+        self._stands_between = stands_between
         self._accept = accept
         self._was_followed = False  # the last round, by a step
         self._summed: list[Bucket] = []  # and not yet stepped
@@ -52,7 +52,7 @@ class EarlySteps(Participant):
                 "backward() has stepped a part of the parameters, and step() was not called after it. With "
                 "free_gradients=True, call step() after each backward(), or leave free_gradients out"
             )
-        is_plain = not (current.is_absent or current.is_again or current.bits["has_ended"] or self._is_weighed())
+        is_plain = not (current.is_absent or current.is_again or current.bits["has_ended"] or self._stands_between())
         may = self.step is not None and self._was_followed and is_plain and self.may_step()
         current.bits["may_step_early"] = may
         current.summed = self.summed if may else None
