@@ -239,8 +239,9 @@ class DistributedOptimizer(OptimizerWrapper):
             problem = error
         if world.size > 1:
             collectives_of(world).raise_together(problem, "could not wrap its optimizer")
-            # This option decides which collectives follow.
-            collectives_of(world).check_equal([f"options: sync_initial_state={sync_initial_state}"])
+            # These options decide which collectives follow.
+            free, initial = options.free_gradients, sync_initial_state
+            collectives_of(world).check_equal([f"options: sync_initial_state={initial}, free_gradients={free}"])
         elif problem is not None:
             raise problem
         sparse = self._find_sparse(optimizer, model)
@@ -273,7 +274,8 @@ class DistributedOptimizer(OptimizerWrapper):
     ) -> Options:
         """Collective: leave free_gradients out if it does not work on some rank, and say why."""
         specs = [spec_of(names, sparse, p) for p in names if p.requires_grad]
-        why = why_kept(options, optimizer, specs, world).encode()
+        is_elastic = isinstance(world, ProvisionalWorld)
+        why = b"workers may leave" if is_elastic else why_kept(options, optimizer, specs, world).encode()
         reasons = collectives_of(world).all_gather_bytes(why) if world.size > 1 else [why]
         reason = next(filter(None, reasons), b"").decode()
         if reason and world.rank == 0:
@@ -564,6 +566,11 @@ class DistributedOptimizer(OptimizerWrapper):
     def _refuse_in_backward(self, what: str) -> None:
         if self._sync is not None and self._sync.in_backward:
             raise GradientError(f"{what} was called inside backward(); call it after backward() has returned")
+        if self._shards is not None and self._shards.is_between:
+            raise GradientError(
+                f"{what} was called after a backward() that has stepped a part of the parameters, as it does with "
+                "free_gradients=True; call step() first"
+            )
 
     def close(self) -> None:
         """Remove the hooks from the parameters and release buffers. All ranks should call this at the same point.

@@ -179,6 +179,7 @@ def _refused(rank: int, size: int) -> None:
 
 def _refused_later(rank: int, size: int) -> None:
     for act, match in (
+        ("state", "state_dict.* call step\\(\\) first"),
         ("options", "changed between backward"),
         ("no step", "step\\(\\) was not called after it"),
         ("kept", "the script keeps a tensor for the gradient of 0.weight"),
@@ -206,6 +207,8 @@ def _refused_later(rank: int, size: int) -> None:
             if act == "thaw":
                 loss = loss + net.frozen.sum()
             loss.backward()
+            if act == "state":
+                optimizer.state_dict()
             if act == "no step":
                 optimizer.zero_grad()
                 _loss(net, 4).backward()

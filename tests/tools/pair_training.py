@@ -270,7 +270,8 @@ class _Script:
             "algorithm": training["algorithm"],
             "overlap": training["overlap"],
             "on_nonfinite": training["nonfinite"],
-            "shard": training["shard"] == "yes",
+            "shard": training["shard"] != "no",
+            "free_gradients": training["shard"] == "free",
             "sync_buffers": "mean" if buffers == "none" else {buffers: kinds[buffers]},
         }
         return [torchring.wrap(each, net, **options) for each in optimizers]

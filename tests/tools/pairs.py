@@ -53,7 +53,7 @@ FEATURES: Final[Mapping[str, tuple[str, ...]]] = {
     "copy": ("none", "model", "pickle"),
     "hook": ("none", "before wrap"),
     "kind": ("sgd", "momentum", "fused"),
-    "shard": ("no", "yes"),
+    "shard": ("no", "yes", "free"),
     # what else goes on
     "resume": ("none", "same ranks", "from one"),
     "workers": ("none", "fork"),

@@ -388,8 +388,17 @@ class Shards:
         self._members.followers.pop(self._name, None)
         self._exchange.close()
 
+    @property
+    def is_between(self) -> bool:
+        """Whether a backward has stepped a part of the parameters, and `step()` is still to come."""
+        return bool(self._early)
+
     def reset_pieces(self) -> None:
-        """Forget which pieces were split."""
+        """Forget which pieces were split, and what backward has stepped before an error."""
+        self._exchange.wait()
+        self._early = set()
+        if self._early_steps is not None:
+            self._early_steps.num_stepped = 0
         self.pieces = [piece for index, memory in enumerate(self.memories) for piece in self._pieces_of(index, memory)]
 
     @contextmanager
@@ -469,6 +478,8 @@ def why_kept(options: Options, optimizer: Optimizer, specs: Sequence[ParameterSp
     trained = [p for p in parameters_of(optimizer) if p.requires_grad]
     if kind_of(optimizer) is not Kind.ELEMENTS:
         return f"{type(optimizer).__name__} needs whole gradients"
+    if any(spec.device.type != "cpu" for spec in specs):
+        return "parameters are not on the CPU"
     if any(spec.dtype.is_complex or wire_dtype(spec.dtype, options.compression) != spec.dtype for spec in specs):
         return "gradients travel in another dtype than that of the parameters"
     if not world.shares_memory and max(map(len, world.hosts)) > 1:
