@@ -79,6 +79,7 @@ def _ways(text: str) -> list[tuple[str, str]]:
 
 
 _NOT_IN_JOIN: Final = ("ValueError", "inside torchring.join()")
+_IS_FREED: Final = ("GradientError", "needs a gradient, and with free_gradients=True no rank has one")
 _NEEDS_ENGINE: Final = ("ValueError", "does not work with a process set")
 
 # What is refused: (class of the error, words of its text).
@@ -88,8 +89,13 @@ REFUSED: Final[dict[Ways, tuple[str, str]]] = _table(
     ("data=join + collectives=script|thread", _NOT_IN_JOIN),
     ("data=join + norm=sync", _NOT_IN_JOIN),
     ("data=join + groups=added", _NOT_IN_JOIN),
-    ("shard=yes + step=closure", ("ValueError", "step(closure) does not work with shard=True")),
-    ("shard=yes + layout=transposed", ("GradientError", "was replaced after torchring.wrap(..., shard=True)")),
+    ("shard=yes|free + step=closure", ("ValueError", "step(closure) does not work with shard=True")),
+    ("shard=yes|free + layout=transposed", ("GradientError", "was replaced after torchring.wrap(..., shard=True)")),
+    ("shard=free + step=scaler", _IS_FREED),
+    ("shard=free + clip=norm", _IS_FREED),
+    ("shard=free + gradients=listed", _IS_FREED),
+    ("shard=free + gradients=flat", ("GradientError", "which free_gradients=True does not fill")),
+    ("shard=free + frozen=thaws", ("GradientError", "does not work with free_gradients=True")),
     ("api=process set + weights=samples|zero", _NEEDS_ENGINE),
     ("api=process set + skip=one|with forward", _NEEDS_ENGINE),
 )
@@ -110,7 +116,7 @@ APART: Final[dict[Ways, str]] = _table(
     ("norm=sync + skip=one", _ENDED),
     ("norm=sync + skip=with forward", "forward without backward leaves the layers of the others waiting"),
     ("api=horovod|process set + buckets=tiny", _NO_OPTION),
-    ("api=horovod|process set + shard=yes", _NO_OPTION),
+    ("api=horovod|process set + shard=yes|free", _NO_OPTION),
     ("api=horovod|process set + overlap=thread", _NO_OPTION),
     ("api=horovod|process set + algorithm=ring|native|hierarchical", _NO_OPTION),
     ("api=horovod|process set + nonfinite=skip", _NO_OPTION),

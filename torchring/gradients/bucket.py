@@ -267,7 +267,7 @@ class Bucket:
 
     def _free(self, unused: Container[int], owned: Iterable[int]) -> None:
         """No rank has a whole gradient of this bucket: stand-ins take the place of the gradients."""
-        for slot in owned:
+        for slot in set(owned) - self._restrided:  # whose step is refused
             name = self.names[slot]
             raise GradientError(
                 f"the script keeps a tensor for the gradient of {name}, which free_gradients=True does not fill; call "

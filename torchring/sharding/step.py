@@ -482,6 +482,8 @@ def why_kept(options: Options, optimizer: Optimizer, specs: Sequence[ParameterSp
         return "parameters are not on the CPU"
     if any(spec.dtype.is_complex or wire_dtype(spec.dtype, options.compression) != spec.dtype for spec in specs):
         return "gradients travel in another dtype than that of the parameters"
+    if options.algorithm == "hierarchical":
+        return "algorithm='hierarchical' sums whole gradients"
     if not world.shares_memory and max(map(len, world.hosts)) > 1:
         return "several hosts have several ranks each"
     storages = [p.untyped_storage()._cdata for p in trained]
