@@ -229,6 +229,8 @@ def test_what_stands_between_backward_and_step_is_refused() -> None:
 
 def _falls_back(rank: int, size: int) -> list[list[str]]:
     said = []
+    with pytest.raises(ValueError, match="free_gradients=True takes shard=True"):
+        torchring.wrap(torch.optim.SGD(_model().parameters(), lr=0.1), free_gradients=True)
     for act in ("compression", "Muon", "part"):
         logging.getLogger("torchring").addHandler(lines := Lines())
         net = _model()
@@ -253,10 +255,3 @@ def test_falls_back_to_whole_gradients_and_says_why() -> None:
         assert len(lines) == 1
         assert reason in lines[0]
     assert not any(second)
-
-
-def test_takes_shard() -> None:
-    layer = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="free_gradients=True takes shard=True"):
-        torchring.wrap(torch.optim.SGD(layer.parameters(), lr=0.1), layer, free_gradients=True)
-    torchring.shutdown()
