@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import signal
 from pathlib import Path
@@ -12,13 +13,19 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
 
 import torchring
 from tests.sharding.test_step import Net, _assert_equal_states, _groups, _parameters, _train
 from tests.support.grids import grid
 from tests.support.harness import run_pooled, run_ranks
 from tests.support.training import attempt
+from torchring.sharding.shard_tensor import ShardTensor
 
 _KINDS: dict[str, Any] = {
     "AdamW": lambda net: torch.optim.AdamW([*_groups(net), {"params": []}], lr=0.01, amsgrad=True),
@@ -68,29 +75,72 @@ def test_others_go_on(kind: str, shard: bool, size: int, tmp_path: Path) -> None
         run_pooled(_go_on, size, kind, file, has_all)
 
 
-def _distributed(rank: int, size: int, folder: str) -> None:
-    """torch.distributed.checkpoint: before the first step and after it, from either kind into either kind."""
+_BACK = 11  # the index of back.weight
+
+
+def _all_trained(kind: str, shard: bool) -> tuple[Net, Any]:
+    """Parameters that get gradients from step 1 on, or are frozen."""
+    net = Net()
+    net.never.requires_grad_(False)
+    return net, torchring.wrap(_KINDS[kind](net), net, shard=shard)
+
+
+def _save_distributed(rank: int, size: int, kind: str, folder: str) -> None:
+    """What a sharded and a plain run save, in both ways, before the first step and after some."""
     torchring.init(process_group=True)
-    for num_steps, saves, loads in ((0, True, True), (2, True, False), (2, False, True)):
-        place = f"{folder}/{num_steps}{saves}"
-        (net, plain), (other, also_plain) = _wide(), _wide()
-        optimizer, again = torchring.wrap(plain, net, shard=saves), torchring.wrap(also_plain, other, shard=loads)
-        for _ in range(num_steps):
-            _backward(net)
-            optimizer.step()
-        model, state = get_state_dict(net, optimizer)
-        dcp.save({"model": model, "optimizer": state}, checkpoint_id=place)
-        expected = optimizer.state_dict(all_ranks=True) if saves else optimizer.state_dict()
-        model, state = get_state_dict(other, again)
-        dcp.load({"model": model, "optimizer": state}, checkpoint_id=place)
-        set_state_dict(other, again, model_state_dict=model, optim_state_dict=state)
-        _assert_equal_states(expected, again.state_dict(all_ranks=True) if loads else again.state_dict())
-        optimizer.close()
-        again.close()
+    for num_steps in (0, 3):
+        for shard in (True, False):
+            place = f"{folder}/{num_steps}{shard}"
+            net, optimizer = _all_trained(kind, shard)
+            _train(net, optimizer, range(num_steps))
+            model, state = get_state_dict(net, optimizer)
+            dcp.save({"model": model, "optimizer": state}, checkpoint_id=f"{place}/named")
+            whole = optimizer.state_dict(all_ranks=True)
+            if shard:
+                parts = [v for entry in state["state"].values() for v in entry.values() if isinstance(v, ShardTensor)]
+                assert 0 < sum(part.elements.numel() for part in parts) < 0.7 * sum(part.numel() for part in parts)
+                asked = StateDictOptions(full_state_dict=True)
+                full = get_optimizer_state_dict(net, optimizer, options=asked)["state"]
+                assert all(torch.equal(full["back.weight"][k], v) for k, v in whole["state"][_BACK].items())
+            dcp.async_save({"optimizer": optimizer}, checkpoint_id=f"{place}/stateful").result()
+            if rank == 0:
+                torch.save({"model": net.state_dict(), "optimizer": whole}, f"{place}/whole.pt")
+            optimizer.close()
+    torchring.barrier()
 
 
-def test_torch_distributed_checkpoint(tmp_path: Path) -> None:
-    run_ranks(_distributed, 2, str(tmp_path))
+def _load_distributed(rank: int, size: int, kind: str, folder: str) -> None:
+    """Either kind loads what either kind has saved, in both ways, and trains on as its twin that has loaded whole."""
+    torchring.init(process_group=True)
+    for num_steps, saved, shard in itertools.product((0, 3), (True, False), (True, False)):
+        place = f"{folder}/{num_steps}{saved}"
+        whole = torch.load(f"{place}/whole.pt", weights_only=True)
+        outcomes = []
+        for way in ("named", "stateful", "whole"):
+            net, optimizer = _all_trained(kind, shard)
+            net.load_state_dict(whole["model"])
+            if way == "named":
+                _, state = get_state_dict(net, optimizer)
+                dcp.load({"optimizer": state}, checkpoint_id=f"{place}/named")
+                set_optimizer_state_dict(net, optimizer, state)
+            elif way == "stateful":
+                if not shard:  # PyTorch's optimizers load what is there already
+                    get_state_dict(net, optimizer)
+                dcp.load({"optimizer": optimizer}, checkpoint_id=f"{place}/stateful")
+            else:
+                optimizer.load_state_dict(copy.deepcopy(whole["optimizer"]))
+            _assert_equal_states(whole["optimizer"], optimizer.state_dict(all_ranks=True))
+            _train(net, optimizer, range(3, 5))
+            outcomes.append(_parameters(net))
+            optimizer.close()
+        for parameters in zip(*outcomes, strict=True):
+            assert all(torch.equal(parameters[-1], parameter) for parameter in parameters)
+
+
+@grid("kind, size", list(_KINDS), [3, 2])
+def test_torch_distributed_checkpoint(kind: str, size: int, tmp_path: Path) -> None:
+    run_ranks(_save_distributed, 2, kind, str(tmp_path))
+    run_ranks(_load_distributed, size, kind, str(tmp_path))
 
 
 def _wide() -> tuple[nn.Module, torch.optim.Optimizer]:

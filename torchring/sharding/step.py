@@ -229,7 +229,7 @@ class Shards:
             raise
         # Peers have written to these, which autograd has to know.
         torch.autograd.graph.increment_version([p for p, has in zip(self.parameters, stepped, strict=True) if has])
-        if self._is_first:
+        if self._is_first and any(stepped):
             self._is_first = False
             self._say_what_it_saves()
         return result
@@ -305,6 +305,8 @@ class Shards:
         sizes = internal_collectives_of(self.world).all_gather(torch.tensor([mine], device="cpu"))
         total = sum(int(size) - shared for size in sizes) + shared
         most = max(map(int, sizes))
+        if total:
+            self.keep_an_entry()
         if self.world.rank == 0 and total:
             _logger.warning("optimizer state: %.4g -> %.4g MB per rank", total / 1e6, most / 1e6)
             if text := advice_on_fused(self.optimizer):
@@ -317,6 +319,11 @@ class Shards:
         self._is_closed = True
         self._members.followers.pop(self._name, None)
         self._exchange.close()
+
+    def keep_an_entry(self) -> None:
+        """Where ranks have state, each has an entry: get_optimizer_state_dict() steps an optimizer that has none."""
+        if not self.optimizer.state:
+            self.optimizer.state[torch.empty(0, device="cpu")] = {}
 
     def reset_pieces(self) -> None:
         """Forget which pieces were split."""
