@@ -201,6 +201,8 @@ def load_state(shards: Shards, state_dict: Mapping[str, Any] | None) -> None:
     collectives.raise_together(problem, "could not load its optimizer's state")
     if not missing:
         keep_share(shards, entries)
+        if state_dict is not None and state_dict["state"]:
+            shards.keep_an_entry()
         return
     tensors: Tensors = {}
     text = b""
@@ -367,7 +369,10 @@ def _own_shards(shards: Shards, state_dict: Mapping[str, Any], *, is_shared: boo
                 "was saved with flatten_optimizer_state_dict=True; leave that option out, when saving, too"
             )
         own = [part for _, part in parts[parameter]] if is_shared else None
-        states[index] = _own_part(states[index], parameter, own, shards.kind)
+        if own or shards.kind is Kind.ELEMENTS or not is_shared or parameter in shards.everywhere:
+            states[index] = _own_part(states[index], parameter, own, shards.kind)
+        else:  # another rank owns it
+            del states[index]
     return states
 
 
@@ -379,12 +384,9 @@ def _own_part(value: Any, parameter: torch.Tensor, own: Sequence[Part] | None, k
         return type(value)(_own_part(item, parameter, own, kind) for item in value)
     if not isinstance(value, ShardTensor):
         return value
-    if own is not None and kind is Kind.WHOLE:
-        if not own:
-            return None
-        if value.elements.numel() == value.numel():
-            return value.whole()
-    elif own is not None and value.stride() == parameter.stride():
+    if own is not None and kind is Kind.WHOLE and value.elements.numel() == value.numel():
+        return value.whole()
+    if kind is Kind.ELEMENTS and own is not None and value.stride() == parameter.stride():
         stop = value.first + value.elements.numel()
         if all(value.first <= part.start and part.stop <= stop for part in own):
             return value

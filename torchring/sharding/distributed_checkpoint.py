@@ -82,17 +82,15 @@ def _shard_elements(shards: Shards) -> State:
                 continue
             parameter = shards.parameters[member.parameter]
             first, last = max(start, member.offset), min(stop, member.offset + member.numel)
-            found[parameter] = {
-                key: copy_of(value)
-                if is_scalar(key, value)
-                else ShardTensor(
-                    *(parameter.shape, parameter.stride(), max(first - member.offset, 0)),
-                    own[key, value.dtype][first - start : last - start]
-                    if first < last
-                    else torch.empty(0, dtype=value.dtype, device=parameter.device),
-                )
-                for key, value in outline.items()
-            }
+            found[parameter] = entry = {}
+            for key, value in outline.items():
+                if is_scalar(key, value):
+                    entry[key] = copy_of(value)
+                    continue
+                nothing = torch.empty(0, dtype=value.dtype, device=parameter.device)
+                elements = own[key, value.dtype][first - start : last - start] if first < last else nothing
+                place = first - member.offset if first < last else 0
+                entry[key] = ShardTensor(parameter.shape, parameter.stride(), place, elements)
     return found
 
 

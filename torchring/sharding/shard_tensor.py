@@ -104,9 +104,7 @@ class ShardTensor(torch.Tensor):
         )
 
     def whole(self) -> torch.Tensor:
-        """All of it. Raises ValueError if this rank has only a part."""
-        if self.elements.numel() != self.numel():
-            raise ValueError(f"this rank has {self.elements.numel()} of {self.numel()} elements")
+        """An ordinary tensor of all elements, if this rank has them."""
         return self.elements.as_strided(self.shape, self.stride(), self.elements.storage_offset())
 
     def boxes(self) -> dict[tuple[int, ...], torch.Tensor]:
@@ -127,13 +125,15 @@ class ShardTensor(torch.Tensor):
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
         properties = TensorProperties.create_from_tensor(self.elements)
+        # The writer of files keeps a copy of the last box of each tensor until the file is complete: a small one.
+        chunks = sorted(self.__create_chunk_list__(), key=lambda chunk: chunk.sizes.numel(), reverse=True)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
             )
-            for chunk in self.__create_chunk_list__()
+            for chunk in chunks
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
