@@ -69,6 +69,7 @@ from torchring.observe.services import recorder_of
 from torchring.optimizer_wrapper import OptimizerWrapper
 from torchring.placement import WORKER_CORES, advice, numbers_in
 from torchring.sharding.checkpoint import gather_state, keep_share, load_state
+from torchring.sharding.distributed_checkpoint import make_state, shard_state
 from torchring.sharding.step import Shards, refuse_closure, refuse_part_of_state, why_kept
 from torchring.sharding.step import check as check_shardable
 from torchring.world import World
@@ -533,8 +534,8 @@ class DistributedOptimizer(OptimizerWrapper):
     def state_dict(self, *, all_ranks: bool = False) -> dict[str, Any]:
         """The state of the wrapped optimizer. A script without torchring can load it, and the other way round.
 
-        With shard=True, collective: rank 0 gets the whole state of all parameters, and the other ranks get None. All
-        ranks get it where torch.distributed.checkpoint asks, which saves and loads what all ranks have.
+        With shard=True, collective: rank 0 gets the whole state of all parameters, and the other ranks get None.
+        torch.distributed.checkpoint gets the whole from all ranks together: its tensors have the elements of this rank.
 
         Args:
             all_ranks: all ranks get the whole state.
@@ -546,7 +547,15 @@ class DistributedOptimizer(OptimizerWrapper):
         if self._shards is None:
             return self.optimizer.state_dict()
         self._refuse_in_backward("state_dict()")
-        all_ranks = all_ranks or sys._getframe(1).f_globals.get("__name__") == _CHECKPOINTS
+        asks = sys._getframe(1)
+        if (module := str(asks.f_globals.get("__name__"))).startswith(_CHECKPOINTS):
+            if not getattr(asks.f_locals.get("info"), "full_state_dict", False):  # of StateDictOptions
+                state = shard_state(self._shards)
+                if state["state"] or module == f"{_CHECKPOINTS}state_dict":  # which has made a state
+                    return state
+                make_state(self)
+                return shard_state(self._shards)
+            all_ranks = True
         return gather_state(self._shards, all_ranks=all_ranks)  # type: ignore[return-value]
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
@@ -848,7 +857,7 @@ class DistributedOptimizer(OptimizerWrapper):
             self._stepped = list(parameters_of(self.optimizer))  # the same in another order
 
 
-_CHECKPOINTS: Final = "torch.distributed.checkpoint.state_dict"
+_CHECKPOINTS: Final = "torch.distributed.checkpoint."
 _STEPPED_PAST: Final = (
     "a gradient is not finite, and on_nonfinite='skip' cannot leave out a step of the wrapped optimizer itself; call "
     "step() of the optimizer that torchring.wrap has returned"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import signal
 from pathlib import Path
@@ -12,13 +13,21 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
 
 import torchring
 from tests.sharding.test_step import Net, _assert_equal_states, _groups, _parameters, _train
 from tests.support.grids import grid
 from tests.support.harness import run_pooled, run_ranks
 from tests.support.training import attempt
+from torchring.collectives.service import internal_collectives_of
+from torchring.sharding.shard_tensor import ShardTensor
 
 _KINDS: dict[str, Any] = {
     "AdamW": lambda net: torch.optim.AdamW([*_groups(net), {"params": []}], lr=0.01, amsgrad=True),
@@ -68,29 +77,126 @@ def test_others_go_on(kind: str, shard: bool, size: int, tmp_path: Path) -> None
         run_pooled(_go_on, size, kind, file, has_all)
 
 
-def _distributed(rank: int, size: int, folder: str) -> None:
-    """torch.distributed.checkpoint: before the first step and after it, from either kind into either kind."""
+_BACK = 11  # the index of back.weight
+
+
+def _all_trained(kind: str, shard: bool) -> tuple[Net, Any]:
+    """Parameters that get gradients from step 1 on, or are frozen."""
+    net = Net()
+    net.never.requires_grad_(False)
+    return net, torchring.wrap(_KINDS[kind](net), net, shard=shard)
+
+
+def _save_distributed(rank: int, size: int, kind: str, folder: str) -> None:
+    """What a sharded and a plain run save, in both ways, before the first step and after some."""
     torchring.init(process_group=True)
-    for num_steps, saves, loads in ((0, True, True), (2, True, False), (2, False, True)):
-        place = f"{folder}/{num_steps}{saves}"
-        (net, plain), (other, also_plain) = _wide(), _wide()
-        optimizer, again = torchring.wrap(plain, net, shard=saves), torchring.wrap(also_plain, other, shard=loads)
-        for _ in range(num_steps):
-            _backward(net)
-            optimizer.step()
+    for num_steps, shard in ((0, True), (3, True), (3, False)):
+        place = f"{folder}/{num_steps}{shard}"
+        net, optimizer = _all_trained(kind, shard)
+        _train(net, optimizer, range(num_steps))
         model, state = get_state_dict(net, optimizer)
-        dcp.save({"model": model, "optimizer": state}, checkpoint_id=place)
-        expected = optimizer.state_dict(all_ranks=True) if saves else optimizer.state_dict()
-        model, state = get_state_dict(other, again)
-        dcp.load({"model": model, "optimizer": state}, checkpoint_id=place)
-        set_state_dict(other, again, model_state_dict=model, optim_state_dict=state)
-        _assert_equal_states(expected, again.state_dict(all_ranks=True) if loads else again.state_dict())
+        dcp.save({"model": model, "optimizer": state}, checkpoint_id=f"{place}/named")
+        whole = optimizer.state_dict(all_ranks=True)
+        if shard:
+            parts = [v for entry in state["state"].values() for v in entry.values() if isinstance(v, ShardTensor)]
+            assert 0 < sum(part.elements.numel() for part in parts) < 0.7 * sum(part.numel() for part in parts)
+            asked = StateDictOptions(full_state_dict=True)
+            full = get_optimizer_state_dict(net, optimizer, options=asked)["state"]
+            assert all(torch.equal(full["back.weight"][k], v) for k, v in whole["state"][_BACK].items())
+        dcp.async_save({"optimizer": optimizer}, checkpoint_id=f"{place}/stateful").result()
+        if rank == 0:
+            torch.save({"model": net.state_dict(), "optimizer": whole}, f"{place}/whole.pt")
         optimizer.close()
-        again.close()
+    torchring.barrier()
 
 
-def test_torch_distributed_checkpoint(tmp_path: Path) -> None:
-    run_ranks(_distributed, 2, str(tmp_path))
+def _load_distributed(rank: int, size: int, kind: str, folder: str) -> None:
+    """Either kind loads what either kind has saved, in both ways, and trains on as its twin that has loaded whole."""
+    torchring.init(process_group=True)
+    for num_steps, saved, shard in ((0, True, True), (3, True, True), (3, True, False), (3, False, True)):
+        place = f"{folder}/{num_steps}{saved}"
+        whole = torch.load(f"{place}/whole.pt", weights_only=True)
+        outcomes = []
+        for way in ("named", "stateful", "whole"):
+            net, optimizer = _all_trained(kind, shard)
+            net.load_state_dict(whole["model"])
+            torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)  # gives the groups another entry
+            if way == "named":
+                _, state = get_state_dict(net, optimizer)
+                dcp.load({"optimizer": state}, checkpoint_id=f"{place}/named")
+                set_optimizer_state_dict(net, optimizer, state)
+            elif way == "stateful":
+                if not shard:  # PyTorch's optimizers load what is there already
+                    get_state_dict(net, optimizer)
+                dcp.load({"optimizer": optimizer}, checkpoint_id=f"{place}/stateful")
+            else:
+                optimizer.load_state_dict(copy.deepcopy(whole["optimizer"]))
+            _assert_equal_states(whole["optimizer"], optimizer.state_dict(all_ranks=True))
+            _train(net, optimizer, range(3, 5))
+            outcomes.append(_parameters(net))
+            optimizer.close()
+        for parameters in zip(*outcomes, strict=True):
+            assert all(torch.equal(parameters[-1], parameter) for parameter in parameters)
+
+
+@grid("kind, size", list(_KINDS), [3, 2], keep=lambda kind, size: (kind, size) in (("AdamW", 3), ("whole", 2)))
+def test_torch_distributed_checkpoint(kind: str, size: int, tmp_path: Path) -> None:
+    run_ranks(_save_distributed, 2, kind, str(tmp_path))
+    run_ranks(_load_distributed, size, kind, str(tmp_path))
+
+
+def _corners(rank: int, size: int, folder: str) -> None:
+    """torch.distributed.checkpoint where a rank has no share, and mistakes, which leave the state as it was."""
+    torchring.init(process_group=True)
+
+    def fails(says: str, action: Any) -> None:
+        with pytest.raises((Exception, CheckpointException)) as caught:
+            action()
+        assert says in str(caught.value), caught.value
+
+    tiny = nn.Linear(2, 1, bias=False)  # a cache line is the least that a rank steps
+    optimizer = torchring.wrap(torch.optim.AdamW(tiny.parameters()), tiny, shard=True)
+    tiny(torch.ones(1, 2)).sum().backward()
+    fails(
+        "call step() or zero_grad() first", lambda: dcp.save({"optimizer": optimizer}, checkpoint_id=f"{folder}/tiny")
+    )
+    optimizer.step()
+    optimizer.zero_grad()
+    whole = optimizer.state_dict(all_ranks=True)
+    dcp.save({"optimizer": optimizer}, checkpoint_id=f"{folder}/tiny")
+    other = nn.Linear(2, 1, bias=False)
+    again = torchring.wrap(torch.optim.AdamW(other.parameters()), other, shard=True)
+    dcp.load({"optimizer": again}, checkpoint_id=f"{folder}/tiny")
+    _assert_equal_states(whole, again.state_dict(all_ranks=True))
+    state = get_optimizer_state_dict(tiny, optimizer)
+    assert any(entry["exp_avg"].elements.numel() for entry in state["state"].values()) == (rank == 0)
+
+    wide, plain = _wide()
+    large = torchring.wrap(plain, wide, shard=True)
+    _backward(wide)
+    large.step()
+    large.zero_grad()
+    whole, sharded = large.state_dict(all_ranks=True), get_optimizer_state_dict(wide, large)
+    fails("Size mismatch", lambda: dcp.load({"optimizer": large}, checkpoint_id=f"{folder}/tiny"))
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    flattened = get_optimizer_state_dict(wide, large, options=flat)
+    fails("flatten_optimizer_state_dict=True", lambda: set_optimizer_state_dict(wide, large, flattened, options=flat))
+    fails("only a part of this state", lambda: large.load_state_dict(sharded if rank == 0 else None))
+    turned = copy.deepcopy(sharded)
+    moment = turned["state"]["0.weight"]["exp_avg"]
+    turned["state"]["0.weight"]["exp_avg"] = ShardTensor((30, 40), (1, 30), moment.first, moment.elements)
+    fails("only a part of this state", lambda: set_optimizer_state_dict(wide, large, turned))
+    fails("for torch.distributed.checkpoint", lambda: moment + 1)
+    fails("a rank cannot pickle all of it", lambda: torch.save(sharded, f"{folder}/{rank}.pt"))
+    _assert_equal_states(whole, large.state_dict(all_ranks=True))
+    _backward(wide)
+    large.step()
+    set_optimizer_state_dict(wide, large, copy.deepcopy(sharded))  # a copy of what step() has changed
+    torchring.barrier()
+
+
+def test_corners_of_torch_distributed_checkpoint(tmp_path: Path) -> None:
+    run_ranks(_corners, 2, str(tmp_path))
 
 
 def _wide() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -138,6 +244,7 @@ def _refused(rank: int, size: int) -> None:
     def in_backward(_: Tensor) -> None:
         if optimizer._sync.in_backward:
             refuse("called inside backward()", optimizer.state_dict)
+            refuse("step() was called inside backward()", optimizer.step)
 
     handle = net[1].weight.register_post_accumulate_grad_hook(in_backward)
     _backward(net)
@@ -200,8 +307,6 @@ def _on_one_rank(rank: int, size: int, what: str, instead: str) -> str:
             optimizer.optimizer.register_step_pre_hook(lambda *_: 1 / 0)
             _backward(net)
             optimizer.step()
-        elif instead == "die":
-            os.kill(os.getpid(), signal.SIGKILL)
 
     said = attempt(go_on)
     torchring.shutdown()
@@ -222,6 +327,35 @@ def test_a_call_on_one_rank_is_named(what: str, instead: str, says: str) -> None
         assert says in said or says.replace("state_dict(", "step(") in said, said
 
 
-def test_a_rank_that_dies_while_state_is_gathered_is_named() -> None:
-    said, _ = run_ranks(_on_one_rank, 2, "state_dict", "die", expect_exit={1: -9})
-    assert said.startswith("PeerLostError: rank 1 (pid ")
+def _dies_while_gathering(rank: int, size: int, folder: str) -> str:
+    torchring.init(process_group=True, timeout_seconds=20)
+    net, plain = _wide()
+    optimizer = torchring.wrap(plain, net, shard=True)
+    _backward(net)
+    optimizer.step()
+    dcp.save({"optimizer": get_optimizer_state_dict(net, optimizer)}, checkpoint_id=folder)
+    state = optimizer.state_dict()
+    if rank == 0:
+        torch.save(state, f"{folder}/whole.pt")
+    torchring.barrier()
+    if rank == 1:
+        kind: Any = type(internal_collectives_of(optimizer._shards.world))
+        own = kind.all_gather
+
+        def die(self: Any, tensor: Tensor) -> Any:  # with moments, so after the ranks have begun
+            return os.kill(os.getpid(), signal.SIGKILL) if tensor.is_floating_point() else own(self, tensor)
+
+        kind.all_gather = die
+    return attempt(optimizer.state_dict)
+
+
+def test_a_rank_that_dies_while_state_is_gathered_is_named_and_earlier_files_are_whole(tmp_path: Path) -> None:
+    first, _, last = run_ranks(_dies_while_gathering, 3, str(tmp_path), expect_exit={1: -9})
+    assert first.startswith("PeerLostError: rank 1 (pid "), first
+    assert last.startswith("PeerLostError: rank 1 (pid "), last
+    net, optimizer = _wide()
+    state = get_optimizer_state_dict(net, optimizer)
+    options = {"no_dist": True} if "no_dist" in inspect.signature(dcp.load).parameters else {}
+    dcp.load({"optimizer": state}, checkpoint_id=str(tmp_path), **options)
+    set_optimizer_state_dict(net, optimizer, state)
+    _assert_equal_states(torch.load(tmp_path / "whole.pt", weights_only=True), optimizer.state_dict())

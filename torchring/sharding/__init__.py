@@ -8,7 +8,8 @@
    what ranks have stepped to the others, within a host and between hosts.
 4. `pieces.py`: the tensors that the optimizer steps in place of the parameters, with their gradients.
 5. `step.py`: a step: enter together, step this rank's pieces, spread the results, leave together.
-6. `checkpoint.py`: ordinary checkpoints, gathered and handed out parameter by parameter.
+6. `checkpoint.py`: ordinary checkpoints, gathered and handed out parameter by parameter; `distributed_checkpoint.py`:
+   the same in parts, one on each rank, for torch.distributed.checkpoint, which `shard_tensor.py` explains them to.
 
 Source: ZeRO stage 1 (Rajbhandari et al., 2020, arXiv:1910.02054).
 """

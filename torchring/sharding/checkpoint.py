@@ -7,8 +7,9 @@ while state is handed out.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -20,6 +21,7 @@ from torchring.memory.heap import trim
 from torchring.sharding.cut import Region
 from torchring.sharding.kinds import Kind
 from torchring.sharding.pieces import Part, Piece, flat, is_scalar, laid_out_as
+from torchring.sharding.shard_tensor import ShardTensor
 from torchring.sharding.step import Shards, num_bytes_of
 from torchring.sharding.together import begin_together
 
@@ -29,6 +31,8 @@ _BYTES_BETWEEN_TRIMS: Final = 64 << 20
 Entry = dict[str, Any]  # the state of one parameter
 State = dict[torch.Tensor, Entry]
 Outlines = dict[int, Entry]  # by index of the parameter: without the values of tensors that have its shape
+Tensors = dict[int, dict[str, torch.Tensor]]  # by index of the parameter and place in its state
+Row = list[tuple[int, int, Entry]]  # of pieces in a region: first element, length, outline
 Fetch = Callable[[int, str, torch.Tensor], torch.Tensor]
 
 
@@ -57,24 +61,15 @@ def gather_state(shards: Shards, *, all_ranks: bool) -> dict[str, Any] | None:
 def _gather_elements(shards: Shards, *, keeps: bool) -> Iterator[tuple[torch.nn.Parameter, Entry]]:
     """Collective: the state of each parameter that is cut. Nothing unless this rank `keeps` it."""
     collectives = internal_collectives_of(shards.world)
-    state, mine = shards.optimizer.state, defaultdict[int, list[Piece]](list)
-    for piece in shards.pieces:
-        if piece.tensor in state:
-            mine[piece.region].append(piece)
-    said = {
-        region: [(piece.start, piece.tensor.numel(), _outline_of_elements(state[piece.tensor])) for piece in pieces]
-        for region, pieces in mine.items()
-    }
-    everybody = [load_plain(text) for text in collectives.all_gather_bytes(save_plain(said))]
+    state, mine = shards.optimizer.state, pieces_with_state(shards)
+    everybody = tell_pieces(shards, mine)
     for index, memory in enumerate(shards.memories):
         region = memory.region
-        entries: dict[int, Entry] = {}
         rows = [theirs.get(index, []) for theirs in everybody]
-        for row in rows if keeps else ():
-            for start, length, outline in row:
-                for member in region.members:
-                    if start < member.offset + member.numel and start + length > member.offset:
-                        entries.setdefault(member.parameter, _room_for(outline, shards.parameters[member.parameter]))
+        entries = {
+            parameter: _room_for(outline, shards.parameters[parameter])
+            for parameter, outline in (outlines_in(region, rows) if keeps else {}).items()
+        }
         keys = {key: value.dtype for row in rows for *_, outline in row for key, value in outline.items()
                 if not is_scalar(key, value)}  # fmt: skip
         for key, dtype in sorted(keys.items()):
@@ -92,15 +87,50 @@ def _gather_elements(shards: Shards, *, keeps: bool) -> Iterator[tuple[torch.nn.
             yield shards.parameters[parameter], entry
 
 
+def pieces_with_state(shards: Shards) -> Mapping[int, list[Piece]]:
+    """This rank's pieces that have state, by region."""
+    mine = defaultdict[int, list[Piece]](list)
+    for piece in shards.pieces:
+        if piece.tensor in shards.optimizer.state:
+            mine[piece.region].append(piece)
+    return mine
+
+
+def tell_pieces(shards: Shards, mine: Mapping[int, list[Piece]]) -> list[dict[int, Row]]:
+    """Collective: which pieces have which state, by rank and region."""
+    state = shards.optimizer.state
+    said = {
+        region: [(piece.start, piece.tensor.numel(), _outline_of_elements(state[piece.tensor])) for piece in pieces]
+        for region, pieces in mine.items()
+    }
+    collectives = internal_collectives_of(shards.world)
+    return [load_plain(text) for text in collectives.all_gather_bytes(save_plain(said))]
+
+
+def outlines_in(region: Region, rows: Sequence[Row]) -> Outlines:
+    """What state the parameters of a region have."""
+    outlines: Outlines = {}
+    for start, length, outline in itertools.chain.from_iterable(rows):
+        for member in region.members:
+            if start < member.offset + member.numel and start + length > member.offset:
+                outlines.setdefault(member.parameter, outline)
+    return outlines
+
+
 def _outline_of_elements(entry: Entry) -> Entry:
-    return {key: value if is_scalar(key, value) else value.to("meta") for key, value in entry.items()}
+    return {
+        key: value
+        if is_scalar(key, value)
+        else torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        for key, value in entry.items()
+    }
 
 
 def _room_for(outline: Entry, parameter: torch.Tensor) -> Entry:
     """The state of a parameter whose tensors are still to be filled. Shares none with parameters of the same piece."""
     shape, stride = parameter.shape, parameter.stride()
     return {
-        key: _copy(value)
+        key: copy_of(value)
         if is_scalar(key, value)
         else torch.empty_strided(shape, stride, dtype=value.dtype, device="cpu")
         for key, value in outline.items()
@@ -119,14 +149,7 @@ def _hand_out(region: Region, start: int, data: torch.Tensor, key: str, entries:
 def _gather_whole(shards: Shards, *, keeps: bool) -> Iterator[tuple[torch.nn.Parameter, Entry]]:
     """Collective: the state of each parameter that one rank owns. Nothing unless this rank `keeps` it."""
     collectives = internal_collectives_of(shards.world)
-    state = shards.optimizer.state
-    tensors: dict[int, dict[str, torch.Tensor]] = {}
-    said: Outlines = {}
-    for piece in shards.pieces:
-        if piece.tensor in state:
-            index = shards.memories[piece.region].region.members[0].parameter
-            said[index] = outline_of(state[piece.tensor], "", tensors.setdefault(index, {}))
-    everybody = [load_plain(text) for text in collectives.all_gather_bytes(save_plain(said))]
+    everybody, tensors = tell_whole(shards)
     for index, parameter in enumerate(shards.parameters):
         for owner, theirs in enumerate(everybody):
             if index in theirs:
@@ -135,6 +158,17 @@ def _gather_whole(shards: Shards, *, keeps: bool) -> Iterator[tuple[torch.nn.Par
                 collectives.broadcast_together(wanted.values(), owner)
                 if keeps:
                     yield parameter, entry
+
+
+def tell_whole(shards: Shards) -> tuple[list[Outlines], Tensors]:
+    """Collective: the outlines of what each rank owns, and the tensors of this rank."""
+    tensors: Tensors = {}
+    said: Outlines = {}
+    for region, (piece,) in pieces_with_state(shards).items():
+        index = shards.memories[region].region.members[0].parameter
+        said[index] = outline_of(shards.optimizer.state[piece.tensor], "", tensors.setdefault(index, {}))
+    collectives = internal_collectives_of(shards.world)
+    return [load_plain(text) for text in collectives.all_gather_bytes(save_plain(said))], tensors
 
 
 def load_state(shards: Shards, state_dict: Mapping[str, Any] | None) -> None:
@@ -158,16 +192,19 @@ def load_state(shards: Shards, state_dict: Mapping[str, Any] | None) -> None:
     if state_dict is not None:
         try:
             _check_shapes(shards, state_dict)
+            state = _own_shards(shards, state_dict, is_shared=not missing)
             with shards.whole_state({}):
-                optimizer.load_state_dict(dict(state_dict))
+                optimizer.load_state_dict({**state_dict, "state": state})
                 entries = dict(optimizer.state)
         except Exception as error:
             problem = error
     collectives.raise_together(problem, "could not load its optimizer's state")
     if not missing:
         keep_share(shards, entries)
+        if state_dict is not None and state_dict["state"]:
+            shards.keep_an_entry()
         return
-    tensors: dict[int, dict[str, torch.Tensor]] = {}
+    tensors: Tensors = {}
     text = b""
     if world.rank == 0:
         with shards.whole_state({}):
@@ -194,13 +231,11 @@ def load_state(shards: Shards, state_dict: Mapping[str, Any] | None) -> None:
 
 def keep_share(shards: Shards, entries: Mapping[torch.Tensor, Entry]) -> None:
     """Make this rank's share of a state, which all ranks have, the state of the optimizer."""
-    tensors: dict[int, dict[str, torch.Tensor]] = {}
+    tensors: Tensors = {}
     _build(shards, _outlines(shards, entries, tensors), lambda parameter, place, _: tensors[parameter][place])
 
 
-def _outlines(
-    shards: Shards, entries: Mapping[torch.Tensor, Entry], tensors: dict[int, dict[str, torch.Tensor]]
-) -> Outlines:
+def _outlines(shards: Shards, entries: Mapping[torch.Tensor, Entry], tensors: Tensors) -> Outlines:
     """Outlines of the states of parameters. Their tensors, by place, go to `tensors`."""
     outlines: Outlines = {}
     for index, parameter in enumerate(shards.parameters):
@@ -227,19 +262,21 @@ def _build(shards: Shards, outlines: Outlines, fetch: Fetch) -> None:
     shards.reset_pieces()
     if shards.kind is Kind.ELEMENTS:
         _make_room(shards, outlines)
-    wanted = defaultdict[torch.Tensor, list[tuple[torch.Tensor, Part]]](list)
-    for piece in shards.pieces:
-        for part in piece.parts:
-            wanted[part.parameter].append((piece.tensor, part))
+    wanted = _parts_of(shards)
     everywhere = shards.everywhere
     for index, parameter in enumerate(shards.parameters):
         if (outline := outlines.get(index)) is None:
             continue
         if shards.kind is Kind.ELEMENTS and parameter not in everywhere:
             for key in [key for key, value in outline.items() if not is_scalar(key, value)]:
-                data = flat(laid_out_as(fetch(index, key, outline[key]), parameter))
+                whole = fetch(index, key, outline[key])
+                if isinstance(whole, ShardTensor):
+                    first, data = whole.first, whole.elements
+                else:
+                    first, data = 0, flat(laid_out_as(whole, parameter))
                 for tensor, part in wanted[parameter]:
-                    state[tensor][key][part.place : part.place + part.numel] = data[part.start : part.stop]
+                    target = state[tensor][key][part.place : part.place + part.numel]
+                    target.copy_(data[part.start - first : part.stop - first])
             continue
         is_mine = parameter in everywhere or bool(wanted[parameter])
         places: dict[str, torch.Tensor] = {}
@@ -250,6 +287,17 @@ def _build(shards: Shards, outlines: Outlines, fetch: Fetch) -> None:
                 target.copy_(data)
         if is_mine:
             state[parameter] = entry
+    if outlines:
+        shards.keep_an_entry()
+
+
+def _parts_of(shards: Shards) -> Mapping[torch.Tensor, list[tuple[torch.Tensor, Part]]]:
+    """What this rank steps of each parameter, with the tensors of the pieces."""
+    parts = defaultdict[torch.Tensor, list[tuple[torch.Tensor, Part]]](list)
+    for piece in shards.pieces:
+        for part in piece.parts:
+            parts[part.parameter].append((piece.tensor, part))
+    return parts
 
 
 def _make_room(shards: Shards, outlines: Outlines) -> None:
@@ -263,7 +311,7 @@ def _make_room(shards: Shards, outlines: Outlines) -> None:
     for piece in pieces:
         if (outline := outlines.get(indices[piece.parts[0].parameter])) is not None:
             shards.optimizer.state[piece.tensor] = {
-                key: _copy(value)
+                key: copy_of(value)
                 if is_scalar(key, value)
                 else torch.zeros(piece.tensor.numel(), dtype=value.dtype, device="cpu")
                 for key, value in outline.items()
@@ -283,14 +331,17 @@ def _are_alike(one: Entry | None, other: Entry | None) -> bool:
     )
 
 
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
+def _saved_parameters(
+    shards: Shards, state_dict: Mapping[str, Any]
+) -> Iterator[tuple[Any, torch.nn.Parameter, str]]:  # fmt: skip
+    """The key of each parameter in the state, the parameter, and its name."""
+    saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+    return zip(saved, shards.parameters, shards.names, strict=False)  # torch says what differs
 
 
 def _check_shapes(shards: Shards, state_dict: Mapping[str, Any]) -> None:
     """Raise ValueError if a state belongs to a parameter of another shape. torch would notice in the next step."""
-    saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-    for index, parameter, name in zip(saved, shards.parameters, shards.names, strict=False):
+    for index, parameter, name in _saved_parameters(shards, state_dict):
         for key, value in state_dict["state"].get(index, {}).items():
             is_element_wise = shards.kind is Kind.ELEMENTS and not is_scalar(key, value)
             if is_element_wise and value.shape != parameter.shape:
@@ -298,3 +349,53 @@ def _check_shapes(shards: Shards, state_dict: Mapping[str, Any]) -> None:
                     f"{key} of {name} has the shape {tuple(value.shape)} in this state, and the parameter has "
                     f"{tuple(parameter.shape)}; the state belongs to another model"
                 )
+
+
+def _own_shards(shards: Shards, state_dict: Mapping[str, Any], *, is_shared: bool) -> dict[Any, Any]:
+    """The states by parameter. Of what torch.distributed.checkpoint has loaded, this rank's whole parameters are plain
+    tensors then. Raises ValueError if a state has other elements than this rank steps.
+
+    Args:
+        is_shared: all ranks pass a state.
+    """
+    states, parts = dict(state_dict["state"]), _parts_of(shards)
+    has_state = any(shards.optimizer.state.values())
+    for index, parameter, name in _saved_parameters(shards, state_dict):
+        if index not in states:
+            continue
+        if has_state and not states[index]:
+            raise ValueError(
+                f"the state has no values for {name}. With shard=True, set_optimizer_state_dict() takes no state that "
+                "was saved with flatten_optimizer_state_dict=True; leave that option out, when saving, too"
+            )
+        own = [part for _, part in parts[parameter]] if is_shared else None
+        if own or shards.kind is Kind.ELEMENTS or not is_shared or parameter in shards.everywhere:
+            states[index] = _own_part(states[index], parameter, own, shards.kind)
+        else:  # another rank owns it
+            del states[index]
+    return states
+
+
+def _own_part(value: Any, parameter: torch.Tensor, own: Sequence[Part] | None, kind: Kind) -> Any:
+    """The state of one parameter, of which this rank steps the parts `own`. None: other ranks need this state, too."""
+    if isinstance(value, dict):
+        return {key: _own_part(item, parameter, own, kind) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_own_part(item, parameter, own, kind) for item in value)
+    if not isinstance(value, ShardTensor):
+        return value
+    if own is not None and kind is Kind.WHOLE and value.elements.numel() == value.numel():
+        return value.whole()
+    if kind is Kind.ELEMENTS and own is not None and value.stride() == parameter.stride():
+        stop = value.first + value.elements.numel()
+        if all(value.first <= part.start and part.stop <= stop for part in own):
+            return value
+    raise ValueError(
+        "this rank has only a part of this state, which get_optimizer_state_dict() has sharded for "
+        "torch.distributed.checkpoint: save it there, and load it from there, on all ranks; or load what state_dict() "
+        "of the optimizer has returned"
+    )
+
+
+def copy_of(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -269,7 +269,7 @@ class Shards:
             raise
         # Peers have written to these, which autograd has to know.
         torch.autograd.graph.increment_version([p for p, has in zip(self.parameters, stepped, strict=True) if has])
-        if self._is_first:
+        if self._is_first and any(stepped):
             self._is_first = False
             self._say_what_it_saves()
         return result
@@ -375,6 +375,8 @@ class Shards:
         sizes = internal_collectives_of(self.world).all_gather(torch.tensor([mine], device="cpu"))
         total = sum(int(size) - shared for size in sizes) + shared
         most = max(map(int, sizes))
+        if total:
+            self.keep_an_entry()
         if self.world.rank == 0 and total:
             _logger.warning("optimizer state: %.4g -> %.4g MB per rank", total / 1e6, most / 1e6)
             if text := advice_on_fused(self.optimizer):
@@ -392,6 +394,11 @@ class Shards:
     def is_between(self) -> bool:
         """Whether a backward has stepped a part of the parameters, and `step()` is still to come."""
         return bool(self._early)
+
+    def keep_an_entry(self) -> None:
+        """Where ranks have state, each has an entry: get_optimizer_state_dict() steps an optimizer that has none."""
+        if not self.optimizer.state:
+            self.optimizer.state[torch.empty(0, device="cpu")] = {}
 
     def reset_pieces(self) -> None:
         """Forget which pieces were split, and what backward has stepped before an error."""
