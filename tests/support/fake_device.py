@@ -419,6 +419,14 @@ class FakeBackend:
         self._call(lambda: self._group.allreduce(list(tensors), options), tensors[0])
         return self if options.asyncOp else None
 
+    def broadcast(self, tensors: Sequence[torch.Tensor], options: Any) -> FakeBackend | None:
+        self._call(lambda: self._group.broadcast(list(tensors), options), tensors[0])
+        return self if options.asyncOp else None
+
+    def _allgather_base(self, output: torch.Tensor, own: torch.Tensor, options: Any) -> FakeBackend | None:
+        self._call(lambda: self._group._allgather_base(output, own, options), output)
+        return self if options.asyncOp else None
+
     def wait(self) -> None:
         """On a GPU this has the current stream wait; here it is the one that works."""
 

@@ -19,6 +19,7 @@ from torchring.sharding.cut import Region
 from torchring.sharding.kinds import SCALARS
 
 _MOST_BYTES: Final = 512 * 1024
+_MOST_BYTES_ON_DEVICE: Final = 16 << 20  # few launches; a checkpoint gathers one at a time
 
 
 @dataclass(frozen=True)
@@ -109,13 +110,17 @@ def is_scalar(key: str, value: Any) -> bool:
     return key in SCALARS or not isinstance(value, torch.Tensor)
 
 
+def piece_bytes(on_device: bool) -> int:
+    return _MOST_BYTES_ON_DEVICE if on_device else _MOST_BYTES
+
+
 def cut_pieces(
     index: int, region: Region, memory: torch.Tensor, rank: int, parameters: Sequence[torch.nn.Parameter],
-    names: Sequence[str],
+    names: Sequence[str], *, most_bytes: int = _MOST_BYTES,
 ) -> list[Piece]:  # fmt: skip
     """The pieces of a rank's slice of a region, given the region's memory on that rank."""
     first, last = region.bounds[rank]
-    step = max(1, _MOST_BYTES // region.dtype.itemsize)
+    step = max(1, most_bytes // region.dtype.itemsize)
     pieces = []
     for start in range(first, last, step):
         stop = min(start + step, last)
@@ -155,7 +160,9 @@ def laid_out_as(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy, with its elements in the same order in memory as the parameter's."""
     if tensor.stride() == parameter.stride() and not (tensor.is_conj() or tensor.is_neg()):
         return tensor
-    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=tensor.dtype, device="cpu").copy_(tensor)
+    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
+        tensor
+    )
 
 
 def _gradient_of(part: Part) -> torch.Tensor | None:

@@ -12,16 +12,19 @@ from typing import Any, Final, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from torchring.allreduce import AllReduce
+from torchring.allreduce.device.stream import OnStream
 from torchring.collectives.initial_state import broadcast_state, load_plain, save_plain
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import GradientError, in_step, ranks_in_words
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.validation import parameters_of
 from torchring.sharding.cut import Candidate, assign_whole, cut_elements
+from torchring.sharding.device import DeviceExchange
 from torchring.sharding.exchange import Exchange
 from torchring.sharding.kinds import Kind, cost_of, kind_of
 from torchring.sharding.parameters import RegionMemory, can_move, move
-from torchring.sharding.pieces import Piece, cut_pieces, whole_piece
+from torchring.sharding.pieces import Piece, cut_pieces, piece_bytes, whole_piece
 from torchring.sharding.together import begin_together
 from torchring.sharding.variants import advice_on_fused
 from torchring.world import World
@@ -51,6 +54,7 @@ class Shards:
         sparse: parameters with sparse gradients.
         number: of the optimizer, among those of the world that are sharded.
         step: steps the optimizer for a rank that has ended, inside `torchring.join`.
+        all_reduce: of the gradients.
 
     Attributes:
         kind: how the optimizer is cut.
@@ -58,6 +62,7 @@ class Shards:
         memories: of the regions.
         pieces: what this rank steps, by region.
         everywhere: the parameters that every rank steps.
+        accelerator: of the parameters; None on the CPU.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class Shards:
         sparse: Collection[torch.nn.Parameter],
         number: int,
         step: Callable[[], object],
+        all_reduce: AllReduce[Any],
     ) -> None:
         self.world = world
         self.optimizer = optimizer
@@ -77,11 +83,12 @@ class Shards:
         self.memories: list[RegionMemory] = []
         self.pieces: list[Piece] = []
         self.everywhere: dict[torch.nn.Parameter, None] = {}
+        self.accelerator = all_reduce.accelerator if isinstance(all_reduce, OnStream) else None
         self._names = names
         self._sparse = sparse
         self._kept: list[torch.Tensor] = []  # memory that the parameters had, where others may still read it
         self._addresses: list[int] = []
-        self._exchange = Exchange(world)
+        self._exchange = DeviceExchange(world, all_reduce) if isinstance(all_reduce, OnStream) else Exchange(world)
         world.on_close(self._exchange.close)
         self.number = number
         self._step = step
@@ -116,11 +123,12 @@ class Shards:
                 candidates.append(Candidate(index, group, parameter.numel(), parameter.dtype, trained, cost))
             else:
                 self.everywhere[parameter] = None
-        cut = cut_elements if self.kind is Kind.ELEMENTS else assign_whole
-        regions = cut(candidates, self.world.size)
-        assert self.world.host is not None
-        memories, kept = move(self.parameters, regions, self.world.host)
-        self._kept += kept
+        if self.kind is Kind.WHOLE:
+            regions = assign_whole(candidates, self.world.size)
+        else:
+            regions = cut_elements(candidates, self.world.size, on_device=self.accelerator is not None)
+        memories = self._exchange.allocate(regions)
+        self._kept += move(self.parameters, memories)
         for memory in memories:
             self.memories.append(memory)
             self.pieces += self._pieces_of(len(self.memories) - 1, memory)
@@ -131,11 +139,12 @@ class Shards:
         where = index, memory.region, memory.own, self.world.rank, self.parameters, self.names
         if self.kind is Kind.WHOLE:
             return whole_piece(*where)
-        pieces = cut_pieces(*where)
+        pieces = cut_pieces(*where, most_bytes=piece_bytes(self.accelerator is not None))
         # Fused kernels compute the end of a tensor, which fills no vector, with other instructions than the rest. So
-        # there each parameter keeps its end. A fused step of many tensors costs little more than that of one.
+        # there each parameter keeps its end. A fused step of many tensors costs little more than that of one. Nor does
+        # any step on a device, where gradients need not be copied side by side then.
         is_fused = self.optimizer.param_groups[memory.region.group].get("fused")
-        return [part for piece in pieces for part in piece.split()] if is_fused else pieces
+        return [part for piece in pieces for part in piece.split()] if is_fused or self.accelerator else pieces
 
     def _movable(self, parameters: Sequence[torch.nn.Parameter]) -> list[bool]:
         """Collective: which parameters all ranks can move to shared memory."""
@@ -167,6 +176,9 @@ class Shards:
 
         On the thread that calls `step()`. Raises GradientError on all ranks if gradients are there on some ranks only.
         """
+        if self.accelerator is not None and self.accelerator.is_capturing():
+            text = "step() with shard=True needs the other ranks' hosts, so a CUDA graph cannot hold it"
+            raise GradientError(f"{text}; capture forward and backward only", rank=self.world.rank)
         self._refuse_moved()
         if ended := self._members.announce(self._name):
             self._share_gradients(min({*range(self.world.size)}.difference(ended)))
@@ -362,14 +374,6 @@ class _StateOf:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for i, entry in state_dict.items():
             self._shards.optimizer.state[list(self._shards.everywhere)[int(i)]] = entry
-
-
-def check(optimizer: Optimizer, parameters: Collection[torch.nn.Parameter]) -> None:
-    """Raise ValueError, with the reason, if the step of `optimizer` cannot be sharded."""
-    kind_of(optimizer)
-    for parameter in parameters:
-        if parameter.device.type != "cpu":
-            raise ValueError(f"shard=True takes parameters on the CPU so far, got one on {parameter.device}")
 
 
 def refuse_part_of_state(optimizer: Optimizer) -> None:
