@@ -319,7 +319,7 @@ class Shards:
         most = max(map(int, sizes))
         if self.world.rank == 0 and total:
             _logger.warning("optimizer state: %.4g -> %.4g MB per rank", total / 1e6, most / 1e6)
-            if text := advice_on_fused(self.optimizer):
+            if self.accelerator is None and (text := advice_on_fused(self.optimizer)):
                 _logger.warning("%s", text)
 
     # The end, and what goes past it

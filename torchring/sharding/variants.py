@@ -24,7 +24,7 @@ def advice_on_fused(optimizer: Optimizer) -> str:
     kind = type(optimizer)
     if kind not in _HAVE_FUSED or any(group.get("fused") for group in optimizer.param_groups):
         return ""
-    if any(not (p.is_cpu and p.is_floating_point()) for group in optimizer.param_groups for p in group["params"]):
+    if any(not p.is_floating_point() for group in optimizer.param_groups for p in group["params"]):
         return ""
     known = inspect.signature(kind).parameters
     options = {key: value for key, value in optimizer.defaults.items() if key in known and key not in ("foreach", "lr")}
