@@ -170,7 +170,9 @@ _SCENARIOS: dict[int, dict[str, Callable[[int, int], Any]]] = {
         **{name: functools.partial(_scripted, name=name) for name in _SCRIPTS},
         "whole": functools.partial(_on_device, scenario=_of_whole_parameters),
         "whole, native": functools.partial(_on_device, scenario=_of_whole_parameters, problem=_APART),
-        "with everything": functools.partial(_on_device, scenario=_with_everything),
+        "with everything": functools.partial(
+            _on_device, scenario=functools.partial(_with_everything, acts=("group", "alias", "loaded before"))
+        ),
         "order": _order,
         "absent rank": _absent_rank,
         "absent rank, native": functools.partial(_absent_rank, problem=_APART),
