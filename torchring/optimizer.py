@@ -38,6 +38,7 @@ from torchring.errors import GradientError
 from torchring.generation import ProvisionalWorld, refuse_before_generation
 from torchring.gradients.closures import Snapshot, mean_loss
 from torchring.gradients.contract import Stats, Sync
+from torchring.gradients.freed import drop_freed
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.layout import Options
 from torchring.gradients.local import LocalSync
@@ -69,7 +70,7 @@ from torchring.optimizer_wrapper import OptimizerWrapper
 from torchring.placement import WORKER_CORES, advice, numbers_in
 from torchring.sharding.checkpoint import gather_state, keep_share, load_state
 from torchring.sharding.kinds import kind_of
-from torchring.sharding.step import Shards, refuse_closure, refuse_part_of_state
+from torchring.sharding.step import Shards, refuse_closure, refuse_part_of_state, why_kept
 from torchring.world import World
 
 _T = TypeVar("_T")
@@ -91,6 +92,7 @@ def wrap(
     sync_buffers: SyncBuffers = "mean",
     sync_initial_state: bool = True,
     shard: bool = False,
+    free_gradients: bool = False,
 ) -> DistributedOptimizer:
     """Make `optimizer` average its gradients over all ranks while `backward()` runs. Collective.
 
@@ -128,6 +130,8 @@ def wrap(
         sync_initial_state: copy parameters, buffers and optimizer state from rank 0 to all ranks.
         shard: each rank keeps the optimizer state for its share of the parameters, and steps that share.
             `step()` and `state_dict()` are collective then. Gradients are whole on all ranks, as without it.
+        free_gradients: with `shard`, each rank gets the gradients of its share only, so ranks exchange half as much.
+            After `backward()`, reading or writing `.grad` raises GradientError, as clipping and GradScaler do.
 
     Returns:
         The optimizer to use in place of `optimizer`.
@@ -153,6 +157,7 @@ def wrap(
         sync_buffers=sync_buffers,
         sync_initial_state=sync_initial_state,
         shard=shard,
+        free_gradients=free_gradients,
     )
 
 
@@ -193,10 +198,14 @@ class DistributedOptimizer(OptimizerWrapper):
         sync_buffers: SyncBuffers = "mean",
         sync_initial_state: bool = True,
         shard: bool = False,
+        free_gradients: bool = False,
     ) -> None:
         world = self._find_world()
         world.shared(Join).refuse("wrap()")
-        options = Options(op, compression, bucket_mb, accumulate, algorithm, overlap, on_nonfinite, sync_buffers, shard)
+        options = Options(
+            *(op, compression, bucket_mb, accumulate, algorithm, overlap, on_nonfinite, sync_buffers),
+            *(shard, free_gradients),
+        )
         group = world.shared(OptimizerGroup)
         group.guard.run("wrap()", self._open, world, optimizer, model, options, sync_initial_state)
 
@@ -234,7 +243,10 @@ class DistributedOptimizer(OptimizerWrapper):
             collectives_of(world).check_equal([f"options: sync_initial_state={sync_initial_state}"])
         elif problem is not None:
             raise problem
-        self._initialise(optimizer, options, names, self._find_sparse(optimizer, model), model)
+        sparse = self._find_sparse(optimizer, model)
+        if options.free_gradients:
+            options = self._find_freed(world, optimizer, options, names, sparse)
+        self._initialise(optimizer, options, names, sparse, model)
         self._wrapped_at = time.perf_counter_ns()
         self._record(world)
         if sync_initial_state:
@@ -250,6 +262,23 @@ class DistributedOptimizer(OptimizerWrapper):
         elif isinstance(world, ProvisionalWorld):
             self._needs_state = True
             self._connect_with_first_gradient()
+
+    @staticmethod
+    def _find_freed(
+        world: World,
+        optimizer: Optimizer,
+        options: Options,
+        names: dict[torch.nn.Parameter, str],
+        sparse: set[torch.nn.Parameter],
+    ) -> Options:
+        """Collective: leave free_gradients out if it does not work on some rank, and say why."""
+        specs = [spec_of(names, sparse, p) for p in names if p.requires_grad]
+        why = why_kept(options, optimizer, specs, world).encode()
+        reasons = collectives_of(world).all_gather_bytes(why) if world.size > 1 else [why]
+        reason = next(filter(None, reasons), b"").decode()
+        if reason and world.rank == 0:
+            _logger.warning("free_gradients=True keeps whole gradients on all ranks: %s", reason)
+        return dataclasses.replace(options, free_gradients=False) if reason else options
 
     # What torchring.horovod's optimizer overrides
 
@@ -416,6 +445,9 @@ class DistributedOptimizer(OptimizerWrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set gradients to None, or to zeros, as torch.optim.Optimizer.zero_grad does."""
         self._current.forget_gradients()
+        if self._options.free_gradients:
+            for parameter in self._names:
+                drop_freed(parameter)
         if set_to_none and not _takes_set_to_none(type(self.optimizer)):  # type: ignore[arg-type]
             self.optimizer.zero_grad()
             return
@@ -641,12 +673,14 @@ class DistributedOptimizer(OptimizerWrapper):
     def _shard(self, world: World) -> None:
         """Collective: keep the state of this rank's share, of what all ranks have alike."""
         assert self._sync is not None
-        number, all_reduce = next(world.shared(_numbers)), self._sync.layout.all_reduce
-        self._shards = Shards(world, self.optimizer, self._names, self._sparse, number, self._follow_step, all_reduce)
+        self._shards = Shards(
+            *(world, self.optimizer, self._names, self._sparse, next(world.shared(_numbers))),
+            *(self._sync.layout.buckets, self._sync.early_steps, self._follow_step, self._sync.layout.all_reduce),
+        )
         keep_share(self._shards, dict(self.optimizer.state))
 
     def _follow_step(self) -> None:
-        """Inside `torchring.join`, on a rank that has ended: others make a step."""
+        """Step what the wrapped optimizer has got, inside a step of all ranks."""
         self._is_stepping = True
         try:
             self._step_wrapped(None)

@@ -258,7 +258,7 @@ def test_a_graph_from_before_the_step_is_refused() -> None:
     run_ranks(_graph_is_kept, 2)
 
 
-class _Lines(logging.Handler):
+class Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
@@ -268,7 +268,7 @@ class _Lines(logging.Handler):
 
 
 def _said(rank: int, size: int) -> list[str]:
-    logging.getLogger("torchring").addHandler(lines := _Lines())
+    logging.getLogger("torchring").addHandler(lines := Lines())
     try:
         layer = nn.Linear(1000, 500)
         optimizer = torchring.wrap(torch.optim.AdamW(layer.parameters()), layer, shard=True)

@@ -29,7 +29,7 @@ from typing import Final
 
 import torch
 
-from torchring.allreduce.contract import NonFinite
+from torchring.allreduce.contract import NonFinite, ScatteredSpec
 from torchring.allreduce.records import MAX_PENDING, ReductionRecords
 from torchring.allreduce.slices import SharedWire, Slices
 from torchring.errors import FirstFailure, RingError
@@ -63,7 +63,10 @@ class PendingDirect:
 
     span = None
 
-    __slots__ = ("_host", "_is_gathered", "_is_over", "_is_reduced", "_number", "_result", "_scale", "_tag", "_wire")
+    __slots__ = (
+        *("_host", "_is_done", "_is_gathered", "_is_over", "_is_reduced"),
+        *("_number", "_result", "_scale", "_tag", "_wire", "found"),
+    )
 
     def __init__(self, host: _Host, wire: SharedWire, scale: float, tag: int) -> None:
         self._host = host
@@ -72,7 +75,9 @@ class PendingDirect:
         self._tag = tag
         self._is_gathered = False  # all ranks have packed
         self._is_reduced = False  # this rank has reduced its slice
+        self._is_done = False  # on all ranks
         self._is_over = False
+        self.found: NonFinite | None = None  # in this rank's slice
         self._result: NonFinite | None = None
         self._number = host.records.begin(tag)
         host.pending.append(self)
@@ -89,7 +94,7 @@ class PendingDirect:
             self._note_gathered()
         host.records.check_tags(self._number, self._tag)
         found = host.slices.sum(self._wire, self._scale, spread=True)
-        self._is_reduced = True
+        self._is_reduced, self.found = True, found
         host.records.write(self._number, found)
         host.done.announce()
         return True
@@ -101,12 +106,20 @@ class PendingDirect:
             self._note_gathered()
         self.advance()
 
+    def is_over(self) -> bool:
+        """Whether `wait` returns at once. For the oldest reduction that is not over."""
+        host = self._host
+        if not self._is_done and self._is_reduced and self is host.pending[0]:
+            self._is_done = host.done.has_gathered()
+        return self._is_done
+
     def wait(self) -> NonFinite | None:
         if not self._is_over:
             host = self._host
             assert self is host.pending[0], _IN_ORDER
             self.contribute()
-            host.done.gather()
+            if not self._is_done:
+                host.done.gather()
             host.pending.popleft()
             self._is_over = True
             self._result = host.records.read(self._number)
@@ -143,6 +156,11 @@ class DirectAllReduce:
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[SharedWire]:
         slices = self._host.slices
         return [slices.wire(parts) for parts in slices.allocate(specs)]
+
+    def open_scattered(self, specs: Sequence[ScatteredSpec]) -> list[SharedWire]:
+        slices = self._host.slices
+        buffers = slices.allocate([(spec.numel, spec.dtype) for spec in specs])
+        return [slices.wire(parts, spec.end) for spec, parts in zip(specs, buffers, strict=True)]
 
     def all_reduce(self, wire: SharedWire, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
         return self.start(wire, scale=scale, tag=tag).wait()

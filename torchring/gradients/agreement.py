@@ -24,7 +24,7 @@ import torch
 
 from torchring.accelerators import Mark, Stream
 from torchring.allreduce import TAGS_PER_ROUND, AllReduce, Wire
-from torchring.allreduce.contract import tag_mismatch
+from torchring.allreduce.contract import ScatteredSpec, ScatteringAllReduce, tag_mismatch
 from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream
 from torchring.allreduce.device.watchdog import has_come
 from torchring.allreduce.native import NativeWire
@@ -126,7 +126,12 @@ class HostAgreement:
         self._timing = timing
 
     def open_wires(self, plan: Plan) -> list[tuple[Wire, Callable[[float], Packing]]]:
-        wires = self._all_reduce.open_wires(wires_of(plan))
+        if any(bucket.is_scattered for bucket in plan.buckets):
+            assert isinstance(self._all_reduce, ScatteringAllReduce)
+            specs = [ScatteredSpec(bucket.numel, bucket.wire_dtype, bucket.flags_offset) for bucket in plan.buckets]
+            wires = self._all_reduce.open_scattered(specs)
+        else:
+            wires = self._all_reduce.open_wires(wires_of(plan))
         return [(wire, self._packing(bucket, wire)) for bucket, wire in zip(plan.buckets, wires, strict=True)]
 
     def expect(self, specs: Sequence[ParameterSpec]) -> None:
@@ -152,8 +157,10 @@ class HostAgreement:
             if (found := bucket.non_finite) is not None:
                 slot = bucket.slot_at(found.element)
                 name, parameter = bucket.names[slot], bucket.parameters[slot]
-                # Looked up before a step: this rank may have no gradient before the bucket hands out the result.
-                current.non_finite = NonFiniteGradient(found.rank, name, partial(getattr, parameter, "grad"))
+                # Looked up before a step: this rank may have no gradient before the bucket hands out the result. No
+                # script can mend what is scattered.
+                gradient = None if bucket.plan.is_scattered else partial(getattr, parameter, "grad")
+                current.non_finite = NonFiniteGradient(found.rank, name, gradient)
                 return
 
     def find_non_finite(self) -> None: ...

@@ -27,6 +27,7 @@ from torchring.gradients.layout import BucketLayout, Options
 from torchring.gradients.ledger import Ledger, OptimizerLedger
 from torchring.gradients.module_wrappers import ModuleWrappers, explain
 from torchring.gradients.participants.buffers import BufferSpec, BufferSync
+from torchring.gradients.participants.early import EarlySteps
 from torchring.gradients.participants.elastic import Batches, ElasticJob
 from torchring.gradients.participants.recording import RoundRecording
 from torchring.gradients.participants.replicas import ReplicaCheck
@@ -39,7 +40,7 @@ from torchring.observe.phases import BACKWARD, BETWEEN, EXPOSED, INPUT, OPTIMIZE
 from torchring.observe.services import flight_recorder_of, recorder_of
 from torchring.world import World
 
-_KINDS: Final = (Weighing, SparseReduction, BufferSync, ReplicaCheck, ElasticJob, RoundRecording)
+_KINDS: Final = (Weighing, SparseReduction, BufferSync, ReplicaCheck, ElasticJob, RoundRecording, EarlySteps)
 CONTROL: Final = ControlFields(
     bits=("has_unfrozen", "is_absent", "has_ended", *(name for kind in _KINDS for name in kind.bits)),
     numbers=tuple(name for kind in _KINDS for name in kind.numbers),
@@ -51,6 +52,10 @@ does not count. has_ended: the rank has no data left, inside `torchring.join`.
 """
 
 
+_UNFROZEN: Final = (
+    "a frozen parameter has come to require a gradient, which does not work with free_gradients=True; close() this "
+    "optimizer and call torchring.wrap() again, on all ranks, or leave free_gradients out"
+)
 ROUND: Final = b"backward()"
 """What a rank announces at the beginning of a round, see `Members.announce`."""
 
@@ -163,6 +168,7 @@ class Reducer(Sync):
         ledger: what is known about the gradients.
         weighing: gives gradients their weights.
         participants: what takes part in a round, in this order on all ranks.
+        early_steps: steps buckets while backward goes on. None without free_gradients.
         failure: the error that ended the last backward between ranks. Gradients are worth nothing after it.
         num_steps: how many optimizer steps this rank has made.
         in_backward: whether a backward of these parameters is under way.
@@ -240,6 +246,11 @@ class Reducer(Sync):
             follow = all_reduce.stream.follow if isinstance(all_reduce, OnStream) else _nothing
             self.participants.append(BufferSync(world, buffers, all_reduce, device, follow))
         self.participants += [replicas, recording]
+        self.early_steps: EarlySteps | None = None
+        if options.free_gradients:
+            may_skip = options.on_nonfinite == "skip"
+            self.early_steps = EarlySteps(world.size, lambda: may_skip or self._weights.is_by_script, replicas.accept)
+            self.participants.append(self.early_steps)
 
         # The backward under way
         self.in_backward = False
@@ -395,6 +406,8 @@ class Reducer(Sync):
             with self._failing():
                 self._finish_round()
                 if self.round.sums["has_unfrozen"]:
+                    if self.early_steps is not None:
+                        raise in_step(GradientError(_UNFROZEN, rank=self.world.rank))
                     self._adopt_unfrozen()
                     self._reduce_again()
             self._num_backwards = 0

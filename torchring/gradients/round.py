@@ -155,6 +155,8 @@ class RoundState:
         factor: this rank's gradients are multiplied by it in the wire buffer.
         bits: control bits and numbers of this rank, by name.
         extra: leaves after all buckets, if there is anything.
+        summed: called with each bucket of which this rank's slice is summed, what is not finite there, and what tells
+            whether all ranks have summed theirs. None if nobody wants to know.
         mark_ready: called by the hooks with the index of a parameter that has its gradient.
 
         phase: what has become of the round.
@@ -183,6 +185,7 @@ class RoundState:
     factor: float = 1.0
     bits: dict[str, float] = field(default_factory=dict)
     extra: Reducible | None = None
+    summed: Callable[[Reducible, NonFinite | None, Callable[[], bool]], None] | None = None
     mark_ready: Callable[[int], None] | None = None
 
     # What has become of it

@@ -41,6 +41,10 @@ def check_options(options: Options) -> None:
         raise ValueError(f"bucket_mb must be a size in MiB, 0 or more, got {options.bucket_mb!r}")
     if not isinstance(options.shard, bool):
         raise ValueError(f"shard must be True or False, got {options.shard!r}")
+    if not isinstance(options.free_gradients, bool):
+        raise ValueError(f"free_gradients must be True or False, got {options.free_gradients!r}")
+    if options.free_gradients and not options.shard:
+        raise ValueError("free_gradients=True takes shard=True, which gives each rank a share to step")
     if not isinstance(options.accumulate, int) or options.accumulate < 1:
         raise ValueError(f"accumulate must be a whole number of micro-steps, 1 or more, got {options.accumulate!r}")
 

@@ -294,7 +294,7 @@ def _make_room(shards: Shards, outlines: Outlines) -> None:
                 else torch.zeros(piece.tensor.numel(), dtype=value.dtype, device=piece.tensor.device)
                 for key, value in outline.items()
             }
-            group = shards.optimizer.param_groups[shards.memories[piece.region].region.group]
+            group = shards.optimizer.param_groups[piece.group]
             shards.optimizer.state[piece.tensor] = _on_device(entry, piece.parts[0].parameter, group)
 
 

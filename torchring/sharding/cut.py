@@ -15,6 +15,7 @@ from typing import Final
 import torch
 
 from torchring.allreduce.slices import ALIGNMENT_BYTES, slice_bounds
+from torchring.gradients.plan import BucketPlan
 
 _SMALL_BYTES: Final = 256 * 1024  # a smaller parameter shares a region with others: to step a tensor costs 50 us
 _SMALL_BYTES_ON_DEVICE: Final = 16 << 20  # each region takes a launch, which takes its time to meet the other ranks
@@ -35,9 +36,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter's place in its region, in elements."""
+    """A parameter's place in its region, in elements. `group`: index of its parameter group."""
 
     parameter: int
+    group: int
     offset: int
     numel: int
 
@@ -47,12 +49,10 @@ class Region:
     """Memory that is cut among the ranks.
 
     Attributes:
-        group: index of the parameter group that all members belong to.
         numel: number of elements, with the gaps between members, each of which begins at a cache line.
         bounds: the [start, stop) of each rank.
     """
 
-    group: int
     dtype: torch.dtype
     members: tuple[Member, ...]
     numel: int
@@ -85,6 +85,17 @@ def cut_elements(candidates: Sequence[Candidate], num_ranks: int, *, on_device: 
     return regions
 
 
+def cut_as_bucket(candidates: Sequence[Candidate], bucket: BucketPlan, num_ranks: int) -> Region:
+    """Lay parameters out as their gradients lie in a bucket, so that the bucket's slices are those of the region."""
+    slots = [slot for slot in bucket.slots if slot.numel]
+    members = tuple(
+        Member(each.parameter, each.group, slot.offset, slot.numel)
+        for each, slot in zip(candidates, slots, strict=True)
+    )
+    numel = bucket.flags_offset
+    return Region(bucket.dtype, members, numel, tuple(slice_bounds(numel, num_ranks, bucket.dtype.itemsize)))
+
+
 def assign_whole(candidates: Sequence[Candidate], num_ranks: int) -> list[Region]:
     """Give every parameter one owner: the costliest first, each to the rank with the least to do so far.
 
@@ -108,9 +119,9 @@ def assign_whole(candidates: Sequence[Candidate], num_ranks: int) -> list[Region
 def _region(run: Sequence[Candidate], bounds: tuple[tuple[int, int], ...]) -> Region:
     members, offset = [], 0
     for each in run:
-        members.append(Member(each.parameter, offset, each.numel))
+        members.append(Member(each.parameter, each.group, offset, each.numel))
         offset += _aligned(each.numel, each.dtype)
-    return Region(run[0].group, run[0].dtype, tuple(members), _length(run), bounds)
+    return Region(run[0].dtype, tuple(members), _length(run), bounds)
 
 
 def _length(run: Sequence[Candidate]) -> int:

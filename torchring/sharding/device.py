@@ -55,13 +55,16 @@ class DeviceExchange:
             factor = region.dtype.itemsize // wire.tensor.itemsize
             start, stop = region.bounds[self._rank]
             self._wires[memory] = replace(wire, bounds=(start * factor, stop * factor), multicast=0)
-        self.spread(memories)  # zeros: kernels are compiled, and NCCL connects, now and not in a step
+        self.start(memories)  # zeros: kernels are compiled, and NCCL connects, now and not in a step
         return memories
 
-    def spread(self, memories: Sequence[RegionMemory]) -> None:
+    def start(self, memories: Sequence[RegionMemory]) -> None:
         """Give all ranks the slices that each rank has stepped, before later work on the current stream."""
         if memories:
             self._all_reduce.run(lambda: self._launch(memories), self._meeting.report)
+
+    def finish(self) -> None:
+        """Nothing to do: later work on the current stream waits."""
 
     def close(self) -> None:
         if self._opened is not None:

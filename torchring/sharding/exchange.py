@@ -16,6 +16,7 @@ import torch
 from torchring.memory.channel import Channel
 from torchring.sharding.cut import Region
 from torchring.sharding.parameters import RegionMemory, host_memory
+from torchring.transport.contract import Transfer
 from torchring.transport.open import open_transport
 from torchring.world import World
 
@@ -28,6 +29,8 @@ class Exchange:
         self._host = world.host
         self._rank = world.rank
         self._left = Channel(world.host)
+        self._receives: list[tuple[RegionMemory, int, Transfer]] = []
+        self._sends: list[Transfer] = []
         self._transport = open_transport(world) if world.num_nodes > 1 else None
         mine, index = world.hosts[world.node_rank], world.host.index
         others = [members for members in world.hosts if members != mine]
@@ -40,26 +43,30 @@ class Exchange:
         """Collective: memory for regions."""
         return host_memory(regions, self._host)
 
-    def spread(self, memories: Sequence[RegionMemory]) -> None:
-        """Give all ranks the slices that each rank has stepped. Return when this rank's memory is complete.
+    def start(self, memories: Sequence[RegionMemory]) -> None:
+        """Begin to give all ranks the slices that this rank has stepped. In the same order on all ranks.
 
         Every rank has called this, or waits to be allowed to, so that its parameters may be written.
         """
-        sends, receives = [], []
         if self._transport is not None:
             for memory in memories:
-                receives += [
+                self._receives += [
                     (memory, sender, self._transport.receive(part, sender))
                     for sender in self._senders
                     if (part := _slice(memory.own, memory, sender)).numel()
                 ]
                 if (part := _slice(memory.own, memory, self._rank)).numel():
-                    sends += [self._transport.send(part, receiver) for receiver in self._receivers]
+                    self._sends += [self._transport.send(part, receiver) for receiver in self._receivers]
         for memory in memories:
             _copy_to_peers(memory, self._rank)
+
+    def finish(self) -> None:
+        """Return when this rank's memory is complete: on all ranks, all slices have been started."""
+        receives, self._receives = self._receives, []
         for memory, sender, transfer in receives:
             transfer.wait()
             _copy_to_peers(memory, sender)
+        sends, self._sends = self._sends, []
         for transfer in sends:
             transfer.wait()
         self._left.barrier()

@@ -8,15 +8,18 @@ times, and finds a piece in the cache again. (AdamW, 21 M elements on each of 2 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 
 from torchring.errors import GradientError
-from torchring.sharding.cut import Region
+from torchring.gradients.freed import FreedGradient
+from torchring.sharding.cut import Member, Region
 from torchring.sharding.kinds import SCALARS
+from torchring.sharding.parameters import RegionMemory
 
 _MOST_BYTES: Final = 512 * 1024
 _MOST_BYTES_ON_DEVICE: Final = 16 << 20  # few launches; a checkpoint gathers one at a time
@@ -48,13 +51,17 @@ class Piece:
     Attributes:
         tensor: what the optimizer sees; a parameter itself if the optimizer needs whole parameters.
         region: index of the region.
+        group: index of the parameter group.
         start: the first element in the region.
+        bucket: its gradient, in a bucket of which this rank has the gradients of its slice. None: it is in `.grad`.
     """
 
     tensor: torch.Tensor
     region: int
+    group: int
     start: int
     parts: tuple[Part, ...]
+    bucket: torch.Tensor | None = None
     _gradient: torch.Tensor | None = field(default=None, init=False)  # of several parts, side by side
     _places: list[torch.Tensor] = field(default_factory=list, init=False)  # of the parts there
 
@@ -66,6 +73,10 @@ class Piece:
         """Give the tensor its gradient. Returns False if only some of the parts have one: then split the piece."""
         if self.is_parameter:
             return True
+        if self.bucket is not None:
+            freed = [isinstance(part.parameter.grad, FreedGradient) for part in self.parts]
+            self.tensor.grad = self.bucket if freed[0] else None
+            return all(has == freed[0] for has in freed)
         if len(self.parts) == 1:
             self.tensor.grad = _gradient_of(self.parts[0])
             return True
@@ -91,7 +102,8 @@ class Piece:
         for part in self.parts:
             tensor = self.tensor[part.place : part.place + part.numel]
             moved = Part(part.parameter, part.name, part.start, part.stop, 0)
-            pieces.append(Piece(tensor, self.region, self.start + part.place, (moved,)))
+            bucket = None if self.bucket is None else self.bucket[part.place : part.place + part.numel]
+            pieces.append(Piece(tensor, self.region, self.group, self.start + part.place, (moved,), bucket))
         return pieces
 
     def split_state(self, state: dict[str, Any]) -> list[dict[str, Any]]:
@@ -115,18 +127,14 @@ def piece_bytes(on_device: bool) -> int:
 
 
 def cut_pieces(
-    index: int, region: Region, memory: torch.Tensor, rank: int, parameters: Sequence[torch.nn.Parameter],
-    names: Sequence[str], *, most_bytes: int = _MOST_BYTES,
+    index: int, memory: RegionMemory, rank: int, parameters: Sequence[torch.nn.Parameter], names: Sequence[str],
+    *, most_bytes: int = _MOST_BYTES,
 ) -> list[Piece]:  # fmt: skip
-    """The pieces of a rank's slice of a region, given the region's memory on that rank."""
-    first, last = region.bounds[rank]
+    """The pieces of a rank's slice of a region. The parameters of a piece are in one group."""
+    region = memory.region
     step = max(1, most_bytes // region.dtype.itemsize)
     pieces = []
-    for start in range(first, last, step):
-        stop = min(start + step, last)
-        inside = [m for m in region.members if m.offset < stop and m.offset + m.numel > start]
-        if not inside:  # a gap
-            continue
+    for start, stop, inside in _ranges(region, *region.bounds[rank], step):
         begin = max(start, inside[0].offset)
         end = min(stop, inside[-1].offset + inside[-1].numel)
         parts = []
@@ -135,20 +143,29 @@ def cut_pieces(
             place = member.offset + first_element - begin
             parameter, name = parameters[member.parameter], names[member.parameter]
             parts.append(Part(parameter, name, first_element, last_element, place))
-        pieces.append(Piece(memory[begin:end], index, begin, tuple(parts)))
+        bucket = None if memory.gradient is None else memory.gradient[begin:end]
+        pieces.append(Piece(memory.own[begin:end], index, inside[0].group, begin, tuple(parts), bucket))
     return pieces
 
 
+def _ranges(region: Region, first: int, last: int, step: int) -> Iterator[tuple[int, int, list[Member]]]:
+    """Cut elements [first, last) every `step` elements, and where members are in another group than those before."""
+    for start in range(first, last, step):
+        stop = min(start + step, last)
+        inside = [m for m in region.members if m.offset < stop and m.offset + m.numel > start]
+        for _, members in itertools.groupby(inside, key=lambda member: member.group):
+            yield start, stop, list(members)
+
+
 def whole_piece(
-    index: int, region: Region, memory: torch.Tensor, rank: int, parameters: Sequence[torch.nn.Parameter],
-    names: Sequence[str],
-) -> list[Piece]:  # fmt: skip
+    index: int, memory: RegionMemory, rank: int, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]
+) -> list[Piece]:
     """As `cut_pieces`, for an optimizer that needs whole parameters."""
-    (member,), (start, stop) = region.members, region.bounds[rank]
+    (member,), (start, stop) = memory.region.members, memory.region.bounds[rank]
     if start == stop:
         return []
     parameter = parameters[member.parameter]
-    return [Piece(parameter, index, 0, (Part(parameter, names[member.parameter], 0, member.numel, 0),))]
+    return [Piece(parameter, index, member.group, 0, (Part(parameter, names[member.parameter], 0, member.numel, 0),))]
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,15 +11,22 @@ from typing import Any, Final, TypeVar
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from torchring.accelerators import accelerator_of
 from torchring.allreduce import AllReduce
 from torchring.allreduce.device.stream import OnStream
 from torchring.collectives.initial_state import broadcast_state, load_plain, save_plain
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import GradientError, in_step, ranks_in_words
+from torchring.gradients.bucket import Bucket
+from torchring.gradients.freed import FreedGradient
 from torchring.gradients.group import OptimizerGroup
+from torchring.gradients.layout import Options
+from torchring.gradients.participants.early import EarlySteps
+from torchring.gradients.plan import ParameterSpec, wire_dtype
 from torchring.gradients.validation import parameters_of
-from torchring.sharding.cut import Candidate, assign_whole, cut_elements
+from torchring.sharding.cut import Candidate, assign_whole, cut_as_bucket, cut_elements
 from torchring.sharding.device import DeviceExchange
 from torchring.sharding.exchange import Exchange
 from torchring.sharding.kinds import Kind, cost_of, kind_of
@@ -31,6 +38,7 @@ from torchring.world import World
 
 _T = TypeVar("_T")
 _logger: Final = logging.getLogger("torchring")
+_OWN_HOOKS: Final = 3  # on the steps of the wrapped optimizer: two of the wrapper and one of `Shards`
 _PAST: Final = (
     "the optimizer that torchring.wrap(..., shard=True) was given has the state of a part of the parameters only, so "
     "{what} of its own would be wrong; call {what} of the optimizer that torchring.wrap has returned"
@@ -53,7 +61,9 @@ class Shards:
         names: the names of its parameters.
         sparse: parameters with sparse gradients.
         number: of the optimizer, among those of the world that are sharded.
-        step: steps the optimizer for a rank that has ended, inside `torchring.join`.
+        buckets: see `extend`.
+        early_steps: says when to step one of these buckets.
+        step: steps the optimizer, in backward, or for a rank that has ended, inside `torchring.join`.
         all_reduce: of the gradients.
 
     Attributes:
@@ -72,6 +82,8 @@ class Shards:
         names: Mapping[torch.nn.Parameter, str],
         sparse: Collection[torch.nn.Parameter],
         number: int,
+        buckets: Sequence[Bucket],
+        early_steps: EarlySteps | None,
         step: Callable[[], object],
         all_reduce: AllReduce[Any],
     ) -> None:
@@ -94,6 +106,10 @@ class Shards:
         self._step = step
         self._members = world.shared(OptimizerGroup).members
         self._members.followers[self._name] = self._follow
+        self._early_steps = early_steps
+        self._early: set[int] = set()  # regions that were stepped inside the last backward
+        self._early_options: object = None  # that they were stepped with
+        self._regions: dict[int, int] = {}  # by index of the bucket that is laid out alike
         self._is_under_way = False
         self._is_first = True
         self._is_closed = False
@@ -102,14 +118,20 @@ class Shards:
             optimizer.register_state_dict_pre_hook(lambda _: self._refuse("state_dict()")),
             optimizer.register_load_state_dict_pre_hook(lambda *_: self._accept_state()),
         ]
-        self.extend()
+        self.extend(buckets)
+        if early_steps is not None:
+            early_steps.step, early_steps.may_step = self.step_early, self._may_step_early
 
     @property
     def _name(self) -> bytes:
         return f"step() of optimizer {self.number}".encode()
 
-    def extend(self) -> None:
-        """Collective: cut the parameters that the optimizer has got since."""
+    def extend(self, buckets: Sequence[Bucket] = ()) -> None:
+        """Collective: cut the parameters that the optimizer has got since.
+
+        Args:
+            buckets: that these parameters are reduced in. Those that are scattered decide how parameters are cut.
+        """
         first = len(self.parameters)
         groups = [(g, p) for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]][first:]
         self.parameters += [parameter for _, parameter in groups]
@@ -123,11 +145,21 @@ class Shards:
                 candidates.append(Candidate(index, group, parameter.numel(), parameter.dtype, trained, cost))
             else:
                 self.everywhere[parameter] = None
+        by_parameter = {self.parameters[each.parameter]: each for each in candidates}
+        buckets = [bucket for bucket in buckets if bucket.plan.is_scattered]
+        regions = []
+        for bucket in buckets:
+            own = [by_parameter.pop(parameter) for parameter in bucket.parameters if parameter.numel()]
+            regions.append(cut_as_bucket(own, bucket.plan, self.world.size))
+        rest = list(by_parameter.values())
         if self.kind is Kind.WHOLE:
-            regions = assign_whole(candidates, self.world.size)
+            regions += assign_whole(rest, self.world.size)
         else:
-            regions = cut_elements(candidates, self.world.size, on_device=self.accelerator is not None)
+            regions += cut_elements(rest, self.world.size, on_device=self.accelerator is not None)
         memories = self._exchange.allocate(regions)
+        for memory, bucket in zip(memories, buckets, strict=False):
+            memory.gradient = bucket.wire.tensor
+            self._regions[bucket.index] = len(self.memories) + memories.index(memory)
         self._kept += move(self.parameters, memories)
         for memory in memories:
             self.memories.append(memory)
@@ -136,15 +168,15 @@ class Shards:
 
     def _pieces_of(self, index: int, memory: RegionMemory) -> list[Piece]:
         """This rank's pieces of a region, as they are at first."""
-        where = index, memory.region, memory.own, self.world.rank, self.parameters, self.names
+        where = index, memory, self.world.rank, self.parameters, self.names
         if self.kind is Kind.WHOLE:
             return whole_piece(*where)
         pieces = cut_pieces(*where, most_bytes=piece_bytes(self.accelerator is not None))
         # Fused kernels compute the end of a tensor, which fills no vector, with other instructions than the rest. So
         # there each parameter keeps its end. A fused step of many tensors costs little more than that of one. Nor does
         # any step on a device, where gradients need not be copied side by side then.
-        is_fused = self.optimizer.param_groups[memory.region.group].get("fused")
-        return [part for piece in pieces for part in piece.split()] if is_fused or self.accelerator else pieces
+        groups, on_device = self.optimizer.param_groups, self.accelerator is not None
+        return [part for p in pieces for part in (p.split() if on_device or groups[p.group].get("fused") else (p,))]
 
     def _movable(self, parameters: Sequence[torch.nn.Parameter]) -> list[bool]:
         """Collective: which parameters all ranks can move to shared memory."""
@@ -201,7 +233,10 @@ class Shards:
         out, as ranks that have ended take that over at the end.
         """
         collectives = internal_collectives_of(self.world)
-        has_gradient = [p.grad is not None and p not in self.everywhere for p in self.parameters]
+        has_gradient = [
+            p.grad is not None and p not in self.everywhere and not isinstance(p.grad, FreedGradient)
+            for p in self.parameters
+        ]
         has_gradient = load_plain(collectives.broadcast_bytes(save_plain(has_gradient), src))
         self._take_over_groups(src)
         chosen = [parameter for parameter, has in zip(self.parameters, has_gradient, strict=True) if has]
@@ -209,7 +244,8 @@ class Shards:
         collectives.broadcast_together([grad for grad in grads if grad is not None], src)
         if self._members.has_ended:
             for parameter in self.parameters:
-                parameter.grad = None
+                if not isinstance(parameter.grad, FreedGradient):  # of which this rank has its slice
+                    parameter.grad = None
             for parameter, grad in zip(chosen, grads, strict=True):
                 parameter.grad = grad
 
@@ -228,14 +264,20 @@ class Shards:
                 group.update(options)
 
     def _step_pieces(self, run: Callable[[], _T]) -> _T:
+        early = self._take_early()
         self._enter()
         try:
-            with self._pieces_in_place():
+            with self._in_place(self._take_gradients(early), self.everywhere):
                 result = run()
             stepped = [p.grad is not None for p in self.parameters]
-            self._exchange.spread(
-                [memory for memory in self.memories if any(stepped[m.parameter] for m in memory.region.members)]
+            self._exchange.start(
+                [
+                    memory
+                    for index, memory in enumerate(self.memories)
+                    if index not in early and any(stepped[m.parameter] for m in memory.region.members)
+                ]
             )
+            self._exchange.finish()
         except BaseException as error:
             self.world.break_off("step()", error)
             raise
@@ -246,44 +288,74 @@ class Shards:
             self._say_what_it_saves()
         return result
 
+    def _may_step_early(self) -> bool:
+        """Whether a step in several parts is the same for the script as one step."""
+        return _num_hooks(self.optimizer) == _OWN_HOOKS
+
+    def step_early(self, bucket: Bucket) -> None:
+        """Step this rank's slice of a bucket, inside backward, and begin to give other ranks the result."""
+        index = self._regions[bucket.index]
+        pieces = [piece for piece in self.pieces if piece.region == index]
+        for piece in pieces:
+            piece.tensor.grad = piece.bucket
+        if not self._early:
+            self._early_options = _options_of(self.optimizer)
+        self._early.add(index)
+        with self._in_place(pieces, {}):
+            self._step()
+        self._exchange.start([self.memories[index]])
+
+    def _take_early(self) -> set[int]:
+        """The regions that were stepped inside backward. Raises GradientError if a step now would be another one."""
+        early, self._early = self._early, set()
+        if self._early_steps is not None:
+            self._early_steps.stepped()
+        if early and self._early_options != _options_of(self.optimizer):
+            raise GradientError(
+                "options of the optimizer, such as the learning rate, changed between backward() and step(), and "
+                "backward() has stepped a part of the parameters already. With free_gradients=True, change them before "
+                "backward(), or leave free_gradients out",
+                rank=self.world.rank,
+            )
+        return early
+
     @contextmanager
-    def _pieces_in_place(self) -> Iterator[None]:
-        """Inside, the optimizer's groups hold this rank's pieces, with their gradients, in place of the parameters."""
+    def _in_place(self, pieces: Sequence[Piece], everywhere: Collection[torch.nn.Parameter]) -> Iterator[None]:
+        """Inside, the optimizer's groups hold these pieces, and parameters, in place of all parameters."""
         whole = [group["params"] for group in self.optimizer.param_groups]
         try:
-            self._take_gradients()
             own: list[list[torch.Tensor]] = [[] for _ in whole]
-            for piece in self.pieces:
-                own[self.memories[piece.region].region.group].append(piece.tensor)
-            everywhere = self.everywhere
-            for group, parameters, pieces in zip(self.optimizer.param_groups, whole, own, strict=True):
-                group["params"] = [*pieces, *(p for p in parameters if p in everywhere)] if everywhere else pieces
+            for piece in pieces:
+                own[piece.group].append(piece.tensor)
+            for group, parameters, tensors in zip(self.optimizer.param_groups, whole, own, strict=True):
+                group["params"] = [*tensors, *(p for p in parameters if p in everywhere)] if everywhere else tensors
             self._is_under_way = True
             yield
         finally:
             self._is_under_way = False
             for group, parameters in zip(self.optimizer.param_groups, whole, strict=True):
                 group["params"] = parameters
-            for piece in self.pieces:
+            for piece in pieces:
                 piece.drop_gradient()
 
     @torch.no_grad()
-    def _take_gradients(self) -> None:
-        if all(piece.take_gradient() for piece in self.pieces):
-            return
-        pieces = []
-        for piece in self.pieces:
-            if piece.take_gradient():
-                pieces.append(piece)
-                continue
-            parts = piece.split()
-            if piece.tensor in (state := self.optimizer.state):
-                for part, its in zip(parts, piece.split_state(state.pop(piece.tensor)), strict=True):
-                    state[part.tensor] = its
-            for part in parts:
-                part.take_gradient()
-            pieces += parts
-        self.pieces = pieces
+    def _take_gradients(self, early: Collection[int]) -> list[Piece]:
+        """Give pieces their gradients, but for those of the `early` regions. Returns these pieces."""
+        if any(not piece.take_gradient() for piece in self.pieces if piece.region not in early):
+            self.pieces = [part for piece in self.pieces for part in self._split_if_mixed(piece, early)]
+        return [piece for piece in self.pieces if piece.region not in early]
+
+    def _split_if_mixed(self, piece: Piece, early: Collection[int]) -> list[Piece]:
+        """The piece, or its parts if only some of them have a gradient."""
+        if piece.region in early or piece.take_gradient():
+            return [piece]
+        parts = piece.split()
+        if piece.tensor in (state := self.optimizer.state):
+            for part, its in zip(parts, piece.split_state(state.pop(piece.tensor)), strict=True):
+                state[part.tensor] = its
+        for part in parts:
+            part.take_gradient()
+        return parts
 
     def _enter(self) -> None:
         """Collective: from here on, other ranks write to this rank's parameters."""
@@ -361,6 +433,24 @@ class Shards:
             self._refuse("load_state_dict()")
 
 
+def _num_hooks(optimizer: Optimizer) -> int:
+    """Number of hooks on the steps of this optimizer, and of all."""
+    own = (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
+    return len(own) + len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
+
+
+def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The options of each group, to be compared."""
+    return [
+        {
+            key: float(value) if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
 class _StateOf:
     """The state of what every rank steps, by its number."""
 
@@ -374,6 +464,29 @@ class _StateOf:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for i, entry in state_dict.items():
             self._shards.optimizer.state[list(self._shards.everywhere)[int(i)]] = entry
+
+
+def why_kept(options: Options, optimizer: Optimizer, specs: Sequence[ParameterSpec], world: World) -> str:
+    """Why free_gradients=True keeps whole gradients all the same; "" if it does not.
+
+    Args:
+        specs: of the parameters that are trained, in the order of the optimizer.
+    """
+    trained = [p for p in parameters_of(optimizer) if p.requires_grad]
+    if any(accelerator_of(p.device) for p in trained):
+        return "the parameters are on a GPU"
+    if kind_of(optimizer) is not Kind.ELEMENTS:
+        return f"{type(optimizer).__name__} needs whole gradients"
+    if any(spec.dtype.is_complex or wire_dtype(spec.dtype, options.compression) != spec.dtype for spec in specs):
+        return "gradients travel in another dtype than that of the parameters"
+    if not world.shares_memory and max(map(len, world.hosts)) > 1:
+        return "several hosts have several ranks each"
+    storages = [p.untyped_storage()._cdata for p in trained]
+    for parameter, spec in zip(trained, specs, strict=True):
+        is_alone = can_move(parameter) and storages.count(parameter.untyped_storage()._cdata) == 1
+        if parameter.numel() and not spec.is_sparse and not is_alone:
+            return f"{spec.name} is part of a larger tensor, or in memory that the script shares"
+    return ""
 
 
 def refuse_part_of_state(optimizer: Optimizer) -> None:
