@@ -162,9 +162,8 @@ def _order(rank: int, size: int) -> tuple[list[tuple[bool, bool]], str]:
 _SCENARIOS: dict[int, dict[str, Callable[[int, int], Any]]] = {
     2: {
         "direct, late": functools.partial(
-            _as_without_shard, kinds=["AdamW", "AdamW fused", "ASGD"], mode="late", algorithm="direct"
+            _as_without_shard, kinds=["AdamW fused", "ASGD"], mode="late", algorithm="direct"
         ),
-        "direct, eager": functools.partial(_as_without_shard, kinds=["SGD"], mode="eager", algorithm="direct"),
         "ring, thread": functools.partial(_as_without_shard, kinds=["Adam"], mode="thread", algorithm="ring"),
         "native, late": functools.partial(_as_without_shard, kinds=["AdamW"], mode="late", algorithm="native"),
         **{name: functools.partial(_scripted, name=name) for name in _SCRIPTS},
@@ -188,7 +187,7 @@ _SCENARIOS: dict[int, dict[str, Callable[[int, int], Any]]] = {
         "whole": functools.partial(_on_device, scenario=_of_whole_parameters, problem=_APART),
     },
 }
-_TWINS = [(2, "direct, late"), (2, "direct, eager"), (2, "ring, thread"), (2, "native, late")]
+_TWINS = [(2, "direct, late"), (2, "ring, thread"), (2, "native, late")]
 _TWINS += [(3, "direct"), (3, "native"), (3, "hierarchical")]
 
 
