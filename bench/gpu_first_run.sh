@@ -16,6 +16,7 @@
 #     sanitizer   tests of the kernels in which no kernel waits, under compute-sanitizer
 #     ncu, ncu_direct, ncu_one    profiles of pack and unpack, and of direct with one rank and as one of eight
 #   4 allreduce   between processes
+#     sharding    training steps with shard=True, and without
 #
 # FOLDER gets the output of each part as it comes, the benchmarks' rows in rows.jsonl, and, after each part, summary.txt
 # and results.md, which says what was measured and what it means. No part needs another one, and the next one starts
@@ -92,6 +93,7 @@ tool_part ncu 3 ncu 50 "${profiled[@]}" 'regex:_(un)?pack_kernel' "${worker[@]}"
 tool_part ncu 3 ncu_direct 50 "${profiled[@]}" _direct_kernel "${worker[@]}" bucket,none
 tool_part ncu 3 ncu_one 50 "${profiled[@]}" _direct_kernel "${worker[@]}" one,none
 part 4 allreduce 290 "${bench[@]}" allreduce
+part 4 sharding 190 "${bench[@]}" sharding
 echo "Results are in $out:"
 cat "$out/summary.txt"
 exit "$failed"

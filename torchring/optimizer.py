@@ -70,8 +70,8 @@ from torchring.optimizer_wrapper import OptimizerWrapper
 from torchring.placement import WORKER_CORES, advice, numbers_in
 from torchring.sharding.checkpoint import gather_state, keep_share, load_state
 from torchring.sharding.distributed_checkpoint import make_state, shard_state
+from torchring.sharding.kinds import kind_of
 from torchring.sharding.step import Shards, refuse_closure, refuse_part_of_state, why_kept
-from torchring.sharding.step import check as check_shardable
 from torchring.world import World
 
 _T = TypeVar("_T")
@@ -129,8 +129,8 @@ def wrap(
             the gradients of each `backward()` that reduces. Other buffers than running statistics take one more message
             when they change for the first time.
         sync_initial_state: copy parameters, buffers and optimizer state from rank 0 to all ranks.
-        shard: each rank keeps the optimizer state for its share of the parameters, and steps that share. Parameters on
-            the CPU. `step()` and `state_dict()` are collective then. Gradients are whole on all ranks, as without it.
+        shard: each rank keeps the optimizer state for its share of the parameters, and steps that share.
+            `step()` and `state_dict()` are collective then. Gradients are whole on all ranks, as without it.
         free_gradients: with `shard`, each rank gets the gradients of its share only, so ranks exchange half as much.
             After `backward()`, reading or writing `.grad` raises GradientError, as clipping and GradScaler do.
 
@@ -231,7 +231,7 @@ class DistributedOptimizer(OptimizerWrapper):
             check_free(names, world)
             refuse_part_of_state(optimizer)
             if options.shard:
-                check_shardable(optimizer, names)
+                kind_of(optimizer)
                 if isinstance(world, ProvisionalWorld):
                     raise ValueError("shard=True does not work in elastic jobs so far; leave shard out")
             if sync_initial_state and model is not None:
@@ -691,7 +691,7 @@ class DistributedOptimizer(OptimizerWrapper):
         assert self._sync is not None
         self._shards = Shards(
             *(world, self.optimizer, self._names, self._sparse, next(world.shared(_numbers))),
-            *(self._sync.layout.buckets, self._sync.early_steps, self._follow_step),
+            *(self._sync.layout.buckets, self._sync.early_steps, self._follow_step, self._sync.layout.all_reduce),
         )
         keep_share(self._shards, dict(self.optimizer.state))
 

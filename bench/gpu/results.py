@@ -71,6 +71,12 @@ _QUESTIONS: Final[tuple[tuple[str, Row, str], ...]] = (
         {"section": "allreduce"},
         "Ranks that share a GPU take turns: such times show that it works, and say nothing about NVLink.",
     ),
+    (
+        "What do sharded steps save?",
+        {"section": "sharding"},
+        "`speed` is that of the same steps without shard=True, over the time; `state_mb` of one rank should be 1/N of "
+        "the whole. With a GPU for each rank, a sharded step should not be slower.",
+    ),
 )
 
 

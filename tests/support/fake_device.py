@@ -419,6 +419,20 @@ class FakeBackend:
         self._call(lambda: self._group.allreduce(list(tensors), options), tensors[0])
         return self if options.asyncOp else None
 
+    def broadcast(self, tensors: Sequence[torch.Tensor], options: Any) -> FakeBackend | None:
+        self._call(lambda: self._group.broadcast(list(tensors), options), tensors[0])
+        return self if options.asyncOp else None
+
+    def _allgather_base(self, output: torch.Tensor, own: torch.Tensor, options: Any) -> FakeBackend | None:
+        def start() -> Any:
+            """Add up bytes: Gloo's own gathers copy tensors on a thread of Gloo's, which this module would note."""
+            mine, everything = own.clone(), output.view(torch.uint8)
+            output.zero_()[self.rank() * len(own) :][: len(own)].copy_(mine)
+            return self._group.allreduce([everything], dist.AllreduceOptions())
+
+        self._call(start, output)
+        return self if options.asyncOp else None
+
     def wait(self) -> None:
         """On a GPU this has the current stream wait; here it is the one that works."""
 

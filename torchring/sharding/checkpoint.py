@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 
 import torch
 
@@ -20,14 +20,15 @@ from torchring.errors import in_step, ranks_in_words
 from torchring.memory.heap import trim
 from torchring.sharding.cut import Region
 from torchring.sharding.kinds import Kind
-from torchring.sharding.pieces import Part, Piece, flat, is_scalar, laid_out_as
+from torchring.sharding.pieces import Part, Piece, flat, is_scalar, laid_out_as, piece_bytes
 from torchring.sharding.shard_tensor import ShardTensor
 from torchring.sharding.step import Shards, num_bytes_of
 from torchring.sharding.together import begin_together
 
-_PIECES_AT_ONCE: Final = 8  # 4 MiB
+_BYTES_AT_ONCE: Final = 4 << 20  # of each rank; or one piece
 _BYTES_BETWEEN_TRIMS: Final = 64 << 20
 
+_V = TypeVar("_V")
 Entry = dict[str, Any]  # the state of one parameter
 State = dict[torch.Tensor, Entry]
 Outlines = dict[int, Entry]  # by index of the parameter: without the values of tensors that have its shape
@@ -37,7 +38,10 @@ Fetch = Callable[[int, str, torch.Tensor], torch.Tensor]
 
 
 def gather_state(shards: Shards, *, all_ranks: bool) -> dict[str, Any] | None:
-    """Collective: the ordinary state_dict on rank 0, or on all ranks. None on the others."""
+    """Collective: the ordinary state_dict on rank 0, or on all ranks. None on the others.
+
+    In host memory: a device has room for a share, and maybe not for the whole.
+    """
     begin_together(shards.world, shards.number, "state_dict()")
     keeps = all_ranks or shards.world.rank == 0
     gather = _gather_elements if shards.kind is Kind.ELEMENTS else _gather_whole
@@ -51,7 +55,7 @@ def gather_state(shards: Shards, *, all_ranks: bool) -> dict[str, Any] | None:
             trim()
     for parameter in shards.everywhere:
         if parameter in shards.optimizer.state:
-            found[parameter] = shards.optimizer.state[parameter]
+            found[parameter] = _on_host(shards.optimizer.state[parameter])
     if not keeps:
         return None
     with shards.whole_state({p: found[p] for p in shards.parameters if p in found}):
@@ -61,6 +65,7 @@ def gather_state(shards: Shards, *, all_ranks: bool) -> dict[str, Any] | None:
 def _gather_elements(shards: Shards, *, keeps: bool) -> Iterator[tuple[torch.nn.Parameter, Entry]]:
     """Collective: the state of each parameter that is cut. Nothing unless this rank `keeps` it."""
     collectives = internal_collectives_of(shards.world)
+    pieces_at_once = max(1, _BYTES_AT_ONCE // piece_bytes(shards.accelerator is not None))
     state, mine = shards.optimizer.state, pieces_with_state(shards)
     everybody = tell_pieces(shards, mine)
     for index, memory in enumerate(shards.memories):
@@ -75,10 +80,10 @@ def _gather_elements(shards: Shards, *, keeps: bool) -> Iterator[tuple[torch.nn.
         for key, dtype in sorted(keys.items()):
             own = [state[piece.tensor][key] for piece in mine[index] if key in state[piece.tensor]]
             places = [[(start, length) for start, length, outline in row if key in outline] for row in rows]
-            for first in range(0, max(map(len, places)), _PIECES_AT_ONCE):
-                batch = slice(first, first + _PIECES_AT_ONCE)
+            for first in range(0, max(map(len, places)), pieces_at_once):
+                batch = slice(first, first + pieces_at_once)
                 nothing = torch.empty(0, dtype=dtype, device="cpu")
-                gathered = collectives.all_gather(torch.cat([nothing, *own[batch]]))
+                gathered = collectives.all_gather(torch.cat([nothing, *(part.cpu() for part in own[batch])]))
                 for rank, data in enumerate(gathered if keeps else ()):
                     for start, length in places[rank][batch]:
                         _hand_out(region, start, data[:length], key, entries)
@@ -157,7 +162,7 @@ def _gather_whole(shards: Shards, *, keeps: bool) -> Iterator[tuple[torch.nn.Par
                 entry = fill_outline(theirs[index], "", tensors.get(index, {}), wanted)
                 collectives.broadcast_together(wanted.values(), owner)
                 if keeps:
-                    yield parameter, entry
+                    yield parameter, _on_host(entry)
 
 
 def tell_whole(shards: Shards) -> tuple[list[Outlines], Tensors]:
@@ -193,9 +198,7 @@ def load_state(shards: Shards, state_dict: Mapping[str, Any] | None) -> None:
         try:
             _check_shapes(shards, state_dict)
             state = _own_shards(shards, state_dict, is_shared=not missing)
-            with shards.whole_state({}):
-                optimizer.load_state_dict({**state_dict, "state": state})
-                entries = dict(optimizer.state)
+            entries = _loaded(shards, {**state_dict, "state": state})
         except Exception as error:
             problem = error
     collectives.raise_together(problem, "could not load its optimizer's state")
@@ -227,6 +230,27 @@ def load_state(shards: Shards, state_dict: Mapping[str, Any] | None) -> None:
         return collectives.broadcast(received, 0)
 
     _build(shards, sent["outlines"], fetch)
+
+
+def _loaded(shards: Shards, state_dict: Mapping[str, Any]) -> State:
+    """The state of whole parameters that the optimizer makes of a state_dict; in host memory."""
+    optimizer = shards.optimizer
+    whole = [group["params"] for group in optimizer.param_groups]
+    with shards.whole_state({}):
+        if shards.accelerator is None:
+            optimizer.load_state_dict(dict(state_dict))
+            return dict(optimizer.state)
+        # torch moves state to where its parameter is. In place of a parameter it gets a tensor that takes no memory.
+        stand_ins = {torch.empty((), dtype=p.dtype, device="cpu").expand(p.shape): p for p in shards.parameters}
+        left = iter(stand_ins)
+        try:
+            for group in optimizer.param_groups:
+                group["params"] = list(itertools.islice(left, len(group["params"])))
+            optimizer.load_state_dict(dict(state_dict))
+            return {stand_ins.get(key, key): entry for key, entry in optimizer.state.items()}
+        finally:
+            for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+                group["params"] = parameters
 
 
 def keep_share(shards: Shards, entries: Mapping[torch.Tensor, Entry]) -> None:
@@ -264,6 +288,7 @@ def _build(shards: Shards, outlines: Outlines, fetch: Fetch) -> None:
         _make_room(shards, outlines)
     wanted = _parts_of(shards)
     everywhere = shards.everywhere
+    groups = {parameter: group for group in shards.optimizer.param_groups for parameter in group["params"]}
     for index, parameter in enumerate(shards.parameters):
         if (outline := outlines.get(index)) is None:
             continue
@@ -286,7 +311,7 @@ def _build(shards: Shards, outlines: Outlines, fetch: Fetch) -> None:
             if is_mine:
                 target.copy_(data)
         if is_mine:
-            state[parameter] = entry
+            state[parameter] = _on_device(entry, parameter, groups[parameter])
     if outlines:
         shards.keep_an_entry()
 
@@ -310,12 +335,36 @@ def _make_room(shards: Shards, outlines: Outlines) -> None:
     shards.pieces = pieces
     for piece in pieces:
         if (outline := outlines.get(indices[piece.parts[0].parameter])) is not None:
-            shards.optimizer.state[piece.tensor] = {
+            entry = {
                 key: copy_of(value)
                 if is_scalar(key, value)
-                else torch.zeros(piece.tensor.numel(), dtype=value.dtype, device="cpu")
+                else torch.zeros(piece.tensor.numel(), dtype=value.dtype, device=piece.tensor.device)
                 for key, value in outline.items()
             }
+            group = shards.optimizer.param_groups[piece.group]
+            shards.optimizer.state[piece.tensor] = _on_device(entry, piece.parts[0].parameter, group)
+
+
+def _on_host(entry: Entry) -> Entry:
+    return _mapped(entry, lambda _, value: value.cpu())
+
+
+def _on_device(entry: Entry, parameter: torch.nn.Parameter, group: Mapping[str, Any]) -> Entry:
+    """The entry, with its tensors where `Optimizer.load_state_dict` puts them for a parameter of this group."""
+    has_steps = group.get("fused") or group.get("capturable")
+    return _mapped(entry, lambda key, value: value if key == "step" and not has_steps else value.to(parameter.device))
+
+
+def _mapped(value: _V, function: Callable[[object, torch.Tensor], torch.Tensor], key: object = None) -> _V:
+    """A copy of a state in which `function` replaces the tensors, given the key of each."""
+    result: Any = value
+    if isinstance(value, torch.Tensor):
+        result = function(key, value)
+    elif isinstance(value, dict):
+        result = {name: _mapped(item, function, name) for name, item in value.items()}
+    elif isinstance(value, (list, tuple)):
+        result = type(value)(_mapped(item, function) for item in value)
+    return cast(_V, result)
 
 
 def _are_alike(one: Entry | None, other: Entry | None) -> bool:

@@ -18,6 +18,7 @@ from torchring.allreduce.slices import ALIGNMENT_BYTES, slice_bounds
 from torchring.gradients.plan import BucketPlan
 
 _SMALL_BYTES: Final = 256 * 1024  # a smaller parameter shares a region with others: to step a tensor costs 50 us
+_SMALL_BYTES_ON_DEVICE: Final = 16 << 20  # each region takes a launch, which takes its time to meet the other ranks
 _MOST_SHARED_BYTES: Final = 16 << 20  # in one region, which a checkpoint gathers as a whole
 
 
@@ -62,12 +63,13 @@ class Region:
         return self.numel * self.dtype.itemsize
 
 
-def cut_elements(candidates: Sequence[Candidate], num_ranks: int) -> list[Region]:
+def cut_elements(candidates: Sequence[Candidate], num_ranks: int, *, on_device: bool = False) -> list[Region]:
     """Cut parameters anywhere. Small ones that are trained, or are all frozen, lie side by side."""
+    small_bytes = _SMALL_BYTES_ON_DEVICE if on_device else _SMALL_BYTES
     open_runs: dict[tuple[int, torch.dtype, bool], list[Candidate]] = {}
     runs: list[list[Candidate]] = []
     for each in candidates:
-        if each.numel * each.dtype.itemsize >= _SMALL_BYTES:
+        if each.numel * each.dtype.itemsize >= small_bytes:
             runs.append([each])
             continue
         key = each.group, each.dtype, each.is_trained

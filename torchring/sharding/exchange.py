@@ -1,4 +1,4 @@
-"""Carries parameters that one rank has stepped to the others.
+"""Carries parameters that one rank has stepped to the others. On devices, see `device.py`.
 
 Within a host, a rank writes its slices into the memory of its peers. Between hosts, it sends them to one rank of every
 other host, which writes them to the peers there. So each host receives every slice once:
@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import torch
 
 from torchring.memory.channel import Channel
-from torchring.sharding.parameters import RegionMemory
+from torchring.sharding.cut import Region
+from torchring.sharding.parameters import RegionMemory, host_memory
 from torchring.transport.contract import Transfer
 from torchring.transport.open import open_transport
 from torchring.world import World
@@ -25,6 +26,7 @@ class Exchange:
 
     def __init__(self, world: World) -> None:
         assert world.host is not None
+        self._host = world.host
         self._rank = world.rank
         self._left = Channel(world.host)
         self._receives: list[tuple[RegionMemory, int, Transfer]] = []
@@ -36,6 +38,10 @@ class Exchange:
         self._senders = [
             rank for members in others for i, rank in enumerate(members) if mine[i % len(mine)] == world.rank
         ]
+
+    def allocate(self, regions: Sequence[Region]) -> list[RegionMemory]:
+        """Collective: memory for regions."""
+        return host_memory(regions, self._host)
 
     def start(self, memories: Sequence[RegionMemory]) -> None:
         """Begin to give all ranks the slices that this rank has stepped. In the same order on all ranks.

@@ -83,11 +83,11 @@ def _why_together(optimizer: Optimizer) -> str:
         return "its state has entries that belong to no parameter"
     groups = [(index, p) for index, group in enumerate(optimizer.param_groups) for p in group["params"]]
     trained = [(index, p) for index, p in groups if p.requires_grad][:_MOST_TRIED]
-    shapes = [(index, [min(n, _TRIED_LENGTH + i) for n in p.shape], p.dtype) for i, (index, p) in enumerate(trained)]
+    shapes = [(index, [min(n, _TRIED_LENGTH + i) for n in p.shape], p.data) for i, (index, p) in enumerate(trained)]
     if len(shapes) == 1:
         shapes = shapes * 2
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[p.device.index for _, p in trained[:1] if p.is_cuda]):
             everything = _try_steps(optimizer, shapes, range(len(shapes)))
             for alone in range(len(shapes)):
                 parameters, groups_after = _try_steps(optimizer, shapes, [alone])
@@ -100,7 +100,7 @@ def _why_together(optimizer: Optimizer) -> str:
 
 
 def _try_steps(
-    optimizer: Optimizer, shapes: Sequence[tuple[int, Sequence[int], torch.dtype]], chosen: Sequence[int]
+    optimizer: Optimizer, shapes: Sequence[tuple[int, Sequence[int], torch.Tensor]], chosen: Sequence[int]
 ) -> tuple[list[torch.Tensor], list[dict[str, str]]]:
     """Step these of the tiny parameters with a trial optimizer. Returns them, and the plain values of its groups."""
     trial: Any = object.__new__(type(optimizer))
@@ -113,10 +113,11 @@ def _try_steps(
     ]
     parameters = []
     for number in chosen:
-        index, shape, dtype = shapes[number]
-        torch.manual_seed(number)
-        parameter = torch.nn.Parameter(torch.randn(shape, device="cpu").to(dtype))
-        parameter.grad = 1e3 * torch.randn_like(parameter)
+        index, shape, like = shapes[number]
+        generator = torch.Generator("cpu").manual_seed(number)  # not torch's own, whose seeding reaches all devices
+        values, gradient = torch.randn(2, *shape, generator=generator, device="cpu").to(like)
+        parameter = torch.nn.Parameter(values)
+        parameter.grad = 1e3 * gradient
         trial.param_groups[index]["params"].append(parameter)
         parameters.append(parameter)
     for _ in range(_NUM_STEPS):

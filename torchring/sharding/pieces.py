@@ -22,6 +22,7 @@ from torchring.sharding.kinds import SCALARS
 from torchring.sharding.parameters import RegionMemory
 
 _MOST_BYTES: Final = 512 * 1024
+_MOST_BYTES_ON_DEVICE: Final = 16 << 20  # few launches; a checkpoint gathers one at a time
 
 
 @dataclass(frozen=True)
@@ -121,12 +122,17 @@ def is_scalar(key: str, value: Any) -> bool:
     return key in SCALARS or not isinstance(value, torch.Tensor)
 
 
+def piece_bytes(on_device: bool) -> int:
+    return _MOST_BYTES_ON_DEVICE if on_device else _MOST_BYTES
+
+
 def cut_pieces(
-    index: int, memory: RegionMemory, rank: int, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]
-) -> list[Piece]:
+    index: int, memory: RegionMemory, rank: int, parameters: Sequence[torch.nn.Parameter], names: Sequence[str],
+    *, most_bytes: int = _MOST_BYTES,
+) -> list[Piece]:  # fmt: skip
     """The pieces of a rank's slice of a region. The parameters of a piece are in one group."""
     region = memory.region
-    step = max(1, _MOST_BYTES // region.dtype.itemsize)
+    step = max(1, most_bytes // region.dtype.itemsize)
     pieces = []
     for start, stop, inside in _ranges(region, *region.bounds[rank], step):
         begin = max(start, inside[0].offset)
@@ -171,7 +177,9 @@ def laid_out_as(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy, with its elements in the same order in memory as the parameter's."""
     if tensor.stride() == parameter.stride() and not (tensor.is_conj() or tensor.is_neg()):
         return tensor
-    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=tensor.dtype, device="cpu").copy_(tensor)
+    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
+        tensor
+    )
 
 
 def _gradient_of(part: Part) -> torch.Tensor | None:

@@ -13,6 +13,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from torchring.accelerators import accelerator_of
+from torchring.allreduce import AllReduce
+from torchring.allreduce.device.stream import OnStream
 from torchring.collectives.initial_state import broadcast_state, load_plain, save_plain
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import GradientError, in_step, ranks_in_words
@@ -24,10 +27,11 @@ from torchring.gradients.participants.early import EarlySteps
 from torchring.gradients.plan import ParameterSpec, wire_dtype
 from torchring.gradients.validation import parameters_of
 from torchring.sharding.cut import Candidate, assign_whole, cut_as_bucket, cut_elements
+from torchring.sharding.device import DeviceExchange
 from torchring.sharding.exchange import Exchange
 from torchring.sharding.kinds import Kind, cost_of, kind_of
 from torchring.sharding.parameters import RegionMemory, can_move, move
-from torchring.sharding.pieces import Piece, cut_pieces, whole_piece
+from torchring.sharding.pieces import Piece, cut_pieces, piece_bytes, whole_piece
 from torchring.sharding.together import begin_together
 from torchring.sharding.variants import advice_on_fused
 from torchring.world import World
@@ -60,6 +64,7 @@ class Shards:
         buckets: see `extend`.
         early_steps: says when to step one of these buckets.
         step: steps the optimizer, in backward, or for a rank that has ended, inside `torchring.join`.
+        all_reduce: of the gradients.
 
     Attributes:
         kind: how the optimizer is cut.
@@ -67,6 +72,7 @@ class Shards:
         memories: of the regions.
         pieces: what this rank steps, by region.
         everywhere: the parameters that every rank steps.
+        accelerator: of the parameters; None on the CPU.
     """
 
     def __init__(
@@ -79,6 +85,7 @@ class Shards:
         buckets: Sequence[Bucket],
         early_steps: EarlySteps | None,
         step: Callable[[], object],
+        all_reduce: AllReduce[Any],
     ) -> None:
         self.world = world
         self.optimizer = optimizer
@@ -88,11 +95,12 @@ class Shards:
         self.memories: list[RegionMemory] = []
         self.pieces: list[Piece] = []
         self.everywhere: dict[torch.nn.Parameter, None] = {}
+        self.accelerator = all_reduce.accelerator if isinstance(all_reduce, OnStream) else None
         self._names = names
         self._sparse = sparse
         self._kept: list[torch.Tensor] = []  # memory that the parameters had, where others may still read it
         self._addresses: list[int] = []
-        self._exchange = Exchange(world)
+        self._exchange = DeviceExchange(world, all_reduce) if isinstance(all_reduce, OnStream) else Exchange(world)
         world.on_close(self._exchange.close)
         self.number = number
         self._step = step
@@ -143,14 +151,16 @@ class Shards:
         for bucket in buckets:
             own = [by_parameter.pop(parameter) for parameter in bucket.parameters if parameter.numel()]
             regions.append(cut_as_bucket(own, bucket.plan, self.world.size))
-        cut = cut_elements if self.kind is Kind.ELEMENTS else assign_whole
-        regions += cut(list(by_parameter.values()), self.world.size)
-        assert self.world.host is not None
-        memories, kept = move(self.parameters, regions, self.world.host)
+        rest = list(by_parameter.values())
+        if self.kind is Kind.WHOLE:
+            regions += assign_whole(rest, self.world.size)
+        else:
+            regions += cut_elements(rest, self.world.size, on_device=self.accelerator is not None)
+        memories = self._exchange.allocate(regions)
         for memory, bucket in zip(memories, buckets, strict=False):
             memory.gradient = bucket.wire.tensor
             self._regions[bucket.index] = len(self.memories) + memories.index(memory)
-        self._kept += kept
+        self._kept += move(self.parameters, memories)
         for memory in memories:
             self.memories.append(memory)
             self.pieces += self._pieces_of(len(self.memories) - 1, memory)
@@ -161,11 +171,12 @@ class Shards:
         where = index, memory, self.world.rank, self.parameters, self.names
         if self.kind is Kind.WHOLE:
             return whole_piece(*where)
-        pieces = cut_pieces(*where)
+        pieces = cut_pieces(*where, most_bytes=piece_bytes(self.accelerator is not None))
         # Fused kernels compute the end of a tensor, which fills no vector, with other instructions than the rest. So
-        # there each parameter keeps its end. A fused step of many tensors costs little more than that of one.
-        groups = self.optimizer.param_groups
-        return [part for p in pieces for part in (p.split() if groups[p.group].get("fused") else (p,))]
+        # there each parameter keeps its end. A fused step of many tensors costs little more than that of one. Nor does
+        # any step on a device, where gradients need not be copied side by side then.
+        groups, on_device = self.optimizer.param_groups, self.accelerator is not None
+        return [part for p in pieces for part in (p.split() if on_device or groups[p.group].get("fused") else (p,))]
 
     def _movable(self, parameters: Sequence[torch.nn.Parameter]) -> list[bool]:
         """Collective: which parameters all ranks can move to shared memory."""
@@ -197,6 +208,9 @@ class Shards:
 
         On the thread that calls `step()`. Raises GradientError on all ranks if gradients are there on some ranks only.
         """
+        if self.accelerator is not None and self.accelerator.is_capturing():
+            text = "step() with shard=True needs the other ranks' hosts, so a CUDA graph cannot hold it"
+            raise GradientError(f"{text}; capture forward and backward only", rank=self.world.rank)
         self._refuse_moved()
         if ended := self._members.announce(self._name):
             self._share_gradients(min({*range(self.world.size)}.difference(ended)))
@@ -379,7 +393,7 @@ class Shards:
             self.keep_an_entry()
         if self.world.rank == 0 and total:
             _logger.warning("optimizer state: %.4g -> %.4g MB per rank", total / 1e6, most / 1e6)
-            if text := advice_on_fused(self.optimizer):
+            if self.accelerator is None and (text := advice_on_fused(self.optimizer)):
                 _logger.warning("%s", text)
 
     # The end, and what goes past it
@@ -468,14 +482,6 @@ class _StateOf:
             self._shards.optimizer.state[list(self._shards.everywhere)[int(i)]] = entry
 
 
-def check(optimizer: Optimizer, parameters: Collection[torch.nn.Parameter]) -> None:
-    """Raise ValueError, with the reason, if the step of `optimizer` cannot be sharded."""
-    kind_of(optimizer)
-    for parameter in parameters:
-        if parameter.device.type != "cpu":
-            raise ValueError(f"shard=True takes parameters on the CPU so far, got one on {parameter.device}")
-
-
 def why_kept(options: Options, optimizer: Optimizer, specs: Sequence[ParameterSpec], world: World) -> str:
     """Why free_gradients=True keeps whole gradients all the same; "" if it does not.
 
@@ -483,10 +489,10 @@ def why_kept(options: Options, optimizer: Optimizer, specs: Sequence[ParameterSp
         specs: of the parameters that are trained, in the order of the optimizer.
     """
     trained = [p for p in parameters_of(optimizer) if p.requires_grad]
+    if any(accelerator_of(p.device) for p in trained):
+        return "the parameters are on a GPU"
     if kind_of(optimizer) is not Kind.ELEMENTS:
         return f"{type(optimizer).__name__} needs whole gradients"
-    if any(spec.device.type != "cpu" for spec in specs):
-        return "parameters are not on the CPU"
     if any(spec.dtype.is_complex or wire_dtype(spec.dtype, options.compression) != spec.dtype for spec in specs):
         return "gradients travel in another dtype than that of the parameters"
     if options.algorithm == "hierarchical":

@@ -183,6 +183,17 @@ class GlooOnCuda:
         for tensor, copy in zip(tensors, copies, strict=True):
             tensor.copy_(copy)
 
+    def broadcast(self, tensors: Sequence[Tensor], options: Any) -> None:
+        copies = [tensor.cpu() for tensor in tensors]
+        self._gloo.broadcast(copies, options).wait()
+        for tensor, copy in zip(tensors, copies, strict=True):
+            tensor.copy_(copy)
+
+    def _allgather_base(self, output: Tensor, own: Tensor, options: Any) -> None:
+        copy = output.cpu()
+        self._gloo._allgather_base(copy, own.cpu(), options).wait()
+        output.copy_(copy)
+
 
 def pretend_hosts(rank: int, hosts: Sequence[int]) -> None:
     """Make the ranks believe that they are on several hosts."""
@@ -489,6 +500,10 @@ def test_nccl_engine_alone() -> None:
         wire.tensor[numel - 2] = torch.inf
         engine.launch(wire, 1.0)
         assert wire.found_in_result.item() == numel - 2
+        for owner in (None, 0):
+            wire.tensor.copy_(values)
+            engine.gather(wire, owner)
+            assert_bitwise(wire.tensor.cpu(), values)
     backend.shutdown()
 
 

@@ -13,10 +13,11 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from torchring.accelerators import Accelerator, Backend
 from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire
@@ -27,6 +28,7 @@ from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
 from torchring.memory.cuda import Block, LonelyGroup, SymmetricGroup
 from torchring.transport.c10d import all_reduce_options
 
+_Options = TypeVar("_Options", bound=Any)
 _ALIGNMENT_BYTES: Final = 256
 _BLOCKS_PER_PROCESSOR: Final = 4  # one or two run at a time; more are shared out more evenly
 _WAITING_SHARE: Final = 6  # one block for so many processors; a block that waits may keep most of a processor
@@ -181,6 +183,16 @@ class BackendEngine:
         all_reduce(self._backend, wire.buffer)
         self._alone.direct(wire, scale, spread=False)  # scales, and looks for values that are not finite
 
+    def gather(self, wire: DeviceWire, owner: int | None) -> None:
+        """Give all ranks the buffer of rank `owner`; or, if that is None, of each rank its Nth part."""
+        if owner is None:
+            share = wire.buffer.numel() // self._backend.size()
+            place = self._backend.rank() * share
+            all_gather(self._backend, wire.buffer, wire.buffer[place : place + share])
+        else:
+            broadcast(self._backend, wire.buffer, owner)
+        self._alone.direct(replace(wire, bounds=(0, 0)), 1.0, spread=False)  # poisons what an abort has left unfinished
+
     def abort(self) -> None:
         self._alone.abort()  # before NCCL stops amid a sum: the kernel behind it then finds the word, and poisons
         abort(self._backend)
@@ -239,9 +251,28 @@ def all_reduce(backend: Backend, buffer: torch.Tensor) -> None:
         work.wait()
 
 
+def all_gather(backend: Backend, buffer: torch.Tensor, own: torch.Tensor) -> None:
+    """Fill `buffer` with the `own` of all ranks, on the current stream. `own` may be this rank's part of `buffer`."""
+    work = backend._allgather_base(buffer, own, _in_stream(AllgatherOptions()))
+    if work is not None:
+        work.wait()
+
+
+def broadcast(backend: Backend, buffer: torch.Tensor, src: int) -> None:
+    """Replace `buffer` by that of rank `src`, on the current stream."""
+    options = dist.BroadcastOptions()
+    options.rootRank = src
+    work = backend.broadcast([buffer], _in_stream(options))
+    if work is not None:
+        work.wait()
+
+
 @cache
 def _in_current_stream() -> dist.AllreduceOptions:
-    options = all_reduce_options()
+    return _in_stream(all_reduce_options())
+
+
+def _in_stream(options: _Options) -> _Options:
     options.asyncOp = False  # else NCCL uses a stream of its own
     return options
 

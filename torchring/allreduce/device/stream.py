@@ -167,6 +167,24 @@ class OnStream:
             pending.wait()
         return pending
 
+    def run(self, work: Callable[[], None], report: torch.Tensor) -> None:
+        """Run `work`, which is no reduction, in `stream`, between rounds. The current stream waits for it.
+
+        Kernels of the work may wait for other ranks. `report` is on the device, and holds no -1.
+        """
+        self.check()
+        fetched: list[torch.Tensor] = []
+
+        def run() -> None:
+            work()
+            fetched.append(self.accelerator.fetch(report))
+
+        self.stream.follow()
+        self._watchdog.started()
+        self.stream.run(run)
+        self.seal(fetched[0])
+        self.stream.mark().hold_current()
+
     def seal(self, fetched: torch.Tensor) -> None:
         """All of a round has been started, and `Accelerator.fetch` was called behind the round and gave `fetched`."""
         self._watchdog.sealed(fetched)

@@ -1,0 +1,172 @@
+"""Sharded steps on a real GPU, which several ranks share: `test_on_device.py` has a stand-in, here is what may differ.
+
+TORCHRING_EXPECT_GPU=1 python -m pytest -m gpu tests/sharding
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchring
+from tests.allreduce.device.test_gpu import DEADLINE, SHARED, batch, make_model, pretend_hosts
+from tests.sharding.test_on_device import ShardedSide
+from tests.sharding.test_step import _assert_equal_states
+from tests.support.harness import run_ranks
+from tests.support.scripts import ON_DEVICES
+from tests.support.training import assert_as_one_process
+
+pytestmark = pytest.mark.gpu
+
+_SHAPES = ((3000, 700), (40, 3, 3, 3), (9001,), (), (512, 513), (2, 5))  # the first is larger than a piece, or a region
+_KINDS: dict[str, Callable[[Any], Any]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "AdamW for-loop": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "AdamW capturable": lambda p: torch.optim.AdamW(p, lr=0.01, capturable=True),
+    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.01),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "Muon": lambda p: torch.optim.Muon([each for each in p if each.dim() == 2], lr=0.02),
+}
+
+
+def _compare(rank: int, size: int, algorithm: str, hosts: Sequence[int] = ()) -> list[str]:
+    """Trains twins, one of them sharded, with checkpoints in between. Returns what differs."""
+    if hosts:
+        pretend_hosts(rank, hosts)
+    problems = []
+    for kind, make in _KINDS.items():
+        outcomes = []
+        for shard in (False, True):
+            draw = torch.Generator().manual_seed(1)
+            parameters = [nn.Parameter(torch.randn(shape, generator=draw).cuda()) for shape in _SHAPES]
+            optimizer = torchring.wrap(make(parameters), algorithm=algorithm, shard=shard)
+            trained = [p for group in optimizer.param_groups for p in group["params"]]
+            draw = torch.Generator().manual_seed(100 + rank)
+            for step in range(6):
+                if step == 3:
+                    state = optimizer.state_dict()
+                    assert (state is None) == (shard and rank > 0)
+                    optimizer.load_state_dict(state)
+                optimizer.zero_grad()
+                # The same gradients for both twins, bit for bit.
+                torch.stack([(p * torch.randn(p.shape, generator=draw).cuda()).sum() for p in trained]).sum().backward()
+                optimizer.step()
+            state = optimizer.state_dict(all_ranks=shard)
+            if shard and any(v.is_cuda for e in state["state"].values() for v in e.values() if torch.is_tensor(v)):
+                problems.append(f"{kind}: the checkpoint is on the GPU")
+            outcomes.append(([p.detach().cpu() for p in parameters], torch.utils._pytree.tree_map(_on_cpu, state)))
+            optimizer.close()
+        (plain, expected), (sharded, found) = outcomes
+        problems += [f"{kind}: {s}" for s, a, b in zip(_SHAPES, plain, sharded, strict=True) if not torch.equal(a, b)]
+        try:
+            _assert_equal_states(expected, found)
+        except AssertionError as error:
+            problems.append(f"{kind}, state: {error}")
+    torchring.shutdown()
+    return problems
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+@pytest.mark.timeout(3 * DEADLINE)
+@pytest.mark.parametrize(
+    ("algorithm", "hosts"),
+    [("direct", (0, 0)), ("direct", (0, 0, 0, 0)), ("native", (0, 0)), ("hierarchical", (0, 0, 1))],
+)
+def test_the_same_bits_as_without_shard(algorithm: str, hosts: Sequence[int]) -> None:
+    backend = () if algorithm == "direct" else (hosts,)
+    results = run_ranks(_compare, len(hosts), algorithm, *backend, env=SHARED, deadline=2 * DEADLINE)
+    assert results == [[]] * len(hosts)
+
+
+def _scripts(rank: int, size: int) -> dict[str, list[Any]]:
+    results = {}
+    for name, (script, args, _) in ON_DEVICES.items():
+        torchring.init(timeout_seconds=20)
+        with torch.device("cuda"):
+            seen = script(ShardedSide((rank,), True), *args)
+        results[name] = [_on_cpu(each) for each in seen]
+        torchring.shutdown()
+    return results
+
+
+@functools.cache
+def _results_of_scripts() -> list[dict[str, list[Any]]]:
+    return run_ranks(_scripts, 2, env=SHARED, deadline=2 * DEADLINE)
+
+
+def _alone(side: Any, name: str) -> list[Any]:
+    script, args, _ = ON_DEVICES[name]
+    with torch.device("cuda"):
+        return [_on_cpu(each) for each in script(side, *args)]
+
+
+@pytest.mark.timeout(3 * DEADLINE)  # the first one waits for all
+@pytest.mark.parametrize("name", ON_DEVICES)
+def test_what_scripts_rely_on(name: str) -> None:
+    results = [of_rank[name] for of_rank in _results_of_scripts()]
+    assert_as_one_process(_alone, name, tolerance=ON_DEVICES[name][2], run=lambda *_: results)
+
+
+def _train_without_waiting(rank: int, size: int, fused: bool) -> None:
+    model = make_model()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    optimizer = torchring.wrap(adamw, model, shard=True)
+    scaler = torch.amp.GradScaler("cuda", enabled=fused)
+    batches = [batch(step, rank) for step in range(12)]
+    torch.cuda.synchronize()
+    for step, (x, y) in enumerate(batches):
+        if step == 3:  # the plan is rebuilt after the first, which allocates
+            torch.cuda.set_sync_debug_mode("error")
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16, enabled=fused):
+            loss = nn.functional.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    torch.cuda.set_sync_debug_mode("default")
+    torchring.shutdown()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_no_step_waits_for_the_device(fused: bool) -> None:
+    run_ranks(_train_without_waiting, 2, fused, env=SHARED, deadline=DEADLINE)
+
+
+def _peaks(rank: int, size: int) -> tuple[int, list[int]]:
+    """Bytes of this rank's state; and those on the GPU beside it at most, while a checkpoint is made and loaded."""
+    layers = nn.Sequential(*(nn.Linear(2000, 2000) for _ in range(8))).cuda()
+    optimizer = torchring.wrap(torch.optim.AdamW(layers.parameters()), layers, shard=True)
+    layers(torch.ones(1, 2000, device="cuda")).sum().backward()
+    optimizer.step()
+    own = sum(v.nbytes for e in optimizer.state.values() for v in e.values() if v.is_cuda)
+    peaks, state = [], None
+    for saves in (True, False):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        if saves:
+            state = optimizer.state_dict()
+        else:
+            optimizer.load_state_dict(state)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    return own, peaks
+
+
+def test_state_and_checkpoints_take_little_of_the_gpu() -> None:
+    for own, peaks in run_ranks(_peaks, 2, env=SHARED, deadline=DEADLINE):
+        assert own < 0.52 * 8 * 2 * 4 * 2000 * 2001
+        assert max(peaks) < 64 << 20

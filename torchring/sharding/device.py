@@ -1,0 +1,99 @@
+"""Carries parameters that one rank has stepped to the others, on devices. The host waits for no device.
+
+The work is put into the stream that reduces gradients, behind the step. So the watchdog of that stream notices ranks
+that die or are late. Later work on the current stream, such as the next forward, waits. Where devices reach each
+other's memory, parameters live there:
+
+    computes   backward, step of own slices ------------------------------ next forward
+    reduces                             meeting, own slices to peers, meeting
+
+The first meeting says that no device computes with the parameters any more. Elsewhere torch.distributed's backend
+(NCCL) gathers the slices of all ranks, or sends a whole parameter from its owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from torchring.allreduce.device.engines import BackendEngine, SharedMemoryEngine
+from torchring.allreduce.device.select import open_on_device
+from torchring.allreduce.device.stream import DeviceWire, OnStream
+from torchring.sharding.cut import Region
+from torchring.sharding.parameters import RegionMemory
+from torchring.world import World
+
+
+class DeviceExchange:
+    """See `Exchange`. Opened by all ranks of `world` together.
+
+    Args:
+        all_reduce: reduces the gradients, and carries the parameters in the same way. Where it is "hierarchical", the
+            backend carries them, which knows the network between all ranks.
+    """
+
+    def __init__(self, world: World, all_reduce: OnStream) -> None:
+        self._rank = world.rank
+        self._opened: OnStream | None = None
+        if not isinstance(all_reduce.engine, (SharedMemoryEngine, BackendEngine)):
+            all_reduce, _ = open_on_device(world, "native", "auto", (), all_reduce.accelerator)
+            world.on_failure(all_reduce)
+            self._opened = all_reduce
+        self._all_reduce = all_reduce
+        self._wires: dict[RegionMemory, DeviceWire] = {}
+        (self._meeting,) = all_reduce.open_wires([(1, torch.float32)])
+
+    def allocate(self, regions: Sequence[Region]) -> list[RegionMemory]:
+        """Collective: memory for regions, of which nothing is stepped yet."""
+        memories = []
+        wires = self._all_reduce.open_wires([_spec(region) for region in regions])
+        for region, wire in zip(regions, wires, strict=True):
+            own = wire.tensor.view(region.dtype)[: region.numel]
+            memories.append(memory := RegionMemory(region, own, ()))
+            factor = region.dtype.itemsize // wire.tensor.itemsize
+            start, stop = region.bounds[self._rank]
+            self._wires[memory] = replace(wire, bounds=(start * factor, stop * factor), multicast=0)
+        self.start(memories)  # zeros: kernels are compiled, and NCCL connects, now and not in a step
+        return memories
+
+    def start(self, memories: Sequence[RegionMemory]) -> None:
+        """Give all ranks the slices that each rank has stepped, before later work on the current stream."""
+        if memories:
+            self._all_reduce.run(lambda: self._launch(memories), self._meeting.report)
+
+    def finish(self) -> None:
+        """Nothing to do: later work on the current stream waits."""
+
+    def wait(self) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+
+    def _launch(self, memories: Sequence[RegionMemory]) -> None:
+        engine = self._all_reduce.engine
+        if isinstance(engine, SharedMemoryEngine):
+            engine.direct(self._meeting, 1.0, spread=False)
+        for memory in memories:
+            if isinstance(engine, SharedMemoryEngine):
+                engine.direct(self._wires[memory], 1.0, gather=False)
+            elif isinstance(engine, BackendEngine):
+                engine.gather(self._wires[memory], _owner(memory.region))
+
+
+def _spec(region: Region) -> tuple[int, torch.dtype]:
+    """(elements, dtype) of a wire for the region. The backend gathers equally long slices: the last ends in a gap."""
+    real = region.dtype.to_real()
+    numel = region.numel
+    if _owner(region) is None:
+        numel = len(region.bounds) * (region.bounds[0][1] - region.bounds[0][0])
+    return numel * region.dtype.itemsize // real.itemsize, real
+
+
+def _owner(region: Region) -> int | None:
+    """The rank that steps the whole region, if there is one."""
+    ranks = [rank for rank, (start, stop) in enumerate(region.bounds) if stop > start]
+    return ranks[0] if len(ranks) == 1 else None
