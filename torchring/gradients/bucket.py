@@ -57,6 +57,7 @@ class Bucket:
         round: the round under way, or the last one.
         non_finite: where the first NaN or infinity of this round came from.
         copies_on_arrival: for each slot, whether `mark_ready` copies the gradient at once.
+        only_counts: for each slot, whether `mark_ready` does nothing but count, unless the bucket is full.
         reduce_scale: the factor that the all-reduce applies to the sum.
         ready_at, packed_at: when the last gradient of this round had come, and when all were in the wire buffer, in
             nanoseconds of time.perf_counter_ns.
@@ -108,6 +109,7 @@ class Bucket:
             not self._is_asynchronous and slot.numel * plan.dtype.itemsize >= COPY_ON_ARRIVAL_BYTES
             for slot in plan.slots
         ]
+        self.only_counts = [not (self._is_asynchronous or copies) for copies in self.copies_on_arrival]
         self.flags = wire.tensor[plan.flags_offset : plan.control_offset]
         self._control = wire.tensor[plan.control_offset :]
         if self._is_asynchronous:
@@ -164,13 +166,20 @@ class Bucket:
             if self.packing.takes_once:
                 self._copied[slot] = self._views[slot]._version
             self.packing_ns += time.perf_counter_ns() - started
-        if self._num_missing:
-            return False
-        self.ready_at = time.perf_counter_ns()
-        self.flags.fill_(1)
-        self._pack_rest()
-        self._note_packed()
-        return True
+        return self._num_missing == 0 and self._pack_rest()
+
+    def mark_noted(self, slots: Sequence[int]) -> bool:
+        """As `mark_ready`, for several gradients that are only counted."""
+        if self.state is not _FILLING:
+            self._open(slots[0])
+        for slot in slots:
+            if self._is_sum:
+                self.ledger.refuse_sum_of_sums(slot)
+            self.ledger.status[slot] = LOCAL
+            if not self._has_arrived[slot]:
+                self._has_arrived[slot] = True
+                self._num_missing -= 1
+        return self._num_missing == 0 and self._pack_rest()
 
     def fill_missing(self) -> None:
         """Backward is over: parameters whose gradient did not arrive contribute what they hold, or zero. Then PACKED.
@@ -202,7 +211,6 @@ class Bucket:
             torch._foreach_zero_([self._views[slot] for slot in absent])
         self._pack(present)
         self._pack_rest()
-        self._note_packed()
 
     def control_sums(self) -> ControlSums:
         """The control bits of the last round, summed over ranks. On the host, where the plan has room for them."""
@@ -314,10 +322,6 @@ class Bucket:
         """The slot that holds that element of the wire buffer."""
         return next(i for i in reversed(range(len(self.names))) if element >= self.plan.slots[i].offset)
 
-    def _note_packed(self) -> None:
-        self.packed_at = time.perf_counter_ns()
-        self.packing_ns += self.packed_at - self.ready_at
-
     def _open(self, slot: int) -> None:
         if self.state is not BucketState.IDLE:
             raise self._came_again(slot, f"closed ({self.state.value})")
@@ -387,8 +391,11 @@ class Bucket:
             self._replace_view(slot, views[i])
             self.packing.follow_current_stream()  # on a device: packing waits for the copy
 
-    def _pack_rest(self) -> None:
-        """Copy the gradients that were only counted on arrival."""
+    def _pack_rest(self) -> bool:
+        """Copy the gradients that were only counted on arrival. Returns True: the bucket is PACKED."""
+        if self._num_missing == 0:
+            self.ready_at = time.perf_counter_ns()
+            self.flags.fill_(1)
         arrived = [slot for slot, here in enumerate(self._has_arrived) if here]
         self._pack([slot for slot in arrived if not self.copies_on_arrival[slot]])
         for slot, version in self._copied.items():
@@ -406,6 +413,9 @@ class Bucket:
             elements = self.plan.control.encode(self.round.bits, self.plan.wire_dtype)
             self._control.copy_(torch.tensor(elements, dtype=torch.float64, device="cpu"))
         self._move(BucketState.PACKED)
+        self.packed_at = time.perf_counter_ns()
+        self.packing_ns += self.packed_at - self.ready_at
+        return True
 
     def _pack(self, slots: Sequence[int]) -> None:
         """Copy these gradients to the wire."""

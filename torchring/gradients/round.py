@@ -155,7 +155,7 @@ class RoundState:
         factor: this rank's gradients are multiplied by it in the wire buffer.
         bits: control bits and numbers of this rank, by name.
         extra: leaves after all buckets, if there is anything.
-        mark_ready: called by the hooks with the index of a parameter that has its gradient.
+        mark_ready: if given, called by all hooks, with the index of a parameter that has its gradient.
 
         phase: what has become of the round.
         num_launched: number of buckets that have left.
