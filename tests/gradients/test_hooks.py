@@ -360,6 +360,41 @@ def test_parameters_unfrozen_later() -> None:
 # Graphs of other shapes
 
 
+def _other_orders(rank: int, world_size: int, op: str) -> str:
+    """Each rank uses some layers in each step, in an order of its own, and some of them twice."""
+    model = torch.nn.ModuleList(torch.nn.Linear(3, 2) for _ in range(8))
+    optimizer = wrapped(model, bucket_mb=100 / 2**20, op=op)
+
+    def loss(x: Tensor, step: int, of: int) -> Tensor:
+        chosen = torch.randint(0, 8, (9 if step else 40,), generator=torch.Generator().manual_seed(10 * step + of))
+        return torch.stack([(i + 1) * model[i](x).sum() for i in chosen.tolist()]).sum()
+
+    for step in range(12):
+        optimizer.zero_grad(set_to_none=step % 3 > 0 or op == "sum")
+        before = [parameter.grad is not None for parameter in model.parameters()]
+        loss(batch(rank, step), step, rank).backward()
+        total = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        for other in range(world_size):
+            for mine, new in zip(
+                total, gradients(lambda x, o=other: loss(x, step, o), model, [batch(other, step)]), strict=True
+            ):
+                mine += new if op == "sum" else new / world_size
+        for parameter, value, was_there in zip(model.parameters(), total, before, strict=True):
+            if parameter.grad is None:
+                assert not was_there
+                assert not value.any()
+            else:
+                assert_bitwise(parameter.grad, value)
+        optimizer.step()
+    assert optimizer.stats().num_buckets > 2
+    return digest(model.parameters())
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_gradients_that_come_in_another_order_in_each_step(op: str) -> None:
+    assert_same_on_all_ranks(run_pooled(_other_orders, 2, op))
+
+
 def _reentrant(rank: int, world_size: int, overlap: str) -> None:
     model = Net()
     optimizer = wrapped(model, bucket_mb=0.0, overlap=overlap)
