@@ -375,9 +375,8 @@ def _other_orders(rank: int, world_size: int, op: str) -> str:
         loss(batch(rank, step), step, rank).backward()
         total = [torch.zeros_like(parameter) for parameter in model.parameters()]
         for other in range(world_size):
-            for mine, new in zip(
-                total, gradients(lambda x, o=other: loss(x, step, o), model, [batch(other, step)]), strict=True
-            ):
+            its_loss = functools.partial(loss, step=step, of=other)
+            for mine, new in zip(total, gradients(its_loss, model, [batch(other, step)]), strict=True):
                 mine += new if op == "sum" else new / world_size
         for parameter, value, was_there in zip(model.parameters(), total, before, strict=True):
             if parameter.grad is None:
