@@ -18,6 +18,7 @@ from typing import Final
 import torch
 
 from torchring.allreduce import NonFinite, Wire
+from torchring.allreduce.slices import SharedWire
 from torchring.errors import GradientError
 from torchring.gradients.ledger import LOCAL, GradientLedger, GradientStatus, grad_of
 from torchring.gradients.packing import COPY_ON_ARRIVAL_BYTES, HostPacking, Packing
@@ -115,6 +116,15 @@ class Bucket:
         if self._is_asynchronous:
             self.flags = torch.zeros(len(plan.slots), dtype=torch.float32, device="cpu")
 
+        # Of large gradients: the first block of this rank's slice within, begin and end of the blocks in the gradient,
+        # and elements to a block. There the sum reads the gradient itself.
+        self._own_blocks: dict[int, tuple[int, int, int, int]] = {}
+        self._inputs: dict[int, torch.Tensor] = {}
+        if isinstance(wire, SharedWire) and self._live_in_wire and not is_first:
+            self._inputs = wire.inputs
+            large = [slot for slot, is_large in enumerate(self.copies_on_arrival) if is_large]
+            self._own_blocks = {slot: found for slot in large if (found := _blocks_in(wire, plan.slots[slot]))}
+
         # The round
         self.round = RoundState(0)
         self.state = BucketState.IDLE
@@ -124,6 +134,7 @@ class Bucket:
         self._num_missing = len(plan.slots)
         self._missing: list[int] = []  # slots that had not arrived when backward ended
         self._kept: dict[int, torch.Tensor] = {}  # copies of settled gradients, which the reduction overwrites
+        self._left: dict[int, tuple[torch.Tensor, int]] = {}  # gradients that the sum reads, and their versions
         self._copied: dict[int, int] = {}  # of slots that were scaled on arrival: the version of the view
         # Of gradients that do not become views of the wire: the tensor that was packed, and its version.
         self._packed: dict[int, tuple[torch.Tensor, int]] = {}
@@ -219,6 +230,13 @@ class Bucket:
 
     def begin_reduce(self) -> None:
         """The wire buffer goes to the all-reduce."""
+        for slot, (grad, version) in self._left.items():
+            if self.parameters[slot].grad is not grad:
+                raise self.ledger.taken(slot)
+            if grad._version != version:
+                raise self.ledger.written_to(slot)
+            self.parameters[slot].grad = self._views[slot]
+        self._left = {}
         self._move(BucketState.REDUCING)
         if not self.packing.takes_once:
             self.ledger.note_versions()
@@ -300,7 +318,8 @@ class Bucket:
         self.state = BucketState.IDLE
         self._has_arrived = [False] * len(self.names)
         self._num_missing = len(self.names)
-        self._missing, self._kept, self._packed, self._copied = [], {}, {}, {}
+        self._missing, self._kept, self._packed, self._copied, self._left = [], {}, {}, {}, {}
+        self._inputs.clear()
         self.packing_ns = 0
         self._is_abandoned = False
         self.packing.reset()
@@ -451,6 +470,8 @@ class Bucket:
         self._move_out_referenced(slots, views)
         try:
             factor = self.round.factor if self._is_asynchronous else 1.0
+            if len(slots) == 1 and self._leave(slots[0], packed[0], views[0]):
+                return
             self.packing.pack(slots, self._reals(packed), self._reals(views), factor)
             for slot, view in zip(slots, views, strict=True):
                 if slot not in self._packed:
@@ -460,6 +481,30 @@ class Bucket:
             if mismatch is None:
                 raise
             raise self._mismatch(mismatch, str(error)) from error
+
+    def _leave(self, slot: int, grad: torch.Tensor, view: torch.Tensor) -> bool:
+        """Copy what other ranks read of a large gradient; the sum of this rank's slice reads the gradient itself.
+
+        The gradient stays in `.grad` until the bucket leaves: backward may add to it. Returns False if it has to be
+        copied as a whole.
+        """
+        if slot not in self._own_blocks:
+            return False
+        number, begin, end, step = self._own_blocks[slot]
+        if self._left.pop(slot, None) is not None:
+            for i in range(-(-(end - begin) // step)):
+                self._inputs.pop(number + i, None)
+        is_plain = type(grad) is torch.Tensor and not (grad._is_view() or grad.is_inference())
+        is_alike = (grad.shape, grad.stride(), grad.dtype) == (view.shape, view.stride(), view.dtype)
+        if not (is_plain and is_alike) or self.round.factor != 1.0 or slot in self._packed:
+            return False
+        place = self.plan.slots[slot]
+        values, wire = grad.as_strided((place.numel,), (1,)), self.wire.tensor[place.offset :][: place.numel]
+        wire[:begin].copy_(values[:begin])
+        wire[end:].copy_(values[end:])
+        self._inputs.update(enumerate(torch.split(values[begin:end], step), number))
+        self._left[slot] = grad, grad._version
+        return True
 
     def _refuse_shared(self, slots: Sequence[int], grads: Sequence[torch.Tensor | None], there: Container[int]) -> None:
         """Raise GradientError if a gradient shares the memory of another one in the wire: it would be scaled twice."""
@@ -572,6 +617,18 @@ _BEFORE: Final = {
 }
 _FILLING = BucketState.FILLING  # to look up a member of an enum takes 0.1 us, which counts for every parameter
 _is_sparse = operator.attrgetter("is_sparse")
+
+
+def _blocks_in(wire: SharedWire, slot: Slot) -> tuple[int, int, int, int] | None:
+    """The blocks of this rank's slice that lie within the slot: see `Bucket._own_blocks`."""
+    ends = slot.offset, slot.offset + slot.numel
+    inside = [
+        i for i, each in enumerate(wire.blocks) if ends[0] <= each.start and each.start + len(each.own) <= ends[1]
+    ]
+    if not inside:
+        return None
+    first, last = wire.blocks[inside[0]], wire.blocks[inside[-1]]
+    return inside[0], first.start - slot.offset, last.start + len(last.own) - slot.offset, len(first.own)
 
 
 def _gradient(wire: torch.Tensor, slot: Slot, spec: ParameterSpec) -> torch.Tensor:
