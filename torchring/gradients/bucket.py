@@ -235,6 +235,8 @@ class Bucket:
                 raise self.ledger.taken(slot)
             if grad._version != version:
                 raise self.ledger.written_to(slot)
+            if self._first_mismatch((slot,)) is not None:
+                raise self._mismatch(slot, "it was changed during backward()")
             self.parameters[slot].grad = self._views[slot]
         self._left = {}
         self._move(BucketState.REDUCING)
