@@ -360,10 +360,10 @@ def test_parameters_unfrozen_later() -> None:
 # Large gradients
 
 
-def _large(rank: int, world_size: int) -> str:
+def _large(rank: int, world_size: int, overlap: str) -> str:
     """A rank's own slice of a large gradient is summed from the gradient itself."""
     model = torch.nn.Sequential(*(torch.nn.Linear(420, 420) for _ in range(4)))
-    optimizer = wrapped(model, bucket_mb=1.5, algorithm="direct")
+    optimizer = wrapped(model, bucket_mb=1.5, algorithm="direct", overlap=overlap)
 
     def reentrant(layer: torch.nn.Module, x: Tensor) -> Tensor:
         return checkpoint(layer, x.clone().requires_grad_(), use_reentrant=True)
@@ -404,8 +404,9 @@ def _large(rank: int, world_size: int) -> str:
     return digests
 
 
-def test_large_gradients_are_exact() -> None:
-    assert_same_on_all_ranks(run_pooled(_large, 2))
+@pytest.mark.parametrize("overlap", ["inline", "thread"])
+def test_large_gradients_are_exact(overlap: str) -> None:
+    assert_same_on_all_ranks(run_pooled(_large, 2, overlap))
 
 
 # Graphs of other shapes
