@@ -89,9 +89,9 @@ class Accumulation:
         self._parts, self._out = list(parts), out
         self._total = out if sums_in_out else None if scratch is None else _running_sum(scratch, out, running)
 
-    def run(self, scale: float = 1.0) -> None:
-        """Add up what the tensors hold now."""
-        parts, out = self._parts, self._out
+    def run(self, scale: float = 1.0, parts: Sequence[Tensor] | None = None) -> None:
+        """Add up what the tensors hold now. `parts`: others in their place, as many and alike."""
+        parts, out = self._parts if parts is None else parts, self._out
         if scale == 1.0 and self._is_pair:
             torch.add(parts[0], parts[1], out=out)
             return

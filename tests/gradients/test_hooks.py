@@ -357,7 +357,93 @@ def test_parameters_unfrozen_later() -> None:
     run_pooled(_thawed, 2)
 
 
+# Large gradients
+
+
+def _large(rank: int, world_size: int, overlap: str) -> str:
+    """A rank's own slice of a large gradient is summed from the gradient itself."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(420, 420) for _ in range(4)))
+    optimizer = wrapped(model, bucket_mb=1.5, algorithm="direct", overlap=overlap)
+
+    def reentrant(layer: torch.nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(layer, x.clone().requires_grad_(), use_reentrant=True)
+
+    def loss(x: Tensor, step: int, call: Callable[[torch.nn.Module, Tensor], Tensor] = reentrant) -> Tensor:
+        total = torch.stack([(i + 1) * layer(x).sum() for i, layer in enumerate(model)]).sum()
+        if step == 3:  # two gradients more, the first ones that come
+            total = total + call(model[3], x).sum() - 3 * call(model[3], x).sum()
+        return total
+
+    seen: list[Tensor | None] = []
+    for layer in model:
+        layer.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad))
+    kept: list[tuple[Tensor, Tensor]] = []
+    for step in range(6):
+        if step != 4:  # that step's gradients come on top of results
+            optimizer.zero_grad(set_to_none=step != 5)
+        before = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+        inputs = [exact_inputs(840, torch.float32, seed=10 * step + of).view(2, 420) for of in range(world_size)]
+        seen.clear()
+        loss(inputs[rank], step).backward()
+        if rank == 0 and step < 3:  # rank 1's gradients complete a bucket, which leaves before this hook runs
+            results = [layer.weight.grad for layer in model]
+            assert any(all(grad is not result for result in results) for grad in seen), "all were copied"
+        its_loss = functools.partial(loss, step=step, call=lambda layer, x: layer(x))
+        for value, *each in zip(before, *(gradients(its_loss, model, [x]) for x in inputs), strict=True):
+            value += torch.stack(each).sum(0) / world_size
+        check_gradients(model, before, f"step {step}")
+        for tensor, value in kept:  # what a script keeps of an earlier step
+            assert_bitwise(tensor, value)
+        kept = [(p.grad, p.grad.clone()) for p in model.parameters() if p.grad is not None] if step < 3 else []
+    digests = digest(p.grad for p in model.parameters())
+    model[3].weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.mul_(2)))
+    optimizer.zero_grad()
+    with pytest.raises(RingError, match=r"3\.weight was written to"):  # on rank 1, which hears of it, too
+        loss(inputs[rank], 0).backward()
+    seen.clear()  # autograd's queue still has what has not run, and so the hooks
+    return digests
+
+
+@pytest.mark.parametrize("overlap", ["inline", "thread"])
+def test_large_gradients_are_exact(overlap: str) -> None:
+    assert_same_on_all_ranks(run_pooled(_large, 2, overlap))
+
+
 # Graphs of other shapes
+
+
+def _other_orders(rank: int, world_size: int, op: str) -> str:
+    """Each rank uses some layers in each step, in an order of its own, and some of them twice."""
+    model = torch.nn.ModuleList(torch.nn.Linear(3, 2) for _ in range(8))
+    optimizer = wrapped(model, bucket_mb=100 / 2**20, op=op)
+
+    def loss(x: Tensor, step: int, of: int) -> Tensor:
+        chosen = torch.randint(0, 8, (9 if step else 40,), generator=torch.Generator().manual_seed(10 * step + of))
+        return torch.stack([(i + 1) * model[i](x).sum() for i in chosen.tolist()]).sum()
+
+    for step in range(12):
+        optimizer.zero_grad(set_to_none=step % 3 > 0 or op == "sum")
+        before = [parameter.grad is not None for parameter in model.parameters()]
+        loss(batch(rank, step), step, rank).backward()
+        total = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        for other in range(world_size):
+            its_loss = functools.partial(loss, step=step, of=other)
+            for mine, new in zip(total, gradients(its_loss, model, [batch(other, step)]), strict=True):
+                mine += new if op == "sum" else new / world_size
+        for parameter, value, was_there in zip(model.parameters(), total, before, strict=True):
+            if parameter.grad is None:
+                assert not was_there
+                assert not value.any()
+            else:
+                assert_bitwise(parameter.grad, value)
+        optimizer.step()
+    assert optimizer.stats().num_buckets > 2
+    return digest(model.parameters())
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_gradients_that_come_in_another_order_in_each_step(op: str) -> None:
+    assert_same_on_all_ranks(run_pooled(_other_orders, 2, op))
 
 
 def _reentrant(rank: int, world_size: int, overlap: str) -> None:

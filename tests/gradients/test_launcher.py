@@ -337,6 +337,58 @@ def test_gradients_that_are_ready_fill_their_buckets_and_the_first_round_shows_t
         assert launcher.ready_order is None
 
 
+def test_small_gradients_are_noted_and_the_last_one_of_a_bucket_has_them_counted() -> None:
+    with opened(2, threaded=False, per_bucket=3) as (launcher, all_reduce):
+        launcher.forget_order()
+        parameters = [parameter for bucket in launcher.buckets for parameter in bucket.parameters]
+
+        def hook(index: int) -> list[int]:
+            """Returns the buckets that have left when the hook of parameter `index` has run."""
+            parameter, value = parameters[index], torch.full((2,), float(index // 3))
+            parameter.grad = value if parameter.grad is None else parameter.grad.add_(value)
+            launcher.on_ready(6)[index](index)
+            return list(all_reduce.order)
+
+        planned, other = (0, 1, 2, 3, 4, 5), (2, 0, 1, 3, 4, 5)
+        for order, left in (
+            (planned, [[], [], [0], [0], [0], [0, 1]]),
+            (other, [[], [], [], [], [], [0, 1]]),
+            (other, [[], [], [0], [0], [0], [0, 1]]),
+        ):
+            begin(launcher, round_number=0, step=0, hold=False)
+            assert [hook(index) for index in order] == left
+            finish(launcher)
+            launcher.close_round()
+            assert [bucket.ledger.unsettled() for bucket in launcher.buckets] == [None, None]
+            assert [p.grad.tolist() for p in parameters if p.grad is not None] == [[0.0] * 2] * 3 + [[1.0] * 2] * 3
+            for parameter in parameters:
+                parameter.grad = None
+            all_reduce.order.clear()
+
+        begin(launcher, round_number=0, step=0, hold=False)
+        assert [hook(index) for index in other][-1] == [0, 1]
+        hook(0)
+        with pytest.raises(GradientError, match=r"b0\.p0 received another gradient"):
+            launcher.count_noted()
+
+
+def test_what_was_noted_when_a_backward_is_broken_off_is_local() -> None:
+    with opened(1, threaded=False, per_bucket=3) as (launcher, _):
+        launcher.forget_order()
+        begin(launcher, round_number=0, step=0, hold=False)
+        pack(launcher.buckets[0])
+        finish(launcher)
+        launcher.close_round()
+        begin(launcher, round_number=1, step=1, hold=False)
+        grad = launcher.buckets[0].parameters[1].grad
+        assert grad is not None
+        grad += 1  # as autograd does it, into the result of the round before
+        launcher.on_ready(3)[1](1)
+        assert launcher.buckets[0].ledger.unsettled() is None
+        launcher.abandon()
+        assert launcher.buckets[0].ledger.unsettled() == ("b0.p1", GradientStatus.LOCAL.value)
+
+
 def test_a_gradient_that_is_in_no_bucket_is_passed_on() -> None:
     all_reduce, passed = RecordingAllReduce(), list[int]()
     launcher = open_launcher(

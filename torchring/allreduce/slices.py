@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -42,10 +42,17 @@ class Block:
 
 @dataclass(frozen=True)
 class SharedWire:
-    """A buffer in shared memory, with all views that a reduction needs, made once."""
+    """A buffer in shared memory, with all views that a reduction needs, made once.
+
+    Attributes:
+        blocks: of this rank's slice.
+        inputs: by block, what the next sum reads in place of this rank's buffer. No other rank reads there, so a
+            gradient need not be copied.
+    """
 
     tensor: torch.Tensor
-    blocks: tuple[Block, ...]  # of this rank's slice
+    blocks: tuple[Block, ...]
+    inputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Slices:
@@ -109,8 +116,10 @@ class Slices:
         Only one call at a time: calls share scratch memory. Returns the first NaN or infinity, with its origin.
         """
         found: NonFinite | None = None
-        for block in wire.blocks:
-            if len(block.inputs) > 1 or scale != 1.0:
+        for number, block in enumerate(wire.blocks):
+            if (mine := wire.inputs.get(number)) is not None:
+                block.sum.run(scale, [mine if view is block.own else view for view in block.inputs])
+            elif len(block.inputs) > 1 or scale != 1.0:
                 block.sum.run(scale)
             # The check takes 3% of the time while the block is in the cache; torch.isfinite would triple the time.
             if found is None and not is_finite(block.own):
@@ -118,6 +127,7 @@ class Slices:
             if spread:
                 for other in block.others:
                     other.copy_(block.own)
+        wire.inputs.clear()
         return found
 
     def _blame(self, block: Block, scale: float) -> NonFinite:

@@ -18,6 +18,7 @@ from typing import Final
 import torch
 
 from torchring.allreduce import NonFinite, Wire
+from torchring.allreduce.slices import SharedWire
 from torchring.errors import GradientError
 from torchring.gradients.freed import FreedGradient, drop_freed
 from torchring.gradients.ledger import LOCAL, GradientLedger, GradientStatus, grad_of
@@ -58,6 +59,7 @@ class Bucket:
         round: the round under way, or the last one.
         non_finite: where the first NaN or infinity of this round came from.
         copies_on_arrival: for each slot, whether `mark_ready` copies the gradient at once.
+        only_counts: for each slot, whether `mark_ready` does nothing but count, unless the bucket is full.
         reduce_scale: the factor that the all-reduce applies to the sum.
         ready_at, packed_at: when the last gradient of this round had come, and when all were in the wire buffer, in
             nanoseconds of time.perf_counter_ns.
@@ -109,10 +111,20 @@ class Bucket:
             not self._is_asynchronous and slot.numel * plan.dtype.itemsize >= COPY_ON_ARRIVAL_BYTES
             for slot in plan.slots
         ]
+        self.only_counts = [not (self._is_asynchronous or copies) for copies in self.copies_on_arrival]
         self.flags = wire.tensor[plan.flags_offset : plan.control_offset]
         self._control = wire.tensor[plan.control_offset :]
         if self._is_asynchronous:
             self.flags = torch.zeros(len(plan.slots), dtype=torch.float32, device="cpu")
+
+        # Of large gradients: the first block of this rank's slice within, begin and end of the blocks in the gradient,
+        # and elements to a block. There the sum reads the gradient itself.
+        self._own_blocks: dict[int, tuple[int, int, int, int]] = {}
+        self._inputs: dict[int, torch.Tensor] = {}
+        if isinstance(wire, SharedWire) and self._live_in_wire and not is_first:
+            self._inputs = wire.inputs
+            large = [slot for slot, is_large in enumerate(self.copies_on_arrival) if is_large]
+            self._own_blocks = {slot: found for slot in large if (found := _blocks_in(wire, plan.slots[slot]))}
 
         # The round
         self.round = RoundState(0)
@@ -123,6 +135,7 @@ class Bucket:
         self._num_missing = len(plan.slots)
         self._missing: list[int] = []  # slots that had not arrived when backward ended
         self._kept: dict[int, torch.Tensor] = {}  # copies of settled gradients, which the reduction overwrites
+        self._left: dict[int, tuple[torch.Tensor, int]] = {}  # gradients that the sum reads, and their versions
         self._copied: dict[int, int] = {}  # of slots that were scaled on arrival: the version of the view
         # Of gradients that do not become views of the wire: the tensor that was packed, and its version.
         self._packed: dict[int, tuple[torch.Tensor, int]] = {}
@@ -166,13 +179,20 @@ class Bucket:
             if self.packing.takes_once:
                 self._copied[slot] = self._views[slot]._version
             self.packing_ns += time.perf_counter_ns() - started
-        if self._num_missing:
-            return False
-        self.ready_at = time.perf_counter_ns()
-        self.flags.fill_(1)
-        self._pack_rest()
-        self._note_packed()
-        return True
+        return self._num_missing == 0 and self._pack_rest()
+
+    def mark_noted(self, slots: Sequence[int]) -> bool:
+        """As `mark_ready`, for several gradients that are only counted."""
+        if self.state is not _FILLING:
+            self._open(slots[0])
+        for slot in slots:
+            if self._is_sum:
+                self.ledger.refuse_sum_of_sums(slot)
+            self.ledger.status[slot] = LOCAL
+            if not self._has_arrived[slot]:
+                self._has_arrived[slot] = True
+                self._num_missing -= 1
+        return self._num_missing == 0 and self._pack_rest()
 
     def fill_missing(self) -> None:
         """Backward is over: parameters whose gradient did not arrive contribute what they hold, or zero. Then PACKED.
@@ -207,7 +227,6 @@ class Bucket:
             torch._foreach_zero_([self._views[slot] for slot in absent])
         self._pack(present)
         self._pack_rest()
-        self._note_packed()
 
     def control_sums(self) -> ControlSums:
         """The control bits of the last round, summed over ranks. On the host, where the plan has room for them."""
@@ -216,6 +235,15 @@ class Bucket:
 
     def begin_reduce(self) -> None:
         """The wire buffer goes to the all-reduce."""
+        for slot, (grad, version) in self._left.items():
+            if self.parameters[slot].grad is not grad:
+                raise self.ledger.taken(slot)
+            if grad._version != version:
+                raise self.ledger.written_to(slot)
+            if self._first_mismatch((slot,)) is not None:
+                raise self._mismatch(slot, "it was changed during backward()")
+            self.parameters[slot].grad = self._views[slot]
+        self._left = {}
         self._move(BucketState.REDUCING)
         if self.plan.is_scattered and self.round.summed is not None:  # peers may write to them
             torch.autograd.graph.increment_version(self.parameters)
@@ -318,7 +346,8 @@ class Bucket:
         self.state = BucketState.IDLE
         self._has_arrived = [False] * len(self.names)
         self._num_missing = len(self.names)
-        self._missing, self._kept, self._packed, self._copied = [], {}, {}, {}
+        self._missing, self._kept, self._packed, self._copied, self._left = [], {}, {}, {}, {}
+        self._inputs.clear()
         self.packing_ns = 0
         self._is_abandoned = False
         self.packing.reset()
@@ -339,10 +368,6 @@ class Bucket:
     def slot_at(self, element: int) -> int:
         """The slot that holds that element of the wire buffer."""
         return next(i for i in reversed(range(len(self.names))) if element >= self.plan.slots[i].offset)
-
-    def _note_packed(self) -> None:
-        self.packed_at = time.perf_counter_ns()
-        self.packing_ns += self.packed_at - self.ready_at
 
     def _open(self, slot: int) -> None:
         if self.state is not BucketState.IDLE:
@@ -413,8 +438,11 @@ class Bucket:
             self._replace_view(slot, views[i])
             self.packing.follow_current_stream()  # on a device: packing waits for the copy
 
-    def _pack_rest(self) -> None:
-        """Copy the gradients that were only counted on arrival."""
+    def _pack_rest(self) -> bool:
+        """Copy the gradients that were only counted on arrival. Returns True: the bucket is PACKED."""
+        if self._num_missing == 0:
+            self.ready_at = time.perf_counter_ns()
+            self.flags.fill_(1)
         arrived = [slot for slot, here in enumerate(self._has_arrived) if here]
         self._pack([slot for slot in arrived if not self.copies_on_arrival[slot]])
         for slot, version in self._copied.items():
@@ -432,6 +460,9 @@ class Bucket:
             elements = self.plan.control.encode(self.round.bits, self.plan.wire_dtype)
             self._control.copy_(torch.tensor(elements, dtype=torch.float64, device="cpu"))
         self._move(BucketState.PACKED)
+        self.packed_at = time.perf_counter_ns()
+        self.packing_ns += self.packed_at - self.ready_at
+        return True
 
     def _pack(self, slots: Sequence[int]) -> None:
         """Copy these gradients to the wire."""
@@ -467,6 +498,8 @@ class Bucket:
         self._move_out_referenced(slots, views)
         try:
             factor = self.round.factor if self._is_asynchronous else 1.0
+            if len(slots) == 1 and self._leave(slots[0], packed[0], views[0]):
+                return
             self.packing.pack(slots, self._reals(packed), self._reals(views), factor)
             for slot, view in zip(slots, views, strict=True):
                 if slot not in self._packed:
@@ -476,6 +509,30 @@ class Bucket:
             if mismatch is None:
                 raise
             raise self._mismatch(mismatch, str(error)) from error
+
+    def _leave(self, slot: int, grad: torch.Tensor, view: torch.Tensor) -> bool:
+        """Copy what other ranks read of a large gradient; the sum of this rank's slice reads the gradient itself.
+
+        The gradient stays in `.grad` until the bucket leaves: backward may add to it. Returns False if it has to be
+        copied as a whole.
+        """
+        if slot not in self._own_blocks:
+            return False
+        number, begin, end, step = self._own_blocks[slot]
+        if self._left.pop(slot, None) is not None:
+            for i in range(-(-(end - begin) // step)):
+                self._inputs.pop(number + i, None)
+        is_plain = type(grad) is torch.Tensor and not (grad._is_view() or grad.is_inference())
+        is_alike = (grad.shape, grad.stride(), grad.dtype) == (view.shape, view.stride(), view.dtype)
+        if not (is_plain and is_alike) or self.round.factor != 1.0 or slot in self._packed:
+            return False
+        place = self.plan.slots[slot]
+        values, wire = grad.as_strided((place.numel,), (1,)), self.wire.tensor[place.offset :][: place.numel]
+        wire[:begin].copy_(values[:begin])
+        wire[end:].copy_(values[end:])
+        self._inputs.update(enumerate(torch.split(values[begin:end], step), number))
+        self._left[slot] = grad, grad._version
+        return True
 
     def _refuse_shared(self, slots: Sequence[int], grads: Sequence[torch.Tensor | None], there: Container[int]) -> None:
         """Raise GradientError if a gradient shares the memory of another one in the wire: it would be scaled twice."""
@@ -588,6 +645,18 @@ _BEFORE: Final = {
 }
 _FILLING = BucketState.FILLING  # to look up a member of an enum takes 0.1 us, which counts for every parameter
 _is_sparse = operator.attrgetter("is_sparse")
+
+
+def _blocks_in(wire: SharedWire, slot: Slot) -> tuple[int, int, int, int] | None:
+    """The blocks of this rank's slice that lie within the slot: see `Bucket._own_blocks`."""
+    ends = slot.offset, slot.offset + slot.numel
+    inside = [
+        i for i, each in enumerate(wire.blocks) if ends[0] <= each.start and each.start + len(each.own) <= ends[1]
+    ]
+    if not inside:
+        return None
+    first, last = wire.blocks[inside[0]], wire.blocks[inside[-1]]
+    return inside[0], first.start - slot.offset, last.start + len(last.own) - slot.offset, len(first.own)
 
 
 def _gradient(wire: torch.Tensor, slot: Slot, spec: ParameterSpec) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Hears from autograd: a gradient has arrived, or backward is about to return. Only this file asks autograd's engine.
 
-A gradient arrives in a public post-accumulate hook of its parameter, whose work is O(1), unless a bucket fills.
+A gradient arrives in a public post-accumulate hook of its parameter. Most hooks only note a number in a list: see
+`Launcher.on_ready`.
 
 The end of backward comes through `Variable._execution_engine.queue_callback`, which is not a public name.
 DistributedDataParallel and FSDP2 use the same name. The engine leaves two cases to us. With reentrant checkpointing a
@@ -28,13 +29,13 @@ class Listener(Protocol):
 
     Attributes:
         watch: notices the end of a backward.
-        mark_ready: called with the index of a parameter that has its gradient.
+        on_ready: for each parameter, what its hook calls with its index when it has its gradient.
     """
 
     @property
     def watch(self) -> BackwardWatch: ...
     @property
-    def mark_ready(self) -> Callable[[int], None]: ...
+    def on_ready(self) -> Sequence[Callable[[int], None]]: ...
 
     def begin_backward(self, index: int) -> None:
         """The first gradient of a backward arrives; or of an outer backward, after the end of an inner one.
@@ -44,7 +45,7 @@ class Listener(Protocol):
         """
 
     def gradient_failed(self, error: BaseException) -> None:
-        """`mark_ready` has raised."""
+        """A function of `on_ready` has raised."""
 
 
 def attach_hooks(
@@ -68,7 +69,7 @@ def make_hook(listener: Listener, index: int) -> Hook:
         if not listener.watch.is_armed:
             listener.begin_backward(index)
         try:
-            listener.mark_ready(index)
+            listener.on_ready[index](index)
         except BaseException as error:
             listener.gradient_failed(error)
             raise

@@ -13,7 +13,9 @@ between hosts with overlap="inline".
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
+import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -24,6 +26,7 @@ from torchring.allreduce.direct import PendingDirect
 from torchring.allreduce.records import MAX_PENDING
 from torchring.errors import GradientError, RingError
 from torchring.gradients.bucket import Bucket, BucketState
+from torchring.gradients.ledger import LOCAL, GradientStatus
 from torchring.gradients.round import Reducible, RoundPhase, RoundState
 from torchring.observe.flight_recorder.entries import Entry, Wait
 from torchring.observe.recorder.records import BUCKET_LENGTH, REDUCED, STARTED
@@ -65,6 +68,11 @@ class Launcher:
         self._pending: list[tuple[Reducible, PendingReduction]] = []
         self._num_advanced = 0  # how many of `_pending` have this rank's part
 
+        # What hooks call
+        self._on_ready: list[Callable[[int], None]] | None = None  # None while the order of gradients is unknown
+        self._noted: list[int] = []  # parameters whose gradient is there, and is still to be counted
+        self._last: dict[Bucket, int] = {}  # the parameter whose hook counts what was noted
+
         # The first round, after which the plan follows the order of gradients
         self.ready_order: list[int] | None = None
         self._order_so_far: list[int] | None = []
@@ -93,6 +101,7 @@ class Launcher:
                     bucket.ledger.adopt(position, earlier[0].ledger, earlier[1])
                 self._slots[slot.parameter] = (bucket, position)
         self.buckets = list(buckets)
+        self._on_ready = None
 
     def drain(self) -> None:
         """Wait for what a round that was broken off has left under way.
@@ -119,8 +128,27 @@ class Launcher:
             bucket.begin(current)
         self.round = current
 
+    def on_ready(self, num_parameters: int) -> Sequence[Callable[[int], None]]:
+        """What the hook of each parameter calls with its index, in a backward that reduces.
+
+        Once the order of gradients is known, most hooks of small gradients only note the index in a list. The hook of
+        the gradient that comes last in its bucket, and any other hook that calls `mark_ready`, has them counted. Where
+        gradients come in another order, buckets are full somewhat later.
+        """
+        if self._order_so_far is not None:
+            return [self.mark_ready] * num_parameters
+        if self._on_ready is None or len(self._on_ready) != num_parameters:
+            self._on_ready, self._last = [self.mark_ready] * num_parameters, {}
+            for bucket in self.buckets:
+                for slot, is_counted in zip(bucket.plan.slots, bucket.only_counts, strict=True):
+                    if is_counted:
+                        self._on_ready[slot.parameter] = self._noted.append
+                self._count_at(bucket, len(bucket.plan.slots) - 1)
+        return self._on_ready
+
     def mark_ready(self, index: int) -> None:
         """Parameter `index` has its gradient, in a backward that reduces. From the parameter's hook."""
+        is_full = bool(self._noted) and self.count_noted()
         if self._order_so_far is not None:
             self._order_so_far.append(index)
         place = self._slots.get(index)
@@ -128,11 +156,23 @@ class Launcher:
             self._mark_sparse(index)
             return
         bucket, slot = place
-        if bucket.mark_ready(slot) or (self._waiting and bucket.copies_on_arrival[slot]):  # some time has gone by
+        is_full = bucket.mark_ready(slot) or is_full
+        if is_full or (self._waiting and bucket.copies_on_arrival[slot]):  # some time has gone by
             self.advance()
             for other in tuple(self._waiting):
                 if other is not self:
                     other.advance()
+
+    def count_noted(self) -> bool:
+        """Count the gradients that hooks have only noted. True if a bucket is PACKED now."""
+        is_full = False
+        for bucket, places in itertools.groupby(map(self._slots.__getitem__, self._noted), operator.itemgetter(0)):
+            slots = [slot for _, slot in places]
+            if bucket.mark_noted(slots):
+                self._count_at(bucket, slots[-1])  # gradients came in another order than before
+                is_full = True
+        self._noted.clear()
+        return is_full
 
     def mark_local(self, index: int) -> None:
         """Parameter `index` has its gradient, in a backward that does not reduce. From the parameter's hook."""
@@ -271,6 +311,10 @@ class Launcher:
         if self.round.phase is RoundPhase.UNDER_WAY:
             self.round.phase = RoundPhase.BROKEN_OFF
         self._waiting.discard(self)
+        for bucket, slot in map(self._slots.__getitem__, self._noted):
+            if bucket.ledger.status[slot] is not GradientStatus.LOST:
+                bucket.ledger.status[slot] = LOCAL
+        self._noted.clear()
         for bucket in self.buckets:
             bucket.abandon()
         if self.buckets and self.round.num_launched == len(self.buckets):
@@ -281,6 +325,20 @@ class Launcher:
     def forget_order(self) -> None:
         """The plan stays as it is."""
         self.ready_order = self._order_so_far = None
+
+    def close(self) -> None:
+        """No backward comes any more. What hooks call refers to this launcher."""
+        self._on_ready = None
+
+    def _count_at(self, bucket: Bucket, slot: int) -> None:
+        """The hook of this gradient is the one that has noted gradients counted, of all small ones of the bucket."""
+        if (on_ready := self._on_ready) is None:  # closed
+            return
+        if (earlier := self._last.pop(bucket, None)) is not None:
+            on_ready[earlier] = self._noted.append
+        if bucket.only_counts[slot]:
+            self._last[bucket] = index = bucket.plan.slots[slot].parameter
+            on_ready[index] = self.mark_ready
 
     def _keep_order(self) -> None:
         if self._order_so_far is not None:

@@ -173,7 +173,7 @@ class Reducer(Sync):
         num_steps: how many optimizer steps this rank has made.
         in_backward: whether a backward of these parameters is under way.
         thread: runs the hooks of that backward, if its parameters are on the CPU; else 0.
-        mark_ready: the hooks call it with the index of a parameter that has its gradient.
+        on_ready: what hooks call, by parameter.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class Reducer(Sync):
         self.thread = 0
         self._reduces = False
         self._has_round = False  # that backward
-        self.mark_ready: Callable[[int], None] = self.launcher.mark_local
+        self.on_ready: Sequence[Callable[[int], None]] = ()
 
         # Hooks and what else calls back
         self.watch = BackwardWatch(partial(end_backward, self), self.abandon_backward)
@@ -348,6 +348,7 @@ class Reducer(Sync):
             handle.remove()
         self._handles = []
         self._members.remove(self)
+        self.launcher.close()
         self.layout.all_reduce.close()
         for participant in self.participants:
             participant.close()
@@ -378,6 +379,7 @@ class Reducer(Sync):
     def launch_own(self) -> None:
         """A backward is over on this rank: launch what needs no other rank, before ranks agree what it has reached."""
         if self.wants_reduction and self._has_round and not self.round.hold:
+            self._count_noted()
             with self._failing():
                 self.launcher.fill_rest()
                 self.launcher.advance()
@@ -392,6 +394,7 @@ class Reducer(Sync):
             self._leave_out()
         if not self.wants_reduction:  # only other ranks got as far as to begin
             self._begin(reduces=True)
+        self._count_noted()
         with self._failing():
             if not self._has_round:
                 self._begin_round(is_unordered=True)
@@ -442,6 +445,14 @@ class Reducer(Sync):
         """A hook has raised. With no bucket sent yet, backward drops the round as after any other error."""
         if self._reduces and self._has_round and self.launcher.has_launched:
             self._fail(error)
+
+    def _count_noted(self) -> None:
+        """Backward is over: count the gradients that hooks have noted since a gradient was counted last."""
+        try:
+            self.launcher.count_noted()
+        except BaseException as error:
+            self.gradient_failed(error)
+            raise
 
     def forget_gradients(self) -> None:
         self._num_backwards = 0
@@ -666,7 +677,7 @@ class Reducer(Sync):
         if not self._members.is_skipping:
             with self._failing():
                 self.weighing.begin_backward(reduces=reduces)
-        self.mark_ready = self.launcher.mark_local
+        self.on_ready = [self.launcher.mark_local] * len(self.parameters)
         if reduces:
             self.world.raise_if_broken()
             is_unordered = self._members.are_several
@@ -712,8 +723,11 @@ class Reducer(Sync):
         self.layout.agreement.begin()
         self._found_before = self.non_finite
         launcher.begin(current)
-        self.mark_ready = current.mark_ready or launcher.mark_ready
-        current.mark_ready = None  # which refers to what refers to the round
+        if current.mark_ready is None:
+            self.on_ready = launcher.on_ready(len(self.parameters))
+        else:
+            self.on_ready = [current.mark_ready] * len(self.parameters)
+            current.mark_ready = None  # which refers to what refers to the round
         self._has_round = True
 
     def _launch_rest(self, backward: object = None) -> None:

@@ -157,7 +157,7 @@ class RoundState:
         extra: leaves after all buckets, if there is anything.
         summed: called with each bucket of which this rank's slice is summed, what is not finite there, and what tells
             whether all ranks have summed theirs. None if nobody wants to know.
-        mark_ready: called by the hooks with the index of a parameter that has its gradient.
+        mark_ready: if given, called by all hooks, with the index of a parameter that has its gradient.
 
         phase: what has become of the round.
         num_launched: number of buckets that have left.
