@@ -20,6 +20,7 @@ from torchring.gradients.validation import parameters_of
 from torchring.sharding.cut import Candidate, assign_whole, cut_elements
 from torchring.sharding.exchange import Exchange
 from torchring.sharding.kinds import Kind, cost_of, kind_of
+from torchring.sharding.mirror import aside, kept_by, stepped_copies
 from torchring.sharding.parameters import RegionMemory, can_move, move
 from torchring.sharding.pieces import Piece, cut_pieces, whole_piece
 from torchring.sharding.together import begin_together
@@ -51,13 +52,19 @@ class Shards:
         sparse: parameters with sparse gradients.
         number: of the optimizer, among those of the world that are sharded.
         step: steps the optimizer for a rank that has ended, inside `torchring.join`.
+        is_mirrored: another rank keeps this rank's share, too: see `mirror.py`.
 
     Attributes:
         kind: how the optimizer is cut.
         parameters, names: all parameters, in the order of the parameter groups, and their names.
         memories: of the regions.
         pieces: what this rank steps, by region.
+        mirror: the pieces of another rank that this rank steps, too.
         everywhere: the parameters that every rank steps.
+        num_steps: number of steps that count.
+        is_half_done: a step has been broken off that had changed state or parameters in place.
+        unfinished: a step that was broken off before that.
+        has_said: rank 0 has logged what there is to save.
     """
 
     def __init__(
@@ -68,6 +75,8 @@ class Shards:
         sparse: Collection[torch.nn.Parameter],
         number: int,
         step: Callable[[], object],
+        *,
+        is_mirrored: bool = False,
     ) -> None:
         self.world = world
         self.optimizer = optimizer
@@ -76,7 +85,12 @@ class Shards:
         self.names: list[str] = []
         self.memories: list[RegionMemory] = []
         self.pieces: list[Piece] = []
+        self.mirror: list[Piece] = []
         self.everywhere: dict[torch.nn.Parameter, None] = {}
+        self.num_steps = 0
+        self.is_half_done = False
+        self.unfinished: Unfinished | None = None
+        self.kept_rank = kept_by(world.rank, world.hosts) if is_mirrored else world.rank
         self._names = names
         self._sparse = sparse
         self._kept: list[torch.Tensor] = []  # memory that the parameters had, where others may still read it
@@ -88,7 +102,7 @@ class Shards:
         self._members = world.shared(OptimizerGroup).members
         self._members.followers[self._name] = self._follow
         self._is_under_way = False
-        self._is_first = True
+        self.has_said = False
         self._is_closed = False
         self._handles = [
             optimizer.register_step_pre_hook(lambda *_: self._refuse("step()")),
@@ -123,12 +137,22 @@ class Shards:
         self._kept += kept
         for memory in memories:
             self.memories.append(memory)
-            self.pieces += self._pieces_of(len(self.memories) - 1, memory)
+            self._add_pieces_of(len(self.memories) - 1)
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
 
-    def _pieces_of(self, index: int, memory: RegionMemory) -> list[Piece]:
-        """This rank's pieces of a region, as they are at first."""
-        where = index, memory.region, memory.own, self.world.rank, self.parameters, self.names
+    @property
+    def is_mirrored(self) -> bool:
+        return self.kept_rank != self.world.rank
+
+    def _add_pieces_of(self, index: int) -> None:
+        self.pieces += self._pieces_of(index, self.world.rank)
+        if self.is_mirrored:
+            self.mirror += self._pieces_of(index, self.kept_rank)
+
+    def _pieces_of(self, index: int, rank: int) -> list[Piece]:
+        """A rank's pieces of a region, as they are at first."""
+        memory = self.memories[index]
+        where = index, memory.region, memory.own, rank, self.parameters, self.names
         if self.kind is Kind.WHOLE:
             return whole_piece(*where)
         pieces = cut_pieces(*where)
@@ -216,33 +240,89 @@ class Shards:
                 group.update(options)
 
     def _step_pieces(self, run: Callable[[], _T]) -> _T:
+        if self.is_mirrored:
+            self.unfinished = Unfinished(run, self.parameters)
         self._enter()
         try:
+            stepped = [p.grad is not None for p in self.parameters]
+            changed = [memory for memory in self.memories if any(stepped[m.parameter] for m in memory.region.members)]
+            if self.is_mirrored:
+                self._spread_copies(run, changed)
+            self.is_half_done = True
             with self._pieces_in_place():
                 result = run()
-            stepped = [p.grad is not None for p in self.parameters]
-            self._exchange.spread(
-                [memory for memory in self.memories if any(stepped[m.parameter] for m in memory.region.members)]
-            )
+            if self.is_mirrored:
+                self._step_mirror(run)
+            else:
+                self._exchange.spread(changed)
+            self.num_steps += 1
+            self.is_half_done, self.unfinished = False, None
         except BaseException as error:
             self.world.break_off("step()", error)
             raise
         # Peers have written to these, which autograd has to know.
         torch.autograd.graph.increment_version([p for p, has in zip(self.parameters, stepped, strict=True) if has])
-        if self._is_first:
-            self._is_first = False
+        if not self.has_said:
+            self.has_said = True
             self._say_what_it_saves()
         return result
+
+    def _spread_copies(self, run: Callable[[], object], changed: Sequence[RegionMemory]) -> None:
+        """Collective: give other ranks the results of this rank's share, which stays as it was."""
+        if self.world.size == 2:  # each steps everything
+            return
+        try:
+            self.pieces = self._with_gradients(self.pieces)
+            results = stepped_copies(self.optimizer, self.pieces, self._group_of, run)
+            self._exchange.spread_copies(results, self.memories, changed)
+        finally:
+            self._drop_gradients(self.pieces)
+        internal_collectives_of(self.world).barrier()
+
+    def _step_mirror(self, run: Callable[[], object]) -> None:
+        try:
+            self.mirror = self._with_gradients(self.mirror)
+            with aside(self.optimizer, self._by_group(self.mirror), self.optimizer.state):
+                run()
+        finally:
+            self._drop_gradients(self.mirror)
+
+    def finish(self) -> None:
+        """Make the step that was broken off. Not collective: the parameters of other shares are not there yet."""
+        assert self.unfinished is not None
+        self.unfinished.put_back()
+        self.is_half_done = True
+        try:
+            self.pieces = self._with_gradients(self.pieces)
+            tensors = self._by_group(self.pieces)
+            for group, own in zip(self.optimizer.param_groups, tensors, strict=True):
+                own += [parameter for parameter in group["params"] if parameter in self.everywhere]
+            with aside(self.optimizer, tensors, self.optimizer.state):
+                self.unfinished.run()
+            self._step_mirror(self.unfinished.run)
+        finally:
+            self._drop_gradients(self.pieces)
+            for parameter in self.parameters:
+                parameter.grad = None
+        self.num_steps += 1
+        self.is_half_done, self.unfinished = False, None
+
+    def _group_of(self, piece: Piece) -> int:
+        return self.memories[piece.region].region.group
+
+    def _by_group(self, pieces: Sequence[Piece]) -> list[list[torch.Tensor]]:
+        tensors: list[list[torch.Tensor]] = [[] for _ in self.optimizer.param_groups]
+        for piece in pieces:
+            tensors[self._group_of(piece)].append(piece.tensor)
+        return tensors
 
     @contextmanager
     def _pieces_in_place(self) -> Iterator[None]:
         """Inside, the optimizer's groups hold this rank's pieces, with their gradients, in place of the parameters."""
         whole = [group["params"] for group in self.optimizer.param_groups]
         try:
-            self._take_gradients()
-            own: list[list[torch.Tensor]] = [[] for _ in whole]
-            for piece in self.pieces:
-                own[self.memories[piece.region].region.group].append(piece.tensor)
+            self.pieces = self._with_gradients(self.pieces)
+            own = self._by_group(self.pieces)
             everywhere = self.everywhere
             for group, parameters, pieces in zip(self.optimizer.param_groups, whole, own, strict=True):
                 group["params"] = [*pieces, *(p for p in parameters if p in everywhere)] if everywhere else pieces
@@ -252,15 +332,19 @@ class Shards:
             self._is_under_way = False
             for group, parameters in zip(self.optimizer.param_groups, whole, strict=True):
                 group["params"] = parameters
-            for piece in self.pieces:
-                piece.drop_gradient()
+            self._drop_gradients(self.pieces)
+
+    def _drop_gradients(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            piece.drop_gradient()
 
     @torch.no_grad()
-    def _take_gradients(self) -> None:
-        if all(piece.take_gradient() for piece in self.pieces):
-            return
+    def _with_gradients(self, given: list[Piece]) -> list[Piece]:
+        """The pieces, each with its gradient. One is split if only some of its parameters have a gradient."""
+        if all(piece.take_gradient() for piece in given):
+            return given
         pieces = []
-        for piece in self.pieces:
+        for piece in given:
             if piece.take_gradient():
                 pieces.append(piece)
                 continue
@@ -271,7 +355,7 @@ class Shards:
             for part in parts:
                 part.take_gradient()
             pieces += parts
-        self.pieces = pieces
+        return pieces
 
     def _enter(self) -> None:
         """Collective: from here on, other ranks write to this rank's parameters."""
@@ -300,11 +384,14 @@ class Shards:
 
     def _say_what_it_saves(self) -> None:
         """Collective, after the first step: say what state there is, and what a fused optimizer would save."""
-        shared = sum(map(num_bytes_of, (self.optimizer.state.get(p) for p in self.everywhere)))
-        mine = sum(map(num_bytes_of, self.optimizer.state.values()))
-        sizes = internal_collectives_of(self.world).all_gather(torch.tensor([mine], device="cpu"))
-        total = sum(int(size) - shared for size in sizes) + shared
-        most = max(map(int, sizes))
+        state = self.optimizer.state
+        shared = sum(map(num_bytes_of, (state.get(p) for p in self.everywhere)))
+        kept = sum(map(num_bytes_of, (state.get(piece.tensor) for piece in self.mirror)))
+        mine = sum(map(num_bytes_of, state.values()))
+        rows = internal_collectives_of(self.world).all_gather(torch.tensor([[mine, kept]], device="cpu"))
+        sizes = [row.flatten().tolist() for row in rows]
+        total = sum(size - its - shared for size, its in sizes) + shared
+        most = max(size for size, _ in sizes)
         if self.world.rank == 0 and total:
             _logger.warning("optimizer state: %.4g -> %.4g MB per rank", total / 1e6, most / 1e6)
             if text := advice_on_fused(self.optimizer):
@@ -318,9 +405,18 @@ class Shards:
         self._members.followers.pop(self._name, None)
         self._exchange.close()
 
+    def release(self) -> None:
+        """The ranks of this world part. The state is handed over to others: see `handover.py`."""
+        for handle in self._handles:
+            handle.remove()
+        self._members.followers.pop(self._name, None)
+        self._exchange.close()
+
     def reset_pieces(self) -> None:
         """Forget which pieces were split."""
-        self.pieces = [piece for index, memory in enumerate(self.memories) for piece in self._pieces_of(index, memory)]
+        self.pieces, self.mirror = [], []
+        for index in range(len(self.memories)):
+            self._add_pieces_of(index)
 
     @contextmanager
     def whole_state(self, state: dict[torch.Tensor, Any] | None = None) -> Iterator[None]:
@@ -347,6 +443,26 @@ class Shards:
                 handle.remove()
         else:
             self._refuse("load_state_dict()")
+
+
+class Unfinished:
+    """What a rank keeps until a step of a mirrored optimizer counts: the gradients, and what steps."""
+
+    def __init__(self, run: Callable[[], object], parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.run = run
+        self._gradients = [
+            (parameter, grad, 0 if grad is None else grad._version)
+            for parameter, grad in ((parameter, parameter.grad) for parameter in parameters)
+        ]
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the script has left the gradients as they were."""
+        return all(grad is None or grad._version == version for _, grad, version in self._gradients)
+
+    def put_back(self) -> None:
+        for parameter, grad, _ in self._gradients:
+            parameter.grad = grad
 
 
 class _StateOf:

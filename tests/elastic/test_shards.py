@@ -1,0 +1,210 @@
+"""Elastic jobs whose optimizer is sharded: a rank that is lost takes its share along, and nothing is lost."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+import torchring
+from tests.elastic.test_elastic import (
+    GLOBAL_BATCH,
+    LABELS,
+    PIXELS,
+    Digits,
+    _once,
+    check_books,
+    check_continuity,
+    crc,
+    orders,
+)
+from tests.support.elastic_job import ElasticJob, is_last, note
+from torchring.collectives.service import Collectives
+from torchring.elastic.worker import worker as workers
+from torchring.sharding import handover, step
+
+Kind = Callable[[torch.nn.Module], torch.optim.Optimizer]
+
+
+def make_model() -> torch.nn.Module:
+    """A matrix that is cut, and small parameters that share pieces. One is used in every second step."""
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(64, 600), torch.nn.Tanh(), torch.nn.Linear(600, 10)).double()
+
+
+def make_adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, amsgrad=True)
+
+
+def make_adafactor(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), lr=1e-2)
+
+
+def _is_next(point: str, points: list[str]) -> bool:
+    """Whether to be lost here: this worker is on rank 1 of 3, and earlier points are over."""
+    folder = Path(os.environ["TMPDIR"]).parent
+    done = [each for each in points if (folder / each).exists()]
+    return torchring.size() == 3 and torchring.rank() == 1 and points[len(done) :][:1] == [point] and _once(point)
+
+
+def _lose(point: str, points: list[str]) -> None:
+    if _is_next(point, points):
+        note(lost=point)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _patch(points: list[str]) -> None:
+    """Call `_lose` at certain points of a step, and of what follows."""
+
+    def before(owner: Any, name: str, point: str) -> None:
+        original = getattr(owner, name)
+
+        def wrapper(*arguments: Any, **options: Any) -> Any:
+            _lose(point, points)
+            return original(*arguments, **options)
+
+        setattr(owner, name, wrapper)
+
+    before(step.Shards, "_enter", "before the step")
+    before(step.Shards, "_spread_copies", "in the step")
+    before(step.Shards, "_pieces_in_place", "after the barrier")
+    before(step.Shards, "_step_mirror", "half done")
+    before(handover._Elements, "fetch", "while state is handed over")
+    copies = step.stepped_copies
+
+    def some_copies(*arguments: Any) -> Iterator[Any]:
+        for i, each in enumerate(copies(*arguments)):
+            if i:
+                _lose("in the exchange", points)
+            yield each
+        _lose("before the barrier", points)
+
+    step.stepped_copies = some_copies
+    barrier = Collectives.barrier
+
+    def late(self: Collectives) -> None:
+        if not self._is_scripts and _is_next("at the barrier", points):
+            # The others pass the barrier at different times: rank 0 is told that this rank is gone, rank 2 passes.
+            note(lost="at the barrier")
+            os.kill(os.getpid(), signal.SIGKILL)
+        barrier(self)
+
+    Collectives.barrier = late
+
+
+def train_worker(
+    make: Kind, shard: Any, points: list[str], trouble: Callable[[int], object] = lambda step: None, **options: Any
+) -> None:
+    _patch(points)
+    model = make_model()
+    optimizer = torchring.wrap(make(model), model, shard=shard)
+    sampler = torchring.elastic.Sampler(Digits(), seed=5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9)
+    state = torchring.elastic.State(
+        model=model,
+        optimizer=optimizer,
+        sampler=sampler,
+        scheduler=scheduler,
+        step=0,
+        global_batch=GLOBAL_BATCH,
+        **options,
+    )
+
+    @torchring.elastic.run
+    def train(state: Any) -> None:
+        note(enters=state.step, rank=torchring.rank(), size=torchring.size())
+        while True:
+            for pixels, labels, indices in DataLoader(Digits(), batch_size=state.batch_size, sampler=sampler):
+                if is_last(state.step):
+                    return
+                optimizer.zero_grad()
+                loss = torch.nn.functional.cross_entropy(model(pixels), labels)
+                loss.register_hook(lambda grad: _lose("in backward", points))
+                loss.backward()
+                trouble(state.step)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                state.step += 1
+                where = {
+                    "rank": torchring.rank(),
+                    "size": torchring.size(),
+                    "generation": workers._the_worker.generation,
+                }
+                note(step=state.step, crc=f"{crc(model)} {scheduler.get_last_lr()}", indices=indices.tolist(), **where)
+                _lose("between steps", points)
+
+    train(state)
+    note(result=[p.tolist() for p in model.parameters()], state=whole_state(optimizer))
+
+
+def whole_state(optimizer: Any) -> list[list[Any]]:
+    sharded = isinstance(optimizer, torchring.DistributedOptimizer) and optimizer._shards is not None
+    found = optimizer.state_dict(all_ranks=True) if sharded else optimizer.state_dict()
+    return [
+        [value.tolist() if isinstance(value, torch.Tensor) else value for _, value in sorted(entry.items())]
+        for _, entry in sorted(found["state"].items())
+    ]
+
+
+def expected(make: Kind, num_steps: int) -> tuple[list[torch.Tensor], list[list[Any]]]:
+    """Parameters and state after as many steps of one process."""
+    model = make_model()
+    optimizer = make(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9)
+    for order in orders(num_steps):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(PIXELS[order]), LABELS[order]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+    return [parameter.detach() for parameter in model.parameters()], whole_state(optimizer)
+
+
+def check_result(job: ElasticJob, make: Kind, num_steps: int) -> None:
+    results = job.notes("result")
+    assert len(results) == len(job.members)
+    parameters, state = expected(make, num_steps)
+    for result in results:
+        for found, wanted in zip(result["result"], parameters, strict=True):
+            torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), wanted, rtol=1e-7, atol=1e-9)
+        for mine, its in zip(result["state"], state, strict=True):
+            for found, wanted in zip(mine, its, strict=True):
+                close = dict(rtol=1e-5, atol=1e-12)
+                torch.testing.assert_close(torch.tensor(found).double(), torch.tensor(wanted).double(), **close)
+
+
+_POINTS = [
+    "before the step",
+    "in the step",
+    "in the exchange",
+    "before the barrier",
+    "at the barrier",
+    "after the barrier",
+    "half done",
+    "between steps",
+    "in backward",
+    "while state is handed over",
+]
+
+
+def _run(make: Kind, points: list[str]) -> None:
+    with ElasticJob(functools.partial(train_worker, make, True, points), 3) as job:
+        job.run_until(lambda: len(job.notes("lost")) == len(points), "all losses", 120)
+        job.run_until(lambda: len(job.members) == 3 and job.notes("step")[-1]["size"] == 3, "a replacement")
+        num_steps = job.stop()
+        assert job.run(120) == 0
+        check_books(job, num_steps)
+        check_continuity(job)
+        check_result(job, make, num_steps)
+        assert [each["lost"] for each in job.notes("lost")] == points
+
+
+def test_a_rank_may_be_lost_at_any_point_of_a_sharded_step() -> None:
+    _run(make_adamw, _POINTS)
