@@ -250,9 +250,9 @@ class ElasticJob:
             self.tick()
         return self.code
 
-    def stop(self) -> int:
+    def stop(self, steps_left: int = _STEPS_LEFT) -> int:
         """Have the workers stop a while after the step that they are at. Returns the last step."""
-        last = self.last_step() + _STEPS_LEFT
+        last = self.last_step() + steps_left
         (self.folder / "new").write_text(str(last))
         (self.folder / "new").rename(self.folder / "last")
         return last

@@ -371,5 +371,6 @@ class _Whole(_Source):
 
     def fetch(self, index: int, place: str, like: torch.Tensor) -> torch.Tensor:
         mine = self._tensors.get(index)
-        tensor = torch.empty_like(like) if mine is None else mine[place]
-        return self._collectives.broadcast(tensor, self._givers[index])
+        tensor: torch.Tensor = torch.empty_like(like) if mine is None else mine[place]
+        self._collectives.broadcast(tensor, self._givers[index])
+        return tensor
