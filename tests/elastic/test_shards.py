@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,11 @@ from tests.elastic.test_elastic import (
     crc,
     orders,
 )
-from tests.support.elastic_job import ElasticJob, is_last, note
+from tests.support.elastic_job import NOTES, ElasticJob, is_last, note
 from torchring.collectives.service import Collectives
 from torchring.elastic.worker import worker as workers
-from torchring.elastic.worker.checkpoint import newest_step
+from torchring.elastic.worker.checkpoint import newest, newest_step
+from torchring.memory import host as host_module
 from torchring.sharding import handover, step
 
 Kind = Callable[[torch.nn.Module], torch.optim.Optimizer]
@@ -82,6 +84,7 @@ def _patch(points: list[str]) -> None:
     before(step.Shards, "_spread_copies", "in the step")
     before(step.Shards, "_step_mirror", "half done")
     before(handover._Elements, "fetch", "while state is handed over")
+    before(handover._Whole, "fetch", "while state is handed over")
     copies = step.stepped_copies
 
     def some_copies(*arguments: Any) -> Iterator[Any]:
@@ -92,6 +95,15 @@ def _patch(points: list[str]) -> None:
         _lose("before the barrier", points)
 
     step.stepped_copies = some_copies
+    all_gather = Collectives.all_gather
+
+    def gather(self: Collectives, *arguments: Any) -> Any:
+        result = all_gather(self, *arguments)
+        if sys._getframe(1).f_code.co_name == "_gather_elements":
+            _lose("while state is gathered", points)
+        return result
+
+    Collectives.all_gather = gather
     barrier = Collectives.barrier
 
     def pass_barrier(self: Collectives) -> None:
@@ -106,9 +118,16 @@ def _patch(points: list[str]) -> None:
 
 
 def train_worker(
-    make: Kind, shard: Any, points: list[str], trouble: Callable[[int], object] = lambda step: None, **options: Any
+    make: Kind,
+    shard: Any,
+    points: list[str],
+    trouble: Callable[[int], object] = lambda step: None,
+    num_hosts: int = 1,
+    **options: Any,
 ) -> None:
     _patch(points)
+    number = workers.worker_of_process().number
+    host_module._host_identity = lambda: f"host {number % num_hosts}"
     model = make_model()
     optimizer = torchring.wrap(make(model), model, shard=shard)
     sampler = torchring.elastic.Sampler(Digits(), seed=5)
@@ -148,19 +167,18 @@ def train_worker(
                 _lose("between steps", points)
 
     train(state)
-    note(result=[p.tolist() for p in model.parameters()], state=whole_state(optimizer))
+    result = Path(os.environ[NOTES]).with_suffix(".pt")
+    torch.save(([p.detach() for p in model.parameters()], whole_state(optimizer)), result)
+    note(result=str(result))
 
 
-def whole_state(optimizer: Any) -> list[list[Any]]:
+def whole_state(optimizer: Any) -> list[torch.Tensor]:
     sharded = isinstance(optimizer, torchring.DistributedOptimizer) and optimizer._shards is not None
     found = optimizer.state_dict(all_ranks=True) if sharded else optimizer.state_dict()
-    return [
-        [value.tolist() if isinstance(value, torch.Tensor) else value for _, value in sorted(entry.items())]
-        for _, entry in sorted(found["state"].items())
-    ]
+    return [torch.as_tensor(value) for _, entry in sorted(found["state"].items()) for _, value in sorted(entry.items())]
 
 
-def expected(make: Kind, num_steps: int) -> tuple[list[torch.Tensor], list[list[Any]]]:
+def expected(make: Kind, num_steps: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Parameters and state after as many steps of one process."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -170,7 +188,7 @@ def expected(make: Kind, num_steps: int) -> tuple[list[torch.Tensor], list[list[
         torch.set_num_threads(num_threads)
 
 
-def _expected(make: Kind, num_steps: int) -> tuple[list[torch.Tensor], list[list[Any]]]:
+def _expected(make: Kind, num_steps: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     model = make_model()
     optimizer = make(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9)
@@ -188,12 +206,11 @@ def check_result(job: ElasticJob, make: Kind, num_steps: int) -> None:
     assert len(results) == len(job.members)
     parameters, state = expected(make, num_steps)
     for result in results:
-        for found, wanted in zip(result["result"], parameters, strict=True):
-            torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), wanted, rtol=1e-7, atol=1e-9)
-        for mine, its in zip(result["state"], state, strict=True):
-            for found, wanted in zip(mine, its, strict=True):
-                close = {"rtol": 1e-5, "atol": 1e-12}
-                torch.testing.assert_close(torch.tensor(found).double(), torch.tensor(wanted).double(), **close)
+        found_parameters, found_state = torch.load(result["result"])
+        for found, wanted in zip(found_parameters, parameters, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)
+        for found, wanted in zip(found_state, state, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-12)
 
 
 _POINTS = [
@@ -205,12 +222,14 @@ _POINTS = [
     "half done",
     "between steps",
     "in backward",
+    "while state is gathered",
     "while state is handed over",
 ]
 
 
-def _run(make: Kind, points: list[str]) -> None:
-    with ElasticJob(functools.partial(train_worker, make, True, points), 3) as job:
+def _run(make: Kind, points: list[str], folder: Path, num_hosts: int = 1) -> None:
+    options = {"num_hosts": num_hosts, "checkpoint": folder, "every": 9}
+    with ElasticJob(functools.partial(train_worker, make, True, points, **options), 3) as job:
         job.run_until(lambda: len(job.notes("lost")) == len(points), "all losses", 120)
         job.run_until(lambda: len(job.members) == 3 and job.notes("step")[-1]["size"] == 3, "a replacement")
         num_steps = job.stop(50)
@@ -219,16 +238,44 @@ def _run(make: Kind, points: list[str]) -> None:
         check_continuity(job)
         check_result(job, make, num_steps)
         assert [each["lost"] for each in job.notes("lost")] == points
+        step, saved = newest(folder)
+        assert step == num_steps
+        found = [
+            torch.as_tensor(v)
+            for _, e in sorted(saved["stateful"]["optimizer"]["state"].items())
+            for _, v in sorted(e.items())
+        ]
+        for mine, wanted in zip(found, expected(make, num_steps)[1], strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-12)
 
 
-def test_a_rank_may_be_lost_at_any_point_of_a_sharded_step() -> None:
-    _run(make_adamw, _POINTS)
+def test_a_rank_may_be_lost_at_any_point_of_a_sharded_step(tmp_path: Path) -> None:
+    _run(make_adamw, _POINTS, tmp_path)
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("make", [make_adafactor, make_fused])
-def test_other_optimizers_lose_ranks_at_any_point(make: Kind) -> None:
-    _run(make, [point for point in _POINTS if make is make_fused or point not in ("in the exchange",)])
+@pytest.mark.parametrize(
+    ("make", "num_hosts"), [(make_adafactor, 1), (make_fused, 1), (make_adamw, 2), (make_adafactor, 2)]
+)
+def test_other_optimizers_and_hosts(make: Kind, num_hosts: int, tmp_path: Path) -> None:
+    missing = ("in the exchange", "while state is gathered") if make is make_adafactor else ()
+    _run(make, [point for point in _POINTS if point not in missing], tmp_path, num_hosts)
+
+
+def _lose_host(step: int) -> None:
+    if step == 10 and torchring.rank() in (1, 3) and torchring.size() == 4 and _once(f"lost {torchring.rank()}"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.grid
+def test_a_host_takes_nothing_along() -> None:
+    with ElasticJob(functools.partial(train_worker, make_adamw, True, [], _lose_host, num_hosts=2), 4) as job:
+        job.run_until(lambda: job.last_step() > 20, "20 steps", 120)
+        num_steps = job.stop(30)
+        assert job.run(120) == 0
+        check_books(job, num_steps)
+        check_continuity(job)
+        check_result(job, make_adamw, num_steps)
 
 
 def _write_and_lose(step: int) -> None:
