@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import signal
 import sys
@@ -107,7 +108,8 @@ def _patch(points: list[str]) -> None:
     barrier = Collectives.barrier
 
     def pass_barrier(self: Collectives) -> None:
-        is_next = not self._is_scripts and _is_next("after the barrier", points)
+        is_in_step = sys._getframe(1).f_code.co_name == "_spread_copies"
+        is_next = is_in_step and _is_next("after the barrier", points)
         barrier(self)
         if is_next:
             _lose("after the barrier", points)
@@ -227,6 +229,17 @@ _POINTS = [
 ]
 
 
+def check_survivors(job: ElasticJob) -> None:
+    """No step that a survivor had finished was lost. Between hosts, a rank may finish a step, and be lost before the
+    others hear that it takes part."""
+    steps: dict[int, dict[int, list[int]]] = {}
+    for each in job.notes("step"):
+        steps.setdefault(each["generation"], {}).setdefault(each["pid"], []).append(each["step"])
+    for earlier, later in itertools.pairwise(sorted(steps)):
+        last = max(steps[earlier][pid][-1] for pid in steps[earlier].keys() & steps[later].keys())
+        assert {numbers[0] for numbers in steps[later].values()} == {last + 1}
+
+
 def _run(make: Kind, points: list[str], folder: Path, num_hosts: int = 1) -> None:
     options = {"num_hosts": num_hosts, "checkpoint": folder, "every": 9}
     with ElasticJob(functools.partial(train_worker, make, True, points, **options), 3) as job:
@@ -235,7 +248,9 @@ def _run(make: Kind, points: list[str], folder: Path, num_hosts: int = 1) -> Non
         num_steps = job.stop(50)
         assert job.run(120) == 0
         check_books(job, num_steps)
-        check_continuity(job)
+        check_survivors(job)
+        if num_hosts == 1:
+            check_continuity(job)
         check_result(job, make, num_steps)
         assert [each["lost"] for each in job.notes("lost")] == points
         step, saved = newest(folder)
@@ -274,7 +289,7 @@ def test_a_host_takes_nothing_along() -> None:
         num_steps = job.stop(30)
         assert job.run(120) == 0
         check_books(job, num_steps)
-        check_continuity(job)
+        check_survivors(job)
         check_result(job, make_adamw, num_steps)
 
 
