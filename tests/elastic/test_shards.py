@@ -328,3 +328,19 @@ def _lose_one(step: int) -> None:
 
 def test_unmirrored_shares_go_back_to_a_checkpoint(tmp_path: Path) -> None:
     _run_back("unmirrored", _lose_one, tmp_path)
+
+
+@pytest.mark.parametrize("shard", [True, "unmirrored"])
+def test_ranks_that_are_told_to_end_leave_their_shares_behind(shard: Any) -> None:
+    """With shard=True, a rank and the one that keeps its mirror. No checkpoint is there."""
+    with ElasticJob(functools.partial(train_worker, make_adamw, shard, []), 3) as job:
+        job.run_until(lambda: job.last_step() > 10, "10 steps")
+        leaving = job.members[1:]
+        for worker in leaving:
+            job.send(worker, signal.SIGTERM)
+        job.run_until(lambda: not set(leaving) & set(job.members) and len(job.members) == 3, "replacements")
+        num_steps = job.stop(30)
+        assert job.run(120) == 0
+        check_books(job, num_steps)
+        check_continuity(job)
+        check_result(job, make_adamw, num_steps)

@@ -1,6 +1,7 @@
 """Hands the state of a sharded optimizer from the ranks of one generation of an elastic job to those of the next.
 
-1. `leave`: the generation is over. Each rank holds its share, and with `shard=True` another rank's (`mirror.py`).
+1. `leave`: the generation is over. Each rank holds its share, and with `shard=True` another rank's (`mirror.py`). Ranks
+   that were told to end have given theirs to a rank that stays (`leave_shares`).
 2. `agree`: the ranks that have met find out which of them gives which share. A step that counts on some of them is made
    on all; one that counts on none is undone.
 3. `restore`: each tensor is gathered from those who have parts of it, and each rank takes what is its own by now.
@@ -23,6 +24,7 @@ from torchring.gradients.validation import parameters_of
 from torchring.memory.heap import trim
 from torchring.sharding.checkpoint import Entry, Outlines, build
 from torchring.sharding.kinds import Kind, kind_of
+from torchring.sharding.mirror import keeper_of
 from torchring.sharding.pieces import Part, Piece, flat, is_scalar, laid_out_as
 from torchring.sharding.step import Shards
 from torchring.world import World
@@ -247,8 +249,49 @@ class Handover:
 
 
 def _shares_of(shards: Shards) -> dict[int, list[Piece]]:
-    shares = {shards.world.rank: shards.pieces}
-    return {**shares, shards.kept_rank: shards.mirror} if shards.is_mirrored else shares
+    mirror = {shards.kept_rank: shards.mirror} if shards.is_mirrored else {}
+    return {shards.world.rank: shards.pieces, **mirror, **shards.left_here}
+
+
+def leave_shares(shards: Shards, *, leaves: bool) -> None:
+    """Collective: ranks that are about to end give the shares that no rank would have to one that stays."""
+    world = shards.world
+    said = internal_collectives_of(world).all_gather_bytes(bytes([leaves]))
+    leaving = [rank for rank, theirs in enumerate(said) if theirs[0]]
+    staying = [rank for rank in range(world.size) if rank not in leaving]
+    for rank in leaving if staying else ():
+        if not shards.is_mirrored or keeper_of(rank, world.hosts) in leaving:
+            _leave_share(shards, rank, staying[0])
+
+
+def _leave_share(shards: Shards, owner: int, heir: int) -> None:
+    collectives, state = internal_collectives_of(shards.world), shards.optimizer.state
+    indices = {parameter: index for index, parameter in enumerate(shards.parameters)}
+    tensors: dict[int, dict[str, torch.Tensor]] = {}
+    said = b""
+    if shards.world.rank == owner:
+        rows = []
+        for number, piece in enumerate(piece for piece in shards.pieces if piece.tensor in state):
+            parts = [(indices[part.parameter], part.start, part.stop, part.place) for part in piece.parts]
+            outline = outline_of(state[piece.tensor], "", tensors.setdefault(number, {}))
+            rows.append((piece.region, piece.start, piece.tensor.numel(), parts, outline))
+        said = save_plain(rows)
+    pieces = []
+    for number, row in enumerate(load_plain(collectives.broadcast_bytes(said, owner))):
+        region, start, numel, parts, outline = row
+        wanted: dict[str, torch.Tensor] = {}
+        entry = fill_outline(outline, "", tensors.get(number, {}), wanted)
+        collectives.broadcast_together(wanted.values(), owner)
+        if shards.world.rank == heir:
+            its = tuple(
+                Part(shards.parameters[i], shards.names[i], first, last, place) for i, first, last, place in parts
+            )
+            tensor = shards.memories[region].own[start : start + numel]
+            piece = Piece(its[0].parameter if shards.kind is Kind.WHOLE else tensor, region, start, its)
+            state[piece.tensor] = entry
+            pieces.append(piece)
+    if shards.world.rank == heir:
+        shards.left_here[owner] = pieces
 
 
 def _whole(parameter: torch.nn.Parameter) -> Piece:
@@ -348,7 +391,7 @@ class _Elements(_Source):
         return result
 
     def _elements(self, piece: Piece, part: Part, key: str) -> torch.Tensor:
-        value = self._state[piece.tensor][key]
+        value: torch.Tensor = self._state[piece.tensor][key]
         if piece.is_parameter:
             value = flat(laid_out_as(value, part.parameter))
         return value[part.place : part.place + part.numel]

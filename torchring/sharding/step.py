@@ -33,6 +33,10 @@ _PAST: Final = (
     "the optimizer that torchring.wrap(..., shard=True) was given has the state of a part of the parameters only, so "
     "{what} of its own would be wrong; call {what} of the optimizer that torchring.wrap has returned"
 )
+_RANDOM: Final = (
+    "{name} draws random numbers, which differ on the rank that keeps the mirror of a share; pass shard='unmirrored' to "
+    "torchring.wrap, or leave shard out"
+)
 _CLOSED: Final = (
     "this optimizer has the state of a part of the parameters only, as torchring.wrap(..., shard=True) has left it; "
     "call its load_state_dict() with what state_dict() of the wrapped optimizer returned before close(), or build a "
@@ -60,6 +64,7 @@ class Shards:
         memories: of the regions.
         pieces: what this rank steps, by region.
         mirror: the pieces of another rank that this rank steps, too.
+        left_here: pieces of ranks that have ended, by rank.
         everywhere: the parameters that every rank steps.
         num_steps: number of steps that count.
         is_half_done: a step has been broken off that had changed state or parameters in place.
@@ -86,6 +91,7 @@ class Shards:
         self.memories: list[RegionMemory] = []
         self.pieces: list[Piece] = []
         self.mirror: list[Piece] = []
+        self.left_here: dict[int, list[Piece]] = {}
         self.everywhere: dict[torch.nn.Parameter, None] = {}
         self.num_steps = 0
         self.is_half_done = False
@@ -249,9 +255,12 @@ class Shards:
             if self.is_mirrored:
                 self._spread_copies(run, changed)
             self.is_half_done = True
+            random = torch.get_rng_state()
             with self._pieces_in_place():
                 result = run()
             if self.is_mirrored:
+                if not (self.has_said or torch.equal(random, torch.get_rng_state())):
+                    raise ValueError(_RANDOM.format(name=type(self.optimizer).__name__))
                 self._step_mirror(run)
             else:
                 self._exchange.spread(changed)

@@ -140,7 +140,7 @@ def _run(state: State, call: Callable[[], _T], worker: Worker, signals: Signals)
         except GenerationOver as change:
             reason = ""
             saves = world.rank == 0  # all ranks are equally far
-            state._gather_at_end(worker, all_leave=change.all_leave)
+            state._part(worker, all_leave=change.all_leave)
             if worker.leaves:
                 worker.say_goodbye("it was told to end")  # first: the others wait for it
                 if saves and (change.all_leave or worker.is_over()):

@@ -44,7 +44,7 @@ from torchring.gradients.participants.weights import OTHER_BATCH
 from torchring.gradients.validation import parameters_of
 from torchring.observe.recorder.forward import TransientHook
 from torchring.optimizer import DistributedOptimizer
-from torchring.sharding.handover import Handover
+from torchring.sharding.handover import Handover, leave_shares
 from torchring.world import World
 
 _FORMAT: Final = 1  # of checkpoints
@@ -620,8 +620,8 @@ class State:
             everything = self._everything()
             self._gathered = (self._progress, everything) if world.rank == 0 else None
 
-    def _gather_at_end(self, worker: Worker, *, all_leave: bool) -> None:
-        """Collective, where ranks part: as `_gather`, if the job may be over."""
+    def _part(self, worker: Worker, *, all_leave: bool) -> None:
+        """Collective, where ranks change: gather the state if the job may be over, and keep what leaving ranks have."""
         world = self._world
         if not self._handovers or world is None or world.size == 1:
             return
@@ -629,8 +629,11 @@ class State:
             is_over = all_leave or worker.is_over(asks=worker.leaves)
             if internal_collectives_of(world).any_rank(is_over):
                 self._gather()
-        except RingError as error:
-            _log.warning("the optimizer's state is not gathered for a checkpoint: %s", error)
+            for optimizer in self._handovers:
+                if optimizer._shards is not None:
+                    leave_shares(optimizer._shards, leaves=worker.leaves)
+        except RingError as error:  # a rank is lost meanwhile
+            _log.warning("ranks part without handing over optimizer state: %s", error)
 
     def _everything_at_end(self) -> dict[str, Any]:
         """As `_everything`, when the ranks have parted."""
