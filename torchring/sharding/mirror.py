@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from torchring.sharding.kinds import HOOKS
 from torchring.sharding.pieces import Piece
 
-_BATCH_BYTES: Final = 2 << 20  # of parameters, which are copied together with their state
+_BATCH_BYTES: Final = 256 * 1024  # of parameters: they, gradients and state stay in the cache
 
 
 def keeper_of(rank: int, hosts: Sequence[Sequence[int]]) -> int:

@@ -6,7 +6,7 @@ import logging
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from torchring.collectives.initial_state import broadcast_state, load_plain, save_plain
 from torchring.collectives.service import internal_collectives_of
-from torchring.errors import GradientError, in_step, ranks_in_words
+from torchring.errors import GradientError, RingError, in_step, ranks_in_words
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.validation import parameters_of
 from torchring.sharding.cut import Candidate, assign_whole, cut_elements
@@ -34,8 +34,8 @@ _PAST: Final = (
     "{what} of its own would be wrong; call {what} of the optimizer that torchring.wrap has returned"
 )
 _RANDOM: Final = (
-    "{name} draws random numbers, which differ on the rank that keeps the mirror of a share; pass shard='unmirrored' to "
-    "torchring.wrap, or leave shard out"
+    "{name} draws random numbers, which differ on the rank that keeps the mirror of a share; pass shard='unmirrored' "
+    "to torchring.wrap, or leave shard out"
 )
 _CLOSED: Final = (
     "this optimizer has the state of a part of the parameters only, as torchring.wrap(..., shard=True) has left it; "
@@ -273,7 +273,8 @@ class Shards:
         torch.autograd.graph.increment_version([p for p, has in zip(self.parameters, stepped, strict=True) if has])
         if not self.has_said:
             self.has_said = True
-            self._say_what_it_saves()
+            with suppress(RingError):  # of a rank that is lost now: the step counts
+                self._say_what_it_saves()
         return result
 
     def _spread_copies(self, run: Callable[[], object], changed: Sequence[RegionMemory]) -> None:
