@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from tests.elastic.test_elastic import (
     orders,
 )
 from tests.support.elastic_job import NOTES, ElasticJob, is_last, note
+from tests.support.harness import patient
 from torchring.collectives.service import Collectives
 from torchring.elastic.worker import worker as workers
 from torchring.elastic.worker.checkpoint import newest, newest_step
@@ -171,7 +174,8 @@ def train_worker(
     train(state)
     result = Path(os.environ[NOTES]).with_suffix(".pt")
     torch.save(([p.detach() for p in model.parameters()], whole_state(optimizer)), result)
-    note(result=str(result))
+    num_bytes = sum(value.nbytes for entry in optimizer.state.values() for value in entry.values())
+    note(result=str(result), num_bytes=num_bytes)
 
 
 def whole_state(optimizer: Any) -> list[torch.Tensor]:
@@ -253,15 +257,22 @@ def _run(make: Kind, points: list[str], folder: Path, num_hosts: int = 1) -> Non
             check_continuity(job)
         check_result(job, make, num_steps)
         assert [each["lost"] for each in job.notes("lost")] == points
-        step, saved = newest(folder)
-        assert step == num_steps
-        found = [
-            torch.as_tensor(v)
-            for _, e in sorted(saved["stateful"]["optimizer"]["state"].items())
-            for _, v in sorted(e.items())
-        ]
-        for mine, wanted in zip(found, expected(make, num_steps)[1], strict=True):
-            torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-12)
+        whole = sum(each.nbytes for each in expected(make, 1)[1])
+        assert make is make_adafactor or all(r["num_bytes"] < 2 / 3 * 1.02 * whole for r in job.notes("result"))
+        check_saved(folder, make, num_steps)
+
+
+def check_saved(folder: Path, make: Kind, num_steps: int) -> None:
+    """The newest checkpoint has the whole state."""
+    step, saved = newest(folder)
+    assert step == num_steps
+    found = [
+        torch.as_tensor(v)
+        for _, e in sorted(saved["stateful"]["optimizer"]["state"].items())
+        for _, v in sorted(e.items())
+    ]
+    for mine, wanted in zip(found, expected(make, num_steps)[1], strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-12)
 
 
 def test_a_rank_may_be_lost_at_any_point_of_a_sharded_step(tmp_path: Path) -> None:
@@ -344,3 +355,17 @@ def test_ranks_that_are_told_to_end_leave_their_shares_behind(shard: Any) -> Non
         check_books(job, num_steps)
         check_continuity(job)
         check_result(job, make_adamw, num_steps)
+
+
+def test_without_the_driver_rank_0_writes_the_whole_state(tmp_path: Path) -> None:
+    with ElasticJob(functools.partial(train_worker, make_adamw, True, [], checkpoint=tmp_path), 3) as job:
+        job.run_until(lambda: job.last_step() > 20, "20 steps")
+        job.driver._store = job.driver._opening = None  # as after SIGKILL, for the workers
+        gc.collect()
+        end = time.monotonic() + patient(30)
+        processes = [job.driver._processes[worker].job.process for worker in job.members]
+        while any(process.poll() is None for process in processes):
+            assert time.monotonic() < end, "workers did not end without the driver"
+            time.sleep(0.02)
+        assert [process.poll() for process in processes] == [1, 1, 1]
+        check_saved(tmp_path, make_adamw, job.last_step())

@@ -212,9 +212,7 @@ class Handover:
             assert held is not None
             pieces = held.shares[0] if world.rank == src else []
         state = {} if held is None else held.state
-        parameters = list(parameters_of(self._optimizer))
-        kind = kind_of(self._optimizer)
-        source = (_Elements if kind is Kind.ELEMENTS else _Whole)(world, parameters, pieces, state)
+        source = self._source(world, pieces, state)
         if shards is not None:
             build(shards, source.outlines, source.fetch)
             shards.has_said = bool(source.outlines)
@@ -240,12 +238,15 @@ class Handover:
         if held is None or not held.describe().shares or len(held.shares) < held.num_ranks:
             raise ValueError("other ranks, which are gone, have the rest of the optimizer's state")
         pieces = [piece for pieces in (*held.shares.values(), held.everywhere) for piece in pieces]
-        kind = kind_of(self._optimizer)
-        world = World(None, 0, 1)
-        source = (_Elements if kind is Kind.ELEMENTS else _Whole)(
-            world, list(parameters_of(self._optimizer)), pieces, held.state
-        )
-        return source.entries()
+        alone = World(None, 0, 1)
+        try:
+            return self._source(alone, pieces, held.state).entries()
+        finally:
+            alone.close()
+
+    def _source(self, world: World, pieces: Sequence[Piece], state: Any) -> _Source:
+        kind = _Elements if kind_of(self._optimizer) is Kind.ELEMENTS else _Whole
+        return kind(world, list(parameters_of(self._optimizer)), pieces, state)
 
 
 def _shares_of(shards: Shards) -> dict[int, list[Piece]]:
