@@ -27,7 +27,8 @@ _OPTIONS = (
     "bucket_mb: 'float | None' = None, accumulate: 'int' = 1, "
     "algorithm: 'Algorithm' = 'auto', "
     "overlap: 'Overlap' = 'auto', on_nonfinite: 'OnNonfinite' = 'raise', "
-    "sync_buffers: 'SyncBuffers' = 'mean', sync_initial_state: 'bool' = True, shard: 'bool' = False, "
+    "sync_buffers: 'SyncBuffers' = 'mean', sync_initial_state: 'bool' = True, "
+    "shard: \"bool | Literal['unmirrored']\" = False, "
     "free_gradients: 'bool' = False)"
 )
 SIGNATURES = {

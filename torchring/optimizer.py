@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Final, NoReturn, TypeVar, overload
+from typing import Any, ClassVar, Final, Literal, NoReturn, TypeVar, overload
 
 import torch
 from torch.optim import Optimizer
@@ -92,7 +92,7 @@ def wrap(
     on_nonfinite: OnNonfinite = "raise",
     sync_buffers: SyncBuffers = "mean",
     sync_initial_state: bool = True,
-    shard: bool = False,
+    shard: bool | Literal["unmirrored"] = False,
     free_gradients: bool = False,
 ) -> DistributedOptimizer:
     """Make `optimizer` average its gradients over all ranks while `backward()` runs. Collective.
@@ -131,6 +131,7 @@ def wrap(
         sync_initial_state: copy parameters, buffers and optimizer state from rank 0 to all ranks.
         shard: each rank keeps the optimizer state for its share of the parameters, and steps that share.
             `step()` and `state_dict()` are collective then. Gradients are whole on all ranks, as without it.
+            In elastic jobs, another rank keeps the share, too, unless this is "unmirrored".
         free_gradients: with `shard`, each rank gets the gradients of its share only, so ranks exchange half as much.
             After `backward()`, reading or writing `.grad` raises GradientError, as clipping and GradScaler do.
 
@@ -198,7 +199,7 @@ class DistributedOptimizer(OptimizerWrapper):
         on_nonfinite: OnNonfinite = "raise",
         sync_buffers: SyncBuffers = "mean",
         sync_initial_state: bool = True,
-        shard: bool = False,
+        shard: bool | Literal["unmirrored"] = False,
         free_gradients: bool = False,
     ) -> None:
         world = self._find_world()
@@ -232,8 +233,8 @@ class DistributedOptimizer(OptimizerWrapper):
             refuse_part_of_state(optimizer)
             if options.shard:
                 kind_of(optimizer)
-                if isinstance(world, ProvisionalWorld):
-                    raise ValueError("shard=True does not work in elastic jobs so far; leave shard out")
+                if isinstance(world, ProvisionalWorld) and any(accelerator_of(p.device) for p in names):
+                    raise ValueError("shard=True in elastic jobs takes parameters on the CPU; leave shard out")
             if sync_initial_state and model is not None:
                 check_broadcastable(model)
         except Exception as error:
@@ -688,12 +689,18 @@ class DistributedOptimizer(OptimizerWrapper):
 
     def _shard(self, world: World) -> None:
         """Collective: keep the state of this rank's share, of what all ranks have alike."""
+        keep_share(self._cut(world), dict(self.optimizer.state))
+
+    def _cut(self, world: World, *, is_mirrored: bool = False) -> Shards:
+        """Collective: cut the parameters among the ranks. The state is as it was."""
         assert self._sync is not None
+        layout = self._sync.layout
         self._shards = Shards(
             *(world, self.optimizer, self._names, self._sparse, next(world.shared(_numbers))),
-            *(self._sync.layout.buckets, self._sync.early_steps, self._follow_step, self._sync.layout.all_reduce),
+            *(layout.buckets, self._sync.early_steps, self._follow_step, layout.all_reduce),
+            is_mirrored=is_mirrored,
         )
-        keep_share(self._shards, dict(self.optimizer.state))
+        return self._shards
 
     def _follow_step(self) -> None:
         """Step what the wrapped optimizer has got, inside a step of all ranks."""
@@ -703,8 +710,9 @@ class DistributedOptimizer(OptimizerWrapper):
         finally:
             self._is_stepping = False
 
-    def _drop_shards(self) -> None:
-        self._shards = None
+    def _drop_shards(self) -> Shards | None:
+        shards, self._shards = self._shards, None
+        return shards
 
     def _connect_with_first_gradient(self) -> None:
         """Connect when the first gradient arrives: a copy is made on one rank at a time, and used on all ranks."""
@@ -766,11 +774,14 @@ class DistributedOptimizer(OptimizerWrapper):
         if not self._is_closed:
             self._connect_with_first_gradient()
 
-    def _join_generation(self, world: World, batches: Batches) -> None:
+    def _join_generation(self, world: World, batches: Batches, *, is_mirrored: bool = False) -> None:
         """Collective: reduce with the ranks of `world`, a generation of an elastic job. Gradients are dropped.
+
+        With shard=True, parameters are cut among these ranks. The state comes later: see `sharding/handover.py`.
 
         Args:
             batches: is told of each backward, in a world of several ranks.
+            is_mirrored: see `Shards`.
         """
         self._needs_state = False
         self._disconnect()
@@ -778,6 +789,9 @@ class DistributedOptimizer(OptimizerWrapper):
         self.zero_grad()
         if world.size > 1 and not self._is_closed:
             self._connect(world).batches = batches
+            if self._options.shard:
+                cut = functools.partial(self._cut, world, is_mirrored=is_mirrored)
+                world.shared(OptimizerGroup).guard.run("wrap()", cut)
 
     @property
     def _current(self) -> Reducer | LocalSync:

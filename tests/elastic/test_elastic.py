@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, Dataset
@@ -353,7 +354,7 @@ def test_a_worker_that_ends_early_keeps_its_exit_code_and_its_last_checkpoint(tm
     assert newest_step(tmp_path / "checkpoints") == 1
 
 
-def _train_growing(folder: Path | None, num_steps: int = 0) -> list[torch.Tensor]:
+def _train_growing(folder: Path | None, num_steps: int = 0, shard: bool = False) -> list[torch.Tensor]:
     """A layer is unfrozen at step 5, and another one added to the optimizer at step 10. Alone if there is no folder.
 
     Worker 2 does not fit the others.
@@ -377,7 +378,7 @@ def _train_growing(folder: Path | None, num_steps: int = 0) -> list[torch.Tensor
             make_step(step)
         return [parameter.detach() for parameter in model.parameters()]
     number = workers.worker_of_process().number
-    optimizer = torchring.wrap(optimizer, compression="bf16" if number == 2 else None)
+    optimizer = torchring.wrap(optimizer, compression="bf16" if number == 2 else None, shard=shard)
     state = torchring.elastic.State(model=model, optimizer=optimizer, step=0, checkpoint=folder, every=5)
 
     @torchring.elastic.run
@@ -393,8 +394,9 @@ def _train_growing(folder: Path | None, num_steps: int = 0) -> list[torch.Tensor
     return []
 
 
-def test_new_workers_and_checkpoints_take_over_what_was_unfrozen_and_added(tmp_path: Path) -> None:
-    with ElasticJob(functools.partial(_train_growing, tmp_path), 2) as job:
+@pytest.mark.parametrize("shard", [False, True])
+def test_new_workers_and_checkpoints_take_over_what_was_unfrozen_and_added(shard: bool, tmp_path: Path) -> None:
+    with ElasticJob(functools.partial(_train_growing, tmp_path, shard=shard), 2) as job:
         job.run_until(lambda: job.last_step() > 15, "15 steps")
         job.send(1)
         job.run_until(lambda: any(each.get("worker") == 3 for each in job.notes("step")), "a worker that fits")
@@ -415,11 +417,11 @@ def test_new_workers_and_checkpoints_take_over_what_was_unfrozen_and_added(tmp_p
 _NUM_STEPS = 24
 
 
-def _train_alone(rank: int, size: int, folder: Path, is_told: bool) -> Any:
+def _train_alone(rank: int, size: int, folder: Path, is_told: bool, shard: bool) -> Any:
     """Under any launcher, with shares that differ and a smaller last batch; rank 1 is told to end after 12 steps."""
     model = make_model()
     optimizer = torchring.wrap(
-        torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9), model, accumulate=2, on_nonfinite="skip"
+        torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9), model, accumulate=2, on_nonfinite="skip", shard=shard
     )
     sampler = torchring.elastic.Sampler(Digits(), seed=5)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9)
@@ -446,9 +448,12 @@ def _train_alone(rank: int, size: int, folder: Path, is_told: bool) -> Any:
     return train(state), [parameter.detach() for parameter in model.parameters()]
 
 
-def test_without_a_driver_a_job_that_is_told_to_end_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
-    run_ranks(_train_alone, 2, tmp_path, True, expect_exit={0: 143, 1: 143})
-    for first, parameters in run_ranks(_train_alone, 3, tmp_path, False):
+@pytest.mark.parametrize("shard", [False, True])
+def test_without_a_driver_a_job_that_is_told_to_end_goes_on_when_it_is_started_again(
+    shard: bool, tmp_path: Path
+) -> None:
+    run_ranks(_train_alone, 2, tmp_path, True, shard, expect_exit={0: 143, 1: 143})
+    for first, parameters in run_ranks(_train_alone, 3, tmp_path, False, not shard):
         assert first == 13  # the signal came before the step was over
         for found, wanted in zip(parameters, expected(_NUM_STEPS, 64, accumulate=2), strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)

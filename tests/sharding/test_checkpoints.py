@@ -265,7 +265,7 @@ def _refused(rank: int, size: int) -> None:
     again.close()
     for options, says in (
         ({"shard": rank == 0}, "shard=True"),
-        ({"shard": 1}, "shard must be True or False"),
+        ({"shard": 1}, "shard must be True, False or 'unmirrored'"),
     ):
         net, plain = _wide()
         refuse(says, lambda plain=plain, net=net, options=options: torchring.wrap(plain, net, **options))

@@ -33,14 +33,14 @@ from torchring.elastic.driver.store import DriverStore, Listener
 from torchring.launch.hosts import Host
 from torchring.launch.output import Output, OutputOptions
 
-_FILE = "TORCHRING_TEST_NOTES"
+NOTES = "TORCHRING_TEST_NOTES"
 _STEPS_LEFT = 300  # when a job is asked to stop: no worker may be further ahead than that of what the test knows
 
 
 def note(**what: Any) -> None:
     """Write a line to this worker's file. A line is there when this returns, even if the worker is killed then."""
     line = json.dumps({"at": time.monotonic(), "pid": os.getpid(), **what}) + "\n"
-    descriptor = os.open(os.environ[_FILE], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    descriptor = os.open(os.environ[NOTES], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(descriptor, line.encode())
     os.close(descriptor)
 
@@ -48,7 +48,7 @@ def note(**what: Any) -> None:
 def is_last(step: int) -> bool:
     """Whether the job is to stop after this step: see `ElasticJob.stop`. The same on all workers."""
     with contextlib.suppress(FileNotFoundError, ValueError):
-        return step >= int(Path(os.environ[_FILE]).with_name("last").read_text())
+        return step >= int(Path(os.environ[NOTES]).with_name("last").read_text())
     return False
 
 
@@ -91,7 +91,7 @@ class _Job:
         self._environ = {**environ, **env}
 
     def start(self, output: Output, worker: int) -> None:
-        environ = {**self._environ, _FILE: str(self._job.folder / f"worker{worker}.jsonl")}
+        environ = {**self._environ, NOTES: str(self._job.folder / f"worker{worker}.jsonl")}
         log = str(self._job.folder / f"worker{worker}.log")
         enter = self._job.enter_host
         arguments = (self._job.script, environ, log, functools.partial(enter, self._host) if enter else None)
@@ -250,9 +250,9 @@ class ElasticJob:
             self.tick()
         return self.code
 
-    def stop(self) -> int:
+    def stop(self, steps_left: int = _STEPS_LEFT) -> int:
         """Have the workers stop a while after the step that they are at. Returns the last step."""
-        last = self.last_step() + _STEPS_LEFT
+        last = self.last_step() + steps_left
         (self.folder / "new").write_text(str(last))
         (self.folder / "new").rename(self.folder / "last")
         return last

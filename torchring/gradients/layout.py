@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -48,7 +48,7 @@ class Options:
     overlap: str
     on_nonfinite: str = "raise"
     sync_buffers: SyncBuffers = None
-    shard: bool = False
+    shard: bool | Literal["unmirrored"] = False
     free_gradients: bool = False
 
     def __str__(self) -> str:

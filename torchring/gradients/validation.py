@@ -39,8 +39,8 @@ def check_options(options: Options) -> None:
     bucket_mb = 0 if options.bucket_mb is None else options.bucket_mb
     if not isinstance(bucket_mb, (int, float)) or not 0 <= bucket_mb < float("inf"):
         raise ValueError(f"bucket_mb must be a size in MiB, 0 or more, got {options.bucket_mb!r}")
-    if not isinstance(options.shard, bool):
-        raise ValueError(f"shard must be True or False, got {options.shard!r}")
+    if not isinstance(options.shard, bool) and options.shard != "unmirrored":
+        raise ValueError(f"shard must be True, False or 'unmirrored', got {options.shard!r}")
     if not isinstance(options.free_gradients, bool):
         raise ValueError(f"free_gradients must be True or False, got {options.free_gradients!r}")
     if options.free_gradients and not options.shard:

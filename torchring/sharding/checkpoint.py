@@ -229,7 +229,7 @@ def load_state(shards: Shards, state_dict: Mapping[str, Any] | None) -> None:
         received = room[: like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
         return collectives.broadcast(received, 0)
 
-    _build(shards, sent["outlines"], fetch)
+    build(shards, sent["outlines"], fetch)
 
 
 def _loaded(shards: Shards, state_dict: Mapping[str, Any]) -> State:
@@ -256,7 +256,7 @@ def _loaded(shards: Shards, state_dict: Mapping[str, Any]) -> State:
 def keep_share(shards: Shards, entries: Mapping[torch.Tensor, Entry]) -> None:
     """Make this rank's share of a state, which all ranks have, the state of the optimizer."""
     tensors: Tensors = {}
-    _build(shards, _outlines(shards, entries, tensors), lambda parameter, place, _: tensors[parameter][place])
+    build(shards, _outlines(shards, entries, tensors), lambda parameter, place, _: tensors[parameter][place])
 
 
 def _outlines(shards: Shards, entries: Mapping[torch.Tensor, Entry], tensors: Tensors) -> Outlines:
@@ -274,7 +274,7 @@ def _outlines(shards: Shards, entries: Mapping[torch.Tensor, Entry], tensors: Te
 
 
 @torch.no_grad()
-def _build(shards: Shards, outlines: Outlines, fetch: Fetch) -> None:
+def build(shards: Shards, outlines: Outlines, fetch: Fetch) -> None:
     """Replace the state of this rank's pieces.
 
     Args:
@@ -319,7 +319,7 @@ def _build(shards: Shards, outlines: Outlines, fetch: Fetch) -> None:
 def _parts_of(shards: Shards) -> Mapping[torch.Tensor, list[tuple[torch.Tensor, Part]]]:
     """What this rank steps of each parameter, with the tensors of the pieces."""
     parts = defaultdict[torch.Tensor, list[tuple[torch.Tensor, Part]]](list)
-    for piece in shards.pieces:
+    for piece in (*shards.pieces, *shards.mirror):
         for part in piece.parts:
             parts[part.parameter].append((piece.tensor, part))
     return parts
@@ -328,12 +328,16 @@ def _parts_of(shards: Shards) -> Mapping[torch.Tensor, list[tuple[torch.Tensor, 
 def _make_room(shards: Shards, outlines: Outlines) -> None:
     """Give each piece the state that its parameters have in common. Pieces whose parameters differ are split."""
     indices = {parameter: index for index, parameter in enumerate(shards.parameters)}
-    pieces = []
-    for piece in shards.pieces:
-        own = [outlines.get(indices[part.parameter]) for part in piece.parts]
-        pieces += [piece] if all(_are_alike(own[0], other) for other in own[1:]) else piece.split()
-    shards.pieces = pieces
-    for piece in pieces:
+
+    def split(given: list[Piece]) -> list[Piece]:
+        pieces = []
+        for piece in given:
+            own = [outlines.get(indices[part.parameter]) for part in piece.parts]
+            pieces += [piece] if all(_are_alike(own[0], other) for other in own[1:]) else piece.split()
+        return pieces
+
+    shards.pieces, shards.mirror = split(shards.pieces), split(shards.mirror)
+    for piece in (*shards.pieces, *shards.mirror):
         if (outline := outlines.get(indices[piece.parts[0].parameter])) is not None:
             entry = {
                 key: copy_of(value)

@@ -28,7 +28,7 @@ _ELEMENT_WISE: Final = frozenset(
 )
 SCALARS: Final = frozenset(("step", "mu_product", "eta", "mu"))
 """Names of what these optimizers keep once for each parameter. All else that they keep has the parameter's shape."""
-_HOOKS: Final = tuple(
+HOOKS: Final = tuple(
     f"_optimizer_{when}_hooks"
     for when in (
         *("step_pre", "step_post", "state_dict_pre", "state_dict_post"),
@@ -105,7 +105,7 @@ def _try_steps(
     """Step these of the tiny parameters with a trial optimizer. Returns them, and the plain values of its groups."""
     trial: Any = object.__new__(type(optimizer))
     trial.__dict__.update(optimizer.__dict__)
-    trial.__dict__.update({name: OrderedDict() for name in _HOOKS})
+    trial.__dict__.update({name: OrderedDict() for name in HOOKS})
     trial.state = defaultdict(dict)
     trial.param_groups = [
         {**copy.deepcopy({key: value for key, value in group.items() if key != "params"}), "params": []}

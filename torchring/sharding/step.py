@@ -6,7 +6,7 @@ import logging
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from torchring.allreduce import AllReduce
 from torchring.allreduce.device.stream import OnStream
 from torchring.collectives.initial_state import broadcast_state, load_plain, save_plain
 from torchring.collectives.service import internal_collectives_of
-from torchring.errors import GradientError, in_step, ranks_in_words
+from torchring.errors import GradientError, RingError, in_step, ranks_in_words
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.freed import FreedGradient
 from torchring.gradients.group import OptimizerGroup
@@ -30,6 +30,7 @@ from torchring.sharding.cut import Candidate, assign_whole, cut_as_bucket, cut_e
 from torchring.sharding.device import DeviceExchange
 from torchring.sharding.exchange import Exchange
 from torchring.sharding.kinds import Kind, cost_of, kind_of
+from torchring.sharding.mirror import aside, kept_by, stepped_copies
 from torchring.sharding.parameters import RegionMemory, can_move, move
 from torchring.sharding.pieces import Piece, cut_pieces, piece_bytes, whole_piece
 from torchring.sharding.together import begin_together
@@ -42,6 +43,10 @@ _OWN_HOOKS: Final = 3  # on the steps of the wrapped optimizer: two of the wrapp
 _PAST: Final = (
     "the optimizer that torchring.wrap(..., shard=True) was given has the state of a part of the parameters only, so "
     "{what} of its own would be wrong; call {what} of the optimizer that torchring.wrap has returned"
+)
+_RANDOM: Final = (
+    "{name} draws random numbers, which differ on the rank that keeps the mirror of a share; pass shard='unmirrored' "
+    "to torchring.wrap, or leave shard out"
 )
 _CLOSED: Final = (
     "this optimizer has the state of a part of the parameters only, as torchring.wrap(..., shard=True) has left it; "
@@ -65,14 +70,21 @@ class Shards:
         early_steps: says when to step one of these buckets.
         step: steps the optimizer, in backward, or for a rank that has ended, inside `torchring.join`.
         all_reduce: of the gradients.
+        is_mirrored: another rank keeps this rank's share, too: see `mirror.py`.
 
     Attributes:
         kind: how the optimizer is cut.
         parameters, names: all parameters, in the order of the parameter groups, and their names.
         memories: of the regions.
         pieces: what this rank steps, by region.
+        mirror: the pieces of another rank that this rank steps, too.
+        left_here: pieces of ranks that have ended, by rank.
         everywhere: the parameters that every rank steps.
         accelerator: of the parameters; None on the CPU.
+        num_steps: number of steps that count.
+        is_half_done: a step has been broken off that had changed state or parameters in place.
+        unfinished: a step that was broken off before that.
+        has_said: rank 0 has logged what there is to save.
     """
 
     def __init__(
@@ -86,6 +98,8 @@ class Shards:
         early_steps: EarlySteps | None,
         step: Callable[[], object],
         all_reduce: AllReduce[Any],
+        *,
+        is_mirrored: bool = False,
     ) -> None:
         self.world = world
         self.optimizer = optimizer
@@ -94,8 +108,14 @@ class Shards:
         self.names: list[str] = []
         self.memories: list[RegionMemory] = []
         self.pieces: list[Piece] = []
+        self.mirror: list[Piece] = []
+        self.left_here: dict[int, list[Piece]] = {}
         self.everywhere: dict[torch.nn.Parameter, None] = {}
         self.accelerator = all_reduce.accelerator if isinstance(all_reduce, OnStream) else None
+        self.num_steps = 0
+        self.is_half_done = False
+        self.unfinished: Unfinished | None = None
+        self.kept_rank = kept_by(world.rank, world.hosts) if is_mirrored else world.rank
         self._names = names
         self._sparse = sparse
         self._kept: list[torch.Tensor] = []  # memory that the parameters had, where others may still read it
@@ -111,7 +131,7 @@ class Shards:
         self._early_options: object = None  # that they were stepped with
         self._regions: dict[int, int] = {}  # by index of the bucket that is laid out alike
         self._is_under_way = False
-        self._is_first = True
+        self.has_said = False
         self._is_closed = False
         self._handles = [
             optimizer.register_step_pre_hook(lambda *_: self._refuse("step()")),
@@ -163,12 +183,21 @@ class Shards:
         self._kept += move(self.parameters, memories)
         for memory in memories:
             self.memories.append(memory)
-            self.pieces += self._pieces_of(len(self.memories) - 1, memory)
+            self._add_pieces_of(len(self.memories) - 1)
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
 
-    def _pieces_of(self, index: int, memory: RegionMemory) -> list[Piece]:
-        """This rank's pieces of a region, as they are at first."""
-        where = index, memory, self.world.rank, self.parameters, self.names
+    @property
+    def is_mirrored(self) -> bool:
+        return self.kept_rank != self.world.rank
+
+    def _add_pieces_of(self, index: int) -> None:
+        self.pieces += self._pieces_of(index, self.world.rank)
+        if self.is_mirrored:
+            self.mirror += self._pieces_of(index, self.kept_rank)
+
+    def _pieces_of(self, index: int, rank: int) -> list[Piece]:
+        """A rank's pieces of a region, as they are at first."""
+        where = index, self.memories[index], rank, self.parameters, self.names
         if self.kind is Kind.WHOLE:
             return whole_piece(*where)
         pieces = cut_pieces(*where, most_bytes=piece_bytes(self.accelerator is not None))
@@ -265,28 +294,89 @@ class Shards:
 
     def _step_pieces(self, run: Callable[[], _T]) -> _T:
         early = self._take_early()
+        if self.is_mirrored:
+            self.unfinished = Unfinished(run, self.parameters)
         self._enter()
         try:
-            with self._in_place(self._take_gradients(early), self.everywhere):
-                result = run()
             stepped = [p.grad is not None for p in self.parameters]
-            self._exchange.start(
-                [
-                    memory
-                    for index, memory in enumerate(self.memories)
-                    if index not in early and any(stepped[m.parameter] for m in memory.region.members)
-                ]
-            )
-            self._exchange.finish()
+            changed = [
+                memory
+                for index, memory in enumerate(self.memories)
+                if index not in early and any(stepped[m.parameter] for m in memory.region.members)
+            ]
+            if self.is_mirrored:
+                self._spread_copies(run, changed)
+                random = torch.get_rng_state()
+            self.is_half_done = True
+            self.pieces = self._with_gradients(self.pieces, early)
+            with self._in_place([piece for piece in self.pieces if piece.region not in early], self.everywhere):
+                result = run()
+            if self.is_mirrored:
+                if not (self.has_said or torch.equal(random, torch.get_rng_state())):
+                    raise ValueError(_RANDOM.format(name=type(self.optimizer).__name__))
+                self._step_mirror(run)
+            else:
+                self._exchange.start(changed)
+                self._exchange.finish()
+            self.num_steps += 1
+            self.is_half_done, self.unfinished = False, None
         except BaseException as error:
             self.world.break_off("step()", error)
             raise
         # Peers have written to these, which autograd has to know.
         torch.autograd.graph.increment_version([p for p, has in zip(self.parameters, stepped, strict=True) if has])
-        if self._is_first and any(stepped):
-            self._is_first = False
-            self._say_what_it_saves()
+        if not self.has_said and any(stepped):
+            self.has_said = True
+            with suppress(RingError):  # of a rank that is lost now: the step counts
+                self._say_what_it_saves()
         return result
+
+    def _spread_copies(self, run: Callable[[], object], changed: Sequence[RegionMemory]) -> None:
+        """Collective: give other ranks the results of this rank's share, which stays as it was."""
+        if self.world.size == 2:  # each steps everything
+            return
+        try:
+            self.pieces = self._with_gradients(self.pieces)
+            results = stepped_copies(self.optimizer, self.pieces, run)
+            assert isinstance(self._exchange, Exchange)  # elastic jobs are on the CPU
+            self._exchange.spread_copies(results, self.memories, changed)
+        finally:
+            self._drop_gradients(self.pieces)
+        internal_collectives_of(self.world).barrier()
+
+    def _step_mirror(self, run: Callable[[], object]) -> None:
+        try:
+            self.mirror = self._with_gradients(self.mirror)
+            with aside(self.optimizer, self._by_group(self.mirror), self.optimizer.state):
+                run()
+        finally:
+            self._drop_gradients(self.mirror)
+
+    def finish(self) -> None:
+        """Make the step that was broken off. Not collective: the parameters of other shares are not there yet."""
+        assert self.unfinished is not None
+        self.unfinished.put_back()
+        self.is_half_done = True
+        try:
+            self.pieces = self._with_gradients(self.pieces)
+            tensors = self._by_group(self.pieces)
+            for group, own in zip(self.optimizer.param_groups, tensors, strict=True):
+                own += [parameter for parameter in group["params"] if parameter in self.everywhere]
+            with aside(self.optimizer, tensors, self.optimizer.state):
+                self.unfinished.run()
+            self._step_mirror(self.unfinished.run)
+        finally:
+            self._drop_gradients(self.pieces)
+            for parameter in self.parameters:
+                parameter.grad = None
+        self.num_steps += 1
+        self.is_half_done, self.unfinished = False, None
+
+    def _by_group(self, pieces: Sequence[Piece]) -> list[list[torch.Tensor]]:
+        tensors: list[list[torch.Tensor]] = [[] for _ in self.optimizer.param_groups]
+        for piece in pieces:
+            tensors[piece.group].append(piece.tensor)
+        return tensors
 
     def _may_step_early(self) -> bool:
         """Whether a step in several parts is the same for the script as one step."""
@@ -324,38 +414,41 @@ class Shards:
         """Inside, the optimizer's groups hold these pieces, and parameters, in place of all parameters."""
         whole = [group["params"] for group in self.optimizer.param_groups]
         try:
-            own: list[list[torch.Tensor]] = [[] for _ in whole]
-            for piece in pieces:
-                own[piece.group].append(piece.tensor)
-            for group, parameters, tensors in zip(self.optimizer.param_groups, whole, own, strict=True):
-                group["params"] = [*tensors, *(p for p in parameters if p in everywhere)] if everywhere else tensors
+            for group, parameters, own in zip(self.optimizer.param_groups, whole, self._by_group(pieces), strict=True):
+                group["params"] = [*own, *(p for p in parameters if p in everywhere)] if everywhere else own
             self._is_under_way = True
             yield
         finally:
             self._is_under_way = False
             for group, parameters in zip(self.optimizer.param_groups, whole, strict=True):
                 group["params"] = parameters
-            for piece in pieces:
-                piece.drop_gradient()
+            self._drop_gradients(pieces)
+
+    def _drop_gradients(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            piece.drop_gradient()
 
     @torch.no_grad()
-    def _take_gradients(self, early: Collection[int]) -> list[Piece]:
-        """Give pieces their gradients, but for those of the `early` regions. Returns these pieces."""
-        if any(not piece.take_gradient() for piece in self.pieces if piece.region not in early):
-            self.pieces = [part for piece in self.pieces for part in self._split_if_mixed(piece, early)]
-        return [piece for piece in self.pieces if piece.region not in early]
+    def _with_gradients(self, given: list[Piece], early: Collection[int] = ()) -> list[Piece]:
+        """The pieces, each with its gradient, but for the `early` regions.
 
-    def _split_if_mixed(self, piece: Piece, early: Collection[int]) -> list[Piece]:
-        """The piece, or its parts if only some of them have a gradient."""
-        if piece.region in early or piece.take_gradient():
-            return [piece]
-        parts = piece.split()
-        if piece.tensor in (state := self.optimizer.state):
-            for part, its in zip(parts, piece.split_state(state.pop(piece.tensor)), strict=True):
-                state[part.tensor] = its
-        for part in parts:
-            part.take_gradient()
-        return parts
+        A piece is split if only some of its parameters have a gradient.
+        """
+        if all(piece.region in early or piece.take_gradient() for piece in given):
+            return given
+        pieces = []
+        for piece in given:
+            if piece.region in early or piece.take_gradient():
+                pieces.append(piece)
+                continue
+            parts = piece.split()
+            if piece.tensor in (state := self.optimizer.state):
+                for part, its in zip(parts, piece.split_state(state.pop(piece.tensor)), strict=True):
+                    state[part.tensor] = its
+            for part in parts:
+                part.take_gradient()
+            pieces += parts
+        return pieces
 
     def _enter(self) -> None:
         """Collective: from here on, other ranks write to this rank's parameters."""
@@ -384,11 +477,14 @@ class Shards:
 
     def _say_what_it_saves(self) -> None:
         """Collective, after the first step: say what state there is, and what a fused optimizer would save."""
-        shared = sum(map(num_bytes_of, (self.optimizer.state.get(p) for p in self.everywhere)))
-        mine = sum(map(num_bytes_of, self.optimizer.state.values()))
-        sizes = internal_collectives_of(self.world).all_gather(torch.tensor([mine], device="cpu"))
-        total = sum(int(size) - shared for size in sizes) + shared
-        most = max(map(int, sizes))
+        state = self.optimizer.state
+        shared = sum(map(num_bytes_of, (state.get(p) for p in self.everywhere)))
+        kept = sum(map(num_bytes_of, (state.get(piece.tensor) for piece in self.mirror)))
+        mine = sum(map(num_bytes_of, state.values()))
+        rows = internal_collectives_of(self.world).all_gather(torch.tensor([[mine, kept]], device="cpu"))
+        sizes = [row.flatten().tolist() for row in rows]
+        total = sum(size - its - shared for size, its in sizes) + shared
+        most = max(size for size, _ in sizes)
         if total:
             self.keep_an_entry()
         if self.world.rank == 0 and total:
@@ -414,13 +510,22 @@ class Shards:
         if not self.optimizer.state:
             self.optimizer.state[torch.empty(0, device="cpu")] = {}
 
+    def release(self) -> None:
+        """The ranks of this world part. The state is handed over to others: see `handover.py`."""
+        for handle in self._handles:
+            handle.remove()
+        self._members.followers.pop(self._name, None)
+        self._exchange.close()
+
     def reset_pieces(self) -> None:
         """Forget which pieces were split, and what backward has stepped before an error."""
         self._exchange.wait()
         self._early = set()
         if self._early_steps is not None:
             self._early_steps.num_stepped = 0
-        self.pieces = [piece for index, memory in enumerate(self.memories) for piece in self._pieces_of(index, memory)]
+        self.pieces, self.mirror = [], []
+        for index in range(len(self.memories)):
+            self._add_pieces_of(index)
 
     @contextmanager
     def whole_state(self, state: dict[torch.Tensor, Any] | None = None) -> Iterator[None]:
@@ -465,6 +570,26 @@ def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
         }
         for group in optimizer.param_groups
     ]
+
+
+class Unfinished:
+    """What a rank keeps until a step of a mirrored optimizer counts: the gradients, and what steps."""
+
+    def __init__(self, run: Callable[[], object], parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.run = run
+        self._gradients = [
+            (parameter, grad, 0 if grad is None else grad._version)
+            for parameter, grad in ((parameter, parameter.grad) for parameter in parameters)
+        ]
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the script has left the gradients as they were."""
+        return all(grad is None or grad._version == version for _, grad, version in self._gradients)
+
+    def put_back(self) -> None:
+        for parameter, grad, _ in self._gradients:
+            parameter.grad = grad
 
 
 class _StateOf:

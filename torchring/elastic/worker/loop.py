@@ -99,6 +99,7 @@ def _run_once(state: State, call: Callable[[], _T], signals: Signals) -> _T:
     try:
         result = call()
     except GenerationOver:
+        state._gather()
         if world.rank == 0:
             _say("this job was told to end", state._save_now())
         if world.size > 1:
@@ -106,6 +107,7 @@ def _run_once(state: State, call: Callable[[], _T], signals: Signals) -> _T:
         signals.end()
     if world.size > 1:
         collectives_of(world).barrier()
+    state._gather()
     if world.rank == 0:
         state._save_now()
     return result
@@ -130,6 +132,7 @@ def _run(state: State, call: Callable[[], _T], worker: Worker, signals: Signals)
             result = call()
             if world.size > 1:
                 collectives_of(world).barrier()
+            state._gather()
             worker.finish()
             if world.rank == 0:
                 state._save_now()
@@ -137,6 +140,7 @@ def _run(state: State, call: Callable[[], _T], worker: Worker, signals: Signals)
         except GenerationOver as change:
             reason = ""
             saves = world.rank == 0  # all ranks are equally far
+            state._part(worker, all_leave=change.all_leave)
             if worker.leaves:
                 worker.say_goodbye("it was told to end")  # first: the others wait for it
                 if saves and (change.all_leave or worker.is_over()):

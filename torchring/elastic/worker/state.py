@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import zip_longest
@@ -32,21 +33,27 @@ from torchring.collectives.initial_state import (
     check_sendable,
     is_sharded,
 )
-from torchring.collectives.service import collectives_of
+from torchring.collectives.join import Join
+from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.elastic.worker.checkpoint import CheckpointWriter, copy_of, newest, newest_step
 from torchring.elastic.worker.sampler import Sampler, share_of
 from torchring.elastic.worker.worker import Worker
-from torchring.errors import GradientError, PeerLostError, PlanMismatchError
+from torchring.errors import GradientError, PeerLostError, PlanMismatchError, RingError, in_step, ranks_in_words
 from torchring.generation import Change
 from torchring.gradients.participants.weights import OTHER_BATCH
 from torchring.gradients.validation import parameters_of
 from torchring.observe.recorder.forward import TransientHook
 from torchring.optimizer import DistributedOptimizer
+from torchring.sharding.handover import Handover, leave_shares
 from torchring.world import World
 
 _FORMAT: Final = 1  # of checkpoints
 _SHARE_OF_COPIES: Final = 0.004  # of the time, for copies that commits need
 _EVERY: Final = timedelta(minutes=5)
+_LOST: Final = (
+    "{ranks} took a share of the optimizer's state along that no other rank has, and there is no checkpoint to go back "
+    "to; pass checkpoint= to torchring.elastic.State"
+)
 
 _log = logging.getLogger("torchring.elastic")
 
@@ -132,6 +139,7 @@ class State:
         }
         self._names_of_values = [name for name in given if name not in self._modules and name not in self._stateful]
         self._optimizers = [each for each in self._stateful.values() if isinstance(each, DistributedOptimizer)]
+        self._handovers = {each: Handover(each.optimizer) for each in self._optimizers if each._options.shard}
         self._samplers = [each for each in self._stateful.values() if isinstance(each, Sampler)]
         self._values = _Fields(self, {name: name for name in self._names_of_values})
         self._check(global_batch, every)
@@ -165,6 +173,7 @@ class State:
         self._began_at = time.monotonic()
         self._writer: CheckpointWriter | None = None
         self._saved_at = (0, time.monotonic())  # steps, and time
+        self._gathered: tuple[int, dict[str, Any]] | None = None  # progress, and everything, on rank 0
 
         for optimizer_ in self._optimizers:
             is_first = optimizer_ is self._optimizers[0]
@@ -179,8 +188,6 @@ class State:
     def _check(self, global_batch: int | None, every: int | timedelta | None) -> None:
         if not self._optimizers:
             raise TypeError("a State needs an optimizer that torchring.wrap() has returned")
-        if any(map(is_sharded, self._optimizers)):
-            raise ValueError("a State does not take an optimizer with shard=True so far")
         if global_batch is not None and global_batch < 1:
             raise ValueError(f"global_batch must be a number of samples, 1 or more, got {global_batch!r}")
         if every is not None and not (timedelta() < every if isinstance(every, timedelta) else every >= 1):
@@ -191,7 +198,8 @@ class State:
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
         for stateful in (*self._stateful.values(), self._values):
-            check_sendable(stateful)
+            if not is_sharded(stateful):
+                check_sendable(stateful)
 
     @property
     def batch_size(self) -> int:
@@ -212,7 +220,15 @@ class State:
         so far. A commit that is not copied can be returned to until that step, and the last copied one after that.
 
         Ranks may come and leave at this point.
+
+        Raises:
+            ValueError: an optimizer has shard=True.
         """
+        if self._handovers:
+            raise ValueError(
+                "commit() does not work with shard=True: no rank has the whole state to return to. Leave commit() out; "
+                "a rank that raises an exception ends, and is replaced"
+            )
         self._is_between = False
         self._leave_if_agreed()
         self._committed = (self._progress, self._point())
@@ -329,14 +345,17 @@ class State:
         is_new = [row.progress < 0 for row in rows]
         try:
             if world.size > 1:
-                collectives_of(world).check_equal(self._layout())
+                collectives_of(world).check_equal([*self._layout(), *self._sharded()])
             if worker is not None and world.rank == 0:
                 worker.publish_layout(json.dumps(self._layout()).encode())
             for optimizer in self._optimizers:
                 optimizer.zero_grad()
-            uses_commits = self._share(world, rows)
+            lost = self._agree_on_shares(world)
+            uses_commits, src = self._share(world, rows, lost)
             for i, optimizer in enumerate(self._optimizers):
-                optimizer._join_generation(world, _Batches(self, is_first=i == 0))
+                is_mirrored = worker is not None and optimizer._options.shard is True
+                optimizer._join_generation(world, _Batches(self, is_first=i == 0), is_mirrored=is_mirrored)
+            self._restore_shares(world, src, 0 if worker is None else worker.generation)
         except PlanMismatchError as error:
             if is_new[world.rank] or not any(is_new):
                 raise
@@ -358,7 +377,8 @@ class State:
 
     def _compare(self, world: World, *, has_failed: bool) -> list[_Row]:
         """The progress of all ranks. Collective."""
-        saved = newest_step(self._folder) if self._is_fresh and self._folder is not None else None
+        may_need = self._is_fresh or bool(self._handovers)
+        saved = newest_step(self._folder) if may_need and self._folder is not None else None
         progress = -1 if self._is_fresh else self._progress
         mine = _Row(
             progress, not self._is_between, self._returns_to(), has_failed, -1 if saved is None else saved, self._size
@@ -368,38 +388,83 @@ class State:
         tensors = collectives_of(world).all_gather(torch.tensor([mine], dtype=torch.int64, device="cpu"))
         return [_Row(*tensor.flatten().tolist()) for tensor in tensors]
 
-    def _share(self, world: World, rows: list[_Row]) -> bool:
-        """Give all ranks what one of them has. Collective. Returns whether some rank has committed."""
+    def _sharded(self) -> list[str]:
+        """More lines that must be equal on all ranks, but need not be in a checkpoint."""
+        return [
+            f"{name}: shard={each._options.shard!r}" for name, each in self._stateful.items() if each in self._handovers
+        ]
+
+    def _agree_on_shares(self, world: World) -> list[int]:
+        """Collective: see `Handover.agree`."""
+        lost: set[int] = set()
+        for optimizer, handover in self._handovers.items():
+            handover.leave(optimizer._drop_shards())
+            lost.update(handover.agree(world))
+        return sorted(lost)
+
+    def _restore_shares(self, world: World, src: int | None, generation: int) -> None:
+        """Collective: give each rank its share of what optimizers with shard=True have.
+
+        Args:
+            src: the rank that has the whole state; None if the last generation had it.
+        """
+        if not self._handovers:
+            return
+        for optimizer, handover in self._handovers.items():
+            handover.restore(world, optimizer._shards, src, generation)
+        if world.size > 1:
+            collectives_of(world).barrier()
+        for handover in self._handovers.values():
+            handover.confirm()
+
+    def _share(self, world: World, rows: list[_Row], lost: list[int]) -> tuple[bool, int | None]:
+        """Give all ranks what one of them has, but for shares. Collective.
+
+        Args:
+            lost: the ranks of the last generation whose share nobody has. All ranks go back to the newest checkpoint.
+
+        Returns whether some rank has committed, and the rank whose optimizers have their whole state; None if none has.
+        """
         commits = [row.returns_to for row in rows]
         some_failed = any(row.has_failed for row in rows)
-        if some_failed and max(commits) >= 0:
-            src = commits.index(max(commits))
-            change: Callable[[], object] = self._return_to_commit
-        elif any(row.progress >= 0 for row in rows):
-            ends = [row[:2] for row in rows]  # of equals, one whose values are certain
-            src, change = ends.index(max(ends)), lambda: None
-        else:
+        loads = bool(lost) or all(row.progress < 0 for row in rows)
+        has_loaded = False
+        change: Callable[[], bool] = lambda: False  # noqa: E731
+        if lost and max(row.saved for row in rows) < 0:
+            raise in_step(RingError(_LOST.format(ranks=ranks_in_words(lost)), rank=world.rank))
+        if loads:
             saved = [row.saved for row in rows]
-            src, change = saved.index(max(saved)), self._load_newest
+            src, change = saved.index(max(saved)), functools.partial(self._load_newest, lost)
+        elif some_failed and max(commits) >= 0:
+            src, change = commits.index(max(commits)), self._return_to_commit
+        else:
+            ends = [row[:2] for row in rows]  # of equals, one whose values are certain
+            src = ends.index(max(ends))
         problem: Exception | None = None
         if world.rank == src:
             try:
-                change()
+                has_loaded = change()
             except Exception as error:
                 problem = error
         if world.size == 1:
             if problem is not None:
                 raise problem
-            return max(commits) >= 0
-        collectives_of(world).raise_together(problem, "could not give the others its state")
-        are_equal = len({(row.progress, row.size) for row in rows}) == 1 and rows[0].progress >= 0
+        else:
+            collectives_of(world).raise_together(problem, "could not give the others its state")
+        if self._handovers and loads:
+            has_loaded = internal_collectives_of(world).any_rank(has_loaded)
+        has_shares = any(handover.has_state for handover in self._handovers.values())
+        src_of_shares = src if has_loaded or not has_shares else None
+        if world.size == 1:
+            return max(commits) >= 0, src_of_shares
+        are_equal = len({(row.progress, row.size) for row in rows}) == 1 and not loads
         if some_failed or not are_equal or not all(row.is_certain for row in rows):
             self._receive(src, world.rank)
         else:  # a step that GradScaler has left out changes more than a forward does, but no parameter
             broadcast_state(_Rest(self), src)
             for module in self._modules.values():
                 broadcast_parameters(dict(module.named_buffers()), src)
-        return max(commits) >= 0
+        return max(commits) >= 0, src_of_shares
 
     def _receive(self, src: int, rank: int) -> None:
         """Give all ranks what rank `src` has. Collective."""
@@ -410,7 +475,8 @@ class State:
             for module in self._modules.values():
                 broadcast_parameters(module, src)
             for optimizer in self._optimizers:
-                broadcast_state(optimizer, src)
+                if optimizer not in self._handovers:
+                    broadcast_state(optimizer, src)
         except BaseException:
             if before is not None:
                 self._become(before)
@@ -448,7 +514,7 @@ class State:
             return self._progress
         return -1 if self._copied is None else self._copied[0]
 
-    def _return_to_commit(self) -> None:
+    def _return_to_commit(self) -> bool:
         if self._committed is not None and self._committed[0] == self._progress:
             point = copy_of(self._committed[1])
             self._values.load_state_dict(point["values"])
@@ -456,6 +522,7 @@ class State:
                 self._stateful[name].load_state_dict(sampler)
         elif self._copied is not None:
             self._become(copy_of(self._copied[1]))
+        return False
 
     def _point(self) -> dict[str, Any]:
         """Values and samplers, which change before the first step of an epoch does."""
@@ -489,10 +556,13 @@ class State:
 
     # Checkpoints
 
-    def _load_newest(self) -> None:
+    def _load_newest(self, lost: list[int]) -> bool:
+        """Become what the newest checkpoint has. Returns False if there is none."""
         found = None if self._folder is None else newest(self._folder)
         if found is None:
-            return
+            if lost:
+                raise ValueError(_LOST.format(ranks=ranks_in_words(lost)))
+            return False
         step, everything = found
         if everything.get("format") != _FORMAT:
             raise ValueError(f"the checkpoint of step {step} in {self._folder} is of another version of torchring")
@@ -501,6 +571,11 @@ class State:
             raise ValueError(
                 f"the checkpoint of step {step} in {self._folder} is of another model or State: it has {saved_has}, "
                 f"the script has {mine_has}; use another folder, or remove the checkpoints"
+            )
+        if lost:
+            _log.warning(
+                "%s took a share of the optimizer's state along that no other rank had: all go back to a checkpoint",
+                ranks_in_words(lost),
             )
         self._become(everything)
         age = timedelta(seconds=round(time.time() - everything.get("time", 0)))
@@ -513,9 +588,14 @@ class State:
             "training goes on from the checkpoint of step %d in %s, which is %s old%s",
             *(step, self._folder, age, doubt if is_another else ""),
         )
+        return True
 
     def _write_if_due(self) -> None:
-        if self._writer is None or self._world is None or self._world.rank != 0:
+        """Collective if an optimizer has shard=True, else of rank 0."""
+        world = self._world
+        if self._folder is None or world is None or (world.rank != 0 and not self._handovers):
+            return
+        if self._handovers and world.shared(Join).is_open:  # ranks that have ended do not come here
             return
         steps, at = self._saved_at
         every = self._every
@@ -523,11 +603,47 @@ class State:
             is_due = self._num_steps >= steps + every
         else:
             is_due = self._num_steps > steps and time.monotonic() >= at + every.total_seconds()
+            if self._handovers and world.size > 1:  # by the clock of rank 0
+                is_due = internal_collectives_of(world).any_rank(is_due and world.rank == 0)
         if is_due:
             self._saved_at = (self._num_steps, time.monotonic())
-            self._writer.write(self._num_steps, self._writer.copy_of(self._everything()))
-        if self._worker is not None:
+            everything = self._everything()
+            if self._writer is not None:
+                self._writer.write(self._num_steps, self._writer.copy_of(everything))
+        if self._worker is not None and self._writer is not None:
             self._worker.checkpoint = str(self._writer.newest or "")
+
+    def _gather(self) -> None:
+        """Collective: have rank 0 hold everything, for a checkpoint that it writes when the ranks have parted."""
+        world = self._world
+        if self._handovers and self._folder is not None and world is not None and world.size > 1:
+            everything = self._everything()
+            self._gathered = (self._progress, everything) if world.rank == 0 else None
+
+    def _part(self, worker: Worker, *, all_leave: bool) -> None:
+        """Collective, where ranks change: gather the state if the job may be over, and keep what leaving ranks have."""
+        world = self._world
+        if not self._handovers or world is None or world.size == 1:
+            return
+        try:
+            is_over = all_leave or worker.is_over(asks=worker.leaves)
+            if internal_collectives_of(world).any_rank(is_over):
+                self._gather()
+            for optimizer in self._handovers:
+                if optimizer._shards is not None:
+                    leave_shares(optimizer._shards, leaves=worker.leaves)
+        except RingError as error:  # a rank is lost meanwhile
+            _log.warning("ranks part without handing over optimizer state: %s", error)
+
+    def _everything_at_end(self) -> dict[str, Any]:
+        """As `_everything`, when the ranks have parted."""
+        if self._gathered is not None and self._gathered[0] == self._progress:
+            return self._gathered[1]
+        for optimizer, handover in self._handovers.items():
+            if optimizer._shards is not None or handover.is_between:
+                handover.leave(optimizer._drop_shards())
+                optimizer.optimizer.state = defaultdict(dict, handover.whole())
+        return self._everything()
 
     def _save_now(self) -> str:
         """Write a checkpoint, unless the newest has this step. Returns its path; "" without a folder, or on failure."""
@@ -538,7 +654,7 @@ class State:
         try:
             self._writer.flush(60.0)
             if newest_step(self._folder) != self._num_steps:
-                self._writer.write_now(self._num_steps, self._everything())
+                self._writer.write_now(self._num_steps, self._everything_at_end())
         except Exception as error:
             _log.warning("no checkpoint was written to %s: %s", self._folder, error)
             return ""

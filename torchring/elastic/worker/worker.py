@@ -142,9 +142,15 @@ class Worker:
             self._beat_at = 0.0
             self._wake.set()
 
-    def is_over(self) -> bool:
-        """Ask the driver whether it has ended the job. A driver that is gone has. Waits 2 s at most."""
+    def is_over(self, *, asks: bool = True) -> bool:
+        """Ask the driver whether it has ended the job. A driver that is gone has. Waits 2 s at most.
+
+        Args:
+            asks: else, what the driver has said so far.
+        """
         with self._changed:
+            if not asks:
+                return bool(self._over)
             for _ in range(2):  # the first look may have begun before
                 self._has_looked = False
                 self._wake.set()
