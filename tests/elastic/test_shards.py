@@ -58,11 +58,18 @@ def make_adafactor(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(model.parameters(), lr=1e-2)
 
 
+def _num_done(points: list[str]) -> int:
+    return sum(_marker(point).exists() for point in points)
+
+
+def _marker(name: str) -> Path:
+    return Path(os.environ["TMPDIR"]).with_name(name)
+
+
 def _is_next(point: str, points: list[str]) -> bool:
-    """Whether a rank of three is to be lost here: it was at all earlier points."""
-    folder = Path(os.environ["TMPDIR"]).parent
-    done = [each for each in points if (folder / each).exists()]
-    return torchring.size() == 3 and points[len(done) :][:1] == [point]
+    """Whether a rank of three is to be lost here: one was at all earlier points, and all have their shares since."""
+    done = _num_done(points)
+    return torchring.size() == 3 and points[done:][:1] == [point] and _marker(f"entered after {done}").exists()
 
 
 def _lose(point: str, points: list[str]) -> None:
@@ -150,6 +157,7 @@ def train_worker(
     @torchring.elastic.run
     def train(state: Any) -> None:
         note(enters=state.step, rank=torchring.rank(), size=torchring.size())
+        _marker(f"entered after {_num_done(points)}").touch()
         while True:
             for pixels, labels, indices in DataLoader(Digits(), batch_size=state.batch_size, sampler=sampler):
                 if is_last(state.step):
