@@ -147,6 +147,11 @@ def test_torch_distributed_checkpoint(kind: str, size: int, tmp_path: Path) -> N
 
 def _corners(rank: int, size: int, folder: str) -> None:
     """torch.distributed.checkpoint where a rank has no share, and mistakes, which leave the state as it was."""
+    layer = torch.nn.Linear(3, 3)
+    alone = torchring.wrap(torch.optim.AdamW(layer.parameters()), layer, shard=True)
+    said = attempt(lambda: dcp.save({"optimizer": alone}, checkpoint_id=f"{folder}/alone"))
+    assert "would write the state of 1 of 2 ranks" in said, said
+    alone.close()
     torchring.init(process_group=True)
 
     def fails(says: str, action: Any) -> None:

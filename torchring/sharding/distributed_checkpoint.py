@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from torchring.collectives.initial_state import fill_outline
@@ -17,14 +18,13 @@ from torchring.memory.heap import trim
 from torchring.sharding.checkpoint import (
     Entry,
     State,
-    copy_of,
     outlines_in,
     pieces_with_state,
     tell_pieces,
     tell_whole,
 )
 from torchring.sharding.kinds import Kind
-from torchring.sharding.pieces import Piece, flat, is_scalar, laid_out_as
+from torchring.sharding.pieces import Piece, copy_of, flat, is_scalar, laid_out_as
 from torchring.sharding.shard_tensor import ShardTensor
 from torchring.sharding.step import Shards
 from torchring.sharding.together import begin_together
@@ -33,8 +33,15 @@ from torchring.sharding.together import begin_together
 def shard_state(shards: Shards) -> dict[str, Any]:
     """Collective: the state_dict, with the same keys on all ranks. Its tensors share memory with the optimizer's state.
 
-    Numbers that a parameter has once, such as `step`, are copies.
+    Numbers that a parameter has once, such as `step`, are copies. Raises ValueError unless torch.distributed knows all
+    ranks: else each rank would take itself for the only one, and write its part over those of the others.
     """
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if size != shards.world.size:
+        raise ValueError(
+            f"torch.distributed.checkpoint would write the state of {size} of {shards.world.size} ranks, as "
+            "torch.distributed's process group has no more; call torchring.init(process_group=True) first"
+        )
     begin_together(shards.world, shards.number, "state_dict()")
     shard = _shard_elements if shards.kind is Kind.ELEMENTS else _shard_whole
     found = shard(shards)
