@@ -231,11 +231,13 @@ def _falls_back(rank: int, size: int) -> list[list[str]]:
     said = []
     with pytest.raises(ValueError, match="free_gradients=True takes shard=True"):
         torchring.wrap(torch.optim.SGD(_model().parameters(), lr=0.1), free_gradients=True)
-    for act in ("compression", "Muon", "part"):
+    for act in ("compression", "Muon", "part", "frozen twin"):
         logging.getLogger("torchring").addHandler(lines := Lines())
         net = _model()
         if act == "part":
             net[0].bias = nn.Parameter(torch.zeros(600)[:300])
+        if act == "frozen twin":
+            net.twin = nn.Parameter(net[0].bias.data, requires_grad=False)
         parameters = [p for p in net.parameters() if p.dim() == 2 or act != "Muon"]
         make = torch.optim.Adafactor if act == "Muon" else torch.optim.AdamW
         compression: Any = "bf16" if act == "compression" else None
@@ -251,7 +253,8 @@ def _falls_back(rank: int, size: int) -> list[list[str]]:
 
 def test_falls_back_to_whole_gradients_and_says_why() -> None:
     first, second = run_pooled(_falls_back, 2)
-    for lines, reason in zip(first, ("another dtype", "Adafactor needs whole", "0.bias is part of a"), strict=True):
+    reasons = ("another dtype", "Adafactor needs whole", "0.bias is part of a", "0.bias is part of a")
+    for lines, reason in zip(first, reasons, strict=True):
         assert len(lines) == 1
         assert reason in lines[0]
     assert not any(second)

@@ -115,7 +115,6 @@ class Scattering:
     """
 
     def __init__(self, buffer: torch.Tensor, end: int, members: Sequence[int], rank: int) -> None:
-        self._buffer, self._rank = buffer, rank
         bounds = dict(zip(members, slice_bounds(end, len(members), buffer.element_size()), strict=True))
         self._start, stop = bounds[rank]
         tail = (end, buffer.numel())
@@ -172,13 +171,12 @@ class NativeWire:
 
     def scattering(self, transport: Transport, buffer: torch.Tensor) -> Scattering | None:
         """What sums `buffer`, which is `whole` or takes its place; None for the engine."""
-        if self.scattered is None:
-            return None
-        if buffer is not self.whole:
-            return Scattering(buffer, self.scattered, transport.members, transport.rank)
-        if self._scattering is None:
-            self._scattering = Scattering(buffer, self.scattered, transport.members, transport.rank)
-        return self._scattering
+        if self.scattered is None or (buffer is self.whole and self._scattering is not None):
+            return self._scattering
+        scattering = Scattering(buffer, self.scattered, transport.members, transport.rank)
+        if buffer is self.whole:
+            self._scattering = scattering
+        return scattering
 
     def look(self, num_ranks: int) -> None:
         """Mark the wire if the sum of this many inputs may be not finite, by the extremes of this one."""

@@ -20,7 +20,7 @@ from torchring.errors import in_step, ranks_in_words
 from torchring.memory.heap import trim
 from torchring.sharding.cut import Region
 from torchring.sharding.kinds import Kind
-from torchring.sharding.pieces import Part, Piece, flat, is_scalar, laid_out_as, piece_bytes
+from torchring.sharding.pieces import Part, Piece, copy_of, flat, is_scalar, laid_out_as, piece_bytes
 from torchring.sharding.shard_tensor import ShardTensor
 from torchring.sharding.step import Shards, num_bytes_of
 from torchring.sharding.together import begin_together
@@ -448,7 +448,3 @@ def _own_part(value: Any, parameter: torch.Tensor, own: Sequence[Part] | None, k
         "torch.distributed.checkpoint: save it there, and load it from there, on all ranks; or load what state_dict() "
         "of the optimizer has returned"
     )
-
-
-def copy_of(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value

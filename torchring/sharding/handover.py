@@ -25,7 +25,7 @@ from torchring.memory.heap import trim
 from torchring.sharding.checkpoint import Entry, Outlines, build
 from torchring.sharding.kinds import Kind, kind_of
 from torchring.sharding.mirror import keeper_of
-from torchring.sharding.pieces import Part, Piece, flat, is_scalar, laid_out_as
+from torchring.sharding.pieces import Part, Piece, copy_of, flat, is_scalar, laid_out_as
 from torchring.sharding.step import Shards
 from torchring.world import World
 
@@ -374,7 +374,7 @@ class _Elements(_Source):
 
     def _outline(self, index: int, value: Any) -> Any:
         if not (isinstance(value, torch.Tensor) and value.device.type == "meta"):
-            return value.clone() if isinstance(value, torch.Tensor) else value
+            return copy_of(value)
         like = self._parameters[index]
         return torch.empty_strided(like.shape, like.stride(), dtype=value.dtype, device="meta")
 

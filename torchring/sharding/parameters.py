@@ -6,6 +6,7 @@ once for each rank if the ranks had one copy together. The memory takes the plac
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
@@ -36,7 +37,14 @@ class RegionMemory:
         self.gradient: torch.Tensor | None = None
 
 
-def can_move(parameter: torch.Tensor) -> bool:
+def movable(parameters: Sequence[torch.Tensor]) -> list[bool]:
+    """Which of the parameters of an optimizer can move to other memory, each by itself."""
+    storages = [parameter.untyped_storage()._cdata for parameter in parameters]
+    num_users = Counter(storages)
+    return [_fills_storage(p) and num_users[storage] == 1 for p, storage in zip(parameters, storages, strict=True)]
+
+
+def _fills_storage(parameter: torch.Tensor) -> bool:
     """Whether the parameter fills a storage of its own without gaps, in any order of dimensions."""
     return (
         CAN_SWAP

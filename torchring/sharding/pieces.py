@@ -110,7 +110,7 @@ class Piece:
         """The optimizer's state for each part, given that of the piece."""
         return [
             {
-                key: _copy(value) if is_scalar(key, value) else value[part.place : part.place + part.numel].clone()
+                key: copy_of(value) if is_scalar(key, value) else value[part.place : part.place + part.numel].clone()
                 for key, value in state.items()
             }
             for part in self.parts
@@ -214,5 +214,6 @@ def _checked(part: Part) -> torch.Tensor | None:
     return None if grad is None else grad.detach()
 
 
-def _copy(value: Any) -> Any:
+def copy_of(value: Any) -> Any:
+    """The value, or a copy of it if it is a tensor."""
     return value.clone() if isinstance(value, torch.Tensor) else value

@@ -31,7 +31,7 @@ from torchring.sharding.device import DeviceExchange
 from torchring.sharding.exchange import Exchange
 from torchring.sharding.kinds import Kind, cost_of, kind_of
 from torchring.sharding.mirror import aside, kept_by, stepped_copies
-from torchring.sharding.parameters import RegionMemory, can_move, move
+from torchring.sharding.parameters import RegionMemory, movable, move
 from torchring.sharding.pieces import Piece, cut_pieces, piece_bytes, whole_piece
 from torchring.sharding.together import begin_together
 from torchring.sharding.variants import advice_on_fused
@@ -209,11 +209,7 @@ class Shards:
 
     def _movable(self, parameters: Sequence[torch.nn.Parameter]) -> list[bool]:
         """Collective: which parameters all ranks can move to shared memory."""
-        storages = [parameter.untyped_storage()._cdata for parameter in parameters]
-        mine = [
-            p not in self._sparse and can_move(p) and storages.count(storage) == 1
-            for p, storage in zip(parameters, storages, strict=True)
-        ]
+        mine = [p not in self._sparse and can for p, can in zip(parameters, movable(parameters), strict=True)]
         flags = torch.tensor(mine, dtype=torch.uint8, device="cpu")
         if mine:
             internal_collectives_of(self.world).all_reduce(flags, "min")
@@ -624,10 +620,10 @@ def why_kept(options: Options, optimizer: Optimizer, specs: Sequence[ParameterSp
         return "algorithm='hierarchical' sums whole gradients"
     if not world.shares_memory and max(map(len, world.hosts)) > 1:
         return "several hosts have several ranks each"
-    storages = [p.untyped_storage()._cdata for p in trained]
+    parameters = list(parameters_of(optimizer))  # a frozen one may have the memory of one that is trained
+    can_move = dict(zip(parameters, movable(parameters), strict=True))
     for parameter, spec in zip(trained, specs, strict=True):
-        is_alone = can_move(parameter) and storages.count(parameter.untyped_storage()._cdata) == 1
-        if parameter.numel() and not spec.is_sparse and not is_alone:
+        if parameter.numel() and not spec.is_sparse and not can_move[parameter]:
             return f"{spec.name} is part of a larger tensor, or in memory that the script shares"
     return ""
 
