@@ -52,6 +52,7 @@ from torchring.gradients.reducer import Reducer
 from torchring.gradients.validation import (
     GradientOp,
     OnNonfinite,
+    check_combined,
     check_free,
     check_options,
     check_same_model,
@@ -230,6 +231,8 @@ class DistributedOptimizer(OptimizerWrapper):
                 raise ValueError("this optimizer is distributed already; wrap the plain one, once")
             names = self._name_parameters(optimizer, model)
             check_free(names, world)
+            if options.op == "adasum":
+                check_combined(names, self._find_sparse(optimizer, model))
             refuse_part_of_state(optimizer)
             if options.shard:
                 kind_of(optimizer)
@@ -428,6 +431,11 @@ class DistributedOptimizer(OptimizerWrapper):
         value = check_weight(weight)
         if self._options.op == "sum":
             raise ValueError("weigh() takes op='mean'; with op='sum', multiply the loss by its weight")
+        if self._options.op == "adasum":
+            raise ValueError(
+                "weigh() takes op='mean'; op='adasum' combines gradients by their directions and lengths, and has no "
+                "mean to weigh. Give ranks batches of one size"
+            )
         self._live_sync().weigh(value)
 
     def skip(self) -> None:

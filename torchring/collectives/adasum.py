@@ -120,7 +120,7 @@ class Combination:
                 gram[segments, i, j] = gram[segments, j, i] = sums
         return gram
 
-    def run(self, weights: torch.Tensor, look: Callable[[torch.Tensor], int | None] = lambda _: None) -> int | None:
+    def run(self, weights: torch.Tensor, look: Callable[[torch.Tensor], int | None] | None = None) -> int | None:
         """Write the sums of weighted parts.
 
         Args:
@@ -146,7 +146,7 @@ class Combination:
                 torch.mul(values, each, out=acc) if i == 0 else acc.addcmul_(values, each)
             for out in self._outs:
                 out[start:stop].copy_(acc)
-            if found is None and (index := look(self._outs[0][start:stop])) is not None:
+            if look is not None and found is None and (index := look(self._outs[0][start:stop])) is not None:
                 found = start + index
         return found
 
