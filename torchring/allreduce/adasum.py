@@ -30,14 +30,13 @@ import torch
 from torchring.allreduce.contract import CombinedSpec, NonFinite, first_non_finite, tag_mismatch
 from torchring.allreduce.records import MAX_PENDING, ReductionRecords
 from torchring.allreduce.slices import Slices, slice_bounds
-from torchring.collectives.adasum import Combination, coefficients, non_finite_input
+from torchring.collectives.adasum import Combination, coefficients
 from torchring.errors import FirstFailure, RingError
 from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup
 from torchring.transport.contract import Transport
 
 _GRACE_SECONDS: Final = 5.0  # between hosts, as in `hierarchical`
-_NOBODY: Final = -1.0
 
 
 @dataclass(frozen=True)
@@ -46,12 +45,14 @@ class _Column:
 
     Attributes:
         combination: of this rank's slice of the column, over hosts.
+        first: where this rank's slice begins in the wire buffer.
         own: this rank's slice.
         slices: of this rank's buffer, which the others combine.
         received: the others' buffers of this rank's slice.
     """
 
     combination: Combination
+    first: int
     own: torch.Tensor
     slices: dict[int, torch.Tensor]
     received: dict[int, torch.Tensor]
@@ -148,23 +149,20 @@ def _steps(lane: _Lane, wire: AdasumWire, scale: float, tag: int, number: int) -
     found: NonFinite | None = None
     overflow: int | None = None
     if group.size > 1:
-        gram = yield from _add_up(lane, wire.products[0], wire.combination.products())
-        if (culprit := non_finite_input(gram)) is not None:
-            found = NonFinite(group.ranks[culprit[1]], wire.bounds[culprit[0]])
+        products = wire.combination.products()
+        found = _non_finite_input(products, wire.combination.parts, group.ranks, wire.first)
+        gram = yield from _add_up(lane, wire.products[0], products)
         is_result = len(hosts) == 1
         look = first_non_finite if is_result else None
         overflow = wire.combination.run(_weights(gram) * (scale if is_result else 1.0), look)
     if len(hosts) > 1:
         products = torch.zeros_like(wire.products[1][0])
-        if wire.column is not None:
-            found = _multiply_between_hosts(lane, wire.column, products, tag, found)
+        if (column := wire.column) is not None:
+            found = _multiply_between_hosts(lane, column, products, tag, found)
         gram = yield from _add_up(lane, wire.products[1], products)
-        if found is None and (culprit := non_finite_input(gram)) is not None:
-            ranks = hosts[culprit[1]]  # of several, none had it: their combination has overflowed
-            found = NonFinite(ranks[0] if len(ranks) == 1 else None, wire.bounds[culprit[0]])
-        if wire.column is not None:
-            wire.column.combination.run(_weights(gram) * scale)
-            _exchange(lane, dict.fromkeys(wire.column.slices, wire.column.own), wire.column.slices)
+        if column is not None:
+            column.combination.run(_weights(gram) * scale)
+            _exchange(lane, dict.fromkeys(column.slices, column.own), column.slices)
             overflow = first_non_finite(wire.own)
             for other in wire.others:
                 other.copy_(wire.own)
@@ -199,14 +197,34 @@ def _multiply_between_hosts(
         if other != tag:
             raise tag_mismatch(transport.rank, tag, member, other)
     _exchange(lane, column.slices, column.received)
-    said = [_NOBODY, 0.0] if found is None or found.rank is None else [float(found.rank), float(found.element)]
-    mine = torch.cat([column.combination.products().flatten(), torch.tensor(said, dtype=torch.float64, device="cpu")])
+    own = column.combination.products()
+    if found is None:  # hosts of several ranks have looked
+        ranks = [members[0] if len(members) == 1 else None for members in lane.hosts]
+        found = _non_finite_input(own, column.combination.parts, ranks, column.first)
+    said = (-1, -1) if found is None or found.rank is None else (found.element, found.rank)
+    mine = torch.cat([own.flatten(), torch.tensor(said, dtype=torch.float64, device="cpu")])
     messages = {peer: mine if peer == transport.rank else torch.empty_like(mine) for peer in transport.members}
     received = {peer: message for peer, message in messages.items() if peer != transport.rank}
     _exchange(lane, dict.fromkeys(received, mine), received)
     products.copy_(torch.stack([message[:-2] for message in messages.values()]).sum(0).view_as(products))
-    culprits = [(int(rank), int(element)) for rank, element in (m[-2:].tolist() for m in messages.values())]
-    return next((NonFinite(*culprit) for culprit in culprits if culprit[0] != _NOBODY), None)
+    findings = [message[-2:].long().tolist() for message in messages.values()]
+    element, rank = min((each for each in findings if each[1] >= 0), default=(-1, -1))
+    return None if rank < 0 else NonFinite(rank, element)
+
+
+def _non_finite_input(
+    products: torch.Tensor, parts: Sequence[torch.Tensor], ranks: Sequence[int | None], first: int
+) -> NonFinite | None:
+    """The first NaN or infinity in parts of which these are the products, and that begin at element `first`.
+
+    Args:
+        ranks: of the parts. None: of several ranks, which have looked before.
+    """
+    if bool(products.isfinite().all()):
+        return None
+    looked = [(first_non_finite(part), rank) for part, rank in zip(parts, ranks, strict=True) if rank is not None]
+    found = [(element, rank) for element, rank in looked if element is not None]
+    return NonFinite(min(found)[1], first + min(found)[0]) if found else None
 
 
 def _exchange(lane: _Lane, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
@@ -315,19 +333,20 @@ class AdasumAllReduce:
         bounds_within = _clipped(bounds, first, stop)
         column = None
         if (transport := self._lanes[0].transport) is not None:
-            column = _column(transport, own, bounds_within)
+            column = _column(transport, first, own, bounds_within)
         combination = Combination(views, bounds_within, outs)
         return AdasumWire(parts[me].data, bounds, first, own, others, combination, products, column)
 
 
-def _column(transport: Transport, buffer: torch.Tensor, bounds: Sequence[int]) -> _Column:
+def _column(transport: Transport, first: int, buffer: torch.Tensor, bounds: Sequence[int]) -> _Column:
     members, rank = transport.members, transport.rank
     cuts = dict(zip(members, slice_bounds(len(buffer), len(members), buffer.element_size()), strict=True))
     slices = {peer: buffer[start:stop] for peer, (start, stop) in cuts.items()}
     own = slices.pop(rank)
     received = {peer: torch.empty_like(own) for peer in slices}
     parts = [own if peer == rank else received[peer] for peer in members]
-    return _Column(Combination(parts, _clipped(bounds, *cuts[rank]), [own]), own, slices, received)
+    combination = Combination(parts, _clipped(bounds, *cuts[rank]), [own])
+    return _Column(combination, first + cuts[rank][0], own, slices, received)
 
 
 def _clipped(bounds: Sequence[int], start: int, stop: int) -> list[int]:

@@ -61,8 +61,11 @@ def coefficients(gram: torch.Tensor, hosts: Sequence[Sequence[int]] = ()) -> tor
             for square, is_zero, other_is_zero in ((of_a, a_is_zero, b_is_zero), (of_b, b_is_zero, a_is_zero))
         ]
         level = torch.cat([weights[0] * a + weights[1] * b, level[:, end:]], 1)
+    root = level[:, :1]
+    _, is_zero = _square(root, gram, norms)
+    root = torch.where(is_zero, 0.0, root)
     is_finite = gram.isfinite().all(-1).all(-1)[:, None]
-    return torch.where(is_finite, level[:, 0], 1.0)
+    return torch.where(is_finite, root[:, 0], 1.0)
 
 
 def _square(a: torch.Tensor, gram: torch.Tensor, norms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,15 +82,6 @@ def adasum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def non_finite_input(gram: torch.Tensor) -> tuple[int, int] | None:
-    """(set, tensor) of the first tensor with a NaN or an infinity, given the scalar products."""
-    squares = gram.diagonal(dim1=1, dim2=2)
-    if bool(squares.isfinite().all()):
-        return None
-    segment, index = (~squares.isfinite()).nonzero()[0].tolist()
-    return segment, index
-
-
 class Combination:
     """Scalar products and weighted sums of tensors, of each of their segments. Takes views once, to be used often.
 
@@ -98,12 +92,12 @@ class Combination:
     """
 
     def __init__(self, parts: Sequence[torch.Tensor], bounds: Sequence[int], outs: Sequence[torch.Tensor]) -> None:
-        self._parts, self._outs, self._num_segments = list(parts), list(outs), len(bounds) - 1
+        self.parts, self._outs, self._num_segments = list(parts), list(outs), len(bounds) - 1
         self._blocks = list(_blocks(bounds))
 
     def products(self) -> torch.Tensor:
         """[S, N, N] fp64, for S segments of N parts."""
-        parts, num = self._parts, len(self._parts)
+        parts, num = self.parts, len(self.parts)
         gram = torch.zeros(self._num_segments, num, num, dtype=torch.float64, device="cpu")
         wide = torch.empty(num, _BLOCK, dtype=torch.float64, device="cpu")
         product = torch.empty(_BLOCK, dtype=torch.float64, device="cpu")
@@ -129,14 +123,14 @@ class Combination:
 
         Returns that index in the whole result.
         """
-        dtype = self._parts[0].dtype
+        dtype = self.parts[0].dtype
         total = torch.empty(_BLOCK, dtype=reference.compute_dtype(dtype, dtype), device="cpu")
         narrow = weights.to(total.dtype)
         lists = weights.tolist()
         found: int | None = None
         for start, stop, segments, _, lengths in self._blocks:
             acc = total[: stop - start]
-            for i, part in enumerate(self._parts):
+            for i, part in enumerate(self.parts):
                 values = part[start:stop].to(acc.dtype)
                 if len(segments) == 1:
                     weight = lists[segments[0]][i]
