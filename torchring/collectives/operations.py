@@ -11,6 +11,7 @@ from torchring.accelerators import ACCELERATORS
 from torchring.collectives.adasum import Combination, coefficients
 from torchring.collectives.combine import combine
 from torchring.collectives.signature import OPS, Signature, signature_of
+from torchring.kernels import reference
 from torchring.memory.host import bytes_of
 
 _BATCH_BYTES: Final = 8 << 20
@@ -86,20 +87,28 @@ def all_reduce_together(backend: Backend, tensors: Sequence[torch.Tensor], op: s
 
 
 @torch.no_grad()
-def all_reduce_adasum(backend: Backend, tensor: torch.Tensor, hosts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Each rank combines a slice, whose scalar products ranks add up in rank order.
+def all_reduce_adasum(
+    backend: Backend, tensor: torch.Tensor, rank: int, hosts: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """Each rank computes the scalar products of a slice. Then each scales its tensor, and they are added up.
 
-    hosts: the ranks of each host.
+    Chunks are small, so that the allocator has memory for them: new memory takes longer than what is done with it.
+
+    Args:
+        rank: this rank.
+        hosts: the ranks of each host.
     """
     flat, size = plain(tensor).view(-1), sum(map(len, hosts))
     signature = signature_of("all_reduce", (tensor,), _DETAILS["adasum"])
-    parts, _ = all_to_all(backend, flat, even_shares(len(flat), size), signature)
-    own = torch.empty_like(parts[0])
-    combination = Combination(parts, [0, len(own)], [own])
-    gram = torch.stack(all_gather(backend, combination.products(), signature)).sum(0)
-    combination.run(coefficients(gram, hosts))
-    result = torch.cat(all_gather(backend, own, signature))
-    writable(tensor).copy_(result.view(tensor.shape))
+    gram = torch.zeros(1, size, size, dtype=torch.float64, device="cpu")
+    for chunk in torch.split(flat, _BATCH_BYTES // flat.itemsize):
+        parts, _ = all_to_all(backend, chunk, even_shares(len(chunk), size), signature)
+        gram += Combination(parts, [0, len(parts[0])], []).products()
+    gram = torch.stack(all_gather(backend, gram, signature)).sum(0)
+    scaled = flat.to(reference.compute_dtype(flat.dtype, flat.dtype)).mul_(coefficients(gram, hosts)[0, rank].item())
+    backend.all_reduce((scaled,), "sum", signature)
+    if scaled.data_ptr() != tensor.data_ptr():
+        writable(tensor).copy_(scaled.view(tensor.shape))
     return tensor
 
 
