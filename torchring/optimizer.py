@@ -102,7 +102,8 @@ def wrap(
         optimizer: any torch.optim.Optimizer. Its parameters are on the CPU or on one GPU. It keeps its state.
         model: gives parameters their names in errors, shows which embeddings have sparse gradients, and has its buffers
             copied from rank 0, and kept equal after that.
-        op: "mean" or "sum" over ranks.
+        op: "mean" or "sum" over ranks; or "adasum" (Maleki et al. 2021), for dense gradients on the CPU: for each
+            parameter the mean of gradients that are parallel, and the sum of those that are orthogonal.
         compression: send gradients as "fp16" or "bf16". They are scaled before they are rounded, and added up in fp32.
             None sends them in their own dtype.
         bucket_mb: size of a bucket in MiB. The first bucket is at most 1 MiB. Default (None): 25, and for gradients on
@@ -423,7 +424,8 @@ class DistributedOptimizer(OptimizerWrapper):
 
         Raises:
             TypeError: the weight is no number.
-            ValueError: the weight is out of range; op="sum", which has no mean; this optimizer is closed.
+            ValueError: the weight is out of range; op="sum" or op="adasum", which have no mean; this optimizer is
+                closed.
             GradientError: called twice before a backward, called inside one, or some of the backwards that are reduced
                 together have a weight and others have none. `backward()` raises GradientError on all ranks if some of
                 them have not called `weigh`, or if all weights are 0 and `.grad` holds gradients of an earlier one.
