@@ -38,7 +38,7 @@ from torchring.errors import GradientError
 from torchring.generation import ProvisionalWorld, refuse_before_generation
 from torchring.gradients.closures import Snapshot, mean_loss
 from torchring.gradients.contract import Stats, Sync
-from torchring.gradients.freed import drop_freed
+from torchring.gradients.freed import FreedGradient, drop_freed
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.layout import Options
 from torchring.gradients.local import LocalSync
@@ -62,6 +62,7 @@ from torchring.gradients.validation import (
     spec_of,
     steps_exactly,
 )
+from torchring.observe.inputs import Inputs
 from torchring.observe.phases import OPTIMIZER
 from torchring.observe.recorder.forward import ForwardWatch
 from torchring.observe.recorder.recorder import Recorder
@@ -660,7 +661,8 @@ class DistributedOptimizer(OptimizerWrapper):
         # What is recorded
         self._recorder: Recorder | None = None
         self._wrapped_at = 0
-        self._forward_watch: ForwardWatch = ForwardWatch(model, _recorder_of(weakref.ref(self)))
+        self._inputs = Inputs()
+        self._forward_watch: ForwardWatch = ForwardWatch(model, _recorder_of(weakref.ref(self)), self._inputs)
 
     def _connect(self, world: World) -> Reducer:
         """Collective: reduce with the ranks of `world` from now on."""
@@ -678,6 +680,7 @@ class DistributedOptimizer(OptimizerWrapper):
             *(world, specs, trainable, self._options, group.members),
             end_backward=group.end_backward,
             replicas=self._replica_check(world, self._names, self.optimizer, model),
+            inputs=self._inputs,
             buffers=buffers,
             frozen=[p for p in parameters if not p.requires_grad],
             spec_of=functools.partial(spec_of, self._names, self._sparse),
@@ -841,7 +844,7 @@ class DistributedOptimizer(OptimizerWrapper):
             if lr is None or (isinstance(lr, torch.Tensor) and lr.device.type != "cpu") or lr != 0:
                 return False
         grads = [parameter.grad for parameter in self._names if parameter.grad is not None]
-        return not any(grad.is_sparse or bool(grad.any()) for grad in grads)
+        return not any(isinstance(grad, FreedGradient) or grad.is_sparse or bool(grad.any()) for grad in grads)
 
     def _evaluate(self, closure: Callable[[], Any], sync: Sync) -> Any:
         sync.accept_parameters()
