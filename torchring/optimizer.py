@@ -56,6 +56,7 @@ from torchring.gradients.validation import (
     check_options,
     check_same_model,
     check_same_parameters,
+    lost_state,
     named_parameters,
     parameters_of,
     sparse_parameters,
@@ -352,6 +353,8 @@ class DistributedOptimizer(OptimizerWrapper):
             before = Snapshot(self.optimizer) if self._options.on_nonfinite == "skip" else None
         elif not self._only_creates_state() and not self._check_before_step(sync):
             return None
+        lacks_state = not (self._has_stepped or self.optimizer.state)
+        self._has_stepped = True
         self._is_stepping = True
         try:
             run = functools.partial(self._step_wrapped, closure, *args, **kwargs)
@@ -365,6 +368,13 @@ class DistributedOptimizer(OptimizerWrapper):
             self._is_stepping = False
         sync.has_stepped()
         self._forward_watch.start()
+        if (
+            lacks_state
+            and self.optimizer.state
+            and sync.world.rank == 0
+            and (text := lost_state([self, self.optimizer]))
+        ):
+            _logger.warning("%s", text)
         return result
 
     def _watch_wrapped(self) -> None:
@@ -657,6 +667,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self._early_handles: list[torch.utils.hooks.RemovableHandle] = []  # on the parameters, until it is connected
         self._step_handles: list[torch.utils.hooks.RemovableHandle] = []  # on the wrapped optimizer
         self._is_stepping = False  # by `step()` of this class
+        self._has_stepped = False
 
         # What is recorded
         self._recorder: Recorder | None = None
@@ -679,7 +690,9 @@ class DistributedOptimizer(OptimizerWrapper):
         self._sync = Reducer(
             *(world, specs, trainable, self._options, group.members),
             end_backward=group.end_backward,
-            replicas=self._replica_check(world, self._names, self.optimizer, model),
+            replicas=self._replica_check(
+                *(world, self._names, self.optimizer, model), is_sharded=bool(self._options.shard)
+            ),
             inputs=self._inputs,
             buffers=buffers,
             frozen=[p for p in parameters if not p.requires_grad],

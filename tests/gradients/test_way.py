@@ -24,6 +24,7 @@ ENGINE = {
     *("allreduce/direct.py", "allreduce/records.py", "allreduce/slices.py", "allreduce/contract.py"),
     *("kernels/reference.py", "memory/channel.py", "memory/heap.py", "interruption.py"),
     *("observe/recorder/recorder.py", "observe/recorder/cores.py", "observe/flight_recorder/entries.py"),
+    "observe/inputs.py",
     *("world.py", "errors.py", "dynamo.py"),
 }
 WAITING = {"memory/host.py", "memory/semaphore.py"}
