@@ -187,6 +187,8 @@ class DistributedOptimizer(OptimizerWrapper):
         optimizer: the wrapped optimizer.
     """
 
+    _has_stepped = False
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -667,7 +669,6 @@ class DistributedOptimizer(OptimizerWrapper):
         self._early_handles: list[torch.utils.hooks.RemovableHandle] = []  # on the parameters, until it is connected
         self._step_handles: list[torch.utils.hooks.RemovableHandle] = []  # on the wrapped optimizer
         self._is_stepping = False  # by `step()` of this class
-        self._has_stepped = False
 
         # What is recorded
         self._recorder: Recorder | None = None
