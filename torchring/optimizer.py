@@ -38,7 +38,7 @@ from torchring.errors import GradientError
 from torchring.generation import ProvisionalWorld, refuse_before_generation
 from torchring.gradients.closures import Snapshot, mean_loss
 from torchring.gradients.contract import Stats, Sync
-from torchring.gradients.freed import drop_freed
+from torchring.gradients.freed import FreedGradient, drop_freed
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.layout import Options
 from torchring.gradients.local import LocalSync
@@ -57,12 +57,14 @@ from torchring.gradients.validation import (
     check_options,
     check_same_model,
     check_same_parameters,
+    lost_state,
     named_parameters,
     parameters_of,
     sparse_parameters,
     spec_of,
     steps_exactly,
 )
+from torchring.observe.inputs import Inputs
 from torchring.observe.phases import OPTIMIZER
 from torchring.observe.recorder.forward import ForwardWatch
 from torchring.observe.recorder.recorder import Recorder
@@ -186,6 +188,8 @@ class DistributedOptimizer(OptimizerWrapper):
     Attributes:
         optimizer: the wrapped optimizer.
     """
+
+    _has_stepped = False
 
     def __init__(
         self,
@@ -355,6 +359,8 @@ class DistributedOptimizer(OptimizerWrapper):
             before = Snapshot(self.optimizer) if self._options.on_nonfinite == "skip" else None
         elif not self._only_creates_state() and not self._check_before_step(sync):
             return None
+        lacks_state = not (self._has_stepped or self.optimizer.state)
+        self._has_stepped = True
         self._is_stepping = True
         try:
             run = functools.partial(self._step_wrapped, closure, *args, **kwargs)
@@ -368,6 +374,13 @@ class DistributedOptimizer(OptimizerWrapper):
             self._is_stepping = False
         sync.has_stepped()
         self._forward_watch.start()
+        if (
+            lacks_state
+            and self.optimizer.state
+            and sync.world.rank == 0
+            and (text := lost_state([self, self.optimizer]))
+        ):
+            _logger.warning("%s", text)
         return result
 
     def _watch_wrapped(self) -> None:
@@ -670,7 +683,8 @@ class DistributedOptimizer(OptimizerWrapper):
         # What is recorded
         self._recorder: Recorder | None = None
         self._wrapped_at = 0
-        self._forward_watch: ForwardWatch = ForwardWatch(model, _recorder_of(weakref.ref(self)))
+        self._inputs = Inputs()
+        self._forward_watch: ForwardWatch = ForwardWatch(model, _recorder_of(weakref.ref(self)), self._inputs)
 
     def _connect(self, world: World) -> Reducer:
         """Collective: reduce with the ranks of `world` from now on."""
@@ -687,7 +701,10 @@ class DistributedOptimizer(OptimizerWrapper):
         self._sync = Reducer(
             *(world, specs, trainable, self._options, group.members),
             end_backward=group.end_backward,
-            replicas=self._replica_check(world, self._names, self.optimizer, model),
+            replicas=self._replica_check(
+                *(world, self._names, self.optimizer, model), is_sharded=bool(self._options.shard)
+            ),
+            inputs=self._inputs,
             buffers=buffers,
             frozen=[p for p in parameters if not p.requires_grad],
             spec_of=functools.partial(spec_of, self._names, self._sparse),
@@ -851,7 +868,7 @@ class DistributedOptimizer(OptimizerWrapper):
             if lr is None or (isinstance(lr, torch.Tensor) and lr.device.type != "cpu") or lr != 0:
                 return False
         grads = [parameter.grad for parameter in self._names if parameter.grad is not None]
-        return not any(grad.is_sparse or bool(grad.any()) for grad in grads)
+        return not any(isinstance(grad, FreedGradient) or grad.is_sparse or bool(grad.any()) for grad in grads)
 
     def _evaluate(self, closure: Callable[[], Any], sync: Sync) -> Any:
         sync.accept_parameters()

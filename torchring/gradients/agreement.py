@@ -259,7 +259,7 @@ class DeviceAgreement:
         self._all_reduce = all_reduce
         self._timing = timing
         self._control = control
-        self._header = struct.Struct(f"{_FINDING.format}{control.num_elements(torch.float64)}d")
+        self._header = struct.Struct(f"{_FINDING.format}{control.own.num_elements(torch.float64)}d")
         self._specs = specs
         self._parameters = parameters
         self._opened: list[_Opened] = []
@@ -308,7 +308,7 @@ class DeviceAgreement:
         (kind, parameter), self._finding = self._finding or (0, 0), None
         flags = [bucket.flags.numpy() for bucket in buckets]
         used = np.concatenate(flags).astype(np.bool_).tobytes() if flags else b""
-        bits = self._control.encode(current.bits, torch.float64)
+        bits = self._control.own.encode(current.bits, torch.float64)
         mine = self._header.pack(current.number, kind, parameter, *bits) + used
         everybody = internal_collectives_of(self._world).all_gather_bytes(mine)
         headers = [self._header.unpack_from(theirs) for theirs in everybody]
@@ -321,8 +321,7 @@ class DeviceAgreement:
             ends = np.cumsum([len(own) for own in flags])
             for own, part in zip(flags, np.split(np.sum(parts, axis=0), ends), strict=False):
                 own[:] = part
-        columns = zip(*(header[3:] for header in headers), strict=True)
-        current.sums = self._control.decode([*map(sum, columns)], torch.float64)
+        current.sums = self._control.decode_gathered([header[3:] for header in headers])
         if found := _first_finding(headers):
             culprit, index = found
             # The gradient of that round is gone. The parameter shows whether it was trained on.

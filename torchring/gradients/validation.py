@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import operator
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -9,6 +10,7 @@ from typing import Final, Literal, cast, get_args
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from torchring.accelerators import accelerator_of
 from torchring.allreduce.contract import is_finite
@@ -160,6 +162,24 @@ def is_finite_gradient(parameter: torch.nn.Parameter) -> bool:
         return True
     values = grad.coalesce().values() if grad.is_sparse else grad
     return is_finite(torch.view_as_real(values) if values.is_complex() else values)
+
+
+def lost_state(optimizers: Sequence[Optimizer]) -> str:
+    """What to say if an optimizer made its first step in the middle of a schedule. Empty if it did not.
+
+    Args:
+        optimizers: the optimizer, and what wraps it: a scheduler may have been given either.
+    """
+    for each in gc.get_objects():  # an optimizer does not know its schedulers
+        if not issubclass(type(each), LRScheduler) or all(each.optimizer is not other for other in optimizers):
+            continue
+        if each.last_epoch > 1:
+            return (
+                f"{type(each).__name__} has made {each.last_epoch} steps, but the optimizer has made its first one, "
+                "without the moments of the steps before. To go on from a checkpoint, call "
+                "optimizer.load_state_dict() as well as scheduler.load_state_dict()"
+            )
+    return ""
 
 
 def steps_exactly(optimizer: Optimizer, parameters: Sequence[torch.nn.Parameter]) -> bool:
