@@ -63,7 +63,6 @@ class AdasumWire:
     """A buffer in shared memory. See `Wire`.
 
     Attributes:
-        bounds: where segments begin; the last segment is added up.
         first: where this rank's slice begins.
         own: this rank's slice.
         others: the same slice in the peers' buffers.
@@ -73,7 +72,6 @@ class AdasumWire:
     """
 
     tensor: torch.Tensor
-    bounds: Sequence[int]
     first: int
     own: torch.Tensor
     others: Sequence[torch.Tensor]
@@ -330,12 +328,11 @@ class AdasumAllReduce:
         views = [part[first:stop] for part in parts]
         own, others = views[me], [view for rank, view in enumerate(views) if rank != me]
         outs = [own, *others] if len(self._hosts) == 1 else [own]
-        bounds_within = _clipped(bounds, first, stop)
-        column = None
-        if (transport := self._lanes[0].transport) is not None:
-            column = _column(transport, first, own, bounds_within)
-        combination = Combination(views, bounds_within, outs)
-        return AdasumWire(parts[me].data, bounds, first, own, others, combination, products, column)
+        within = _clipped(bounds, first, stop)
+        transport = self._lanes[0].transport
+        column = None if transport is None else _column(transport, first, own, within)
+        combination = Combination(views, within, outs)
+        return AdasumWire(parts[me].data, first, own, others, combination, products, column)
 
 
 def _column(transport: Transport, first: int, buffer: torch.Tensor, bounds: Sequence[int]) -> _Column:
