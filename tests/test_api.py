@@ -71,7 +71,9 @@ SIGNATURES = {
     "node_rank": "() -> 'int'",
     "num_nodes": "() -> 'int'",
     "rank": "() -> 'int'",
-    "reduce_scatter": "(tensor: 'torch.Tensor', op: 'Op' = 'mean', async_op: 'bool' = False) -> 'torch.Tensor | Work'",
+    "reduce_scatter": (
+        "(tensor: 'torch.Tensor', op: 'ElementwiseOp' = 'mean', async_op: 'bool' = False) -> 'torch.Tensor | Work'"
+    ),
     "shutdown": "() -> 'None'",
     "size": "() -> 'int'",
     "trace": "(folder: 'str | os.PathLike[str]') -> 'Iterator[None]'",

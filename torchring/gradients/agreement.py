@@ -24,7 +24,13 @@ import torch
 
 from torchring.accelerators import Mark, Stream
 from torchring.allreduce import TAGS_PER_ROUND, AllReduce, Wire
-from torchring.allreduce.contract import ScatteredSpec, ScatteringAllReduce, tag_mismatch
+from torchring.allreduce.contract import (
+    CombinedSpec,
+    CombiningAllReduce,
+    ScatteredSpec,
+    ScatteringAllReduce,
+    tag_mismatch,
+)
 from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream
 from torchring.allreduce.device.watchdog import has_come
 from torchring.allreduce.native import NativeWire
@@ -113,12 +119,25 @@ class Agreement(Protocol):
 
 
 class HostAgreement:
-    """For rounds that the host reduces. See `Agreement`."""
+    """For rounds that the host reduces. See `Agreement`.
+
+    Args:
+        combines: `all_reduce` combines the gradients of each parameter, instead of adding up all that is in a wire.
+    """
 
     knows_at_once = True
     reductions: Sequence[PendingOnStream] = ()
 
-    def __init__(self, world: World, all_reduce: AllReduce[Any], timing: Timing, control: ControlFields) -> None:
+    def __init__(
+        self,
+        world: World,
+        all_reduce: AllReduce[Any],
+        timing: Timing,
+        control: ControlFields,
+        *,
+        combines: bool = False,
+    ) -> None:
+        self._combines = combines
         self.overlap = "thread" if all_reduce.in_background else "inline"
         self._world = world
         self._control = control
@@ -130,6 +149,18 @@ class HostAgreement:
             assert isinstance(self._all_reduce, ScatteringAllReduce)
             specs = [ScatteredSpec(bucket.numel, bucket.wire_dtype, bucket.flags_offset) for bucket in plan.buckets]
             wires = self._all_reduce.open_scattered(specs)
+        elif self._combines:
+            assert isinstance(self._all_reduce, CombiningAllReduce)
+            wires = self._all_reduce.open_combined(
+                [
+                    CombinedSpec(
+                        bucket.numel,
+                        bucket.wire_dtype,
+                        (*(slot.offset for slot in bucket.slots), bucket.flags_offset),
+                    )
+                    for bucket in plan.buckets
+                ]
+            )
         else:
             wires = self._all_reduce.open_wires(wires_of(plan))
         return [(wire, self._packing(bucket, wire)) for bucket, wire in zip(plan.buckets, wires, strict=True)]

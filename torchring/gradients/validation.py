@@ -22,9 +22,10 @@ from torchring.gradients.module_wrappers import WAY_OUT, explain, is_module_wrap
 from torchring.gradients.plan import COMPRESSIONS, ParameterSpec
 from torchring.world import World
 
-GradientOp = Literal["mean", "sum"]
+GradientOp = Literal["mean", "sum", "adasum"]
 OnNonfinite = Literal["raise", "skip", "ignore"]
 _OPS: Final = get_args(GradientOp)
+_COMBINING: Final = ("auto", "direct", "hierarchical")  # algorithms that op="adasum" takes
 
 
 def check_options(options: Options) -> None:
@@ -47,6 +48,11 @@ def check_options(options: Options) -> None:
         raise ValueError(f"free_gradients must be True or False, got {options.free_gradients!r}")
     if options.free_gradients and not options.shard:
         raise ValueError("free_gradients=True takes shard=True, which gives each rank a share to step")
+    if options.op == "adasum" and options.free_gradients:
+        raise ValueError("free_gradients=True takes op='mean' or 'sum'; op='adasum' takes shard=True alone")
+    if options.op == "adasum" and options.algorithm not in _COMBINING:
+        known = ", ".join(map(repr, _COMBINING))
+        raise ValueError(f"op='adasum' takes algorithm={known}, got {options.algorithm!r}, which adds gradients up")
     if not isinstance(options.accumulate, int) or options.accumulate < 1:
         raise ValueError(f"accumulate must be a whole number of micro-steps, 1 or more, got {options.accumulate!r}")
 
@@ -121,6 +127,15 @@ def sparse_parameters(modules: Iterable[torch.nn.Module]) -> set[torch.nn.Parame
     """The weights of layers built with sparse=True, whose gradients come as sparse tensors."""
     layers = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     return {cast(torch.nn.Parameter, m.weight) for m in modules if isinstance(m, layers) and m.sparse}
+
+
+def check_combined(names: Mapping[torch.nn.Parameter, str], sparse: Container[torch.nn.Parameter]) -> None:
+    """Raise ValueError for a parameter that op="adasum" does not take."""
+    for parameter, name in names.items():
+        if parameter.device.type != "cpu":
+            raise ValueError(f"op='adasum' takes gradients on the CPU, and {name} is on {parameter.device}")
+        if parameter in sparse:
+            raise ValueError(f"op='adasum' takes dense gradients; build the layer of {name} with sparse=False")
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
