@@ -263,7 +263,7 @@ class Reducer(Sync):
             self.participants.append(BufferSync(world, buffers, all_reduce, device, follow))
         self.participants += [replicas, DataCheck(world, inputs, is_mean=options.op == "mean"), recording]
         self._noise: NoiseScale | None = None
-        if options.op in ("mean", "sum") and not options.free_gradients:  # then `.grad` shows the mean
+        if world.size > 1 and options.op in ("mean", "sum") and not options.free_gradients:  # `.grad` shows it
             self._noise = NoiseScale(
                 *(world, self.specs, self.parameters, self.launcher.holds_result, self._recorder),
                 is_sum=options.is_sum,

@@ -114,9 +114,10 @@ class Inputs:
         for _, tensor in zip(range(_MOST_TENSORS), tensors, strict=False):
             if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
                 continue
-            if tensor.device.type == "cpu":
+            accelerator = accelerator_of(tensor.device)
+            if accelerator is None and tensor.device.type == "cpu":
                 found.append((_values_of(tensor.detach()), tensor.itemsize))
-            elif (accelerator := accelerator_of(tensor.device)) is not None:
+            elif accelerator is not None and tensor.numel() > 1:
                 if accelerator.is_capturing():
                     return []
                 self._is_on_device = True
