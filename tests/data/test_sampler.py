@@ -66,7 +66,7 @@ class World:
         for batches in zip(*self.loaders, strict=True):
             weights = [sampler.weight() for sampler in self.samplers]
             assert all(weight in (len(batch), 0) for weight, batch in zip(weights, batches, strict=True))
-            yield [sample for batch, weight in zip(batches, weights) for sample in batch[:weight]]
+            yield [sample for batch, weight in zip(batches, weights, strict=True) for sample in batch[:weight]]
 
     def state(self) -> Any:
         states = [sampler.state_dict() for sampler in self.samplers]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
@@ -188,7 +189,9 @@ class _Draws(Iterator[Any]):
 
     def __init__(self, sampler: Sampler, asking: Asking) -> None:
         self._sampler = sampler
-        self._asking = asking
+        self._asking = dataclasses.replace(asking, loader=None, adapter=None)  # their workers should end in time
+        self._has_loader, self._looks_ahead = asking.loader is not None, asking.adapter is not None
+        self._has_workers = getattr(asking.loader, "_num_workers", 0) > 0
         self._plan: _Plan | None = None  # None before it begins
         self._drawing: Iterator[Any] = iter(())
         self._num_drawn = 0
@@ -228,11 +231,11 @@ class _Draws(Iterator[Any]):
     def num_taken(self) -> int:
         """What the loop has been handed."""
         share = self.plan.share
-        if self._asking.loader is None:
+        if not self._has_loader:
             return self._num_drawn
         if share.is_exhausted:
             return share.num_samples
-        num_batches = self._num_handed - (self._asking.adapter is not None)
+        num_batches = self._num_handed - self._looks_ahead
         return self._num_drawn_for(num_batches) if num_batches > 0 else 0
 
     @property
@@ -303,7 +306,7 @@ class _Draws(Iterator[Any]):
 
     def _hand_out(self, number: int, _data: object) -> None:
         self._num_handed = number + 1
-        if not getattr(self._asking.loader, "_num_workers", 0):
+        if not self._has_workers:
             self._check_drawn(number + 1)
 
     def _end(self) -> None:
