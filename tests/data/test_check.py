@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
+import torchring
 from tests.support.harness import run_pooled
-from tests.support.training import attempt
+from tests.support.training import attempt, small_model, values
 from torchring.data import Coverage, Sampler, check, shard
 
 
@@ -92,3 +93,25 @@ def test_check_of_many_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         check(range(1000), _Own([*range(700), *range(701, 1000), 5, 999]))
     check(torch.arange(300.0).split(1))
+
+
+def _uneven(rank: int, size: int) -> tuple[int, list[torch.Tensor]]:
+    inputs, targets = torch.randn(7, 4, dtype=torch.float64), torch.randn(7, 2, dtype=torch.float64)
+    loader = DataLoader(shard([*zip(inputs, targets, strict=True)]), batch_size=2)
+    model = small_model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    num_batches = 0
+    with torchring.join(optimizer):
+        for x, y in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            num_batches += 1
+    return num_batches, values(model)
+
+
+def test_uneven_ends_with_join() -> None:
+    """Elements 0 to 6 on three ranks in batches of 2: rank 0 has 2 batches, the others have one."""
+    found = run_pooled(_uneven, 3)
+    assert [num_batches for num_batches, _ in found] == [2, 1, 1]
+    assert all(torch.equal(a, b) for _, mine in found for a, b in zip(mine, found[0][1], strict=True))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from torch.utils.data import Sampler as TorchSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -307,3 +307,20 @@ def test_a_batch_sampler_that_yields_other_batches_than_were_saved() -> None:
     sampler.load_state_dict({**sampler.state_dict(), "position": 3})
     with pytest.raises(ValueError, match="no batch begins after 3 samples of epoch 0"):
         list(sampler)
+
+
+class Around(DistributedSampler[Any]):
+    """What Lightning puts around a sampler."""
+
+    def __init__(self, sampler: Sampler, asks: bool) -> None:
+        super().__init__([*sampler] if asks else range(4), num_replicas=2, rank=0)
+        self.inner = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([*self.inner][self.rank :: 2])
+
+
+def test_a_sampler_around_it() -> None:
+    for asks in (True, False):
+        with pytest.raises(ValueError, match=r"shares the sampler's samples out again.*use_distributed_sampler=False"):
+            list(Around(Sampler(range(4), batch_size=1), asks))

@@ -155,6 +155,11 @@ class EpochSampler(Sampler[Any]):
 
     def _ask(self) -> Asking:
         asking = who_asks(self)
+        if asking.is_shared_out:
+            raise ValueError(
+                "a DistributedSampler shares the sampler's samples out again, and most would be left out: pass "
+                "Trainer(use_distributed_sampler=False) to Lightning"
+            )
         if not getattr(asking.loader, "_in_order", True):
             raise ValueError("in_order=False would mix up the batches of an epoch: leave in_order=True")
         return asking

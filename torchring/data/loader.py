@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import FrameType, SimpleNamespace
 from typing import Any, Final
 
+from torch.utils.data import DistributedSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 _MAX_FRAMES: Final = 16  # from a sampler's __iter__ to the training loop
@@ -34,6 +35,7 @@ class Asking:
         num_forwarded: the same for torchdata's `StatefulDataLoader`, which has been given a state.
         sharer: shares the batches out to processes, as Accelerate's `BatchSamplerShard`.
         adapter: Accelerate's `DataLoaderShard`, which takes one batch more than it has given to the loop.
+        is_shared_out: a `DistributedSampler`, such as Lightning puts around samplers, shares the samples out again.
     """
 
     batches: Any = None
@@ -42,6 +44,7 @@ class Asking:
     num_forwarded: int = 0
     sharer: Any = None
     adapter: Any = None
+    is_shared_out: bool = False
 
 
 def who_asks(sampler: object) -> Asking:
@@ -64,6 +67,8 @@ def who_asks(sampler: object) -> Asking:
             found.num_skipped += known.get("skip_batches", 0)
             if known.get("num_processes", 1) > 1:
                 found.sharer = each
+        elif isinstance(each, DistributedSampler) and getattr(each, "num_replicas", 2) > 1:
+            found.is_shared_out = True
         elif "base_dataloader" in known:
             found.adapter = each
     if found.loader is not None and found.batches is not None and not hasattr(found.batches, "load_state_dict"):
