@@ -7,11 +7,8 @@ it that are equal to within one row. So a rank reads whole row groups, but for t
 from __future__ import annotations
 
 import functools
-import glob
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from os import PathLike, fspath
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -22,8 +19,6 @@ from torchring.data.shards import Parts, is_of_as_many, shared_number
 if TYPE_CHECKING:
     import pyarrow
 
-_PARQUET: Final = (".parquet", ".pq")
-_ARROW: Final = (".arrow", ".feather", ".ipc")
 _ROWS_AT_ONCE: Final = 1024  # that are Python objects
 Interval = tuple[int, int]
 
@@ -31,9 +26,24 @@ Interval = tuple[int, int]
 class _Group(NamedTuple):
     """A row group of a Parquet file, or a record batch of an Arrow file, that has rows."""
 
-    path: Path
+    fragment: Any
     number: int
     num_rows: int
+
+    def read(self, schema: pyarrow.Schema, columns: Sequence[str], rows: torch.Tensor) -> pyarrow.Table:
+        """These rows."""
+        import pyarrow
+        from pyarrow import dataset
+
+        if hasattr(self.fragment, "row_groups"):
+            table = self.fragment.to_table(schema=schema, columns=columns)
+        else:
+            with pyarrow.ipc.open_file(self.fragment.open()) as file:
+                table = pyarrow.Table.from_batches([file.get_batch(self.number)])
+            for name, value in dataset.get_partition_keys(self.fragment.partition_expression).items():
+                table = table.append_column(name, pyarrow.array([value] * len(table), schema.field(name).type))
+            table = table.select(columns)
+        return table.take(pyarrow.array(rows.numpy()))
 
 
 def share(intervals: Sequence[Interval], part: int, num_parts: int) -> list[Interval]:
@@ -86,43 +96,58 @@ class RowGroups(Parts):
     `StatefulDataLoader`, and go on with as many ranks and workers as before.
 
     Args:
-        paths: a folder (with its subfolders), a file, a pattern such as "train/*.parquet", or several of these. All
-            ranks see the same files. Suffixes are .parquet, .pq, .arrow, .feather and .ipc; names that begin with "_"
-            or "." are left out, as Spark does.
+        source: a folder with its subfolders, a file, a URI such as "s3://bucket/train", a list of files, or a
+            `pyarrow.dataset.Dataset`. Names that begin with "_" or "." are left out, and columns are taken from the
+            names of folders ("year=2024"), as Spark has it. All ranks see the same files.
         columns: those to read. By default all.
         batch_size: yield batches of that many rows: dicts by column of tensors, or of lists for columns that are not
             numbers. Batches reach over row groups; the last one may be smaller. By default yield rows: dicts of Python
             values, which a DataLoader collates.
         shuffle: shuffle, in an order that depends on `seed` and the epoch.
         seed: equal on all ranks. `load_state_dict` replaces it.
+        format: "parquet", or "feather" for Arrow files (not streams).
         rank, size: this process and its world. By default those of torchring when an iteration begins.
 
     Raises:
         ImportError: pyarrow is missing.
-        FileNotFoundError: no files match.
+        FileNotFoundError: there are no files.
         ValueError: files have other columns, or columns of other types, than the first file; none has rows.
     """
 
     def __init__(
         self,
-        paths: str | PathLike[str] | Iterable[str | PathLike[str]],
+        source: Any,
         columns: Sequence[str] | None = None,
         batch_size: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
         *,
+        format: str = "parquet",
         rank: int | None = None,
         size: int | None = None,
     ) -> None:
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         super().__init__(rank, size)
-        self._columns = None if columns is None else list(columns)
+        try:
+            from pyarrow import dataset
+        except ImportError as error:
+            raise ImportError("RowGroups reads files by pyarrow: pip install 'torchring[data]'") from error
+        found = dataset.dataset(source, format=format, partitioning="hive")
+        files = sorted(found.get_fragments(), key=lambda file: file.path)
+        if not files:
+            raise FileNotFoundError(f"{source} has no files; their names must not begin with '_' or '.'")
+        self._schema = found.schema
+        self._columns = [*found.schema.names] if columns is None else [*columns]
+        if missing := {*self._columns} - {*found.schema.names}:
+            raise ValueError(f"{source} has no column {missing.pop()!r}; it has {', '.join(found.schema.names)}")
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed
-        self._groups = _groups_of(_files_of([paths] if isinstance(paths, str | PathLike) else paths), self._columns)
+        self._groups = [*_groups_of(files, found.schema, self._columns)]
         self._num_rows = sum(group.num_rows for group in self._groups)
+        if not self._num_rows:
+            raise ValueError(f"{source} has no rows, in {len(files)} files")
         self._readers = shared_number(0)  # 1 if workers read
         self._used: tuple[int, list[tuple[int, int]]] = 0, []  # what was used before of an epoch; see _Rows
         self._newest: _Rows | None = None
@@ -270,12 +295,13 @@ class _Rows(Iterator[Any]):
 
     def _tables(self, rows: Sequence[Interval]) -> Iterator[pyarrow.Table]:
         """The tables that have these rows. A thread reads the next one."""
-        dataset, reader = self._dataset, _Reader(self._dataset._columns)
+        dataset = self._dataset
         thread = ThreadPoolExecutor(1, "torchring-rows")
         try:
             following: Future[pyarrow.Table] | None = None
             for number, order in dataset._pieces(self.epoch, rows):
-                table, following = following, thread.submit(reader.read, dataset._groups[number], order)
+                read = dataset._groups[number].read
+                table, following = following, thread.submit(read, dataset._schema, dataset._columns, order)
                 if table is not None:
                     yield table.result()
             if following is not None:
@@ -284,90 +310,28 @@ class _Rows(Iterator[Any]):
             thread.shutdown(wait=False, cancel_futures=True)
 
 
-class _Reader:
-    """Reads row groups, and keeps the newest file open."""
+def _groups_of(files: Sequence[Any], schema: pyarrow.Schema, columns: Sequence[str]) -> Iterator[_Group]:
+    """The row groups of files that have the same columns. Reads only where these are, and how long."""
+    from pyarrow import ipc
 
-    def __init__(self, columns: list[str] | None) -> None:
-        self._columns = columns
-        self._file: tuple[Path, Any] | None = None
-
-    def read(self, group: _Group, rows: torch.Tensor) -> pyarrow.Table:
-        """These rows of a row group."""
-        import pyarrow
-
-        if self._file is None or self._file[0] != group.path:
-            self._file = group.path, _open(group.path)
-        file = self._file[1]
-        if group.path.suffix in _PARQUET:
-            table = file.read_row_group(group.number, self._columns)
-        else:
-            table = pyarrow.Table.from_batches([file.get_batch(group.number)])
-        table = table if self._columns is None else table.select(self._columns)
-        return table.take(pyarrow.array(rows.numpy()))
-
-
-def _open(path: Path) -> Any:
-    try:
-        if path.suffix in _PARQUET:
-            from pyarrow import parquet
-
-            return parquet.ParquetFile(path, memory_map=True)
-        from pyarrow import ipc, memory_map
-
-        return ipc.open_file(memory_map(str(path)))
-    except ImportError as error:
-        raise ImportError("RowGroups reads files by pyarrow: pip install 'torchring[data]'") from error
-    except ValueError as error:  # of pyarrow
-        raise ValueError(
-            f"{path} is no Parquet file, nor an Arrow file (a stream is none), of version 2: {error}"
-        ) from error
-
-
-def _files_of(paths: Iterable[str | PathLike[str]]) -> list[Path]:
-    """The files that match, in an order that is the same on all ranks."""
-    found: list[Path] = []
-    for each in paths:
-        path = Path(each)
-        matching = path.rglob("*") if path.is_dir() else map(Path, glob.glob(fspath(each), recursive=True))
-        files = sorted(
-            file
-            for file in matching
-            if file.suffix in (*_PARQUET, *_ARROW)
-            and not any(part.startswith(("_", ".")) for part in (file.relative_to(path).parts if path.is_dir() else ()))
-        )
-        if not files:
-            raise FileNotFoundError(f"{each}: there is no file with a suffix of {', '.join((*_PARQUET, *_ARROW))}")
-        found += files
-    return found
-
-
-def _groups_of(files: Sequence[Path], columns: Sequence[str] | None) -> list[_Group]:
-    """The row groups of files that have the same columns. Reads the ends of the files only."""
-    groups: list[_Group] = []
-    first: dict[str, Any] = {}
-    for path in files:
-        file = _open(path)
-        is_parquet = path.suffix in _PARQUET
-        schema = file.schema_arrow if is_parquet else file.schema
-        types = {name: schema.field(name).type for name in schema.names}
-        if missing := [name for name in columns or () if name not in types]:
-            raise ValueError(f"{path} has no column {missing[0]!r}; it has {', '.join(types)}")
-        types = types if columns is None else {name: types[name] for name in columns}
-        first = first or types
-        for name in {**first, **types}:
-            if first.get(name) != types.get(name):
+    of_folders = {*schema.names} - {*files[0].physical_schema.names}
+    for file in files:
+        names = file.physical_schema.names
+        for name in [*columns, *(names if len(columns) == len(schema.names) else [])]:
+            expected, found = (
+                each.field(name).type if name in each.names else None for each in (schema, file.physical_schema)
+            )
+            if expected != found and name not in of_folders:
                 raise ValueError(
-                    f"column {name!r} is {types.get(name, 'missing')} in {path}, but {first.get(name, 'missing')} in "
-                    f"{files[0]}: write the files with one schema, or choose others by columns="
+                    f"column {name!r} is {found or 'missing'} in {file.path}, but {expected or 'missing'} in "
+                    f"{files[0].path}: write the files with one schema, or choose other columns"
                 )
-        if is_parquet:
-            sizes = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
-        else:
-            sizes = [file.get_batch(i).num_rows for i in range(file.num_record_batches)]
-        groups += [_Group(path, i, num_rows) for i, num_rows in enumerate(sizes) if num_rows]
-    if not groups:
-        raise ValueError(f"{files[0]} and {len(files) - 1} other files have no rows")
-    return groups
+        if hasattr(file, "row_groups"):
+            groups = [(each, each.row_groups[0].num_rows) for each in file.split_by_row_group()]
+        else:  # reading one column tells the lengths
+            with ipc.open_file(file.open(), options=ipc.IpcReadOptions(included_fields=[0])) as opened:
+                groups = [(file, opened.get_batch(n).num_rows) for n in range(opened.num_record_batches)]
+        yield from (_Group(each, n, num_rows) for n, (each, num_rows) in enumerate(groups) if num_rows)
 
 
 def _batch(table: pyarrow.Table) -> dict[str, Any]:
