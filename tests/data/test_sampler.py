@@ -12,9 +12,11 @@ import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from torch.utils.data import Sampler as TorchSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchring.data import Sampler
+from torchring.observe.recorder import process
 
 
 def permutation(length: int, seed: int, epoch: int) -> list[int]:
@@ -152,8 +154,10 @@ def test_stateful_data_loader(num_workers: int) -> None:
 
 
 @pytest.mark.parametrize("is_stateful", [True, False])
-def test_accelerate(is_stateful: bool) -> None:
-    """Accelerate shares batches out to its processes, and takes one batch ahead of the loop."""
+def test_accelerate(is_stateful: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate shares batches out to its processes, and takes one batch ahead of the loop. torchring looks on."""
+    monkeypatch.setattr(DataLoader, "__iter__", process._timed_begin)
+    monkeypatch.setattr(_BaseDataLoaderIter, "__next__", process._timed_load)
     order = permutation(48, 0, 0)
 
     def prepared(state: Any = None, epoch: int = 0) -> tuple[list[Sampler], list[Any]]:

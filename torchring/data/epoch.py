@@ -12,11 +12,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Sampler
 
+from torchring import default_world
 from torchring.data.loader import Asking, who_asks
 
 
@@ -155,10 +156,10 @@ class EpochSampler(Sampler[Any]):
 
     def _ask(self) -> Asking:
         asking = who_asks(self)
-        if asking.is_shared_out:
+        if asking.shares_again:
             raise ValueError(
-                "a DistributedSampler shares the sampler's samples out again, and most would be left out: pass "
-                "Trainer(use_distributed_sampler=False) to Lightning"
+                f"{asking.shares_again} shares the sampler's samples out again, and most would be left out: pass "
+                "Trainer(use_distributed_sampler=False) to Lightning, and no dispatch_batches=True to Accelerate"
             )
         if not getattr(asking.loader, "_in_order", True):
             raise ValueError("in_order=False would mix up the batches of an epoch: leave in_order=True")
@@ -184,6 +185,25 @@ def batch_size_of(asking: Asking, own: int | None = None) -> int | None:
             f"the DataLoader's batch_size is {batch_size}, but the Sampler's {own}: leave out the Sampler's"
         )
     return batch_size
+
+
+class Place(NamedTuple):
+    """This process and its world, as a script gives them, or else torchring when it is asked."""
+
+    rank: int | None
+    size: int | None
+
+    def __call__(self) -> tuple[int, int]:
+        if self.rank is None or self.size is None:
+            return default_world.rank(), default_world.size()
+        return self.rank, self.size
+
+
+def rank_and_size(rank: int | None, size: int | None) -> Place:
+    """Raises ValueError: no such place."""
+    if (rank is None) != (size is None) or (rank is not None and size is not None and not 0 <= rank < size):
+        raise ValueError(f"pass both rank and size, with rank in [0, size), or none; got rank={rank}, size={size}")
+    return Place(rank, size)
 
 
 def drawn(order: Sequence[Any] | torch.Tensor, share: range) -> Sequence[Any]:

@@ -20,7 +20,7 @@ from torch.utils.data import DistributedSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 _MAX_FRAMES: Final = 16  # from a sampler's __iter__ to the training loop
-_LOADERS: Final = re.compile(r"(torch|torchdata|accelerate)\.")  # modules in whose frames a DataLoader iterates
+_LOADERS: Final = re.compile(r"(torch|torchdata|accelerate|torchring)\.")  # in their frames, a DataLoader iterates
 
 
 @dataclass
@@ -35,7 +35,8 @@ class Asking:
         num_forwarded: the same for torchdata's `StatefulDataLoader`, which has been given a state.
         sharer: shares the batches out to processes, as Accelerate's `BatchSamplerShard`.
         adapter: Accelerate's `DataLoaderShard`, which takes one batch more than it has given to the loop.
-        is_shared_out: a `DistributedSampler`, such as Lightning puts around samplers, shares the samples out again.
+        shares_again: what shares the samples out again: a `DistributedSampler`, such as Lightning puts around samplers,
+            or Accelerate's `DataLoaderDispatcher`.
     """
 
     batches: Any = None
@@ -44,7 +45,7 @@ class Asking:
     num_forwarded: int = 0
     sharer: Any = None
     adapter: Any = None
-    is_shared_out: bool = False
+    shares_again: str = ""
 
 
 def who_asks(sampler: object) -> Asking:
@@ -68,9 +69,10 @@ def who_asks(sampler: object) -> Asking:
             if known.get("num_processes", 1) > 1:
                 found.sharer = each
         elif isinstance(each, DistributedSampler) and getattr(each, "num_replicas", 2) > 1:
-            found.is_shared_out = True
+            found.shares_again = type(each).__name__
         elif "base_dataloader" in known:
             found.adapter = each
+            found.shares_again = "DataLoaderDispatcher" if "split_batches" in known else found.shares_again
     if found.loader is not None and found.batches is not None and not hasattr(found.batches, "load_state_dict"):
         found.num_forwarded = vars(found.loader).get("_sampler_iter_yielded", 0)
     return found

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchring import default_world
-from torchring.data.epoch import EpochSampler, Pass, batch_size_of, drawn
+from torchring.data.epoch import EpochSampler, Pass, batch_size_of, drawn, rank_and_size
 from torchring.data.loader import Asking, watch, watch_draws
 
 
@@ -74,10 +73,8 @@ class Sampler(EpochSampler):
         super().__init__(dataset, shuffle, seed, batch_size)
         if batch_sampler is not None and batch_size is not None:
             raise ValueError(f"the batch_sampler decides the batch size; leave out batch_size={batch_size}")
-        if (rank is None) != (size is None) or (rank is not None and size is not None and not 0 <= rank < size):
-            raise ValueError(f"pass both rank and size, with rank in [0, size), or none; got rank={rank}, size={size}")
         self.batch_sampler = batch_sampler
-        self._rank_and_size = None if rank is None or size is None else (rank, size)
+        self._rank_and_size = rank_and_size(rank, size)
         self._batches: tuple[int, list[Sequence[Any]]] | None = None  # of the batch sampler: epoch, and its batches
         self._newest: _Draws | None = None  # the newest iteration that has begun; None: the next one goes on at _start
 
@@ -138,27 +135,24 @@ class Sampler(EpochSampler):
                     "the batch size is not known: pass a number to DataLoader(batch_size=...), set "
                     "Sampler(batch_size=...), or give the batch sampler to Sampler(dataset, batch_sampler=...)"
                 )
-            order = self._order(epoch)
-            offsets = range(len(order) + 1)
+            offsets = range(self._length + 1)
         else:
             if batch_size is not None:
                 raise ValueError("a Sampler with a batch_sampler yields batches: DataLoader(batch_sampler=sampler)")
             batch_size = 1
-            order = self._batches_of(epoch)
-            offsets = [0, *itertools.accumulate(map(len, order))]
+            offsets = [0, *itertools.accumulate(map(len, self._order(epoch)))]
         first = bisect.bisect_left(offsets, start)
         if first == len(offsets) or offsets[first] != start:
             raise ValueError(
                 f"no batch begins after {start} samples of epoch {epoch}, where the sampler is to go on: its "
                 "batch_sampler must yield the batches that it had when the state was saved"
             )
-        rank, size = self._rank_and_size or (default_world.rank(), default_world.size())
-        if asking.sharer is not None:
-            rank, size = 0, 1
-        return _Plan(order, offsets, Pass(first, len(order), rank, size, batch_size * size))
+        rank, size = self._rank_and_size() if asking.sharer is None else (0, 1)
+        return _Plan(offsets, Pass(first, len(offsets) - 1, rank, size, batch_size * size))
 
-    def _batches_of(self, epoch: int) -> list[Sequence[Any]]:
-        assert self.batch_sampler is not None
+    def _order(self, epoch: int) -> Sequence[Any] | torch.Tensor:
+        if self.batch_sampler is None:
+            return super()._order(epoch)
         if self._batches is None or self._batches[0] != epoch:
             if (set_epoch := getattr(self.batch_sampler, "set_epoch", None)) is not None:
                 set_epoch(epoch)
@@ -170,12 +164,10 @@ class _Plan(NamedTuple):
     """What an iteration draws.
 
     Attributes:
-        order: the epoch's samples, or its batches.
-        offsets: number of samples that stand before each of these, and the number of all.
-        share: which of them this rank draws.
+        offsets: number of samples that stand before each element of the order, and the number of all.
+        share: which elements this rank draws.
     """
 
-    order: Sequence[Any] | torch.Tensor
     offsets: Sequence[int]
     share: Pass
 
@@ -280,7 +272,7 @@ class _Draws(Iterator[Any]):
         self._drawing = self._draw()
 
     def _draw(self) -> Iterator[Any]:
-        order, _, share = self.plan
+        order, share = self._sampler._order(self._epoch), self.plan.share
         for batch in range(share.num_batches):
             for sample in drawn(order, share.share(batch)):
                 self._num_drawn += 1
@@ -288,7 +280,7 @@ class _Draws(Iterator[Any]):
 
     def _position(self, num: int) -> int:
         """Number of samples at the front of the epoch, once each rank has `num`."""
-        _, offsets, share = self.plan
+        offsets, share = self.plan
         return offsets[-1 if num >= share.num_samples else min(share.start + num * share.size, share.length)]
 
     def _num_drawn_for(self, num_batches: int) -> int:

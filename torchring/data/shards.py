@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as loader_worker
 
-from torchring import default_world
+from torchring.data.epoch import rank_and_size
 
 
 def shard(dataset: Iterable[Any], *, rank: int | None = None, size: int | None = None) -> IterableDataset[Any]:
@@ -63,9 +63,7 @@ class Parts(IterableDataset[Any]):
     """Of which each worker of each rank yields another part."""
 
     def __init__(self, rank: int | None, size: int | None) -> None:
-        if (rank is None) != (size is None) or (rank is not None and size is not None and not 0 <= rank < size):
-            raise ValueError(f"pass both rank and size, with rank in [0, size), or none; got rank={rank}, size={size}")
-        self._rank, self._size = rank, size
+        self._rank_and_size = rank_and_size(rank, size)
         self._shared_epoch = shared_number(-1)
 
     @property
@@ -79,15 +77,12 @@ class Parts(IterableDataset[Any]):
 
     def part(self) -> tuple[int, int, int, int]:
         """Rank and size, number of this worker and how many there are: 0 and 1 without workers."""
-        rank = default_world.rank() if self._rank is None else self._rank
-        size = default_world.size() if self._size is None else self._size
         info = get_worker_info()
-        return rank, size, 0 if info is None else info.id, 1 if info is None else info.num_workers
+        return *self._rank_and_size(), 0 if info is None else info.id, 1 if info is None else info.num_workers
 
     def __getstate__(self) -> dict[str, Any]:
         """For workers that are not forked, and may not know their rank."""
-        rank, size, *_ = self.part()
-        return {**vars(self), "_rank": rank, "_size": size}
+        return {**vars(self), "_rank_and_size": rank_and_size(*self._rank_and_size())}
 
 
 class Shard(Parts):
