@@ -258,8 +258,9 @@ import sys, threading
 import torch
 torch_itself = set(sys.modules)
 import torchring
+import torchring.data
 import torchring.transport.open
-heavy = ["triton", "sklearn", "scipy", "rich", "mpi4py", "joblib", "pytest", "setuptools"]
+heavy = ["triton", "sklearn", "scipy", "rich", "mpi4py", "joblib", "pytest", "setuptools", "pyarrow", "torchdata"]
 print([name for name in heavy if name in sys.modules and name not in torch_itself])
 print([name for name in heavy[:1] + heavy[3:5] if name in sys.modules])
 print(torchring.is_initialized(), torch.distributed.is_initialized(), threading.active_count())
