@@ -9,6 +9,7 @@ through `gradients/`. Imports go one way: a folder imports only from the folders
     elastic/        training that survives lost ranks, and takes new ones in
     joining.py      ranks with more data than others     cli.py, launch/, doctor/, report/   the commands
     monitoring.py   figures for TensorBoard and others
+    recipes/        optimizers, learning rates and metrics for large batches
     optimizer.py    wrap
     norms.py        SyncBatchNorm
     gradients/      from autograd to the optimizer's step
@@ -37,6 +38,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torchring import elastic as elastic
+    from torchring import recipes as recipes
     from torchring.collectives.functions import (
         Work,
         all_gather,
