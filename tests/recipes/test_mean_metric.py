@@ -57,6 +57,15 @@ def test_means_over_all_ranks(size: int) -> None:
     assert math.isnan(first["never"])
 
 
+def test_update_reads_nothing_from_the_device() -> None:
+    metrics = MeanMetric()
+    for weight in (3, torch.empty((), device="meta"), torch.empty(4, device="meta")):
+        for _ in range(2):
+            metrics.update({"loss": torch.empty(4, device="meta")}, weight)
+    with pytest.raises(NotImplementedError):
+        metrics.compute()  # as a tensor on "meta" has no value
+
+
 @pytest.mark.parametrize("weight", [-1, math.nan, math.inf])
 def test_weights_that_make_no_sense(weight: float) -> None:
     with pytest.raises(ValueError, match=f"weight must be 0 or more, and finite, got {weight}"):
