@@ -33,9 +33,10 @@ import string
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
@@ -60,7 +61,7 @@ CHECK_RANKS: Final = 4
 CHECK_STEPS: Final = 30
 
 
-class Task(Protocol):
+class Task(ABC):
     """A model, its data, and what it is trained with. `samples` are those of a whole training, in their order.
 
     Attributes:
@@ -72,20 +73,30 @@ class Task(Protocol):
     name: str
     base: int
     samples: int
-    rule: Any
-    score: str
+    rule: Literal["linear", "sqrt"]
+    score: Literal["accuracy", "loss"]
     rates: dict[str, tuple[float, ...]]
 
+    @abstractmethod
     def model(self) -> nn.Module: ...
+
+    @abstractmethod
     def load(self, seed: int) -> None: ...
+
+    @abstractmethod
     def batch(self, positions: range) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    @abstractmethod
     def optimizer(self, model: nn.Module, lr: float, *, is_layer_wise: bool) -> Optimizer: ...
+
+    @abstractmethod
     def evaluate(self, model: nn.Module) -> dict[str, float]: ...
 
 
-class Digits:
-    name, base, samples, rule, score = "digits", 8, 49 * 512, "linear", "accuracy"
-    rates: Final = {
+class Digits(Task):
+    name, base, samples = "digits", 8, 49 * 512
+    rule, score = "linear", "accuracy"
+    rates = {  # noqa: RUF012
         "same": (0.005, 0.01, 0.02, 0.04),
         "tuned": (0.25, 0.5, 1.0, 2.0),  # times the rule
         "layers": (0.4, 0.8, 1.6, 3.2),
@@ -131,9 +142,10 @@ class Digits:
         return {"accuracy": 100 * float(accuracy), "loss": float(cross_entropy(outputs, labels))}
 
 
-class CharacterGpt:
-    name, base, samples, rule, score = "gpt", 1, 8192, "sqrt", "loss"
-    rates: Final = {
+class CharacterGpt(Task):
+    name, base, samples = "gpt", 1, 8192
+    rule, score = "sqrt", "loss"
+    rates = {  # noqa: RUF012
         "same": (0.00025, 0.0005, 0.001, 0.002),
         "tuned": (0.5, 1.0, 2.0, 4.0),  # times the rule
         "layers": (0.005, 0.01, 0.02, 0.04),
@@ -173,12 +185,13 @@ class CharacterGpt:
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         losses = [
-            cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()) for rows in self._test.split(128)
+            cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+            for rows in torch.split(self._test, 128)
         ]
         return {"loss": float(torch.stack(losses).mean())}
 
 
-TASKS: Final = (Digits, CharacterGpt)
+TASKS: Final[tuple[type[Task], ...]] = (Digits, CharacterGpt)
 
 
 def _epochs(length: int, samples: int, seed: int) -> torch.Tensor:
@@ -235,7 +248,7 @@ def train(
             optimizer.zero_grad()
             inputs, targets = task.batch(chunk)
             outputs = model(inputs)
-            value = cross_entropy(outputs.flatten(0, -2), targets)
+            value: Any = cross_entropy(outputs.flatten(0, -2), targets)
             value.backward()
             loss.update({"loss": value}, weight=len(targets))
             of_chunks.append([p.grad for p in model.parameters()])
@@ -318,8 +331,7 @@ def check() -> list[dict[str, Any]]:
 
 
 def _cases() -> list[tuple[Task, str]]:
-    tasks: list[Task] = [kind() for kind in TASKS]
-    return [(task, recipe) for task in tasks for recipe in ("warm-up", "layers", "adasum")]
+    return [(task, recipe) for task in [kind() for kind in TASKS] for recipe in ("warm-up", "layers", "adasum")]
 
 
 def _losses(task: Task, recipe: str) -> list[float]:
@@ -331,10 +343,10 @@ def _losses(task: Task, recipe: str) -> list[float]:
 # Tables and a plot
 
 
-def results(rows: Sequence[dict[str, Any]], task: Task, recipe: str, factor: int) -> list[float | None]:
-    """The score of each seed."""
+def results(rows: Sequence[dict[str, Any]], task: type[Task], recipe: str, factor: int) -> list[float]:
+    """The score of each seed; NaN where training has broken."""
     return [
-        row[task.score]
+        math.nan if row[task.score] is None else row[task.score]
         for row in rows
         if (row["task"], row["purpose"], row["recipe"], row["factor"]) == (task.name, "result", recipe, factor)
     ]
@@ -342,8 +354,7 @@ def results(rows: Sequence[dict[str, Any]], task: Task, recipe: str, factor: int
 
 def report(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> None:
     rows = [row for row in rows if row["purpose"] != "check"]
-    for kind in TASKS:
-        task: Any = kind
+    for task in TASKS:
         base = statistics.mean(results(rows, task, "same", 1))
         lines = []
         for recipe in RECIPES:
@@ -355,8 +366,8 @@ def report(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> None:
         measure.print_table(f"{title} {measure.origin(about)}", columns, lines)
 
 
-def _cell(scores: Sequence[float | None], task: Task, base: float) -> str:
-    finite = [score for score in scores if score is not None]
+def _cell(scores: Sequence[float], task: type[Task], base: float) -> str:
+    finite = [score for score in scores if math.isfinite(score)]
     if len(finite) < len(scores):
         return f"breaks ({len(scores) - len(finite)} of {len(scores)})"
     mean = statistics.mean(finite)
@@ -375,8 +386,7 @@ def plot(rows: Sequence[dict[str, Any]], path: str) -> None:
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "torchring", "font.size": 9})
     rows = [row for row in rows if row["purpose"] != "check"]
     figure, axes = plt.subplots(1, len(TASKS), figsize=(9, 3.6))
-    for kind, axis in zip(TASKS, axes, strict=True):
-        task: Any = kind
+    for task, axis in zip(TASKS, axes, strict=True):
         base = statistics.mean(results(rows, task, "same", 1))
         near = (base - 0.5, base) if task.score == "accuracy" else (base, 1.02 * base)
         axis.axhspan(*near, color="0.9", label="within 0.5 points, 2 %")
@@ -384,7 +394,7 @@ def plot(rows: Sequence[dict[str, Any]], path: str) -> None:
         worst = base
         for index, recipe in enumerate(RECIPES):
             found = {1: results(rows, task, "same", 1), **{f: results(rows, task, recipe, f) for f in FACTORS}}
-            found = {f: scores for f, scores in found.items() if None not in scores}
+            found = {f: scores for f, scores in found.items() if all(map(math.isfinite, scores))}
             means = [statistics.mean(scores) for scores in found.values()]
             worst = (min if task.score == "accuracy" else max)([worst, *means])
             spread = [[m - min(s) for m, s in zip(means, found.values(), strict=True)],
