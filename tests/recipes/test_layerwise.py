@@ -205,13 +205,14 @@ def test_closures_and_parameters_without_gradient() -> None:
 def test_steps_read_nothing_from_the_device() -> None:
     """On the device "meta", a value that the CPU needs is an error."""
     for make in (
-        lambda p: LARS(p, torch.tensor(0.5, device="meta"), weight_decay=0.1, nesterov=True),
+        lambda p: LARS(p, 0.5, weight_decay=0.1, nesterov=True),
         lambda p: LAMB(p, 0.5, weight_decay=0.1),
         lambda p: LAMB(p, 0.5, foreach=False),
     ):
         parameters = [nn.Parameter(torch.empty(shape, device="meta")) for shape in _SHAPES]
         optimizer = make(parameters)
-        for _ in range(2):
+        for lr in (0.5, torch.tensor(0.5, device="meta")):
+            optimizer.param_groups[0]["lr"] = lr
             for p in parameters:
                 p.grad = torch.empty_like(p)
             optimizer.step()
