@@ -199,9 +199,8 @@ TASKS: Final[tuple[type[Task], ...]] = (Digits, CharacterGpt)
 def _epochs(length: int, samples: int, seed: int) -> torch.Tensor:
     """The order of the samples: one permutation after another."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.cat([torch.randperm(length, generator=generator) for _ in range(math.ceil(samples / length))])[
-        :samples
-    ]
+    epochs = [torch.randperm(length, generator=generator) for _ in range(math.ceil(samples / length))]
+    return torch.cat(epochs)[:samples]
 
 
 def rate(task: Task, recipe: str, factor: int, found: dict[str, float]) -> float:
@@ -239,11 +238,8 @@ def train(
         scheduler = warm_up(scheduler, warming, start=1 / factor)
     losses = []
     for step in range(num_steps or steps):
-        first = step * micro * factor
-        if ranks > 1:
-            first, count = first + micro * torchring.rank(), micro
-        else:
-            count = micro * factor
+        count = micro * factor // ranks
+        first = step * micro * factor + count * torchring.rank()
         inputs, targets = task.batch(range(first, first + count))
         loss = MeanMetric()
         if recipe == "adasum":
@@ -277,7 +273,7 @@ def _gradients(
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     with sdpa_kernel(SDPBackend.MATH):  # vmap has no rule for the other kernels, and is slow with them
         found = vmap(grad_and_value(loss), in_dims=(None, 0, 0))(
-            parameters, inputs.unflatten(0, (count, -1)), targets.unflatten(0, (count, -1))
+            parameters, inputs.reshape(count, -1, *inputs.shape[1:]), targets.reshape(count, -1)
         )
     gradients: dict[str, torch.Tensor] = found[0]
     return gradients, found[1]

