@@ -118,8 +118,8 @@ def warm_up(after: Optimizer | LRScheduler, steps: int, start: float = 0.0) -> W
         TypeError: `after` is neither, or `steps` is no whole number.
         ValueError: `steps` or `start` is out of range.
 
-    Source: P. Goyal et al., arXiv:1706.02677, 2017, section 2.2. Horovod's LearningRateWarmupCallback begins in the same
-    way, with `start=1 / size()`.
+    Source: P. Goyal et al., arXiv:1706.02677, 2017, section 2.2. With `start=1 / size()`, this is the warm-up of
+    Horovod's LearningRateWarmupCallback.
     """
     if not isinstance(after, (Optimizer, LRScheduler)):
         raise TypeError(f"warm_up takes an optimizer or a scheduler of torch.optim, got {type(after).__name__}")
