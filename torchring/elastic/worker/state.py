@@ -35,8 +35,9 @@ from torchring.collectives.initial_state import (
 )
 from torchring.collectives.join import Join
 from torchring.collectives.service import collectives_of, internal_collectives_of
+from torchring.data.epoch import share_of
 from torchring.elastic.worker.checkpoint import CheckpointWriter, copy_of, newest, newest_step
-from torchring.elastic.worker.sampler import Sampler, share_of
+from torchring.elastic.worker.sampler import Sampler
 from torchring.elastic.worker.worker import Worker
 from torchring.errors import GradientError, PeerLostError, PlanMismatchError, RingError, in_step, ranks_in_words
 from torchring.generation import Change
