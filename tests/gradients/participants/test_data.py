@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -272,3 +273,37 @@ def test_pairs_of_many_ranks() -> None:
     assert texts[5][0].startswith("ranks 0, 2, 5 got the same batch")
     assert watch(6, reads, is_on=False) == [[]] * 6
     assert watch(40, lambda rank, step: 1000 * rank + step) == [[]] * 40
+
+
+class Closed(dict[str, Tensor]):
+    def values(self) -> Any:
+        raise LookupError("no batch is open")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_a_look_at_inputs_leaves_them_as_they_are() -> None:
+    """And raises nothing, whatever a model gets."""
+    x = torch.randn(40, 30)
+    x.requires_grad_()
+    odd: list[Any] = [
+        *(x, x.t(), x.detach().t().contiguous().t(), torch.empty(0, 3), torch.ones(1).expand(9, 9)),
+        *(x.detach().bfloat16(), x.detach().to(torch.float8_e4m3fn), x.detach() > 0, torch.ones(9, dtype=torch.uint16)),
+        *(torch.randn(9, dtype=torch.complex64).conj(), torch.randn(9, device="meta"), torch.eye(9).to_sparse()),
+        *(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), Closed(), {"x": x}, [x, None], "text", None),
+    ]
+    inputs = Inputs()
+    inputs.is_on = True
+    digests = []
+    for each in odd:
+        inputs.see((torch.zeros(4) if isinstance(each, Tensor) else 3, each), {})
+        digests.append(inputs.take().digest)
+        inputs.see((), {"x": torch.zeros(3)})
+        inputs.take()
+    assert digests[0] == digests[2] == digests[14] == digests[15] != digests[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a slow vmap
+        torch.vmap(lambda row: inputs.see((row,), {}) * row.sum())(x)
+    again = x.detach()
+    inputs.take()
+    inputs.see((again,), {})
+    again.resize_(50, 50)
