@@ -78,7 +78,10 @@ class World:
 
 @pytest.mark.parametrize("kind", ["plain", "stateful", "by length"])
 @pytest.mark.parametrize("calls_set_epoch", [True, False])
-def test_100_schedules_of_kill_resume_and_resize(kind: str, calls_set_epoch: bool) -> None:
+def test_100_schedules_of_kill_resume_and_resize(
+    kind: str, calls_set_epoch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchring.data.sampler._AT_ONCE", 3)
     num_killed = 0
     for seed in range(100 if kind == "plain" else 40):
         choose = random.Random(seed)
