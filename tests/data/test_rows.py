@@ -106,7 +106,7 @@ def test_shares_of_rows() -> None:
 
 @pytest.mark.parametrize("batch_size", [None, 3])
 def test_schedules_of_kill_resume_and_resize(rows: Any, batch_size: int | None) -> None:
-    for seed in range(20):
+    for seed in range(8):
         choose = random.Random(seed)
         num_epochs, epoch, state = 2, 0, None
         trained: list[Counter[int]] = [Counter() for _ in range(num_epochs)]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from torch.utils.data import Sampler as TorchSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -159,6 +158,8 @@ def test_stateful_data_loader(num_workers: int) -> None:
 @pytest.mark.parametrize("is_stateful", [True, False])
 def test_accelerate(is_stateful: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Accelerate shares batches out to its processes, and takes one batch ahead of the loop. torchring looks on."""
+    from accelerate.data_loader import prepare_data_loader, skip_first_batches  # takes seconds
+
     monkeypatch.setattr(DataLoader, "__iter__", process._timed_begin)
     monkeypatch.setattr(_BaseDataLoaderIter, "__next__", process._timed_load)
     order = permutation(48, 0, 0)
@@ -201,6 +202,8 @@ def test_accelerate(is_stateful: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_skipped_batches_count() -> None:
+    from accelerate.data_loader import skip_first_batches
+
     sampler = Sampler(range(12), shuffle=False)
     loader = skip_first_batches(DataLoader(range(12), 3, sampler=sampler), 2)  # type: ignore[arg-type]
     assert [(batch.tolist(), sampler.position) for batch in loader] == [([6, 7, 8], 9), ([9, 10, 11], 12)]
