@@ -79,6 +79,23 @@ SIGNATURES = {
     "trace": "(folder: 'str | os.PathLike[str]') -> 'Iterator[None]'",
     "wrap": f"{_OPTIONS} -> 'DistributedOptimizer'",
 }
+OF_RECIPES = {
+    "LAMB": (
+        "(params: 'Iterable[Any]', lr: 'float | Tensor' = 0.001, betas: 'tuple[float, float]' = (0.9, 0.999), "
+        "eps: 'float' = 1e-06, weight_decay: 'float' = 0.0, *, bias_correction: 'bool' = True, "
+        "exclude: 'Exclude' = '1d', foreach: 'bool | None' = None) -> 'None'"
+    ),
+    "LARS": (
+        "(params: 'Iterable[Any]', lr: 'float | Tensor', momentum: 'float' = 0.9, weight_decay: 'float' = 0.0, *, "
+        "trust_coefficient: 'float' = 0.001, eps: 'float' = 1e-08, nesterov: 'bool' = False, "
+        "exclude: 'Exclude' = '1d', foreach: 'bool | None' = None) -> 'None'"
+    ),
+    "MeanMetric": "() -> 'None'",
+    "WarmUp": "(optimizer: 'Optimizer', after: 'LRScheduler | None', steps: 'int', start: 'float') -> 'None'",
+    "correct_momentum": "(optimizer: 'Optimizer', buffer: 'str' = 'momentum_buffer') -> 'RemovableHandle'",
+    "scale_lr": "(base_lr: 'float', base_batch: 'int', batch: 'int', rule: 'Rule' = 'linear') -> 'float'",
+    "warm_up": "(after: 'Optimizer | LRScheduler', steps: 'int', start: 'float' = 0.0) -> 'WarmUp'",
+}
 MEMBERS = {
     "DistributedOptimizer": {
         "add_param_group": "(self, param_group: 'dict[str, Any]') -> 'None'",
@@ -146,6 +163,12 @@ def test_signature(name: str) -> None:
 @pytest.mark.parametrize("name", MEMBERS)
 def test_members(name: str) -> None:
     assert members_of(getattr(torchring, name)) == MEMBERS[name]
+
+
+def test_recipes() -> None:
+    recipes = torchring.recipes
+    assert {name: str(inspect.signature(getattr(recipes, name))) for name in recipes.__all__} == OF_RECIPES
+    assert all(has_own_docstring(getattr(recipes, name)) for name in OF_RECIPES)
 
 
 def test_stats_is_a_frozen_dataclass() -> None:

@@ -10,6 +10,7 @@ through `gradients/`. Imports go one way: a folder imports only from the folders
     data/           samplers and iterable data sets that ranks share, and that can stop anywhere
     joining.py      ranks with more data than others     cli.py, launch/, doctor/, report/   the commands
     monitoring.py   figures for TensorBoard and others
+    recipes/        optimizers, learning rates and metrics for large batches
     optimizer.py    wrap
     norms.py        SyncBatchNorm
     gradients/      from autograd to the optimizer's step
@@ -39,6 +40,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torchring import data as data
     from torchring import elastic as elastic
+    from torchring import recipes as recipes
     from torchring.collectives.functions import (
         Work,
         all_gather,

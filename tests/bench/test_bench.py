@@ -24,6 +24,7 @@ from torchring.bench import (
     allreduce,
     elastic_job,
     elastic_worker,
+    large_batches,
     measure,
     memory,
     network,
@@ -258,6 +259,19 @@ def test_each_quarter_of_a_first_run_on_a_gpu_ends_within_ten_minutes() -> None:
     to_end = 12  # seconds from the interruption to the kill, and for the page of results
     for quarter in "1234":
         assert 200 < sum(int(seconds) + to_end for number, _, seconds in parts if number == quarter) <= 600
+
+
+def test_the_study_of_large_batches_has_the_tables_of_its_results(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = measure.read_runs(BENCH / "results" / "large_batches.jsonl")[-2:]
+    rows = [row for _, found in runs for row in found]
+    large_batches.report(rows, runs[-1][0])
+    tables = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(tables) == 2 * (2 + len(large_batches.RECIPES))
+    page = (BENCH.parent / "docs" / "background" / "large-batches-study.md").read_text()
+    assert [line for line in tables if line not in page] == []
+    seeds = {row["seed"] for row in rows if row["purpose"] == "result"}
+    assert seeds == {*large_batches.SEEDS}
+    assert large_batches.SEARCH_SEED not in seeds
 
 
 # Microbenchmarks

@@ -18,6 +18,7 @@ from tests.support.harness import run_pooled
 from tests.support.netns import hosts_of, needs_hosts, run_on_hosts
 from torchring.bench.netns import Network
 from torchring.errors import GradientError, PlanMismatchError
+from torchring.gradients.validation import check_combined
 from torchring.memory import host as host_module
 
 SIZES = (1, 7, 4095, 0, 70_001, 33_000, 5)  # elements: with others in a block, and across blocks and slices
@@ -240,6 +241,11 @@ def _refuse(rank: int, size: int, hosts: Sequence[Sequence[int]]) -> None:
     backward(60_000 * torch.tensor([1.0, 1 - 2 * (rank % 2), 0.0, 0.0]))  # the sum of orthogonal ones is too large
     optimizer.step()
     assert optimizer.stats().num_skipped_steps == 1
+
+
+def test_gradients_on_a_device_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"op='adasum' takes gradients on the CPU, and weight is on meta"):
+        check_combined({nn.Parameter(torch.empty(1, device="meta")): "weight"}, ())
 
 
 @pytest.mark.parametrize("hosts", [(0, 0), (0, 1), (0, 0, 1)])

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ import torch
 from torchring.kernels import reference
 
 _BLOCK: Final = 32 * 1024  # elements: the copies of two ranks in fp64 fit the L2 cache
-_SMALL: Final = 4 * 1024  # segments of fewer elements share a block
+_SMALL: Final = 4 * 1024
 _NOISE: Final = 1e-12  # of squares
 
 
@@ -82,6 +83,21 @@ def adasum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
+@dataclass(frozen=True)
+class _Block:
+    """A piece of all parts that fits the cache: of one segment, or of several small ones.
+
+    Attributes:
+        segment: the first one.
+        small: of several: which they are, how long each is, and where it begins in the block.
+    """
+
+    start: int
+    stop: int
+    segment: int
+    small: tuple[torch.Tensor, torch.Tensor, list[int]] | None = None
+
+
 class Combination:
     """Scalar products and weighted sums of tensors, of each of their segments. Takes views once, to be used often.
 
@@ -101,17 +117,20 @@ class Combination:
         gram = torch.zeros(self._num_segments, num, num, dtype=torch.float64, device="cpu")
         wide = torch.empty(num, _BLOCK, dtype=torch.float64, device="cpu")
         product = torch.empty(_BLOCK, dtype=torch.float64, device="cpu")
-        for start, stop, segments, begins, _ in self._blocks:
-            rows = wide[:, : stop - start]
+        for block in self._blocks:
+            length = block.stop - block.start
+            rows, of_pair = wide[:, :length], product[:length]
             for row, part in zip(rows, parts, strict=True):
-                row.copy_(part[start:stop])
-            if len(segments) == 1:
-                gram[segments[0]] += rows @ rows.T
+                row.copy_(part[block.start : block.stop])
+            if block.small is None:
+                gram[block.segment] += rows @ rows.T
                 continue
+            segments, _, begins = block.small
             for i, j in itertools.combinations_with_replacement(range(num), 2):
-                torch.mul(rows[i], rows[j], out=product[: stop - start])
-                sums = torch.from_numpy(np.add.reduceat(product[: stop - start].numpy(), begins))
-                gram[segments, i, j] = gram[segments, j, i] = sums
+                torch.mul(rows[i], rows[j], out=of_pair)
+                sums = torch.from_numpy(np.add.reduceat(of_pair.numpy(), begins))
+                gram[:, i, j].index_copy_(0, segments, sums)
+                gram[:, j, i].index_copy_(0, segments, sums)
         return gram
 
     def run(self, weights: torch.Tensor, look: Callable[[torch.Tensor], int | None] | None = None) -> int | None:
@@ -128,16 +147,21 @@ class Combination:
         narrow = weights.to(total.dtype)
         lists = weights.tolist()
         found: int | None = None
-        for start, stop, segments, _, lengths in self._blocks:
+        for block in self._blocks:
+            start, stop = block.start, block.stop
             acc = total[: stop - start]
-            for i, part in enumerate(self.parts):
+            factors: Any = lists[block.segment]
+            if block.small is not None:
+                segments, lengths, _ = block.small
+                factors = narrow[segments].repeat_interleave(lengths, 0, output_size=stop - start).T
+            for i, (part, factor) in enumerate(zip(self.parts, factors, strict=True)):
                 values = part[start:stop].to(acc.dtype)
-                if len(segments) == 1:
-                    weight = lists[segments[0]][i]
-                    torch.mul(values, weight, out=acc) if i == 0 else acc.add_(values, alpha=weight)
-                    continue
-                each = torch.repeat_interleave(narrow[segments, i], lengths, output_size=stop - start)
-                torch.mul(values, each, out=acc) if i == 0 else acc.addcmul_(values, each)
+                if i == 0:
+                    torch.mul(values, factor, out=acc)
+                elif block.small is None:
+                    acc.add_(values, alpha=factor)
+                else:
+                    acc.addcmul_(values, factor)
             for out in self._outs:
                 out[start:stop].copy_(acc)
             if look is not None and found is None and (index := look(self._outs[0][start:stop])) is not None:
@@ -145,18 +169,15 @@ class Combination:
         return found
 
 
-_Block = tuple[int, int, list[int], list[int], torch.Tensor]
-
-
 def _blocks(bounds: Sequence[int]) -> Iterator[_Block]:
-    """Begin and end of each block, its segments, where they begin in the block, and their lengths."""
     together: list[int] = []
 
     def block() -> _Block:
-        start, stop = bounds[together[0]], bounds[together[-1] + 1]
-        begins = [bounds[segment] - start for segment in together]
+        start = bounds[together[0]]
         lengths = [bounds[segment + 1] - bounds[segment] for segment in together]
-        return start, stop, list(together), begins, torch.tensor(lengths, device="cpu")
+        begins = [bounds[segment] - start for segment in together]
+        small = torch.tensor(together, device="cpu"), torch.tensor(lengths, device="cpu"), begins
+        return _Block(start, start + sum(lengths), together[0], small)
 
     for segment, (start, stop) in enumerate(itertools.pairwise(bounds)):
         if start == stop:
@@ -168,7 +189,6 @@ def _blocks(bounds: Sequence[int]) -> Iterator[_Block]:
             together.append(segment)
             continue
         for first in range(start, stop, _BLOCK):
-            last = min(first + _BLOCK, stop)
-            yield first, last, [segment], [0], torch.tensor([last - first], device="cpu")
+            yield _Block(first, min(first + _BLOCK, stop), segment)
     if together:
         yield block()

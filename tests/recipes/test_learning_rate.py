@@ -1,0 +1,227 @@
+"""Learning rates against literal formulas; momentum correction against equation 10 of Goyal et al."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer, lr_scheduler
+
+import torchring
+from tests.support.harness import run_pooled
+from torchring.recipes import LARS, correct_momentum, scale_lr, warm_up
+
+
+def test_scale_lr() -> None:
+    assert scale_lr(0.1, 256, 8192) == pytest.approx(3.2)  # Goyal et al.
+    assert scale_lr(0.1, 256, numpy.int64(64), "linear") == pytest.approx(0.025)
+    assert scale_lr(0.001, 512, 32768, rule="sqrt") == pytest.approx(0.008)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((-0.1, 256, 512), ValueError, "base_lr must be above 0 and finite, got -0.1"),
+        ((0.0, 256, 512), ValueError, "base_lr"),
+        ((math.nan, 256, 512), ValueError, "base_lr must be above 0 and finite, got nan"),
+        ((math.inf, 256, 512), ValueError, "base_lr"),
+        ((0.1, 0, 512), ValueError, "base_batch must be a number of samples, 1 or more, got 0"),
+        ((0.1, 256, -1), ValueError, "batch must be"),
+        ((256, 0.1, 512), TypeError, "base_batch must be a whole number of samples, got 0.1; the order is base_lr, "),
+        ((0.1, 256, True), TypeError, "batch must be a whole number"),
+        ((0.1, 256, 512, "cubic"), ValueError, "rule must be 'linear' or 'sqrt', got 'cubic'"),
+    ],
+)
+def test_scale_lr_refuses_nonsense(arguments: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        scale_lr(*arguments)
+
+
+def _sgd(*rates: float | Tensor) -> SGD:
+    return SGD([{"params": [nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates], lr=0.1)
+
+
+_SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "multiplicative": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    "step": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
+    "exponential": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
+    "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 4),
+    "polynomial": lambda o: lr_scheduler.PolynomialLR(o, 9),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.1, 0.4, 3),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.4, 20),
+    "sequential": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.5, 3), lr_scheduler.ExponentialLR(o, 0.9)], [3]
+    ),
+    "chained": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ExponentialLR(o, 0.9), lr_scheduler.ConstantLR(o, 0.5, 3)]
+    ),
+}
+
+
+def _rates(optimizer: Optimizer, scheduler: Any, count: int) -> list[list[float]]:
+    """The learning rates of the next steps."""
+    found = []
+    for _ in range(count):
+        found.append([float(group["lr"]) for group in optimizer.param_groups])
+        optimizer.step()
+        scheduler.step()
+        assert [float(rate) for rate in scheduler.get_last_lr()] == [float(g["lr"]) for g in optimizer.param_groups]
+    return found
+
+
+@pytest.mark.parametrize("kind", _SCHEDULERS)
+@pytest.mark.filterwarnings("error")
+def test_warm_up_and_then_the_scheduler(kind: str) -> None:
+    plain = _sgd(0.4, 0.8)
+    expected = _rates(plain, _SCHEDULERS[kind](plain), 12)
+    full = expected[0]
+    optimizer = _sgd(0.4, 0.8)
+    scheduler = warm_up(_SCHEDULERS[kind](optimizer), 5, start=0.25)
+    found = _rates(optimizer, scheduler, 17)
+    for step in range(5):  # from a quarter of the rate, where step 0 begins, to all of it at step 5
+        assert found[step] == pytest.approx([rate * (0.25 + 0.75 * step / 5) for rate in full])
+    assert found[5:] == expected  # bit for bit
+
+    for end in (3, 5, 8):  # resumed in a new process, which builds the optimizer and the scheduler again
+        first = _sgd(0.4, 0.8)
+        stopped = warm_up(_SCHEDULERS[kind](first), 5, start=0.25)
+        assert _rates(first, stopped, end) == found[:end]
+        state = copy.deepcopy({"optimizer": first.state_dict(), "scheduler": stopped.state_dict()})
+        second = _sgd(0.4, 0.8)
+        resumed = warm_up(_SCHEDULERS[kind](second), 5, start=0.25)
+        second.load_state_dict(state["optimizer"])
+        resumed.load_state_dict(state["scheduler"])
+        assert _rates(second, resumed, 17 - end) == found[end:]
+
+
+@pytest.mark.filterwarnings("error")
+def test_warm_up_alone_with_plateau_and_with_tensors() -> None:
+    optimizer = _sgd(0.4, torch.tensor(0.8))
+    scheduler = warm_up(optimizer, 4)
+    found = _rates(optimizer, scheduler, 6)
+    for step, rates in enumerate(found):
+        assert rates == pytest.approx([min(1.0, step / 4) * 0.4, min(1.0, step / 4) * 0.8])
+    assert scheduler.is_over
+    assert isinstance(optimizer.param_groups[1]["lr"], Tensor)
+
+    optimizer = _sgd(0.4)
+    plateau = warm_up(lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0), 2, start=0.5)
+    rates = []
+    for loss in (9.0, 9.0, 9.0, 8.0, 8.0):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        plateau.step(loss)
+    assert [*rates, optimizer.param_groups[0]["lr"]] == pytest.approx([0.2, 0.3, 0.4, 0.4, 0.4, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((1, 5), TypeError, "an optimizer or a scheduler of torch.optim, got int"),
+        ((None, 5.0), TypeError, "steps must be a whole number, got 5.0"),
+        ((None, 0), ValueError, "steps must be 1 or more, got 0"),
+        ((None, 5, 8.0), ValueError, "start must be from 0 to 1: .* got 8.0"),
+    ],
+)
+def test_warm_up_refuses_nonsense(arguments: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        warm_up(_sgd(0.1) if arguments[0] is None else arguments[0], *arguments[1:])
+
+
+def test_a_warm_up_with_a_scheduler_is_not_loaded_into_one_without() -> None:
+    optimizer = _sgd(0.1)
+    state = warm_up(_SCHEDULERS["cosine"](optimizer), 5).state_dict()
+    with pytest.raises(ValueError, match="in one of the runs only"):
+        warm_up(_sgd(0.1), 5).load_state_dict(state)
+
+
+class _InBuffer(Optimizer):
+    """SGD whose momentum buffer has the learning rate as a factor, as in equation 10 of Goyal et al."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    v = state.get("momentum_buffer", torch.zeros_like(p))
+                    state["momentum_buffer"] = 0.9 * v + group["lr"] * p.grad
+                    p -= state["momentum_buffer"]
+
+
+def _follow(optimizer: Any, parameters: list[nn.Parameter], rates: list[float]) -> list[Tensor]:
+    for step, rate in enumerate(rates):
+        optimizer.param_groups[0]["lr"] = rate
+        for i, p in enumerate(parameters):
+            p.grad = torch.full_like(p, 1.0 + step + i) if step != 2 or i else None  # one has none in step 2
+        optimizer.step()
+    return [p.detach().clone() for p in parameters]
+
+
+def test_momentum_correction_makes_equations_9_and_10_the_same() -> None:
+    """SGD of PyTorch is equation 9, which needs none; 10 does."""
+    rates = [0.1, 0.2, 0.2, 0.4, 0.05, 0.05]
+    results = []
+    for make in (
+        lambda p: SGD(p, 0.1, momentum=0.9),
+        lambda p: LARS(p, 0.1, exclude=True),
+        lambda p: _InBuffer(p, 0.1),
+        lambda p: _InBuffer(p, 0.1),
+    ):
+        parameters = [nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2)]
+        optimizer = make(parameters)
+        if len(results) == 3:
+            handle = correct_momentum(optimizer)
+        results.append(_follow(optimizer, parameters, rates))
+    sgd, lars, uncorrected, corrected = results
+    for right, same, wrong, mended in zip(sgd, lars, uncorrected, corrected, strict=True):
+        torch.testing.assert_close(same, right)
+        torch.testing.assert_close(mended, right)
+        assert not torch.allclose(wrong, right)
+    handle.remove()
+    assert not optimizer._optimizer_step_pre_hooks
+    with pytest.raises(ValueError, match="SGD has no learning rate in its momentum buffer"):
+        correct_momentum(_sgd(0.1))
+    with pytest.raises(ValueError, match="LARS has no learning rate in its momentum buffer"):
+        correct_momentum(LARS([nn.Parameter(torch.ones(1))], 0.1))
+
+
+def _wrapped(rank: int, size: int) -> None:
+    """A warm-up and momentum correction of a wrapped optimizer, sharded or not, are those of one process."""
+    results = []
+    for shard in (None, False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+        optimizer: Any = _InBuffer(net.parameters(), 0.1)
+        if shard is not None:
+            optimizer = torchring.wrap(optimizer, net, shard=shard)
+        correct_momentum(optimizer)
+        scheduler = warm_up(lr_scheduler.ExponentialLR(optimizer, 0.5), 3, start=0.25)
+        for step in range(6):
+            torch.manual_seed(step)
+            data = torch.randn(2 * size, 3, dtype=torch.float64)
+            optimizer.zero_grad()
+            net(data if shard is None else data[2 * rank : 2 * rank + 2]).square().mean().backward()
+            optimizer.step()
+            scheduler.step()
+        results.append([p.detach().clone() for p in net.parameters()])
+        if shard is not None:
+            optimizer.close()
+    for alone, plain, sharded in zip(*results, strict=True):
+        torch.testing.assert_close(plain, alone)
+        assert torch.equal(sharded, plain)
+
+
+def test_wrapped_optimizers() -> None:
+    run_pooled(_wrapped, 2)

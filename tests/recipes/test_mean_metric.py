@@ -1,0 +1,72 @@
+"""Means over all samples of all ranks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.support.harness import run_pooled
+from torchring.default_world import default_world
+from torchring.errors import PlanMismatchError
+from torchring.recipes import MeanMetric
+
+
+def _batches(rank: int) -> list[tuple[torch.Tensor, int]]:
+    """Losses of samples. Rank 1 has fewer, and rank 2 none."""
+    generator = torch.Generator().manual_seed(rank)
+    return [(torch.rand(n, generator=generator), n) for n in ([5, 5, 3], [2], [])[rank]]
+
+
+def _means(rank: int, size: int) -> list[dict[str, float]]:
+    metrics = MeanMetric()
+    for losses, n in _batches(rank):
+        mean = losses.mean().requires_grad_()
+        metrics.update({"loss": mean, "above": float((losses > 0.5).float().mean())}, weight=n)
+        metrics.update({"each": losses})
+        metrics.update({"counted": losses}, weight=torch.arange(n))
+    if rank != 2:
+        metrics.update({"loss": torch.tensor(math.nan), "never": 1.0}, weight=0)  # an empty batch
+    first = metrics.compute()
+    again = metrics.compute()
+    assert again["loss"] == first["loss"]
+    metrics.reset()
+    assert metrics.compute() == {}
+
+    metrics.update({"a": 1.0} if rank == 0 else {"a": 2.0, "b": 1.0})
+    text = "rank 0 gave MeanMetric no 'b', which other ranks gave"
+    with pytest.raises(PlanMismatchError, match=text):
+        metrics.compute()
+    assert default_world().size == size
+    return [first]
+
+
+@pytest.mark.parametrize("size", [3])
+def test_means_over_all_ranks(size: int) -> None:
+    (first,), *others = run_pooled(_means, size)
+    for (other,) in others:
+        assert str(other) == str(first)  # NaN, too
+    losses = torch.cat([losses for rank in range(size) for losses, _ in _batches(rank)]).double()
+    assert list(first) == ["above", "counted", "each", "loss", "never"]
+    assert first["each"] == pytest.approx(float(losses.mean()), rel=1e-12)
+    assert first["loss"] == pytest.approx(float(losses.mean()), rel=1e-6)  # of means that are fp32
+    assert first["above"] == pytest.approx(float((losses > 0.5).double().mean()), rel=1e-6)
+    weights = torch.cat([torch.arange(n) for rank in range(size) for _, n in _batches(rank)])
+    assert first["counted"] == pytest.approx(float((losses * weights).sum() / weights.sum()), rel=1e-12)
+    assert math.isnan(first["never"])
+
+
+def test_update_reads_nothing_from_the_device() -> None:
+    metrics = MeanMetric()
+    for weight in (3, torch.empty((), device="meta"), torch.empty(4, device="meta")):
+        for _ in range(2):
+            metrics.update({"loss": torch.empty(4, device="meta")}, weight)
+    with pytest.raises(NotImplementedError):
+        metrics.compute()  # as a tensor on "meta" has no value
+
+
+@pytest.mark.parametrize("weight", [-1, math.nan, math.inf])
+def test_weights_that_make_no_sense(weight: float) -> None:
+    with pytest.raises(ValueError, match=f"weight must be 0 or more, and finite, got {weight}"):
+        MeanMetric().update({"loss": 1.0}, weight=weight)
