@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -334,3 +335,26 @@ def test_a_sampler_around_it() -> None:
     for asks in (True, False):
         with pytest.raises(ValueError, match=r"shares the sampler's samples out again.*use_distributed_sampler=False"):
             list(Around(Sampler(range(4), batch_size=1), asks))
+
+
+class _Loss:
+    """Weak references see when it goes."""
+
+
+class Script:
+    def train(self, loader: DataLoader[int], other: DataLoader[int]) -> list[weakref.ref[_Loss]]:
+        seen = []
+        for _ in loader:
+            loss = _Loss()
+            seen.append(weakref.ref(loss))
+            len(other)
+            next(iter(other))
+            del loss
+            assert seen[-1]() is None
+        return seen
+
+
+def test_what_a_loop_lets_go_goes() -> None:
+    """Before Python 3.13, to look at a frame's variables keeps them."""
+    loader, other = (DataLoader(range(4), 2, sampler=Sampler(range(4))) for _ in range(2))  # type: ignore[arg-type]
+    assert len(Script().train(loader, other)) == 2
