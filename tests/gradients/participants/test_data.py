@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, TensorDataset
@@ -208,7 +209,13 @@ def train(rank: int, world_size: int, name: str, batches: Batches) -> tuple[list
 
 def train_all(rank: int, world_size: int) -> dict[str, tuple[list[str], int]]:
     makers = {name: make for name, (make, _) in MISTAKES.items()} | HARMLESS | UNEVEN
-    return {name: train(rank, world_size, name, make(rank, world_size)) for name, make in makers.items()}
+    found = {name: train(rank, world_size, name, make(rank, world_size)) for name, make in makers.items()}
+    with pytest.raises(ValueError, match="the world is open with check_data=True, got False"):
+        torchring.init(check_data=False)
+    torchring.shutdown()
+    torchring.init(check_data=False)
+    found["on purpose"] = train(rank, world_size, "", makers["no sampler"](rank, world_size))
+    return found
 
 
 def test_mistakes_are_found_and_others_are_not_accused() -> None:
@@ -224,7 +231,7 @@ def test_mistakes_are_found_and_others_are_not_accused() -> None:
         (line,) = [*first[name][0], *second[name][0]]
         assert re.search(words, line)
         assert "optimizer.weigh(" in line
-    for name in ("now and then", "weighed"):
+    for name in ("now and then", "weighed", "on purpose"):
         assert first[name][0] == second[name][0] == []
 
 
