@@ -50,7 +50,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import torchring
 from torchring.bench import measure
 from torchring.bench.models import Gpt
-from torchring.horovod.adasum import adasum
+from torchring.collectives.adasum import adasum
 from torchring.recipes import LAMB, LARS, MeanMetric, scale_lr, warm_up
 
 FACTORS: Final = (8, 32, 64)

@@ -14,6 +14,7 @@ Rivals, at their best settings:
     horovod    hvd.DistributedOptimizer over MPI, cycle time 0.1 ms (if it can be imported)
     alone      no communication at all
     unrecorded as torchring, with its recorder turned off; the stamps of buckets stay: only with --rivals unrecorded
+    unwatched  as torchring, without data check and noise scale: only with --rivals unwatched
 At the end all rivals must have the same weights, to within rounding. "alone" must have other weights.
 """
 
@@ -35,6 +36,8 @@ from torchring.bench import measure, turns
 from torchring.bench.measure import Spread, stopped_by_signals
 from torchring.bench.models import MODELS, Batch, Workload
 from torchring.default_world import default_world
+from torchring.gradients.participants.data import DataCheck
+from torchring.gradients.participants.noise import NoiseScale
 from torchring.launch.arguments import duration
 from torchring.observe.services import recorder_of
 
@@ -85,10 +88,10 @@ def main() -> int:
 
 
 def compare(name: str, ranks: int, seconds: float, most: int, chosen: Sequence[str] | None = None) -> dict[str, Any]:
-    """Time the rivals on one model; by default all but "unrecorded"."""
+    """Time the rivals on one model; by default all but "unrecorded" and "unwatched"."""
     if chosen is None:
         chosen = [
-            *(rival for rival in RIVALS if rival != "unrecorded"),
+            *(rival for rival in RIVALS if rival not in ("unrecorded", "unwatched")),
             *(["horovod"] if measure.has_horovod() else []),
         ]
     rivals = list(dict.fromkeys(["torchring", "alone", *chosen]))
@@ -180,6 +183,14 @@ def without_recorder(model: torch.nn.Module) -> Trainer:
     return trainer
 
 
+def without_data_check_and_noise(model: torch.nn.Module) -> Trainer:
+    torchring.init(check_data=False)
+    trainer = with_torchring(model)
+    reducer = trainer.optimizer._sync
+    reducer.participants = [each for each in reducer.participants if not isinstance(each, (DataCheck, NoiseScale))]
+    return trainer
+
+
 def with_api_of_horovod(model: torch.nn.Module) -> Trainer:
     api.init()
     return with_horovod(api, model)
@@ -206,6 +217,7 @@ RIVALS: dict[str, Wrap] = {
     "ddp": with_ddp,
     "alone": without_communication,
     "unrecorded": without_recorder,
+    "unwatched": without_data_check_and_noise,
 }
 
 

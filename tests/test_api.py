@@ -42,7 +42,8 @@ SIGNATURES = {
         "(algorithm: 'str', reason: 'str', overlap: 'str', num_buckets: 'int', bytes_per_step: 'int', "
         "num_reductions: 'int', "
         "communication_ms: 'float', exposed_ms: 'float', mean_communication_ms: 'float', mean_exposed_ms: 'float', "
-        "overlap_ratio: 'float', num_skipped_steps: 'int' = 0) -> None"
+        "overlap_ratio: 'float', num_skipped_steps: 'int' = 0, batch_size: 'float' = 0.0, "
+        "noise_scale: 'float | None' = None) -> None"
     ),
     "TopologyError": _ERROR,
     "SyncBatchNorm": str(inspect.signature(torch.nn.BatchNorm2d)),
@@ -60,7 +61,7 @@ SIGNATURES = {
     "device": "() -> 'torch.device'",
     "init": (
         "(backend: 'Backend' = 'auto', *, timeout_seconds: 'float | None' = None, process_group: 'bool' = False, "
-        "stall_warning_seconds: 'float | None' = None) -> 'World'"
+        "stall_warning_seconds: 'float | None' = None, check_data: 'bool | None' = None) -> 'World'"
     ),
     "is_initialized": "() -> 'bool'",
     "join": "(*objects: 'Any') -> 'Iterator[None]'",
@@ -70,7 +71,9 @@ SIGNATURES = {
     "node_rank": "() -> 'int'",
     "num_nodes": "() -> 'int'",
     "rank": "() -> 'int'",
-    "reduce_scatter": "(tensor: 'torch.Tensor', op: 'Op' = 'mean', async_op: 'bool' = False) -> 'torch.Tensor | Work'",
+    "reduce_scatter": (
+        "(tensor: 'torch.Tensor', op: 'ElementwiseOp' = 'mean', async_op: 'bool' = False) -> 'torch.Tensor | Work'"
+    ),
     "shutdown": "() -> 'None'",
     "size": "() -> 'int'",
     "trace": "(folder: 'str | os.PathLike[str]') -> 'Iterator[None]'",
@@ -278,8 +281,9 @@ import sys, threading
 import torch
 torch_itself = set(sys.modules)
 import torchring
+import torchring.data
 import torchring.transport.open
-heavy = ["triton", "sklearn", "scipy", "rich", "mpi4py", "joblib", "pytest", "setuptools"]
+heavy = ["triton", "sklearn", "scipy", "rich", "mpi4py", "joblib", "pytest", "setuptools", "pyarrow", "torchdata"]
 print([name for name in heavy if name in sys.modules and name not in torch_itself])
 print([name for name in heavy[:1] + heavy[3:5] if name in sys.modules])
 print(torchring.is_initialized(), torch.distributed.is_initialized(), threading.active_count())

@@ -7,6 +7,7 @@ through `gradients/`. Imports go one way: a folder imports only from the folders
 
     horovod/        the API of horovod.torch
     elastic/        training that survives lost ranks, and takes new ones in
+    data/           samplers and iterable data sets that ranks share, and that can stop anywhere
     joining.py      ranks with more data than others     cli.py, launch/, doctor/, report/   the commands
     monitoring.py   figures for TensorBoard and others
     recipes/        optimizers, learning rates and metrics for large batches
@@ -37,6 +38,7 @@ Words that are used throughout, beside those of PyTorch and MPI:
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torchring import data as data
     from torchring import elastic as elastic
     from torchring import recipes as recipes
     from torchring.collectives.functions import (

@@ -20,6 +20,7 @@ from torch.distributed import PrefixStore, Store
 
 from torchring.errors import RingError, TopologyError
 from torchring.generation import ProvisionalWorld
+from torchring.observe.inputs import Switch
 from torchring.observe.services import observe
 from torchring.rendezvous.environment import (
     CHOICE,
@@ -86,6 +87,7 @@ def init(
     timeout_seconds: float | None = None,
     process_group: bool = False,
     stall_warning_seconds: float | None = None,
+    check_data: bool | None = None,
 ) -> World:
     """Join the world that the launcher started. Collective. `wrap` and the collectives call init() themselves.
 
@@ -102,13 +104,15 @@ def init(
         stall_warning_seconds: a rank that has waited for others for that long logs a warning through
             `logging.getLogger("torchring")`, once for each wait: which ranks are missing, and what each of them did
             last. Default: 30. 0 turns the warning off. Ranks may have different values.
+        check_data: compare digests of the batches that ranks train on, and warn of ranks that get the same ones, and of
+            epochs in the same order. Nothing is sent for it. Default: True. False where that is on purpose.
 
     Returns:
         The default world. A second call returns the same world.
 
     Raises:
         ValueError: the backend is unknown, the timeout is not positive, stall_warning_seconds is negative, or the open
-            world has another one.
+            world has another one, or other than check_data.
         TopologyError: the launcher's environment is incomplete, ranks were told different world sizes or backends,
             processes that were launched as one job would each see a world of size 1, or the launcher did not start MPI.
         PeerTimeoutError: a rank did not show up.
@@ -127,8 +131,9 @@ def init(
             DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds,
             DEFAULT_WARNING_SECONDS if stall_warning_seconds is None else stall_warning_seconds,
         )
+        _process.world.shared(Switch).is_on = check_data is not False
     else:
-        _check_open_world(_process.world, backend, timeout_seconds, stall_warning_seconds)
+        _check_open_world(_process.world, backend, timeout_seconds, stall_warning_seconds, check_data)
     if process_group and _process.world.launcher == ELASTIC:
         raise TopologyError(
             "process_group=True does not work in an elastic job, because torch.distributed's process group keeps its "
@@ -140,7 +145,11 @@ def init(
 
 
 def _check_open_world(
-    world: World, backend: Backend, timeout_seconds: float | None, stall_warning_seconds: float | None
+    world: World,
+    backend: Backend,
+    timeout_seconds: float | None,
+    stall_warning_seconds: float | None,
+    check_data: bool | None,
 ) -> None:
     """Raise unless `world`, which is open, is what init() was asked for."""
     if world.size == 1 and world.launcher != ELASTIC:
@@ -148,6 +157,7 @@ def _check_open_world(
     for name, wanted, own in (
         ("timeout_seconds", timeout_seconds, world.timeout_seconds),
         ("stall_warning_seconds", stall_warning_seconds, world.stall_warning_seconds),
+        ("check_data", check_data, world.shared(Switch).is_on),
         ("backend", backend, world.backend),
     ):
         if wanted not in (None, "auto", own):
@@ -246,6 +256,7 @@ def open_generation(store: Store | None, rank: int, size: int) -> World:
             stall_warning_seconds=before.stall_warning_seconds,
         )
     )
+    world.shared(Switch).is_on = before.shared(Switch).is_on
     os.environ[MEMBER] = membership(os.environ, os.getpid(), rank, size, world.local_rank)
     _process.world = world
     return world
@@ -259,6 +270,7 @@ def leave_generation() -> World:
         world, _process.world = _process.world, None
         options = (world.backend, world.timeout_seconds, world.stall_warning_seconds)
         _process.world = _before_generation(_launched(), *options)
+        _process.world.shared(Switch).is_on = world.shared(Switch).is_on
         world.close()
     return _process.world
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -29,6 +30,8 @@ _HELP: Final = {
     "samples_total": "Samples that forward was given on this rank, from the second step on.",
     "reduced_bytes_total": "Bytes that this rank has contributed to reductions of gradients.",
     "steps_per_second": "Optimizer steps a second.",
+    "batch_samples": "Samples of all ranks in a reduction.",
+    "noise_scale_samples": "Gradient noise scale: far below it, a larger batch still pays.",
     "samples_per_second": "Samples a second of this rank.",
     "step_seconds": "Time of a step.",
     "input_seconds": "From the end of a step to forward: waiting for data, logging.",
@@ -46,10 +49,12 @@ def metrics() -> dict[str, float]:
     Names are those of Prometheus, with the unit at the end. Seconds are means over the last 100 steps at most, and
     those of the phases add up to `torchring_step_seconds`. Names that end in _total count since `init()`; in an elastic
     job, since ranks have changed. Samples of the first step are not counted, because the model is watched from the
-    second step on. Before the first step there are no seconds.
+    second step on. Before the first step there are no seconds. The noise scale is left out as long as it is unknown or
+    not finite, see `Stats`.
 
         torchring_rank  torchring_world_size
         torchring_steps_total  torchring_samples_total  torchring_reduced_bytes_total
+        torchring_batch_samples  torchring_noise_scale_samples
         torchring_steps_per_second  torchring_samples_per_second
         torchring_step_seconds  torchring_input_seconds  torchring_forward_seconds  torchring_backward_seconds
         torchring_exposed_communication_seconds  torchring_other_seconds  torchring_optimizer_seconds
@@ -65,6 +70,8 @@ def metrics() -> dict[str, float]:
         "samples_total": recorder.num_samples_before,
         "reduced_bytes_total": recorder.num_bytes,
     }
+    if recorder.noise_scale is not None and math.isfinite(recorder.noise_scale):
+        found |= {"batch_samples": recorder.batch_size, "noise_scale_samples": recorder.noise_scale}
     steps = [decode(step) for step in recorder.last_steps(_NUM_STEPS)]
     if steps:
         seconds = sum(step.end - step.begin for step in steps) / 1e9

@@ -38,7 +38,7 @@ from torchring.errors import GradientError
 from torchring.generation import ProvisionalWorld, refuse_before_generation
 from torchring.gradients.closures import Snapshot, mean_loss
 from torchring.gradients.contract import Stats, Sync
-from torchring.gradients.freed import drop_freed
+from torchring.gradients.freed import FreedGradient, drop_freed
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.layout import Options
 from torchring.gradients.local import LocalSync
@@ -52,16 +52,19 @@ from torchring.gradients.reducer import Reducer
 from torchring.gradients.validation import (
     GradientOp,
     OnNonfinite,
+    check_combined,
     check_free,
     check_options,
     check_same_model,
     check_same_parameters,
+    lost_state,
     named_parameters,
     parameters_of,
     sparse_parameters,
     spec_of,
     steps_exactly,
 )
+from torchring.observe.inputs import Inputs
 from torchring.observe.phases import OPTIMIZER
 from torchring.observe.recorder.forward import ForwardWatch
 from torchring.observe.recorder.recorder import Recorder
@@ -101,7 +104,8 @@ def wrap(
         optimizer: any torch.optim.Optimizer. Its parameters are on the CPU or on one GPU. It keeps its state.
         model: gives parameters their names in errors, shows which embeddings have sparse gradients, and has its buffers
             copied from rank 0, and kept equal after that.
-        op: "mean" or "sum" over ranks.
+        op: "mean" or "sum" over ranks; or "adasum" (Maleki et al. 2021), for dense gradients on the CPU: for each
+            parameter the mean of gradients that are parallel, and the sum of those that are orthogonal.
         compression: send gradients as "fp16" or "bf16". They are scaled before they are rounded, and added up in fp32.
             None sends them in their own dtype.
         bucket_mb: size of a bucket in MiB. The first bucket is at most 1 MiB. Default (None): 25, and for gradients on
@@ -185,6 +189,8 @@ class DistributedOptimizer(OptimizerWrapper):
         optimizer: the wrapped optimizer.
     """
 
+    _has_stepped = False
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -230,6 +236,8 @@ class DistributedOptimizer(OptimizerWrapper):
                 raise ValueError("this optimizer is distributed already; wrap the plain one, once")
             names = self._name_parameters(optimizer, model)
             check_free(names, world)
+            if options.op == "adasum":
+                check_combined(names, self._find_sparse(optimizer, model))
             refuse_part_of_state(optimizer)
             if options.shard:
                 kind_of(optimizer)
@@ -351,6 +359,8 @@ class DistributedOptimizer(OptimizerWrapper):
             before = Snapshot(self.optimizer) if self._options.on_nonfinite == "skip" else None
         elif not self._only_creates_state() and not self._check_before_step(sync):
             return None
+        lacks_state = not (self._has_stepped or self.optimizer.state)
+        self._has_stepped = True
         self._is_stepping = True
         try:
             run = functools.partial(self._step_wrapped, closure, *args, **kwargs)
@@ -364,6 +374,13 @@ class DistributedOptimizer(OptimizerWrapper):
             self._is_stepping = False
         sync.has_stepped()
         self._forward_watch.start()
+        if (
+            lacks_state
+            and self.optimizer.state
+            and sync.world.rank == 0
+            and (text := lost_state([self, self.optimizer]))
+        ):
+            _logger.warning("%s", text)
         return result
 
     def _watch_wrapped(self) -> None:
@@ -420,7 +437,8 @@ class DistributedOptimizer(OptimizerWrapper):
 
         Raises:
             TypeError: the weight is no number.
-            ValueError: the weight is out of range; op="sum", which has no mean; this optimizer is closed.
+            ValueError: the weight is out of range; op="sum" or op="adasum", which have no mean; this optimizer is
+                closed.
             GradientError: called twice before a backward, called inside one, or some of the backwards that are reduced
                 together have a weight and others have none. `backward()` raises GradientError on all ranks if some of
                 them have not called `weigh`, or if all weights are 0 and `.grad` holds gradients of an earlier one.
@@ -428,6 +446,11 @@ class DistributedOptimizer(OptimizerWrapper):
         value = check_weight(weight)
         if self._options.op == "sum":
             raise ValueError("weigh() takes op='mean'; with op='sum', multiply the loss by its weight")
+        if self._options.op == "adasum":
+            raise ValueError(
+                "weigh() takes op='mean'; op='adasum' combines gradients by their directions and lengths, and has no "
+                "mean to weigh. Give ranks batches of one size"
+            )
         self._live_sync().weigh(value)
 
     def skip(self) -> None:
@@ -660,7 +683,8 @@ class DistributedOptimizer(OptimizerWrapper):
         # What is recorded
         self._recorder: Recorder | None = None
         self._wrapped_at = 0
-        self._forward_watch: ForwardWatch = ForwardWatch(model, _recorder_of(weakref.ref(self)))
+        self._inputs = Inputs()
+        self._forward_watch: ForwardWatch = ForwardWatch(model, _recorder_of(weakref.ref(self)), self._inputs)
 
     def _connect(self, world: World) -> Reducer:
         """Collective: reduce with the ranks of `world` from now on."""
@@ -677,7 +701,10 @@ class DistributedOptimizer(OptimizerWrapper):
         self._sync = Reducer(
             *(world, specs, trainable, self._options, group.members),
             end_backward=group.end_backward,
-            replicas=self._replica_check(world, self._names, self.optimizer, model),
+            replicas=self._replica_check(
+                *(world, self._names, self.optimizer, model), is_sharded=bool(self._options.shard)
+            ),
+            inputs=self._inputs,
             buffers=buffers,
             frozen=[p for p in parameters if not p.requires_grad],
             spec_of=functools.partial(spec_of, self._names, self._sparse),
@@ -841,7 +868,7 @@ class DistributedOptimizer(OptimizerWrapper):
             if lr is None or (isinstance(lr, torch.Tensor) and lr.device.type != "cpu") or lr != 0:
                 return False
         grads = [parameter.grad for parameter in self._names if parameter.grad is not None]
-        return not any(grad.is_sparse or bool(grad.any()) for grad in grads)
+        return not any(isinstance(grad, FreedGradient) or grad.is_sparse or bool(grad.any()) for grad in grads)
 
     def _evaluate(self, closure: Callable[[], Any], sync: Sync) -> Any:
         sync.accept_parameters()

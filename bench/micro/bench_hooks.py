@@ -24,6 +24,7 @@ from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.participants.replicas import ReplicaCheck
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.validation import spec_of
+from torchring.observe.inputs import Inputs
 from torchring.world import World
 
 ROUNDS = 60
@@ -90,6 +91,7 @@ def hooked(model: torch.nn.Module, all_reduce: NoOpAllReduce) -> Iterator[Reduce
             *(world, specs, list(names), options, group.members),
             end_backward=group.end_backward,
             replicas=ReplicaCheck(world, names),
+            inputs=Inputs(),
             spec_of=lambda parameter: spec_of(names, set(), parameter),
             owner=owner,
         )

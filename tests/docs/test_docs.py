@@ -261,9 +261,10 @@ def test_every_line_of_doctor_has_its_row() -> None:
 
 def test_quoted_messages_are_those_of_the_code() -> None:
     said = "\n".join(text for file in (ROOT / "torchring").rglob("*.py") for text in _strings(file))
+    headings = "Starting", "torchring.wrap", "backward() and step()", "torchring.data", "Waiting for other ranks"
     quoted = [
         span
-        for heading in ("## Starting", "## torchring.wrap", "## backward() and step()", "## Waiting for other ranks")
+        for heading in (f"## {each}" for each in headings)
         for cells in rows(section(ERRORS, heading))
         for span in code_spans(cells[0])
     ]

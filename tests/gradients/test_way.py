@@ -24,10 +24,11 @@ ENGINE = {
     *("allreduce/direct.py", "allreduce/records.py", "allreduce/slices.py", "allreduce/contract.py"),
     *("kernels/reference.py", "memory/channel.py", "memory/heap.py", "interruption.py"),
     *("observe/recorder/recorder.py", "observe/recorder/cores.py", "observe/flight_recorder/entries.py"),
+    "observe/inputs.py",
     *("world.py", "errors.py", "dynamo.py"),
 }
 WAITING = {"memory/host.py", "memory/semaphore.py"}
-PARTICIPANTS = {"weighing.py", "weights.py", "sparse.py", "replicas.py", "recording.py"}
+PARTICIPANTS = {"weighing.py", "weights.py", "sparse.py", "replicas.py", "recording.py", "data.py", "noise.py"}
 
 
 @dataclass
@@ -74,7 +75,7 @@ def _file(frame: FrameType) -> str | None:
 def _traced(rank: int, size: int) -> Trace:
     model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(6)))  # a weight is copied on arrival, a bias is small
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=1e-6), model, algorithm="direct", bucket_mb=0.5)
-    for _ in range(8):  # the buckets are laid out, and arrivals are written down no more
+    for _ in range(9):  # buckets are laid out, arrivals are written down no more, and norms not in the next round
         optimizer.zero_grad()
         model(torch.randn(8, 300)).sum().backward()
         optimizer.step()

@@ -18,8 +18,8 @@ import torchring.horovod as hvd
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks
 from tests.support.grids import grid
 from tests.support.harness import run_pooled, run_ranks, wait_until
+from torchring.collectives.adasum import adasum
 from torchring.horovod import engine as engine_module
-from torchring.horovod.adasum import adasum
 from torchring.memory import host as host_module
 
 in_worlds = grid(

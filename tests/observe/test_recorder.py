@@ -27,6 +27,7 @@ from tests.support.harness import run_pooled, run_ranks
 from tests.support.traces import decoded, write
 from torchring import default_world as world_module
 from torchring.observe import PROGRESS
+from torchring.observe.inputs import Inputs
 from torchring.observe.phases import BACKWARD, BETWEEN, EXPOSED, FORWARD, INPUT, OPTIMIZER, Phase
 from torchring.observe.recorder import process, writer
 from torchring.observe.recorder import recorder as recorder_module
@@ -299,7 +300,7 @@ def test_what_an_optimizer_does_after_its_closure_is_the_optimizers() -> None:
 
 def test_inputs_without_a_shape_are_not_counted() -> None:
     model = nn.Identity()
-    watch = ForwardWatch(model, lambda: recorder)
+    watch = ForwardWatch(model, lambda: recorder, Inputs())
     watch.start()
     recorder = Recorder()
     model(torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)]))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -14,11 +15,13 @@ import numpy as np
 import pytest
 
 from tests.support.traces import MS, simulate
+from torchring.observe.recorder.records import RunInfo
 from torchring.report.model.change import find_change
 from torchring.report.model.merge import merge
 from torchring.report.model.phases import Phase
 from torchring.report.show.terminal import plain, table_of_phases, table_of_waits
 from torchring.report.verdict.analysis import analyse
+from torchring.report.verdict.batch import about_batch
 from torchring.report.verdict.findings import Analysis
 
 # A step of 40 ms, with noise of 5 %: 2 input, 12 forward, 20 backward, 0.5 between, 4 optimizer, and communication.
@@ -305,3 +308,25 @@ def test_tables_of_many_ranks_show_those_that_others_wait_for() -> None:
     assert [row[0] for row in phases.rows] == ["0 (host0)", "37 (host4)"]
     assert phases.title.endswith("(those of 64 for which others wait most, and rank 0)")
     assert [row[:2] for row in waits.rows] == [("ranks 0-36, 38-63", "37")]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "noise_scale", "words"),
+    [
+        (512, 2134, "Batch 512; noise scale about 2,100: four times the ranks still pay, with 40% of the steps."),
+        (512, 700, "Batch 512; noise scale about 700: twice the ranks would take 71% of the steps."),
+        (512, 100, "would still take 92% of the steps, as noise hardly asks for so large a batch."),
+        (64, 1e9, "64 times the ranks still pay"),
+        (64, math.inf, "Batch 64; noise hides the gradient of so few samples"),
+        (0, 100, ""),
+        (64, -1, ""),
+    ],
+)
+def test_whether_a_larger_batch_pays(batch_size: float, noise_scale: float, words: str) -> None:
+    sentence = about_batch(RunInfo(batch_size=batch_size, noise_scale=noise_scale))
+    assert words in sentence
+    assert bool(sentence) == bool(words)
+    first, *others = simulate(**BASE)
+    run_info = dataclasses.replace(first.run_info, batch_size=batch_size, noise_scale=noise_scale)
+    analysis = analyse(merge([dataclasses.replace(first, run_info=run_info), *others]))
+    assert sentence in " ".join(plain(analysis).split())

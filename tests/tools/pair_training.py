@@ -1,7 +1,8 @@
 """One training with the features of `pairs.py`: on ranks under torchring, and in one process without torchring.
 
 The one process has the batches of all ranks. It computes in fp64 what the documentation promises: one graph for all
-ranks, from it the gradient of the mean over what counts, and the mean of the buffers of those ranks that take part.
+ranks, from it the gradient of the mean over what counts, or the Adasum of the ranks' gradients, and the mean of the
+buffers of those ranks that take part.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchring
 import torchring.horovod as hvd
+from tests.support.adasum import exact_adasum
 from tests.support.checks import digest
 from tests.support.harness import run_ranks
 from tests.tools.pairs import PAIRS, REFUSED, Training, Ways, describe
@@ -264,6 +266,7 @@ class _Script:
         kinds = {"counter": "mean", "average": "mean", "own": None}
         buffers = training["buffers"]
         options: dict[str, Any] = {
+            "op": training["op"],
             "compression": None if training["wire"] == "own" else training["wire"],
             "bucket_mb": {"default": None, "tiny": 1e-4}[training["buckets"]],
             "accumulate": int(training["accumulate"]),
@@ -480,6 +483,7 @@ def _add_gradients(net: Net, training: Training, s: int, step: Step, buffers: Se
     """Set each `.grad` to the mean, and change the ranks' buffers. Returns the ranks that take part."""
     parameters = [p for p in net.parameters() if p.requires_grad]
     divisor, counting = 0.0, set()
+    own: dict[int, dict[nn.Parameter, Tensor]] = {}  # by rank; those of all ranks together under 0 for a mean
     for m, micro in enumerate(step.micros):
         runs = [r for r in step.present if training["skip"] == "with forward" or r not in micro.skips]
         batches = {r: _batch(r, s, m, micro) for r in runs}
@@ -487,21 +491,40 @@ def _add_gradients(net: Net, training: Training, s: int, step: Step, buffers: Se
         if not any(counts):
             continue
         outputs = net.forward_all([batches[r][:2] for r in runs], [buffers[r] for r in runs], counts)
-        loss = torch.zeros((), dtype=torch.float64)
+        losses: dict[int, Tensor] = {}
         for r, output, is_counting in zip(runs, outputs, counts, strict=True):
             if is_counting:
                 weight = 1.0 if micro.weights is None else micro.weights[r]
-                loss = loss + weight * functional.mse_loss(output, batches[r][2])
+                owner = r if training["op"] == "adasum" else 0
+                losses[owner] = losses.get(owner, 0.0) + weight * functional.mse_loss(output, batches[r][2])
                 divisor += weight
                 counting.add(r)
-        for p, grad in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
-            if grad is not None:
-                grad = 2 * grad if p is net.middle.weight and training["hook"] != "none" else grad
-                p.grad = grad.to_dense() if p.grad is None else p.grad + grad
+        for r, loss in losses.items():
+            found = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
+            for p, grad in zip(parameters, found, strict=True):
+                if grad is not None:
+                    grad = 2 * grad if p is net.middle.weight and training["hook"] != "none" else grad
+                    so_far = own.setdefault(r, {})
+                    so_far[p] = grad.to_dense() + so_far.get(p, 0.0)
     for p in parameters:
-        if p.grad is not None:
-            p.grad /= divisor if training["weights"] != "none" else len(counting)
+        if not any(p in grads for grads in own.values()):
+            continue
+        if training["op"] == "adasum":
+            p.grad = _adasum(p, [own.get(r, {}).get(p) for r in range(NUM_RANKS)], training)
+        else:
+            p.grad = own[0][p] / (divisor if training["weights"] != "none" else len(counting))
     return sorted(counting)
+
+
+def _adasum(parameter: Tensor, grads: Sequence[Tensor | None], training: Training) -> Tensor:
+    """Of complex numbers as pairs of real ones."""
+    parts = [torch.zeros_like(parameter) if grad is None else grad for grad in grads]
+    flat = [(torch.view_as_real(part) if part.is_complex() else part).detach().flatten() for part in parts]
+    hosts = [[r for r, host in enumerate(_HOSTS[training["hosts"]]) if host == name] for name in (0, 1)]
+    total = exact_adasum(flat, [members for members in hosts if members]).value
+    return (
+        torch.view_as_complex(total.view(*parameter.shape, 2)) if parameter.is_complex() else total.view_as(parameter)
+    )
 
 
 # The comparison

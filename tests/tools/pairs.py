@@ -25,6 +25,7 @@ FEATURES: Final[Mapping[str, tuple[str, ...]]] = {
     "weights": ("none", "samples", "zero"),
     "skip": ("none", "one", "with forward"),
     "data": ("even", "join"),
+    "op": ("mean", "adasum"),
     # when gradients are reduced
     "accumulate": ("1", "2"),
     "local": ("none", "no_sync", "synchronize"),
@@ -96,6 +97,13 @@ REFUSED: Final[dict[Ways, tuple[str, str]]] = _table(
     ("shard=free + gradients=listed", _IS_FREED),
     ("shard=free + gradients=flat", ("GradientError", "which free_gradients=True does not fill")),
     ("shard=free + frozen=thaws", ("GradientError", "does not work with free_gradients=True")),
+    ("op=adasum + weights=samples|zero", ("ValueError", "weigh() takes op='mean'; op='adasum' combines")),
+    (
+        "op=adasum + algorithm=ring|native",
+        ("ValueError", "op='adasum' takes algorithm='auto', 'direct', 'hierarchical'"),
+    ),
+    ("op=adasum + shard=free", ("ValueError", "free_gradients=True takes op='mean' or 'sum'")),
+    ("op=adasum + layers=sparse", ("ValueError", "op='adasum' takes dense gradients")),
     ("api=process set + weights=samples|zero", _NEEDS_ENGINE),
     ("api=process set + skip=one|with forward", _NEEDS_ENGINE),
 )
@@ -115,6 +123,8 @@ APART: Final[dict[Ways, str]] = _table(
     ("layers=complex + gradients=flat", "one tensor has one dtype"),
     ("norm=sync + skip=one", _ENDED),
     ("norm=sync + skip=with forward", "forward without backward leaves the layers of the others waiting"),
+    ("op=adasum + norm=sync", "a rank's own gradient has parts of what the other ranks lose"),
+    ("api=horovod|process set + op=adasum", "Horovod's Adasum combines what steps change, not gradients"),
     ("api=horovod|process set + buckets=tiny", _NO_OPTION),
     ("api=horovod|process set + shard=yes|free", _NO_OPTION),
     ("api=horovod|process set + overlap=thread", _NO_OPTION),

@@ -17,7 +17,15 @@ from typing import Generic
 
 import torch
 
-from torchring.allreduce.contract import BlockingAllReduce, NonFinite, ScatteredSpec, ScatteringAllReduce, W
+from torchring.allreduce.contract import (
+    BlockingAllReduce,
+    CombinedSpec,
+    CombiningAllReduce,
+    NonFinite,
+    ScatteredSpec,
+    ScatteringAllReduce,
+    W,
+)
 from torchring.errors import FirstFailure, PeerLostError, RingError
 from torchring.threads import SerialThread
 
@@ -116,6 +124,10 @@ class ThreadedAllReduce(Generic[W]):
     def open_scattered(self, specs: Sequence[ScatteredSpec]) -> Sequence[W]:
         assert isinstance(self._all_reduce, ScatteringAllReduce)
         return self._all_reduce.open_scattered(specs)
+
+    def open_combined(self, specs: Sequence[CombinedSpec]) -> Sequence[W]:
+        assert isinstance(self._all_reduce, CombiningAllReduce)
+        return self._all_reduce.open_combined(specs)
 
     def start(self, wire: W, *, scale: float = 1.0, tag: int = 0) -> PendingInLane:
         return self._lanes.start(lambda lane: self._all_reduce.all_reduce(wire, scale=scale, tag=tag, lane=lane))

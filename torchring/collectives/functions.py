@@ -24,7 +24,7 @@ import torch
 from torchring.collectives import operations
 from torchring.collectives.operations import Backend
 from torchring.collectives.service import collectives_of
-from torchring.collectives.signature import Op, signature_of
+from torchring.collectives.signature import ELEMENTWISE_OPS, ElementwiseOp, Op, signature_of
 from torchring.default_world import default_world
 from torchring.errors import PeerLostError
 
@@ -65,7 +65,9 @@ def all_reduce(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) ->
     Args:
         tensor: on the CPU or CUDA, of any shape and strides; shape and dtype are equal on every rank. The dtype is
             fp16, bf16, fp32, fp64 or an integer dtype. 16-bit values are combined in fp32 and rounded once.
-        op: "mean", "sum", "min", "max" or "product". "mean" takes floating point only, as torch.mean does.
+        op: "mean", "sum", "min", "max", "product" or "adasum". "mean" and "adasum" take floating point only.
+            "adasum" (Maleki et al. 2021) is the mean of parallel tensors, and the sum of orthogonal ones, in a binary
+            tree of the ranks of each host, and then of the hosts. Scalar products are in fp64.
         async_op: return a `Work` at once.
 
     Returns:
@@ -81,6 +83,9 @@ def all_reduce(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) ->
     operations.check_dense(tensor)
     operations.check_writable(tensor)
     operations.check_reducible(tensor, op)
+    if op == "adasum":
+        world = default_world()
+        return _dispatch("all_reduce", tensor, async_op, operations.all_reduce_adasum, tensor, world.rank, world.hosts)
     return _dispatch("all_reduce", tensor, async_op, operations.all_reduce, tensor, op)
 
 
@@ -135,16 +140,18 @@ def all_gather(tensor: torch.Tensor, async_op: bool = False) -> torch.Tensor | W
 
 
 @overload
-def reduce_scatter(tensor: torch.Tensor, op: Op = "mean", async_op: Literal[False] = False) -> torch.Tensor: ...
+def reduce_scatter(
+    tensor: torch.Tensor, op: ElementwiseOp = "mean", async_op: Literal[False] = False
+) -> torch.Tensor: ...
 @overload
-def reduce_scatter(tensor: torch.Tensor, op: Op = "mean", *, async_op: Literal[True]) -> Work: ...
+def reduce_scatter(tensor: torch.Tensor, op: ElementwiseOp = "mean", *, async_op: Literal[True]) -> Work: ...
 @overload
-def reduce_scatter(tensor: torch.Tensor, op: Op, async_op: Literal[True]) -> Work: ...
+def reduce_scatter(tensor: torch.Tensor, op: ElementwiseOp, async_op: Literal[True]) -> Work: ...
 @overload
-def reduce_scatter(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) -> torch.Tensor | Work: ...
+def reduce_scatter(tensor: torch.Tensor, op: ElementwiseOp = "mean", async_op: bool = False) -> torch.Tensor | Work: ...
 
 
-def reduce_scatter(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) -> torch.Tensor | Work:
+def reduce_scatter(tensor: torch.Tensor, op: ElementwiseOp = "mean", async_op: bool = False) -> torch.Tensor | Work:
     """Combine `tensor` over all ranks, and return this rank's share of dimension 0.
 
     If dimension 0 is not a multiple of size(), the first ranks get one row more, as in Horovod. Values are combined in
@@ -152,14 +159,14 @@ def reduce_scatter(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False
 
     Args:
         tensor: as for `all_reduce`, but at least 1-dim. It does not change.
-        op: as for `all_reduce`.
+        op: "mean", "sum", "min", "max" or "product".
         async_op: return a `Work` at once.
 
     Returns:
         A new tensor, or a `Work` whose `wait()` returns it. Raises what `all_reduce` raises.
     """
     operations.check_dense(tensor)
-    operations.check_reducible(tensor, op)
+    operations.check_reducible(tensor, op, ELEMENTWISE_OPS)
     if tensor.dim() == 0 or not tensor.shape[1:].numel():
         raise ValueError(f"reduce_scatter deals out rows of at least one element, got {tuple(tensor.shape)}")
     signature = signature_of("reduce_scatter", [tensor], f"op={op!r}")

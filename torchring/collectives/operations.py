@@ -8,8 +8,10 @@ from typing import Final, Protocol
 import torch
 
 from torchring.accelerators import ACCELERATORS
+from torchring.collectives.adasum import Combination, coefficients
 from torchring.collectives.combine import combine
 from torchring.collectives.signature import OPS, Signature, signature_of
+from torchring.kernels import reference
 from torchring.memory.host import bytes_of
 
 _BATCH_BYTES: Final = 8 << 20
@@ -82,6 +84,32 @@ def all_reduce_together(backend: Backend, tensors: Sequence[torch.Tensor], op: s
     for tensor, part in zip(tensors, flat, strict=True):
         if part.data_ptr() != tensor.data_ptr():
             writable(tensor).copy_(part.view(tensor.shape))
+
+
+@torch.no_grad()
+def all_reduce_adasum(
+    backend: Backend, tensor: torch.Tensor, rank: int, hosts: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """Each rank computes the scalar products of a slice. Then each scales its tensor, and they are added up.
+
+    Chunks are small, so that the allocator has memory for them: new memory takes longer than what is done with it.
+
+    Args:
+        rank: this rank.
+        hosts: the ranks of each host.
+    """
+    flat, size = plain(tensor).view(-1), sum(map(len, hosts))
+    signature = signature_of("all_reduce", (tensor,), _DETAILS["adasum"])
+    gram = torch.zeros(1, size, size, dtype=torch.float64, device="cpu")
+    for chunk in torch.split(flat, _BATCH_BYTES // flat.itemsize):
+        parts, _ = all_to_all(backend, chunk, even_shares(len(chunk), size), signature)
+        gram += Combination(parts, [0, len(parts[0])], []).products()
+    gram = torch.stack(all_gather(backend, gram, signature)).sum(0)
+    scaled = flat.to(reference.compute_dtype(flat.dtype, flat.dtype)).mul_(coefficients(gram, hosts)[0, rank].item())
+    backend.all_reduce((scaled,), "sum", signature)
+    if scaled.data_ptr() != tensor.data_ptr():
+        writable(tensor).copy_(scaled.view(tensor.shape))
+    return tensor
 
 
 @torch.no_grad()
@@ -224,13 +252,15 @@ def check_apart(tensors: Sequence[torch.Tensor]) -> None:
         raise ValueError("tensors that are reduced together need memory of their own, but two begin at one address")
 
 
-def check_reducible(tensor: torch.Tensor, op: str) -> None:
-    if op not in OPS:
-        raise ValueError(f"op must be one of {', '.join(map(repr, OPS))}, got {op!r}")
+def check_reducible(tensor: torch.Tensor, op: str, ops: Sequence[str] = OPS) -> None:
+    if op not in ops:
+        raise ValueError(f"op must be one of {', '.join(map(repr, ops))}, got {op!r}")
     if tensor.dtype not in _REDUCIBLE:
         raise TypeError(f"{tensor.dtype} cannot be reduced; these can: {', '.join(map(str, _REDUCIBLE))}")
     if op == "mean" and not tensor.is_floating_point():
         raise TypeError(f"the mean of {tensor.dtype} is not of that dtype; use op='sum', or convert to floating point")
+    if op == "adasum" and not tensor.is_floating_point():
+        raise TypeError(f"op='adasum' takes floating point, got {tensor.dtype}; use op='sum', or convert the tensor")
 
 
 def _from_bytes(data: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

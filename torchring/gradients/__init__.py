@@ -14,9 +14,9 @@ The way of a gradient, in reading order:
     layout.py       lays the buckets out anew, if that is due
 
 Everything else that takes part in a round is a participant, in `participants/`: weights, sparse gradients, buffers, the
-check that ranks hold the same parameters, recording, and elastic jobs. A participant registers control bits by
-name, and the reducer calls it at fixed points of the round: see `round.Participant`. To add a feature, add a file there
-and a line in `Reducer`.
+checks that ranks hold the same parameters and read data of their own, the noise scale, recording, and elastic jobs. A
+participant registers control bits by name, and the reducer calls it at fixed points of the round: see
+`round.Participant`. To add a feature, add a file there and a line in `Reducer`.
 
 Decided beforehand, as data: `plan.py`. In a world of one rank: `local.py`.
 """

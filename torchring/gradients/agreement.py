@@ -24,7 +24,13 @@ import torch
 
 from torchring.accelerators import Mark, Stream
 from torchring.allreduce import TAGS_PER_ROUND, AllReduce, Wire
-from torchring.allreduce.contract import ScatteredSpec, ScatteringAllReduce, tag_mismatch
+from torchring.allreduce.contract import (
+    CombinedSpec,
+    CombiningAllReduce,
+    ScatteredSpec,
+    ScatteringAllReduce,
+    tag_mismatch,
+)
 from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream
 from torchring.allreduce.device.watchdog import has_come
 from torchring.allreduce.native import NativeWire
@@ -113,12 +119,25 @@ class Agreement(Protocol):
 
 
 class HostAgreement:
-    """For rounds that the host reduces. See `Agreement`."""
+    """For rounds that the host reduces. See `Agreement`.
+
+    Args:
+        combines: `all_reduce` combines the gradients of each parameter, instead of adding up all that is in a wire.
+    """
 
     knows_at_once = True
     reductions: Sequence[PendingOnStream] = ()
 
-    def __init__(self, world: World, all_reduce: AllReduce[Any], timing: Timing, control: ControlFields) -> None:
+    def __init__(
+        self,
+        world: World,
+        all_reduce: AllReduce[Any],
+        timing: Timing,
+        control: ControlFields,
+        *,
+        combines: bool = False,
+    ) -> None:
+        self._combines = combines
         self.overlap = "thread" if all_reduce.in_background else "inline"
         self._world = world
         self._control = control
@@ -130,6 +149,18 @@ class HostAgreement:
             assert isinstance(self._all_reduce, ScatteringAllReduce)
             specs = [ScatteredSpec(bucket.numel, bucket.wire_dtype, bucket.flags_offset) for bucket in plan.buckets]
             wires = self._all_reduce.open_scattered(specs)
+        elif self._combines:
+            assert isinstance(self._all_reduce, CombiningAllReduce)
+            wires = self._all_reduce.open_combined(
+                [
+                    CombinedSpec(
+                        bucket.numel,
+                        bucket.wire_dtype,
+                        (*(slot.offset for slot in bucket.slots), bucket.flags_offset),
+                    )
+                    for bucket in plan.buckets
+                ]
+            )
         else:
             wires = self._all_reduce.open_wires(wires_of(plan))
         return [(wire, self._packing(bucket, wire)) for bucket, wire in zip(plan.buckets, wires, strict=True)]
@@ -228,7 +259,7 @@ class DeviceAgreement:
         self._all_reduce = all_reduce
         self._timing = timing
         self._control = control
-        self._header = struct.Struct(f"{_FINDING.format}{control.num_elements(torch.float64)}d")
+        self._header = struct.Struct(f"{_FINDING.format}{control.own.num_elements(torch.float64)}d")
         self._specs = specs
         self._parameters = parameters
         self._opened: list[_Opened] = []
@@ -277,7 +308,7 @@ class DeviceAgreement:
         (kind, parameter), self._finding = self._finding or (0, 0), None
         flags = [bucket.flags.numpy() for bucket in buckets]
         used = np.concatenate(flags).astype(np.bool_).tobytes() if flags else b""
-        bits = self._control.encode(current.bits, torch.float64)
+        bits = self._control.own.encode(current.bits, torch.float64)
         mine = self._header.pack(current.number, kind, parameter, *bits) + used
         everybody = internal_collectives_of(self._world).all_gather_bytes(mine)
         headers = [self._header.unpack_from(theirs) for theirs in everybody]
@@ -290,8 +321,7 @@ class DeviceAgreement:
             ends = np.cumsum([len(own) for own in flags])
             for own, part in zip(flags, np.split(np.sum(parts, axis=0), ends), strict=False):
                 own[:] = part
-        columns = zip(*(header[3:] for header in headers), strict=True)
-        current.sums = self._control.decode([*map(sum, columns)], torch.float64)
+        current.sums = self._control.decode_gathered([header[3:] for header in headers])
         if found := _first_finding(headers):
             culprit, index = found
             # The gradient of that round is gone. The parameter shows whether it was trained on.

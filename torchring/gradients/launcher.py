@@ -182,6 +182,14 @@ class Launcher:
         else:
             place[0].ledger.mark_local(place[1])
 
+    def holds_result(self, index: int) -> bool:
+        """Whether parameter `index` has a gradient that an earlier round has reduced, so a backward would add to it."""
+        place, grad = self._slots.get(index), None
+        if place is not None:
+            bucket, slot = place
+            grad = bucket.parameters[slot].grad
+        return grad is not None and bucket.ledger.is_settled(slot, grad)
+
     def packing_ns(self, index: int) -> int:
         """Time in which this rank has copied gradients of the bucket of parameter `index`, in this round."""
         place = self._slots.get(index)

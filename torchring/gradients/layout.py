@@ -15,7 +15,7 @@ from torchring.allreduce.choice import Choice
 from torchring.allreduce.device.select import open_on_device
 from torchring.allreduce.device.stream import DeviceWire, OnStream
 from torchring.allreduce.native import NativeWire
-from torchring.allreduce.select import open_all_reduce, open_chosen
+from torchring.allreduce.select import open_adasum, open_all_reduce, open_chosen
 from torchring.collectives.service import internal_collectives_of
 from torchring.gradients.agreement import Agreement, DeviceAgreement, HostAgreement, Timing, wires_of
 from torchring.gradients.bucket import Bucket
@@ -56,8 +56,8 @@ class Options:
 
     @property
     def is_sum(self) -> bool:
-        """Whether gradients are added up over ranks, and not averaged."""
-        return self.op == "sum"
+        """Whether gradients are added up over ranks, or combined, and not averaged."""
+        return self.op != "mean"
 
     def scale(self, world_size: int) -> float:
         """The factor between the sum over ranks and the result."""
@@ -121,7 +121,8 @@ class BucketLayout:
         if isinstance(self.all_reduce, OnStream):
             self.agreement = DeviceAgreement(world, self.all_reduce, self.timing, control, self.specs, self.parameters)
         else:
-            self.agreement = HostAgreement(world, self.all_reduce, self.timing, control)
+            combines = options.op == "adasum"
+            self.agreement = HostAgreement(world, self.all_reduce, self.timing, control, combines=combines)
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -212,6 +213,8 @@ class BucketLayout:
         world, options, wires = self.world, self.options, wires_of(self.first_plan)
         if accelerator := accelerator_of(device):
             return open_on_device(world, options.algorithm, options.overlap, wires, accelerator)
+        if options.op == "adasum":
+            return open_adasum(world, options.algorithm, options.overlap)
         if options.algorithm == "auto":
             return open_chosen(world, options.overlap, wires)
         return open_all_reduce(world, options.algorithm, options.overlap), Choice(options.algorithm, "asked for")

@@ -140,8 +140,8 @@ class GradientLedger:
         views: the place of each gradient in the wire buffer. The bucket may exchange a view for another one, see
             `view_was_replaced`.
         live_in_wire: whether `.grad` is the view itself, and not a tensor that is copied to the wire buffer.
-        is_sum: whether the result is the plain sum over ranks. A gradient that was reduced before must not be added to
-            a plain sum: the gradient would be counted once per rank.
+        is_sum: whether gradients are added up over ranks, or combined, and not averaged. A gradient that was reduced
+            before must not be added to: the gradient would be counted once per rank.
 
     Attributes:
         status: one per slot.
@@ -226,8 +226,8 @@ class GradientLedger:
             if self._is_sum:
                 raise GradientError(
                     f"a gradient of bucket {self._bucket} ({self._names[0]} .. {self._names[-1]}) was written to after "
-                    "it was summed over ranks; with op='sum', synchronize() would count it once per rank. Call "
-                    "optimizer.zero_grad() before writing to it",
+                    "it was summed over ranks; with op='sum' or 'adasum', synchronize() would count it once per rank. "
+                    "Call optimizer.zero_grad() before writing to it",
                     bucket=self._bucket,
                     parameters=self._names,
                 )
@@ -304,8 +304,8 @@ class GradientLedger:
         if self.status[slot] is REDUCED and grad is not None and self.is_settled(slot, grad):
             raise GradientError(
                 f"backward added to the gradient of {self._names[slot]}, which was summed over ranks before; with "
-                "op='sum' it would be counted once per rank. Call optimizer.zero_grad() first, pass accumulate=n, or "
-                "use optimizer.no_sync() for all backwards but the last",
+                "op='sum' or 'adasum' it would be counted once per rank. Call optimizer.zero_grad() first, pass "
+                "accumulate=n, or use optimizer.no_sync() for all backwards but the last",
                 bucket=self._bucket,
                 parameters=(self._names[slot],),
             )

@@ -27,8 +27,10 @@ from torchring.gradients.layout import BucketLayout, Options
 from torchring.gradients.ledger import Ledger, OptimizerLedger
 from torchring.gradients.module_wrappers import ModuleWrappers, explain
 from torchring.gradients.participants.buffers import BufferSpec, BufferSync
+from torchring.gradients.participants.data import DataCheck
 from torchring.gradients.participants.early import EarlySteps
 from torchring.gradients.participants.elastic import Batches, ElasticJob
+from torchring.gradients.participants.noise import NoiseScale
 from torchring.gradients.participants.recording import RoundRecording
 from torchring.gradients.participants.replicas import ReplicaCheck
 from torchring.gradients.participants.sparse import SparseReduction
@@ -36,20 +38,30 @@ from torchring.gradients.participants.weighing import Weighing, unfrozen
 from torchring.gradients.plan import ParameterSpec, describe
 from torchring.gradients.round import ControlFields, NonFiniteGradient, Participant, RoundPhase, RoundState
 from torchring.interruption import InterruptionGuard
+from torchring.observe.inputs import Inputs
 from torchring.observe.phases import BACKWARD, BETWEEN, EXPOSED, INPUT, OPTIMIZER
 from torchring.observe.services import flight_recorder_of, recorder_of
 from torchring.world import World
 
-_KINDS: Final = (Weighing, SparseReduction, BufferSync, ReplicaCheck, ElasticJob, RoundRecording, EarlySteps)
-CONTROL: Final = ControlFields(
-    bits=("has_unfrozen", "is_absent", "has_ended", *(name for kind in _KINDS for name in kind.bits)),
-    numbers=tuple(name for kind in _KINDS for name in kind.numbers),
+_KINDS: Final = (
+    *(Weighing, SparseReduction, BufferSync, ReplicaCheck, DataCheck, NoiseScale, ElasticJob, RoundRecording),
+    EarlySteps,
 )
-"""The control bits of a round: those of the participants, and three of the reducer.
 
-has_unfrozen: a parameter that was frozen requires a gradient. is_absent: the rank takes part without a gradient, and
-does not count. has_ended: the rank has no data left, inside `torchring.join`.
-"""
+
+def control_fields(world: World) -> ControlFields:
+    """The control bits of a round: those of the participants, and three of the reducer.
+
+    has_unfrozen: a parameter that was frozen requires a gradient. is_absent: the rank takes part without a gradient,
+    and does not count. has_ended: the rank has no data left, inside `torchring.join`.
+    """
+    return ControlFields(
+        ("has_unfrozen", "is_absent", "has_ended", *(name for kind in _KINDS for name in kind.bits)),
+        tuple(name for kind in _KINDS for name in kind.numbers),
+        tuple(name for kind in _KINDS for name in kind.by_rank),
+        world.rank,
+        world.size,
+    )
 
 
 _UNFROZEN: Final = (
@@ -155,6 +167,7 @@ class Reducer(Sync):
         members: the reducers of this world.
         end_backward: called when a backward that has reached this reducer is about to return.
         replicas: says in every round whether somebody wrote to the parameters.
+        inputs: sees what the model is given.
         buffers: those of the model that `options.sync_buffers` is about.
         frozen: parameters of the optimizer that do not require a gradient. Looked at again after each backward.
         spec_of: what the plan needs to know of a parameter.
@@ -186,6 +199,7 @@ class Reducer(Sync):
         *,
         end_backward: Callable[[Reducer], None],
         replicas: ReplicaCheck,
+        inputs: Inputs,
         buffers: Sequence[BufferSpec] = (),
         frozen: Sequence[torch.nn.Parameter] = (),
         spec_of: Callable[[torch.nn.Parameter], ParameterSpec],
@@ -208,6 +222,8 @@ class Reducer(Sync):
         self.accumulate = options.accumulate
         self._num_backwards = 0  # since the last reduction, without those inside no_sync()
 
+        self._control = control_fields(world)
+
         # The round. The script's collectives check: another rank may be calling one of those, instead of wrapping.
         self._check_agreement(specs, collectives_of(world), buffers)
         recorder = self._flight_recorder
@@ -218,7 +234,7 @@ class Reducer(Sync):
             world, self.specs, self.parameters, options.scale(world.size), is_sum=options.is_sum
         )
         self.layout = BucketLayout(
-            *(world, options, CONTROL, specs, self.specs, self.parameters),
+            *(world, options, self._control, specs, self.specs, self.parameters),
             self._sparse.mark_local,
             self.entry,
             members.waiting,
@@ -245,7 +261,14 @@ class Reducer(Sync):
             all_reduce, device = self.layout.all_reduce, specs[0].device
             follow = all_reduce.stream.follow if isinstance(all_reduce, OnStream) else _nothing
             self.participants.append(BufferSync(world, buffers, all_reduce, device, follow))
-        self.participants += [replicas, recording]
+        self.participants += [replicas, DataCheck(world, inputs, is_mean=options.op == "mean"), recording]
+        self._noise: NoiseScale | None = None
+        if world.size > 1 and options.op in ("mean", "sum") and not options.free_gradients:  # `.grad` shows it
+            self._noise = NoiseScale(
+                *(world, self.specs, self.parameters, self.launcher.holds_result, self._recorder),
+                is_sum=options.is_sum,
+            )
+            self.participants.append(self._noise)
         self.early_steps: EarlySteps | None = None
         if options.free_gradients:
             may_skip = options.on_nonfinite == "skip"
@@ -331,6 +354,8 @@ class Reducer(Sync):
             mean_exposed_ms=timing.total_exposed_ms / num_timed,
             overlap_ratio=max(0.0, hidden / timing.total_busy_ms) if timing.total_busy_ms else 0.0,
             num_skipped_steps=self.num_skipped_steps,
+            batch_size=0.0 if self._noise is None else self._noise.batch_size,
+            noise_scale=None if self._noise is None else self._noise.noise_scale,
         )
 
     def extend(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -728,6 +753,11 @@ class Reducer(Sync):
         else:
             self.on_ready = [current.mark_ready] * len(self.parameters)
             current.mark_ready = None  # which refers to what refers to the round
+        if current.looks:
+            self.on_ready = [*self.on_ready]
+            for index, look in current.looks.items():
+                self.on_ready[index] = _both(look, self.on_ready[index])
+            current.looks = {}
         self._has_round = True
 
     def _launch_rest(self, backward: object = None) -> None:
@@ -808,7 +838,7 @@ class Reducer(Sync):
         """Raise PlanMismatchError on every rank unless all are about to reduce the same things in the same way."""
         lines = describe(specs, f"{self._options} on {self.world.size} ranks")
         lines += [f"buffer {i}: {spec.describe()}" for i, spec in enumerate(buffers)]
-        collectives.check_equal([*lines, CONTROL.describe()])
+        collectives.check_equal([*lines, self._control.describe()])
 
     def _attach(self) -> None:
         """Hook the parameters that are reduced and have no hook yet."""
@@ -839,3 +869,11 @@ def _ledgers(launcher: Launcher, sparse: Ledger) -> list[Ledger]:
 
 
 def _nothing() -> None: ...
+
+
+def _both(first: Callable[[int], None], second: Callable[[int], None]) -> Callable[[int], None]:
+    def call(index: int) -> None:
+        first(index)
+        second(index)
+
+    return call

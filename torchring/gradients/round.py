@@ -11,6 +11,7 @@ names is the order on the wire, so ranks compare the names together with their p
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
@@ -21,10 +22,17 @@ from torchring.allreduce import NonFinite
 
 FRACTION_BITS: Final = 16  # of a number among the control bits, in a wire of 16 bits
 NUMBER_BITS: Final = 48
+MOST_BY_RANK: Final = 63  # divided by the number of ranks and multiplied again, bf16 still holds it to the integer
 
 
 class ControlSums(dict[str, float]):
-    """Control bits, summed over ranks, by name: how many ranks have set a bit. 0 for a name that nobody has."""
+    """Control bits, summed over ranks, by name: how many ranks have set a bit. 0 for a name that nobody has.
+
+    Attributes:
+        by_rank: what each rank has said, by name, for the fields of that kind.
+    """
+
+    by_rank: Mapping[str, Sequence[int]] = {}  # replaced, never changed
 
     def __missing__(self, name: str) -> float:
         return 0
@@ -37,24 +45,34 @@ class ControlFields:
     Attributes:
         bits: 0 or 1 on each rank.
         numbers: 0, or from 2**-10 to 2**28. In a wire of 16 bits, a multiple of 2**-16.
+        by_rank: an integer from 0 to `MOST_BY_RANK` on each rank, which all ranks get to know. Each takes an element
+            for each rank, which is 0 on all others.
+        rank, size: this process and its world.
     """
 
     bits: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ()
+    by_rank: tuple[str, ...] = ()
+    rank: int = 0
+    size: int = 1
 
     def describe(self) -> str:
         """The line that ranks compare."""
-        return f"control bits: {', '.join((*self.bits, *self.numbers))}"
+        return f"control bits: {', '.join((*self.bits, *self.numbers, *self.by_rank))}"
 
     def num_elements(self, wire: torch.dtype) -> int:
         """Number of elements that the fields take in a wire buffer of dtype `wire`."""
-        return len(self.bits) + len(self.numbers) * _width(wire)
+        return len(self.bits) + len(self.numbers) * _width(wire) + len(self.by_rank) * self.size
 
     def encode(self, values: Mapping[str, float], wire: torch.dtype) -> list[float]:
         """The elements, which ranks add up. A field without a value is 0."""
         elements = [float(values.get(name, 0)) for name in self.bits]
         for name in self.numbers:
             elements += encode_number(values.get(name, 0.0), wire)
+        for name in self.by_rank:
+            own = [0.0] * self.size
+            own[self.rank] = float(values.get(name, 0))
+            elements += own
         return elements
 
     def decode(self, elements: Sequence[float], wire: torch.dtype) -> ControlSums:
@@ -64,9 +82,27 @@ class ControlFields:
         for name in self.numbers:
             sums[name] = decode_number(elements[start : start + width], wire)
             start += width
+        by_rank = {}
+        for name in self.by_rank:
+            by_rank[name] = [*map(round, elements[start : start + self.size])]
+            start += self.size
+        sums.by_rank = by_rank
+        return sums
+
+    @property
+    def own(self) -> ControlFields:
+        """For ranks that gather what each of them says: the fields of one rank."""
+        return ControlFields(self.bits, self.numbers, self.by_rank)
+
+    def decode_gathered(self, rows: Sequence[Sequence[float]]) -> ControlSums:
+        """The sums, given what each rank has encoded with `own`, in float64."""
+        sums = self.own.decode([*map(sum, zip(*rows, strict=True))], torch.float64)
+        first = len(self.bits) + len(self.numbers)
+        sums.by_rank = {name: [round(row[i]) for row in rows] for i, name in enumerate(self.by_rank, start=first)}
         return sums
 
 
+@functools.lru_cache(maxsize=64)  # most numbers are the same in every round
 def encode_number(number: float, wire: torch.dtype) -> list[float]:
     """16 bits do not hold a number, so there each element is a binary digit, whose sum counts ranks."""
     if wire.itemsize > 2:
@@ -158,6 +194,7 @@ class RoundState:
         summed: called with each bucket of which this rank's slice is summed, what is not finite there, and what tells
             whether all ranks have summed theirs. None if nobody wants to know.
         mark_ready: if given, called by all hooks, with the index of a parameter that has its gradient.
+        looks: by parameter, what its hook calls first, with its index: `.grad` is this rank's own then.
 
         phase: what has become of the round.
         num_launched: number of buckets that have left.
@@ -187,6 +224,7 @@ class RoundState:
     extra: Reducible | None = None
     summed: Callable[[Reducible, NonFinite | None, Callable[[], bool]], None] | None = None
     mark_ready: Callable[[int], None] | None = None
+    looks: dict[int, Callable[[int], None]] = field(default_factory=dict)
 
     # What has become of it
     phase: RoundPhase = RoundPhase.UNDER_WAY
@@ -213,11 +251,12 @@ class Participant:
     """Takes part in the rounds of one optimizer, on all ranks alike. The methods do nothing by default.
 
     Attributes:
-        bits, numbers: names of its control bits, see `ControlFields`.
+        bits, numbers, by_rank: names of its control bits, see `ControlFields`.
     """
 
     bits: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ()
+    by_rank: tuple[str, ...] = ()
 
     def begin(self, current: RoundState) -> None:
         """A round begins; nothing has left. Set this rank's control bits in `current.bits`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import operator
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -9,6 +10,7 @@ from typing import Final, Literal, cast, get_args
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from torchring.accelerators import accelerator_of
 from torchring.allreduce.contract import is_finite
@@ -20,9 +22,10 @@ from torchring.gradients.module_wrappers import WAY_OUT, explain, is_module_wrap
 from torchring.gradients.plan import COMPRESSIONS, ParameterSpec
 from torchring.world import World
 
-GradientOp = Literal["mean", "sum"]
+GradientOp = Literal["mean", "sum", "adasum"]
 OnNonfinite = Literal["raise", "skip", "ignore"]
 _OPS: Final = get_args(GradientOp)
+_COMBINING: Final = ("auto", "direct", "hierarchical")  # algorithms that op="adasum" takes
 
 
 def check_options(options: Options) -> None:
@@ -45,6 +48,11 @@ def check_options(options: Options) -> None:
         raise ValueError(f"free_gradients must be True or False, got {options.free_gradients!r}")
     if options.free_gradients and not options.shard:
         raise ValueError("free_gradients=True takes shard=True, which gives each rank a share to step")
+    if options.op == "adasum" and options.free_gradients:
+        raise ValueError("free_gradients=True takes op='mean' or 'sum'; op='adasum' takes shard=True alone")
+    if options.op == "adasum" and options.algorithm not in _COMBINING:
+        known = ", ".join(map(repr, _COMBINING))
+        raise ValueError(f"op='adasum' takes algorithm={known}, got {options.algorithm!r}, which adds gradients up")
     if not isinstance(options.accumulate, int) or options.accumulate < 1:
         raise ValueError(f"accumulate must be a whole number of micro-steps, 1 or more, got {options.accumulate!r}")
 
@@ -121,6 +129,15 @@ def sparse_parameters(modules: Iterable[torch.nn.Module]) -> set[torch.nn.Parame
     return {cast(torch.nn.Parameter, m.weight) for m in modules if isinstance(m, layers) and m.sparse}
 
 
+def check_combined(names: Mapping[torch.nn.Parameter, str], sparse: Container[torch.nn.Parameter]) -> None:
+    """Raise ValueError for a parameter that op="adasum" does not take."""
+    for parameter, name in names.items():
+        if parameter.device.type != "cpu":
+            raise ValueError(f"op='adasum' takes gradients on the CPU, and {name} is on {parameter.device}")
+        if parameter in sparse:
+            raise ValueError(f"op='adasum' takes dense gradients; build the layer of {name} with sparse=False")
+
+
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
     """The optimizer's parameters, in the order of its groups."""
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
@@ -145,6 +162,24 @@ def is_finite_gradient(parameter: torch.nn.Parameter) -> bool:
         return True
     values = grad.coalesce().values() if grad.is_sparse else grad
     return is_finite(torch.view_as_real(values) if values.is_complex() else values)
+
+
+def lost_state(optimizers: Sequence[Optimizer]) -> str:
+    """What to say if an optimizer made its first step in the middle of a schedule. Empty if it did not.
+
+    Args:
+        optimizers: the optimizer, and what wraps it: a scheduler may have been given either.
+    """
+    for each in gc.get_objects():  # an optimizer does not know its schedulers
+        if not issubclass(type(each), LRScheduler) or all(each.optimizer is not other for other in optimizers):
+            continue
+        if each.last_epoch > 1:
+            return (
+                f"{type(each).__name__} has made {each.last_epoch} steps, but the optimizer has made its first one, "
+                "without the moments of the steps before. To go on from a checkpoint, call "
+                "optimizer.load_state_dict() as well as scheduler.load_state_dict()"
+            )
+    return ""
 
 
 def steps_exactly(optimizer: Optimizer, parameters: Sequence[torch.nn.Parameter]) -> bool:

@@ -14,10 +14,10 @@ from typing import Any, Final
 import torch
 
 from torchring.collectives import operations
+from torchring.collectives.adasum import adasum
 from torchring.collectives.combine import combine
 from torchring.collectives.operations import Backend
 from torchring.collectives.signature import signature_of
-from torchring.horovod.adasum import adasum
 from torchring.horovod.negotiation import BARRIER, Request, Response, dtype_of
 from torchring.memory.host import bytes_of
 from torchring.world import World

@@ -7,6 +7,7 @@ interpreter that has read TRITON_INTERPRET=1 takes 4.
 from __future__ import annotations
 
 import functools
+import math
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +24,14 @@ import torchring
 from tests import test_joining as test_join
 from tests.gradients.participants import test_buffers, test_weights
 from tests.support import scripts
-from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, assert_within_rounding, digest, exact_inputs
+from tests.support.checks import (
+    assert_bitwise,
+    assert_same_on_all_ranks,
+    assert_within_rounding,
+    digest,
+    exact_inputs,
+    logged,
+)
 from tests.support.fake_device import COMPUTE, FakeAccelerator, FakeMark, FakeStream
 from tests.support.harness import run_ranks
 from tests.support.training import Script, Side, assert_as_one_process, attempt, batch, momentum, small_model, values
@@ -37,6 +45,7 @@ from torchring.gradients.participants.replicas import ReplicaCheck
 from torchring.gradients.plan import ParameterSpec
 from torchring.gradients.reducer import Reducer
 from torchring.memory import host as host_module
+from torchring.observe.inputs import Inputs
 from torchring.world import World
 
 _SMALL_MB = 400 / 2**20  # two or three buckets of the models here
@@ -681,6 +690,7 @@ def _alone(rank: int, size: int) -> list[Any]:
                 *(world, specs, parameters, options, group.members),
                 end_backward=group.end_backward,
                 replicas=replicas,
+                inputs=Inputs(),
                 spec_of=pytest.fail,
                 owner=owner,
             )
@@ -694,6 +704,20 @@ def _alone(rank: int, size: int) -> list[Any]:
             found.append((means, reducer.layout.all_reduce.algorithm, reducer.round.sums["odd_steps"]))
             world.close()
     return found
+
+
+def _signals(rank: int, size: int) -> list[Any]:
+    """Equal batches on all ranks, and a noise scale from gradients that never change: warnings, stats, races."""
+    with FakeAccelerator().installed() as accelerator, logged() as lines:
+        model = nn.Linear(4, 2)
+        optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.0), model)
+        for step in range(90):
+            optimizer.zero_grad()
+            batch = torch.randn(4, 4, generator=torch.Generator().manual_seed(step if step < 20 else rank))
+            model(batch).square().mean().backward()
+            optimizer.step()
+            accelerator.synchronize()
+        return [lines, optimizer.stats().noise_scale, optimizer.stats().batch_size, accelerator.races]
 
 
 # ---- run them
@@ -754,6 +778,7 @@ _SCENARIOS[2] |= {
     "NaN in place, native": functools.partial(_in_place_nan, algorithm="native"),
     "broken off and kept": _broken_off_and_kept,
     "alone": _alone,
+    "signals": _signals,
 }
 
 
@@ -928,6 +953,17 @@ def test_a_step_that_torchring_leaves_out() -> None:
     for changed, _, num_skipped in results:
         assert changed == [True, True, False, False, True, True]
         assert num_skipped == 2
+
+
+def test_what_the_host_looks_at_comes_late_and_is_right() -> None:
+    (quiet, scale, batch, first_races), (lines, *others, races) = results_of("signals")
+    assert quiet == first_races == races == []
+    assert len(lines) == 1
+    assert "ranks 0, 1 got the same batch in each of the last 8 steps" in lines[0]
+    assert others == [scale, batch]
+    assert batch == 8
+    assert scale is not None
+    assert 0 < scale < math.inf
 
 
 def test_auto_says_what_it_is_and_why() -> None:

@@ -6,6 +6,8 @@ import itertools
 
 import torch
 
+import torchring
+from tests.support.harness import run_ranks
 from torchring.gradients.participants import replicas
 from torchring.gradients.round import ControlSums, RoundState
 
@@ -124,3 +126,43 @@ def test_without_alarms_there_is_the_rhythm() -> None:
     for number in range(2 * replicas.STEPS_BETWEEN_CHECKS + 1):
         finish_round(check, number)
     assert check.num_checks == 3
+
+
+def _with_settings(rank: int, world_size: int) -> list[str]:
+    """What a first backward says, of several differences between the optimizers of two ranks."""
+    found = []
+    for case in ("lr", "weight_decay", "state", "name", "shard", "schedule"):
+        model = torch.nn.Linear(3, 2)
+        plain = torch.optim.AdamW(model.parameters(), lr=0.1)
+        optimizer = torchring.wrap(plain, model, shard=case == "shard")
+        if case == "state" and rank == 0:
+            trained = torch.optim.AdamW(other := [p.detach().clone() for p in model.parameters()])
+            for p in other:
+                p.grad = torch.ones_like(p)
+            trained.step()
+            optimizer.load_state_dict(trained.state_dict() | {"param_groups": plain.state_dict()["param_groups"]})
+        group = optimizer.param_groups[0]
+        group.update({"lr": 0.1 + 0.1 * rank} if case == "lr" else {})
+        group.update({"weight_decay": 0.1 * rank} if case == "weight_decay" else {})
+        group.update({"name": f"of rank {rank}"} if case == "name" else {})
+        if case == "schedule":
+            group["lr"] = torch.tensor(0.1)
+        try:
+            for _ in range(2):
+                model(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+            found.append("")
+        except torchring.GradientError as error:
+            found.append(str(error))
+        torchring.shutdown()
+    return found
+
+
+def test_optimizers_that_would_step_in_another_way_are_refused() -> None:
+    for found in run_ranks(_with_settings, 2):
+        lr, weight_decay, state, *harmless = found
+        assert "lr of param_groups[0] is 0.2 on rank 1, 0.1 on rank 0, so the next step" in lr
+        assert "weight_decay of param_groups[0] is 0.1 on rank 1, 0.0 on rank 0" in weight_decay
+        assert "step of param_groups[0] is 0.0 on rank 1, 1.0 on rank 0" in state
+        assert "broadcast_optimizer_state" in state
+        assert harmless == ["", "", ""]

@@ -1,30 +1,21 @@
 """A sampler for a number of ranks that changes: each sample of an epoch is used once, to the unit of a global batch.
 
 An epoch is a permutation of the dataset, equal on all ranks. `position` samples at its beginning have been used by
-finished steps. A *global batch* is the next B samples, of which each rank draws its share. With 10 samples in order:
-
-    two ranks, batches of 2       rank 0: 0 2     rank 1: 1 3           the first global batch, 0 to 3, is used
-    then three ranks, B = 4       rank 0: 4 7     rank 1: 5     rank 2: 6
-                                  rank 0: 8       rank 1: 9     rank 2: 8, with weight 0: nothing is left for it
+finished steps. `torchring.data.epoch` says how ranks share the others out.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
-from types import FrameType, SimpleNamespace
 from typing import Final
 
-import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import BatchSampler
-from torch.utils.data import Sampler as _Sampler
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from torchring.data.epoch import EpochSampler, Pass, batch_size_of, drawn, share_of
+from torchring.data.loader import Asking, watch
 from torchring.errors import GradientError
 
 _NOT_FOLLOWED: Final = (
@@ -37,57 +28,25 @@ _NOT_FOLLOWED: Final = (
 
 
 @dataclass(eq=False)
-class _Pass:
+class _Pass(Pass):
     """One iteration over what is left of an epoch.
 
     Attributes:
-        start: position at which it began.
-        length: number of samples of the epoch.
-        rank, size: this process and its world, which shares the pass.
-        unit: number of samples of a global batch. The last one may be smaller.
         num_used: number of global batches that finished steps have used. While a step is under way that began in the
             pass before, this is minus the number of its batches that came from there.
         is_drawn: all indices have been drawn.
-        is_exhausted: the `DataLoader` has said that there are no more batches.
         num_taken: number of batches that the loop has taken. Workers of a `DataLoader` may have drawn more.
         num_ahead: number of batches that the loop seems to hold that are not trained on yet.
     """
 
-    start: int
-    length: int
-    rank: int
-    size: int
-    unit: int
     num_used: int = 0
     is_drawn: bool = False
-    is_exhausted: bool = False
     num_taken: int = 0
     num_ahead: int = 0
 
     @property
-    def num_batches(self) -> int:
-        return -(-(self.length - self.start) // self.unit)
-
-    @property
     def position(self) -> int:
         return min(self.start + max(self.num_used, 0) * self.unit, self.length)
-
-    def bounds(self, batch: int) -> tuple[int, int]:
-        """The samples of a global batch, as positions in the epoch."""
-        begin = self.start + batch * self.unit
-        return begin, min(begin + self.unit, self.length)
-
-    def share(self, batch: int) -> range:
-        """Positions in the epoch of the samples that this rank draws of a global batch."""
-        begin, end = self.bounds(batch)
-        own = range(begin + self.rank, end, self.size)
-        if own:
-            return own
-        return range(begin, begin + 1)
-
-    def weight(self, batch: int) -> int:
-        begin, end = self.bounds(batch)
-        return len(range(begin + self.rank, end, self.size))
 
     @property
     def has_equal_batches(self) -> bool:
@@ -99,20 +58,8 @@ class _Pass:
             (end - begin) % self.size == 0 for begin, end in (self.bounds(0), self.bounds(self.num_batches - 1))
         )
 
-    @property
-    def num_samples(self) -> int:
-        """Number of samples that this rank draws in the whole pass, padding included."""
-        if self.num_batches == 0:
-            return 0
-        return (self.num_batches - 1) * len(self.share(0)) + len(self.share(self.num_batches - 1))
 
-
-def share_of(global_batch: int, rank: int, size: int) -> int:
-    """Number of samples that a rank draws of a global batch. A rank without a share draws one, with weight 0."""
-    return max(1, len(range(rank, global_batch, size)))
-
-
-class Sampler(_Sampler[int]):
+class Sampler(EpochSampler):
     """Shares the samples that are left of an epoch out to the ranks that there are. Put it in `elastic.State`.
 
         sampler = torchring.elastic.Sampler(dataset)
@@ -154,16 +101,9 @@ class Sampler(_Sampler[int]):
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0, *, batch_size: int | None = None) -> None:
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        self._length = len(dataset)
-        self._shuffle = shuffle
-        self._seed = seed
-        self._own_batch_size = batch_size
+        super().__init__(dataset, shuffle, seed, batch_size)
         self._rank, self._size = 0, 1
         self._global_batch: int | None = None
-        self._epoch = 0
-        self._start = 0  # position at which the newest pass began, or the next one begins
         self._pass: _Pass | None = None  # the newest one
         self._goes_on = False  # the next iteration belongs to the epoch under way, even at its end
         self._batches_per_step = 0  # of the newest step
@@ -180,11 +120,6 @@ class Sampler(_Sampler[int]):
         self._sees_forward = False  # since the last backward
         self._follows_forward = False  # a forward has been seen since ranks changed
         self._looks_ahead: bool | None = None  # whether the loop does; None: it may
-
-    @property
-    def epoch(self) -> int:
-        """The epoch under way, from 0."""
-        return self._epoch
 
     @property
     def position(self) -> int:
@@ -399,44 +334,14 @@ class Sampler(_Sampler[int]):
             raise ValueError(f"there is no batch {batch} in the newest iteration")
         return self._pass.weight(batch) if self._weighs else None
 
-    def state_dict(self) -> dict[str, int | bool]:
-        """The position in the epoch, for a checkpoint. Holds no tensor, and nothing that depends on rank or size."""
-        return {
-            "epoch": self._epoch,
-            "position": self.position,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "length": self._length,
-        }
-
-    def load_state_dict(self, state_dict: Mapping[str, int | bool]) -> None:
-        """Go on where `state_dict` says, from the next iteration on, in its order: seed and `shuffle` are its.
-
-        Raises:
-            ValueError: the state is of a dataset of another length.
-        """
-        length, position = int(state_dict["length"]), int(state_dict["position"])
-        if length != self._length:
-            raise ValueError(
-                f"the sampler's state is of a dataset of {length} samples, but this one has {self._length}; to train "
-                "on another dataset, begin with a new sampler"
-            )
-        if not 0 <= position <= length:
-            raise ValueError(f"the sampler's state says that {position} of {length} samples have been used")
-        self._seed = int(state_dict["seed"])
-        self._shuffle = bool(state_dict["shuffle"])
-        self._resume(int(state_dict["epoch"]), position)
-
     def __iter__(self) -> Iterator[int]:
         # No generator function: it would run after the BatchSampler has asked, in another frame.
-        unit = self._unit()
+        asking = self._ask()
+        unit, loader = self._unit(asking), asking.loader
         self._source = source = object()
-        loader = self._asking_loader()
         if loader is not None:
-            if not getattr(loader, "_in_order", True):
-                raise ValueError("in_order=False would mix up the batches of an epoch: leave in_order=True")
-            num_samples = 1 if self._asking_batch_sampler() else share_of(unit, self._rank, self._size)
-            _watch(loader, lambda number, data: self._hand_out(source, number // num_samples, data), self._end)
+            num_samples = 1 if asking.batches is not None else share_of(unit, self._rank, self._size)
+            watch(loader, lambda number, data: self._hand_out(source, number // num_samples, data), self._end)
         return self._draw(unit, None if loader is not None else source)
 
     def __len__(self) -> int:
@@ -445,7 +350,7 @@ class Sampler(_Sampler[int]):
         Raises:
             ValueError: as `__iter__`.
         """
-        return self._new_pass(self._unit()).num_samples
+        return self._new_pass(self._unit(self._ask())).num_samples
 
     def _resume(self, epoch: int, position: int) -> None:
         self._epoch = epoch
@@ -490,95 +395,25 @@ class Sampler(_Sampler[int]):
         if self._weighs is None:  # decided for all that comes: a step may use batches of two iterations
             whole = _Pass(0, self._length, self._rank, self._size, unit)
             self._weighs = not (current.has_equal_shares and whole.has_equal_shares)
-        order = self._order()
+        order = self._order(self._epoch)
         for batch in range(current.num_batches):
             if source is not None:
                 self._hand_out(source, batch)
-            share = current.share(batch)
-            drawn = order[share.start : share.stop : share.step]
-            yield from drawn.tolist() if isinstance(drawn, torch.Tensor) else drawn
+            yield from drawn(order, current.share(batch))
         current.is_drawn = True
 
     def _new_pass(self, unit: int) -> _Pass:
-        return _Pass(self._start, self._length, self._rank, self._size, unit, -self._num_open)
+        return _Pass(self._start, self._length, self._rank, self._size, unit, num_used=-self._num_open)
 
-    def _order(self) -> range | torch.Tensor:
-        if not self._shuffle:
-            return range(self._length)
-        return torch.randperm(self._length, generator=torch.Generator().manual_seed(self._seed + self._epoch))
-
-    def _unit(self) -> int:
-        """Number of samples of a global batch, from whoever iterates: called by `__iter__` and `__len__` only."""
-        asking = self._asking_batch_sampler()
-        if asking is not None and getattr(asking, "drop_last", False):
+    def _unit(self, asking: Asking) -> int:
+        """Number of samples of a global batch."""
+        if self._global_batch is None:
+            return (batch_size_of(asking, self._own_batch_size) or self.batch_size) * self._size
+        batch_size = batch_size_of(asking)
+        if batch_size not in (None, self.batch_size):
             raise ValueError(
-                "drop_last=True would leave samples out, and other batches on some ranks than on others: leave "
-                "drop_last=False, and the last batch is shared out evenly"
+                f"the DataLoader's batch_size is {batch_size}, but rank {self._rank} of {self._size} has "
+                f"{self.batch_size} samples of a global batch of {self._global_batch}: make the DataLoader in the "
+                "training function, with batch_size=sampler.batch_size"
             )
-        if self._global_batch is not None:
-            if asking is not None and asking.batch_size != self.batch_size:
-                raise ValueError(
-                    f"the DataLoader's batch_size is {asking.batch_size}, but rank {self._rank} of {self._size} has "
-                    f"{self.batch_size} samples of a global batch of {self._global_batch}: make the DataLoader in the "
-                    "training function, with batch_size=sampler.batch_size"
-                )
-            return self._global_batch
-        if asking is None:
-            return self.batch_size * self._size
-        if self._own_batch_size not in (None, asking.batch_size):
-            raise ValueError(
-                f"the DataLoader's batch_size is {asking.batch_size}, but the Sampler's {self._own_batch_size}: leave "
-                "out the Sampler's"
-            )
-        return asking.batch_size * self._size
-
-    def _asking_loader(self) -> _BaseDataLoaderIter | None:
-        frame = self._caller()  # a BatchSampler has called __iter__, for an iterator of a DataLoader; or the iterator
-        for asking in (each.f_locals.get("self") for each in (frame, frame.f_back) if each is not None):
-            if isinstance(asking, _BaseDataLoaderIter):
-                return asking
-        return None
-
-    def _asking_batch_sampler(self) -> BatchSampler | None:
-        asking = self._caller().f_locals.get("self")
-        return asking if isinstance(asking, BatchSampler) and asking.sampler is self else None
-
-    def _caller(self) -> FrameType:
-        """The frame that has called __iter__ or __len__, of this class or a subclass."""
-        # A sampler is not told who iterates over it: a DataLoader and a BatchSampler call iter() without an argument,
-        # and register themselves nowhere. The batch size, drop_last and the DataLoader's iterator stand in their
-        # frames only. The public way would be a DataLoader of torchring's own, in place of the script's.
-        frame = sys._getframe()
-        while frame.f_back is not None and frame.f_locals.get("self") is self:
-            frame = frame.f_back
-        return frame
-
-
-def _watch(loader: _BaseDataLoaderIter, hand_out: Callable[[int, object], object], end: Callable[[], object]) -> None:
-    """Have an iterator of a `DataLoader` tell what it yields, and its number; and that there is nothing more.
-
-    PyTorch has no public way to see that. If the iterator has no workers, it is about to fetch the first batch.
-    """
-    kind, watched, numbers = type(loader), weakref.ref(loader), itertools.count()
-    fetcher = vars(loader).get("_dataset_fetcher")
-
-    def next_data() -> object:
-        this, number = watched(), next(numbers)
-        try:
-            data: object = kind._next_data(this)  # type: ignore[arg-type]
-        except StopIteration:
-            end()
-            raise
-        hand_out(number, data)
-        return data
-
-    def fetch(index: object) -> object:
-        if (this := watched()) is not None:
-            this._dataset_fetcher = fetcher  # type: ignore[attr-defined]
-        number, data = next(numbers), fetcher.fetch(index)  # type: ignore[union-attr]
-        hand_out(number, data)
-        return data
-
-    loader._next_data = next_data  # type: ignore[method-assign,assignment]
-    if fetcher is not None:
-        loader._dataset_fetcher = SimpleNamespace(fetch=fetch)  # type: ignore[attr-defined]
+        return self._global_batch

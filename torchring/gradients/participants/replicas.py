@@ -4,7 +4,8 @@ Ranks compare a digest of every parameter at the end of a round, when
 - somebody wrote to parameters outside `step()`, as autograd's version counters show,
 - not all ranks have stepped equally often (modulo 2),
 - and every STEPS_BETWEEN_CHECKS rounds, for changes that leave no trace (`p.data`).
-The first two facts travel as control bits of the round, so they cost no message.
+The first two facts travel as control bits of the round, so they cost no message. With the digests, ranks compare the
+hyperparameters and step counts of their optimizers: where these differ, the next step would make parameters differ.
 
 Machines of two kinds round differently, so their parameters drift apart by last bits. Where that is all, a comparison
 gives all ranks the parameters of rank 0.
@@ -15,8 +16,9 @@ from __future__ import annotations
 import json
 import math
 import weakref
+import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -33,14 +35,31 @@ _SENT_TOGETHER: Final = 32  # how many parameters of rank 0 are here twice
 _LEAST_SCALE: Final = 1e-3  # of the elements of a parameter, as differences of rounding do not shrink with them
 
 
+_SAME_LOSS: Final = (
+    "A scheduler that decides by a loss, such as ReduceLROnPlateau, must be given the same loss on all ranks: "
+    "scheduler.step(torchring.all_reduce(loss))"
+)
+_SAME_STATE: Final = (
+    "After wrap(), load a checkpoint on all ranks; or load it on rank 0, and call "
+    "torchring.broadcast_optimizer_state(optimizer) on all ranks"
+)
+
+
+class _Difference(NamedTuple):
+    rank: int
+    place: str
+    text: str
+
+
 class ReplicaCheck(Participant):
     """Watches the parameters of one optimizer.
 
     Args:
         world: has more than one rank.
         names: the name of every parameter of the optimizer, in its order; may grow.
-        optimizer: for errors; referred to weakly, as is `model`.
+        optimizer: whose hyperparameters are compared; referred to weakly, as is `model`.
         model: for errors.
+        is_sharded: each rank has the state of other parameters.
     """
 
     bits = ("odd_steps", "parameters_changed")
@@ -51,8 +70,11 @@ class ReplicaCheck(Participant):
         names: Mapping[torch.nn.Parameter, str],
         optimizer: Optimizer | None = None,
         model: torch.nn.Module | None = None,
+        *,
+        is_sharded: bool = False,
     ) -> None:
         self._world = world
+        self._is_sharded = is_sharded
         self._names = names
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self._model = None if model is None else weakref.ref(model)
@@ -111,13 +133,16 @@ class ReplicaCheck(Participant):
 
     def compare(self) -> None:
         """Collective: raise GradientError naming the first parameter that is not the same on all ranks, and where."""
-        mine = torch.cat([torch.tensor([[self._current.step, 0]], device="cpu"), digests(self._names)])
+        settings = zlib.crc32(json.dumps(self._settings()).encode())
+        mine = torch.cat([torch.tensor([[self._current.step, settings]], device="cpu"), digests(self._names)])
         everybody = torch.stack(internal_collectives_of(self._world).all_gather(mine))
         steps = everybody[:, 0, 0].tolist()
         is_other = (everybody != everybody[0])[:, 1:].any(dim=2)  # [ranks, parameters]
         if is_other.any() and len(set(steps)) == 1 and self._world.machines_differ:
             is_other = self._remove_rounding(is_other.any(dim=0))
         if not is_other.any():
+            if (everybody[:, 0, 1] != everybody[0, 0, 1]).any() and len(set(steps)) == 1:
+                self._refuse_other_settings()
             return
         index = int(is_other.any(dim=0).nonzero()[0])
         others = is_other[:, index].nonzero().flatten().tolist()
@@ -167,7 +192,7 @@ class ReplicaCheck(Participant):
 
     def _cause(self, steps: Sequence[int], parameter: torch.nn.Parameter) -> str:
         """Collective: what has probably led to the difference. `steps`: how many steps each rank has made."""
-        texts = internal_collectives_of(self._world).all_gather_bytes(json.dumps(self._hyperparameters()).encode())
+        difference = self._first_difference(self._hyperparameters())
         other = next((rank for rank, count in enumerate(steps) if count != steps[0]), None)
         if other is not None:
             return (
@@ -176,15 +201,8 @@ class ReplicaCheck(Participant):
                 "step out. Run a backward() that is not for training inside optimizer.no_sync(), or use "
                 "torch.autograd.grad()"
             )
-        first, *rest = map(json.loads, texts)
-        for rank, theirs in enumerate(rest, start=1):
-            for place, value in first.items():
-                if theirs.get(place, value) != value:
-                    return (
-                        f"{place} is {theirs[place]} on rank {rank}, {value} on rank 0. A scheduler that decides by a "
-                        "loss, such as ReduceLROnPlateau, must be given the same loss on all ranks: "
-                        "scheduler.step(torchring.all_reduce(loss))"
-                    )
+        if difference is not None:
+            return f"{difference.text}. {_SAME_LOSS}"
         model = None if self._model is None else self._model()
         for module in () if model is None else model.modules():
             if getattr(module, "max_norm", None) is not None and getattr(module, "weight", None) is parameter:
@@ -198,6 +216,48 @@ class ReplicaCheck(Participant):
             "torchring.broadcast_parameters(model) on all of them after such a change"
         )
 
+    def _refuse_other_settings(self) -> None:
+        """Collective: raise GradientError naming what the next step would do in another way on some rank."""
+        difference = self._first_difference(self._settings())
+        if difference is None:  # a hyperparameter that is written in another way
+            return
+        remedy = _SAME_STATE if difference.place.startswith("step of") else _SAME_LOSS
+        text = f"{difference.text}, so the next step would make their parameters differ. {remedy}"
+        raise in_step(GradientError(text, rank=self._world.rank, peers=(difference.rank,)))
+
+    def _first_difference(self, mine: Mapping[str, str]) -> _Difference | None:
+        """Collective: the first place of which a rank says something else than rank 0."""
+        texts = internal_collectives_of(self._world).all_gather_bytes(json.dumps(mine).encode())
+        first, *rest = map(json.loads, texts)
+        for rank, theirs in enumerate(rest, start=1):
+            for place, value in first.items():
+                if theirs.get(place, value) != value:
+                    text = f"{place} is {theirs[place]} on rank {rank}, {value} on rank 0"
+                    return _Difference(rank, place, text)
+        return None
+
+    def _settings(self) -> dict[str, str]:
+        """What decides the next step, beside gradients: the optimizer's own hyperparameters, and how often it stepped.
+
+        Without what is on a device, for which the host would wait.
+        """
+        optimizer = None if self._optimizer is None else self._optimizer()
+        if optimizer is None:
+            return {}
+        found = {
+            place: value
+            for place, value in self._hyperparameters().items()
+            if place.split(" of ")[0] in optimizer.defaults
+        }
+        if self._is_sharded:
+            return found
+        for index, group in enumerate(optimizer.param_groups):
+            state: Mapping[str, Any] = next((optimizer.state[p] for p in group["params"] if optimizer.state.get(p)), {})
+            step = state.get("step", 0)
+            if not isinstance(step, torch.Tensor) or step.device.type == "cpu":
+                found[f"step of param_groups[{index}]"] = repr(float(step))
+        return found
+
     def _hyperparameters(self) -> dict[str, str]:
         """The plain hyperparameters of each group of the optimizer."""
         optimizer = None if self._optimizer is None else self._optimizer()
@@ -205,6 +265,8 @@ class ReplicaCheck(Participant):
         groups: Sequence[Mapping[str, Any]] = [] if optimizer is None else optimizer.param_groups
         for index, group in enumerate(groups):
             for key, value in group.items():
+                if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                    continue
                 if isinstance(value, (bool, int, float, str, tuple, torch.Tensor)):
                     plain = value.tolist() if isinstance(value, torch.Tensor) else value
                     found[f"{key} of param_groups[{index}]"] = repr(plain)

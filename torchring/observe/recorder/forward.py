@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 
+from torchring.observe.inputs import Inputs
 from torchring.observe.phases import BACKWARD, FORWARD
 from torchring.observe.recorder.recorder import Recorder
 
@@ -23,11 +25,13 @@ class ForwardWatch:
     Args:
         model: the model that gets the hooks, if there is one.
         recorder: returns the recorder of the world in which the model trains now; None if there is nothing to record.
+        inputs: sees what the model is given.
     """
 
-    def __init__(self, model: torch.nn.Module | None, recorder: Callable[[], Recorder | None]) -> None:
+    def __init__(self, model: torch.nn.Module | None, recorder: Callable[[], Recorder | None], inputs: Inputs) -> None:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._recorder = recorder
+        self._inputs = inputs
         self._model = None if model is None or isinstance(model, torch.jit.ScriptModule) else weakref.ref(model)
 
     def start(self) -> None:
@@ -45,7 +49,9 @@ class ForwardWatch:
             earlier.close()
         _watches[model] = self
         self._handles = [
-            model.register_forward_pre_hook(_Hook(self._recorder, _begins), with_kwargs=True),
+            model.register_forward_pre_hook(
+                _Hook(self._recorder, functools.partial(_begins, self._inputs)), with_kwargs=True
+            ),
             model.register_forward_hook(_Hook(self._recorder, _ends)),
         ]
 
@@ -91,18 +97,10 @@ class _Hook(TransientHook):
             self._tell(recorder, arguments)
 
 
-def _begins(recorder: Recorder, arguments: tuple[Any, ...]) -> None:
+def _begins(inputs: Inputs, recorder: Recorder, arguments: tuple[Any, ...]) -> None:
     recorder.enter(FORWARD)
-    recorder.num_samples += _num_samples(*arguments)
+    recorder.num_samples += inputs.see(*arguments)
 
 
 def _ends(recorder: Recorder, _: tuple[Any, ...]) -> None:
     recorder.enter(BACKWARD)
-
-
-def _num_samples(inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> int:
-    """Length of the first dimension of the first tensor; 0 if there is none."""
-    for each in (*inputs, *keywords.values()):
-        if isinstance(each, torch.Tensor):
-            return int(each.size(0)) if each.dim() else 0  # a nested tensor has no shape
-    return 0

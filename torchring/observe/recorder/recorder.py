@@ -47,6 +47,8 @@ class Recorder:
         self.num_samples_before = 0  # that forward was given in these steps
         self.num_bytes = 0  # that this rank has contributed to reductions
         self.arrivals: deque[Arrivals] = deque(maxlen=NUM_ARRIVALS)  # of gradients, in a few backwards
+        self.batch_size = 0.0  # samples of all ranks in a reduction
+        self.noise_scale: float | None = None  # of gradients, in samples
         self.clock: list[ClockOffset] = []  # how this host's clock compares with that of rank 0's host, over time
         self._steps: deque[array[int]] = deque(maxlen=NUM_STEPS)
         # The step under way, as in a `StepRecord`. `forward.py` and `process.py` set these.
@@ -168,7 +170,13 @@ class Recorder:
         self, ended_by: str = "end", count: int = NUM_STEPS, first: int = 0
     ) -> tuple[RankTrace, list[array[int]]]:
         """(the trace without steps, the newest steps from number `first` on, as rows)."""
-        run_info = replace(self.run_info or RunInfo(), ended_by=ended_by, written_at=time.time())
+        run_info = replace(
+            self.run_info or RunInfo(),
+            ended_by=ended_by,
+            written_at=time.time(),
+            batch_size=self.batch_size,
+            noise_scale=-1.0 if self.noise_scale is None else self.noise_scale,
+        )
         steps = [step for step in self.last_steps(count) if step[NUMBER] >= first]
         num_dropped = steps[0][NUMBER] if steps else self.num_steps
         return RankTrace(run_info, (), num_dropped, tuple(self.arrivals), tuple(self.clock)), steps

@@ -161,6 +161,8 @@ class RunInfo:
     algorithm: str = "none"  # this, `reason` and `overlap`: see `Stats`
     reason: str = ""
     overlap: str = "inline"
+    batch_size: float = 0.0  # samples of all ranks in a reduction; 0 if unknown
+    noise_scale: float = -1.0  # of gradients, in samples; infinite if noise hides the gradient, -1 if unknown
     finding: str = ""  # the reason why hardly any communication is hidden, a sentence; "" if none is known
     options: dict[str, str] = field(default_factory=dict)  # other arguments of `wrap`, by name, as text
     bucket_bytes: tuple[int, ...] = ()  # of each bucket of the last plan

@@ -180,9 +180,9 @@ def of_scaling(analysis: Analysis) -> str:
         f"{analysis.predictions_note} Efficiency is 100% if each rank is as fast as one that trains alone. With "
         f"{now.num_ranks:,} ranks a step takes about {milliseconds(now.step_ms)} (efficiency {percent(now.efficiency)})"
     )
-    if now is largest:
-        return f"{text}."
-    return (
-        f"{text}, with {largest.num_ranks:,} ranks about {milliseconds(largest.step_ms)} (efficiency "
-        f"{percent(largest.efficiency)})."
-    )
+    if now is not largest:
+        text += (
+            f", with {largest.num_ranks:,} ranks about {milliseconds(largest.step_ms)} (efficiency "
+            f"{percent(largest.efficiency)})"
+        )
+    return f"{text}. {analysis.batch_note}".rstrip()

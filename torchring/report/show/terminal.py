@@ -187,6 +187,8 @@ def _scaling(analysis: Analysis) -> Section:
         sentences.append(f"Backward would hide communication of {ranks} from {hiding:.3g} GB/s on.")
     elif analysis.predictions and hiding is None:
         sentences.append("No bandwidth would hide communication: latency alone takes longer.")
+    if analysis.batch_note:
+        sentences.append(analysis.batch_note)
     columns = ("ranks", "step ms", "communication ms", "waiting ms", "efficiency")
     return Section("Predicted", columns, tuple(rows), tuple(sentences))
 

@@ -28,6 +28,7 @@ from torchring.report.model.timing import spread, typical
 from torchring.report.model.waits import examine
 from torchring.report.model.workload import between_hosts, calibrated, describe, fit_network, links_of
 from torchring.report.verdict.advice import advise
+from torchring.report.verdict.batch import about_batch
 from torchring.report.verdict.costs import find_costs
 from torchring.report.verdict.findings import Analysis
 from torchring.report.verdict.judge import judge
@@ -132,6 +133,7 @@ def analyse(
         network=given or network,
         is_network_given=given is not None,
         predictions=tuple(predictions),
+        batch_note=about_batch(run_info),
         predictions_note=_note(predictions, links, run_info, given is not None, slow),
         hiding_gigabytes_per_s=hiding,
     )

@@ -93,6 +93,7 @@ class Analysis:
     is_network_given: bool  # on the command line
     # More ranks
     predictions: tuple[Prediction, ...]  # for 2 to 1,024 ranks; empty without a network
+    batch_note: str  # one sentence: whether a larger batch still pays; "" if that is unknown
     predictions_note: str  # one sentence: which network, algorithm and hosts the predictions assume; "" without any
     # From this bandwidth on, less than 1 % of a step is exposed communication. 0: with any bandwidth. None: with none,
     # because latency alone is more, or the network is unknown.

@@ -1,0 +1,87 @@
+"""`torchring.data.shard`: each element on one rank and in one worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from torchring.data import shard
+
+
+class Numbers(IterableDataset[int]):
+    """0 to n - 1, and 1000 more for each epoch. In workers, it would leave out what others yield."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.epoch = n, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        numbers = range(self.n) if info is None else range(info.id, self.n, info.num_workers)
+        return iter([1000 * self.epoch + n for n in numbers])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_each_element_once(num_workers: int) -> None:
+    parts = [shard(Numbers(17), rank=rank, size=3) for rank in range(3)]
+    loaders = [DataLoader(p, None, num_workers=num_workers, persistent_workers=num_workers > 0) for p in parts]
+    for epoch in range(2):
+        for part in parts:
+            part.set_epoch(epoch)  # type: ignore[attr-defined]
+        found = [sorted(loader) for loader in loaders]
+        assert found == [[1000 * epoch + n for n in range(rank, 17, 3)] for rank in range(3)]
+
+
+def test_other_ways_to_start_workers() -> None:
+    """They know the rank, though they have not been told."""
+    part = shard([*range(9)], rank=1, size=2)
+    assert sorted(DataLoader(part, None, num_workers=2, multiprocessing_context="forkserver")) == [1, 3, 5, 7]
+
+
+def test_streams_of_hugging_face() -> None:
+    """Ranks have files of their own where they can have equally many, and otherwise leave out elements."""
+    import datasets  # takes seconds
+
+    for num_shards in (4, 3):
+        rows = datasets.Dataset.from_dict({"n": [*range(22)]}).to_iterable_dataset(num_shards=num_shards)
+        parts = [shard(rows, rank=rank, size=2) for rank in range(2)]
+        found = [sorted(row["n"] for row in DataLoader(part, None, num_workers=2)) for part in parts]
+        assert sorted(found[0] + found[1]) == [*range(22)]
+
+
+def test_state() -> None:
+    def loaders(size: int, num_workers: int = 0) -> list[StatefulDataLoader[int]]:
+        parts = [shard([*range(20)], rank=rank, size=size) for rank in range(size)]
+        return [StatefulDataLoader(part, 2, num_workers=num_workers) for part in parts]
+
+    def resumed(size: int, states: list[Any], num_workers: int = 0) -> list[list[list[int]]]:
+        both = loaders(size, num_workers)
+        for loader, state in zip(both, states, strict=True):
+            loader.load_state_dict(state)
+        return [[batch.tolist() for batch in loader] for loader in both]
+
+    for num_workers in (0, 2):
+        both = loaders(2, num_workers)
+        first = [next(iter(loader)).tolist() for loader in both]
+        states = [loader.state_dict() for loader in both]
+        rest = resumed(2, states, num_workers)
+        seen = [n for batch in [*first, *rest[0], *rest[1]] for n in batch]
+        assert sorted(seen) == [*range(20)]
+        if not num_workers:
+            assert first == [[0, 2], [1, 3]]
+            assert resumed(3, [states[0]] * 3)[1] == [[5, 8], [11, 14], [17]]
+    worker = states[0]["_snapshot"]["_worker_snapshots"]["worker_0"]["fetcher_state"]["dataset_iter_state"]
+    with pytest.raises(ValueError, match="of 2 ranks with 2 workers each, but there are 3 ranks with 1 now"):
+        iter(shard([1], rank=0, size=3)).load_state_dict(worker)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dataset", [iter([1]), (n for n in range(3)), 3])
+def test_bad_input(dataset: Any) -> None:
+    with pytest.raises(TypeError, match=r"takes an iterable that starts anew with each iter\(\), got"):
+        shard(dataset)

@@ -1,0 +1,274 @@
+"""Mistakes in how ranks read their data are found within 20 steps, and loaders that are right are not accused."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, TensorDataset
+
+import torchring
+from tests.support.checks import logged
+from tests.support.harness import run_ranks
+from torchring.gradients.participants.data import DataCheck
+from torchring.gradients.round import ControlFields, RoundState
+from torchring.observe.inputs import Inputs
+from torchring.world import World
+
+_BATCH = 4
+Batches = Iterator[tuple[Any, ...]]
+
+
+def table(length: int = 400, seed: int = 0) -> TensorDataset:
+    return TensorDataset(torch.randn(length, 8, generator=torch.Generator().manual_seed(seed)))
+
+
+class Noisy(Dataset[Tensor]):
+    """Samples that a random generator makes up, in whatever process."""
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randn(8)
+
+
+class Stream(IterableDataset[Tensor]):
+    """Reads every `of`-th sample; with `by_worker`, each worker of a loader reads its part of those."""
+
+    def __init__(self, *, by_worker: bool = False, first: int = 0, of: int = 1) -> None:
+        self.by_worker, self.first, self.of = by_worker, first, of
+
+    def __iter__(self) -> Iterator[Tensor]:
+        samples = table().tensors[0][self.first :: self.of]
+        info = torch.utils.data.get_worker_info()
+        yield from samples[info.id :: info.num_workers] if self.by_worker and info else samples
+
+
+class Chunks:
+    """A batch sampler of the script's own, which knows of epochs and ranks, if it is told."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.epoch = rank, size, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(400, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        for start in range(0, 20 * _BATCH, _BATCH):
+            yield order[self.rank :: self.size][start : start + _BATCH]
+
+
+def sharded(dataset: Dataset[Any], **options: Any) -> DataLoader[Any]:
+    options = {"num_replicas": torchring.size(), "rank": torchring.rank()} | options
+    return DataLoader(dataset, _BATCH, sampler=DistributedSampler(dataset, **options))
+
+
+def epochs(loader: Any, num_epochs: int = 1, *, tell: Any = None) -> Batches:
+    for epoch in range(num_epochs):
+        if tell is not None:
+            tell.set_epoch(epoch)
+        yield from loader
+
+
+def seeded(seed: int) -> torch.Generator:
+    torch.manual_seed(seed)
+    return torch.Generator().manual_seed(seed)
+
+
+def wrong_workers_seed(*, by_rank: bool) -> Batches:
+    seeded(torchring.rank() if by_rank else 0)
+    yield from epochs(sharded(Noisy()))
+
+
+def frozen_order(epoch: int) -> Batches:
+    loader = sharded(table(80))
+    for _ in range(3):
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        yield from loader
+
+
+# How rank r of n reads, and words of the warning.
+MISTAKES: dict[str, tuple[Callable[[int, int], Batches], str]] = {
+    "no sampler": (lambda r, n: epochs(DataLoader(table(), _BATCH)), "ranks 0, 1 .* SequentialSampler"),
+    "equal seeds": (
+        lambda r, n: epochs(DataLoader(table(), _BATCH, shuffle=True, generator=seeded(0))),
+        "ranks 0, 1 .* RandomSampler .*torchring.data.Sampler",
+    ),
+    "rank 0 everywhere": (
+        lambda r, n: epochs(sharded(table(), rank=0)),
+        "made for rank 0 of 2, and this is rank 1 of 2",
+    ),
+    "one replica": (lambda r, n: epochs(sharded(table(), num_replicas=1, rank=0)), "made for rank 0 of 1"),
+    "iterable read whole": (lambda r, n: epochs(DataLoader(Stream(), _BATCH)), "whole of Stream.*torchring.data.shard"),
+    "iterable read whole by two workers": (
+        lambda r, n: epochs(DataLoader(Stream(), _BATCH, num_workers=2)),
+        "Each of the 2 workers .*whole of Stream",
+    ),
+    "workers repeat a rank's part": (
+        lambda r, n: epochs(DataLoader(Stream(first=r, of=n), _BATCH, num_workers=2)),
+        "each batch comes several times in a row.*torchring.data.shard",
+    ),
+    "batch sampler without rank": (lambda r, n: epochs(DataLoader(table(), batch_sampler=Chunks(0, 1))), "The Chunks"),
+    "made-up data, equal seeds": (lambda r, n: wrong_workers_seed(by_rank=False), "another seed"),
+    "no loader, equal seeds": (
+        lambda r, n: ((torch.randn(_BATCH, 8, generator=g),) for g in [seeded(0)] * 20),
+        "another seed",
+    ),
+    "set_epoch forgotten": (
+        lambda r, n: epochs(sharded(table(80)), 3),
+        "ranks 0, 1, an epoch .*set_epoch.* DistributedSampler",
+    ),
+    "set_epoch with a constant": (lambda r, n: frozen_order(7), "set_epoch"),
+}
+
+
+def by_rank(r: int, n: int) -> Batches:
+    return epochs(sharded(table()))
+
+
+HARMLESS: dict[str, Callable[[int, int], Batches]] = {
+    "DistributedSampler": lambda r, n: epochs(loader := sharded(table(80)), 3, tell=loader.sampler),
+    "one epoch": by_rank,
+    "without shuffling": lambda r, n: epochs(sharded(table(80), shuffle=False), 3),
+    "short epochs": lambda r, n: epochs(loader := sharded(table(24)), 8, tell=loader.sampler),
+    "sampling with replacement": lambda r, n: epochs(
+        DataLoader(table(20), _BATCH, sampler=RandomSampler(table(20), True, 100, generator=seeded(r)))
+    ),
+    "another seed": lambda r, n: epochs(DataLoader(table(), _BATCH, shuffle=True, generator=seeded(r))),
+    "one fixed batch on all ranks": lambda r, n: itertools.repeat((torch.randn(4, 8, generator=seeded(0)),), 24),
+    "one fixed batch for each rank": lambda r, n: itertools.repeat((torch.randn(4, 8, generator=seeded(r)),), 24),
+    "two fixed batches in turns": lambda r, n: itertools.islice(
+        itertools.cycle([(torch.randn(4, 8, generator=seeded(i)),) for i in (1, 2)]), 24
+    ),
+    "constant inputs": lambda r, n: ((torch.full((4, 8), float(i)),) for i in range(24)),
+    "zeros": lambda r, n: itertools.repeat((torch.zeros(4, 8),), 24),
+    "equal times first": lambda r, n: (
+        (torch.full((4,), float(i)), torch.randn(4, 8)) for i in range(24) if seeded(99 * i + r)
+    ),
+    "positions first": lambda r, n: ((torch.arange(8), torch.randn(4, 8)) for i in range(24) if seeded(99 * i + r)),
+    "iterable by rank": lambda r, n: epochs(DataLoader(Stream(first=r, of=n), _BATCH)),
+    "iterable by rank and worker": lambda r, n: epochs(
+        DataLoader(Stream(by_worker=True, first=r, of=n), _BATCH, num_workers=2)
+    ),
+    "batch sampler with rank": lambda r, n: epochs(DataLoader(table(), batch_sampler=(c := Chunks(r, n))), 3, tell=c),
+    "made-up data, own seeds": lambda r, n: wrong_workers_seed(by_rank=True),
+    "list of batches, epoch after epoch": lambda r, n: epochs(list(by_rank(r, n))[:10], 3),
+    "augmented by rank": lambda r, n: ((x + torch.randn(4, 8),) for (x,) in by_rank(r, n)),
+    "nested": lambda r, n: (({"mask": torch.ones(4, 8), "x": x},) for (x,) in by_rank(r, n)),
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 1)
+
+    def forward(self, *inputs: Any) -> Tensor:
+        last = inputs[-1]
+        return self.linear(last["x"] if isinstance(last, dict) else last)
+
+
+UNEVEN: dict[str, Callable[[int, int], Batches]] = {
+    "samples": lambda r, n: ((torch.randn(4 + 8 * r, 8),) for _ in range(20)),
+    "tokens": lambda r, n: ((torch.randint(9, (4, 8 + 8 * r)), torch.randn(4, 8)) for _ in range(20)),
+    "now and then": lambda r, n: ((torch.randn(4 + 8 * (r and i % 5 == 0), 8),) for i in range(60)),
+    "weighed": lambda r, n: ((torch.randn(4 + 8 * r, 8),) for _ in range(20)),
+}
+
+
+def train(rank: int, world_size: int, name: str, batches: Batches) -> tuple[list[str], int]:
+    """(this rank's warnings, after how many steps the first came)."""
+    gc.collect()  # loaders of the case before
+    torch.manual_seed(rank)
+    model = Net()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model)
+    came = 0
+    with logged() as lines:
+        for step, batch in enumerate(itertools.islice(batches, 60), start=1):
+            optimizer.zero_grad()
+            if name == "weighed":
+                optimizer.weigh(len(batch[0]))
+            model(*batch).sum().backward()
+            optimizer.step()
+            came = came or (step if lines else 0)
+    optimizer.close()
+    return lines, came
+
+
+def train_all(rank: int, world_size: int) -> dict[str, tuple[list[str], int]]:
+    makers = {name: make for name, (make, _) in MISTAKES.items()} | HARMLESS | UNEVEN
+    found = {name: train(rank, world_size, name, make(rank, world_size)) for name, make in makers.items()}
+    with pytest.raises(ValueError, match="the world is open with check_data=True, got False"):
+        torchring.init(check_data=False)
+    torchring.shutdown()
+    torchring.init(check_data=False)
+    found["on purpose"] = train(rank, world_size, "", makers["no sampler"](rank, world_size))
+    return found
+
+
+def test_mistakes_are_found_and_others_are_not_accused() -> None:
+    first, second = run_ranks(train_all, 2)
+    assert (len(MISTAKES), len(HARMLESS)) == (12, 20)
+    for name, (_, words) in MISTAKES.items():
+        lines = [*first[name][0], *second[name][0]]
+        assert any(re.search(words, line) for line in lines), (name, lines)
+        assert len({line[:20] for line in lines}) == len(lines), "each mistake once, on one rank"
+        assert max(first[name][1], second[name][1]) <= 20, name
+    assert {name: (first[name], second[name]) for name in HARMLESS} == dict.fromkeys(HARMLESS, (([], 0), ([], 0)))
+    for name, words in (("samples", "4 samples.*8 on average"), ("tokens", "32 samples or tokens.*48 on average")):
+        (line,) = [*first[name][0], *second[name][0]]
+        assert re.search(words, line)
+        assert "optimizer.weigh(" in line
+    for name in ("now and then", "weighed", "on purpose"):
+        assert first[name][0] == second[name][0] == []
+
+
+def watch(size: int, reads: Callable[[int, int], int], *, is_on: bool = True) -> list[list[str]]:
+    """What each of `size` ranks logs in 20 rounds, if rank r reads batch reads(r, step)."""
+    worlds = [
+        SimpleNamespace(rank=rank, size=size, shared=lambda _: SimpleNamespace(is_on=is_on)) for rank in range(size)
+    ]
+    every_inputs = [Inputs() for _ in worlds]
+    checks = [DataCheck(cast(World, w), inputs, is_mean=True) for w, inputs in zip(worlds, every_inputs, strict=True)]
+    texts: list[list[str]] = [[] for _ in worlds]
+    for step in range(20):
+        rounds = [RoundState(step) for _ in worlds]
+        for rank, (inputs, check, current) in enumerate(zip(every_inputs, checks, rounds, strict=True)):
+            inputs.see((torch.randn(4, 8, generator=seeded(reads(rank, step))),), {})
+            check.begin(current)
+        fields = [ControlFields((), DataCheck.numbers, DataCheck.by_rank, rank, size) for rank in range(size)]
+        wires = [field.encode(current.bits, torch.bfloat16) for field, current in zip(fields, rounds, strict=True)]
+        total = (torch.tensor(wires, dtype=torch.bfloat16) / size).sum(0, dtype=torch.bfloat16)
+        for rank, (check, current) in enumerate(zip(checks, rounds, strict=True)):
+            current.sums = fields[0].decode((total.double() * size).tolist(), torch.bfloat16)
+            with logged() as lines:
+                check.finished(current)
+            texts[rank] += lines
+    return texts
+
+
+def test_pairs_of_many_ranks() -> None:
+    """Ranks 0, 2 and 5 of six read the same, in a wire of bf16; ranks 1 and 3 read the same at other times."""
+
+    def reads(rank: int, step: int) -> int:
+        if rank in (0, 2, 5):
+            return step
+        return 1000 + step + rank if rank in (1, 3) else 10_000 * rank + step
+
+    texts = watch(6, reads)
+    assert [len(lines) for lines in texts] == [0, 0, 0, 0, 0, 1]
+    assert texts[5][0].startswith("ranks 0, 2, 5 got the same batch")
+    assert watch(6, reads, is_on=False) == [[]] * 6
+    assert watch(40, lambda rank, step: 1000 * rank + step) == [[]] * 40

@@ -1,0 +1,193 @@
+"""Does every rank train on data of its own? The mistakes that nobody notices, as losses look healthy.
+
+- Two ranks get the same batches: no DistributedSampler, or one for another rank; equal seeds; an iterable that each
+  rank reads whole.
+- An epoch has the order of the first: nobody called `set_epoch`.
+- Each worker of a DataLoader reads the whole of an iterable, so each batch comes several times.
+- Batches differ much in size between ranks, and nobody calls `weigh`: each rank's mean counts the same.
+
+A digest of each batch travels among the control bits, 6 bits of it, so nothing is sent for this. Two ranks are taken to
+read the same if their digests are equal in 8 rounds in a row, in which batches change.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from torchring.errors import ranks_in_words
+from torchring.gradients.round import MOST_BY_RANK, Participant, RoundState
+from torchring.observe.inputs import Batch, Inputs, Switch
+from torchring.observe.loaders import remedy_for_equal_epochs, remedy_for_equal_ranks, remedy_for_equal_workers
+from torchring.world import World
+
+_logger: Final = logging.getLogger("torchring")
+_IN_A_ROW: Final = 8
+_LEAST_CHANGES: Final = 6  # of them: a script may take turns with two batches, on purpose
+_NUM_FIRST: Final = 16  # batches of the first epoch that are remembered
+_LONGEST_EPOCH_CYCLE: Final = 4  # of `_IN_A_ROW`, as an epoch may be short
+_MOST_SEARCHES: Final = 3  # for a loader that explains what was found, at about 20 ms each
+_UNEVEN: Final = 0.25  # of the mean of the ranks
+
+EQUAL_EPOCHS, EQUAL_WORKERS, UNEVEN = 1, 2, 3
+_ON_PURPOSE: Final = "If this is on purpose, call torchring.init(check_data=False)"
+
+
+class DataCheck(Participant):
+    """Watches the batches of one optimizer's model. Logs each kind of mistake once, on one of the ranks that have it.
+
+    Args:
+        world: has more than one rank.
+        inputs: sees what the model is given.
+        is_mean: whether gradients are averaged over ranks, so that each rank counts the same.
+    """
+
+    numbers = ("num_samples", "num_tokens")
+    by_rank = ("batch_digest", "data_finding")
+
+    def __init__(self, world: World, inputs: Inputs, *, is_mean: bool) -> None:
+        self.batch = Batch()
+        self._rank, self._size = world.rank, world.size
+        self._inputs = inputs
+        self._inputs.is_on = self._is_on = world.shared(Switch).is_on
+        self._is_mean = is_mean
+        self._recent: deque[int] = deque(maxlen=_IN_A_ROW)  # digests of this rank's batches
+        self._in_a_row: dict[int, int] = {}  # by rank: for how many rounds it has had the batches of this rank
+        self._repeats = Repeats()
+        self._sizes = Sizes()
+        self._finding = 0, ""  # what the next round tells the others
+        self._told: set[int] = set()
+
+    def begin(self, current: RoundState) -> None:
+        if current.is_again:
+            return
+        batch = self.batch = self._inputs.take()
+        current.bits["num_samples"], current.bits["num_tokens"] = batch.num_samples, batch.num_tokens
+        if not self._is_on:
+            return
+        if batch.digest is not None and not current.is_absent:
+            current.bits["batch_digest"] = batch.digest % MOST_BY_RANK + 1
+        if not self._finding[0]:
+            self._finding = self._repeats.note(batch)
+        current.bits["data_finding"] = self._finding[0]
+
+    def finished(self, current: RoundState) -> None:
+        if not self._is_on or current.is_again:
+            return
+        sums = current.sums
+        self._compare(sums.by_rank["batch_digest"])
+        self._tell(sums.by_rank["data_finding"])
+        if self._is_mean and not (sums["is_weighted"] or sums["is_absent"] or sums["has_ended"]):
+            self._sizes.note(self.batch.num_tokens, sums["num_tokens"] / self._size)
+            if self._sizes.is_uneven and UNEVEN not in self._told and not self._finding[0]:
+                self._finding = UNEVEN, self._sizes.describe()
+
+    def _compare(self, digests: Sequence[int]) -> None:
+        own, digest = digests[self._rank], self.batch.digest
+        if not own or digest is None or 0 in self._told:
+            return
+        self._recent.append(digest)
+        if digests.count(own) == 1 and not self._in_a_row:
+            return
+        before, self._in_a_row = self._in_a_row, {}
+        for rank, other in enumerate(digests):
+            if rank != self._rank and (other == own or (not other and rank in before)):
+                self._in_a_row[rank] = before.get(rank, 0) + (other == own)
+        same = [rank for rank, count in self._in_a_row.items() if count >= _IN_A_ROW]
+        if not same or len(set(self._recent)) < _LEAST_CHANGES:
+            return
+        self._told.add(0)
+        if self._rank > max(same):  # if one rank reads what is another's, it is mostly that of the lower number
+            ranks = ranks_in_words([self._rank, *same])
+            remedy = remedy_for_equal_ranks(self._rank, self._size)
+            _logger.warning(
+                "%s got the same batch in each of the last %d steps, so all but one of them work for nothing. %s. %s",
+                *(ranks, _IN_A_ROW, remedy, _ON_PURPOSE),
+            )
+
+    def _tell(self, findings: Sequence[int]) -> None:
+        if not any(findings):
+            return
+        own, text = self._finding
+        if own and own not in self._told and findings.index(own) == self._rank:
+            ranks = ranks_in_words([rank for rank, finding in enumerate(findings) if finding == own])
+            _logger.warning("on %s, %s. %s", ranks, text, _ON_PURPOSE)
+        self._told.update(filter(None, findings))
+        if own in self._told:
+            self._finding = 0, ""
+        self._repeats.told |= self._told
+
+
+class Repeats:
+    """Notices batches that come again on this rank.
+
+    Attributes:
+        told: kinds of mistakes that need not be looked for any more.
+    """
+
+    def __init__(self) -> None:
+        self.told: set[int] = set()
+        self._first: list[int] = []  # digests of the first epoch's first batches
+        self._num_same = 0  # how many of them have come again, in their order
+        self._recent: deque[bool] = deque(maxlen=_NUM_FIRST)  # whether a batch was that before it
+        self._num_searches = 0
+
+    def note(self, batch: Batch) -> tuple[int, str]:
+        """Returns the mistake that this batch has shown, and its text; or (0, "")."""
+        if batch.is_repeated or batch.digest is not None:
+            self._recent.append(batch.is_repeated)
+        if batch.digest is not None and EQUAL_EPOCHS not in self.told:
+            self._follow(batch.digest)
+        if self._num_same == _IN_A_ROW and len(set(self._first[:_IN_A_ROW])) >= _LONGEST_EPOCH_CYCLE:
+            self._num_same = 0
+            if remedy := self._search(remedy_for_equal_epochs):
+                return EQUAL_EPOCHS, f"an epoch began with the batches of the first one, in the same order. {remedy}"
+        num_repeated = sum(self._recent)
+        is_full = len(self._recent) == _NUM_FIRST
+        if is_full and num_repeated >= _NUM_FIRST // 2 - 1 and num_repeated <= _NUM_FIRST - 2:
+            self._recent.clear()
+            if EQUAL_WORKERS not in self.told and (remedy := self._search(remedy_for_equal_workers)):
+                return EQUAL_WORKERS, f"each batch comes several times in a row. {remedy}"
+        return 0, ""
+
+    def _follow(self, digest: int) -> None:
+        if self._num_same < len(self._first) and digest == self._first[self._num_same]:
+            self._num_same += 1
+        else:
+            self._num_same = int(self._first[:1] == [digest])
+        if len(self._first) < _NUM_FIRST:
+            self._first.append(digest)
+
+    def _search(self, search: Callable[[], str]) -> str:
+        self._num_searches += 1
+        return search() if self._num_searches <= _MOST_SEARCHES else ""
+
+
+class Sizes:
+    """Compares the size of this rank's batches with the mean of the ranks."""
+
+    def __init__(self) -> None:
+        self._num_rounds = 0
+        self._num_uneven = 0
+        self._last = 0, 0.0
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether the sizes differ much, and often: the last batch of an epoch may be short."""
+        return self._num_uneven >= _IN_A_ROW and self._num_uneven >= _UNEVEN * self._num_rounds
+
+    def note(self, own: int, mean: float) -> None:
+        self._num_rounds += 1
+        if abs(own - mean) > _UNEVEN * mean:
+            self._num_uneven += 1
+            self._last = own, mean
+
+    def describe(self) -> str:
+        own, mean = self._last
+        return (
+            f"batches often differ from the ranks' mean by more than {_UNEVEN:.0%} (last time {own} samples or tokens, "
+            f"and {mean:.0f} on average), while each rank's gradient counts the same. Call optimizer.weigh(number of "
+            "samples or tokens that count) before each backward()"
+        )

@@ -1,0 +1,224 @@
+"""The gradient noise scale: how large a batch still pays. Measured while gradients are reduced.
+
+The gradient of a rank is that of b samples, and the mean of R ranks is that of R b. With S = tr(covariance of the
+gradient of one sample), squared norms are on average |G|^2 + S / b and |G|^2 + S / (R b). Both unknowns follow, and the
+noise scale is S / |G|^2. Below it, twice the batch takes nearly half the steps; far above it, hardly fewer.
+
+Source: S. McCandlish et al., "An Empirical Model of Large-Batch Training", 2018 (arXiv 1812.06162), appendix A.1.
+
+Every 8th round looks at one window of the parameters, of at most 6 tensors and 131,072 elements: at a rank's own
+gradient when its hook is called, and at the mean when it is there. What a rank has found travels among the control bits
+of a later round, as a ratio to the norm of the mean, which all ranks know. Windows take turns in an order that spreads
+over the model. S and |G|^2 are sums over windows of what each has shown on average.
+
+Example: two ranks with gradients [3, 1] and [1, 3] and mean [2, 2]. The squared norms are 10 and 8, so |G|^2 = 2 * 8 -
+10 = 6, S / b = (10 - 8) * 2 = 4, and the noise scale is 4 / 6 of a rank's batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from torchring.accelerators import accelerator_of
+from torchring.gradients.plan import ParameterSpec
+from torchring.gradients.round import Participant, RoundState
+from torchring.observe.recorder.recorder import Recorder
+from torchring.world import World
+
+ROUNDS_BETWEEN_SAMPLES: Final = 8
+_MOST_TENSORS: Final = 6
+_MOST_ELEMENTS: Final = 131_072
+_DEVICE_LAG: Final = 4  # rounds until the host reads what a device has found, without waiting for it
+_LEAST_SHARE: Final = 0.05  # of the newest sample in the mean of a window: older ones are forgotten
+_LEAST_SAMPLES: Final = 8
+_MOST_RATIO: Final = 2.0**28  # that fits among the control bits
+
+
+class Rows(NamedTuple):
+    """Rows `start` to `stop` of a parameter, along its first dimension; all of a parameter without one."""
+
+    parameter: int
+    start: int
+    stop: int
+
+
+class _Sample(NamedTuple):
+    """What this rank has found in a round, to be told to the others in round `due`.
+
+    factor: of this rank's squared norm, by how much its gradient counts in the mean.
+    norms: [2, tensors], of this rank's gradient and of the result. From a device, a copy that is -1 until it has come.
+    """
+
+    window: int
+    due: int
+    factor: float
+    norms: torch.Tensor
+
+
+class NoiseScale(Participant):
+    """Measures the noise scale of one optimizer's gradients.
+
+    Args:
+        world: has more than one rank.
+        specs, parameters: those that are reduced; may grow.
+        holds_result: whether a parameter has a gradient that an earlier round has reduced.
+        recorder: is told what was measured.
+        is_sum: whether gradients are added up over ranks, and not averaged.
+
+    Attributes:
+        batch_size: samples of all ranks in a round, smoothed.
+    """
+
+    bits = ("has_norm",)
+    numbers = ("norm_ratio",)
+
+    def __init__(
+        self,
+        world: World,
+        specs: Sequence[ParameterSpec],
+        parameters: Sequence[torch.nn.Parameter],
+        holds_result: Callable[[int], bool],
+        recorder: Recorder,
+        *,
+        is_sum: bool,
+    ) -> None:
+        self._size = world.size
+        self._specs = specs
+        self._parameters = parameters
+        self._holds_result = holds_result
+        self._recorder = recorder
+        self._scale = 1 / world.size if is_sum else 1.0
+        self._num_specs = 0  # of which the windows are
+        self._windows: list[list[Rows]] = []
+        self._order: list[int] = []
+        self._num_samples = 0
+        self._num_seen = np.zeros(0)  # by window: samples
+        self._signal = np.zeros(0)  # by window: mean estimate of |G|^2
+        self._noise = np.zeros(0)  # by window: mean estimate of S / b
+        self.batch_size = 0.0
+
+        # The round, and the sample that waits to be told
+        self._window: int | None = None
+        self._own: dict[int, torch.Tensor] = {}  # by parameter: the norm of this rank's gradient
+        self._sample: _Sample | None = None
+
+    @property
+    def noise_scale(self) -> float | None:
+        """In samples. Infinite if noise hides the gradient; None as long as little is known."""
+        if self._num_samples < _LEAST_SAMPLES or not self.batch_size:
+            return None
+        signal, noise = float(self._signal.sum()), max(0.0, float(self._noise.sum()))
+        return noise / signal * self.batch_size / self._size if signal > 0 else math.inf
+
+    def begin(self, current: RoundState) -> None:
+        self._window, self._own = None, {}
+        sample = self._sample
+        if sample is not None and current.number == sample.due:
+            ratio = _ratio(sample)
+            current.bits["has_norm"], current.bits["norm_ratio"] = ratio is not None, ratio or 0.0
+        if current.number % ROUNDS_BETWEEN_SAMPLES or not current.number or current.is_again or current.is_absent:
+            return
+        if self._num_specs != len(self._specs):
+            self._cut()
+        if not self._windows:
+            return
+        window = self._order[current.number // ROUNDS_BETWEEN_SAMPLES % len(self._order)]
+        rows = self._windows[window]
+        if not any(self._holds_result(each.parameter) for each in rows):
+            self._window = window
+            current.looks = {each.parameter: self._look for each in rows}
+
+    def finished(self, current: RoundState) -> None:
+        sums, sample = current.sums, self._sample
+        if sample is not None and current.number >= sample.due:
+            self._sample = None
+            if sums["has_norm"] == self._size and current.number == sample.due:
+                self._add(sample, sums["norm_ratio"] / self._size)
+        if sums["num_samples"]:
+            self.batch_size += (sums["num_samples"] - self.batch_size) * (0.1 if self.batch_size else 1.0)
+        if self._window is None or current.non_finite is not None or sums["is_absent"] or sums["has_ended"]:
+            return
+        # The mean is that of factor * gradient; by the weights, of gradients that are means of so many samples.
+        counts = current.bits["weight"] * self._size / sums["weight"] if sums["is_weighted"] else 1.0
+        factor = (current.factor * current.scale) ** 2 / counts if counts else 0.0
+        rows = self._windows[self._window]
+        means = [_norm(self._parameters[each.parameter], each) for each in rows]
+        zero = torch.zeros((), device=means[0].device)
+        norms = torch.stack([torch.stack([self._own.get(each.parameter, zero) for each in rows]), torch.stack(means)])
+        accelerator = accelerator_of(norms.device)
+        lag = 1 if accelerator is None else _DEVICE_LAG
+        norms = norms if accelerator is None else accelerator.fetch(norms)
+        self._sample = _Sample(self._window, current.number + lag, factor, norms)
+
+    def _look(self, index: int) -> None:
+        """Parameter `index` has this rank's gradient. From the parameter's hook."""
+        assert self._window is not None
+        rows = next(each for each in self._windows[self._window] if each.parameter == index)
+        self._own[index] = _norm(self._parameters[index], rows)
+
+    def _add(self, sample: _Sample, ratio: float) -> None:
+        """All ranks know how the squared norms of their gradients compare with that of the mean, on average."""
+        result = float(sample.norms[1].double().square().sum())
+        small, large = ratio * result, result * self._scale**2
+        window, size = sample.window, self._size
+        self._num_samples += 1
+        self._num_seen[window] += 1
+        share = max(1 / self._num_seen[window], _LEAST_SHARE)
+        self._signal[window] += ((size * large - small) / (size - 1) - self._signal[window]) * share
+        self._noise[window] += ((small - large) * size / (size - 1) - self._noise[window]) * share
+        self._recorder.noise_scale, self._recorder.batch_size = self.noise_scale, self.batch_size
+
+    def _cut(self) -> None:
+        self._num_specs = len(self._specs)
+        self._windows = list(_windows(self._specs))
+        # Bit by bit from the highest one on, so that a few windows are from all over the model.
+        width = max(1, len(self._windows) - 1).bit_length()
+        reversed_ = (int(f"{i:0{width}b}"[::-1], 2) for i in range(2**width))
+        self._order = [i for i in reversed_ if i < len(self._windows)]
+        self._num_samples, self._sample = 0, None
+        self._num_seen, self._signal, self._noise = (np.zeros(len(self._windows)) for _ in range(3))
+
+
+def _windows(specs: Sequence[ParameterSpec]) -> Iterator[list[Rows]]:
+    """Parts of the parameters, of up to `_MOST_TENSORS` tensors and `_MOST_ELEMENTS` elements, or one row."""
+    window: list[Rows] = []
+    room = _MOST_ELEMENTS
+    for index, spec in enumerate(specs):
+        num_rows = spec.shape[0] if spec.shape else 1
+        if spec.is_sparse or not spec.numel:
+            continue
+        row, start = spec.numel // num_rows, 0
+        while start < num_rows:
+            if window and (len(window) == _MOST_TENSORS or room < row or window[-1].parameter == index):
+                yield window
+                window, room = [], _MOST_ELEMENTS
+            stop = min(num_rows, start + max(1, room // row))
+            window.append(Rows(index, start, stop))
+            room -= (stop - start) * row
+            start = stop
+    if window:
+        yield window
+
+
+def _norm(parameter: torch.nn.Parameter, rows: Rows) -> torch.Tensor:
+    """The norm of a part of a gradient, in fp32 at least. 0-dim, on the gradient's device."""
+    grad = parameter.grad
+    if grad is None:
+        return torch.zeros((), device=parameter.device)
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    part = grad.detach()[rows.start : rows.stop] if grad.dim() else grad.detach()
+    return cast(torch.Tensor, torch.linalg.vector_norm(part, dtype=dtype)).to(torch.float32)
+
+
+def _ratio(sample: _Sample) -> float | None:
+    """How this rank's squared norm compares with that of the result. None if that is not known."""
+    if bool((sample.norms < 0).any()):  # the device is far behind
+        return None
+    own, result = sample.norms.double().square().sum(1).tolist()
+    ratio = sample.factor * own / result if result else math.inf
+    return ratio if ratio <= _MOST_RATIO else None
