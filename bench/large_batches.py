@@ -19,7 +19,7 @@ Recipes. k is the factor of the batch; learning rates decay to 0 as a cosine:
 Each search has 4 values, a factor of 2 apart, and a seed that is not among the three.
 
 One process computes what k ranks would: for the mean, as one batch; for Adasum, as k micro-batches, one for each rank,
-combined for each parameter tensor as `torchring.horovod` does. `check` compares that with 4 ranks.
+combined for each parameter tensor as `torchring.wrap(..., op="adasum")` does. `check` compares that with 4 ranks.
 """
 
 from __future__ import annotations
@@ -234,8 +234,8 @@ def train(
     torch.manual_seed(seed)
     model = task.model()
     optimizer: Any = task.optimizer(model, lr, is_layer_wise=recipe == "layers")
-    if ranks > 1 and recipe != "adasum":
-        optimizer = torchring.wrap(optimizer, model)
+    if ranks > 1:
+        optimizer = torchring.wrap(optimizer, model, op="adasum" if recipe == "adasum" else "mean")
     micro, steps = task.base, task.samples // (task.base * factor)
     warming = 0 if recipe in ("same", "rule") else max(1, round(WARM_UP * steps))
     scheduler: Any = CosineAnnealingLR(optimizer, steps - warming)
@@ -247,11 +247,11 @@ def train(
         first = step * micro * factor + count * torchring.rank()
         inputs, targets = task.batch(range(first, first + count))
         loss = MeanMetric()
-        if recipe == "adasum":
-            grads, values = _gradients(model, inputs, targets, count // micro)
+        if recipe == "adasum" and ranks == 1:
+            grads, values = _gradients(model, inputs, targets, factor)
             loss.update({"loss": values})
             for name, p in model.named_parameters():
-                p.grad = _adasum_of_ranks(grads[name][0]) if ranks > 1 else adasum(list(grads[name]))
+                p.grad = adasum(list(grads[name]))
         else:
             optimizer.zero_grad()
             value: Any = cross_entropy(model(inputs).flatten(0, -2), targets)
@@ -282,14 +282,6 @@ def _gradients(
         )
     gradients: dict[str, torch.Tensor] = found[0]
     return gradients, found[1]
-
-
-def _adasum_of_ranks(grad: torch.Tensor) -> torch.Tensor:
-    import torchring.horovod as hvd
-
-    hvd.init()
-    result: torch.Tensor = hvd.allreduce(grad, op=hvd.Adasum)
-    return result
 
 
 def run(task: Task, seed: int, recipe: str, factor: int, lr: float, purpose: str) -> dict[str, Any]:
