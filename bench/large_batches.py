@@ -19,7 +19,7 @@ Recipes. k is the factor of the batch; learning rates decay to 0 as a cosine:
 Each search has 4 values, a factor of 2 apart, and a seed that is not among the three.
 
 One process computes what k ranks would: for the mean, as one batch; for Adasum, as k micro-batches, one for each rank,
-combined for each parameter tensor as `torchring.horovod` does. `check` compares that with 4 ranks.
+combined for each parameter tensor as `torchring.wrap(..., op="adasum")` does. `check` compares that with 4 ranks.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import argparse
 import json
 import math
 import os
+import re
 import statistics
 import string
 import sys
@@ -54,6 +55,7 @@ from torchring.recipes import LAMB, LARS, MeanMetric, scale_lr, warm_up
 
 FACTORS: Final = (8, 32, 64)
 RECIPES: Final = ("same", "rule", "warm-up", "tuned", "layers", "adasum")
+NAMES: Final = {"layers": "LARS, LAMB", "adasum": "Adasum"}
 SEARCHED: Final = ("tuned", "layers", "adasum")
 SEEDS: Final = (0, 1, 2)
 SEARCH_SEED: Final = 10
@@ -61,6 +63,9 @@ SEARCH_FACTOR: Final = 32
 WARM_UP: Final = 0.1  # of the steps
 CHECK_RANKS: Final = 4
 CHECK_STEPS: Final = 30
+
+
+Runs = list[tuple[dict[str, Any], list[dict[str, Any]]]]
 
 
 class Task(ABC):
@@ -229,8 +234,8 @@ def train(
     torch.manual_seed(seed)
     model = task.model()
     optimizer: Any = task.optimizer(model, lr, is_layer_wise=recipe == "layers")
-    if ranks > 1 and recipe != "adasum":
-        optimizer = torchring.wrap(optimizer, model)
+    if ranks > 1:
+        optimizer = torchring.wrap(optimizer, model, op="adasum" if recipe == "adasum" else "mean")
     micro, steps = task.base, task.samples // (task.base * factor)
     warming = 0 if recipe in ("same", "rule") else max(1, round(WARM_UP * steps))
     scheduler: Any = CosineAnnealingLR(optimizer, steps - warming)
@@ -242,11 +247,11 @@ def train(
         first = step * micro * factor + count * torchring.rank()
         inputs, targets = task.batch(range(first, first + count))
         loss = MeanMetric()
-        if recipe == "adasum":
-            grads, values = _gradients(model, inputs, targets, count // micro)
+        if recipe == "adasum" and ranks == 1:
+            grads, values = _gradients(model, inputs, targets, factor)
             loss.update({"loss": values})
             for name, p in model.named_parameters():
-                p.grad = _adasum_of_ranks(grads[name][0]) if ranks > 1 else adasum(list(grads[name]))
+                p.grad = adasum(list(grads[name]))
         else:
             optimizer.zero_grad()
             value: Any = cross_entropy(model(inputs).flatten(0, -2), targets)
@@ -277,14 +282,6 @@ def _gradients(
         )
     gradients: dict[str, torch.Tensor] = found[0]
     return gradients, found[1]
-
-
-def _adasum_of_ranks(grad: torch.Tensor) -> torch.Tensor:
-    import torchring.horovod as hvd
-
-    hvd.init()
-    result: torch.Tensor = hvd.allreduce(grad, op=hvd.Adasum)
-    return result
 
 
 def run(task: Task, seed: int, recipe: str, factor: int, lr: float, purpose: str) -> dict[str, Any]:
@@ -358,22 +355,33 @@ def _losses(task: Task, recipe: str) -> list[float]:
 # Tables and a plot
 
 
+def latest(runs: Runs, task: type[Task]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The provenance and the results of the last run that has this task. `runs`: those of `measure.read_runs`."""
+    for about, rows in reversed(runs):
+        if found := [row for row in rows if (row["task"], row["purpose"]) == (task.name, "result")]:
+            return about, found
+    raise SystemExit(f"there are no results of {task.name}")
+
+
 def results(rows: Sequence[dict[str, Any]], task: type[Task], recipe: str, factor: int) -> list[float]:
     """The score of each seed; NaN where training has broken."""
     return [
         math.nan if row[task.score] is None else row[task.score]
         for row in rows
-        if (row["task"], row["purpose"], row["recipe"], row["factor"]) == (task.name, "result", recipe, factor)
+        if (row["recipe"], row["factor"]) == (recipe, factor)
     ]
 
 
-def report(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> None:
-    rows = [row for row in rows if row["purpose"] != "check"]
+def report(runs: Runs) -> None:
     for task in TASKS:
+        about, rows = latest(runs, task)
         base = statistics.mean(results(rows, task, "same", 1))
         lines = []
         for recipe in RECIPES:
-            cells = [recipe, _cell(results(rows, task, recipe, 1), task, base) if recipe == "same" else ""]
+            cells = [
+                NAMES.get(recipe, recipe),
+                _cell(results(rows, task, recipe, 1), task, base) if recipe == "same" else "",
+            ]
             lines.append(cells + [_cell(results(rows, task, recipe, factor), task, base) for factor in FACTORS])
         what = "accuracy in %, (points from x1)" if task.score == "accuracy" else "loss (distance from x1)"
         columns = ["recipe", "x1", *(f"x{factor}" for factor in FACTORS)]
@@ -391,7 +399,7 @@ def _cell(scores: Sequence[float], task: type[Task], base: float) -> str:
     return f"{mean:.3f} ({100 * (mean / base - 1):+.1f} %), {min(finite):.3f} to {max(finite):.3f}"
 
 
-def plot(rows: Sequence[dict[str, Any]], path: str) -> None:
+def plot(runs: Runs, path: str) -> None:
     """Draw scores by batch. Raises ModuleNotFoundError without matplotlib."""
     import matplotlib
 
@@ -399,9 +407,9 @@ def plot(rows: Sequence[dict[str, Any]], path: str) -> None:
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "torchring", "font.size": 9})
-    rows = [row for row in rows if row["purpose"] != "check"]
-    figure, axes = plt.subplots(1, len(TASKS), figsize=(9, 3.6))
+    figure, axes = plt.subplots(1, len(TASKS), figsize=(9.6, 3.4), layout="constrained")
     for task, axis in zip(TASKS, axes, strict=True):
+        _, rows = latest(runs, task)
         base = statistics.mean(results(rows, task, "same", 1))
         near = (base - 0.5, base) if task.score == "accuracy" else (base, 1.02 * base)
         axis.axhspan(*near, color="0.9", label="within 0.5 points, 2 %")
@@ -415,8 +423,8 @@ def plot(rows: Sequence[dict[str, Any]], path: str) -> None:
             spread = [[m - min(s) for m, s in zip(means, found.values(), strict=True)],
                       [max(s) - m for m, s in zip(means, found.values(), strict=True)]]  # fmt: skip
             places = [f * (1 + 0.03 * (index - 2.5)) if f > 1 else 1 for f in found]
-            name = {"layers": "LARS" if task.name == "digits" else "LAMB", "adasum": "Adasum"}.get(recipe, recipe)
-            axis.errorbar(places, means, spread, marker="o", markersize=3, linewidth=1, capsize=2, label=name)
+            style: dict[str, Any] = {"marker": "o", "markersize": 3, "linewidth": 1, "capsize": 2}
+            axis.errorbar(places, means, spread, label=NAMES.get(recipe, recipe), **style)
         if task.score == "accuracy":
             axis.set_ylim(max(85.0, worst - 1), 100)
         axis.set_xscale("log", base=2)
@@ -425,23 +433,23 @@ def plot(rows: Sequence[dict[str, Any]], path: str) -> None:
         axis.set_title(
             "digits: accuracy, %" if task.score == "accuracy" else "character GPT: held-out loss", fontsize=9
         )
-        axis.legend(fontsize=7, frameon=False)
-    figure.tight_layout()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=8, frameon=False)
     figure.savefig(path, metadata={"Date": None})
+    text = re.sub(r"(\.\d\d)\d+", r"\1", Path(path).read_text())  # a hundredth of a point is enough
+    Path(path).write_text(re.sub(r"\s*\n\s*", "\n", text))
 
 
 def main() -> int:
     parser = measure.parser("large_batches", __doc__ or "")
     parser.add_argument("--tasks", nargs="+", choices=[kind.name for kind in TASKS], default=[k.name for k in TASKS])
-    parser.add_argument("--results", metavar="FILE", help="show the last results in this file, and train nothing")
+    parser.add_argument("--results", metavar="FILE", help="show the last results of each task in this file")
     parser.add_argument("--plot", type=measure.writable, metavar="FILE", help="draw the results to this SVG file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.worker:
         return work(options)
     if options.results:
-        runs = measure.read_runs(options.results)[-len(TASKS) :]  # a run of each task, or of both
-        about, rows = runs[-1][0], [row for _, rows in runs for row in rows]
+        runs = measure.read_runs(options.results)
     else:
         about = measure.provenance() | {"script": "large_batches.py", "ranks": CHECK_RANKS}
         tasks = [kind() for kind in TASKS if kind.name in options.tasks]
@@ -449,10 +457,12 @@ def main() -> int:
         for task in tasks:
             rows += study(task)
         measure.write_rows(options.json, rows, about)
-    if {row["task"] for row in rows} == {kind.name for kind in TASKS}:
-        report(rows, about)
-        if options.plot:
-            plot(rows, options.plot)
+        runs = [(about, rows)]
+        if len(tasks) < len(TASKS):
+            return 0
+    report(runs)
+    if options.plot:
+        plot(runs, options.plot)
     return 0
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from torch.utils.data import Sampler as TorchSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -78,7 +78,10 @@ class World:
 
 @pytest.mark.parametrize("kind", ["plain", "stateful", "by length"])
 @pytest.mark.parametrize("calls_set_epoch", [True, False])
-def test_100_schedules_of_kill_resume_and_resize(kind: str, calls_set_epoch: bool) -> None:
+def test_100_schedules_of_kill_resume_and_resize(
+    kind: str, calls_set_epoch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchring.data.sampler._AT_ONCE", 3)
     num_killed = 0
     for seed in range(100 if kind == "plain" else 40):
         choose = random.Random(seed)
@@ -156,6 +159,8 @@ def test_stateful_data_loader(num_workers: int) -> None:
 @pytest.mark.parametrize("is_stateful", [True, False])
 def test_accelerate(is_stateful: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Accelerate shares batches out to its processes, and takes one batch ahead of the loop. torchring looks on."""
+    from accelerate.data_loader import prepare_data_loader, skip_first_batches  # takes seconds
+
     monkeypatch.setattr(DataLoader, "__iter__", process._timed_begin)
     monkeypatch.setattr(_BaseDataLoaderIter, "__next__", process._timed_load)
     order = permutation(48, 0, 0)
@@ -198,6 +203,8 @@ def test_accelerate(is_stateful: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_skipped_batches_count() -> None:
+    from accelerate.data_loader import skip_first_batches
+
     sampler = Sampler(range(12), shuffle=False)
     loader = skip_first_batches(DataLoader(range(12), 3, sampler=sampler), 2)  # type: ignore[arg-type]
     assert [(batch.tolist(), sampler.position) for batch in loader] == [([6, 7, 8], 9), ([9, 10, 11], 12)]
@@ -328,3 +335,26 @@ def test_a_sampler_around_it() -> None:
     for asks in (True, False):
         with pytest.raises(ValueError, match=r"shares the sampler's samples out again.*use_distributed_sampler=False"):
             list(Around(Sampler(range(4), batch_size=1), asks))
+
+
+class _Loss:
+    """Weak references see when it goes."""
+
+
+class Script:
+    def train(self, loader: DataLoader[int], other: DataLoader[int]) -> list[weakref.ref[_Loss]]:
+        seen = []
+        for _ in loader:
+            loss = _Loss()
+            seen.append(weakref.ref(loss))
+            len(other)
+            next(iter(other))
+            del loss
+            assert seen[-1]() is None
+        return seen
+
+
+def test_what_a_loop_lets_go_goes() -> None:
+    """Before Python 3.13, to look at a frame's variables keeps them."""
+    loader, other = (DataLoader(range(4), 2, sampler=Sampler(range(4))) for _ in range(2))  # type: ignore[arg-type]
+    assert len(Script().train(loader, other)) == 2

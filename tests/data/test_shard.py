@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import datasets
 import pytest
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -47,6 +46,8 @@ def test_other_ways_to_start_workers() -> None:
 
 def test_streams_of_hugging_face() -> None:
     """Ranks have files of their own where they can have equally many, and otherwise leave out elements."""
+    import datasets  # takes seconds
+
     for num_shards in (4, 3):
         rows = datasets.Dataset.from_dict({"n": [*range(22)]}).to_iterable_dataset(num_shards=num_shards)
         parts = [shard(rows, rank=rank, size=2) for rank in range(2)]

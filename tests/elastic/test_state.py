@@ -40,6 +40,13 @@ def test_a_state_needs_an_optimizer_from_wrap() -> None:
         torchring.elastic.State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def test_a_sampler_that_counts_no_steps_is_refused() -> None:
+    with pytest.raises(
+        TypeError, match=r"sampler is a torchring\.data\.Sampler, .* pass a torchring\.elastic\.Sampler"
+    ):
+        torchring.elastic.State(**parts(), sampler=torchring.data.Sampler(range(4)))
+
+
 def test_a_value_that_cannot_be_sent_is_named() -> None:
     with pytest.raises(TypeError, match=r"lock.* of type lock,"):
         torchring.elastic.State(**parts(), lock=threading.Lock())

@@ -138,7 +138,7 @@ def _drawn(sampler: Any) -> Iterator[Any]:
         sampler._resume(sampler.epoch, 0)
         batches: Any = sampler
         if sampler.batch_sampler is None:
-            batches = BatchSampler(sampler, sampler._own_batch_size or 1, False)
+            batches = BatchSampler(sampler, sampler._own_batch_size or 4096, False)
         for batch in batches:
             yield from batch[: sampler.weight()]
     else:

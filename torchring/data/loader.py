@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import FrameType, SimpleNamespace
 from typing import Any, Final
 
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 _MAX_FRAMES: Final = 16  # from a sampler's __iter__ to the training loop
@@ -64,6 +64,8 @@ def who_asks(sampler: object) -> Asking:
             found.batches = each
         elif isinstance(each, _BaseDataLoaderIter) and found.loader is None:
             found.loader = each
+        elif found.loader is None and isinstance(each, DataLoader):
+            break  # for its length; above is the script
         elif found.loader is None and "batch_sampler" in known:
             found.num_skipped += known.get("skip_batches", 0)
             if known.get("num_processes", 1) > 1:

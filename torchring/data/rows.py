@@ -158,7 +158,7 @@ class RowGroups(Parts):
         Raises:
             ValueError: workers read the rows.
         """
-        if self._newest is None and self._readers:
+        if self._readers and get_worker_info() is None:
             raise ValueError(
                 "DataLoader workers read the rows, so only they know how many: use torchdata's StatefulDataLoader and "
                 "its state_dict(), or num_workers=0, where a thread reads ahead"
@@ -252,8 +252,7 @@ class _Rows(Iterator[Any]):
         if self._drawing is None:
             dataset._newest = self
             rank, size, worker, num_workers = dataset.part()
-            if get_worker_info() is not None:
-                dataset._readers.fill_(1)
+            dataset._readers.fill_(get_worker_info() is not None)
             own = share(share(self.left(), rank, size), worker, num_workers)
             self._drawing = self._draw(_cut(own, self._num_taken, None))
         try:

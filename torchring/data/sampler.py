@@ -6,12 +6,14 @@ import bisect
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from torchring.data.epoch import EpochSampler, Pass, batch_size_of, drawn, rank_and_size
 from torchring.data.loader import Asking, watch, watch_draws
+
+_AT_ONCE: Final = 4096  # samples that are Python numbers
 
 
 class Sampler(EpochSampler):
@@ -206,7 +208,9 @@ class _Draws(Iterator[Any]):
     def __next__(self) -> Any:
         if self._plan is None:
             self._begin(*self._sampler._next())
-        return next(self._drawing)
+        drawn = next(self._drawing)
+        self._num_drawn += 1
+        return drawn
 
     def state_dict(self) -> dict[str, int | bool]:
         """The state with all that has been drawn. torchdata's loader keeps it for the batch that was drawn last."""
@@ -273,10 +277,12 @@ class _Draws(Iterator[Any]):
 
     def _draw(self) -> Iterator[Any]:
         order, share = self._sampler._order(self._epoch), self.plan.share
-        for batch in range(share.num_batches):
-            for sample in drawn(order, share.share(batch)):
-                self._num_drawn += 1
-                yield sample
+        if not share.num_batches:
+            return
+        last = share.share(share.num_batches - 1)  # before it, all batches are full, so all shares are equal
+        for positions in (range(share.start + share.rank, share.bounds(share.num_batches - 1)[0], share.size), last):
+            for i in range(0, len(positions), _AT_ONCE):
+                yield from drawn(order, positions[i : i + _AT_ONCE])
 
     def _position(self, num: int) -> int:
         """Number of samples at the front of the epoch, once each rank has `num`."""

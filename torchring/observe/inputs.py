@@ -24,6 +24,9 @@ _NUM_VALUES: Final = 256  # of a tensor: images have edges of one colour, and te
 _MOST_TENSORS: Final = 4  # of the model's arguments
 _PLACE_BITS: Final = 24  # of a random place, as a fraction of the tensor
 _FRACTIONS: Final = np.sort(np.random.RandomState(0).randint(2**_PLACE_BITS, size=_NUM_VALUES, dtype=np.int64))
+_NUM_FIRST: Final = 64  # batches that are looked at when training begins
+_NUM_OF_EPOCH: Final = 24  # when a DataLoader begins
+_NUM_AGAIN: Final = 16  # of each 128, for loops without a DataLoader
 _LAG: Final = 4  # rounds until a digest is read that a device works out: nobody waits for it
 
 
@@ -62,11 +65,14 @@ class Inputs:
 
     The digest is that of 256 values of the first tensor that changes from batch to batch, at fixed random places. So
     tensors that are the same in each batch (positions, a mask), or have one value everywhere (a time), show nothing.
-    A tensor on a device is sampled there, and read some reductions later, without waiting for the device.
+    A tensor on a device is sampled there, and read some reductions later, without waiting for the device. Mistakes show
+    at the beginning of an epoch, so only a part of the other batches is looked at.
     """
 
     def __init__(self) -> None:
         self.is_on = False
+        self._num_left = _NUM_FIRST  # batches to look at
+        self._num_taken = 0
         self._num_samples = 0
         self._num_tokens = 0
         self._is_seen = False  # the first batch of this reduction
@@ -88,13 +94,17 @@ class Inputs:
         self._num_samples += num_samples
         is_text = first.dim() == 2 and not (first.is_floating_point() or first.is_complex() or first.is_nested)
         self._num_tokens += first.numel() if is_text else num_samples
-        if self.is_on and not self._is_seen:
+        if self.is_on and self._num_left and not self._is_seen:
             self._is_seen = True
             self._is_same_tensor = self._first is not None and self._first() is first
             self._first = weakref.ref(first)
             with contextlib.suppress(Exception):
                 self._values.extend(self._sample(_tensors((*inputs, *keywords.values()))))
         return num_samples
+
+    def begin_epoch(self) -> None:
+        """A DataLoader begins."""
+        self._num_left = max(self._num_left, _NUM_OF_EPOCH)
 
     def take(self) -> Batch:
         """A reduction begins. Returns what was seen since the last call."""
@@ -105,6 +115,10 @@ class Inputs:
         if self._is_on_device:
             self._waiting.append(values)
             values = self._waiting.popleft() if len(self._waiting) > _LAG else []
+        self._num_taken += 1
+        self._num_left = _NUM_AGAIN if self._num_taken % 128 == 0 else max(0, self._num_left - 1)
+        if not values:
+            return Batch(num_samples, num_tokens)
         digests = tuple(map(_digest, values))
         before, self._before = self._before, digests
         changed = (new for i, new in enumerate(digests) if new is not None and (i >= len(before) or new != before[i]))

@@ -25,6 +25,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from torchring import data
 from torchring.collectives.initial_state import (
     Stateful,
     broadcast_parameters,
@@ -193,6 +194,12 @@ class State:
             raise ValueError(f"global_batch must be a number of samples, 1 or more, got {global_batch!r}")
         if every is not None and not (timedelta() < every if isinstance(every, timedelta) else every >= 1):
             raise ValueError(f"every must be a number of steps, 1 or more, or a positive timedelta, got {every!r}")
+        for name, each in self._stateful.items():
+            if isinstance(each, data.Sampler):
+                raise TypeError(
+                    f"{name} is a torchring.data.Sampler, which counts batches that a loop was handed, and not steps "
+                    "that all ranks have finished: pass a torchring.elastic.Sampler"
+                )
         for name, module in self._modules.items():
             try:
                 check_broadcastable(module)

@@ -6,10 +6,10 @@ noise scale is S / |G|^2. Below it, twice the batch takes nearly half the steps;
 
 Source: S. McCandlish et al., "An Empirical Model of Large-Batch Training", 2018 (arXiv 1812.06162), appendix A.1.
 
-Every 8th round looks at one window of the parameters, of at most 6 tensors and 131,072 elements: at a rank's own
-gradient when its hook is called, and at the mean when it is there. What a rank has found travels among the control bits
-of a later round, as a ratio to the norm of the mean, which all ranks know. Windows take turns in an order that spreads
-over the model. S and |G|^2 are sums over windows of what each has shown on average.
+Every 8th round, and after 512 rounds every 32nd, looks at one window of the parameters, of at most 4 tensors and
+65,536 elements: at a rank's own gradient when its hook is called, and at the mean when it is there. What a rank has
+found travels among the control bits of a later round, as a ratio to the norm of the mean, which all ranks know. Windows
+take turns in an order that spreads over the model. S and |G|^2 are sums over windows of what each has shown on average.
 
 Example: two ranks with gradients [3, 1] and [1, 3] and mean [2, 2]. The squared norms are 10 and 8, so |G|^2 = 2 * 8 -
 10 = 6, S / b = (10 - 8) * 2 = 4, and the noise scale is 4 / 6 of a rank's batch.
@@ -31,8 +31,9 @@ from torchring.observe.recorder.recorder import Recorder
 from torchring.world import World
 
 ROUNDS_BETWEEN_SAMPLES: Final = 8
-_MOST_TENSORS: Final = 6
-_MOST_ELEMENTS: Final = 131_072
+_NUM_OFTEN: Final = 64  # samples; after them, four times as many rounds lie between two
+_MOST_TENSORS: Final = 4
+_MOST_ELEMENTS: Final = 65_536
 _DEVICE_LAG: Final = 4  # rounds until the host reads what a device has found, without waiting for it
 _LEAST_SHARE: Final = 0.05  # of the newest sample in the mean of a window: older ones are forgotten
 _LEAST_SAMPLES: Final = 8
@@ -123,13 +124,14 @@ class NoiseScale(Participant):
         if sample is not None and current.number == sample.due:
             ratio = _ratio(sample)
             current.bits["has_norm"], current.bits["norm_ratio"] = ratio is not None, ratio or 0.0
-        if current.number % ROUNDS_BETWEEN_SAMPLES or not current.number or current.is_again or current.is_absent:
+        index = _index_of(current.number)
+        if index is None or current.is_again or current.is_absent:
             return
         if self._num_specs != len(self._specs):
             self._cut()
         if not self._windows:
             return
-        window = self._order[current.number // ROUNDS_BETWEEN_SAMPLES % len(self._order)]
+        window = self._order[index % len(self._order)]
         rows = self._windows[window]
         if not any(self._holds_result(each.parameter) for each in rows):
             self._window = window
@@ -189,6 +191,14 @@ class NoiseScale(Participant):
         self._order = [i for i in reversed_ if i < len(self._windows)]
         self._num_samples, self._sample = 0, None
         self._num_seen, self._signal, self._noise = (np.zeros(len(self._windows)) for _ in range(3))
+
+
+def _index_of(number: int) -> int | None:
+    """The number of the sample that is taken in a round. None if the round takes none."""
+    if number < _NUM_OFTEN * ROUNDS_BETWEEN_SAMPLES:
+        return None if number % ROUNDS_BETWEEN_SAMPLES or not number else number // ROUNDS_BETWEEN_SAMPLES
+    rest = number - _NUM_OFTEN * ROUNDS_BETWEEN_SAMPLES
+    return None if rest % (4 * ROUNDS_BETWEEN_SAMPLES) else _NUM_OFTEN + rest // (4 * ROUNDS_BETWEEN_SAMPLES)
 
 
 def _windows(specs: Sequence[ParameterSpec]) -> Iterator[list[Rows]]:

@@ -49,6 +49,8 @@ def _timed(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
                 recorder.loading_ns = before + took
                 if gives:
                     recorder.num_workers = self._num_workers
+                else:
+                    recorder.loader_has_begun = True
                 if worked != UNKNOWN:
                     recorder.loading_cpu_ns = max(0, cpu_before) + worked
 
