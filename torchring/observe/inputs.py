@@ -23,7 +23,6 @@ from torchring.world import World
 _NUM_VALUES: Final = 256  # of a tensor: images have edges of one colour, and texts end in padding
 _MOST_TENSORS: Final = 4  # of the model's arguments
 _PLACE_BITS: Final = 24  # of a random place, as a fraction of the tensor
-_FRACTIONS: Final = np.sort(np.random.RandomState(0).randint(2**_PLACE_BITS, size=_NUM_VALUES, dtype=np.int64))
 _NUM_FIRST: Final = 64  # batches that are looked at when training begins
 _NUM_OF_EPOCH: Final = 24  # when a DataLoader begins
 _NUM_AGAIN: Final = 16  # of each 128, for loops without a DataLoader
@@ -176,12 +175,16 @@ def _values_of(tensor: torch.Tensor) -> bytes:
 @functools.lru_cache(maxsize=64)
 def _places(size: int) -> npt.NDArray[np.int64]:
     """The positions that are looked at in a tensor of `size` elements, the same on all ranks."""
-    return _FRACTIONS * size >> _PLACE_BITS
+    return _fractions() * size >> _PLACE_BITS
+
+
+def _fractions() -> npt.NDArray[np.int64]:
+    return np.sort(np.random.RandomState(0).randint(2**_PLACE_BITS, size=_NUM_VALUES, dtype=np.int64))
 
 
 @functools.lru_cache(maxsize=16)
 def _fractions_on(device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(_FRACTIONS).to(device)
+    return torch.from_numpy(_fractions()).to(device)
 
 
 def _digest(values: _Values) -> int | None:
