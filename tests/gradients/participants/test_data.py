@@ -307,3 +307,32 @@ def test_a_look_at_inputs_leaves_them_as_they_are() -> None:
     inputs.take()
     inputs.see((again,), {})
     again.resize_(50, 50)
+
+
+def test_what_was_seen_before_the_ranks_met_belongs_to_no_round() -> None:
+    """As in an elastic job that had one rank for a while."""
+    world = SimpleNamespace(rank=0, size=2, shared=lambda _: SimpleNamespace(is_on=True))
+    inputs = Inputs()
+    for _ in range(100):
+        inputs.see((torch.randn(4, 8),), {})
+    check, current = DataCheck(cast(World, world), inputs, is_mean=True), RoundState(0)
+    inputs.see((torch.randn(4, 8),), {})
+    check.begin(current)
+    assert current.bits["num_samples"] == 4
+
+
+def test_batches_of_another_size_each_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests come some rounds later, and are equal where batches are."""
+    device = SimpleNamespace(is_capturing=lambda: False, fetch=lambda tensor: tensor.clone())
+    monkeypatch.setattr("torchring.observe.inputs.accelerator_of", lambda _: device)
+    found = []
+    for seed in (1, 1, 2):
+        inputs, generator = Inputs(), torch.Generator().manual_seed(seed)
+        inputs.is_on = True
+        for length in range(2, 60, 7):
+            inputs.see((torch.randn(4, length, 2, generator=generator).transpose(0, 1),), {})
+            found.append(inputs.take().digest)
+    assert found[:9] == found[9:18]
+    assert not {*found[4:9]} & {*found[22:27]}
+    assert found[:4] == [None] * 4
+    assert None not in found[4:9]
