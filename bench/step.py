@@ -184,8 +184,8 @@ def without_recorder(model: torch.nn.Module) -> Trainer:
 
 
 def without_data_check_and_noise(model: torch.nn.Module) -> Trainer:
-    torchring.init(check_data=False)
     trainer = with_torchring(model)
+    trainer.optimizer._inputs.is_on = False
     reducer = trainer.optimizer._sync
     reducer.participants = [each for each in reducer.participants if not isinstance(each, (DataCheck, NoiseScale))]
     return trainer
