@@ -359,7 +359,7 @@ class DistributedOptimizer(OptimizerWrapper):
             before = Snapshot(self.optimizer) if self._options.on_nonfinite == "skip" else None
         elif not self._only_creates_state() and not self._check_before_step(sync):
             return None
-        lacks_state = not (self._has_stepped or self.optimizer.state)
+        lacks_state = not (self._has_stepped or self.optimizer.state or self._only_creates_state())
         self._has_stepped = True
         self._is_stepping = True
         try:
@@ -378,7 +378,7 @@ class DistributedOptimizer(OptimizerWrapper):
             lacks_state
             and self.optimizer.state
             and sync.world.rank == 0
-            and (text := lost_state([self, self.optimizer]))
+            and (text := lost_state([self, self.optimizer], sync.stats().num_reductions or _MOST_LEFT_OUT))
         ):
             _logger.warning("%s", text)
         return result
@@ -702,7 +702,8 @@ class DistributedOptimizer(OptimizerWrapper):
             *(world, specs, trainable, self._options, group.members),
             end_backward=group.end_backward,
             replicas=self._replica_check(
-                *(world, self._names, self.optimizer, model), is_sharded=bool(self._options.shard)
+                *(world, self._names, self.optimizer, model),
+                is_sharded=bool(self._options.shard) or is_sharded(self.optimizer),
             ),
             inputs=self._inputs,
             buffers=buffers,
@@ -899,6 +900,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
 
 _CHECKPOINTS: Final = "torch.distributed.checkpoint."
+_MOST_LEFT_OUT: Final = 16  # steps, by a GradScaler, until its scale is 1: in a world of one nobody counts backwards
 _STEPPED_PAST: Final = (
     "a gradient is not finite, and on_nonfinite='skip' cannot leave out a step of the wrapped optimizer itself; call "
     "step() of the optimizer that torchring.wrap has returned"

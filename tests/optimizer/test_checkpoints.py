@@ -110,7 +110,7 @@ def test_another_number_of_ranks_goes_on(saved: tuple[str, str, list[float]], si
 
 @pytest.mark.parametrize(
     ("resumes", "momentum", "warns"),
-    [("scheduler", 0.9, True), ("both", 0.9, False), ("scheduler", 0.0, False), ("", 0.9, False)],
+    [("scheduler", 0.9, True), ("both", 0.9, False), ("scheduler", 0.0, False), ("", 0.9, False), ("late", 0.9, False)],
 )
 def test_a_schedule_that_goes_on_with_an_optimizer_that_begins_anew(resumes: str, momentum: float, warns: bool) -> None:
     def make() -> tuple[nn.Module, Any, Any]:
@@ -124,14 +124,17 @@ def test_a_schedule_that_goes_on_with_an_optimizer_that_begins_anew(resumes: str
         scheduler.step()
 
     before, after = make(), make()
+    chained = torch.optim.lr_scheduler.ChainedScheduler([after[2]], after[1])  # which has no `last_epoch`
     with logged() as lines:
-        for _ in range(3):
+        for _ in range(20):
             step(*before)
-        if resumes:
+        for _ in range(4 * (resumes == "late")):
+            after[2].step()  # a GradScaler leaves out the optimizer's first steps
+        if resumes in ("scheduler", "both"):
             after[2].load_state_dict(before[2].state_dict())
         if resumes == "both":
             after[1].load_state_dict(before[1].state_dict())
         for _ in range(2):
-            step(*after)
-    assert [line for line in lines if "StepLR has made 3 steps, but the optimizer has made its first" in line] == lines
+            step(*after[:2], chained)
+    assert [line for line in lines if "StepLR has made 20 steps, but the optimizer has made its first" in line] == lines
     assert len(lines) == warns

@@ -164,18 +164,21 @@ def is_finite_gradient(parameter: torch.nn.Parameter) -> bool:
     return is_finite(torch.view_as_real(values) if values.is_complex() else values)
 
 
-def lost_state(optimizers: Sequence[Optimizer]) -> str:
+def lost_state(optimizers: Sequence[Optimizer], most_steps: int) -> str:
     """What to say if an optimizer made its first step in the middle of a schedule. Empty if it did not.
 
     Args:
         optimizers: the optimizer, and what wraps it: a scheduler may have been given either.
+        most_steps: of a schedule that has just begun. More than one: a GradScaler leaves out the optimizer's first
+            steps, and the scheduler goes on.
     """
     for each in gc.get_objects():  # an optimizer does not know its schedulers
-        if not issubclass(type(each), LRScheduler) or all(each.optimizer is not other for other in optimizers):
+        if not issubclass(type(each), LRScheduler):
             continue
-        if each.last_epoch > 1:
+        optimizer, num_steps = getattr(each, "optimizer", None), getattr(each, "last_epoch", 0)  # not all have both
+        if num_steps > most_steps and any(optimizer is other for other in optimizers):
             return (
-                f"{type(each).__name__} has made {each.last_epoch} steps, but the optimizer has made its first one, "
+                f"{type(each).__name__} has made {num_steps} steps, but the optimizer has made its first one, "
                 "without the moments of the steps before. To go on from a checkpoint, call "
                 "optimizer.load_state_dict() as well as scheduler.load_state_dict()"
             )

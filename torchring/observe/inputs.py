@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
+import itertools
 import weakref
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -21,6 +22,7 @@ from torchring.world import World
 
 _NUM_VALUES: Final = 256  # of a tensor: images have edges of one colour, and texts end in padding
 _MOST_TENSORS: Final = 4  # of the model's arguments
+_PLACE_BITS: Final = 24  # of a random place, as a fraction of the tensor
 _NUM_FIRST: Final = 64  # batches that are looked at when training begins
 _NUM_OF_EPOCH: Final = 24  # when a DataLoader begins
 _NUM_AGAIN: Final = 16  # of each 128, for loops without a DataLoader
@@ -82,7 +84,9 @@ class Inputs:
 
     def see(self, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> int:
         """The model is about to get these arguments. Returns the number of samples."""
-        first = next(_tensors((*inputs, *keywords.values())), None)
+        first: torch.Tensor | None = None
+        with contextlib.suppress(Exception):  # whatever a script passes, this look must not end the training
+            first = next(_tensors((*inputs, *keywords.values())), None)
         if first is None:
             return 0
         num_samples = int(first.size(0)) if first.dim() else 0  # a nested tensor has no shape
@@ -93,9 +97,8 @@ class Inputs:
             self._is_seen = True
             self._is_same_tensor = self._first is not None and self._first() is first
             self._first = weakref.ref(first)
-            # Whatever a script passes to its model, this look at it must not end the training.
-            with contextlib.suppress(RuntimeError, TypeError, NotImplementedError):
-                self._values = self._sample(_tensors((*inputs, *keywords.values())))
+            with contextlib.suppress(Exception):
+                self._values.extend(self._sample(_tensors((*inputs, *keywords.values()))))
         return num_samples
 
     def begin_epoch(self) -> None:
@@ -122,22 +125,20 @@ class Inputs:
         is_repeated = digest is None and any(digests) and not is_same_tensor and not self._is_on_device
         return Batch(num_samples, num_tokens, digest, is_repeated)
 
-    def _sample(self, tensors: Iterator[torch.Tensor]) -> list[_Values]:
+    def _sample(self, tensors: Iterator[torch.Tensor]) -> Iterator[_Values]:
         """Some values of each tensor. Those of a device are on their way."""
-        found: list[_Values] = []
-        for _, tensor in zip(range(_MOST_TENSORS), tensors, strict=False):
-            if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+        for tensor in itertools.islice(tensors, _MOST_TENSORS):
+            is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+            if not is_plain or tensor.numel() < 2:
                 continue
             accelerator = accelerator_of(tensor.device)
             if accelerator is None and tensor.device.type == "cpu":
-                found.append((_values_of(tensor.detach()), tensor.itemsize))
-            elif accelerator is not None and tensor.numel() > 1:
-                if accelerator.is_capturing():
-                    return []
+                yield _values_of(tensor), tensor.itemsize
+            elif accelerator is not None and not accelerator.is_capturing():
+                tensor.data_ptr()  # raises inside vmap, where take() would warn of its loops
                 self._is_on_device = True
-                values = tensor.detach()[_indices_on(tensor.device, tuple(tensor.shape))]
-                found.append((accelerator.fetch(values.view(torch.uint8)), tensor.itemsize))
-        return found
+                places = _fractions_on(tensor.device) * tensor.numel() >> _PLACE_BITS  # of any size, without waiting
+                yield accelerator.fetch(tensor.detach().take(places).view(torch.uint8)), tensor.itemsize
 
 
 def _tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -152,7 +153,19 @@ def _tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _values_of(tensor: torch.Tensor) -> bytes:
-    array = (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+    # Not by tensor.numpy(), after which the script could not resize the tensor any more.
+    size = tensor.itemsize
+    array = np.asarray(
+        SimpleNamespace(
+            __array_interface__={
+                "version": 3,
+                "typestr": f"|V{size}",
+                "shape": tuple(tensor.shape),
+                "strides": tuple(size * stride for stride in tensor.stride()),
+                "data": (tensor.data_ptr(), True),  # raises inside vmap
+            }
+        )
+    )
     places = _places(array.size)
     if array.flags.c_contiguous:
         return array.reshape(-1).take(places).tobytes()
@@ -162,15 +175,16 @@ def _values_of(tensor: torch.Tensor) -> bytes:
 @functools.lru_cache(maxsize=64)
 def _places(size: int) -> npt.NDArray[np.int64]:
     """The positions that are looked at in a tensor of `size` elements, the same on all ranks."""
-    if size <= _NUM_VALUES:
-        return np.arange(size)
-    return np.sort(np.random.RandomState(0).randint(size, size=_NUM_VALUES, dtype=np.int64))
+    return _fractions() * size >> _PLACE_BITS
+
+
+def _fractions() -> npt.NDArray[np.int64]:
+    return np.sort(np.random.RandomState(0).randint(2**_PLACE_BITS, size=_NUM_VALUES, dtype=np.int64))
 
 
 @functools.lru_cache(maxsize=16)
-def _indices_on(device: torch.device, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-    indices = np.unravel_index(_places(math.prod(shape)), shape)
-    return tuple(torch.from_numpy(index.astype(np.int64)).to(device) for index in indices)
+def _fractions_on(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(_fractions()).to(device)
 
 
 def _digest(values: _Values) -> int | None:

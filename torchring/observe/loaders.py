@@ -59,7 +59,7 @@ def remedy_for_equal_epochs() -> str:
 def remedy_for_equal_workers() -> str:
     """What gives each worker of a loader other samples. Empty if no loader has such workers."""
     for loader in _loaders():
-        if isinstance(loader.dataset, IterableDataset) and loader.num_workers > 1:
+        if isinstance(loader.dataset, IterableDataset) and loader.num_workers > 1 and not _is_ours(loader.dataset):
             return (
                 f"Each of the {loader.num_workers} workers of a DataLoader reads the whole of {_name(loader.dataset)}: "
                 "pass torchring.data.shard(dataset), which gives each worker its part"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -272,3 +273,66 @@ def test_pairs_of_many_ranks() -> None:
     assert texts[5][0].startswith("ranks 0, 2, 5 got the same batch")
     assert watch(6, reads, is_on=False) == [[]] * 6
     assert watch(40, lambda rank, step: 1000 * rank + step) == [[]] * 40
+
+
+class Closed(dict[str, Tensor]):
+    def values(self) -> Any:
+        raise LookupError("no batch is open")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_a_look_at_inputs_leaves_them_as_they_are() -> None:
+    """And raises nothing, whatever a model gets."""
+    x = torch.randn(40, 30)
+    x.requires_grad_()
+    odd: list[Any] = [
+        *(x, x.t(), x.detach().t().contiguous().t(), torch.empty(0, 3), torch.ones(1).expand(9, 9)),
+        *(x.detach().bfloat16(), x.detach().to(torch.float8_e4m3fn), x.detach() > 0, torch.ones(9, dtype=torch.uint16)),
+        *(torch.randn(9, dtype=torch.complex64).conj(), torch.randn(9, device="meta"), torch.eye(9).to_sparse()),
+        *(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), Closed(), {"x": x}, [x, None], "text", None),
+    ]
+    inputs = Inputs()
+    inputs.is_on = True
+    digests = []
+    for each in odd:
+        inputs.see((torch.zeros(4) if isinstance(each, Tensor) else 3, each), {})
+        digests.append(inputs.take().digest)
+        inputs.see((), {"x": torch.zeros(3)})
+        inputs.take()
+    assert digests[0] == digests[2] == digests[14] == digests[15] != digests[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a slow vmap
+        torch.vmap(lambda row: inputs.see((row,), {}) * row.sum())(x)
+    again = x.detach()
+    inputs.take()
+    inputs.see((again,), {})
+    again.resize_(50, 50)
+
+
+def test_what_was_seen_before_the_ranks_met_belongs_to_no_round() -> None:
+    """As in an elastic job that had one rank for a while."""
+    world = SimpleNamespace(rank=0, size=2, shared=lambda _: SimpleNamespace(is_on=True))
+    inputs = Inputs()
+    for _ in range(100):
+        inputs.see((torch.randn(4, 8),), {})
+    check, current = DataCheck(cast(World, world), inputs, is_mean=True), RoundState(0)
+    inputs.see((torch.randn(4, 8),), {})
+    check.begin(current)
+    assert current.bits["num_samples"] == 4
+
+
+def test_batches_of_another_size_each_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests come some rounds later, and are equal where batches are."""
+    device = SimpleNamespace(is_capturing=lambda: False, fetch=lambda tensor: tensor.clone())
+    monkeypatch.setattr("torchring.observe.inputs.accelerator_of", lambda _: device)
+    found = []
+    for seed in (1, 1, 2):
+        inputs, generator = Inputs(), torch.Generator().manual_seed(seed)
+        inputs.is_on = True
+        for length in range(2, 60, 7):
+            inputs.see((torch.randn(4, length, 2, generator=generator).transpose(0, 1),), {})
+            found.append(inputs.take().digest)
+    assert found[:9] == found[9:18]
+    assert not {*found[4:9]} & {*found[22:27]}
+    assert found[:4] == [None] * 4
+    assert None not in found[4:9]

@@ -12,6 +12,7 @@ read the same if their digests are equal in 8 rounds in a row, in which batches 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -52,6 +53,7 @@ class DataCheck(Participant):
         self._rank, self._size = world.rank, world.size
         self._inputs = inputs
         self._inputs.is_on = self._is_on = world.shared(Switch).is_on
+        self._inputs.take()  # what was seen before, maybe in a world of one, belongs to no round
         self._is_mean = is_mean
         self._recent: deque[int] = deque(maxlen=_IN_A_ROW)  # digests of this rank's batches
         self._in_a_row: dict[int, int] = {}  # by rank: for how many rounds it has had the batches of this rank
@@ -101,7 +103,7 @@ class DataCheck(Participant):
         self._told.add(0)
         if self._rank > max(same):  # if one rank reads what is another's, it is mostly that of the lower number
             ranks = ranks_in_words([self._rank, *same])
-            remedy = remedy_for_equal_ranks(self._rank, self._size)
+            remedy = _look(lambda: remedy_for_equal_ranks(self._rank, self._size)) or "Give each rank other samples"
             _logger.warning(
                 "%s got the same batch in each of the last %d steps, so all but one of them work for nothing. %s. %s",
                 *(ranks, _IN_A_ROW, remedy, _ON_PURPOSE),
@@ -162,7 +164,7 @@ class Repeats:
 
     def _search(self, search: Callable[[], str]) -> str:
         self._num_searches += 1
-        return search() if self._num_searches <= _MOST_SEARCHES else ""
+        return _look(search) if self._num_searches <= _MOST_SEARCHES else ""
 
 
 class Sizes:
@@ -188,6 +190,12 @@ class Sizes:
         own, mean = self._last
         return (
             f"batches often differ from the ranks' mean by more than {_UNEVEN:.0%} (last time {own} samples or tokens, "
-            f"and {mean:.0f} on average), while each rank's gradient counts the same. Call optimizer.weigh(number of "
-            "samples or tokens that count) before each backward()"
+            f"and {mean:.0f} on average), while each rank's gradient counts the same. If the loss is a mean over "
+            "these, call optimizer.weigh(number of samples or tokens that count) before each backward()"
         )
+
+
+def _look(search: Callable[[], str]) -> str:
+    with contextlib.suppress(Exception):  # a script's loaders, samplers and datasets may be of any kind
+        return search()
+    return ""

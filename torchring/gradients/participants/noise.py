@@ -51,12 +51,14 @@ class Rows(NamedTuple):
 class _Sample(NamedTuple):
     """What this rank has found in a round, to be told to the others in round `due`.
 
+    batch: samples of a rank, on average.
     factor: of this rank's squared norm, by how much its gradient counts in the mean.
     norms: [2, tensors], of this rank's gradient and of the result. From a device, a copy that is -1 until it has come.
     """
 
     window: int
     due: int
+    batch: float
     factor: float
     norms: torch.Tensor
 
@@ -100,7 +102,7 @@ class NoiseScale(Participant):
         self._num_samples = 0
         self._num_seen = np.zeros(0)  # by window: samples
         self._signal = np.zeros(0)  # by window: mean estimate of |G|^2
-        self._noise = np.zeros(0)  # by window: mean estimate of S / b
+        self._noise = np.zeros(0)  # by window: mean estimate of S
         self.batch_size = 0.0
 
         # The round, and the sample that waits to be told
@@ -111,10 +113,10 @@ class NoiseScale(Participant):
     @property
     def noise_scale(self) -> float | None:
         """In samples. Infinite if noise hides the gradient; None as long as little is known."""
-        if self._num_samples < _LEAST_SAMPLES or not self.batch_size:
+        if self._num_samples < _LEAST_SAMPLES:
             return None
         signal, noise = float(self._signal.sum()), max(0.0, float(self._noise.sum()))
-        return noise / signal * self.batch_size / self._size if signal > 0 else math.inf
+        return noise / signal if signal > 0 else math.inf
 
     def begin(self, current: RoundState) -> None:
         self._window, self._own = None, {}
@@ -134,6 +136,9 @@ class NoiseScale(Participant):
         if not any(self._holds_result(each.parameter) for each in rows):
             self._window = window
             current.looks = {each.parameter: self._look for each in rows}
+            for each in rows:
+                if self._parameters[each.parameter].grad is not None:  # of a micro-step, and maybe of no later one
+                    self._look(each.parameter)
 
     def finished(self, current: RoundState) -> None:
         sums, sample = current.sums, self._sample
@@ -143,7 +148,8 @@ class NoiseScale(Participant):
                 self._add(sample, sums["norm_ratio"] / self._size)
         if sums["num_samples"]:
             self.batch_size += (sums["num_samples"] - self.batch_size) * (0.1 if self.batch_size else 1.0)
-        if self._window is None or current.non_finite is not None or sums["is_absent"] or sums["has_ended"]:
+        is_whole = sums["num_samples"] and not (sums["is_absent"] or sums["has_ended"])
+        if self._window is None or current.non_finite is not None or not is_whole:
             return
         # The mean is that of factor * gradient; by the weights, of gradients that are means of so many samples.
         counts = current.bits["weight"] * self._size / sums["weight"] if sums["is_weighted"] else 1.0
@@ -155,7 +161,7 @@ class NoiseScale(Participant):
         accelerator = accelerator_of(norms.device)
         lag = 1 if accelerator is None else _DEVICE_LAG
         norms = norms if accelerator is None else accelerator.fetch(norms)
-        self._sample = _Sample(self._window, current.number + lag, factor, norms)
+        self._sample = _Sample(self._window, current.number + lag, sums["num_samples"] / self._size, factor, norms)
 
     def _look(self, index: int) -> None:
         """Parameter `index` has this rank's gradient. From the parameter's hook."""
@@ -172,7 +178,8 @@ class NoiseScale(Participant):
         self._num_seen[window] += 1
         share = max(1 / self._num_seen[window], _LEAST_SHARE)
         self._signal[window] += ((size * large - small) / (size - 1) - self._signal[window]) * share
-        self._noise[window] += ((small - large) * size / (size - 1) - self._noise[window]) * share
+        noise = (small - large) * size / (size - 1) * sample.batch
+        self._noise[window] += (noise - self._noise[window]) * share
         self._recorder.noise_scale, self._recorder.batch_size = self.noise_scale, self.batch_size
 
     def _cut(self) -> None:

@@ -252,9 +252,11 @@ class ReplicaCheck(Participant):
         if self._is_sharded:
             return found
         for index, group in enumerate(optimizer.param_groups):
-            state: Mapping[str, Any] = next((optimizer.state[p] for p in group["params"] if optimizer.state.get(p)), {})
-            step = state.get("step", 0)
-            if not isinstance(step, torch.Tensor) or step.device.type == "cpu":
+            states = (optimizer.state[p] for p in group["params"] if p in optimizer.state)
+            step = next((state.get("step", 0) for state in states if isinstance(state, dict) and state), 0)
+            if isinstance(step, torch.Tensor) and step.device.type == "cpu" and step.numel() == 1:
+                step = step.item()
+            if isinstance(step, (int, float)):  # other optimizers may keep anything there
                 found[f"step of param_groups[{index}]"] = repr(float(step))
         return found
 
@@ -265,7 +267,8 @@ class ReplicaCheck(Participant):
         groups: Sequence[Mapping[str, Any]] = [] if optimizer is None else optimizer.param_groups
         for index, group in enumerate(groups):
             for key, value in group.items():
-                if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                parts = value if isinstance(value, tuple) else (value,)
+                if any(isinstance(each, torch.Tensor) and each.device.type != "cpu" for each in parts):
                     continue
                 if isinstance(value, (bool, int, float, str, tuple, torch.Tensor)):
                     plain = value.tolist() if isinstance(value, torch.Tensor) else value
