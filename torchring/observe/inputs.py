@@ -9,9 +9,8 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,12 +31,11 @@ _LAG: Final = 4  # rounds until a digest is read that a device works out: nobody
 _Values = tuple["bytes | torch.Tensor", int]  # sampled values of a tensor, and the size of one in bytes
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """What forward was given for one reduction.
 
     Attributes:
-        num_samples: length of the first dimension of the first tensor, summed over micro-steps.
+        num_samples: length of the first dimension of the first tensor, summed over micro-steps. 0 if lists come first.
         num_tokens: number of elements of the first tensor if it holds integers in two dimensions, as texts are given;
             else `num_samples`.
         digest: of the first batch. None if it is not known, or if nothing has changed since the batch before.
@@ -62,14 +60,15 @@ class Inputs:
 
     Nothing is sampled unless `is_on`.
 
-    The digest is that of 256 values of the first tensor that changes from batch to batch, at fixed random places. So
-    tensors that are the same in each batch (positions, a mask), or have one value everywhere (a time), show nothing.
+    The digest is that of 256 values of each tensor that changes from batch to batch, at fixed random places. So tensors
+    that are the same in each batch (positions, a mask), or have one value everywhere (a time), show nothing.
     A tensor on a device is sampled there, and read some reductions later, without waiting for the device. Mistakes show
     at the beginning of an epoch, so only a part of the other batches is looked at.
     """
 
     def __init__(self) -> None:
         self.is_on = False
+        self._num_loaders = 0
         self._num_left = _NUM_FIRST  # batches to look at
         self._num_taken = 0
         self._num_samples = 0
@@ -82,28 +81,31 @@ class Inputs:
         self._is_on_device = False
         self._before: tuple[int | None, ...] = ()
 
-    def see(self, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> int:
-        """The model is about to get these arguments. Returns the number of samples."""
+    def see(self, inputs: tuple[Any, ...], keywords: Mapping[str, Any], num_loaders: int = 0) -> int:
+        """The model is about to get these arguments. Returns the number of samples.
+
+        Args:
+            num_loaders: how many DataLoaders have begun.
+        """
+        if num_loaders != self._num_loaders:
+            self._num_loaders, self._num_left = num_loaders, max(self._num_left, _NUM_OF_EPOCH)
         first: torch.Tensor | None = None
         with contextlib.suppress(Exception):  # whatever a script passes, this look must not end the training
             first = next(_tensors((*inputs, *keywords.values())), None)
         if first is None:
             return 0
-        num_samples = int(first.size(0)) if first.dim() else 0  # a nested tensor has no shape
+        is_list = any(isinstance(each, (list, tuple)) for each in inputs[:1])  # of images that differ in size
+        num_samples = int(first.size(0)) if first.dim() and not is_list else 0  # a nested tensor has no shape
         self._num_samples += num_samples
         is_text = first.dim() == 2 and not (first.is_floating_point() or first.is_complex() or first.is_nested)
-        self._num_tokens += first.numel() if is_text else num_samples
+        self._num_tokens += first.numel() if is_text and num_samples else num_samples
         if self.is_on and self._num_left and not self._is_seen:
             self._is_seen = True
             self._is_same_tensor = self._first is not None and self._first() is first
-            self._first = weakref.ref(first)
+            self._first = weakref.ref(first) if type(first) is torch.Tensor else None  # a Parameter may be swapped
             with contextlib.suppress(Exception):
                 self._values.extend(self._sample(_tensors((*inputs, *keywords.values()))))
         return num_samples
-
-    def begin_epoch(self) -> None:
-        """A DataLoader begins."""
-        self._num_left = max(self._num_left, _NUM_OF_EPOCH)
 
     def take(self) -> Batch:
         """A reduction begins. Returns what was seen since the last call."""
@@ -120,8 +122,9 @@ class Inputs:
             return Batch(num_samples, num_tokens)
         digests = tuple(map(_digest, values))
         before, self._before = self._before, digests
-        changed = (new for i, new in enumerate(digests) if new is not None and (i >= len(before) or new != before[i]))
-        digest = next(changed, None)
+        pairs = zip(digests, (*before, *[None] * len(digests)), strict=False)
+        changed = [new for new, old in pairs if new is not None and new != old]
+        digest = zlib.crc32(repr(changed).encode()) if changed else None
         is_repeated = digest is None and any(digests) and not is_same_tensor and not self._is_on_device
         return Batch(num_samples, num_tokens, digest, is_repeated)
 

@@ -13,6 +13,8 @@ from torch.utils.data.distributed import DistributedSampler
 def remedy_for_equal_ranks(rank: int, size: int) -> str:
     """What gives each rank other samples. Rank `rank` of `size` has those of another one."""
     found = [_remedy_for(loader, rank, size) for loader in _loaders()]
+    if any(not remedy for _, remedy in found):  # the training loader; another one may be for validation
+        found = [each for each in found if each[0] < 2]
     return min(found, default=(0, ""))[1] or (
         "Give each rank other samples, such as samples[torchring.rank() :: torchring.size()], or another seed: "
         "torch.manual_seed(seed + torchring.rank())"

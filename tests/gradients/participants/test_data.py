@@ -183,7 +183,7 @@ class Net(nn.Module):
 
 UNEVEN: dict[str, Callable[[int, int], Batches]] = {
     "samples": lambda r, n: ((torch.randn(4 + 8 * r, 8),) for _ in range(20)),
-    "tokens": lambda r, n: ((torch.randint(9, (4, 8 + 8 * r)), torch.randn(4, 8)) for _ in range(20)),
+    "tokens": lambda r, n: ((torch.randint(9, (4, 8 + 32 * r)), torch.randn(4, 8)) for _ in range(20)),
     "now and then": lambda r, n: ((torch.randn(4 + 8 * (r and i % 5 == 0), 8),) for i in range(60)),
     "weighed": lambda r, n: ((torch.randn(4 + 8 * r, 8),) for _ in range(20)),
 }
@@ -228,7 +228,7 @@ def test_mistakes_are_found_and_others_are_not_accused() -> None:
         assert len({line[:20] for line in lines}) == len(lines), "each mistake once, on one rank"
         assert max(first[name][1], second[name][1]) <= 20, name
     assert {name: (first[name], second[name]) for name in HARMLESS} == dict.fromkeys(HARMLESS, (([], 0), ([], 0)))
-    for name, words in (("samples", "4 samples.*8 on average"), ("tokens", "32 samples or tokens.*48 on average")):
+    for name, words in (("samples", "4 samples.*8 on average"), ("tokens", "32 samples or tokens.*96 on average")):
         (line,) = [*first[name][0], *second[name][0]]
         assert re.search(words, line)
         assert "optimizer.weigh(" in line

@@ -30,7 +30,9 @@ _LEAST_CHANGES: Final = 6  # of them: a script may take turns with two batches, 
 _NUM_FIRST: Final = 16  # batches of the first epoch that are remembered
 _LONGEST_EPOCH_CYCLE: Final = 4  # of `_IN_A_ROW`, as an epoch may be short
 _MOST_SEARCHES: Final = 3  # for a loader that explains what was found, at about 20 ms each
-_UNEVEN: Final = 0.25  # of the mean of the ranks
+_UNEVEN_SAMPLES: Final = 0.25  # of the mean of the ranks
+_UNEVEN_TOKENS: Final = 0.5  # padding counts, too
+_OFTEN: Final = 0.25  # of the rounds
 
 EQUAL_EPOCHS, EQUAL_WORKERS, UNEVEN = 1, 2, 3
 _ON_PURPOSE: Final = "If this is on purpose, call torchring.init(check_data=False)"
@@ -82,7 +84,10 @@ class DataCheck(Participant):
         self._compare(sums.by_rank["batch_digest"])
         self._tell(sums.by_rank["data_finding"])
         if self._is_mean and not (sums["is_weighted"] or sums["is_absent"] or sums["has_ended"]):
-            self._sizes.note(self.batch.num_tokens, sums["num_tokens"] / self._size)
+            self._sizes.note(
+                (self.batch.num_samples, sums["num_samples"] / self._size, _UNEVEN_SAMPLES),
+                (self.batch.num_tokens, sums["num_tokens"] / self._size, _UNEVEN_TOKENS),
+            )
             if self._sizes.is_uneven and UNEVEN not in self._told and not self._finding[0]:
                 self._finding = UNEVEN, self._sizes.describe()
 
@@ -178,20 +183,23 @@ class Sizes:
     @property
     def is_uneven(self) -> bool:
         """Whether the sizes differ much, and often: the last batch of an epoch may be short."""
-        return self._num_uneven >= _IN_A_ROW and self._num_uneven >= _UNEVEN * self._num_rounds
+        return self._num_uneven >= _IN_A_ROW and self._num_uneven >= _OFTEN * self._num_rounds
 
-    def note(self, own: int, mean: float) -> None:
+    def note(self, *sizes: tuple[int, float, float]) -> None:
+        """A round is over. Of each size: that of this rank, the mean of the ranks, and how much they may differ."""
         self._num_rounds += 1
-        if abs(own - mean) > _UNEVEN * mean:
-            self._num_uneven += 1
-            self._last = own, mean
+        for own, mean, most in sizes:
+            if abs(own - mean) > most * mean:
+                self._num_uneven += 1
+                self._last = own, mean
+                break
 
     def describe(self) -> str:
         own, mean = self._last
         return (
-            f"batches often differ from the ranks' mean by more than {_UNEVEN:.0%} (last time {own} samples or tokens, "
-            f"and {mean:.0f} on average), while each rank's gradient counts the same. If the loss is a mean over "
-            "these, call optimizer.weigh(number of samples or tokens that count) before each backward()"
+            f"batches often differ much in size from those of other ranks (last time {own} samples or tokens, and "
+            f"{mean:.0f} on average), while each rank's gradient counts the same. If the loss is a mean over these, "
+            "call optimizer.weigh(number of samples or tokens that count) before each backward()"
         )
 
 

@@ -60,7 +60,13 @@ class _Sample(NamedTuple):
     due: int
     batch: float
     factor: float
-    norms: torch.Tensor
+    norms: torch.Tensor | list[list[float]]
+
+    def squares(self) -> tuple[float, float] | None:
+        """Squared norms of this rank's gradient, as it counts, and of the result. None if the device is far behind."""
+        norms: list[list[float]] = self.norms.tolist() if isinstance(self.norms, torch.Tensor) else self.norms
+        own, result = (sum(norm * norm for norm in each) for each in norms)
+        return None if any(norm < 0 for each in norms for norm in each) else (self.factor * own, result)
 
 
 class NoiseScale(Participant):
@@ -122,8 +128,9 @@ class NoiseScale(Participant):
         self._window, self._own = None, {}
         sample = self._sample
         if sample is not None and current.number == sample.due:
-            ratio = _ratio(sample)
-            current.bits["has_norm"], current.bits["norm_ratio"] = ratio is not None, ratio or 0.0
+            own, result = sample.squares() or (0.0, 0.0)
+            if own <= result * _MOST_RATIO and result:
+                current.bits["has_norm"], current.bits["norm_ratio"] = True, own / result
         index = _index_of(current.number)
         if index is None or current.is_again or current.is_absent:
             return
@@ -155,13 +162,17 @@ class NoiseScale(Participant):
         counts = current.bits["weight"] * self._size / sums["weight"] if sums["is_weighted"] else 1.0
         factor = (current.factor * current.scale) ** 2 / counts if counts else 0.0
         rows = self._windows[self._window]
-        means = [_norm(self._parameters[each.parameter], each) for each in rows]
-        zero = torch.zeros((), device=means[0].device)
-        norms = torch.stack([torch.stack([self._own.get(each.parameter, zero) for each in rows]), torch.stack(means)])
-        accelerator = accelerator_of(norms.device)
-        lag = 1 if accelerator is None else _DEVICE_LAG
-        norms = norms if accelerator is None else accelerator.fetch(norms)
-        self._sample = _Sample(self._window, current.number + lag, sums["num_samples"] / self._size, factor, norms)
+        results = [_norm(self._parameters[each.parameter], each) for each in rows]
+        zero = torch.zeros_like(results[0])
+        found = [[self._own.get(each.parameter, zero) for each in rows], results]
+        accelerator = accelerator_of(zero.device)
+        norms: torch.Tensor | list[list[float]] = (
+            [[*map(float, each)] for each in found]
+            if accelerator is None
+            else accelerator.fetch(torch.stack([torch.stack(each) for each in found]))
+        )
+        due = current.number + (1 if accelerator is None else _DEVICE_LAG)
+        self._sample = _Sample(self._window, due, sums["num_samples"] / self._size, factor, norms)
 
     def _look(self, index: int) -> None:
         """Parameter `index` has this rank's gradient. From the parameter's hook."""
@@ -171,7 +182,7 @@ class NoiseScale(Participant):
 
     def _add(self, sample: _Sample, ratio: float) -> None:
         """All ranks know how the squared norms of their gradients compare with that of the mean, on average."""
-        result = float(sample.norms[1].double().square().sum())
+        _, result = sample.squares() or (0.0, 0.0)
         small, large = ratio * result, result * self._scale**2
         window, size = sample.window, self._size
         self._num_samples += 1
@@ -230,12 +241,3 @@ def _norm(parameter: torch.nn.Parameter, rows: Rows) -> torch.Tensor:
     dtype = torch.promote_types(grad.dtype, torch.float32)
     part = grad.detach()[rows.start : rows.stop] if grad.dim() else grad.detach()
     return cast(torch.Tensor, torch.linalg.vector_norm(part, dtype=dtype)).to(torch.float32)
-
-
-def _ratio(sample: _Sample) -> float | None:
-    """How this rank's squared norm compares with that of the result. None if that is not known."""
-    if bool((sample.norms < 0).any()):  # the device is far behind
-        return None
-    own, result = sample.norms.double().square().sum(1).tolist()
-    ratio = sample.factor * own / result if result else math.inf
-    return ratio if ratio <= _MOST_RATIO else None

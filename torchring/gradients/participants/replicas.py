@@ -247,7 +247,7 @@ class ReplicaCheck(Participant):
         found = {
             place: value
             for place, value in self._hyperparameters().items()
-            if place.split(" of ")[0] in optimizer.defaults
+            if place.split(" of ")[0] in optimizer.defaults and not value.startswith("'")  # a name of the script's
         }
         if self._is_sharded:
             return found
@@ -272,5 +272,7 @@ class ReplicaCheck(Participant):
                     continue
                 if isinstance(value, (bool, int, float, str, tuple, torch.Tensor)):
                     plain = value.tolist() if isinstance(value, torch.Tensor) else value
+                    if isinstance(plain, (int, float)) and not isinstance(plain, bool):
+                        plain = float(plain)  # 1 and 1.0 are the same, as are numbers of numpy
                     found[f"{key} of param_groups[{index}]"] = repr(plain)
         return found

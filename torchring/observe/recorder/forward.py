@@ -99,10 +99,8 @@ class _Hook(TransientHook):
 
 def _begins(inputs: Inputs, recorder: Recorder, arguments: tuple[Any, ...]) -> None:
     recorder.enter(FORWARD)
-    if recorder.loader_has_begun:
-        recorder.loader_has_begun = False
-        inputs.begin_epoch()
-    recorder.num_samples += inputs.see(*arguments)
+    positional, keywords = arguments
+    recorder.num_samples += inputs.see(positional, keywords, recorder.num_loaders)
 
 
 def _ends(recorder: Recorder, _: tuple[Any, ...]) -> None:

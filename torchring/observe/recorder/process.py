@@ -50,7 +50,7 @@ def _timed(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
                 if gives:
                     recorder.num_workers = self._num_workers
                 else:
-                    recorder.loader_has_begun = True
+                    recorder.num_loaders += 1
                 if worked != UNKNOWN:
                     recorder.loading_cpu_ns = max(0, cpu_before) + worked
 

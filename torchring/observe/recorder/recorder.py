@@ -57,7 +57,7 @@ class Recorder:
         self.loading_cpu_ns = -1
         self.num_workers = -1
         self.collecting_ns = 0
-        self.loader_has_begun = False  # since the last forward
+        self.num_loaders = 0  # that have begun, so far
         # The phase under way
         self.phase = INPUT
         self.phase_began = time.perf_counter_ns()
