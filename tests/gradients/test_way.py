@@ -75,7 +75,7 @@ def _file(frame: FrameType) -> str | None:
 def _traced(rank: int, size: int) -> Trace:
     model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(6)))  # a weight is copied on arrival, a bias is small
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=1e-6), model, algorithm="direct", bucket_mb=0.5)
-    for _ in range(9):  # buckets are laid out, arrivals are written down no more, and norms not in the next round
+    for _ in range(8):  # the buckets are laid out, and arrivals are written down no more
         optimizer.zero_grad()
         model(torch.randn(8, 300)).sum().backward()
         optimizer.step()

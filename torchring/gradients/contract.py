@@ -36,7 +36,7 @@ class Stats:
         batch_size: samples of all ranks in a reduction, as a mean over the latest: the first dimension of the first
             tensor that the model gets. 0 if `wrap` was given no model, or its forward is not seen.
         noise_scale: the gradient noise scale, in samples (McCandlish et al. 2018): if batch_size is far below it, a
-            larger batch still pays. Infinite if noise hides the gradient. None in the first 72 reductions, in a world
+            larger batch still pays. Infinite if noise hides the gradient. None in the first 129 reductions, in a world
             of one, without batch_size, and with free_gradients.
     """
 

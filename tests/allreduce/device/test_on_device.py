@@ -711,7 +711,7 @@ def _signals(rank: int, size: int) -> list[Any]:
     with FakeAccelerator().installed() as accelerator, logged() as lines:
         model = nn.Linear(4, 2)
         optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.0), model)
-        for step in range(90):
+        for step in range(150):
             optimizer.zero_grad()
             batch = torch.randn(4, 4, generator=torch.Generator().manual_seed(step if step < 20 else rank))
             model(batch).square().mean().backward()

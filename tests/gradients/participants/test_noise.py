@@ -16,7 +16,7 @@ from torchring.gradients.participants import noise
 from torchring.gradients.participants.noise import Rows
 from torchring.gradients.plan import ParameterSpec
 
-_NUM_ROUNDS = 90
+_NUM_ROUNDS = 150
 _LAST = _NUM_ROUNDS - 2  # is counted: what a round finds is told in the next one
 _BATCH = 4
 
@@ -86,7 +86,7 @@ def _train_all(rank: int, size: int) -> dict[str, torchring.Stats]:
 def _expected(kind: str, size: int, accumulate: int) -> float:
     """The noise scale in samples, from float64 gradients of single batches."""
     model = _model(30_000 if kind == "windows" else 5).double()
-    rounds = [8] if kind == "windows" else range(noise.ROUNDS_BETWEEN_SAMPLES, _LAST + 1, noise.ROUNDS_BETWEEN_SAMPLES)
+    rounds = [16] if kind == "windows" else range(noise.ROUNDS_BETWEEN_SAMPLES, _LAST + 1, noise.ROUNDS_BETWEEN_SAMPLES)
     signals, noises, samples = [], [], []
     for round_ in rounds:
         numbers = [_sizes(kind, rank, round_) for rank in range(size)]
