@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import torchring
 from tests.support.harness import run_ranks
-from torchring.gradients.participants import noise
+from torchring.gradients.participants import data, noise
 from torchring.gradients.participants.noise import Rows
 from torchring.gradients.plan import ParameterSpec
 
@@ -146,3 +147,9 @@ def test_noise_that_hides_the_gradient() -> None:
     sampled.batch_size = 8.0
     sampled._signal, sampled._noise = torch.zeros(1).numpy(), torch.ones(1).numpy()
     assert sampled.noise_scale == math.inf
+
+
+def test_nothing_is_sent_for_what_ranks_tell_each_other() -> None:
+    """It travels among the control bits."""
+    for module in (noise, data):
+        assert "collectives" not in inspect.getsource(module)
