@@ -6,7 +6,7 @@ noise scale is S / |G|^2. Below it, twice the batch takes nearly half the steps;
 
 Source: S. McCandlish et al., "An Empirical Model of Large-Batch Training", 2018 (arXiv 1812.06162), appendix A.1.
 
-Every 16th round, and after 512 rounds every 64th, looks at one window of the parameters, of at most 4 tensors and
+Every 16th round, and after 512 rounds every 32nd, looks at one window of the parameters, of at most 4 tensors and
 65,536 elements: at a rank's own gradient when its hook is called, and at the mean when it is there. What a rank has
 found travels among the control bits of a later round, as a ratio to the norm of the mean, which all ranks know. Windows
 take turns in an order that spreads over the model. S and |G|^2 are sums over windows of what each has shown on average.
@@ -31,11 +31,11 @@ from torchring.observe.recorder.recorder import Recorder
 from torchring.world import World
 
 ROUNDS_BETWEEN_SAMPLES: Final = 16
-_NUM_OFTEN: Final = 32  # samples; after them, four times as many rounds lie between two
+_NUM_OFTEN: Final = 32  # samples; after them, twice as many rounds lie between two
 _MOST_TENSORS: Final = 4
 _MOST_ELEMENTS: Final = 65_536
 _DEVICE_LAG: Final = 4  # rounds until the host reads what a device has found, without waiting for it
-_LEAST_SHARE: Final = 0.05  # of the newest sample in the mean of a window: older ones are forgotten
+_LEAST_SHARE: Final = 0.1  # of the newest sample in the mean of a window: older ones are forgotten
 _LEAST_SAMPLES: Final = 8
 _MOST_RATIO: Final = 2.0**28  # that fits among the control bits
 
@@ -209,7 +209,7 @@ def _index_of(number: int) -> int | None:
     if number < _NUM_OFTEN * ROUNDS_BETWEEN_SAMPLES:
         return None if number % ROUNDS_BETWEEN_SAMPLES or not number else number // ROUNDS_BETWEEN_SAMPLES
     rest = number - _NUM_OFTEN * ROUNDS_BETWEEN_SAMPLES
-    return None if rest % (4 * ROUNDS_BETWEEN_SAMPLES) else _NUM_OFTEN + rest // (4 * ROUNDS_BETWEEN_SAMPLES)
+    return None if rest % (2 * ROUNDS_BETWEEN_SAMPLES) else _NUM_OFTEN + rest // (2 * ROUNDS_BETWEEN_SAMPLES)
 
 
 def _windows(specs: Sequence[ParameterSpec]) -> Iterator[list[Rows]]:
