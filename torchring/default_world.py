@@ -399,6 +399,8 @@ def _make_process_group(world: World) -> None:
         timeout=timedelta(seconds=world.timeout_seconds),
     )
     _process.process_group = dist.group.WORLD
+    if world.rendezvous is not None:  # a rank that goes on to shutdown() would break off connections of the others
+        world.rendezvous.all_gather(name, b"")
 
 
 def launcher_store(launch: LaunchEnvironment, timeout_seconds: float) -> Store | None:
