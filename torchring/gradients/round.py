@@ -89,7 +89,7 @@ class ControlFields:
         sums.by_rank = by_rank
         return sums
 
-    @property
+    @functools.cached_property
     def own(self) -> ControlFields:
         """For ranks that gather what each of them says: the fields of one rank."""
         return ControlFields(self.bits, self.numbers, self.by_rank)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import operator
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -20,6 +19,7 @@ from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.layout import Options
 from torchring.gradients.module_wrappers import WAY_OUT, explain, is_module_wrapper, sharded_by
 from torchring.gradients.plan import COMPRESSIONS, ParameterSpec
+from torchring.observe.loaders import living
 from torchring.world import World
 
 GradientOp = Literal["mean", "sum", "adasum"]
@@ -172,9 +172,7 @@ def lost_state(optimizers: Sequence[Optimizer], most_steps: int) -> str:
         most_steps: of a schedule that has just begun. More than one: a GradScaler leaves out the optimizer's first
             steps, and the scheduler goes on.
     """
-    for each in gc.get_objects():  # an optimizer does not know its schedulers
-        if not issubclass(type(each), LRScheduler):
-            continue
+    for each in living(LRScheduler):  # an optimizer does not know its schedulers
         optimizer, num_steps = getattr(each, "optimizer", None), getattr(each, "last_epoch", 0)  # not all have both
         if num_steps > most_steps and any(optimizer is other for other in optimizers):
             return (

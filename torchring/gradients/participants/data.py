@@ -28,13 +28,13 @@ _logger: Final = logging.getLogger("torchring")
 _IN_A_ROW: Final = 8
 _LEAST_CHANGES: Final = 6  # of them: a script may take turns with two batches, on purpose
 _NUM_FIRST: Final = 16  # batches of the first epoch that are remembered
-_LONGEST_EPOCH_CYCLE: Final = 4  # of `_IN_A_ROW`, as an epoch may be short
+_LEAST_DIFFERENT: Final = 4  # of them where an epoch repeats, which may be short
 _MOST_SEARCHES: Final = 3  # for a loader that explains what was found, at about 20 ms each
 _UNEVEN_SAMPLES: Final = 0.25  # of the mean of the ranks
 _UNEVEN_TOKENS: Final = 0.5  # padding counts, too
 _OFTEN: Final = 0.25  # of the rounds
 
-EQUAL_EPOCHS, EQUAL_WORKERS, UNEVEN = 1, 2, 3
+EQUAL_EPOCHS, EQUAL_WORKERS, UNEVEN, EQUAL_RANKS = 1, 2, 3, 4  # the last one is told by nobody: all ranks see it
 _ON_PURPOSE: Final = "If this is on purpose, call torchring.init(check_data=False)"
 
 
@@ -83,17 +83,18 @@ class DataCheck(Participant):
         sums = current.sums
         self._compare(sums.by_rank["batch_digest"])
         self._tell(sums.by_rank["data_finding"])
-        if self._is_mean and not (sums["is_weighted"] or sums["is_absent"] or sums["has_ended"]):
+        is_plain = self._is_mean and UNEVEN not in self._told
+        if is_plain and not (sums["is_weighted"] or sums["is_absent"] or sums["has_ended"]):
             self._sizes.note(
                 (self.batch.num_samples, sums["num_samples"] / self._size, _UNEVEN_SAMPLES),
                 (self.batch.num_tokens, sums["num_tokens"] / self._size, _UNEVEN_TOKENS),
             )
-            if self._sizes.is_uneven and UNEVEN not in self._told and not self._finding[0]:
+            if self._sizes.is_uneven and not self._finding[0]:
                 self._finding = UNEVEN, self._sizes.describe()
 
     def _compare(self, digests: Sequence[int]) -> None:
         own, digest = digests[self._rank], self.batch.digest
-        if not own or digest is None or 0 in self._told:
+        if not own or digest is None or EQUAL_RANKS in self._told:
             return
         self._recent.append(digest)
         if digests.count(own) == 1 and not self._in_a_row:
@@ -105,7 +106,7 @@ class DataCheck(Participant):
         same = [rank for rank, count in self._in_a_row.items() if count >= _IN_A_ROW]
         if not same or len(set(self._recent)) < _LEAST_CHANGES:
             return
-        self._told.add(0)
+        self._told.add(EQUAL_RANKS)
         if self._rank > max(same):  # if one rank reads what is another's, it is mostly that of the lower number
             ranks = ranks_in_words([self._rank, *same])
             remedy = _look(lambda: remedy_for_equal_ranks(self._rank, self._size)) or "Give each rank other samples"
@@ -147,7 +148,7 @@ class Repeats:
             self._recent.append(batch.is_repeated)
         if batch.digest is not None and EQUAL_EPOCHS not in self.told:
             self._follow(batch.digest)
-        if self._num_same == _IN_A_ROW and len(set(self._first[:_IN_A_ROW])) >= _LONGEST_EPOCH_CYCLE:
+        if self._num_same == _IN_A_ROW and len(set(self._first[:_IN_A_ROW])) >= _LEAST_DIFFERENT:
             self._num_same = 0
             if remedy := self._search(remedy_for_equal_epochs):
                 return EQUAL_EPOCHS, f"an epoch began with the batches of the first one, in the same order. {remedy}"

@@ -132,7 +132,7 @@ class NoiseScale(Participant):
             if own <= result * _MOST_RATIO and result:
                 current.bits["has_norm"], current.bits["norm_ratio"] = True, own / result
         index = _index_of(current.number)
-        if index is None or current.is_again or current.is_absent:
+        if index is None or not self.batch_size or current.is_again or current.is_absent:
             return
         if self._num_specs != len(self._specs):
             self._cut()
