@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
 import threading
 import time
@@ -37,7 +38,7 @@ def test_a_job_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert any(line.split()[:3] == ["rank", "0", "1"] for line in rest), "rank 0 waits for rank 1"
     assert top.look(tmp_path).headline == f"{first} {verdict}"
     write_live(tmp_path, simulate(2, 50), age=60)
-    assert "No rank has made a step for 60 s." in top.look(tmp_path).text
+    assert re.search(r"^No rank has made a step for [6-9]\d s\.$", top.look(tmp_path).text, re.MULTILINE)
 
 
 def test_the_speed_is_steps_and_samples_by_time(tmp_path: Path) -> None:
