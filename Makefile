@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-sim test-all tests soak chaos horovod-conformance mutants bench docs lint types clean
+.PHONY: demo test test-sim test-platforms test-all tests soak chaos horovod-conformance mutants bench docs lint types clean
 
 demo: $(INSTALLED)  ## the main job: two processes train a convolutional network on handwritten digits
 	$(BIN)/torchring run -np 2 examples/train_digits.py
@@ -15,13 +15,16 @@ test: $(INSTALLED)  ## lint, types, and the tests that look at every promise: 4 
 test-sim: $(INSTALLED)  ## kernels under Triton's interpreter and compiler, training on fake devices
 	$(MAKE) --no-print-directory tests MARKED="sim and not grid"
 
-test-all: $(INSTALLED)  ## both, with full grids, soaks, a browser and other platforms: before a release
+test-platforms: $(VENV)/.installed-platforms  ## training under Lightning, Trainer, Accelerate, Spark, Ray and Slurm
+	$(MAKE) --no-print-directory tests MARKED="platforms and not grid"
+
+test-all: $(VENV)/.installed-platforms  ## all of these, with full grids, soaks and a browser: before a release
 	$(MAKE) --no-print-directory --jobs 2 lint types tests MARKED=""
 
 # Three processes on two cores: most tests of ranks wait; with four, ranks that poll take the cores from each other.
 # A file's tests stay together, and share what they set up.
 # mpirun is in BIN. Without bytecode each process that a test starts would compile torchring anew, for 0.4 s.
-MARKED = not grid and (smoke or not sim)
+MARKED = not grid and not platforms and (smoke or not sim)
 tests: $(INSTALLED)
 	PYTHONDONTWRITEBYTECODE= PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pytest -m "$(MARKED)" --durations 15 \
 	    --numprocesses 3 --dist loadfile --no-loadscope-reorder
@@ -72,6 +75,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt torch numpy  # first: nothing then pulls CUDA
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(VENV)/.installed-platforms: $(INSTALLED)
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[platforms]'
 	touch $@
 
 $(VENV)/.installed-docs: $(INSTALLED)

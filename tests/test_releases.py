@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torchring import world
-from torchring.releases import LEAST_TORCH, check_torch, release_of
+from torchring.releases import LEAST_TORCH, check_release, check_torch, release_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -42,3 +42,16 @@ def test_what_pip_is_told_is_what_is_checked() -> None:
     floor = re.search(r'"torch>=(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text())
     assert floor is not None
     assert tuple(map(int, floor.groups())) == LEAST_TORCH
+
+
+def test_frameworks_in_releases_that_were_not_tested_are_refused() -> None:
+    major, minor = release_of(torch.__version__)
+    check_release("torch", (major, minor), (major, minor + 1), "lightning")
+    for package, least, said in [
+        ("torch", (major, minor + 1), f"and torch {re.escape(torch.__version__)} is installed"),
+        ("torch-of-nobody", (1, 0), "and torch-of-nobody is not installed"),
+    ]:
+        with pytest.raises(ImportError, match=rf"{said}; run `pip install 'torchring\[lightning\]'`"):
+            check_release(package, least, (major + 1, 0), "lightning")
+    with pytest.raises(ImportError, match=f"torch {major}.0 and newer, up to but not including {major}.{minor}, and "):
+        check_release("torch", (major, 0), (major, minor), "lightning")

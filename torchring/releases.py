@@ -29,6 +29,21 @@ def installed_version(package: str) -> str | None:
         return None
 
 
+def check_release(package: str, least: tuple[int, int], below: tuple[int, int], room: str) -> None:
+    """Raise ImportError if a framework's release is not among those that `room`, a part of torchring, was tested with.
+
+    What a framework lets others extend changes between its minor releases, often without an error.
+    """
+    version = installed_version(package)
+    if version is None or not least <= release_of(version) < below:
+        there = "is not installed" if version is None else f"{version} is installed"
+        first, end = (".".join(map(str, release)) for release in (least, below))
+        raise ImportError(
+            f"torchring.{room} works with {package} {first} and newer, up to but not including {end}, and {package} "
+            f"{there}; run `pip install 'torchring[{room}]'`, which installs a release that works"
+        )
+
+
 def check_torch(version: str) -> None:
     """Raise ImportError if this release of PyTorch is too old."""
     if release_of(version) < LEAST_TORCH:

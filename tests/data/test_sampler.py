@@ -156,6 +156,7 @@ def test_stateful_data_loader(num_workers: int) -> None:
     assert [batch.tolist() for batch in again] == [order[::2]]
 
 
+@pytest.mark.platforms
 @pytest.mark.parametrize("is_stateful", [True, False])
 def test_accelerate(is_stateful: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Accelerate shares batches out to its processes, and takes one batch ahead of the loop. torchring looks on."""
@@ -202,6 +203,7 @@ def test_accelerate(is_stateful: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         assert [(b.tolist(), samplers[1].position) for b in rest] == [(order[36:40], 40), (order[44:48], 48)]
 
 
+@pytest.mark.platforms
 def test_skipped_batches_count() -> None:
     from accelerate.data_loader import skip_first_batches
 

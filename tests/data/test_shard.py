@@ -44,6 +44,7 @@ def test_other_ways_to_start_workers() -> None:
     assert sorted(DataLoader(part, None, num_workers=2, multiprocessing_context="forkserver")) == [1, 3, 5, 7]
 
 
+@pytest.mark.platforms
 def test_streams_of_hugging_face() -> None:
     """Ranks have files of their own where they can have equally many, and otherwise leave out elements."""
     import datasets  # takes seconds
