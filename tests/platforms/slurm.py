@@ -8,10 +8,10 @@
     node1  10.77.0.2    slurmd
     node2  10.77.0.3    slurmd
 
-A node is a host of a `torchring.bench.netns.Network`, with a host name of its own, which all nodes know. Nodes share the
-processor and the files of this machine. Slurm gives out NUM_CPUS cores of each node, whatever the machine has, and binds
-no process to them. All daemons, and all that they start, run on the network's hosts: when the network goes, it kills
-them, also after a failure. If the tests are killed, the next network on this machine does it.
+A node is a host of a `torchring.bench.netns.Network`, with a host name of its own, which all nodes know. Nodes share
+the processor and the files of this machine. Slurm gives out NUM_CPUS cores of each node, whatever the machine has, and
+binds no process to them. All daemons, and all that they start, run on the network's hosts: when the network goes, it
+kills them, also after a failure. If the tests are killed, the next network on this machine does it.
 
 Slurm's own times are short here: nothing waits for minutes that a default has.
 """
@@ -107,7 +107,9 @@ class Cluster:
             self.network = stack.enter_context(Network(len(self._hosts)))
             self._write_files()
             files = [f"--{kind}-file={self.folder}/munge.{kind}" for kind in ("key", "pid", "log", "seed")]
-            self._start_daemon("login", "munged", "--foreground", "--force", f"--socket={self.folder}/munge.socket", *files)
+            self._start_daemon(
+                "login", "munged", "--foreground", "--force", f"--socket={self.folder}/munge.socket", *files
+            )
             self._wait_until((self.folder / "munge.socket").exists, "munged")
             self._start_daemon("login", "slurmctld", "-D", "-i")
             self.boot(*self.nodes)

@@ -103,7 +103,8 @@ def slurm_hosts(environ: Mapping[str, str]) -> list[Host]:
             "SLURM_TASKS_PER_NODE is not set. Use it in a script for sbatch, or after salloc"
         )
     slots = [int(slots) for slots, times in _TASKS.findall(tasks) for _ in range(int(times or 1))]
-    return [Host(name, number) for name, number in zip(expand_hosts(names), slots, strict=True)]
+    hosts = [Host(name, number) for name, number in zip(expand_hosts(names), slots, strict=True)]
+    return share_out(hosts, int(environ.get("SLURM_NTASKS", "0")) or None)  # may be fewer than the nodes could take
 
 
 def parse_host(text: str, complaint: str, default_slots: int = 1) -> Host:

@@ -293,8 +293,8 @@ def _master(environ: Mapping[str, str], launcher: _Launcher, name: str, rank: in
     num_hosts = environ.get("SLURM_STEP_NUM_NODES", "1") if launcher.kind == "srun" else "1"
     if num_hosts != "1" and (address == "localhost" or address.startswith("127.")):
         raise TopologyError(
-            f"MASTER_ADDR={address}, but {name} started processes on {num_hosts} hosts, and {address} leads each of them "
-            "to itself; unset MASTER_ADDR, or set it to the name of the first host"
+            f"MASTER_ADDR={address}, but {name} started processes on {num_hosts} hosts, and {address} leads each of "
+            "them to itself; unset MASTER_ADDR, or set it to the name of the first host"
         )
     if "MASTER_PORT" not in environ:
         return address, _slurm_port(environ)

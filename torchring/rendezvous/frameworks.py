@@ -14,8 +14,8 @@ _logger = logging.getLogger("torchring")
 
 
 def refuse_lone_tasks() -> None:
-    """Raise TopologyError in a task of a Spark barrier stage. Log a warning in a worker of Ray, and in a batch script of
-    Slurm that was given several tasks.
+    """Raise TopologyError in a task of a Spark barrier stage. Log a warning in a worker of Ray, and in a batch script
+    of Slurm whose job has several tasks.
 
     Call this in a process that no launcher has started. The tasks of a barrier stage run together, so they are meant to
     be ranks. A task or actor of Ray may also be meant to train alone, and so may what a batch script starts.
@@ -36,9 +36,9 @@ def refuse_lone_tasks() -> None:
             "together, start the function with ray.train.torch.TorchTrainer. To turn this warning off, set "
             f"{CHOICE}=none"
         )
-    if (num := os.environ.get("SLURM_NTASKS", "1")) != "1":
+    if (num_tasks := os.environ.get("SLURM_NTASKS", "1")) != "1":
         _logger.warning(
-            f"this process trains alone, although its Slurm job has {num} tasks (SLURM_NTASKS): Slurm runs a batch "
-            "script once. To train on all tasks together, start Python with srun, as in `srun python train.py`. To "
-            f"turn this warning off, set {CHOICE}=none"
+            f"this process trains alone, although its Slurm job has {num_tasks} tasks (SLURM_NTASKS): Slurm runs a "
+            "batch script once. To train on all tasks together, start Python with srun, as in `srun python train.py`. "
+            f"To turn this warning off, set {CHOICE}=none"
         )
