@@ -78,10 +78,12 @@ PartitionName=urgent Nodes=ALL PriorityTier=2
 
 def why_no_slurm() -> str | None:
     """Why there is no cluster here. None where there can be one, or has to be, and then fails with the cause."""
-    if os.environ.get(EXPECT) == "1" or (trouble := why_skipped()):
-        return None if os.environ.get(EXPECT) == "1" else trouble
-    missing = [name for name in _PROGRAMS if shutil.which(name, path=_PATH) is None]
-    return f"not installed: {', '.join(missing)} (apt-get install slurm-wlm munge)" if missing else None
+    return None if os.environ.get(EXPECT) == "1" else why_skipped() or _missing()
+
+
+def _missing() -> str | None:
+    names = [name for name in _PROGRAMS if shutil.which(name, path=_PATH) is None]
+    return f"not installed: {', '.join(names)} (apt-get install slurm-wlm munge)" if names else None
 
 
 class Cluster:
@@ -101,6 +103,7 @@ class Cluster:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Cluster:
+        assert not (trouble := _missing()), trouble
         with self._stack as stack:
             self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchring-slurm-")))
             stack.callback(self._reap)
