@@ -97,7 +97,7 @@ def start_elastic(
         hosts.start()
         stack.callback(hosts.close)
         received = stack.enter_context(noted_signals())
-        driver = Driver(command, limits, hosts, env, shown, ssh_options, launcher, listener)
+        driver = Driver(command, limits, hosts, env, shown, ssh_options, listener, launcher)
         stack.callback(driver.close)
         return driver.run(received)
 
@@ -127,8 +127,8 @@ class Driver:
         env: Mapping[str, str],
         output: Output,
         ssh_options: Sequence[str],
-        launcher: str,
         listener: Listener,
+        launcher: str = "ssh",
     ) -> None:
         # How workers are started
         self._command = command
