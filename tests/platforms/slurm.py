@@ -41,7 +41,7 @@ NUM_CPUS = 8
 _OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 _PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol", "unshare")
 _PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
-_POLL_SECONDS = 0.1
+_POLL_SECONDS = 0.25
 # A requeued job waits for cred_expire, 120 s by default; 5 is the least that Slurm takes. KillWait: from SIGTERM to
 # SIGKILL, 30 s by default. SlurmdTimeout: until a silent node is down, 300 s by default.
 _CONF = """\
