@@ -3,6 +3,7 @@
     torchring run --elastic -np 3 --min-np 1 --max-np 3 examples/train_elastic.py     kill any process: training goes on
     torchrun --nproc-per-node 2 --max-restarts 9 examples/train_elastic.py            all restart, from the checkpoint
     sbatch examples/slurm/requeue.sbatch                                              the same after a preemption
+    sbatch examples/slurm/elastic.sbatch                                              training goes on without a node
     kubectl apply -f examples/kubernetes/job.yaml                                     the same in pods
 
 A step uses 96 images, however many processes there are, and each image is used once in an epoch. So the accuracy does

@@ -84,7 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         is_elastic = elastic.is_elastic(options)
     except LaunchError as error:
         run.error(str(error))
-    if not is_elastic and options.num_proc is None and options.hosts is None and options.hostfile is None:
+    is_alone = options.num_proc is None and options.hosts is None and options.hostfile is None
+    if is_alone and not is_elastic and options.launcher != "srun":
         run.error("say how many processes: -np N, or -H HOST:SLOTS,..., or --hostfile FILE")
     if options.quiet and options.log_dir is None:
         run.error("--quiet drops what processes print, unless --log-dir says where to write it")
@@ -197,7 +198,7 @@ def _run(options: argparse.Namespace, is_elastic: bool) -> int:
             if is_elastic:
                 if options.bind not in (None, "none"):
                     raise LaunchError("--bind is not for elastic jobs, whose processes change; bind them in the script")
-                return start_elastic(command, limits, sources, env | traced, output, ssh_options)
+                return start_elastic(command, limits, sources, env | traced, output, ssh_options, launcher)
             bind = options.bind or "auto"
             return start(
                 command, options.num_proc, hosts, env | traced, launcher, output, ssh_options=ssh_options, bind=bind

@@ -26,7 +26,7 @@ DOCS = ROOT / "docs"
 OPTIONS = DOCS / "reference" / "options.md"
 TROUBLESHOOTING = DOCS / "guides" / "troubleshooting.md"
 ERRORS = DOCS / "reference" / "errors.md"
-IN_OTHER_TESTS = {"frameworks.md"}  # test_frameworks.py
+IN_OTHER_TESTS = {"frameworks.md", "slurm.md"}  # test_frameworks.py, tests/platforms/
 
 
 # Python
@@ -117,6 +117,8 @@ class Commands:
         (folder / "hosts.txt").write_text("node1 slots=4\nnode2:4\n")
         (folder / "hosts.sh").write_text("#!/bin/sh\necho node1:4\n")
         (folder / "hosts.sh").chmod(0o755)
+        monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")  # for --launcher srun
+        monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2(x2)")
         monkeypatch.chdir(folder)
         for name in ("start", "start_elastic"):
             monkeypatch.setattr(cli, name, lambda command, *_, **__: self.started.append(command) or 0)

@@ -267,6 +267,20 @@ def test_a_silent_worker_is_killed_and_the_others_hear_of_it_before_it_is_dead()
     assert len(job.sent) == 1
 
 
+def test_a_silent_worker_is_killed_earlier_if_others_have_lost_a_connection() -> None:
+    for said in ({"has_lost_peer": True}, {}):
+        job = running(num=3, heartbeat_timeout=4)
+        job.say("meeting", 0, reason="PeerLostError: rank 2 died or exited", **said)
+        job.wait(1, 0, 1)
+        assert job.sent == []
+        job.wait(1, 0, 1)
+        assert job.sent == ([(2, signal.SIGKILL)] if said else []), "1 shows that it lives, and 0 has left"
+        job.wait(3, 0, 1)
+        assert job.sent == [(2, signal.SIGKILL)]
+        patience = 1.5 if said else 4
+        assert job.broken[0].reason.endswith(f"gave no sign of life for {patience} s, and was killed")
+
+
 def test_a_worker_that_takes_long_to_end_is_given_up_but_not_killed_for_a_while() -> None:
     """Its exit handlers may write files. The others, and its exit code, do not wait for that."""
     job = running(num=2, heartbeat_timeout=4)

@@ -16,6 +16,7 @@ from torchring.elastic.driver.hosts import Hosts
 from torchring.horovod.settings import Settings, read_settings
 from torchring.launch.horovodrun import add_options
 from torchring.launch.hosts import Host
+from torchring.launch.jobs import host_job
 from torchring.launch.output import OutputOptions
 from torchring.observe import STACKS
 
@@ -92,6 +93,43 @@ def test_options(line: str, expected: dict[str, Any], started: Started, tmp_path
 
 
 @pytest.mark.parametrize(
+    ("nodes", "tasks", "number", "hosts"),
+    [
+        ("gpu[07-08],login", "4(x2),2", "10", [("gpu07", 4), ("gpu08", 4), ("login", 2)]),
+        ("gpu[07-08]", "2(x2)", "3", [("gpu07", 2), ("gpu08", 1)]),
+        ("gpu7", "3", None, [("gpu7", 3)]),
+    ],
+)
+def test_srun_takes_the_nodes_of_the_allocation(
+    nodes: str, tasks: str, number: str | None, hosts: Any, started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("JOB_NODELIST", nodes), ("TASKS_PER_NODE", tasks), ("NTASKS", number)):
+        if value is None:
+            monkeypatch.delenv(f"SLURM_{name}", raising=False)
+        else:
+            monkeypatch.setenv(f"SLURM_{name}", value)
+    assert run("--launcher", "srun", __file__) == run("--launcher", "srun", "--elastic", __file__) == 7
+    assert (started[0]["hosts"], started[0]["launcher"]) == ([Host(*host) for host in hosts], "srun")
+    assert (started[1]["limits"], started[1]["slots"]) == (Limits(UNLIMITED), sum(number for _, number in hosts))
+
+
+def test_srun_starts_a_step_that_reads_what_ssh_reads() -> None:
+    """And gets the variables of this process, apart from those that an elastic job leaves out."""
+    jobs = [
+        host_job("b", ["train"], {"A": "secret"}, is_here=False, environ={"B": "1"}, silence=9.0, launcher=launcher)
+        for launcher in ("ssh", "srun")
+    ]
+    assert [(job.command[0], job.environ, job.is_remote) for job in jobs] == [
+        ("ssh", {"B": "1"}, True),
+        ("srun", {"B": "1"}, True),
+    ]
+    assert "--nodelist=b" in jobs[1].command
+    assert jobs[1].command[-3:-1] == ["sh", "-c"]
+    assert (jobs[1].command[-1], jobs[1].variables) == (jobs[0].command[-1], jobs[0].variables)
+    assert "secret" not in " ".join(jobs[1].command)
+
+
+@pytest.mark.parametrize(
     ("line", "limits", "slots"),
     [
         ("--elastic -np 3", Limits(3, 1, 3), 3),
@@ -129,6 +167,8 @@ NUMBER = "argument -np/-n/--num-proc/--nproc-per-node: needs a number of process
         ("-np 1 --fusion-threshold-mb 1.5", "needs a whole number of megabytes"),
         ("-np 1 --network-interface eth0,", "needs names of network interfaces"),
         ("-np 1 --config-file a.yaml", "a.yaml is not read, so its settings would be lost: pass them as options"),
+        ("--launcher srun", "starts processes inside an allocation of Slurm, and this is none: SLURM_JOB_NODELIST or"),
+        ("--launcher srun --elastic", "Use it in a script for sbatch, or after salloc"),
         # of elastic jobs
         ("-np 4 --min-np 3 --max-np 2", "--min-np 3 is more than --max-np 2"),
         ("-np 1 --min-np 2", "-np 1 is less than --min-np 2"),

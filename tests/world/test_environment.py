@@ -199,6 +199,8 @@ _NODE7 = ("node7", 29500)
         (_of_mpi("MV2_COMM_WORLD_", "MV2_COMM_WORLD_LOCAL_RANK"), ("mpirun (MVAPICH)", 3, 6, 1, None, False, True)),
         (_of_mpi("PMI_", "PALS_LOCAL_RANKID"), ("mpiexec (PALS)", 3, 6, 1, None, False, True)),
         (_of_mpi("PMI_", "MPI_LOCALRANKID"), ("mpiexec (MPICH)", 3, 6, 1, None, False, True)),
+        # As batch scripts have it, where RANK cannot be exported.
+        ({**SRUN, "WORLD_SIZE": "4", **MASTER}, ("srun", 1, 4, 1, _NODE7, False)),
         # Hydra has its proxies started by srun, one a node: their variables are what its ranks inherit.
         ({**SRUN, **_HYDRA}, ("mpiexec (MPICH)", 5, 8, 1, None, False, True)),
     ],
@@ -219,6 +221,15 @@ def test_srun() -> None:
     ports = {read_environment({**SRUN, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step}).master for job, step in
              [("4711", "0"), ("4711", "1"), ("4712", "0"), ("4712", "1"), ("14711", "0")]}  # fmt: skip
     assert len(ports) == 5
+
+
+def test_what_does_not_fit_the_tasks_of_srun() -> None:
+    with pytest.raises(TopologyError, match=r"WORLD_SIZE=8, but RANK not set"):
+        read_environment({**SRUN, "WORLD_SIZE": "8", **MASTER})
+    for address in ("localhost", "127.0.1.1"):
+        assert read_environment({**SRUN, "MASTER_ADDR": address, "SLURM_STEP_NUM_NODES": "1"}).rank == 1
+        with pytest.raises(TopologyError, match=f"MASTER_ADDR={address}, but srun started processes on 5 hosts"):
+            read_environment({**SRUN, "MASTER_ADDR": address, "SLURM_STEP_NUM_NODES": "5"})
 
 
 @pytest.mark.parametrize("local", [{}, {"PMI_FD": "7", "PMI_JOBID": "4711.0"}])
@@ -442,8 +453,9 @@ def test_ranks_of_srun_meet() -> None:
     assert results == [("srun", rank, 3, rank, [6.0, 6.0]) for rank in range(3)]
 
 
-def test_the_batch_script_is_one() -> None:
-    script = ROOT / "examples" / "slurm" / "train.sbatch"
+@pytest.mark.parametrize("name", ["train", "elastic", "requeue"])
+def test_batch_scripts_have_their_options_first(name: str) -> None:
+    script = ROOT / "examples" / "slurm" / f"{name}.sbatch"
     subprocess.run(["bash", "-n", script], check=True, timeout=20)
     lines = script.read_text().splitlines()
     assert lines[0] == "#!/bin/bash"
@@ -453,8 +465,8 @@ def test_the_batch_script_is_one() -> None:
     assert all(lines.index(option) < first_command for option in options), (
         "Slurm reads no further than the first command"
     )
-    (command,) = [line for line in lines if line.startswith("srun ")]
-    assert (ROOT / command.split()[-1]).is_file()
+    (example,) = [word for line in lines[first_command:] for word in line.split() if word.endswith(".py")]
+    assert (ROOT / example).is_file()
 
 
 # ---- meeting over MPI, with an MPI made of threads

@@ -132,6 +132,11 @@ def _in_workers_of_frameworks(rank: int, size: int) -> Any:
                 found.append(len(said))
                 torchring.shutdown()
             del sys.modules[name]
+        os.environ["SLURM_NTASKS"] = "4"
+        torchring.init()
+        torchring.shutdown()
+        del os.environ["TORCHRING_LAUNCHER"]
+        torchring.init()
     return found, said
 
 
@@ -141,6 +146,8 @@ def test_workers_of_frameworks_do_not_train_alone_without_a_word() -> None:
     assert "TorchDistributor" in found[0]
     assert found[1:] == [0, 1, 1]
     assert said[0].startswith("this worker of Ray trains alone")
+    (warning,) = said[1:]
+    assert warning.startswith("this process trains alone, although its Slurm job has 4 tasks (SLURM_NTASKS)")
 
 
 def _becomes_one_of_two(rank: int, size: int) -> Any:

@@ -109,12 +109,14 @@ class Card(_Message):
         generation: number of the newest generation that the worker has belonged to, or tried to open; 0 for none.
         checkpoint: path of the newest checkpoint that the worker knows of; "" for none.
         reason: why the worker has left its generation, for people; "" if there is nothing to say.
+        has_lost_peer: it has left its generation because the connection to another worker broke.
     """
 
     state: WorkerState
     generation: int = 0
     checkpoint: str = ""
     reason: str = ""
+    has_lost_peer: bool = False
 
 
 @dataclass(frozen=True)

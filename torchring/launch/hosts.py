@@ -7,15 +7,17 @@ import json
 import re
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
 from torchring.launch.output import OutputOptions
 from torchring.rendezvous.addresses import own_addresses
+from torchring.rendezvous.environment import expand_hosts
 
 _HOST: Final = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[^\s:,\[\]]+)(?::(?P<slots>[0-9]+))?")
+_TASKS: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # of Slurm: 4(x2) is 4,4
 _LOOPBACK_SECONDS: Final = 5.0
 
 
@@ -90,6 +92,19 @@ def read_hostfile(path: str) -> list[Host]:
         return parse_hostfile(Path(path).read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"cannot read the host file {path!r}: {error}") from error
+
+
+def slurm_hosts(environ: Mapping[str, str]) -> list[Host]:
+    """The nodes of the Slurm allocation that this process belongs to, with a slot for each task. Raises LaunchError."""
+    names, tasks = environ.get("SLURM_JOB_NODELIST"), environ.get("SLURM_TASKS_PER_NODE")  # "a[1-3]" and "4(x2),2"
+    if not names or not tasks:
+        raise LaunchError(
+            "--launcher srun starts processes inside an allocation of Slurm, and this is none: SLURM_JOB_NODELIST or "
+            "SLURM_TASKS_PER_NODE is not set. Use it in a script for sbatch, or after salloc"
+        )
+    slots = [int(slots) for slots, times in _TASKS.findall(tasks) for _ in range(int(times or 1))]
+    hosts = [Host(name, number) for name, number in zip(expand_hosts(names), slots, strict=True)]
+    return share_out(hosts, int(environ.get("SLURM_NTASKS", "0")) or None)  # may be fewer than the nodes could take
 
 
 def parse_host(text: str, complaint: str, default_slots: int = 1) -> Host:

@@ -19,13 +19,17 @@ from torchring.launch.output import STDERR, STDOUT, Output, OutputOptions
 
 HEARTBEAT_SECONDS: Final = 10.0  # between two heartbeats to the reapers of other hosts
 KILL_SECONDS: Final = 5.0  # for the reapers to kill the processes that are left
+# Starts a job step of its own, which shares the node's cores with other steps. srun gives up after 20 s if Slurm offers
+# no node, instead of waiting for the node to come back.
+_SRUN: Final = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpu-bind=none", "--mpi=none",
+                "--export=ALL", "--immediate=20", "--quiet")  # fmt: skip
 _REAPER: Final = Path(__file__).with_name("reaper.py")
 _PLACEMENT: Final = Path(__file__).parents[1] / "placement.py"
 
 
 @dataclass
 class Job:
-    """One reaper, on this machine or behind ssh, and the command that it runs."""
+    """One reaper, on this machine or behind ssh or srun, and the command that it runs."""
 
     name: str
     command: list[str]
@@ -85,18 +89,21 @@ def host_job(
     silence: float,
     sharing: int | None = None,
     ssh_options: Sequence[str] = (),
+    launcher: str = "ssh",
     patience: float | None = None,
     title: str = "",
 ) -> Job:
-    """A job on this machine, or on another one through ssh.
+    """A job on this machine, or on another one through ssh or srun.
 
     Args:
         env: variables to set for the command.
-        environ: the other variables of a command on this machine. On other machines, see `forwarded`.
+        environ: the other variables of a command on this machine, and of one that srun starts. Through ssh, see
+            `forwarded`.
         silence: seconds without a heartbeat, after which a reaper of another host ends the command.
         sharing: if the command is one of so many ranks of the host, which share its cores equally: their number. It
             matters if OMP_NUM_THREADS is not set there.
         ssh_options: arguments for ssh, such as -p and a port.
+        launcher: "srun" for srun, inside an allocation of Slurm. Otherwise ssh.
         patience: seconds that the command gets to end after a signal. By default those of reaper.py.
         title: what to call the command in a message, if a signal ends it. By default there is no message.
     """
@@ -109,9 +116,11 @@ def host_job(
     # Python may not start without these.
     early = [f"{key}={value}" for key, value in settings.items() if key.startswith("LD_")]
     there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *early, *reaper, *command])}"
-    # BatchMode, because ssh must not ask for a password: the reaper uses the standard input.
-    ssh = ["ssh", "-o", "BatchMode=yes", *ssh_options, name, there]
-    return Job(name, ssh, os.environ, is_remote=True, variables=variables)
+    if launcher == "srun":
+        shell = [*_SRUN, f"--nodelist={name}", "sh", "-c"]
+    else:  # BatchMode, because ssh must not ask for a password: the reaper uses the standard input
+        shell = ["ssh", "-o", "BatchMode=yes", *ssh_options, name]
+    return Job(name, [*shell, there], environ, is_remote=True, variables=variables)
 
 
 def bound(mode: str) -> list[str]:

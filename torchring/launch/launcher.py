@@ -1,7 +1,7 @@
 """`torchring run` starts a Python program on N processes, of this machine or of several.
 
     this machine    torchrun's agent (agent.py)
-    several hosts   mpirun (Open MPI), if it and mpi4py are installed; else torchrun's agent on each, over ssh:
+    several hosts   mpirun (Open MPI), if it and mpi4py are installed; else torchrun's agent on each, over ssh or srun:
 
         start ---- pipe -------- reaper --- agent ---- ranks        this machine
               ---- ssh's stdin - reaper --- agent ---- ranks        another
@@ -46,7 +46,7 @@ from torchring.launch.output import Output, OutputOptions
 from torchring.launch.signals import noted_signals
 from torchring.rendezvous.environment import JOB
 
-LAUNCHERS: Final = ("auto", "local", "mpirun", "ssh")
+LAUNCHERS: Final = ("auto", "local", "mpirun", "ssh", "srun")
 _PATIENCE_SECONDS: Final = 40.0  # for the reapers after they were told to stop; reaper.py itself waits 32
 _LAST_WORDS_SECONDS: Final = 2.0  # for the other hosts' ranks to report that a rank has failed
 _POLL_SECONDS: Final = 0.05
@@ -83,7 +83,7 @@ def start(
         hosts: by default this machine. The first host gets the lowest ranks.
         env: variables to set for the processes, on every host. Other hosts get these variables, PYTHONPATH,
             OMP_NUM_THREADS and HOROVOD_*, and no others.
-        launcher: "local" (this machine only), "mpirun", "ssh", or "auto".
+        launcher: "local" (this machine only), "mpirun", "ssh", "srun" (inside an allocation of Slurm), or "auto".
         output: how to show the output of the processes. With ssh, each host writes the log files of its own ranks.
         ssh_options: arguments for ssh, such as -p and a port. With them, "auto" prefers ssh to mpirun.
         bind: "core" binds each rank to physical cores of its own, "numa" to a NUMA node, "none" leaves them alone.
@@ -111,7 +111,7 @@ def start(
             Job("mpirun", _mpirun(filled, command, env, bind), environ, options={"title": "mpirun"}, is_mpirun=True)
         ]
         return _supervise(jobs, open_output(output))
-    jobs = _agents(filled, command, env, output, ssh_options, bind)
+    jobs = _agents(filled, command, env, output, ssh_options, launcher, bind)
     # The agents write log files and tags. Several agents may print parts of lines at the same time.
     return _supervise(jobs, open_output(OutputOptions()) if len(jobs) > 1 else None)
 
@@ -244,6 +244,7 @@ def _agents(
     env: Mapping[str, str],
     output: OutputOptions,
     ssh_options: Sequence[str] = (),
+    launcher: str = "ssh",
     bind: str = "auto",
 ) -> list[Job]:
     """One job per host: an agent."""
@@ -260,6 +261,7 @@ def _agents(
             environ=os.environ,
             silence=_SILENCE_SECONDS,
             ssh_options=ssh_options,
+            launcher=launcher,
             title=_AGENT_TITLE,
         )
         jobs.append(job)

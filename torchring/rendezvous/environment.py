@@ -252,6 +252,9 @@ def _found(environ: Mapping[str, str]) -> list[_Launcher]:
     if choice is not None and choice not in ("none", *_KINDS):
         raise TopologyError(f"{CHOICE} must be one of none, {', '.join(_KINDS)}, got {choice!r}")
     found = [item for item in _LAUNCHERS if choice in (None, item.kind) and item.has_started(environ)]
+    # Batch scripts for Slurm often export WORLD_SIZE, and no RANK, which differs between the processes.
+    if len(found) > 1 and "RANK" not in environ and environ.get("WORLD_SIZE") == environ[found[1].size]:
+        del found[0]
     if choice in _KINDS and not found:
         sizes = dict.fromkeys(launcher.size for launcher in _LAUNCHERS if launcher.kind == choice)
         raise TopologyError(f"{CHOICE}={choice}, but {choice} did not start this process: no {' or '.join(sizes)}")
@@ -287,6 +290,12 @@ def _refuse_worlds_of_one(environ: Mapping[str, str], found: Sequence[_Launcher]
 
 def _master(environ: Mapping[str, str], launcher: _Launcher, name: str, rank: int) -> tuple[str, int]:
     address = environ["MASTER_ADDR"] if "MASTER_ADDR" in environ else _first_host(environ, rank)
+    num_hosts = environ.get("SLURM_STEP_NUM_NODES", "1") if launcher.kind == "srun" else "1"
+    if num_hosts != "1" and (address == "localhost" or address.startswith("127.")):
+        raise TopologyError(
+            f"MASTER_ADDR={address}, but {name} started processes on {num_hosts} hosts, and {address} leads each of "
+            "them to itself; unset MASTER_ADDR, or set it to the name of the first host"
+        )
     if "MASTER_PORT" not in environ:
         return address, _slurm_port(environ)
     return address, _port(environ, "MASTER_PORT", name)

@@ -1,8 +1,9 @@
-"""Worker processes of Spark and Ray: these frameworks start several of them for one job, and set no variables."""
+"""Processes that train alone, although there is a job of several: tasks of Spark, workers of Ray, scripts of Slurm."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from typing import Any
 
@@ -13,10 +14,11 @@ _logger = logging.getLogger("torchring")
 
 
 def refuse_lone_tasks() -> None:
-    """Raise TopologyError in a task of a Spark barrier stage, and log a warning in a worker of Ray.
+    """Raise TopologyError in a task of a Spark barrier stage. Log a warning in a worker of Ray, and in a batch script
+    of Slurm whose job has several tasks.
 
     Call this in a process that no launcher has started. The tasks of a barrier stage run together, so they are meant to
-    be ranks. A task or actor of Ray may also be meant to train alone.
+    be ranks. A task or actor of Ray may also be meant to train alone, and so may what a batch script starts.
     """
     spark: Any = sys.modules.get("pyspark")
     ray: Any = sys.modules.get("ray")
@@ -33,4 +35,10 @@ def refuse_lone_tasks() -> None:
             "this worker of Ray trains alone, because RANK and WORLD_SIZE are not set. To train on several workers "
             "together, start the function with ray.train.torch.TorchTrainer. To turn this warning off, set "
             f"{CHOICE}=none"
+        )
+    if (num_tasks := os.environ.get("SLURM_NTASKS", "1")) != "1":
+        _logger.warning(
+            f"this process trains alone, although its Slurm job has {num_tasks} tasks (SLURM_NTASKS): Slurm runs a "
+            "batch script once. To train on all tasks together, start Python with srun, as in `srun python train.py`. "
+            f"To turn this warning off, set {CHOICE}=none"
         )

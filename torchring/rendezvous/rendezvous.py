@@ -148,6 +148,11 @@ class Rendezvous:
             self.give_up_opening(error)
             raise error
 
+    def host_of(self, rank: int) -> str:
+        """The name of the host on which a rank has claimed its number. "" if it has claimed none."""
+        key = f"claimed/{rank}"
+        return self._call(lambda: self.store.get(key)).decode().rpartition(" ")[2] if self.is_published(key) else ""
+
     def confirm_opening(self) -> None:
         """Publish that all ranks have met. A process that comes later does not belong to them, and cannot give up."""
         if self.rank == 0:

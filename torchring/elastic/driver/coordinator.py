@@ -21,7 +21,7 @@ from typing import Final
 from torchring.elastic.driver.actions import Action, Break, Call, Exit, Forget, Over, Publish, Say, Send, Start
 from torchring.elastic.driver.cooldown import Cooldown
 from torchring.elastic.driver.losses import Losses
-from torchring.elastic.protocol import Beat, Broken, Card, Generation
+from torchring.elastic.protocol import BEAT_SECONDS, Beat, Broken, Card, Generation
 from torchring.launch.hosts import Host
 
 UNLIMITED: Final = 1 << 30
@@ -30,6 +30,7 @@ _JOIN_SECONDS: Final = 0.5  # that a new worker waits for others that are starti
 _STRAGGLER_SECONDS: Final = 30.0  # that a first generation waits for more workers once there are enough
 _LEAVE_SECONDS: Final = 300.0  # for a member to leave a generation after the first has, and then to end
 _PROOF_SECONDS: Final = 5.0  # of running that prove a worker whose number of steps is unknown
+_MISSED_SECONDS: Final = 3 * BEAT_SECONDS  # of silence, after which a worker is lost if others have lost a connection
 _STEADY_SECONDS: Final = 60.0  # after which a failure has nothing to do with earlier ones
 _GOODBYE_SECONDS: Final = 30.0  # for workers to end by themselves when the job is over
 _FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -278,6 +279,8 @@ class Coordinator:
         self._actions.append(Send(worker.number, signal.SIGKILL))
 
     def _kill_silent(self) -> None:
+        # Where a host dies, ssh may not notice, and srun does not; but connections to its workers break.
+        is_missed = any(self._has_left(worker) and worker.card.has_lost_peer for worker in self._members())
         for worker in self._running_processes():
             state, beat = worker.card.state, worker.beat
             silence = self._clock - worker.beat_at
@@ -292,8 +295,11 @@ class Coordinator:
                 elif silence > self.limits.heartbeat_timeout:
                     worker.lost = f"did not end within {self.limits.heartbeat_timeout:g} s after its script"
             elif beat is not None:
-                if silence > self.limits.heartbeat_timeout:
-                    self._kill(worker, f"gave no sign of life for {self.limits.heartbeat_timeout:g} s")
+                patience = self.limits.heartbeat_timeout
+                if is_missed and worker in self._members() and not self._has_left(worker):
+                    patience = min(_MISSED_SECONDS, patience)
+                if silence > patience:
+                    self._kill(worker, f"gave no sign of life for {patience:g} s")
             elif state == "starting" and self._clock - worker.started_at > self.limits.elastic_timeout:
                 self._kill(worker, f"did not come to torchring.elastic.run within {self.limits.elastic_timeout:g} s")
 

@@ -1,7 +1,7 @@
 """Runs an elastic job: processes, signals, and the loop around the decisions of coordinator.py.
 
     driver --- lifeline --- reaper --- worker        this machine
-           --- ssh's stdin - reaper --- worker       another
+           --- ssh's stdin - reaper --- worker       another; or srun's
 
 The loop reads what workers say, looks which processes have ended, and carries out what `Coordinator` decides: when a
 process ends, and every 50 ms, or every 10 ms while workers meet.
@@ -61,6 +61,7 @@ def start_elastic(
     env: Mapping[str, str] | None = None,
     output: OutputOptions | None = None,
     ssh_options: Sequence[str] = (),
+    launcher: str = "ssh",
 ) -> int:
     """Run `python COMMAND...` in workers that come and go, until the training has finished.
 
@@ -75,6 +76,7 @@ def start_elastic(
             OMP_NUM_THREADS and HOROVOD_*, and no others.
         output: how to show the output of the workers. Log files are written on this machine.
         ssh_options: arguments for ssh, such as -p and a port.
+        launcher: "srun" to start workers of other hosts by srun instead of ssh, inside an allocation of Slurm.
 
     Returns 0 if the training has finished and no worker of the last generation failed, otherwise the exit code of the
     first that failed; 1 if the job was given up; 128 + n if signal n ended the job.
@@ -95,7 +97,7 @@ def start_elastic(
         hosts.start()
         stack.callback(hosts.close)
         received = stack.enter_context(noted_signals())
-        driver = Driver(command, limits, hosts, env, shown, ssh_options, listener)
+        driver = Driver(command, limits, hosts, env, shown, ssh_options, listener, launcher)
         stack.callback(driver.close)
         return driver.run(received)
 
@@ -126,6 +128,7 @@ class Driver:
         output: Output,
         ssh_options: Sequence[str],
         listener: Listener,
+        launcher: str = "ssh",
     ) -> None:
         # How workers are started
         self._command = command
@@ -137,6 +140,7 @@ class Driver:
         }
         self._output = output
         self._ssh_options = ["-o", f"ConnectTimeout={_CONNECT_SECONDS}", *ssh_options]
+        self._launcher = launcher
 
         # The workers
         self._coordinator = Coordinator(limits, time.monotonic())
@@ -312,6 +316,7 @@ class Driver:
             environ=self._environ,
             sharing=max(1, min(slots, self._max_size)),
             ssh_options=self._ssh_options,
+            launcher=self._launcher,
             silence=_SILENCE_SECONDS,
             patience=_PATIENCE_SECONDS,
         )

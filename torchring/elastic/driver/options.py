@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Final
 
 from torchring.elastic.driver import hosts as hosts_module
 from torchring.elastic.driver.coordinator import UNLIMITED, Limits
 from torchring.elastic.driver.hosts import Hosts
 from torchring.launch.arguments import duration, positive, whole
-from torchring.launch.hosts import Host, LaunchError, parse_hosts
+from torchring.launch.hosts import Host, LaunchError, parse_hosts, slurm_hosts
 
 # Options that imply --elastic, as they do for horovodrun, and those that mean nothing without it.
 _IMPLYING: Final = ("min_np", "max_np", "discover")
@@ -107,7 +108,7 @@ def limits_of(options: argparse.Namespace) -> Limits:
         raise LaunchError(f"--blacklist-cooldown-range takes the shorter time first, got {shortest:g} {longest:g}")
     if options.slots is not None and options.discover is None:
         raise LaunchError("--slots is for hosts that a discovery script prints: --discover SCRIPT")
-    has_hosts = not (options.hosts is None and options.hostfile is None and options.discover is None)
+    has_hosts = any((options.hosts, options.hostfile, options.discover, options.launcher == "srun"))
     if not has_hosts and not num_given and most is None:
         raise LaunchError("say how many workers: -np N, or --max-np N, or -H, --hostfile or --discover for hosts")
     if most is None:
@@ -131,6 +132,8 @@ def hosts_of(options: argparse.Namespace, limits: Limits) -> Hosts:
         hosts = hosts_module.from_file(options.hostfile)
     elif options.discover is not None:
         hosts = hosts_module.from_script(options.discover, options.slots or 1)
+    elif options.launcher == "srun":
+        hosts = hosts_module.fixed(slurm_hosts(os.environ))
     else:
         hosts = hosts_module.fixed([Host("localhost", limits.max_size)])
     if hosts.known is not None and not hosts.may_change:

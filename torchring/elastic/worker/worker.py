@@ -84,11 +84,12 @@ class Worker:
         self._thread.start()
         end_at_exit(self, self._thread)
 
-    def meet(self, reason: str) -> World:
+    def meet(self, reason: str, *, has_lost_peer: bool = False) -> World:
         """Leave the generation, wait for a new one that this worker belongs to, and open its world. Collective.
 
         Args:
             reason: why this worker has left its generation, for people; "" if there is nothing to say.
+            has_lost_peer: it has left because the connection to another worker broke.
 
         Raises:
             JobOverError: the job is over, the driver is gone, or this worker was told to end before there was a
@@ -96,7 +97,7 @@ class Worker:
             RingError: a worker of the new generation is lost already. Meet again.
         """
         self.leave()
-        self._say("meeting", reason)
+        self._say("meeting", reason, has_lost_peer=has_lost_peer)
         began_at = time.monotonic()
         with self._changed:
             while not self._has_news():
@@ -192,9 +193,10 @@ class Worker:
     def _has_news(self) -> bool:
         return bool(self._over) or (self._newest is not None and self._newest.number > self.generation)
 
-    def _say(self, state: WorkerState, reason: str = "") -> None:
+    def _say(self, state: WorkerState, reason: str = "", *, has_lost_peer: bool = False) -> None:
         with self._changed:
-            self._card, self._has_new_card = Card(state, self.generation, self.checkpoint, reason), True
+            self._card = Card(state, self.generation, self.checkpoint, reason, has_lost_peer)
+            self._has_new_card = True
         self._wake.set()
 
     def close(self) -> None:

@@ -105,12 +105,12 @@ def _run(state: State, call: Callable[[], _T], reset: Callable[[], object], rese
             _raise_if_over(num_resets, reset_limit, error)
             _log.warning("training starts again from the last commit, after %s", error)
             if worker is not None:
-                worker.reason = f"{type(error).__name__}: {error}"
+                worker.reason, worker.has_lost_peer = f"{type(error).__name__}: {error}", kind == "loss"
             state.restore()
             needs_sync = True
         except HostsUpdatedInterrupt as interrupt:
             if worker is not None:
-                worker.reason = ""
+                worker.reason, worker.has_lost_peer = "", False
                 worker.end_if_told()
             _raise_if_over(num_resets, reset_limit, interrupt)
             needs_sync = not interrupt.skip_sync

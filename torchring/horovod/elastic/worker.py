@@ -63,11 +63,12 @@ class ElasticWorker:
 
     Attributes:
         reason: why this worker has left its ranks, for people; "" if there is nothing to say.
+        has_lost_peer: this worker has left its ranks because another one is lost, or may be.
     """
 
     def __init__(self, worker: Worker) -> None:
         self.member = worker
-        self.reason = ""
+        self.reason, self.has_lost_peer = "", False
         self._signals: Signals | None = None
         self._is_over = False
         atexit.register(self._finish_at_exit)
@@ -86,7 +87,7 @@ class ElasticWorker:
         if not worlds.is_initialized():
             worlds.init(timeout_seconds=timeout_seconds)
         try:
-            return self.member.meet(self.reason)
+            return self.member.meet(self.reason, has_lost_peer=self.has_lost_peer)
         except JobOverError as over:
             self._say_goodbye(str(over))
             if self.member.leaves:

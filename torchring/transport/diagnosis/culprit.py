@@ -120,7 +120,10 @@ class Culprits:
             with contextlib.suppress(RingError):
                 if (ended := self._said_at_its_end(rank)) is not None:
                     return ended
-        return PeerLostError(f"{names} died or exited", peers=culprits)
+        where: list[str] = []
+        with contextlib.suppress(RingError):
+            where = sorted({self._rendezvous.host_of(rank) for rank in culprits} - {""})
+        return PeerLostError(f"{names}{' on ' * bool(where)}{', '.join(where)} died or exited", peers=culprits)
 
     def _said_at_its_end(self, rank: int) -> RingError | None:
         """The reason that the script of `rank` gave for its end. None if it did not end, or gave no reason."""
