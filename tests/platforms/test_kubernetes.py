@@ -14,7 +14,7 @@ import yaml
 from tests.support.commands import free_port
 from tests.support.harness import patient
 from torchring.manifest.job import Job
-from torchring.manifest.kubernetes import KINDS, indexed_job, objects, to_yaml
+from torchring.manifest.kubernetes import KINDS, indexed_job, jobset, objects, to_yaml
 
 pytestmark = pytest.mark.platforms
 
@@ -70,3 +70,53 @@ def test_pods_find_each_other(tmp_path: Path) -> None:
         for index in range(2)
     ]  # fmt: skip
     assert [pod.communicate(timeout=patient(60))[0] for pod in pods] == ["0 2 1.5\n", "1 2 1.5\n"]
+
+
+ELASTIC_SCRIPT = """
+import sys, torch, torchring
+model = torch.nn.Linear(4, 1)
+optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+state = torchring.elastic.State(model=model, optimizer=optimizer, step=0)
+
+@torchring.elastic.run
+def train(state):
+    while state.step < 20:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state.step += 1
+    print(f"{torchring.size()} ranks")
+
+train(state)
+"""
+# kubectl, as the coordinator's pod has it; each pod is a process of this machine.
+KUBECTL = """#!/bin/sh
+echo "$@" >> {log}
+if [ $1 = get ]; then printf 'digits-worker-0-0:1\\ndigits-worker-0-1:1\\n'; exit; fi
+shift 4  # exec -i POD --
+exec "$@"
+"""
+
+
+def test_a_coordinator_starts_workers_in_pods(tmp_path: Path) -> None:
+    script, log, kubectl = (tmp_path / name for name in ("train.py", "log", "kubectl"))
+    script.write_text(ELASTIC_SCRIPT)
+    kubectl.write_text(KUBECTL.format(log=log))
+    kubectl.chmod(0o755)
+    job = Job("digits", ["python", str(script)], "image", 2, cpus=1, processes=1, elastic=(1, 2), env={"A": "b"})
+    coordinator = next(
+        each["template"]["spec"]["template"]["spec"]["containers"][0]
+        for each in jobset(job)[-1]["spec"]["replicatedJobs"]
+        if each["name"] == "coordinator"
+    )
+    named = {each["name"]: each["value"] for each in coordinator["env"]}
+    assert named == {"OMP_NUM_THREADS": "1", "A": "b"}
+    environ = {**os.environ, **named, "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    ended = subprocess.run(
+        coordinator["command"], env=environ, capture_output=True, text=True, timeout=patient(100), cwd=tmp_path
+    )
+    assert (ended.returncode, sorted(ended.stdout.splitlines())) == (0, ["2 ranks", "2 ranks"]), ended.stderr
+    calls = log.read_text().splitlines()
+    wanted = "jobset.sigs.k8s.io/jobset-name=digits,jobset.sigs.k8s.io/replicatedjob-name=worker"
+    assert calls[0].startswith(f"get pods -l {wanted} --field-selector status.phase=Running -o jsonpath=")
+    assert {call.split()[2] for call in calls if call.startswith("exec")} == {"digits-worker-0-0", "digits-worker-0-1"}

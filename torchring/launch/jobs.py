@@ -29,7 +29,7 @@ _PLACEMENT: Final = Path(__file__).parents[1] / "placement.py"
 
 @dataclass
 class Job:
-    """One reaper, on this machine or behind ssh or srun, and the command that it runs."""
+    """One reaper, on this machine or behind ssh, srun or kubectl, and the command that it runs."""
 
     name: str
     command: list[str]
@@ -93,7 +93,7 @@ def host_job(
     patience: float | None = None,
     title: str = "",
 ) -> Job:
-    """A job on this machine, or on another one through ssh or srun.
+    """A job on this machine, or on another one through ssh, srun or kubectl.
 
     Args:
         env: variables to set for the command.
@@ -103,7 +103,8 @@ def host_job(
         sharing: if the command is one of so many ranks of the host, which share its cores equally: their number. It
             matters if OMP_NUM_THREADS is not set there.
         ssh_options: arguments for ssh, such as -p and a port.
-        launcher: "srun" for srun, inside an allocation of Slurm. Otherwise ssh.
+        launcher: "srun" for srun, inside an allocation of Slurm. "kubectl" for kubectl, if `name` is that of a pod.
+            Otherwise ssh.
         patience: seconds that the command gets to end after a signal. By default those of reaper.py.
         title: what to call the command in a message, if a signal ends it. By default there is no message.
     """
@@ -118,6 +119,8 @@ def host_job(
     there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *early, *reaper, *command])}"
     if launcher == "srun":
         shell = [*_SRUN, f"--nodelist={name}", "sh", "-c"]
+    elif launcher == "kubectl":
+        shell = ["kubectl", "exec", "-i", name, "--", "sh", "-c"]
     else:  # BatchMode, because ssh must not ask for a password: the reaper uses the standard input
         shell = ["ssh", "-o", "BatchMode=yes", *ssh_options, name]
     return Job(name, [*shell, there], environ, is_remote=True, variables=variables)

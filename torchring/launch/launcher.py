@@ -1,7 +1,8 @@
 """`torchring run` starts a Python program on N processes, of this machine or of several.
 
     this machine    torchrun's agent (agent.py)
-    several hosts   mpirun (Open MPI), if it and mpi4py are installed; else torchrun's agent on each, over ssh or srun:
+    several hosts   mpirun (Open MPI), if it and mpi4py are installed; else torchrun's agent on each, over ssh, or over
+                    srun or kubectl if asked:
 
         start ---- pipe -------- reaper --- agent ---- ranks        this machine
               ---- ssh's stdin - reaper --- agent ---- ranks        another
@@ -46,7 +47,7 @@ from torchring.launch.output import Output, OutputOptions
 from torchring.launch.signals import noted_signals
 from torchring.rendezvous.environment import JOB
 
-LAUNCHERS: Final = ("auto", "local", "mpirun", "ssh", "srun")
+LAUNCHERS: Final = ("auto", "local", "mpirun", "ssh", "srun", "kubectl")
 _PATIENCE_SECONDS: Final = 40.0  # for the reapers after they were told to stop; reaper.py itself waits 32
 _LAST_WORDS_SECONDS: Final = 2.0  # for the other hosts' ranks to report that a rank has failed
 _POLL_SECONDS: Final = 0.05
@@ -83,7 +84,8 @@ def start(
         hosts: by default this machine. The first host gets the lowest ranks.
         env: variables to set for the processes, on every host. Other hosts get these variables, PYTHONPATH,
             OMP_NUM_THREADS and HOROVOD_*, and no others.
-        launcher: "local" (this machine only), "mpirun", "ssh", "srun" (inside an allocation of Slurm), or "auto".
+        launcher: "local" (this machine only), "mpirun", "ssh", "srun" (inside an allocation of Slurm),
+            "kubectl" (hosts are pods), or "auto".
         output: how to show the output of the processes. With ssh, each host writes the log files of its own ranks.
         ssh_options: arguments for ssh, such as -p and a port. With them, "auto" prefers ssh to mpirun.
         bind: "core" binds each rank to physical cores of its own, "numa" to a NUMA node, "none" leaves them alone.

@@ -1,7 +1,7 @@
 """Runs an elastic job: processes, signals, and the loop around the decisions of coordinator.py.
 
     driver --- lifeline --- reaper --- worker        this machine
-           --- ssh's stdin - reaper --- worker       another; or srun's
+           --- ssh's stdin - reaper --- worker       another; or srun's, or kubectl's
 
 The loop reads what workers say, looks which processes have ended, and carries out what `Coordinator` decides: when a
 process ends, and every 50 ms, or every 10 ms while workers meet.
@@ -76,7 +76,7 @@ def start_elastic(
             OMP_NUM_THREADS and HOROVOD_*, and no others.
         output: how to show the output of the workers. Log files are written on this machine.
         ssh_options: arguments for ssh, such as -p and a port.
-        launcher: "srun" to start workers of other hosts by srun instead of ssh, inside an allocation of Slurm.
+        launcher: what starts workers of other hosts: "srun" inside an allocation of Slurm, "kubectl" in pods, else ssh.
 
     Returns 0 if the training has finished and no worker of the last generation failed, otherwise the exit code of the
     first that failed; 1 if the job was given up; 128 + n if signal n ended the job.
