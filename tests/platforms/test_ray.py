@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -54,9 +55,10 @@ def start_ray(folder: str, num_tries: int = 3) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def session() -> Iterator[None]:
-    """A Ray of two CPUs for all tests of this file: it takes 8 s of CPU to start."""
+def logs() -> Iterator[str]:
+    """A Ray of two CPUs for all tests of this file, because it takes seconds to start. The folder of its logs."""
     import ray
+    from ray import cloudpickle
 
     folder = tempfile.mkdtemp(prefix="ray")  # short, for its sockets
     with pytest.MonkeyPatch.context() as patch:
@@ -68,17 +70,19 @@ def session() -> Iterator[None]:
             "TORCHRING_LAUNCHER", "none"
         )  # of the shell that started the cluster: no rank may train alone for it
         start_ray(folder)
-        yield
+        cloudpickle.register_pickle_by_value(sys.modules[__name__])  # else each worker would import pytest and torch
+        yield str(Path(folder, "session_latest", "logs"))
+        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
         ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_page(heading: str, *replacements: tuple[str, str]) -> dict[str, Any]:
+def run_page(heading: str, *replacements: tuple[str, str], **names: Any) -> dict[str, Any]:
     code = snippet(PAGE, heading)
     for old, new in replacements:
         assert code.count(old) == 1, old
         code = code.replace(old, new)
-    namespace: dict[str, Any] = {"__name__": "__main__"}
+    namespace: dict[str, Any] = {"__name__": "__main__", **names}
     exec(compile(code, "ray.md", "exec"), namespace)
     return namespace
 
@@ -109,12 +113,13 @@ def test_the_script_of_the_page_trains_as_one_process() -> None:
     x, y = torch.randn(64, 8), torch.randn(64, 1)
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    sampler = names["torchring"].data.Sampler(range(64), seed=0)
+    rows = torch.utils.data.TensorDataset(x, y)
+    sampler = names["torchring"].data.Sampler(rows, seed=0)
     for epoch in range(2):
         sampler.set_epoch(epoch)
-        for batch in torch.tensor(list(sampler)).split(16):
+        for batch, target in torch.utils.data.DataLoader(rows, batch_size=16, sampler=sampler):
             optimizer.zero_grad()
-            torch.nn.functional.mse_loss(model(x[batch]), y[batch]).backward()
+            torch.nn.functional.mse_loss(model(batch), target).backward()
             optimizer.step()
     torch.testing.assert_close(dict(first), dict(model.state_dict()), rtol=1e-6, atol=1e-7)
 
@@ -142,28 +147,29 @@ def test_a_worker_that_is_killed_is_named_and_the_others_end(tmp_path: Path) -> 
     assert_nothing_is_left(tmp_path)
 
 
-def _waits_for_one_that_has_returned(folder: str, *, what: str) -> None:
-    import torchring
-
+def _trains_alone(folder: str, logs: str, *, what: str) -> None:
+    """Rank 0 returns without having met rank 1, which fails as soon as rank 0 has said so."""
     write_facts(folder)
-    torchring.barrier()
-    if torchring.rank() == 1:
-        try:
-            torchring.barrier()
-        except torchring.PeerLostError as error:
-            raise KeyError(f"{what}: {error}") from error
+    if os.environ["RANK"] == "0":
+        import torch
+
+        torch.nn.Linear(1, 1)(torch.ones(1, 1)).sum().backward()
+        return
+    end = time.monotonic() + 120
+    while not any("so each has trained alone" in file.read_text() for file in Path(logs).glob("worker-*.err")):
+        assert time.monotonic() < end, "rank 0 has not said that it was alone"
+        time.sleep(0.02)
+    raise KeyError(what)
 
 
-def test_an_exception_of_a_rank_arrives_with_its_traceback(tmp_path: Path) -> None:
+def test_an_exception_of_a_rank_arrives_with_its_traceback(tmp_path: Path, logs: str) -> None:
     import torchring
 
     with pytest.raises(RuntimeError, match="rank 1 of 2 failed:") as caught:
-        torchring.ray.run(_waits_for_one_that_has_returned, (str(tmp_path),), {"what": "told"}, num_workers=2)
-    assert re.search(
-        r"test_ray.py\", line \d+, in _waits_for_one_that_has_returned\n +raise KeyError", str(caught.value)
-    )
-    assert "told: rank 0 stopped: its function had returned" in str(caught.value.__cause__)
+        torchring.ray.run(_trains_alone, (str(tmp_path), logs), {"what": "too small"}, num_workers=2)
+    assert re.search(r"test_ray.py\", line \d+, in _trains_alone\n +raise KeyError", str(caught.value))
     assert isinstance(caught.value.__cause__, KeyError)
+    assert caught.value.__cause__.args == ("too small",)
     assert_nothing_is_left(tmp_path)
 
 
@@ -219,9 +225,10 @@ def test_a_worker_of_ray_train_is_killed_and_training_goes_on(tmp_path: Path, mo
     report = 'ray.train.report({"loss": loss.item()}, checkpoint=checkpoint)\n'
     result = run_page(
         "## Ray Train",
-        ("    torch.manual_seed(0)\n", f"    test_ray.before_training({str(tmp_path)!r})\n    torch.manual_seed(0)\n"),
-        (report, f"{report}        test_ray.after_epoch(epoch)\n"),
-        ("import torchring\n", "import torchring\nfrom tests.platforms import test_ray\n"),
+        ("    torch.manual_seed(0)\n", f"    before_training({str(tmp_path)!r})\n    torch.manual_seed(0)\n"),
+        (report, f"{report}        after_epoch(epoch)\n"),
+        before_training=before_training,
+        after_epoch=after_epoch,
     )["result"]
     assert Path("attempts").read_text().split() == ["False", "True"], "the second attempt has a checkpoint"
     with result.checkpoint.as_directory() as folder:

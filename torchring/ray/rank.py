@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import socket
@@ -35,6 +36,8 @@ class Rank:
         """
         import torch.distributed as dist
 
+        importlib.import_module("torchring.alone")  # before the function can make a DDP: counts modules of that kind
+
         listener = socket.create_server((_LOOPBACK if is_one_node else "", 0))
         port = listener.getsockname()[1]
         # torchring.init() and init_process_group() host their store at this port: in this process, that is this store.
@@ -54,9 +57,11 @@ class Rank:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = master
         function, args, kwargs = pickle.loads(pickled)
         returned = function(*args, **kwargs)
-        _leave()
-        if "torchring.alone" in sys.modules:
-            sys.modules["torchring.alone"].say_if_alone(has_watched=True)  # Ray ends this process without exit handlers
+        # This process lives on until the other ranks have returned, too, and Ray ends it without exit handlers.
+        if "torchring.default_world" in sys.modules:
+            sys.modules["torchring.default_world"].leave("its function had returned")
+        if os.environ["RANK"] == "0":
+            importlib.import_module("torchring.alone").say_if_alone(has_watched=True)
         try:
             return bytes(cloudpickle.dumps(returned))
         except Exception as error:
@@ -64,14 +69,3 @@ class Rank:
                 f"the function returned {type(returned).__name__} on {self!r}, which cannot be pickled "
                 f"({type(error).__name__}: {error}); return numbers, tensors on the CPU, state_dict() or a path"
             ) from error
-
-
-def _leave() -> None:
-    """Leave the world, if there is one: this process lives on until the other ranks have returned, too."""
-    if "torchring.default_world" in sys.modules:
-        from torchring.default_world import default_world, is_initialized, shutdown
-        from torchring.world import ADVICE
-
-        if is_initialized():
-            default_world().say_why_it_ends("its function had returned", ADVICE)
-        shutdown()

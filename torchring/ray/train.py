@@ -15,9 +15,8 @@ import ray.train
 from ray.train.torch import TorchConfig, prepare_model
 from ray.train.torch.config import TorchConfigContextManager
 
-from torchring.default_world import _process, default_world, is_initialized, shutdown
+from torchring.default_world import _process, leave
 from torchring.errors import TopologyError
-from torchring.world import ADVICE
 
 
 @dataclass
@@ -60,6 +59,4 @@ def _loop() -> Iterator[None]:
             "alone: with TorchringConfig, prepare_model adds no DistributedDataParallel. Wrap the optimizer, or leave "
             "torch_config out"
         )
-    if is_initialized():
-        default_world().say_why_it_ends("its training loop had ended", ADVICE)
-    shutdown()
+    leave("its training loop had ended")
