@@ -9,7 +9,7 @@ through `gradients/`. Imports go one way: a folder imports only from the folders
     horovod/        the API of horovod.torch
     elastic/        training that survives lost ranks, and takes new ones in
     data/           samplers and iterable data sets that ranks share, and that can stop anywhere
-    joining.py      ranks with more data than others     cli.py, launch/, doctor/, report/   the commands
+    joining.py      ranks with more data than others     cli.py, launch/, doctor/, report/, manifest/   the commands
     monitoring.py   figures for TensorBoard and others
     recipes/        optimizers, learning rates and metrics for large batches
     optimizer.py    wrap

@@ -1,6 +1,6 @@
 """The `torchring` command: `torchring run` starts a script on several processes, `torchring doctor` says what this
-machine offers, `torchring report` says what bounds a job that was traced, `torchring bench` runs one of the benchmarks
-that are installed with the package."""
+machine offers, `torchring report` says what bounds a job that was traced, `torchring manifest` writes what starts a job
+on a cluster, `torchring bench` runs one of the benchmarks that are installed with the package."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ _COMMANDS: Final = {
     "doctor": ("torchring.doctor", "say what this machine offers, and what is wrong"),
     "report": ("torchring.report.command", "say what bounds a job, from its trace"),
     "top": ("torchring.report.show.top", "show how a job goes that is being traced"),
+    "manifest": ("torchring.manifest.command", "write an sbatch script or objects for Kubernetes from a job file"),
 }
 _BENCH: Final = Path(__file__).with_name("bench")
 _PATIENCE_SECONDS: Final = 10.0  # for a benchmark that was told to stop: it may have to remove a network

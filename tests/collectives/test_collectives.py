@@ -124,7 +124,7 @@ def _all_reduce_sizes(rank: int, size: int) -> None:
         edges = [stage_bytes(size), 2 * stage_bytes(size), 3 * stage_bytes(size), _SMALL_BYTES, 64]
         counts = {edge // dtype.itemsize + i for edge in edges for i in (-1, 0, 1)} | {0, 1, size - 1, size, size + 1}
         for numel in sorted(counts):
-            for op in ("sum", "max"):
+            for op in ("sum", "max") if dtype is torch.float32 else ("sum",):
                 parts = [values(r, (numel,), dtype) for r in range(size)]
                 result = torchring.all_reduce(parts[rank].clone(), op)
                 assert_bitwise(result, expected_of(op, parts).to(dtype), f"{op} of {numel} {dtype}")

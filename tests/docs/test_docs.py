@@ -112,6 +112,8 @@ class Commands:
         for name in ("examples", "tests", "bench"):
             (folder / name).symlink_to(ROOT / name)
         (folder / "train.py").touch()
+        (folder / "digits.sbatch").touch()
+        (folder / "job.yaml").write_text("{name: digits, command: python train.py, image: train, cpus: 2}")
         (folder / "hosts.txt").write_text("node1 slots=4\nnode2:4\n")
         (folder / "hosts.sh").write_text("#!/bin/sh\necho node1:4\n")
         (folder / "hosts.sh").chmod(0o755)
@@ -165,6 +167,8 @@ class Commands:
             from torchring.report.command import _parser as report_parser
 
             report_parser().parse_args(arguments[1:])
+        elif arguments[0] == "manifest":
+            assert cli.main([*arguments, "--dry-run"]) == 0
         elif arguments[0] == "top":
             assert cli.main(["top", "--once", *arguments[1:]]) == 1  # there is no such trace
         elif arguments == ["--version"]:

@@ -12,7 +12,7 @@ from typing import Final
 from torchring.launch.hosts import Host, parse_hosts, read_hostfile
 
 # The launcher sets these variables for each process, and overwrites what they were.
-_LAUNCHERS_OWN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+LAUNCHERS_OWN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
 
 def whole(what: str, least: int, most: float = math.inf) -> Callable[[str], int]:
@@ -45,7 +45,7 @@ def setting(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) or not (equals or name in os.environ):
         raise argparse.ArgumentTypeError(f"needs NAME=VALUE, or the NAME of a variable that is set, got {text!r}")
-    if name in _LAUNCHERS_OWN:
+    if name in LAUNCHERS_OWN:
         raise argparse.ArgumentTypeError(f"{name} is set for each process by what starts it, got {text!r}")
     return name, value if equals else os.environ[name]
 

@@ -1,0 +1,48 @@
+"""The command `torchring manifest`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchring.launch.hosts import LaunchError
+from torchring.manifest.job import read_job
+from torchring.manifest.kubernetes import KINDS, objects, to_yaml
+from torchring.manifest.slurm import sbatch_script
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="torchring manifest",
+        description="Write an sbatch script, or objects for Kubernetes, from a short job file. Nothing is submitted.",
+    )
+    parser.add_argument("cluster", choices=["slurm", "kubernetes"])
+    parser.add_argument("job", metavar="JOB.YAML", help="what to run, on how many machines, with what")
+    parser.add_argument("--kind", choices=list(KINDS), help="for kubernetes; by default job, for an elastic job jobset")
+    parser.add_argument("--dry-run", action="store_true", help="print the text, and write no file")
+    parser.add_argument("-o", "--output", metavar="FILE", help="by default NAME.sbatch or NAME.kubernetes.yaml")
+    options = parser.parse_args(arguments)
+    if options.kind and options.cluster == "slurm":
+        parser.error("--kind is for kubernetes")
+    try:
+        job = read_job(options.job)
+        text = sbatch_script(job) if options.cluster == "slurm" else to_yaml(objects(job, options.kind))
+    except LaunchError as error:
+        print(f"torchring manifest: {options.job}: {error}", file=sys.stderr)
+        return 2
+    if options.dry_run:
+        print(text, end="")
+        return 0
+    ending = "sbatch" if options.cluster == "slurm" else "kubernetes.yaml"
+    file = Path(options.output or f"{job.name}.{ending}")
+    try:
+        file.write_text(text)
+    except OSError as error:
+        print(f"torchring manifest: cannot write {str(file)!r}: {error.strerror}", file=sys.stderr)
+        return 1
+    submit = "sbatch" if options.cluster == "slurm" else "kubectl apply -f"
+    print(f"{file} is written; `{submit} {file}` submits it")
+    return 0

@@ -1,0 +1,175 @@
+"""Reads job files: what to run, on how many machines, with what."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final
+
+from torchring.launch.arguments import LAUNCHERS_OWN
+from torchring.launch.hosts import LaunchError
+
+_UNITS: Final = {f"{prefix}{i}": (1024 if i else 1000) ** n for n, prefix in enumerate("KMGTP", 1) for i in ("i", "")}
+_SEVERAL_MB: Final = 1 << 22  # Python alone takes more
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a job file says. A worker is a machine or a pod.
+
+    Attributes:
+        name: of the job, and of its objects in Kubernetes.
+        command: starts one process.
+        image: of the pods.
+        workers: how many; in an elastic job, how many it starts with.
+        gpus: of each worker.
+        cpus: cores of each worker; 0 if the file does not say.
+        memory: bytes of each worker; 0 if the file does not say.
+        processes: of each worker. One for each GPU; without GPUs, one for each core.
+        elastic: the fewest and the most workers of an elastic job; None if their number stays the same.
+        env: variables for all processes.
+        volumes: for pods, the names of persistent volume claims, and where each is mounted.
+    """
+
+    name: str
+    command: list[str]
+    image: str = ""
+    workers: int = 1
+    gpus: int = 0
+    cpus: int = 0
+    memory: int = 0
+    processes: int = 0
+    elastic: tuple[int, int] | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    volumes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def script(self) -> list[str]:
+        """The words behind `python`, which `torchring run` takes. Raises LaunchError."""
+        if self.command[0] not in ("python", "python3") or not self.command[1:]:
+            raise LaunchError(f"elastic: the command begins with `python`, got `{shlex.join(self.command)}`")
+        return self.command[1:]
+
+    @property
+    def threads(self) -> int:
+        """Cores of each process; 0 if the file does not say."""
+        return self.cpus // self.processes
+
+
+_KEYS: Final = [key.name for key in fields(Job)]
+
+
+def read_job(path: str) -> Job:
+    """The job of a file. Raises LaunchError for what is not a job file, and for a job that no machine can run."""
+    try:
+        import yaml
+    except ImportError as error:
+        raise LaunchError("job files need PyYAML: run `pip install 'torchring[manifest]'`") from error
+    try:
+        said = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise LaunchError(f"cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise LaunchError(f"is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(said, dict):
+        raise LaunchError(f"a job file has a line `key: value` for each of {', '.join(_KEYS)}; got {said!r}")
+    return parse_job(said)
+
+
+def parse_job(said: Mapping[Any, Any]) -> Job:
+    """The job that a file's keys and values describe. Raises LaunchError."""
+    for key in said:
+        if key not in _KEYS:
+            near = difflib.get_close_matches(str(key), _KEYS, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_KEYS)}"
+            raise LaunchError(f"unknown key {key!r}; {hint}")
+    name = said.get("name")
+    if not isinstance(name, str) or not re.fullmatch("[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):
+        # A pod's name adds more than 20 letters to it, and may have 63.
+        raise LaunchError(f"name: lower-case letters, digits and -, a letter first, 40 at most; got {name!r}")
+    gpus, cpus = _number(said, "gpus", 0), _number(said, "cpus", 0)
+    processes = _number(said, "processes", 1, default=gpus or cpus)
+    if not processes:
+        raise LaunchError("say gpus or cpus of a worker: it runs a process for each GPU, else one for each core")
+    if gpus and processes > gpus:
+        raise LaunchError(f"{processes} processes do not fit on {gpus} GPUs of a worker; each takes one of its own")
+    if cpus and processes > cpus:
+        what = "processes" if "processes" in said else "processes, one for each GPU,"
+        raise LaunchError(f"{processes} {what} need as many cores, and cpus is {cpus}")
+    workers = _number(said, "workers", 1, default=1)
+    return Job(
+        name,
+        _command(said.get("command")),
+        _image(said.get("image", "")),
+        workers,
+        gpus,
+        cpus,
+        _bytes(said.get("memory", "0")),
+        processes,
+        _bounds(said["elastic"], workers) if "elastic" in said else None,
+        _strings(said, "env", "[A-Za-z_][A-Za-z0-9_]*", "names of variables, with a value each"),
+        _strings(said, "volumes", "[a-z0-9][-.a-z0-9]*", "names of persistent volume claims, with a path each"),
+    )
+
+
+def _number(said: Mapping[Any, Any], key: str, least: int, default: int = 0) -> int:
+    if key not in said:
+        return default
+    if type(said[key]) is not int or said[key] < least:
+        raise LaunchError(f"{key}: a whole number, {least} or more; got {said[key]!r}")
+    return int(said[key])
+
+
+def _command(said: Any) -> list[str]:
+    try:
+        words = shlex.split(said) if isinstance(said, str) else said
+    except ValueError as error:
+        raise LaunchError(f"command: {error}; got {said!r}") from error
+    if not isinstance(words, list) or not words or not all(isinstance(word, str) and word for word in words):
+        raise LaunchError(f"command: what starts one process, such as `python train.py --epochs 3`; got {said!r}")
+    return words
+
+
+def _image(said: Any) -> str:
+    if not isinstance(said, str) or re.search(r"\s", said):
+        raise LaunchError(f"image: the name of a container image; got {said!r}")
+    return said
+
+
+def _bytes(said: Any) -> int:
+    found = re.fullmatch("([0-9]+)([KMGTP]?i?)", str(said))
+    if found is None or found[2] == "i":
+        raise LaunchError(f"memory: of a worker, such as 64Gi or 500M; got {said!r}")
+    size: int = int(found[1]) * _UNITS.get(found[2], 1)
+    if 0 < size < _SEVERAL_MB or (not size and str(said) != "0"):
+        raise LaunchError(f"memory: {said} is {size} bytes, which no process can run in; did you mean {found[1]}Gi?")
+    return size
+
+
+def _bounds(said: Any, workers: int) -> tuple[int, int]:
+    if not isinstance(said, dict) or set(said) != {"min", "max"} or {type(bound) for bound in said.values()} != {int}:
+        raise LaunchError(f"elastic: the fewest and the most workers, as {{min: 2, max: 8}}; got {said!r}")
+    if not 1 <= said["min"] <= workers <= said["max"]:
+        raise LaunchError(
+            f"elastic: from 1 worker up, min <= workers <= max; got min {said['min']}, {workers} workers, "
+            f"max {said['max']}"
+        )
+    return said["min"], said["max"]
+
+
+def _strings(said: Mapping[Any, Any], key: str, names: str, what: str) -> dict[str, str]:
+    found = said.get(key, {})
+    if not isinstance(found, dict):
+        raise LaunchError(f"{key}: {what}; got {found!r}")
+    for name, value in found.items():
+        if not isinstance(name, str) or not re.fullmatch(names, name) or not isinstance(value, str | int | float):
+            raise LaunchError(f"{key}: {what}; got {name!r}: {value!r}")
+        if key == "env" and name in LAUNCHERS_OWN:
+            raise LaunchError(f"env: {name} is set for each process by what starts it")
+        if key == "volumes" and not str(value).startswith("/"):
+            raise LaunchError(f"volumes: the path at which {name} is mounted begins with /; got {value!r}")
+    return {name: str(value) for name, value in found.items()}
