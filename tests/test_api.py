@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
@@ -9,6 +10,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -266,10 +268,11 @@ def test_the_docstring_check_can_fail() -> None:
 
 
 def test_modules_have_docstrings() -> None:
-    names = [module.name for module in pkgutil.walk_packages(torchring.__path__, "torchring.")]
-    assert "torchring.kernels.pack" in names
-    assert "torchring.gradients.bucket" in names
-    assert [name for name in names if not has_own_docstring(importlib.import_module(name))] == []
+    # Without Ray, say, torchring.ray cannot be imported, and its modules are not among these.
+    found = {module.name: module for module in pkgutil.walk_packages(torchring.__path__, "torchring.")}
+    assert {"torchring.kernels.pack", "torchring.gradients.bucket", "torchring.ray"} <= found.keys()
+    files = [module.module_finder.find_spec(name).origin for name, module in found.items()]  # type: ignore[union-attr, call-arg]
+    assert [file for file in files if not ast.get_docstring(ast.parse(Path(file).read_text()))] == []
 
 
 def test_importing_is_light() -> None:

@@ -286,6 +286,17 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
+def leave(reason: str) -> None:
+    """`shutdown()` where the script of this rank has ended, but its process lives on, as workers of frameworks do.
+
+    Args:
+        reason: told to peers that still wait for this rank, such as "its training loop had ended".
+    """
+    if _process.world is not None:
+        _process.world.say_why_it_ends(reason, ADVICE)
+    shutdown()
+
+
 def is_initialized() -> bool:
     """Whether this process has joined a world."""
     return _process.world is not None

@@ -24,8 +24,8 @@ import torchring
 from tests.support.checks import logged
 from tests.support.commands import free_port
 from tests.support.harness import count_open_fds, patient, run_ranks, run_threads, wait_until
-from torchring.default_world import default_world
-from torchring.errors import PeerTimeoutError, TopologyError
+from torchring.default_world import default_world, leave
+from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
 from torchring.memory import host as host_module
 from torchring.rendezvous.environment import MEMBER
 from torchring.world import World
@@ -146,8 +146,25 @@ def test_workers_of_frameworks_do_not_train_alone_without_a_word() -> None:
     assert "TorchDistributor" in found[0]
     assert found[1:] == [0, 1, 1]
     assert said[0].startswith("this worker of Ray trains alone")
+    assert "torchring.ray.run or ray.train.torch.TorchTrainer" in said[0]
     (warning,) = said[1:]
     assert warning.startswith("this process trains alone, although its Slurm job has 4 tasks (SLURM_NTASKS)")
+
+
+def _leaves(rank: int, size: int) -> str:
+    """As a worker of a framework, which lives on after its function has returned."""
+    torchring.barrier()
+    if rank == 0:
+        leave("its function had returned")
+        leave("nothing is open")
+        return ""
+    with pytest.raises(PeerLostError) as caught:
+        torchring.barrier()
+    return str(caught.value)
+
+
+def test_a_rank_that_leaves_says_why_to_those_that_wait_for_it() -> None:
+    assert "rank 0 stopped: its function had returned, after 0 reductions" in run_ranks(_leaves, 2)[1]
 
 
 def _becomes_one_of_two(rank: int, size: int) -> Any:

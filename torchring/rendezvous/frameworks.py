@@ -33,8 +33,8 @@ def refuse_lone_tasks() -> None:
     if ray is not None and ray.is_initialized() and ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
         _logger.warning(
             "this worker of Ray trains alone, because RANK and WORLD_SIZE are not set. To train on several workers "
-            "together, start the function with ray.train.torch.TorchTrainer. To turn this warning off, set "
-            f"{CHOICE}=none"
+            "together, start the function with torchring.ray.run or ray.train.torch.TorchTrainer. To turn this warning "
+            f"off, set {CHOICE}=none"
         )
     if (num_tasks := os.environ.get("SLURM_NTASKS", "1")) != "1":
         _logger.warning(

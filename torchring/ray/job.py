@@ -1,0 +1,207 @@
+"""`run`: calls a function on several workers of a Ray cluster, and returns what it returned.
+
+    losses = torchring.ray.run(train, args=(10,), num_workers=4, resources={"CPU": 2})
+
+A placement group reserves the resources, and an actor in each of its bundles is a rank. The driver waits for all of
+them, and ends them all if one fails.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import ray
+from ray import cloudpickle
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from torchring.errors import PeerLostError, TopologyError
+from torchring.ray.rank import Rank
+
+_T = TypeVar("_T")
+_BUSY_SECONDS: Final = 300.0  # for what others use now
+_CAUSE_SECONDS: Final = 1.0  # a rank may hear that another one died before Ray does
+_OPTION_OF: Final = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}  # of an actor; others are custom
+
+
+def run(
+    fn: Callable[..., _T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    num_workers: int,
+    resources: Mapping[str, float] | None = None,
+    start_timeout_seconds: float | None = None,
+) -> list[_T]:
+    """Call fn(*args, **kwargs) on `num_workers` workers of a Ray cluster, each a rank of one world.
+
+    Workers of one node have adjacent ranks. As under torchrun, RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+    GROUP_RANK, MASTER_ADDR and MASTER_PORT are set. The store is hosted by the worker of rank 0. Connects to Ray as Ray
+    itself does, if `ray.init` was not called. When this returns or raises, workers and resources are released.
+
+    Args:
+        fn: the function, in which `torchring.wrap` or a collective joins the world. Function, arguments and results
+            are pickled by Ray's cloudpickle.
+        num_workers: number of ranks.
+        resources: of each worker, in Ray's names, such as {"CPU": 4, "GPU": 1}. Default: {"CPU": 1}. Ray sets
+            OMP_NUM_THREADS to the CPUs of a worker, and shows a worker the GPUs that it has only.
+        start_timeout_seconds: how long to wait for the resources. By default, 300 s for what others use at the moment,
+            and not at all for what the nodes do not have. Give a value if the cluster grows on demand.
+
+    Returns what fn returned, in the order of ranks.
+
+    Raises:
+        ValueError: num_workers or resources are impossible, also on this cluster; or something cannot be pickled.
+        TopologyError: this was called on a rank.
+        TimeoutError: the resources were not free in time.
+        PeerLostError: the process of a rank has ended, or its node has. `peers` names the rank.
+        RuntimeError: fn raised an exception on a rank. The text has its traceback, and the exception is the cause.
+    """
+    resources = {"CPU": 1} if resources is None else dict(resources)
+    _check(num_workers, resources)
+    try:
+        pickled = cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))
+    except Exception as error:
+        name = getattr(fn, "__qualname__", repr(fn))
+        raise ValueError(
+            f"cannot send {name} and its arguments to workers of Ray ({type(error).__name__}: {error}); open files, "
+            "connections and locks inside the function"
+        ) from error
+    if not ray.is_initialized():
+        ray.init()
+    if start_timeout_seconds is None:
+        _refuse_what_no_node_has(num_workers, resources)
+    group = placement_group([resources] * num_workers, strategy="PACK")
+    ranks: list[Any] = []
+    try:
+        _wait_for(group, resources, _BUSY_SECONDS if start_timeout_seconds is None else start_timeout_seconds)
+        places = _places(placement_group_table(group)["bundles_to_node_id"])
+        ranks += [_start(group, bundle, environ, resources) for bundle, environ in places]
+        master = ranks[0].host_store.remote(places[-1][1]["GROUP_RANK"] == "0")
+        call = ray.put(pickled)
+        return _results([rank.call.remote(master, call) for rank in ranks])
+    finally:
+        for rank in ranks:
+            ray.kill(rank)
+        remove_placement_group(group)
+
+
+def _check(num_workers: int, resources: Mapping[str, float]) -> None:
+    if num_workers < 1:
+        raise ValueError(f"num_workers must be 1 or more, got {num_workers}")
+    if not resources or not all(amount > 0 for amount in resources.values()):
+        raise ValueError(
+            f"resources must be what each worker needs, such as {{'CPU': 4, 'GPU': 1}}, in positive amounts, "
+            f"got {resources}"
+        )
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise TopologyError(
+            f"torchring.ray.run was called on rank {os.environ.get('RANK')} of {os.environ['WORLD_SIZE']}, and each "
+            "rank would start workers of its own. Call it in the script that starts them; on a rank, torchring.wrap "
+            "and the collectives join the world by themselves"
+        )
+
+
+def _refuse_what_no_node_has(num_workers: int, resources: Mapping[str, float]) -> None:
+    """Raise ValueError if the workers do not fit onto the nodes even if nothing else ran there."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    # 1e-4 is the smallest amount that Ray tells apart.
+    fits = [min(math.floor(node.get(name, 0) / need + 1e-4) for name, need in resources.items()) for node in nodes]
+    if sum(fits) >= num_workers:
+        return
+    shown = [{name: node[name] for name in sorted(node) if ":" not in name} for node in nodes]
+    raise ValueError(
+        f"num_workers={num_workers} with {dict(resources)} each does not fit onto this Ray cluster, whose "
+        f"{len(nodes)} {'node has' if len(nodes) == 1 else 'nodes have'} {', '.join(map(str, shown))}: it holds "
+        f"{sum(fits)} workers. Ask for fewer workers or less; or, if the cluster grows on demand, pass "
+        "start_timeout_seconds=600 to wait for its new nodes"
+    )
+
+
+def _wait_for(group: PlacementGroup, resources: Mapping[str, float], seconds: float) -> None:
+    ready, _ = ray.wait([group.ready()], timeout=seconds)  # ends on Ctrl-C, as group.wait() does not
+    if not ready:
+        free = ray.available_resources()
+        raise TimeoutError(
+            f"num_workers={group.bundle_count} with {dict(resources)} each did not get these resources within "
+            f"{seconds:g} s; free on all nodes together: { {name: free.get(name, 0) for name in resources} }. Wait for "
+            "other jobs, ask for less, or pass a longer start_timeout_seconds"
+        )
+
+
+def _places(node_of: Mapping[int, str]) -> list[tuple[int, dict[str, str]]]:
+    """The bundle and the variables of each rank.
+
+    Args:
+        node_of: the node of each bundle. {0: "a", 1: "b", 2: "a"} gives ranks 0, 1, 2 the bundles 0, 2, 1.
+    """
+    bundles = sorted(node_of)
+    nodes = list(dict.fromkeys(node_of[bundle] for bundle in bundles))
+    places: list[tuple[int, dict[str, str]]] = []
+    for number, node in enumerate(nodes):
+        here = [bundle for bundle in bundles if node_of[bundle] == node]
+        for local_rank, bundle in enumerate(here):
+            environ = {
+                "RANK": len(places),
+                "WORLD_SIZE": len(bundles),
+                "LOCAL_RANK": local_rank,
+                "LOCAL_WORLD_SIZE": len(here),
+                "GROUP_RANK": number,
+            }
+            places.append((bundle, {name: str(value) for name, value in environ.items()}))
+    return places
+
+
+def _start(group: PlacementGroup, bundle: int, environ: dict[str, str], resources: Mapping[str, float]) -> Any:
+    options: dict[str, Any] = {_OPTION_OF[name]: resources[name] for name in _OPTION_OF if name in resources}
+    options = {"num_cpus": 0, **options}
+    return (
+        ray.remote(Rank)
+        .options(
+            **options,
+            resources={name: amount for name, amount in resources.items() if name not in _OPTION_OF},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
+        )
+        .remote(environ)
+    )
+
+
+def _results(calls: list[Any]) -> list[Any]:
+    """What the calls return. Raises the error of the rank that has failed, not of those that only missed it."""
+    results: dict[int, Any] = {}
+    failed: tuple[int, RayError] | None = None
+    pending = list(calls)
+    end = math.inf
+    while pending:
+        timeout = None if end == math.inf else max(0.0, end - time.monotonic())
+        ready, pending = ray.wait(pending, timeout=timeout)
+        if not ready:
+            break
+        rank = calls.index(ready[0])
+        try:
+            results[rank] = pickle.loads(ray.get(ready[0]))
+        except RayError as error:
+            # What torchring, Gloo and NCCL raise about a peer is a RuntimeError.
+            is_cause = not isinstance(error, RayTaskError) or not isinstance(error.cause, RuntimeError)
+            if failed is None or is_cause:
+                failed = rank, error
+            if is_cause:
+                break
+            end = min(end, time.monotonic() + _CAUSE_SECONDS)
+    if failed is None:
+        return [results[rank] for rank in range(len(calls))]
+    rank, failure = failed
+    if isinstance(failure, RayTaskError):
+        raise RuntimeError(f"rank {rank} of {len(calls)} failed:\n{failure}") from failure.cause
+    raise PeerLostError(f"rank {rank} of {len(calls)} is lost: {failure}", peers=(rank,)) from failure

@@ -1,0 +1,71 @@
+"""The actor that is a rank. It imports PyTorch only if the function does, or if it hosts the store."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import socket
+import sys
+from datetime import timedelta
+from typing import Final
+
+import ray
+from ray import cloudpickle
+
+from torchring.rendezvous.environment import CHOICE
+
+_LOOPBACK: Final = "127.0.0.1"
+_STORE_TIMEOUT: Final = timedelta(seconds=300)
+
+
+class Rank:
+    """A process of its own, in which the function is called. Ray puts `repr` before what the process prints."""
+
+    def __init__(self, environ: dict[str, str]) -> None:
+        # A launcher, or TORCHRING_LAUNCHER=none, may have been set where the Ray node was started.
+        os.environ.update(environ, **{CHOICE: "torchrun"})
+
+    def __repr__(self) -> str:
+        return f"rank {os.environ['RANK']}"
+
+    def host_store(self, is_one_node: bool) -> tuple[str, str]:
+        """Listen where the ranks will meet, on a port that this process keeps from then on.
+
+        Returns MASTER_ADDR and MASTER_PORT: on loopback if all ranks are on this node, else on all interfaces.
+        """
+        import torch.distributed as dist
+
+        importlib.import_module("torchring.alone")  # before the function can make a DDP: counts modules of that kind
+
+        listener = socket.create_server((_LOOPBACK if is_one_node else "", 0))
+        port = listener.getsockname()[1]
+        # torchring.init() and init_process_group() host their store at this port: in this process, that is this store.
+        self._store = dist.TCPStore(
+            _LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener.detach(),
+            timeout=_STORE_TIMEOUT,
+        )
+        return _LOOPBACK if is_one_node else ray.util.get_node_ip_address(), str(port)
+
+    def call(self, master: tuple[str, str], pickled: bytes) -> bytes:
+        """Call the function. Returns what it returns, pickled."""
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = master
+        function, args, kwargs = pickle.loads(pickled)
+        returned = function(*args, **kwargs)
+        # This process lives on until the other ranks have returned, too, and Ray ends it without exit handlers.
+        if "torchring.default_world" in sys.modules:
+            sys.modules["torchring.default_world"].leave("its function had returned")
+        if os.environ["RANK"] == "0":
+            importlib.import_module("torchring.alone").say_if_alone(has_watched=True)
+        try:
+            return bytes(cloudpickle.dumps(returned))
+        except Exception as error:
+            raise TypeError(
+                f"the function returned {type(returned).__name__} on {self!r}, which cannot be pickled "
+                f"({type(error).__name__}: {error}); return numbers, tensors on the CPU, state_dict() or a path"
+            ) from error
