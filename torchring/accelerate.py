@@ -22,7 +22,7 @@ from accelerate.utils import DDPCommunicationHookType, DistributedType
 from torch.optim import Optimizer
 
 import torchring
-from torchring.default_world import default_world, launcher
+from torchring.default_world import default_world
 from torchring.errors import GradientError, TopologyError
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.module_wrappers import WAY_OUT, is_module_wrapper
@@ -84,9 +84,9 @@ class RingAccelerator(Accelerator):
             raise ValueError(f"torchring reduces gradients on the CPU and on CUDA, not with {self.distributed_type}")
         if self.num_processes != torchring.size():
             raise TopologyError(
-                f"Accelerate sees {self.num_processes} of the {torchring.size()} processes that {launcher()} has "
-                "started, so each would train on all of the data. Make the RingAccelerator before an Accelerator, "
-                "PartialState or TrainingArguments, or give those cpu=True or use_cpu=True, if there is no GPU"
+                f"Accelerate sees {self.num_processes} of {torchring.size()} processes, so each would train on all of "
+                "the data. Make the RingAccelerator before an Accelerator, PartialState or TrainingArguments, or give "
+                "those cpu=True or use_cpu=True, if there is no GPU"
             )
         if self.ddp_handler is not None and self.ddp_handler.comm_hook != DDPCommunicationHookType.NO:
             raise ValueError(
@@ -173,19 +173,20 @@ class RingAccelerator(Accelerator):
         Raises:
             GradientError: nobody reduces the gradients of a prepared model; or see `torchring.wrap`.
         """
+        if self.num_processes == 1:
+            super().backward(loss, **kwargs)
+            return
+        if self._unreduced is None or self._unreduced:  # the script may have wrapped an optimizer itself meanwhile
+            self._unreduced = self._find_unreduced()
+        before = _gradients(self._unreduced)
         super().backward(loss, **kwargs)
-        if self.num_processes > 1:
-            if self._unreduced is None:
-                self._unreduced = self._find_unreduced()
-            if any(p.grad is not None for model in self._unreduced for p in model.parameters()):
-                self._unreduced = self._find_unreduced()  # the script may have wrapped an optimizer itself
-                for model in self._unreduced:
-                    if any(p.grad is not None for p in model.parameters()):
-                        raise GradientError(
-                            f"nobody reduces the gradients of the {type(model).__name__} that was prepared, so each "
-                            "rank would train alone. Pass its optimizer to prepare(), too; if the model is not to be "
-                            "trained, call model.requires_grad_(False)"
-                        )
+        for (kind, grad, version), (_, then, its_version) in zip(_gradients(self._unreduced), before, strict=True):
+            if grad is not then or version != its_version:
+                raise GradientError(
+                    f"nobody reduces the gradients of the {kind} that was prepared, so each rank would train alone. "
+                    "Pass its optimizer to prepare(), too; if the model is not to be trained, call "
+                    "model.requires_grad_(False)"
+                )
 
     def _find_unreduced(self) -> list[torch.nn.Module]:
         """The prepared models without a wrapped optimizer. If nothing is wrapped at all, that is an error."""
@@ -195,7 +196,8 @@ class RingAccelerator(Accelerator):
                 "no optimizer was wrapped, so each rank trains alone. Pass model and optimizer to prepare() of the "
                 "RingAccelerator"
             )
-        return [model for model in self._models if not group.owners_of(model.parameters())]
+        trained = [model for model in self._models if any(p.requires_grad for p in model.parameters())]
+        return [model for model in trained if not group.owners_of(model.parameters())]
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
@@ -253,6 +255,12 @@ def shown_ranks() -> Iterator[None]:
 def _shares(optimizer: Optimizer, model: torch.nn.Module) -> bool:
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return any(id(p) in own for p in model.parameters())
+
+
+def _gradients(models: Iterable[torch.nn.Module]) -> list[tuple[str, torch.Tensor | None, int]]:
+    """Of each parameter: the model's class, the gradient, and how often the gradient was written to."""
+    grads = [(type(model).__name__, parameter.grad) for model in models for parameter in model.parameters()]
+    return [(kind, grad, 0 if grad is None else grad._version) for kind, grad in grads]
 
 
 def _prepared(_: World) -> weakref.WeakKeyDictionary[DistributedOptimizer, torch.nn.Module]:

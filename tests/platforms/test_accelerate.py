@@ -21,8 +21,8 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchring
-from tests.support.commands import output_of
-from tests.support.documents import ROOT, rows, section, snippet
+from tests.support.commands import finish, free_port, start
+from tests.support.documents import ROOT, blocks
 from tests.support.harness import run_ranks
 from tests.support.training import attempt
 
@@ -90,9 +90,29 @@ def _parity(ring: type[Any]) -> dict[str, Any]:
         "losses": [mine["losses"], ddp["losses"]],
         "weights": [_weights(mine["raw"]), _weights(ddp["raw"])],
         "bf16": [_weights(each["raw"]) for each in half],
+        "scaled": [_scaled(kind) for kind in (ring, Accelerator)],
         "num_reductions": mine["optimizer"].optimizer.stats().num_reductions,
         "types": [type(mine["model"]).__name__, type(ddp["model"]).__name__],
     }
+
+
+def _scaled(kind: type[Any]) -> dict[str, Any]:
+    """With a loss scale, as fp16 has on GPUs. The first scale is too large, so the first steps are left out."""
+    accelerator = _accelerator(kind)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-60)
+    raw = _model()
+    plain = torch.optim.SGD(raw.parameters(), 0.1)
+    decay = torch.optim.lr_scheduler.ExponentialLR(plain, 0.9)
+    model, optimizer, loader, scheduler = accelerator.prepare(raw, plain, _loader(32), decay)
+    skipped = []
+    for x, y in loader:
+        accelerator.backward(100 * mse_loss(model(x), y))
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        skipped.append(accelerator.optimizer_step_was_skipped)
+    return {"weights": _weights(raw), "skipped": skipped, "lr": scheduler.get_last_lr()}
 
 
 def _checkpoint(ring: type[Any], options: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -156,7 +176,9 @@ def _several(ring: type[Any]) -> dict[str, Any]:
     optimizer.step()
     buffers = [buffer.flatten().double() for model in (first, second) for buffer in model.buffers()]
     found["shared"] = [*_weights(first, second), loose.item(), *torch.cat(buffers).tolist()]
-    again = accelerator.prepare(torch.optim.SGD(first.parameters(), 0.1))  # for another training, with the old one alive
+    again = accelerator.prepare(
+        torch.optim.SGD(first.parameters(), 0.1)
+    )  # for another training, with the old one alive
     accelerator.backward(first(torch.randn(4, 8)).sum())
     again.step()
     found["again"] = [_weights(first), attempt(optimizer.step)]
@@ -165,7 +187,6 @@ def _several(ring: type[Any]) -> dict[str, Any]:
 
 def _uneven(ring: type[Any]) -> dict[str, Any]:
     accelerator = _accelerator(ring)
-    model, optimizer, loader = accelerator.prepare(_model(), *(_sgd(m) for m in ()), _loader(20)) if False else (0, 0, 0)
     raw = nn.Linear(8, 1)
     model, optimizer, loader = accelerator.prepare(raw, torch.optim.SGD(raw.parameters(), 0.1), _loader(20))
     num_batches = 0
@@ -183,6 +204,16 @@ def _uneven(ring: type[Any]) -> dict[str, Any]:
         "weights": _weights(model),
         "gathered": torch.equal(torch.cat(metrics), data),
     }
+
+
+def _shown(ring: type[Any]) -> list[Any]:
+    """As under srun, which sets none of the variables that Accelerate reads."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            patch.delenv(name, raising=False)
+        before = dict(os.environ)
+        accelerator = _accelerator(ring, cpu=False)
+        return [accelerator.num_processes, accelerator.process_index, dict(os.environ) == before]
 
 
 def _mistakes(ring: type[Any]) -> dict[str, str]:
@@ -236,11 +267,11 @@ def _mistakes(ring: type[Any]) -> dict[str, str]:
 def _page(rank: int) -> dict[str, Any]:
     from accelerate.state import AcceleratorState
 
-    code = snippet(PAGE, "# Accelerate").replace("", "")
-    code = next(block for block in [PAGE.read_text().split("```python\n")[1].split("```")[0]])
+    (block,) = blocks(PAGE, "python")
+    plain = block.code.replace("from torchring.accelerate import RingAccelerator as", "from accelerate import")
+    assert plain != block.code
     found = {}
-    for name, text in (("ring", code), ("ddp", code.replace("from torchring.accelerate import RingAccelerator as", "from accelerate import"))):
-        assert name == "ring" or text != code
+    for name, text in (("ring", block.code), ("ddp", plain)):
         AcceleratorState._reset_state(reset_partial_state=True)
         namespace: dict[str, Any] = {}
         exec(compile(text, PAGE.name, "exec"), namespace)
@@ -252,13 +283,117 @@ def _all(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     os.chdir(folder)
     from torchring.accelerate import RingAccelerator
 
-    found = {case.__name__: case(RingAccelerator) for case in (_parity, _several, _uneven)}
-    accelerator = RingAccelerator.__new__(RingAccelerator)
-    del accelerator
     return {
-        **found,
+        **{case.__name__: case(RingAccelerator) for case in (_parity, _several, _uneven, _shown)},
         "whole": _checkpoint(RingAccelerator, {}, "whole"),
         "shared": _checkpoint(RingAccelerator, {"shard": True}, "shared"),
         "_page": _page(rank),
         "_mistakes": _mistakes(RingAccelerator),
     }
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = str(tmp_path_factory.mktemp("accelerate"))
+    return run_ranks(_all, 2, folder, deadline=180, env={"HF_HUB_OFFLINE": "1"})
+
+
+def test_it_trains_as_with_ddp(outcomes: list[dict[str, Any]]) -> None:
+    for rank in outcomes:
+        found = rank["_parity"]
+        losses, expected = found["losses"]
+        assert len(losses) == 100  # micro-steps
+        assert found["num_reductions"] == 52  # the last step of an epoch has a single micro-batch
+        assert losses == pytest.approx(expected, abs=1e-6)
+        for mine, ddp in (found["weights"], found["bf16"]):
+            assert mine == pytest.approx(ddp, rel=1e-5, abs=1e-6)
+        assert found["weights"][0] == outcomes[0]["_parity"]["weights"][0]
+        scaled, expected = found["scaled"]
+        assert scaled["weights"] == pytest.approx(expected["weights"], rel=1e-5, abs=1e-6)
+        assert scaled["skipped"] == expected["skipped"]
+        assert scaled["skipped"][0]
+        assert not scaled["skipped"][-1]
+        assert scaled["lr"] == expected["lr"]
+        assert found["types"] == ["Sequential", "DistributedDataParallel"]
+
+
+@pytest.mark.parametrize("case", ["whole", "shared"])
+def test_a_checkpoint_has_all_of_the_state(outcomes: list[dict[str, Any]], case: str) -> None:
+    for rank in outcomes:
+        found = rank[case]
+        assert found["found"] == found["expected"] == outcomes[0]["whole"]["expected"]
+        assert {"model.safetensors", "optimizer.bin", "scheduler.bin"} <= {*found["files"]}
+        assert found["names"][0] == "0.weight"
+        assert not found["is_ours"]
+
+
+def test_several_models_and_optimizers(outcomes: list[dict[str, Any]]) -> None:
+    for rank in outcomes:
+        found = rank["_several"]
+        assert found["ring"] == pytest.approx(found["ddp"], rel=1e-5, abs=1e-6)
+        assert found["reductions"] == [2, 2]
+        assert found["scheduled"] == [True, True]
+        assert found["shared"] == outcomes[0]["_several"]["shared"]
+        assert found["again"][0] == outcomes[0]["_several"]["again"][0]
+        assert found["again"][1].startswith("ValueError: this DistributedOptimizer is closed")
+
+
+def test_ranks_with_uneven_data(outcomes: list[dict[str, Any]]) -> None:
+    assert [rank["_uneven"]["batches"] for rank in outcomes] == [3, 2]
+    assert [rank["_uneven"]["even"] for rank in outcomes] == [3, 3]
+    assert outcomes[0]["_uneven"]["weights"] == outcomes[1]["_uneven"]["weights"]
+    assert all(rank["_uneven"]["gathered"] for rank in outcomes)
+
+
+def test_accelerate_sees_the_ranks_of_any_launcher(outcomes: list[dict[str, Any]]) -> None:
+    assert [rank["_shown"] for rank in outcomes] == [[2, 0, True], [2, 1, True]]
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("ddp", "ValueError: the model is a DistributedDataParallel"),
+        ("fsdp", "ValueError: fsdp_plugin asks for an engine"),
+        ("launched_with_fsdp", "ValueError: ACCELERATE_USE_FSDP=true asks for an engine"),
+        ("hook", "wrap_options={'compression': 'bf16'}"),
+        ("alone", "GradientError: nobody reduces the gradients of the Sequential"),
+        ("late", "ValueError: the optimizer of this Sequential was prepared before the model"),
+        ("both", "belongs to a DistributedDataParallel"),
+        ("foreign", "ValueError: this optimizer was prepared by another Accelerator"),
+        ("seen_before", "TopologyError: Accelerate sees 1 of 2 processes"),
+    ],
+)
+def test_a_mistake_is_an_error(outcomes: list[dict[str, Any]], case: str, said: str) -> None:
+    for rank in outcomes:
+        assert said in rank["_mistakes"][case]
+
+
+def test_the_page_is_run_as_pasted(outcomes: list[dict[str, Any]]) -> None:
+    for rank in outcomes:
+        assert rank["_page"]["ring"] == pytest.approx(rank["_page"]["ddp"], rel=1e-5, abs=1e-6)
+        assert rank["_page"]["ring"] == outcomes[0]["_page"]["ring"]
+
+
+SCRIPT = """
+import sys
+import torch
+from torchring.accelerate import RingAccelerator
+accelerator = RingAccelerator()
+model = torch.nn.Linear(1, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+accelerator.backward(model(torch.ones(1, 1) * accelerator.process_index).sum())
+sys.stdout.write(f"size {accelerator.num_processes} gradient {model.weight.grad.item()}\\n")
+"""
+
+
+@pytest.mark.parametrize("how", ["--multi_gpu", pytest.param("--cpu --mpirun_hostfile hosts", marks=pytest.mark.grid)])
+def test_accelerate_launch_on_cpus(tmp_path: Path, how: str) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    program = Path(sys.executable).with_name("accelerate")
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path), "HOME": str(tmp_path), **root}
+    command = f"launch {how} --num_processes 2 --main_process_port {free_port()} train.py".split()
+    done = finish(start([program, *command], env, tmp_path), seconds=90)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("size 2 gradient 0.5") == 2
