@@ -111,7 +111,7 @@ def _parity(ring: Any) -> dict[str, Any]:
         "GPT2LMHeadModel",
     )
     half = {"bf16": True, **schedule}
-    checkpointed = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
+    checkpointed = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
     return {
         "losses": [_losses(mine), _losses(ddp), _losses(one)],
         "weights": [_weights(mine), _weights(ddp), _weights(one)],
