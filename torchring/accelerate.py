@@ -30,19 +30,17 @@ from torchring.optimizer import DistributedOptimizer
 from torchring.releases import check_release
 from torchring.world import World
 
-check_release("accelerate", (1, 15), (1, 16), "accelerate")
+check_release("accelerate", (1, 14), (1, 16), "accelerate")
 
 _KINDS: Final = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 _SHOWN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-# Plugins that split up the model, or reduce its gradients. `accelerate launch` asks for the same by a variable.
-_ENGINES: Final = {
-    "deepspeed_plugin": "ACCELERATE_USE_DEEPSPEED",
-    "deepspeed_plugins": "ACCELERATE_USE_DEEPSPEED",
-    "fsdp_plugin": "ACCELERATE_USE_FSDP",
-    "megatron_lm_plugin": "ACCELERATE_USE_MEGATRON_LM",
-    "parallelism_config": "ACCELERATE_USE_PARALLELISM_CONFIG",
-    "torch_tp_plugin": "",
-}
+_PLUGINS: Final = (  # split up the model, or reduce its gradients
+    *("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin"),
+    "parallelism_config",
+)
+_ASKED_BY_LAUNCH: Final = tuple(
+    f"ACCELERATE_USE_{name}" for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")
+)
 
 
 class RingAccelerator(Accelerator):
@@ -62,7 +60,7 @@ class RingAccelerator(Accelerator):
     """
 
     def __init__(self, *args: Any, wrap_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        refuse_engines(name for name, value in kwargs.items() if value is not None)
+        refuse_engines(name for name in _PLUGINS if kwargs.get(name) is not None)
         with shown_ranks():
             if torchring.size() > 1 and not torch.accelerator.is_available():
                 kwargs["cpu"] = True  # without it, Accelerate takes each process for the only one
@@ -221,9 +219,8 @@ class RingAccelerator(Accelerator):
 
 
 def refuse_engines(given: Iterable[str]) -> None:
-    """Raise ValueError if one of these options, or a variable of `accelerate launch`, asks for another engine."""
-    asked = [name for name in given if name in _ENGINES]
-    asked += [f"{name}=true" for name in _ENGINES.values() if os.environ.get(name, "").lower() in ("1", "true")]
+    """Raise ValueError if one of these options is given, or if `accelerate launch` has asked for another engine."""
+    asked = [*given, *(f"{name}=true" for name in _ASKED_BY_LAUNCH if os.environ.get(name, "").lower() == "true")]
     if asked:
         raise ValueError(
             f"{asked[0]} asks for an engine that splits up the model or reduces its gradients itself, which cannot be "

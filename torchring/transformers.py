@@ -22,7 +22,7 @@ import torchring
 from torchring.accelerate import RingAccelerator, refuse_engines, shown_ranks
 from torchring.releases import check_release
 
-check_release("transformers", (5, 23), (5, 24), "transformers")
+check_release("transformers", (5, 22), (5, 24), "transformers")
 
 
 class RingMixin:
@@ -43,9 +43,7 @@ class RingMixin:
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's constructor calls this."""
         args = self.args
-        given = {"deepspeed": args.deepspeed, "fsdp": args.fsdp, "parallelism_config": args.parallelism_config}
-        names = {"deepspeed": "deepspeed_plugin", "fsdp": "fsdp_plugin"}
-        refuse_engines(names.get(name, name) for name, value in given.items() if value)
+        refuse_engines(name for name in ("deepspeed", "fsdp", "parallelism_config") if getattr(args, name))
         if args.world_size != torchring.size():
             _look_again(args)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]

@@ -359,6 +359,7 @@ def test_accelerate_sees_the_ranks_of_any_launcher(outcomes: list[dict[str, Any]
         ("alone", "GradientError: nobody reduces the gradients of the Sequential"),
         ("late", "ValueError: the optimizer of this Sequential was prepared before the model"),
         ("both", "belongs to a DistributedDataParallel"),
+        ("both", "with Accelerate, use torchring.accelerate.RingAccelerator"),
         ("foreign", "ValueError: this optimizer was prepared by another Accelerator"),
         ("seen_before", "TopologyError: Accelerate sees 1 of 2 processes"),
     ],

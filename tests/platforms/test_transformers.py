@@ -277,7 +277,7 @@ def test_fifty_steps_are_those_of_ddp_and_of_one_process(outcomes: list[dict[str
         assert losses == pytest.approx(one, abs=1e-5)
         weights, ddp, one = found["weights"]
         assert weights == pytest.approx(ddp, abs=1e-6)
-        assert weights == pytest.approx(one, abs=1e-4)
+        assert weights == pytest.approx(one, abs=1e-3)  # AdamW makes much of gradients that are 0 but for rounding
         assert weights == outcomes[0]["_parity"]["weights"][0]
 
 
@@ -338,7 +338,7 @@ def test_the_mixin_serves_other_trainers(outcomes: list[dict[str, Any]]) -> None
     [
         ("ddp", "ValueError: the model is a DistributedDataParallel"),
         ("both", "belongs to a DistributedDataParallel"),
-        ("engine", "ValueError: fsdp_plugin asks for an engine"),
+        ("engine", "ValueError: fsdp asks for an engine"),
         ("none", "GradientError: nobody reduces the gradients of the GPT2LMHeadModel"),
         ("option", "compression"),
     ],
