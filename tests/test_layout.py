@@ -21,6 +21,7 @@ ORDER = [
     "world", "accelerators", "observe", "interruption", "generation", "default_world", "transport", "collectives",
     "allreduce", "gradients", "sharding", "norms", "optimizer_wrapper", "optimizer", "joining", "recipes",
     "monitoring", "launch", "data", "elastic", "horovod", "ray", "manifest", "doctor", "report", "cli",
+    "monitoring", "launch", "data", "elastic", "horovod", "accelerate", "transformers", "doctor", "report", "cli",
     "__main__", "__init__", "bench",
 ]
 # fmt: on

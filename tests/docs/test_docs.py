@@ -26,7 +26,7 @@ DOCS = ROOT / "docs"
 OPTIONS = DOCS / "reference" / "options.md"
 TROUBLESHOOTING = DOCS / "guides" / "troubleshooting.md"
 ERRORS = DOCS / "reference" / "errors.md"
-IN_OTHER_TESTS = {"frameworks.md", "slurm.md", "ray.md", "tracking.md"}
+IN_OTHER_TESTS = {"frameworks.md", "slurm.md", "ray.md", "tracking.md", "accelerate.md", "transformers.md", "spark.md", "lightning.md"}
 
 
 # Python

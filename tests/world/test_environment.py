@@ -140,6 +140,10 @@ def test_every_launcher(rank_key: str, size_key: str, local_key: str) -> None:
         ({"WORLD_SIZE": "2"}, r"(?=.*RANK)(?=.*MASTER_ADDR)(?=.*MASTER_PORT)"),  # all at once
         ({"RANK": "1", **MASTER}, "WORLD_SIZE"),
         (MASTER, r"RANK and WORLD_SIZE are not.*TORCHRING_LAUNCHER=none"),
+        (
+            {"ACCELERATE_USE_CPU": "True", **MASTER},
+            "`accelerate launch --multi_gpu --num_processes 2`, which works on CPUs",
+        ),
         # Two processes that were both told so would each train alone: a silent wrong answer.
         ({"RANK": "1", "WORLD_SIZE": "1", **MASTER}, "RANK"),
         ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "1", **MASTER}, "OMPI_COMM_WORLD_RANK"),

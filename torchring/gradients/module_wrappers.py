@@ -24,11 +24,10 @@ from torchring.dynamo import run_eagerly
 
 WAY_OUT: Final = (
     "Train the bare model, without DistributedDataParallel or FSDP around it, and pass it to torchring.wrap(). Where a "
-    "framework wraps the model: with Accelerate, call accelerator.prepare_model(model, evaluation_mode=True) in place "
-    "of accelerator.prepare(model); with a transformers Trainer, set trainer.accelerator.prepare_model = "
-    "functools.partial(trainer.accelerator.prepare_model, evaluation_mode=True) before train(); with Ray, call "
-    "ray.train.torch.prepare_model(model, parallel_strategy=None); with Lightning, use a strategy that adds no "
-    "DistributedDataParallel (docs/guides/frameworks.md shows one)"
+    "framework wraps the model: with Accelerate, use torchring.accelerate.RingAccelerator; with a transformers "
+    "Trainer, torchring.transformers.RingTrainer, or RingMixin before your own trainer; with Lightning, import "
+    "torchring.lightning and pass strategy='torchring'; with Ray, call ray.train.torch.prepare_model(model, "
+    "parallel_strategy=None)"
 )
 
 

@@ -114,6 +114,12 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
         if "RANK" in environ and environ.get(CHOICE) != "none":
             raise TopologyError("RANK is set but WORLD_SIZE is not; torchrun sets both")
         if "MASTER_ADDR" in environ and environ.get(CHOICE) != "none":
+            if "ACCELERATE_USE_CPU" in environ:
+                raise TopologyError(
+                    "`accelerate launch` has started a single process, as it does on CPUs whatever --num_processes "
+                    "says. Use `accelerate launch --multi_gpu --num_processes 2`, which works on CPUs, too, or "
+                    f"`torchring run -np 2`. If this process is to train alone, set {CHOICE}=none"
+                )
             raise TopologyError(
                 "MASTER_ADDR is set but RANK and WORLD_SIZE are not, so this process does not know which of the ranks "
                 "that meet there it is, and would train alone. Set RANK and WORLD_SIZE, or call init_process_group "
