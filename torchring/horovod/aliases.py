@@ -45,6 +45,13 @@ def install() -> None:
         sys.meta_path.insert(0, Finder())
 
 
+def uninstall() -> None:
+    """Undo `install`. What has been imported stays, but not under the names of Horovod's."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("horovod", "sparkdl")]:
+        del sys.modules[name]
+
+
 class Finder(MetaPathFinder):
     """Finds the modules of the table above."""
 

@@ -80,8 +80,7 @@ def fit(
     """Write a DataFrame as Parquet files, call train(path, *args, **kwargs) on all ranks, return the result of rank 0.
 
     `train` reads the rank's share by `torchring.data.RowGroups(path, ...)`, and returns what the driver needs, the
-    `state_dict()` of a model for instance. Columns of numbers and of arrays of numbers become tensors; turn vectors of
-    pyspark.ml into arrays by `pyspark.ml.functions.vector_to_array`.
+    `state_dict()` of a model for instance.
 
     Args:
         df: the data.

@@ -149,7 +149,7 @@ def _as_rank(call: Call, task: BarrierTaskContext, hosts: Sequence[str], order: 
     elif gpu:  # those of all ranks of this host, so that LOCAL_RANK is the number of this rank's
         variables[_GPUS] = ",".join(said[other]["gpu"][0] for other in neighbours)
     _refuse_other_gpus(variables.get(_GPUS))
-    before, finders = dict(os.environ), [*sys.meta_path]
+    before = dict(os.environ)
     os.environ.update({name: str(value) for name, value in variables.items()})
     if call.has_aliases:
         aliases.install()
@@ -162,9 +162,7 @@ def _as_rank(call: Call, task: BarrierTaskContext, hosts: Sequence[str], order: 
     os.environ.clear()
     os.environ.update(before)
     if call.has_aliases:
-        sys.meta_path[:] = finders
-        for module in [each for each in sys.modules if each.partition(".")[0] in ("horovod", "sparkdl")]:
-            del sys.modules[module]
+        aliases.uninstall()
 
 
 def _leave() -> None:

@@ -103,7 +103,7 @@ class Reporter:
 
 
 class _Copied(io.TextIOBase):
-    """A stdout or stderr of which the driver gets each line. In local mode `inner`, which is the driver's, gets none."""
+    """A stdout or stderr of which the driver gets each line. In local mode `inner` is the driver's, and gets none."""
 
     def __init__(self, inner: Any, reporter: Reporter, is_local: bool) -> None:
         self._inner, self._reporter, self._is_local = inner, reporter, is_local
