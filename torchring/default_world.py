@@ -406,7 +406,7 @@ def _make_process_group(world: World) -> None:
 
 
 def launcher_store(launch: LaunchEnvironment, timeout_seconds: float) -> Store | None:
-    """The store at which the ranks meet. A later init() uses the same store, unless a launcher has set other variables."""
+    """The store at which the ranks meet. A later init() uses the same store, unless this is another launch by then."""
     if _process.store is None or _process.launch != launch:
         tcp = open_store(launch, timeout_seconds)
         if tcp is None:

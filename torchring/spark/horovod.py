@@ -1,6 +1,6 @@
 """HorovodRunner of Databricks' sparkdl, and `horovod.spark.run`: notebooks and scripts for them run on torchring.
 
-`import horovod.torch as hvd`, in the function that they start, finds torchring.horovod.
+In the function that they start, `import horovod.torch as hvd` finds torchring.horovod.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-from pyspark import cloudpickle
-
 from torchring.horovod import aliases
 from torchring.horovod import run as run_here
 from torchring.spark import rank
-from torchring.spark.job import _run
+from torchring.spark.job import pickled
+from torchring.spark.job import run as run_on_spark
 
 _T = TypeVar("_T")
 _VERBOSITIES: Final = ("all", "log_callback_only")
@@ -27,7 +26,7 @@ class HorovodRunner:
         HorovodRunner(np=2).run(train, lr=0.1)
 
     Args:
-        np: number of ranks, tasks in barrier mode (see `torchring.spark.run`); 0 for all task slots. -n for n processes
+        np: number of ranks, tasks in barrier mode (see `torchring.spark.run`); 0 for all task slots; -n for n processes
             on the driver, without Spark.
         driver_log_verbosity: "all" prints the output of ranks on the driver; "log_callback_only" what ranks pass to
             `log_to_driver`. Processes on the driver print to its own output anyway.
@@ -36,7 +35,7 @@ class HorovodRunner:
     def __init__(self, *, np: int, driver_log_verbosity: str = "log_callback_only") -> None:
         if driver_log_verbosity not in _VERBOSITIES:
             raise ValueError(f"driver_log_verbosity must be one of {_VERBOSITIES}, got {driver_log_verbosity!r}")
-        self.num_processor = np
+        self.np = np
         self.driver_log_verbosity = driver_log_verbosity
 
     def run(self, main: Callable[..., _T], **kwargs: Any) -> _T:
@@ -45,24 +44,26 @@ class HorovodRunner:
         Raises:
             ValueError, RuntimeError: see `torchring.spark.run`, for np < 0 `torchring.horovod.run`.
         """
-        np = self.num_processor
-        if np < 0:
-            payload = bytes(cloudpickle.dumps((main, kwargs)))  # takes functions of a notebook, as Spark does
-            results: list[_T] = run_here(_with_aliases, (payload,), num_proc=-np)
+        call = (pickled(main, (), kwargs),)
+        if self.np < 0:
+            results: list[_T] = run_here(_with_aliases, call, num_proc=-self.np)
         else:
             is_shown = self.driver_log_verbosity == "all"
-            results = _run(main, (), kwargs, np or None, None, use_gpu=None, shows_output=is_shown, has_aliases=True)
+            results = run_on_spark(_with_aliases, call, num_proc=self.np or None, show_output=is_shown)
         return results[0]
 
 
 def _with_aliases(payload: bytes) -> Any:
     aliases.install()
-    main, kwargs = pickle.loads(payload)
-    return main(**kwargs)
+    try:
+        fn, args, kwargs = pickle.loads(payload)
+        return fn(*args, **kwargs)
+    finally:
+        aliases.uninstall()
 
 
 def log_to_driver(message: str) -> None:
-    """Print a line on the driver, from any rank."""
+    """Print a line on the driver, from any rank: sparkdl.horovod.log_to_driver."""
     if rank.reporter is not None and rank.reporter.socket is not None:
         rank.reporter.say(output=str(message))
     else:
@@ -86,5 +87,4 @@ def run(
     if ignored or more_ignored:
         named = ", ".join([*map(repr, ignored), *more_ignored])
         warnings.warn(f"horovod.spark.run: {named}: no meaning here, ignored", stacklevel=2)
-    options = {"use_gpu": None, "shows_output": verbose > 0, "has_aliases": True, "env": env or {}}
-    return _run(fn, args, kwargs, num_proc, None, **options)
+    return run_on_spark(_with_aliases, (pickled(fn, args, kwargs),), None, num_proc, show_output=verbose > 0, env=env)

@@ -16,7 +16,7 @@ from torchring.spark.rank import FAILED, Call, take_part
 from torchring.spark.reports import Reports
 
 if TYPE_CHECKING:
-    from pyspark import SparkContext
+    from pyspark import SparkConf, SparkContext
     from pyspark.sql import DataFrame
 
 _T = TypeVar("_T")
@@ -63,7 +63,23 @@ def run(
             one GPU, or the session is one of Spark Connect; or something cannot be pickled.
         RuntimeError: a rank failed, with its traceback, or was killed, or returned what cannot be pickled.
     """
-    return _run(fn, args, kwargs, num_proc, spark, use_gpu=use_gpu, shows_output=show_output, env=env or {})
+    context = _context(spark or SparkSession.builder.getOrCreate())
+    conf = context.getConf()
+    is_local = re.fullmatch(r"local(\[.*\])?", context.master) is not None
+    _check_conf(conf, is_local, use_gpu)
+    num_proc = _check_slots(context, num_proc, is_local)
+    payload, host = pickled(fn, args, kwargs), conf.get("spark.driver.host")
+    with Reports(conf.get("spark.driver.bindAddress", host)) as reports:
+        driver = host, reports.server_address[1]
+        call = Call(payload, driver, reports.token, show_output, is_local, use_gpu, dict(env or {}))
+        stage = context.parallelize(range(num_proc), num_proc).barrier()
+        try:
+            found = dict(map(pickle.loads, stage.mapPartitions(functools.partial(take_part, call)).collect()))
+        except Exception as error:
+            if (text := _explained(str(error), reports, num_proc)) is None:
+                raise
+            raise RuntimeError(text) from None  # Spark's own has pages of Java
+    return [pickle.loads(found[rank]) for rank in range(num_proc)]
 
 
 def fit(
@@ -121,50 +137,31 @@ def _train_on(train: Callable[..., Any], path: str, num_rows: int, *args: Any, *
     return result if torchring.rank() == 0 else None
 
 
-def _run(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-    num_proc: int | None,
-    spark: SparkSession | None,
-    **options: Any,
-) -> list[Any]:
-    """See `run`; `options` are those of a `Call`."""
-    context = _context(spark or SparkSession.builder.getOrCreate())
-    conf = context.getConf()
-    is_local = re.fullmatch(r"local(\[.*\])?", context.master) is not None
+def pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
+    """A call, for executors. Functions of a notebook are pickled by value. Raises ValueError."""
+    try:
+        return bytes(cloudpickle.dumps((fn, tuple(args), dict(kwargs or {}))))
+    except Exception as error:
+        raise ValueError(
+            f"cannot send {getattr(fn, '__qualname__', repr(fn))} and its arguments to other processes "
+            f"({type(error).__name__}: {error}). A session, a lock or an open file stays on the driver: make it inside "
+            "the function, and import modules there"
+        ) from error
+
+
+def _check_conf(conf: SparkConf, is_local: bool, use_gpu: bool | None) -> None:
+    """Raise ValueError if Spark is set up so that a job of ranks cannot run."""
     if not is_local and conf.get("spark.dynamicAllocation.enabled", "false").lower() == "true":
         raise ValueError(
             "spark.dynamicAllocation.enabled=true: Spark runs no barrier stage then, because executors come and go. "
             "Start the application with spark.dynamicAllocation.enabled=false and spark.executor.instances=N"
         )
     amount = float(conf.get(_GPU_AMOUNT, "0"))
-    if options["use_gpu"] is not False and amount != 1 and (amount or options["use_gpu"]):
+    if use_gpu is not False and amount != 1 and (amount or use_gpu):
         raise ValueError(
             f"{_GPU_AMOUNT}={amount:g}, but a rank uses one GPU: start the application with 1 there, and with "
             "spark.executor.resource.gpu.amount; or pass use_gpu=False"
         )
-    num_proc = _check_slots(context, num_proc, is_local)
-    name = getattr(fn, "__qualname__", repr(fn))
-    try:
-        payload = bytes(cloudpickle.dumps((fn, tuple(args), dict(kwargs or {}))))
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(
-            f"cannot send {name} and its arguments to Spark's executors ({reason}). A session, a lock or an open file "
-            "stays on the driver: make it inside the function, and import modules there"
-        ) from error
-    host = conf.get("spark.driver.host")
-    with Reports(conf.get("spark.driver.bindAddress", host)) as reports:
-        call = Call(payload, (host, reports.server_address[1]), reports.token, is_local=is_local, **options)
-        stage = context.parallelize(range(num_proc), num_proc).barrier()
-        try:
-            found = dict(map(pickle.loads, stage.mapPartitions(functools.partial(take_part, call)).collect()))
-        except Exception as error:
-            if (text := _explained(str(error), reports, num_proc)) is None:
-                raise
-            raise RuntimeError(text) from None  # Spark's own has pages of Java
-    return [pickle.loads(found[rank]) for rank in range(num_proc)]
 
 
 def _context(spark: SparkSession) -> SparkContext:
@@ -200,7 +197,7 @@ def _explained(text: str, reports: Reports, size: int) -> str | None:
     said = ""
     if failures:
         name, trace, _ = failures[0]
-    elif found := re.search(rf"{FAILED}(.*?) failed:\n(.*?)(?=\n+\tat |\Z)", text, re.DOTALL):
+    elif found := re.search(rf"{FAILED}(.*?) failed:\n(.*?)(?=\n+(?: SQLSTATE|\tat )|\Z)", text, re.DOTALL):
         name, trace = found.groups()
     elif lost:
         partition = int(lost[1])

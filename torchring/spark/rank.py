@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
@@ -22,7 +22,6 @@ from torch.distributed import TCPStore
 
 from torchring import default_world
 from torchring.errors import RingError
-from torchring.horovod import aliases
 from torchring.linux import host_name
 from torchring.rendezvous.environment import JOB
 from torchring.rendezvous.store import host_on
@@ -55,7 +54,6 @@ class Call:
         shows_output: whether the driver gets the output.
         is_local: whether the tasks are children of the driver, and have its stdout.
         use_gpu: see `torchring.spark.run`.
-        has_aliases: whether `import horovod.torch` finds torchring.
         env: more variables.
     """
 
@@ -65,8 +63,7 @@ class Call:
     shows_output: bool
     is_local: bool
     use_gpu: bool | None
-    has_aliases: bool = False
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str]
 
 
 def order_by_host(hosts: Sequence[str]) -> list[int]:
@@ -151,8 +148,6 @@ def _as_rank(call: Call, task: BarrierTaskContext, hosts: Sequence[str], order: 
     _refuse_other_gpus(variables.get(_GPUS))
     before = dict(os.environ)
     os.environ.update({name: str(value) for name, value in variables.items()})
-    if call.has_aliases:
-        aliases.install()
     with contextlib.ExitStack() as redirected:
         if call.shows_output and reporter is not None:
             redirected.enter_context(copied_output(reporter, call.is_local))
@@ -161,8 +156,6 @@ def _as_rank(call: Call, task: BarrierTaskContext, hosts: Sequence[str], order: 
     _wait_for_peers(store, hosts[order[0]], said[order[0]]["port"], len(order))
     os.environ.clear()
     os.environ.update(before)
-    if call.has_aliases:
-        aliases.uninstall()
 
 
 def _leave() -> None:
