@@ -18,6 +18,7 @@ import torch
 
 import torchring
 from tests.support.documents import ROOT, section
+from tests.support.harness import patient
 from tests.support.training import attempt
 
 pytestmark = pytest.mark.platforms
@@ -76,6 +77,7 @@ echo '{{"name": "gpu", "addresses": ["'$n'"]}}'
         for name, value in options.items():
             builder = builder.config(name, value)
         session = builder.getOrCreate()
+        patch.setattr("torchring.spark.job._REGISTRATION_SECONDS", patient(60.0))
         yield session
         session.stop()
 
@@ -264,6 +266,7 @@ def test_aliases_and_processes_on_the_driver(spark: Any, monkeypatch: pytest.Mon
         horovod.HorovodRunner(np=1, driver_log_verbosity="none")
 
 
+@pytest.mark.grid  # starts three interpreters that import torch
 def test_under_torch_distributor(spark: Any) -> None:
     from pyspark.ml.torch.distributor import TorchDistributor
 

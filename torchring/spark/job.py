@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 _T = TypeVar("_T")
-_REGISTRATION_SECONDS: Final = 30.0  # of an application's life, in which its executors come
+_REGISTRATION_SECONDS: Final = 60.0  # of the life of an application, in which its executors come
 _POLL_SECONDS: Final = 0.2
 _GPU_AMOUNT: Final = "spark.task.resource.gpu.amount"
 
