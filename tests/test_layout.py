@@ -22,6 +22,7 @@ ORDER = [
     "allreduce", "gradients", "sharding", "norms", "optimizer_wrapper", "optimizer", "joining", "recipes",
     "monitoring", "launch", "data", "elastic", "horovod", "ray", "manifest", "doctor", "report", "cli",
     "monitoring", "launch", "data", "elastic", "horovod", "accelerate", "transformers", "doctor", "report", "cli",
+    "monitoring", "launch", "data", "elastic", "horovod", "spark", "manifest", "doctor", "report", "cli",
     "__main__", "__init__", "bench",
 ]
 # fmt: on

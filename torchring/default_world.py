@@ -50,15 +50,17 @@ class _Process:
         pid: of the process that joined; None before the first world.
         forked: why this process cannot join: it was forked from a rank.
         store: where the ranks of this launch meet.
-        num_inits: number of worlds so far. It names the keys of the next one.
+        launch: the launch to which `store` belongs. Spark starts several, one after the other, in the same process.
+        num_inits: number of worlds so far, of this launch. It names the keys of the next one.
         process_group: the default process group of torch.distributed, if init() made it.
-        num_groups: number of process groups that init() has made.
+        num_groups: number of process groups that init() has made in this launch.
     """
 
     world: World | None = None
     pid: int | None = None
     forked: RingError | None = None
     store: Store | None = None
+    launch: LaunchEnvironment | None = None
     num_inits: int = 0
     process_group: dist.ProcessGroup | None = None
     num_groups: int = 0
@@ -415,11 +417,13 @@ def _make_process_group(world: World) -> None:
 
 
 def launcher_store(launch: LaunchEnvironment, timeout_seconds: float) -> Store | None:
-    """The store at which the ranks meet. A later init() uses the same store."""
-    if _process.store is None:
+    """The store at which the ranks meet. A later init() uses the same store, unless this is another launch by then."""
+    if _process.store is None or _process.launch != launch:
         tcp = open_store(launch, timeout_seconds)
         if tcp is None:
             return None
+        if _process.launch != launch:  # the ranks of another launch may have had other numbers of worlds before
+            _process.launch, _process.num_inits, _process.num_groups = launch, 0, 0
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         _process.store = PrefixStore(f"torchring/attempt{attempt}", tcp)
     return _process.store

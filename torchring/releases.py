@@ -29,12 +29,15 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def check_release(package: str, least: tuple[int, int], below: tuple[int, int], room: str) -> None:
+def check_release(
+    package: str, least: tuple[int, int], below: tuple[int, int], room: str, version: str | None = None
+) -> None:
     """Raise ImportError if a framework's release is not among those that `room`, a part of torchring, was tested with.
 
-    What a framework lets others extend changes between its minor releases, often without an error.
+    What a framework lets others extend changes between its minor releases, often without an error. `version` is for a
+    framework that may be there without having been installed by pip.
     """
-    version = installed_version(package)
+    version = version or installed_version(package)
     if version is None or not least <= release_of(version) < below:
         there = "is not installed" if version is None else f"{version} is installed"
         first, end = (".".join(map(str, release)) for release in (least, below))

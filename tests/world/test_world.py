@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import itertools
 import math
 import os
 import re
@@ -109,17 +110,18 @@ def _in_workers_of_frameworks(rank: int, size: int) -> Any:
         def partitionId(self) -> int:
             return 1
 
-    task = BarrierTaskContext()
+    tasks = {"pyspark": BarrierTaskContext(), "plain": types.SimpleNamespace(partitionId=lambda: 3)}
     context = types.SimpleNamespace(worker=types.SimpleNamespace(mode=1))
     found: list[Any] = []
     modules: dict[str, Any] = {
         "pyspark": types.SimpleNamespace(
-            BarrierTaskContext=BarrierTaskContext, TaskContext=types.SimpleNamespace(get=lambda: task)
+            BarrierTaskContext=BarrierTaskContext, TaskContext=types.SimpleNamespace(get=lambda: tasks[kind])
         ),
         "ray": types.SimpleNamespace(WORKER_MODE=1, is_initialized=lambda: True, get_runtime_context=lambda: context),
     }
     with logged() as said:
-        for name, choice in (("pyspark", None), ("pyspark", "none"), ("ray", None), ("ray", "none")):
+        for kind, choice in itertools.product(("pyspark", "plain", "ray"), (None, "none")):
+            name = "pyspark" if kind == "plain" else kind
             sys.modules[name] = modules[name]
             os.environ.pop("TORCHRING_LAUNCHER", None)
             if choice is not None:
@@ -143,12 +145,13 @@ def _in_workers_of_frameworks(rank: int, size: int) -> Any:
 def test_workers_of_frameworks_do_not_train_alone_without_a_word() -> None:
     [(found, said)] = run_ranks(_in_workers_of_frameworks, 1, launcher_env=False)
     assert "task 1 of 2 of a Spark barrier stage" in found[0]
-    assert "TorchDistributor" in found[0]
-    assert found[1:] == [0, 1, 1]
-    assert said[0].startswith("this worker of Ray trains alone")
-    assert "torchring.ray.run or ray.train.torch.TorchTrainer" in said[0]
-    (warning,) = said[1:]
-    assert warning.startswith("this process trains alone, although its Slurm job has 4 tasks (SLURM_NTASKS)")
+    assert "torchring.spark.run" in found[0]
+    assert found[1:] == [0, 1, 1, 2, 2]
+    of_spark, of_ray, of_slurm = said
+    assert of_spark.startswith("this task of Spark, of partition 3, trains alone")
+    assert of_ray.startswith("this worker of Ray trains alone")
+    assert "torchring.ray.run or ray.train.torch.TorchTrainer" in of_ray
+    assert of_slurm.startswith("this process trains alone, although its Slurm job has 4 tasks (SLURM_NTASKS)")
 
 
 def _leaves(rank: int, size: int) -> str:
@@ -165,6 +168,25 @@ def _leaves(rank: int, size: int) -> str:
 
 def test_a_rank_that_leaves_says_why_to_those_that_wait_for_it() -> None:
     assert "rank 0 stopped: its function had returned, after 0 reductions" in run_ranks(_leaves, 2)[1]
+
+
+def _launch_after_launch(rank: int, size: int, ports: list[int]) -> Any:
+    """As in Python workers that Spark uses again: ranks change places, and one was alone before."""
+    found = []
+    if rank == 0:
+        torchring.init()
+        torchring.shutdown()
+    for number, port in zip((rank, 1 - rank, rank), ports, strict=True):
+        launched = {"RANK": number, "WORLD_SIZE": 2, "LOCAL_RANK": number, "MASTER_PORT": port}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in launched.items()}}
+        found.append((torchring.rank(), torchring.all_gather_object(rank)))
+        torchring.shutdown()
+    return found
+
+
+def test_a_process_can_take_part_in_one_launch_after_another() -> None:
+    found = run_ranks(_launch_after_launch, 2, [free_port() for _ in range(3)], launcher_env=False)
+    assert found == [[(0, [0, 1]), (1, [1, 0]), (0, [0, 1])], [(1, [0, 1]), (0, [1, 0]), (1, [0, 1])]]
 
 
 def _becomes_one_of_two(rank: int, size: int) -> Any:

@@ -4,7 +4,9 @@
     horovod.common.exceptions, .elastic     torchring.horovod.exceptions, .elastic
     horovod.common.util, .process_sets      torchring.horovod.builds, .mpi_ops
     horovod.run, horovod.runner.run         torchring.horovod.runner.run
-    anything else, horovod.spark say        a Horovod that is installed, or on PYTHONPATH; none is needed
+    horovod.spark                           torchring.spark.horovod, unless a Horovod is installed
+    sparkdl, sparkdl.horovod                torchring.spark, torchring.spark.horovod: Databricks' HorovodRunner
+    anything else, horovod.ray say          a Horovod that is installed, or on PYTHONPATH; none is needed
 
 `python -m torchring.horovod` and `torchring run --horovod` put the folder `startup/` on PYTHONPATH. So every Python
 process of the job installs the aliases as it starts, child processes included, except those started with -E, -I or -S.
@@ -31,6 +33,9 @@ _TARGETS: Final = {
     "horovod.common.exceptions": "torchring.horovod.exceptions",
     "horovod.common.process_sets": "torchring.horovod.mpi_ops",
     "horovod.common.util": "torchring.horovod.builds",
+    "horovod.spark": "torchring.spark.horovod",
+    "sparkdl": "torchring.spark",
+    "sparkdl.horovod": "torchring.spark.horovod",
 }
 
 
@@ -38,6 +43,13 @@ def install() -> None:
     """Install the aliases in this process, once. What has been imported already stays as it is."""
     if not any(getattr(finder, "finds_torchring_for_horovod", False) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())
+
+
+def uninstall() -> None:
+    """Undo `install`. What has been imported stays, but not under the names of Horovod's."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("horovod", "sparkdl")]:
+        del sys.modules[name]
 
 
 class Finder(MetaPathFinder):
@@ -54,6 +66,8 @@ class Finder(MetaPathFinder):
             spec.submodule_search_locations = self._folders_of_horovod(fullname)
             return spec
         name = _TARGETS.get(fullname)
+        if fullname == "horovod.spark" and self._folders_of_horovod(fullname):
+            return None  # with its estimators
         if name is None and fullname.startswith(f"{_TORCH}."):
             name = _TARGETS[_TORCH] + fullname[len(_TORCH) :]
         return None if name is None else ModuleSpec(fullname, _Alias(name))

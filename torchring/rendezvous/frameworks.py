@@ -14,21 +14,27 @@ _logger = logging.getLogger("torchring")
 
 
 def refuse_lone_tasks() -> None:
-    """Raise TopologyError in a task of a Spark barrier stage. Log a warning in a worker of Ray, and in a batch script
-    of Slurm whose job has several tasks.
+    """Raise TopologyError in a task of a Spark barrier stage. Log a warning in another task of Spark, in a worker of Ray,
+    and in a batch script of Slurm whose job has several tasks.
 
     Call this in a process that no launcher has started. The tasks of a barrier stage run together, so they are meant to
-    be ranks. A task or actor of Ray may also be meant to train alone, and so may what a batch script starts.
+    be ranks. The others may also be meant to train alone.
     """
     spark: Any = sys.modules.get("pyspark")
     ray: Any = sys.modules.get("ray")
-    task = None if spark is None else spark.TaskContext.get()
-    if task is not None and isinstance(task, spark.BarrierTaskContext) and (num := len(task.getTaskInfos())) > 1:
+    task: Any = None if spark is None else spark.TaskContext.get()
+    is_in_barrier = task is not None and isinstance(task, spark.BarrierTaskContext)
+    if is_in_barrier and (num := len(task.getTaskInfos())) > 1:
         raise TopologyError(
             f"this is task {task.partitionId()} of {num} of a Spark barrier stage, but RANK and WORLD_SIZE are not "
-            "set, so each task would train alone. Start the function with pyspark.ml.torch.distributor's "
-            "TorchDistributor, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each task. If each task is to "
-            f"train alone, set {CHOICE}=none"
+            "set, so each task would train alone. Start the function with torchring.spark.run, which sets them. To "
+            f"let each task train alone, set {CHOICE}=none"
+        )
+    if task is not None and not is_in_barrier:
+        _logger.warning(
+            f"this task of Spark, of partition {task.partitionId()}, trains alone, because RANK and WORLD_SIZE are not "
+            "set. To train in several tasks together, start the function with torchring.spark.run. To turn this "
+            f"warning off, set {CHOICE}=none"
         )
     if ray is not None and ray.is_initialized() and ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
         _logger.warning(

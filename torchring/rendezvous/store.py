@@ -203,8 +203,11 @@ class _MpiRendezvous:
             pause = min(2 * pause, 0.02)
 
 
-def host_on(listener: socket.socket, timeout: timedelta) -> TCPStore:
-    """Host a store on a socket that listens. The store takes the socket over. Raises DistError."""
+def host_on(listener: socket.socket, timeout: timedelta, *, multi_tenant: bool = False) -> TCPStore:
+    """Host a store on a socket that listens. The store takes the socket over. Raises DistError.
+
+    With `multi_tenant`, this process may host a store at the port again while this one lives: it gets the same store.
+    """
     address, port = listener.getsockname()[:2]
     return TCPStore(
         _LOOPBACK if address in ("0.0.0.0", "::") else address,
@@ -212,6 +215,7 @@ def host_on(listener: socket.socket, timeout: timedelta) -> TCPStore:
         is_master=True,
         wait_for_workers=False,
         timeout=timeout,
+        multi_tenant=multi_tenant,
         master_listen_fd=listener.detach(),
     )
 

@@ -1,0 +1,186 @@
+"""A task of a barrier stage becomes a rank, and leaves its Python worker, which Spark uses again, as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from pyspark import BarrierTaskContext, cloudpickle
+from torch.distributed import TCPStore
+
+from torchring import default_world
+from torchring.errors import RingError
+from torchring.linux import host_name
+from torchring.rendezvous.environment import JOB
+from torchring.rendezvous.store import host_on
+from torchring.spark.reports import Reporter, copied_output
+
+FAILED: Final = "torchring: "  # before a traceback that travels in one of Spark's
+_STORE_TIMEOUT: Final = timedelta(seconds=300)
+_ENDED: Final = "torchring/ended"  # number of ranks
+_GPUS: Final = "CUDA_VISIBLE_DEVICES"
+
+reporter: Reporter | None = None  # of the rank that this process is
+
+
+def _after_fork() -> None:
+    if reporter is not None:
+        reporter.close()  # or else the connection would outlive the rank
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What all ranks are to do.
+
+    Attributes:
+        payload: function, arguments and keyword arguments, pickled.
+        driver: host and port of its `Reports`.
+        token: of `Reports`; also names the job.
+        shows_output: whether the driver gets the output.
+        is_local: whether the tasks are children of the driver, and have its stdout.
+        use_gpu: see `torchring.spark.run`.
+        env: more variables.
+    """
+
+    payload: bytes
+    driver: tuple[str, int]
+    token: str
+    shows_output: bool
+    is_local: bool
+    use_gpu: bool | None
+    env: Mapping[str, str]
+
+
+def order_by_host(hosts: Sequence[str]) -> list[int]:
+    """The partition of each rank: partitions of one host are neighbours. ["b", "a", "b"] gives [0, 2, 1]."""
+    return sorted(range(len(hosts)), key=lambda partition: (hosts.index(hosts[partition]), partition))
+
+
+def take_part(call: Call, _: object) -> Iterator[bytes]:
+    """What a task does, for `mapPartitions`: yields the pickled result of the rank. Partition N is not rank N.
+
+    A rank that fails does not shut down, or else its peers might be the first to fail, and to be named on the driver.
+    Its Python worker ends, as the worker of any task that has raised an exception.
+    """
+    global reporter
+    task = BarrierTaskContext.get()
+    partition = task.partitionId()
+    hosts = [info.address.rpartition(":")[0].strip("[]") for info in task.getTaskInfos()]
+    order = order_by_host(hosts)
+    rank, size = order.index(partition), len(order)
+    name = f"rank {rank} of {size} (pid {os.getpid()} on {host_name()})"
+    reporter = Reporter(call.driver, token=call.token, partition=partition, name=name, rank=rank)
+    try:
+        with _as_rank(call, task, hosts, order):
+            result = _result(call, name)
+    except BaseException as error:
+        text = traceback.format_exc()
+        reporter.say(failure=text, is_consequence=isinstance(error, RingError))
+        raise RuntimeError(f"{FAILED}{name} failed:\n{text}") from None
+    reporter.say(done=True)
+    reporter.close()
+    reporter = None
+    return iter([pickle.dumps((rank, result))])
+
+
+def _result(call: Call, name: str) -> bytes:
+    """What the function returns, pickled."""
+    function, args, kwargs = pickle.loads(call.payload)
+    try:
+        found = function(*args, **kwargs)
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            raise
+        found = None
+    try:
+        return bytes(cloudpickle.dumps(found))
+    except Exception as error:
+        raise TypeError(
+            f"{name} returned {type(found).__name__}, which cannot be pickled ({type(error).__name__}: {error}); "
+            "return what the driver needs, a state_dict on the CPU for instance"
+        ) from error
+
+
+@contextlib.contextmanager
+def _as_rank(call: Call, task: BarrierTaskContext, hosts: Sequence[str], order: Sequence[int]) -> Iterator[None]:
+    """This process is a rank in this context. A context that ends with an error leaves it one."""
+    _leave()  # what a function that Spark ran here before has left open
+    partition = task.partitionId()
+    rank = order.index(partition)
+    neighbours = [other for other in order if hosts[other] == hosts[partition]]
+    gpu = task.resources()["gpu"].addresses[:1] if call.use_gpu is not False and "gpu" in task.resources() else []
+    if call.use_gpu and not gpu:
+        raise ValueError("use_gpu=True, but Spark gives this task no GPU")
+    listener = socket.create_server(("", 0)) if rank == 0 else None
+    port = listener.getsockname()[1] if listener is not None else 0
+    said = [json.loads(each) for each in task.allGather(json.dumps({"port": port, "gpu": gpu}))]
+    # Rank 0 has listened all the time, so that nobody else can get the port. init() finds this store there.
+    store = None if listener is None else host_on(listener, _STORE_TIMEOUT, multi_tenant=True)
+    variables = {
+        **call.env,
+        "RANK": rank,
+        "WORLD_SIZE": len(order),
+        "LOCAL_RANK": neighbours.index(partition),
+        "LOCAL_WORLD_SIZE": len(neighbours),
+        "MASTER_ADDR": hosts[order[0]],
+        "MASTER_PORT": said[order[0]]["port"],
+        JOB: call.token[:8],
+    }
+    if call.use_gpu is False:
+        variables[_GPUS] = ""
+    elif gpu:  # those of all ranks of this host, so that LOCAL_RANK is the number of this rank's
+        variables[_GPUS] = ",".join(said[other]["gpu"][0] for other in neighbours)
+    _refuse_other_gpus(variables.get(_GPUS))
+    before = dict(os.environ)
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    with contextlib.ExitStack() as redirected:
+        if call.shows_output and reporter is not None:
+            redirected.enter_context(copied_output(reporter, call.is_local))
+        yield
+    _leave()
+    _wait_for_peers(store, hosts[order[0]], said[order[0]]["port"], len(order))
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def _leave() -> None:
+    """Shut down all that a function may have joined."""
+    if "torchring.horovod.context" in sys.modules:
+        sys.modules["torchring.horovod.context"].shutdown()
+    default_world.shutdown()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _wait_for_peers(store: TCPStore | None, address: str, port: int, size: int) -> None:
+    """Keep the store, which rank 0 hosts, until the last rank has done with it. Spark's own barrier takes a second."""
+    if store is None:
+        TCPStore(address, port, is_master=False, wait_for_workers=False).add(_ENDED, 1)
+        return
+    while store.add(_ENDED, 0) < size - 1:  # if a rank fails, Spark ends this one
+        time.sleep(0.02)
+
+
+def _refuse_other_gpus(wanted: str | None) -> None:
+    """Raise ValueError if this process uses GPUs already, other than those of the task: CUDA does not change over."""
+    is_late = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if wanted is not None and is_late and os.environ.get(_GPUS) != wanted:
+        raise ValueError(
+            f"Spark gives this task the GPUs {wanted!r}, but this Python worker has used {os.environ.get(_GPUS)!r} "
+            "before: set spark.python.worker.reuse=false"
+        )

@@ -1,0 +1,134 @@
+"""What ranks tell the driver while they run, over a connection each, in lines of JSON.
+
+    {"token": ..., "partition": 0, "name": "rank 1 of 2 (pid 71 on host a)", "rank": 1}     first
+    {"output": "loss 0.5"}                                                                  any number
+    {"failure": traceback, "is_consequence": false}   or   {"done": true}                   last
+
+A connection that ends without the last line is that of a rank that was killed. Spark sees that, too, and ends the job,
+but knows partitions only. Without connections, as behind a firewall, jobs run all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import io
+import json
+import secrets
+import socket
+import socketserver
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any, Final
+
+_CONNECT_SECONDS: Final = 5.0
+
+
+class Reports(socketserver.ThreadingTCPServer):
+    """Listens on the driver, and prints the output of ranks, whole lines with the rank before each.
+
+    Attributes:
+        token: what ranks have to know.
+        names: by partition, what to call the rank.
+        failures: what ended ranks, as the driver learnt of it: the name of the rank, the traceback (None if the rank
+            was killed), and whether the failure of another rank is the cause.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, address: str) -> None:
+        self.token: Final = secrets.token_hex(16)
+        self.names: Final[dict[int, str]] = {}
+        self.failures: Final[list[tuple[str, str | None, bool]]] = []
+        super().__init__((address, 0), _Listener)
+        poll = {"poll_interval": 0.05}  # seconds that its end may take
+        threading.Thread(target=self.serve_forever, kwargs=poll, name="torchring-spark", daemon=True).start()
+
+    def server_close(self) -> None:
+        """End the thread as well."""
+        self.shutdown()
+        super().server_close()
+
+
+class _Listener(socketserver.StreamRequestHandler):
+    server: Reports
+
+    def handle(self) -> None:
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        first = self._next()
+        if not hmac.compare_digest(str(first.get("token")), self.server.token):
+            return
+        self.server.names[first["partition"]] = first["name"]
+        while "output" in (said := self._next()):
+            print(f"[{first['rank']}] {said['output']}", flush=True)
+        if "done" not in said:
+            self.server.failures.append((first["name"], said.get("failure"), said.get("is_consequence", False)))
+
+    def _next(self) -> dict[str, Any]:
+        """The next line; {} at the end, or if the connection breaks or brings something else."""
+        try:
+            said = json.loads(self.rfile.readline())
+        except (OSError, ValueError):
+            return {}
+        return said if isinstance(said, dict) else {}
+
+
+class Reporter:
+    """A rank's end of the connection. Where there is none, nothing is said."""
+
+    def __init__(self, address: tuple[str, int], **first: Any) -> None:
+        self._lock = threading.Lock()
+        self.socket: socket.socket | None = None
+        try:
+            self.socket = socket.create_connection(address, timeout=_CONNECT_SECONDS)
+            self.socket.settimeout(None)
+        except OSError as error:
+            print(f"torchring: the driver shows no output: no connection to {address[0]}:{address[1]} ({error})")
+        self.say(**first)
+
+    def say(self, **words: Any) -> None:
+        """Send one line."""
+        line = json.dumps(words).encode() + b"\n"
+        with self._lock, contextlib.suppress(OSError):  # if the driver is gone, Spark ends this task
+            if self.socket is not None:
+                self.socket.sendall(line)
+
+    def close(self) -> None:
+        """Say no more. Also for a forked child, in which nobody would release the lock."""
+        self._lock = threading.Lock()
+        if self.socket is not None:
+            self.socket.close()
+            self.socket = None
+
+
+class _Copied(io.TextIOBase):
+    """A stdout or stderr of which the driver gets each line. In local mode `inner` is the driver's, and gets none."""
+
+    def __init__(self, inner: Any, reporter: Reporter, is_local: bool) -> None:
+        self._inner, self._reporter, self._is_local = inner, reporter, is_local
+        self._line = ""
+
+    def write(self, text: str) -> int:
+        """See io.TextIOBase."""
+        if not self._is_local or self._reporter.socket is None:
+            self._inner.write(text)
+        *lines, self._line = (self._line + text).replace("\r", "\n").split("\n")
+        for line in filter(None, lines):
+            self._reporter.say(output=line)
+        return len(text)
+
+    def flush(self) -> None:
+        """See io.TextIOBase."""
+        self._inner.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+@contextlib.contextmanager
+def copied_output(reporter: Reporter, is_local: bool) -> Iterator[None]:
+    """The driver gets what this process prints in this context, but for lines that C or a child process prints."""
+    out, error = (_Copied(stream, reporter, is_local) for stream in (sys.stdout, sys.stderr))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        yield
