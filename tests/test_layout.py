@@ -20,7 +20,8 @@ ORDER = [
     "kernels", "errors", "linux", "threads", "dynamo", "releases", "placement", "rendezvous", "alone", "memory",
     "world", "accelerators", "observe", "interruption", "generation", "default_world", "transport", "collectives",
     "allreduce", "gradients", "sharding", "norms", "optimizer_wrapper", "optimizer", "joining", "recipes",
-    "monitoring", "launch", "data", "elastic", "horovod", "doctor", "report", "cli", "__main__", "__init__", "bench",
+    "monitoring", "launch", "data", "elastic", "horovod", "lightning", "doctor", "report", "cli", "__main__",
+    "__init__", "bench",
 ]
 # fmt: on
 

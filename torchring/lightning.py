@@ -27,11 +27,11 @@ import torch
 import torch.distributed as dist
 
 import torchring
-from torchring.default_world import launcher
 from torchring.errors import TopologyError
 from torchring.norms import SyncBatchNorm
 from torchring.observe.phases import BACKWARD, FORWARD
 from torchring.releases import check_release
+from torchring.rendezvous.environment import ELASTIC
 
 _is_old_name: Final = importlib.util.find_spec("lightning") is None or (
     "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
@@ -57,7 +57,7 @@ __all__ = ["FabricRingStrategy", "RingStrategy"]
 
 _OPTIONS: Final = {
     name for name, each in inspect.signature(torchring.wrap).parameters.items() if each.kind is each.KEYWORD_ONLY
-}
+} - {"accumulate"}
 _OF_LIGHTNING: Final = {
     *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io"),
     *("precision_plugin", "precision"),  # for Trainer and for Fabric
@@ -121,7 +121,7 @@ class _Environment(ClusterEnvironment):
 
 
 class _Ranks:
-    """What the strategies for Trainer and Fabric share: options of `wrap`, and the ranks that a launcher has started."""
+    """What the strategies for Trainer and Fabric share: options of `wrap`, and a launcher's ranks."""
 
     cluster_environment: Any
     parallel_devices: list[torch.device]
@@ -150,6 +150,11 @@ class _Ranks:
         if not self._is_launched:
             return
         world = torchring.init()
+        if world.launcher == ELASTIC:
+            raise TopologyError(
+                f"Lightning's {trainer} cannot go on with other ranks, so it does not train under `{ELASTIC}`; start "
+                "the script with `torchring run`, and resume from a checkpoint"
+            )
         if type(self.cluster_environment) is LightningEnvironment:
             self.cluster_environment = _Environment()
         devices, nodes = len(self.parallel_devices), self.num_nodes
@@ -157,14 +162,16 @@ class _Ranks:
         if not are_found and devices * nodes != world.size:
             raise ValueError(
                 f"{trainer}(devices={devices}, num_nodes={nodes}) asks for {devices * nodes} ranks, but "
-                f"{launcher()} has started {world.size}, {world.local_size} of them on this host. Leave both arguments "
+                f"{world.launcher} has {world.size}, {world.local_size} of them on this host. Leave both arguments "
                 f"out, or pass devices={world.local_size}, num_nodes={world.num_nodes}"
             )
         if devices == 1:  # one for each rank: what `devices="auto"` is on CPUs, and where a rank sees one GPU
             kind = self.parallel_devices[0].type
             count = torch.cuda.device_count() if kind == "cuda" else 0
             ranks = range(max(world.local_size, self.local_rank + 1))
-            self.parallel_devices = [torch.device(kind, rank % count) if count else torch.device(kind) for rank in ranks]
+            self.parallel_devices = [
+                torch.device(kind, rank % count) if count else torch.device(kind) for rank in ranks
+            ]
         self.num_nodes = world.num_nodes
 
     def _check_ranks(self) -> None:
@@ -231,6 +238,8 @@ class RingStrategy(_Ranks, DDPStrategy):
     """
 
     strategy_name = "torchring"
+    optimizers: Any
+    _layer_sync: Any
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -297,7 +306,7 @@ class RingStrategy(_Ranks, DDPStrategy):
             yield
 
     def optimizer_state(self, optimizer: Any) -> Any:
-        """Of a sharded optimizer that a fit has left, rank 0 has the whole state, and the others refuse to give theirs."""
+        """After a fit with shard=True, rank 0 has the whole state, and the others refuse to give theirs."""
         if self._options.get("shard") and not self._rings and not self.is_global_zero:
             return {}
         return super().optimizer_state(optimizer)

@@ -26,7 +26,7 @@ DOCS = ROOT / "docs"
 OPTIONS = DOCS / "reference" / "options.md"
 TROUBLESHOOTING = DOCS / "guides" / "troubleshooting.md"
 ERRORS = DOCS / "reference" / "errors.md"
-IN_OTHER_TESTS = {"frameworks.md"}  # test_frameworks.py
+IN_OTHER_TESTS = {"frameworks.md", "lightning.md"}  # test_frameworks.py, and tests/platforms/
 
 
 # Python

@@ -144,42 +144,6 @@ def _accelerate(rank: int) -> dict[str, Any]:
     }
 
 
-def _lightning(rank: int) -> dict[str, Any]:
-    quiet = "max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False"
-    code = edited(snippet(FRAMEWORKS, "## Lightning"), ("max_epochs=2", f"{quiet}, enable_model_summary=False"))
-    ddp = edited(code, ("RingStrategy(),", "'ddp',"))
-    adamw = ADAMW.format("self")
-    wrapped = (f"return {adamw}", f"return torchring.wrap({adamw}, self)")
-    both = edited(ddp, wrapped)
-    sampler = "torch.utils.data.DistributedSampler(data, torchring.size(), torchring.rank())"
-    auto = edited(
-        code,
-        wrapped,
-        ("strategy=RingStrategy(), devices=torchring.local_size()", "strategy='auto', devices=1"),
-        ("DataLoader(data, batch_size=4)", f"DataLoader(data, batch_size=4, sampler={sampler})"),
-    )
-    counts: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        close = torchring.DistributedOptimizer.close
-        patch.setattr(
-            torchring.DistributedOptimizer,
-            "close",
-            lambda self: (counts.append(self.stats().num_reductions), close(self)),
-        )
-        ring = run(code)
-    found = _outcome(ring["model"])[0], counts[0]
-    ring["trainer"].fit_loop.max_epochs = 3
-    ring["trainer"].fit(ring["model"], ring["trainer"].train_dataloader)  # wraps again
-    alone = run(auto)
-    assert (ring["trainer"].global_rank, alone["trainer"].global_rank) == (rank, 0)
-    return {
-        "ring": found,
-        "auto": _outcome(alone["model"], alone["trainer"].optimizers[0]),
-        "ddp": _outcome(run(ddp)["model"]),
-        "both": attempt(lambda: run(both)),
-    }
-
-
 def _buffers_and_copies(rank: int) -> dict[str, Any]:
     """What DDP does in its constructor and in forward; copies of the model are left to the script."""
     torch.manual_seed(rank)
@@ -195,7 +159,7 @@ def _buffers_and_copies(rank: int) -> dict[str, Any]:
 
 def _all(rank: int, world_size: int, folder: str) -> dict[str, dict[str, Any]]:
     os.chdir(folder)
-    return {case.__name__: case(rank) for case in (_plain, _trainer, _accelerate, _lightning, _buffers_and_copies)}
+    return {case.__name__: case(rank) for case in (_plain, _trainer, _accelerate, _buffers_and_copies)}
 
 
 @pytest.fixture(scope="module")
@@ -204,19 +168,17 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[st
     return run_ranks(_all, 2, folder, deadline=150, env={"HF_HUB_OFFLINE": "1"})
 
 
-@pytest.mark.parametrize(
-    ("name", "num_reductions"), [("_plain", 4), ("_trainer", 4), ("_accelerate", 4), ("_lightning", 16)]
-)
+@pytest.mark.parametrize(("name", "num_reductions"), [("_plain", 4), ("_trainer", 4), ("_accelerate", 4)])
 def test_it_trains_as_with_ddp(outcomes: list[Any], name: str, num_reductions: int) -> None:
     expected, _ = outcomes[0][name]["ddp"]
-    for way in {"ring", "given", "auto"} & outcomes[0][name].keys():
+    for way in {"ring", "given"} & outcomes[0][name].keys():
         for weights, count in (rank[name][way] for rank in outcomes):
             assert weights == outcomes[0][name][way][0]
             assert weights == pytest.approx(expected, rel=1e-6, abs=1e-7)
             assert count == num_reductions
 
 
-@pytest.mark.parametrize("name", ["_trainer", "_accelerate", "_lightning"])
+@pytest.mark.parametrize("name", ["_trainer", "_accelerate"])
 def test_the_frameworks_own_ddp_beside_torchring_is_an_error(outcomes: list[Any], name: str) -> None:
     for rank in outcomes:
         error = rank[name]["both"]
@@ -230,7 +192,7 @@ def test_a_trainer_that_sees_one_process_only_is_an_error(outcomes: list[Any]) -
 
 
 def test_every_snippet_is_run_here() -> None:
-    assert len(blocks(FRAMEWORKS, "python")) == 3
+    assert len(blocks(FRAMEWORKS, "python")) == 2
     assert len(blocks(DDP, "diff")) == 1
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,6 +20,9 @@ from tests.support.checks import assert_same_on_all_ranks
 from tests.support.documents import ROOT, snippet
 from tests.support.harness import run_ranks, run_script
 from tests.support.training import attempt
+from torchring.default_world import default_world
+from torchring.observe.services import recorder_of
+from torchring.rendezvous.environment import ELASTIC
 
 pytestmark = pytest.mark.platforms
 
@@ -43,6 +45,7 @@ def modules() -> types.SimpleNamespace:
             self.plateau = plateau
             self.losses: list[float] = []
             self.num_reductions = 0
+            self.is_forward_known: list[bool] = []
             middle = nn.BatchNorm1d(16) if norm else nn.Identity()
             self.net = nn.Sequential(nn.Linear(8, 16), middle, nn.Tanh(), nn.Linear(16, 1))
 
@@ -51,13 +54,20 @@ def modules() -> types.SimpleNamespace:
             self.losses.append(loss.item())
             return loss
 
+        def on_after_backward(self) -> None:
+            self.is_forward_known.append(recorder_of(default_world()).last_input()[1])
+
         def validation_step(self, batch: Any, _: int) -> None:
             self.log("val", nn.functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), self.lr)
             if self.plateau:
-                return {"optimizer": optimizer, "lr_scheduler": ReduceLROnPlateau(optimizer, patience=0), "monitor": "val"}
+                return {
+                    "optimizer": optimizer,
+                    "lr_scheduler": ReduceLROnPlateau(optimizer, patience=0),
+                    "monitor": "val",
+                }
             return [optimizer], [{"scheduler": StepLR(optimizer, 3, 0.7), "interval": "step"}]
 
         def on_train_end(self) -> None:
@@ -165,6 +175,7 @@ def _both(rank: int) -> dict[str, Any]:
 def _checkpoints(rank: int) -> dict[str, Any]:
     """Those of torchring, with shard=True too, and those of a Trainer in one process, into each other."""
     import lightning
+
     from torchring.lightning import RingStrategy
 
     kinds = modules()
@@ -230,7 +241,7 @@ def _again(rank: int) -> dict[str, Any]:
         own.fit(module, loader())
         trainer(strategy, devices, max_epochs=1).fit(module, loader())
         third = trainer(strategy, devices, max_epochs=1)
-        Tuner(third).lr_find(module, loader(), num_training=16, min_lr=1e-3, max_lr=0.3, early_stop_threshold=None)
+        Tuner(third).lr_find(module, loader(256), num_training=20)
         third.fit(module, loader())
         third.validate(module, loader(16), verbose=False)
         found[strategy] = {"weights": weights(module), "lr": module.lr, "count": len(module.losses)}
@@ -254,33 +265,30 @@ def _report(rank: int) -> dict[str, Any]:
     """What is recorded, what logs are called, and what nobody is warned of."""
     from lightning.pytorch.callbacks import LearningRateMonitor
     from lightning.pytorch.loggers import CSVLogger
-    from torchring.default_world import default_world
-    from torchring.observe.phases import FORWARD
-    from torchring.observe.recorder.records import StepRecord
-    from torchring.observe.services import recorder_of
 
     recorder = recorder_of(default_world())
     before = recorder.num_samples_before
+    module = modules().Regression()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer(
             logger=CSVLogger("logs"), log_every_n_steps=1, callbacks=[LearningRateMonitor()], enable_checkpointing=False
-        ).fit(modules().Regression(), loader())
+        ).fit(module, loader())
     torchring.barrier()
     with open("logs/lightning_logs/version_0/metrics.csv") as file:
         columns = file.readline().strip().split(",")
-    trace, steps = recorder.trace(count=4)
     return {
         "samples": recorder.num_samples_before - before,
         "columns": columns,
         "warnings": [str(each.message) for each in caught if "lr_scheduler" in str(each.message)],
-        "phases": FORWARD in steps[-1] and StepRecord is not None,
+        "forward": module.is_forward_known,
     }
 
 
 def _mistakes(rank: int) -> dict[str, Any]:
     from lightning.fabric.plugins.environments import LightningEnvironment
     from lightning.pytorch.plugins import FSDPPrecision
+
     from torchring.lightning import RingStrategy
 
     kinds = modules()
@@ -305,10 +313,14 @@ def _mistakes(rank: int) -> dict[str, Any]:
 
         def teardown(self) -> None: ...  # would take WORLD_SIZE from the environment
 
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(default_world(), "launcher", ELASTIC)
+        elastic = attempt(trainer)
     module = Wraps()
     trainer(max_epochs=1).fit(module, loader())
     return {
         "wrapped": weights(module),
+        "elastic": elastic,
         "nothing": attempt(lambda: trainer().fit(Forgot(), loader())),
         "ddp inside": attempt(lambda: trainer().fit(Ddp(), loader())),
         "ddp around": attempt(lambda: trainer("ddp", 2).fit(Wraps(), loader())),
@@ -347,7 +359,15 @@ def _fabric(rank: int) -> dict[str, Any]:
     return found | {"count": optimizer.stats().num_reductions, "stray": attempt(lambda: fabric.setup_optimizers(stray))}
 
 
-CASES = [_both, _checkpoints, _again, _batch_norm, _report, _mistakes, _fabric]
+def _page(rank: int) -> dict[str, Any]:
+    """The page's script, whose Trainer is told no number of ranks."""
+    names: dict[str, Any] = {}
+    torch.manual_seed(0)
+    exec(compile(snippet(PAGE, "# Lightning"), "lightning.md", "exec"), names)
+    return {"weights": weights(names["model"]), "ranks": (names["trainer"].global_rank, names["trainer"].world_size)}
+
+
+CASES = [_both, _checkpoints, _again, _batch_norm, _report, _mistakes, _fabric, _page]
 
 
 def _all(rank: int, world_size: int, folder: str) -> dict[str, Any]:
@@ -356,19 +376,163 @@ def _all(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     import torchring.lightning
 
     os.chdir(folder)
-    import faulthandler; faulthandler.dump_traceback_later(100, exit=True)
-    found = {case.__name__: (print("CASE", case.__name__, flush=True), case(rank))[1] for case in CASES}
-    return found | {"group": dist.get_world_size()}
+    found: dict[str, Any] = {"launched": launched(torchring.lightning._is_launched)}
+    return found | {case.__name__: case(rank) for case in CASES}
+
+
+def launched(is_launched: Callable[[], bool]) -> list[bool]:
+    """Before there is a process group: under torchrun; then by variables of srun, of Lightning's launcher, and none."""
+    found = [is_launched()]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [
+            name for name in os.environ if name.startswith(("RANK", "WORLD_", "LOCAL_", "MASTER_", "TORCHEL"))
+        ]:
+            patch.delenv(name)
+        for variables in (
+            {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1", "SLURM_NODELIST": "a",
+             "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"},
+            {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "NODE_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+            {"NODE_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+            {},
+        ):  # fmt: skip
+            with pytest.MonkeyPatch.context() as more:
+                for name, value in variables.items():
+                    more.setenv(name, value)
+                found.append(is_launched())
+    return found
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(_all, 2, str(tmp_path_factory.mktemp("lightning")), deadline=25)
+    return run_ranks(_all, 2, str(tmp_path_factory.mktemp("lightning")), deadline=150)
 
 
-def test_x(outcomes: list[dict[str, Any]]) -> None:
-    import pprint
+def close(value: Any) -> Any:
+    return pytest.approx(value, rel=1e-6, abs=1e-7)
 
-    for name in outcomes[0]:
-        for rank in (0, 1):
-            pprint.pprint((name, rank, outcomes[rank][name]), width=200, compact=True)
+
+@pytest.mark.parametrize(
+    ("case", "num_reductions"),
+    [("50 steps", 50), ("accumulated", 6), ("bf16", 16), ("two optimizers", 32), ("plateau, stops", None),
+     ("averaged", 24)],
+)  # fmt: skip
+def test_it_trains_as_with_ddp(outcomes: list[Any], case: str, num_reductions: int | None) -> None:
+    for rank in outcomes:
+        ddp, ring = (rank["_both"][case][strategy] for strategy in ("ddp", "torchring"))
+        assert ring["weights"] == close(ddp["weights"])
+        assert ring["losses"] == close(ddp["losses"])
+        assert ring["metrics"] == close(ddp["metrics"])
+        assert ring["epochs"] == ddp["epochs"]
+        assert num_reductions in (None, ring["count"])
+    assert_same_on_all_ranks([torch.tensor(rank["_both"][case]["torchring"]["weights"]) for rank in outcomes])
+    assert outcomes[0]["_both"][case]["torchring"]["losses"] != outcomes[1]["_both"][case]["torchring"]["losses"]
+    if case == "plateau, stops":
+        assert outcomes[0]["_both"][case]["torchring"]["epochs"] < 6
+
+
+@pytest.mark.parametrize("name", ["plain", "sharded"])
+def test_checkpoints_are_those_of_one_device(outcomes: list[Any], name: str) -> None:
+    for rank in outcomes:
+        found = rank["_checkpoints"]
+        saved = found[name]
+        assert saved["keys"] == found["keys alone"]
+        assert saved["saved"] == [saved["weights"]] * 2
+        assert saved["resumed"] == saved["weights"]
+        assert saved["weights"] == close(found["plain"]["weights"])
+        for state in saved["states"]:  # at the end of the last epoch, and after the fit
+            for own, plain in zip(state.values(), found["plain"]["states"][0].values(), strict=True):
+                assert own.keys() == plain.keys()
+                for key in own:
+                    torch.testing.assert_close(own[key], plain[key], rtol=1e-5, atol=1e-8)
+
+
+def test_training_goes_on_from_checkpoints_of_one_device_and_on_one_device(outcomes: list[Any]) -> None:
+    first, second = (rank["_checkpoints"] for rank in outcomes)
+    assert first["went on from one"] == second["went on from one"]
+    assert first["went on from one"] != first["plain"]["weights"]
+    assert first["went on alone"] == 16  # the third epoch, on all of the data
+
+
+def test_a_module_is_fitted_again(outcomes: list[Any]) -> None:
+    for rank in outcomes:
+        ddp, ring = (rank["_again"][strategy] for strategy in ("ddp", "torchring"))
+        assert ring["weights"] == close(ddp["weights"])
+        assert ring["lr"] == close(ddp["lr"])
+        assert ring["lr"] != 0.01
+        assert ring["count"] == ddp["count"]
+    assert outcomes[0]["_again"]["torchring"]["weights"] == outcomes[1]["_again"]["torchring"]["weights"]
+
+
+def test_sync_batchnorm(outcomes: list[Any]) -> None:
+    for rank in outcomes:
+        found = rank["_batch_norm"]
+        assert found["ring"] == pytest.approx(found["alone"], rel=1e-4, abs=1e-6)
+        assert found["layer"] is nn.BatchNorm1d
+    assert outcomes[0]["_batch_norm"]["ring"] == outcomes[1]["_batch_norm"]["ring"]
+
+
+def test_the_report_sees_forward_and_logs_have_the_names_of_ddp(outcomes: list[Any]) -> None:
+    for rank in outcomes:
+        found = rank["_report"]
+        assert found["samples"] == 64
+        assert found["forward"] == [True] * 16
+        assert found["columns"] == ["lr-AdamW", "step"]
+        assert found["warnings"] == []
+
+
+@pytest.mark.parametrize(
+    ("mistake", "text"),
+    [
+        ("nothing", "ValueError: Forgot.configure_optimizers() has returned no optimizer"),
+        ("ddp inside", "ValueError: net.0.weight belongs to a DistributedDataParallel"),
+        ("ddp around", "ValueError: net.0.weight belongs to a DistributedDataParallel"),
+        ("devices", "ValueError: Trainer(devices=4, num_nodes=1) asks for 4 ranks, but torchrun has 2, 2 of them on"),
+        ("nodes", "ValueError: Trainer(devices=1, num_nodes=3) asks for 3 ranks"),
+        ("elastic", "TopologyError: Lightning's Trainer cannot go on with other ranks"),
+        ("precision", "ValueError: FSDPPrecision works with its own strategy only"),
+        ("unused", "TypeError: RingStrategy does not take find_unused_parameters=True: leave it out"),
+        ("unknown", "TypeError: RingStrategy does not take compresion='bf16': its options are those of torchring.wrap"),
+        ("value", "ValueError: compression must be one of None, 'fp16', 'bf16', got 'fp8'"),
+        ("plugin", "TopologyError: Lightning's Other says that the ranks 0 to 1 are 0 of 2, 0 of 2"),
+    ],
+)
+def test_mistakes(outcomes: list[Any], mistake: str, text: str) -> None:
+    for rank in outcomes:
+        assert rank["_mistakes"][mistake].startswith(text)
+
+
+def test_wrapped_optimizers_are_left_alone(outcomes: list[Any]) -> None:
+    first, second = (rank["_mistakes"]["wrapped"] for rank in outcomes)
+    assert first == second
+
+
+def test_fabric(outcomes: list[Any]) -> None:
+    for rank in outcomes:
+        found = rank["_fabric"]
+        assert found["torchring"]["weights"] == close(found["ddp"]["weights"])
+        assert found["torchring"]["keys"] == found["ddp"]["keys"] == ["weight", "bias"]
+        assert found["count"] == 4
+        assert found["stray"].startswith("ValueError: no parameter of this optimizer belongs to a module")
+
+
+def test_the_script_of_the_page(outcomes: list[Any], tmp_path: Path) -> None:
+    """Under a launcher, and started as `python train.py`, when Lightning starts the second rank."""
+    first, second = (rank["_page"] for rank in outcomes)
+    assert first["weights"] == second["weights"]
+    assert [first["ranks"], second["ranks"]] == [(0, 2), (1, 2)]
+    code = snippet(PAGE, "# Lightning")
+    assert code.count("max_epochs=2") == 1
+    script = tmp_path / "train.py"
+    more = "with open(f'rank{torchring.rank()}', 'w') as file:\n    file.write(str(model.net.weight.tolist()))\n"
+    script.write_text(
+        "import torch; torch.manual_seed(0)\n" + code.replace("max_epochs=2", "max_epochs=2, devices=2") + more
+    )
+    done = run_script([script], env={"TMPDIR": str(tmp_path)}, deadline=90)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        found = (script.parent / f"rank{rank}").read_text()
+        assert eval(found) == [close(first["weights"][:8])]
+
+
+def test_who_starts_the_ranks(outcomes: list[Any]) -> None:
+    assert outcomes[0]["launched"] == [True, True, False, False, False]

@@ -27,8 +27,8 @@ WAY_OUT: Final = (
     "framework wraps the model: with Accelerate, call accelerator.prepare_model(model, evaluation_mode=True) in place "
     "of accelerator.prepare(model); with a transformers Trainer, set trainer.accelerator.prepare_model = "
     "functools.partial(trainer.accelerator.prepare_model, evaluation_mode=True) before train(); with Ray, call "
-    "ray.train.torch.prepare_model(model, parallel_strategy=None); with Lightning, use a strategy that adds no "
-    "DistributedDataParallel (docs/guides/frameworks.md shows one)"
+    "ray.train.torch.prepare_model(model, parallel_strategy=None); with Lightning, import torchring.lightning "
+    "and pass Trainer(strategy='torchring')"
 )
 
 
