@@ -89,7 +89,7 @@ def with_lightning(
         accelerator="cpu", devices=torchring.size(), strategy=strategy, max_epochs=1, use_distributed_sampler=False,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(Module(), torch.utils.data.DataLoader(list(batches) * 1000, batch_size=None))
+    trainer.fit(Module(), torch.utils.data.DataLoader([*batches] * 1000, batch_size=None))  # type: ignore[arg-type]
 
 
 FRAMEWORKS: dict[str, Train] = {"lightning": with_lightning}

@@ -47,7 +47,7 @@ def modules() -> types.SimpleNamespace:
             self.num_reductions = 0
             self.is_forward_known: list[bool] = []
             middle = nn.BatchNorm1d(16) if norm else nn.Identity()
-            self.net = nn.Sequential(nn.Linear(8, 16), middle, nn.Tanh(), nn.Linear(16, 1))
+            self.net = nn.Sequential(nn.Linear(8, 16, bias=not norm), middle, nn.Tanh(), nn.Linear(16, 1))
 
         def training_step(self, batch: Any, _: int) -> Tensor:
             loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
@@ -486,7 +486,7 @@ def test_the_report_sees_forward_and_logs_have_the_names_of_ddp(outcomes: list[A
         ("nothing", "ValueError: Forgot.configure_optimizers() has returned no optimizer"),
         ("ddp inside", "ValueError: net.0.weight belongs to a DistributedDataParallel"),
         ("ddp around", "ValueError: net.0.weight belongs to a DistributedDataParallel"),
-        ("devices", "ValueError: Trainer(devices=4, num_nodes=1) asks for 4 ranks, but torchrun has 2, 2 of them on"),
+        ("devices", "ValueError: Trainer(devices=4, num_nodes=1) asks for 4 ranks, but torch.distributed has 2, 2 of"),
         ("nodes", "ValueError: Trainer(devices=1, num_nodes=3) asks for 3 ranks"),
         ("elastic", "TopologyError: Lightning's Trainer cannot go on with other ranks"),
         ("precision", "ValueError: FSDPPrecision works with its own strategy only"),
