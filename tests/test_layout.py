@@ -24,6 +24,8 @@ ORDER = [
     "monitoring", "launch", "data", "elastic", "horovod", "accelerate", "transformers", "doctor", "report", "cli",
     "monitoring", "launch", "data", "elastic", "horovod", "spark", "manifest", "doctor", "report", "cli",
     "__main__", "__init__", "bench",
+    "monitoring", "launch", "data", "elastic", "horovod", "lightning", "doctor", "report", "cli", "__main__",
+    "__init__", "bench",
 ]
 # fmt: on
 

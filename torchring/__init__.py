@@ -8,6 +8,7 @@ through `gradients/`. Imports go one way: a folder imports only from the folders
     ray/            a function on workers of a Ray cluster, and a config for Ray Train
     transformers.py, accelerate.py   Hugging Face's Trainer and Accelerator
     spark/          ranks as tasks of Spark
+    lightning.py    strategies for Lightning's Trainer and Fabric
     horovod/        the API of horovod.torch
     elastic/        training that survives lost ranks, and takes new ones in
     data/           samplers and iterable data sets that ranks share, and that can stop anywhere

@@ -1,0 +1,85 @@
+"""Code of docs/guides/ddp.md, as pasted: it trains as DDP does."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+
+import torchring
+from tests.support.checks import assert_same_on_all_ranks, digest
+from tests.support.documents import ROOT, blocks, snippet
+from tests.support.harness import run_ranks
+
+DDP = ROOT / "docs" / "guides" / "ddp.md"
+HEADING = "# Moving from DistributedDataParallel"
+
+
+def side_of(diff: str, sign: str) -> str:
+    return "".join(line[1:] or "\n" for line in diff.splitlines(keepends=True) if line[0] in f"{sign} \n")
+
+
+def run(code: str) -> dict[str, Any]:
+    torch.manual_seed(0)  # the snippet draws its data
+    namespace: dict[str, Any] = {}
+    exec(compile(code, "docs", "exec"), namespace)
+    return namespace
+
+
+def weights_of(model: nn.Module) -> list[float]:
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+def _both_ways(rank: int) -> tuple[list[float], int, list[float]]:
+    diff = snippet(DDP, HEADING)
+    ring = run(side_of(diff, "+"))
+    found = weights_of(ring["model"]), ring["optimizer"].stats().num_reductions
+    torchring.shutdown()
+    assert not dist.is_initialized(), "torchring.init(process_group=True) made one"
+    if rank == 0:
+        os.rename("checkpoint.pt", "ring.pt")
+    ddp = run(side_of(diff, "-"))  # whose process group stays for what follows
+    if rank == 0:
+        state = torch.load("checkpoint.pt", weights_only=True)
+        consume_prefix_in_state_dict_if_present(state, "module.")
+        assert list(state) == list(torch.load("ring.pt", weights_only=True))
+    return *found, weights_of(ddp["model"])
+
+
+def _buffers_and_copies(rank: int) -> list[bytes]:
+    """What DDP does in its constructor and in forward; copies of the model are left to the script."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+    torchring.broadcast_parameters(model)
+    teacher = copy.deepcopy(model)
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.0), model)
+    model(torch.randn(16, 8)).square().mean().backward()
+    optimizer.step()
+    assert digest(teacher.parameters()) == digest(model.parameters())
+    return [digest(teacher.parameters()), digest(model.buffers())]
+
+
+def _all(rank: int, world_size: int, folder: str) -> Any:
+    os.chdir(folder)
+    return _both_ways(rank), _buffers_and_copies(rank)
+
+
+def test_it_trains_as_with_ddp(tmp_path: Any) -> None:
+    per_rank = run_ranks(_all, 2, str(tmp_path))
+    for (weights, num_reductions, of_ddp), _ in per_rank:
+        assert weights == per_rank[0][0][0]
+        assert weights == pytest.approx(of_ddp, rel=1e-6, abs=1e-7)
+        assert num_reductions == 4
+    for each in zip(*(digests for _, digests in per_rank), strict=True):
+        assert_same_on_all_ranks(list(each))
+
+
+def test_ten_lines_change() -> None:
+    assert len(blocks(DDP, "diff")) == 1
+    assert sum(line[0] in "+-" for line in snippet(DDP, HEADING).split("\n") if line) == 10
