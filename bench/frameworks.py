@@ -1,18 +1,21 @@
-"""Training steps through a framework's own Trainer: with its DistributedDataParallel, and with torchring, in one run.
+"""Training steps through Lightning, Hugging Face's Trainer and Accelerate: with their DDP, and with torchring.
 
-    torchring bench frameworks                                 Lightning, 2 ranks, one thread each
+    torchring bench frameworks                                 2 ranks, one thread each
     torchring bench frameworks --models mlp --json results.jsonl
 
 Rivals take turns (see turns.py), and train the same model from the same weights on the same batches. A step is all that
-the Trainer does from the beginning of one batch to that of the next: fetching, forward, backward, the optimizer, hooks.
-    ddp        the framework's own strategy, with gradient_as_bucket_view=True, over Gloo
-    torchring  the strategy of torchring's room for the framework
+the framework does from the beginning of one batch to that of the next: fetching, forward, backward, clipping in Trainer
+and Accelerate, the optimizer, callbacks.
+    ddp        the framework's own, with gradient_as_bucket_view=True where the framework lets one, over Gloo
+    torchring  RingStrategy, RingTrainer, RingAccelerator
 At the end both rivals must have the same weights, to within rounding.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -92,7 +95,56 @@ def with_lightning(
     trainer.fit(Module(), torch.utils.data.DataLoader([*batches] * 1000, batch_size=None))  # type: ignore[arg-type]
 
 
-FRAMEWORKS: dict[str, Train] = {"lightning": with_lightning}
+def with_accelerate(
+    rival: str, model: torch.nn.Module, workload: Workload, batches: Sequence[Batch], gate: Gate
+) -> None:
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    from torchring.accelerate import RingAccelerator
+
+    views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    accelerator = RingAccelerator() if rival == "torchring" else Accelerator(cpu=True, kwargs_handlers=[views])
+    net, optimizer = accelerator.prepare(model, sgd(model))
+    for batch in itertools.cycle(batches):
+        if not gate.pause():
+            break
+        with accelerator.accumulate(net):
+            accelerator.backward(workload.loss(net, batch))
+            accelerator.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def with_trainer(rival: str, model: torch.nn.Module, workload: Workload, batches: Sequence[Batch], gate: Gate) -> None:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from torchring.transformers import RingTrainer
+
+    class Pauses(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            if not gate.pause():
+                sys.exit(0)
+
+    class Trains(RingTrainer if rival == "torchring" else Trainer):
+        def get_train_dataloader(self) -> Any:
+            each = [{"x": x, "y": y} for x, y in batches]
+            return torch.utils.data.DataLoader(each * 1000, batch_size=None)  # type: ignore[arg-type]
+
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> torch.Tensor:
+            return workload.loss(model, (inputs["x"], inputs["y"]))
+
+    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
+    arguments = TrainingArguments(
+        tempfile.mkdtemp(), use_cpu=True, max_steps=100_000, ddp_find_unused_parameters=False, **quiet
+    )
+    Trains(model=model, args=arguments, callbacks=[Pauses()], optimizers=(sgd(model), None)).train()
+
+
+FRAMEWORKS: dict[str, Train] = {
+    "lightning": with_lightning,
+    "trainer": with_trainer,
+    "accelerate": with_accelerate,
+}
 
 
 def main() -> int:

@@ -20,12 +20,8 @@ ORDER = [
     "kernels", "errors", "linux", "threads", "dynamo", "releases", "placement", "rendezvous", "alone", "memory",
     "world", "accelerators", "observe", "interruption", "generation", "default_world", "transport", "collectives",
     "allreduce", "gradients", "sharding", "norms", "optimizer_wrapper", "optimizer", "joining", "recipes",
-    "monitoring", "launch", "data", "elastic", "horovod", "ray", "manifest", "doctor", "report", "cli",
-    "monitoring", "launch", "data", "elastic", "horovod", "accelerate", "transformers", "doctor", "report", "cli",
-    "monitoring", "launch", "data", "elastic", "horovod", "spark", "manifest", "doctor", "report", "cli",
-    "__main__", "__init__", "bench",
-    "monitoring", "launch", "data", "elastic", "horovod", "lightning", "doctor", "report", "cli", "__main__",
-    "__init__", "bench",
+    "monitoring", "launch", "data", "elastic", "horovod", "accelerate", "transformers", "lightning", "spark", "ray",
+    "manifest", "doctor", "report", "cli", "__main__", "__init__", "bench",
 ]
 # fmt: on
 

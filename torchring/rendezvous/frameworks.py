@@ -14,8 +14,8 @@ _logger = logging.getLogger("torchring")
 
 
 def refuse_lone_tasks() -> None:
-    """Raise TopologyError in a task of a Spark barrier stage. Log a warning in another task of Spark, in a worker of Ray,
-    and in a batch script of Slurm whose job has several tasks.
+    """Raise TopologyError in a task of a Spark barrier stage. Log a warning in another task of Spark, in a worker of
+    Ray, and in a batch script of Slurm whose job has several tasks.
 
     Call this in a process that no launcher has started. The tasks of a barrier stage run together, so they are meant to
     be ranks. The others may also be meant to train alone.
