@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import sys
 import tempfile
@@ -61,8 +60,9 @@ def logs() -> Iterator[str]:
     import ray
     from ray import cloudpickle
 
-    folder = tempfile.mkdtemp(prefix="ray")  # short, for its sockets
-    with pytest.MonkeyPatch.context() as patch:
+    # Not a folder of pytest's: the names of Ray's sockets must be short.
+    temporary = tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True)
+    with temporary as folder, pytest.MonkeyPatch.context() as patch:
         for name, value in SETTINGS.items():
             patch.setenv(name, value)
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RAY_ADDRESS"):
@@ -75,7 +75,6 @@ def logs() -> Iterator[str]:
         yield str(Path(folder, "session_latest", "logs"))
         cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
         ray.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def run_page(heading: str, *replacements: tuple[str, str], **names: Any) -> dict[str, Any]:
