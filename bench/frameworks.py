@@ -120,12 +120,14 @@ def with_trainer(rival: str, model: torch.nn.Module, workload: Workload, batches
 
     from torchring.transformers import RingTrainer
 
-    class Pauses(TrainerCallback):  # type: ignore[misc]
+    class Pauses(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             if not gate.pause():
                 sys.exit(0)
 
-    class Trains(RingTrainer if rival == "torchring" else Trainer):
+    base: Any = RingTrainer if rival == "torchring" else Trainer
+
+    class Trains(base):  # type: ignore[misc]
         def get_train_dataloader(self) -> Any:
             each = [{"x": x, "y": y} for x, y in batches]
             return torch.utils.data.DataLoader(each * 1000, batch_size=None)  # type: ignore[arg-type]

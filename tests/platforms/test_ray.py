@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import sys
 import tempfile
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,9 @@ def logs() -> Iterator[str]:
     import ray
     from ray import cloudpickle
 
-    folder = tempfile.mkdtemp(prefix="ray")  # short, for its sockets
-    with pytest.MonkeyPatch.context() as patch:
+    # Not a folder of pytest's: the names of Ray's sockets must be short.
+    temporary = tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True)
+    with temporary as folder, pytest.MonkeyPatch.context() as patch:
         for name, value in SETTINGS.items():
             patch.setenv(name, value)
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RAY_ADDRESS"):
@@ -74,7 +75,6 @@ def logs() -> Iterator[str]:
         yield str(Path(folder, "session_latest", "logs"))
         cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
         ray.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def run_page(heading: str, *replacements: tuple[str, str], **names: Any) -> dict[str, Any]:
@@ -301,6 +301,35 @@ def test_what_cannot_be_returned(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "")
     with pytest.raises(TypeError, match="the function returned lock on rank 0, which cannot be pickled"):
         Rank.__new__(Rank).call(("a", "1"), cloudpickle.dumps((threading.Lock, (), {})))
+
+
+def test_the_rank_that_failed_first_is_named_and_not_one_that_missed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray.exceptions import ActorDiedError, RayTaskError
+
+    import torchring
+    from torchring.ray import job
+
+    def raises(error: Exception) -> RayTaskError:
+        return RayTaskError("call", f"traceback of {error!r}", error)
+
+    def outcome(*failures: Exception, num_ready: int = 2) -> str:
+        def wait(pending: list[int], timeout: float | None) -> tuple[list[int], list[int]]:
+            is_ready = len(failures) - len(pending) < num_ready
+            return (pending[:1], pending[1:]) if is_ready else ([], pending)
+
+        def get(rank: int) -> bytes:
+            raise failures[rank]
+
+        monkeypatch.setattr(job, "ray", types.SimpleNamespace(wait=wait, get=get))
+        with pytest.raises(RuntimeError) as caught:
+            job._results([0, 1])
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    missed = raises(torchring.PeerLostError("rank 1 died"))
+    assert outcome(missed, ActorDiedError()).startswith("PeerLostError: rank 1 of 2 is lost")
+    assert outcome(missed, raises(ValueError("too small"))).startswith("RuntimeError: rank 1 of 2 failed")
+    assert outcome(missed, missed).startswith("RuntimeError: rank 0 of 2 failed")
+    assert outcome(missed, ActorDiedError(), num_ready=1).startswith("RuntimeError: rank 0 of 2 failed")
 
 
 def test_ranks_of_one_node_are_adjacent() -> None:

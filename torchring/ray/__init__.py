@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchring.releases import check_release
 
-check_release("ray", (2, 60), (2, 61), "ray")
+check_release("ray", (2, 55), (2, 61), "ray")
 
 from torchring.ray.job import run  # noqa: E402 - imports ray
 
