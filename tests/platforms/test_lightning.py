@@ -515,7 +515,7 @@ def test_fabric(outcomes: list[Any]) -> None:
         assert found["stray"].startswith("ValueError: no parameter of this optimizer belongs to a module")
 
 
-def test_the_script_of_the_page(outcomes: list[Any], tmp_path: Path) -> None:
+def test_the_script_of_the_page(outcomes: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a launcher, and started as `python train.py`, when Lightning starts the second rank."""
     first, second = (rank["_page"] for rank in outcomes)
     assert first["weights"] == second["weights"]
@@ -523,14 +523,15 @@ def test_the_script_of_the_page(outcomes: list[Any], tmp_path: Path) -> None:
     code = snippet(PAGE, "# Lightning")
     assert code.count("max_epochs=2") == 1
     script = tmp_path / "train.py"
-    more = "with open(f'rank{torchring.rank()}', 'w') as file:\n    file.write(str(model.net.weight.tolist()))\n"
+    more = "with open(f'{__file__}.{torchring.rank()}', 'w') as file:\n    file.write(str(model.net.weight.tolist()))\n"
     script.write_text(
         "import torch; torch.manual_seed(0)\n" + code.replace("max_epochs=2", "max_epochs=2, devices=2") + more
     )
-    done = run_script([script], env={"TMPDIR": str(tmp_path)}, deadline=90)
+    monkeypatch.chdir(tmp_path)  # for Lightning's logs and checkpoints
+    done = run_script([script], deadline=90)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
-        found = (script.parent / f"rank{rank}").read_text()
+        found = Path(f"{script}.{rank}").read_text()
         assert eval(found) == [close(first["weights"][:8])]
 
 
