@@ -170,23 +170,27 @@ def test_a_rank_that_leaves_says_why_to_those_that_wait_for_it() -> None:
     assert "rank 0 stopped: its function had returned, after 0 reductions" in run_ranks(_leaves, 2)[1]
 
 
-def _launch_after_launch(rank: int, size: int, ports: list[int]) -> Any:
-    """As in Python workers that Spark uses again: ranks change places, and one was alone before."""
+def _launch_after_launch(process: int, size: int, launches: dict[int, list[int]]) -> Any:
+    """As in Python workers that Spark uses again: each launch has other processes, and one was alone before."""
     found = []
-    if rank == 0:
+    if process == 0:
         torchring.init()
         torchring.shutdown()
-    for number, port in zip((rank, 1 - rank, rank), ports, strict=True):
-        launched = {"RANK": number, "WORLD_SIZE": 2, "LOCAL_RANK": number, "MASTER_PORT": port}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in launched.items()}}
-        found.append((torchring.rank(), torchring.all_gather_object(rank)))
-        torchring.shutdown()
+    for port, members in launches.items():
+        if process in members:
+            rank = str(members.index(process))
+            os.environ |= {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            torchring.init(timeout_seconds=15.0)
+            found.append(torchring.all_gather_object(process))
+            torchring.shutdown()
     return found
 
 
 def test_a_process_can_take_part_in_one_launch_after_another() -> None:
-    found = run_ranks(_launch_after_launch, 2, [free_port() for _ in range(3)], launcher_env=False)
-    assert found == [[(0, [0, 1]), (1, [1, 0]), (0, [0, 1])], [(1, [0, 1]), (0, [1, 0]), (1, [0, 1])]]
+    launches = {free_port(): members for members in ([0, 1], [1, 2], [2, 0])}
+    found = run_ranks(_launch_after_launch, 3, launches, launcher_env=False)
+    assert found == [[members for members in launches.values() if process in members] for process in range(3)]
 
 
 def _becomes_one_of_two(rank: int, size: int) -> Any:
