@@ -127,7 +127,7 @@ def with_trainer(rival: str, model: torch.nn.Module, workload: Workload, batches
 
     base: Any = RingTrainer if rival == "torchring" else Trainer
 
-    class Trains(base):  # type: ignore[misc]
+    class Trains(base):
         def get_train_dataloader(self) -> Any:
             each = [{"x": x, "y": y} for x, y in batches]
             return torch.utils.data.DataLoader(each * 1000, batch_size=None)  # type: ignore[arg-type]
