@@ -176,8 +176,8 @@ class _Ranks:
 
     def _check_ranks(self) -> None:
         """Collective: torchring's ranks are Lightning's."""
-        said = torchring.all_gather_object((self.global_rank, self.world_size))
-        if said != [(rank, torchring.size()) for rank in range(torchring.size())]:
+        said = torchring.all_gather(torch.tensor([[self.global_rank, self.world_size]])).tolist()
+        if said != [[rank, torchring.size()] for rank in range(torchring.size())]:
             names = ", ".join(f"{rank} of {size}" for rank, size in said)
             raise TopologyError(
                 f"Lightning's {type(self.cluster_environment).__name__} says that the ranks 0 to {len(said) - 1} are "

@@ -222,8 +222,8 @@ def test_what_starts_them(monkeypatch: pytest.MonkeyPatch) -> None:
         assert run_module._choose([here, far], "ssh") == "ssh"
     with pytest.raises(LaunchError, match="no mpirun"):
         run_module._choose([here], "mpirun")
-    with pytest.raises(LaunchError, match="must be one of auto, local, mpirun, ssh, got 'srun'"):
-        start(["x.py"], launcher="srun")
+    with pytest.raises(LaunchError, match="must be one of auto, local, mpirun, ssh, srun, kubectl, got 'rsh'"):
+        start(["x.py"], launcher="rsh")
 
 
 def test_an_mpirun_that_is_not_open_mpis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,8 @@ _PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol", "uns
 _PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
 _POLL_SECONDS = 0.25
 # A requeued job waits for cred_expire, 120 s by default; 5 is the least that Slurm takes. KillWait: from SIGTERM to
-# SIGKILL, 30 s by default. SlurmdTimeout: until a silent node is down, 300 s by default.
+# SIGKILL, 30 s by default. UnkillableStepTimeout: until a node is given up on which a busy machine has processes left
+# that were killed, 60 s by default. SlurmdTimeout: until a silent node is down, 300 s by default.
 _CONF = """\
 ClusterName=torchring
 SlurmctldHost=login
@@ -67,6 +68,7 @@ ReturnToService=2
 SlurmdParameters=config_overrides
 SlurmdTimeout=10
 KillWait=5
+UnkillableStepTimeout=300
 SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1,batch_sched_delay=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE

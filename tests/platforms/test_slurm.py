@@ -37,10 +37,29 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
+# Stands in for scikit-learn in the examples: each process would import the real one for seconds.
+SKLEARN = {
+    "datasets": """
+import numpy
+def load_digits(return_X_y):
+    labels = numpy.arange(1797) % 10
+    random = numpy.random.default_rng(0)
+    return random.random((10, 64))[labels] * 12 + random.random((1797, 64)) * 4, labels
+""",
+    "model_selection": """
+def train_test_split(samples, test_size, stratify, random_state):
+    return list(samples[360:]), list(samples[:360])
+""",
+}
+
+
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with what the batch scripts use: the examples, and a virtual environment."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "sklearn").mkdir()
+    for name, code in SKLEARN.items():
+        (tmp_path / "sklearn" / f"{name}.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / ".venv" / "bin").mkdir(parents=True)

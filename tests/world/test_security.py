@@ -300,6 +300,16 @@ def test_nothing_is_unpickled_or_evaluated_but_objects_that_the_script_sends() -
         # a copy of this process's own state, which goes nowhere
         ("elastic/worker/checkpoint.py", ": pickle.Pickler"),
         ("elastic/worker/checkpoint.py", ": pickle.Unpickler"),
+        # functions that the user's driver sends to workers of Ray and tasks of Spark, and what they return
+        ("ray/job.py", "run: cloudpickle.dumps"),
+        ("ray/job.py", "_results: pickle.loads"),
+        ("ray/rank.py", "call: pickle.loads"),
+        ("ray/rank.py", "call: cloudpickle.dumps"),
+        ("spark/job.py", "pickled: cloudpickle.dumps"),
+        ("spark/job.py", "run: pickle.loads"),
+        ("spark/rank.py", "_result: pickle.loads"),
+        ("spark/rank.py", "_result: cloudpickle.dumps"),
+        ("spark/horovod.py", "_with_aliases: pickle.loads"),
         # torchring.horovod.run: files in a folder of the user's own
         ("horovod/runner.py", "_results: pickle.loads"),
         ("launch/task.py", "main: pickle.loads"),

@@ -61,7 +61,8 @@ class _Listener(socketserver.StreamRequestHandler):
             return
         self.server.names[first["partition"]] = first["name"]
         while "output" in (said := self._next()):
-            print(f"[{first['rank']}] {said['output']}", flush=True)
+            # In one piece: print() writes the end of a line by itself, and other ranks' threads may come between.
+            print(f"[{first['rank']}] {said['output']}\n", end="", flush=True)
         if "done" not in said:
             self.server.failures.append((first["name"], said.get("failure"), said.get("is_consequence", False)))
 
