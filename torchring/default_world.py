@@ -418,15 +418,21 @@ def _make_process_group(world: World) -> None:
 
 def launcher_store(launch: LaunchEnvironment, timeout_seconds: float) -> Store | None:
     """The store at which the ranks meet. A later init() uses the same store, unless this is another launch by then."""
-    if _process.store is None or _process.launch != launch:
+    is_another = _process.launch is None or _meeting(_process.launch) != _meeting(launch)
+    if _process.store is None or is_another:
         tcp = open_store(launch, timeout_seconds)
         if tcp is None:
             return None
-        if _process.launch != launch:  # the ranks of another launch may have had other numbers of worlds before
+        if is_another:  # its ranks may have had other numbers of worlds before
             _process.launch, _process.num_inits, _process.num_groups = launch, 0, 0
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         _process.store = PrefixStore(f"torchring/attempt{attempt}", tcp)
     return _process.store
+
+
+def _meeting(launch: LaunchEnvironment) -> object:
+    """What two launches do not have alike. A script may change LOCAL_RANK, or spell MASTER_ADDR in another way."""
+    return launch.master and launch.master[1], launch.key_values, launch.over_mpi, launch.job
 
 
 def _leave_at_exit() -> None:

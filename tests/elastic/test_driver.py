@@ -281,6 +281,14 @@ def test_a_silent_worker_is_killed_earlier_if_others_have_lost_a_connection() ->
         assert job.broken[0].reason.endswith(f"gave no sign of life for {patience} s, and was killed")
 
 
+def test_a_busy_worker_is_not_killed_earlier_if_the_others_have_lost_a_worker_whose_end_is_known() -> None:
+    job = running(num=3, heartbeat_timeout=4)
+    job.end(1, 137)
+    job.say("meeting", 0, reason="PeerLostError: rank 1 died or exited", has_lost_peer=True)
+    job.wait(3.5, 0)
+    assert job.sent == []
+
+
 def test_a_worker_that_takes_long_to_end_is_given_up_but_not_killed_for_a_while() -> None:
     """Its exit handlers may write files. The others, and its exit code, do not wait for that."""
     job = running(num=2, heartbeat_timeout=4)

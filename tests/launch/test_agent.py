@@ -220,8 +220,9 @@ def test_what_starts_them(monkeypatch: pytest.MonkeyPatch) -> None:
         assert run_module._choose([here], "auto") == "local"
         assert run_module._choose([here, far], "auto") == chosen
         assert run_module._choose([here, far], "ssh") == "ssh"
-    with pytest.raises(LaunchError, match="no mpirun"):
-        run_module._choose([here], "mpirun")
+    for launcher, message in [("mpirun", "no mpirun"), ("kubectl", "'kubectl' is for --elastic")]:
+        with pytest.raises(LaunchError, match=message):
+            run_module._choose([here], launcher)
     with pytest.raises(LaunchError, match="must be one of auto, local, mpirun, ssh, srun, kubectl, got 'rsh'"):
         start(["x.py"], launcher="rsh")
 

@@ -65,6 +65,9 @@ def test_processes_follow_from_gpus_else_from_cores() -> None:
         ({"env": {"2": "a"}}, "env: names of variables"),
         ({"env": {"RANK": 0}}, "env: RANK is set for each process by what starts it"),
         ({"volumes": {"data": "here"}}, "volumes: the path at which data is mounted begins with /; got 'here'"),
+        ({"env": {"VERSION": 3.1}}, "env: .*, in quotes if YAML would read it as a number; got 'VERSION': 3.1"),
+        ({"volumes": {"data-": "/data"}}, "volumes: names of persistent volume claims"),
+        ({"command": "./train", "elastic": {"min": 1, "max": 2}}, "elastic: the command begins with `python`, got"),
         ({"image": "two words"}, "image: the name of a container image"),
     ],
 )
@@ -84,7 +87,6 @@ def test_bad_input(given: dict[str, Any], message: str) -> None:
             ["kubernetes", "--kind", "trainjob"],
             "elastic: the pods of a trainjob stay the same; `--kind jobset` writes an elastic job",
         ),
-        ({**JOB, "command": "./train", "elastic": {"min": 1, "max": 2}}, [], "elastic: the command begins with `pyth"),
     ],
 )
 def test_files_that_are_refused(

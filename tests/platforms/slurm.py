@@ -220,7 +220,7 @@ class Cluster:
 
     def _write_files(self) -> None:
         places = list(zip(self._hosts, self.network.addresses, strict=True))
-        nodes = [f"NodeName={name} NodeAddr={address} CPUs={NUM_CPUS}" for name, address in places[1:]]
+        nodes = [f"NodeName={name} NodeAddr={address} CPUs={NUM_CPUS} RealMemory=1000" for name, address in places[1:]]
         files = {
             "hosts": "".join(f"{address} {name}\n" for name, address in [("localhost", "127.0.0.1"), *places]),
             "resolv.conf": "nameserver 127.0.0.1\n",  # refuses at once: no node has a name server

@@ -18,7 +18,8 @@ from torchring.manifest.kubernetes import KINDS, indexed_job, jobset, objects, t
 
 pytestmark = pytest.mark.platforms
 
-PLAIN = Job("digits", ["python", "train.py"], "example.com/train", 2, cpus=8, memory=16 << 30, processes=2)
+WORDS = ["python", "train.py", "--lr", "1e-3", "y", "0o7", "-1", "a b"]
+PLAIN = Job("digits", WORDS, "example.com/train", 2, cpus=8, memory=16 << 30, processes=2)
 ELASTIC = Job(**{**vars(PLAIN), "elastic": (1, 4), "env": {"A": "1"}, "volumes": {"checkpoints": "/checkpoints"}})
 PREFIXES = {
     "v1": "IoK8sApiCoreV1",
@@ -42,7 +43,10 @@ def test_objects_have_the_published_schemas() -> None:
     found = set()
     for job in (PLAIN, ELASTIC):
         for kind in ["jobset"] if job.elastic else [None, *KINDS]:
-            for thing in yaml.safe_load_all(to_yaml(objects(job, kind))):
+            text = to_yaml(objects(job, kind))
+            # As Kubernetes reads YAML, which takes these words for numbers and for true.
+            assert all(f'- "{word}"\n' in text for word in WORDS[3:-1])
+            for thing in yaml.safe_load_all(text):
                 if thing["apiVersion"] != "rbac.authorization.k8s.io/v1":  # not among the models
                     found.add(check(thing))
     assert found == {
@@ -110,7 +114,7 @@ def test_a_coordinator_starts_workers_in_pods(tmp_path: Path) -> None:
         if each["name"] == "coordinator"
     )
     named = {each["name"]: each["value"] for each in coordinator["env"]}
-    assert named == {"OMP_NUM_THREADS": "1", "A": "b"}
+    assert named == {"OMP_NUM_THREADS": "1", "A": "b"}, "kubectl exec hands them on"
     environ = {**os.environ, **named, "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
     ended = subprocess.run(
         coordinator["command"], env=environ, capture_output=True, text=True, timeout=patient(100), cwd=tmp_path
@@ -118,5 +122,5 @@ def test_a_coordinator_starts_workers_in_pods(tmp_path: Path) -> None:
     assert (ended.returncode, sorted(ended.stdout.splitlines())) == (0, ["2 ranks", "2 ranks"]), ended.stderr
     calls = log.read_text().splitlines()
     wanted = "jobset.sigs.k8s.io/jobset-name=digits,jobset.sigs.k8s.io/replicatedjob-name=worker"
-    assert calls[0].startswith(f"get pods -l {wanted} --field-selector status.phase=Running -o jsonpath=")
+    assert calls[0].startswith(f"get pods -l {wanted} --field-selector status.phase=Running -o go-template=")
     assert {call.split()[2] for call in calls if call.startswith("exec")} == {"digits-worker-0-0", "digits-worker-0-1"}

@@ -507,9 +507,12 @@ def _train_once(rank: int, world_size: int) -> None:
     """What torch and torchring do on first use, and keep, is no leak. All modules are there before one is changed."""
     import torchring
 
-    for module in pkgutil.walk_packages(torchring.__path__, "torchring."):
-        if not module.name.startswith("torchring.bench.") and not module.name.endswith(".__main__"):
-            importlib.import_module(module.name)
+    for room in pkgutil.iter_modules(torchring.__path__):
+        if room.name not in ("__main__", "bench", "accelerate", "lightning", "ray", "spark", "transformers"):
+            path = getattr(importlib.import_module(f"torchring.{room.name}"), "__path__", [])
+            for module in pkgutil.walk_packages(path, f"torchring.{room.name}."):
+                if not module.name.endswith(".__main__"):
+                    importlib.import_module(module.name)
     for algorithm in ("auto", "ring"):
         model = torch.nn.Linear(2, 2)
         optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, algorithm=algorithm)

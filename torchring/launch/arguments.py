@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Final
 
-from torchring.launch.hosts import Host, parse_hosts, read_hostfile, slurm_hosts
+from torchring.launch.hosts import Host, parse_hosts, read_hostfile
 
 # The launcher sets these variables for each process, and overwrites what they were.
 LAUNCHERS_OWN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -51,9 +51,7 @@ def setting(text: str) -> tuple[str, str]:
 
 
 def hosts_of(options: argparse.Namespace) -> list[Host] | None:
-    """The hosts of -H or --hostfile, or of the Slurm allocation for srun; None for this machine. Raises LaunchError."""
+    """The hosts of -H or --hostfile, None without either option. Raises LaunchError."""
     if options.hosts is not None:
         return parse_hosts(options.hosts)
-    if options.launcher == "srun" and options.hostfile is None:
-        return slurm_hosts(os.environ)
     return None if options.hostfile is None else read_hostfile(options.hostfile)

@@ -103,8 +103,15 @@ def slurm_hosts(environ: Mapping[str, str]) -> list[Host]:
             "SLURM_TASKS_PER_NODE is not set. Use it in a script for sbatch, or after salloc"
         )
     slots = [int(slots) for slots, times in _TASKS.findall(tasks) for _ in range(int(times or 1))]
-    hosts = [Host(name, number) for name, number in zip(expand_hosts(names), slots, strict=True)]
-    return share_out(hosts, int(environ.get("SLURM_NTASKS", "0")) or None)  # may be fewer than the nodes could take
+    try:
+        hosts = [Host(name, number) for name, number in zip(expand_hosts(names), slots, strict=True)]
+    except ValueError as error:
+        raise LaunchError(
+            f"SLURM_JOB_NODELIST={names} and SLURM_TASKS_PER_NODE={tasks} do not fit together, as inside a job step: "
+            "call torchring run in the batch script or in the shell of salloc, and not through srun"
+        ) from error
+    num_tasks = int(environ.get("SLURM_NTASKS", "0"))  # may be fewer than the nodes could take
+    return share_out(hosts, min(num_tasks, sum(slots)) or None)
 
 
 def parse_host(text: str, complaint: str, default_slots: int = 1) -> Host:

@@ -84,8 +84,8 @@ def start(
         hosts: by default this machine. The first host gets the lowest ranks.
         env: variables to set for the processes, on every host. Other hosts get these variables, PYTHONPATH,
             OMP_NUM_THREADS and HOROVOD_*, and no others.
-        launcher: "local" (this machine only), "mpirun", "ssh", "srun" (inside an allocation of Slurm),
-            "kubectl" (hosts are pods), or "auto".
+        launcher: "local" (this machine only), "mpirun", "ssh", "srun" (inside an allocation of Slurm), or
+            "auto".
         output: how to show the output of the processes. With ssh, each host writes the log files of its own ranks.
         ssh_options: arguments for ssh, such as -p and a port. With them, "auto" prefers ssh to mpirun.
         bind: "core" binds each rank to physical cores of its own, "numa" to a NUMA node, "none" leaves them alone.
@@ -179,8 +179,8 @@ def _exit_code(job: Job) -> int:
     code = job.process.returncode
     if code == 255 and job.is_remote:
         print(
-            f"torchring run: {job.name} ended first, with 255: ssh could not run the processes there (it says why "
-            "above; try `ssh -o BatchMode=yes` yourself), or one of them ended so",
+            f"torchring run: {job.name} ended first, with 255: {job.command[0]} could not run the processes there (it "
+            "says why above; if it is ssh, try `ssh -o BatchMode=yes` yourself), or one of them ended so",
             file=sys.stderr,
         )
     elif code and job.is_remote:
@@ -198,6 +198,8 @@ def _choose(hosts: Sequence[Host], launcher: str, *, prefers_ssh: bool = False) 
     remote = [host.name for host in hosts if not is_here(host.name)]
     if launcher == "local" and remote:
         raise LaunchError(f"launcher 'local' starts nothing on {', '.join(remote)}; use 'mpirun' or 'ssh'")
+    if launcher == "kubectl":
+        raise LaunchError("launcher 'kubectl' is for --elastic: pods do not know each other by their names")
     if launcher == "mpirun" and (trouble := _why_no_mpirun()):
         raise LaunchError(trouble)
     if launcher != "auto":

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from torchring.launch.arguments import LAUNCHERS_OWN
+from torchring.launch.horovodrun import without_interpreter
 from torchring.launch.hosts import LaunchError
 
 _UNITS: Final = {f"{prefix}{i}": (1024 if i else 1000) ** n for n, prefix in enumerate("KMGTP", 1) for i in ("i", "")}
@@ -25,7 +26,7 @@ class Job:
         name: of the job, and of its objects in Kubernetes.
         command: starts one process.
         image: of the pods.
-        workers: how many; in an elastic job, how many it starts with.
+        workers: how many; in an elastic job of Kubernetes, how many it starts with.
         gpus: of each worker.
         cpus: cores of each worker; 0 if the file does not say.
         memory: bytes of each worker; 0 if the file does not say.
@@ -48,16 +49,14 @@ class Job:
     volumes: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def script(self) -> list[str]:
-        """The words behind `python`, which `torchring run` takes. Raises LaunchError."""
-        if self.command[0] not in ("python", "python3") or not self.command[1:]:
-            raise LaunchError(f"elastic: the command begins with `python`, got `{shlex.join(self.command)}`")
-        return self.command[1:]
-
-    @property
     def threads(self) -> int:
         """Cores of each process; 0 if the file does not say."""
         return self.cpus // self.processes
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What each process gets: its number of threads, and `env`."""
+        return {**({"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}), **self.env}
 
 
 _KEYS: Final = [key.name for key in fields(Job)]
@@ -103,7 +102,7 @@ def parse_job(said: Mapping[Any, Any]) -> Job:
     workers = _number(said, "workers", 1, default=1)
     return Job(
         name,
-        _command(said.get("command")),
+        _command(said.get("command"), is_elastic="elastic" in said),
         _image(said.get("image", "")),
         workers,
         gpus,
@@ -112,7 +111,9 @@ def parse_job(said: Mapping[Any, Any]) -> Job:
         processes,
         _bounds(said["elastic"], workers) if "elastic" in said else None,
         _strings(said, "env", "[A-Za-z_][A-Za-z0-9_]*", "names of variables, with a value each"),
-        _strings(said, "volumes", "[a-z0-9][-.a-z0-9]*", "names of persistent volume claims, with a path each"),
+        _strings(
+            said, "volumes", "[a-z0-9]([-.a-z0-9]*[a-z0-9])?", "names of persistent volume claims, with a path each"
+        ),
     )
 
 
@@ -124,13 +125,15 @@ def _number(said: Mapping[Any, Any], key: str, least: int, default: int = 0) -> 
     return int(said[key])
 
 
-def _command(said: Any) -> list[str]:
+def _command(said: Any, is_elastic: bool) -> list[str]:
     try:
         words = shlex.split(said) if isinstance(said, str) else said
     except ValueError as error:
         raise LaunchError(f"command: {error}; got {said!r}") from error
     if not isinstance(words, list) or not words or not all(isinstance(word, str) and word for word in words):
         raise LaunchError(f"command: what starts one process, such as `python train.py --epochs 3`; got {said!r}")
+    if is_elastic and without_interpreter(words[0], words[1:]) is None:
+        raise LaunchError(f"elastic: the command begins with `python`, got {said!r}")
     return words
 
 
@@ -166,8 +169,8 @@ def _strings(said: Mapping[Any, Any], key: str, names: str, what: str) -> dict[s
     if not isinstance(found, dict):
         raise LaunchError(f"{key}: {what}; got {found!r}")
     for name, value in found.items():
-        if not isinstance(name, str) or not re.fullmatch(names, name) or not isinstance(value, str | int | float):
-            raise LaunchError(f"{key}: {what}; got {name!r}: {value!r}")
+        if not isinstance(name, str) or not re.fullmatch(names, name) or type(value) not in (str, int):
+            raise LaunchError(f"{key}: {what}, in quotes if YAML would read it as a number; got {name!r}: {value!r}")
         if key == "env" and name in LAUNCHERS_OWN:
             raise LaunchError(f"env: {name} is set for each process by what starts it")
         if key == "volumes" and not str(value).startswith("/"):

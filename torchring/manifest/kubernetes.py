@@ -12,6 +12,7 @@ in the others by `kubectl exec` and learns from `kubectl get` which pods there a
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable
 from typing import Any, Final
@@ -23,25 +24,29 @@ _PORT: Final = 29500
 _MOST_RESTARTS: Final = 100  # each begins with the newest checkpoint
 _GRACE_SECONDS: Final = 120  # after SIGTERM, to finish the step and write a checkpoint
 _INDEX: Final = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-_TORCHRUN: Final = ("torchrun", "--no-python")
+_RBAC: Final = "rbac.authorization.k8s.io/v1"
+_JOBSET: Final = "jobset.x-k8s.io/v1alpha2"
+_TRAINER: Final = "trainer.kubeflow.org/v1alpha1"
+_WAIT_SECONDS: Final = 7 * 24 * 3600  # for pods that wait for room; torchrun and elastic jobs give up after 600 s
+_TORCHRUN: Final = ("torchrun", "--rdzv-conf", f"timeout={_WAIT_SECONDS}", "--no-python")
+# What a pod of an elastic job does: on SIGTERM it waits until its workers, whom `torchring run` tells to leave, have left.
+# It has started them through reaper.py. With 143, the pod gets a successor.
+_IDLE: Final = (
+    "trap : TERM; sleep infinity & wait; while grep -qs 'reaper[.]py' /proc/[0-9]*/cmdline; do sleep 1; done; exit 143"
+)
 Object = dict[str, Any]
 
 
 def indexed_job(job: Job) -> list[Object]:
     """A Job with a pod for each worker, and the Service that gives the pods names. It needs nothing installed."""
-    pod = _pod(job, [*_TORCHRUN, *job.command], env=_meeting(job, f"{job.name}-0.{job.name}"))
+    pod = _pod(job, [*_TORCHRUN, *job.command], _meeting(job, f"{job.name}-0.{job.name}"), _resources(job))
     pod |= {"subdomain": job.name, "restartPolicy": "OnFailure"}
     selector = {"batch.kubernetes.io/job-name": job.name}
     # Pods need names before they are ready: they become ready when all have met.
     service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector}
     return [
-        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": job.name}, "spec": service},
-        {
-            "apiVersion": "batch/v1",
-            "kind": "Job",
-            "metadata": {"name": job.name},
-            "spec": _indexed(job.workers, pod, restarts=_MOST_RESTARTS),
-        },
+        _object("v1", "Service", job.name, spec=service),
+        _object("batch/v1", "Job", job.name, spec=_indexed(job.workers, pod, restarts=_MOST_RESTARTS)),
     ]
 
 
@@ -49,38 +54,32 @@ def jobset(job: Job) -> list[Object]:
     """A JobSet. If a pod fails, JobSet starts all of them anew. An elastic job goes on without the pod."""
     if job.elastic:
         return _elastic_jobset(job)
-    pod = _pod(job, [*_TORCHRUN, *job.command], env=_meeting(job, f"{job.name}-worker-0-0.{job.name}"))
-    return [_jobset(job, [_replicated("worker", _indexed(job.workers, pod))])]
+    meeting = _meeting(job, f"{job.name}-worker-0-0.{job.name}")
+    pod = _pod(job, [*_TORCHRUN, *job.command], meeting, _resources(job))
+    return [_object(_JOBSET, "JobSet", job.name, spec=_jobset([_replicated("worker", _indexed(job.workers, pod))]))]
 
 
 def trainjob(job: Job) -> list[Object]:
     """A TrainJob of Kubeflow Trainer, and a ClusterTrainingRuntime for it, which an administrator may have to apply."""
     runtime = f"{job.name}-torchring"
-    node = _replicated("node", _indexed(job.workers, _pod(job, [], env=[])))
+    node = _replicated("node", _indexed(job.workers, _pod(job, [], [], {})))
     # Kubeflow Trainer overwrites the container `node` of the Jobs that have this label.
     node["template"]["metadata"] = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
-    template = {"spec": {"failurePolicy": {"maxRestarts": _MOST_RESTARTS}, "replicatedJobs": [node]}}
-    reference = {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": runtime}
+    policy = {"numNodes": job.workers, "torch": {}}
+    resources = _resources(job)
     trainer = {
         "image": job.image,
         "command": [*_TORCHRUN, *job.command],
         "numNodes": job.workers,
         "numProcPerNode": job.processes,
-        **_if(_resources(job), "resourcesPerNode"),
+        **_if(resources and {"requests": resources, "limits": resources.copy()}, "resourcesPerNode"),
         **_if(_env(job), "env"),
     }
-    kinds = {
-        "ClusterTrainingRuntime": {"mlPolicy": {"numNodes": job.workers, "torch": {}}, "template": template},
-        "TrainJob": {"runtimeRef": reference, "trainer": trainer},
-    }
+    reference = {"apiGroup": _TRAINER.partition("/")[0], "kind": "ClusterTrainingRuntime", "name": runtime}
+    template = {"mlPolicy": policy, "template": {"spec": _jobset([node])}}
     return [
-        {
-            "apiVersion": "trainer.kubeflow.org/v1alpha1",
-            "kind": kind,
-            "metadata": {"name": runtime if kind == "ClusterTrainingRuntime" else job.name},
-            "spec": spec,
-        }
-        for kind, spec in kinds.items()
+        _object(_TRAINER, "ClusterTrainingRuntime", runtime, spec=template),
+        _object(_TRAINER, "TrainJob", job.name, spec={"runtimeRef": reference, "trainer": trainer}),
     ]
 
 
@@ -101,68 +100,56 @@ def to_yaml(things: list[Object]) -> str:
     """The text that `kubectl apply -f` takes."""
     import yaml
 
-    return str(yaml.safe_dump_all(things, sort_keys=False, width=120))
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]
+        """Kubernetes takes 1e-3, 0o7 and y for numbers and true, if they are not in quotes. PyYAML does not."""
+
+    def represent(dumper: Any, text: str) -> Any:
+        style = '"' if re.match(r"[-+.0-9]|.?$", text) else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+    Dumper.add_representer(str, represent)
+    return str(yaml.dump_all(things, Dumper=Dumper, sort_keys=False, width=120))
 
 
 def _elastic_jobset(job: Job) -> list[Object]:
     assert job.elastic is not None
-    least, most = job.elastic
+    sizes = (str(num * job.processes) for num in (job.workers, *job.elastic))
     selector = f"jobset.sigs.k8s.io/jobset-name={job.name},jobset.sigs.k8s.io/replicatedjob-name=worker"
-    line = f'{{range .items[*]}}{{.metadata.name}}:{job.processes}{{"\\n"}}{{end}}'
+    # Not pods that end: their workers are told to leave.
+    pod = f'{{{{if not .metadata.deletionTimestamp}}}}{{{{.metadata.name}}}}:{job.processes}{{{{"\\n"}}}}{{{{end}}}}'
     running = ["kubectl", "get", "pods", "-l", selector, "--field-selector", "status.phase=Running"]
-    discover = f"#!/bin/sh\nexec {shlex.join([*running, '-o', f'jsonpath={line}'])}\n"
-    run = ["torchring", "run", "--elastic", "-np", str(job.workers * job.processes)]
-    run += ["--min-np", str(least * job.processes), "--max-np", str(most * job.processes)]
-    run += ["--discover", "/tmp/pods", "--launcher", "kubectl"]
-    for name in _variables(job):
-        run += ["--env", name]
-    script = (
-        f"printf %s {shlex.quote(discover)} > /tmp/pods && chmod +x /tmp/pods && exec {shlex.join([*run, *job.script])}"
-    )
-    coordinator = _pod(job, ["sh", "-c", script], env=_env(job), is_worker=False) | {"serviceAccountName": job.name}
-    worker = _pod(job, ["sleep", "infinity"], env=_env(job)) | {"restartPolicy": "OnFailure"}
-    coordinator["containers"][0]["name"] = "coordinator"
-    role = {
-        "apiVersion": "rbac.authorization.k8s.io/v1",
-        "kind": "Role",
-        "metadata": {"name": job.name},
-        "rules": [
-            {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"]},
-            {"apiGroups": [""], "resources": ["pods/exec"], "verbs": ["create", "get"]},
-        ],
-    }
-    binding = {
-        "apiVersion": "rbac.authorization.k8s.io/v1",
-        "kind": "RoleBinding",
-        "metadata": {"name": job.name},
-        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": job.name},
-        "subjects": [{"kind": "ServiceAccount", "name": job.name}],
-    }
+    discover = shlex.join([*running, "-o", f"go-template={{{{range .items}}}}{pod}{{{{end}}}}"])
+    options = zip(("-np", "--min-np", "--max-np"), sizes, strict=True)
+    run = ["torchring", "run", "--elastic", "--launcher", "kubectl", *(word for pair in options for word in pair)]
+    run += ["--elastic-timeout", str(_WAIT_SECONDS), "--discover", discover, *job.command]
+    coordinator = _pod(job, run, _env(job), {"cpu": "1", "memory": "1Gi"}) | {"serviceAccountName": job.name}
+    worker = _pod(job, ["sh", "-c", _IDLE], _env(job), _resources(job)) | {"restartPolicy": "OnFailure"}
+    rules = [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"]},
+        {"apiGroups": [""], "resources": ["pods/exec"], "verbs": ["create", "get"]},
+    ]
+    reference = {"apiGroup": _RBAC.partition("/")[0], "kind": "Role", "name": job.name}
+    subjects = [{"kind": "ServiceAccount", "name": job.name}]
     jobs = [
         _replicated("coordinator", _indexed(1, coordinator)),
-        _replicated("worker", _indexed(most, worker, restarts=_MOST_RESTARTS)),
+        _replicated("worker", _indexed(job.elastic[1], worker, restarts=_MOST_RESTARTS)),
     ]
     done = {"operator": "All", "targetReplicatedJobs": ["coordinator"]}
     return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": job.name}},
-        role,
-        binding,
-        _jobset(job, jobs, successPolicy=done),
+        _object("v1", "ServiceAccount", job.name),
+        _object(_RBAC, "Role", job.name, rules=rules),
+        _object(_RBAC, "RoleBinding", job.name, roleRef=reference, subjects=subjects),
+        _object(_JOBSET, "JobSet", job.name, spec=_jobset(jobs) | {"successPolicy": done}),
     ]
 
 
-def _jobset(job: Job, jobs: list[Object], **policies: Object) -> Object:
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": {"name": job.name},
-        "spec": {
-            "network": {"enableDNSHostnames": True, "subdomain": job.name},
-            "failurePolicy": {"maxRestarts": _MOST_RESTARTS},
-            **policies,
-            "replicatedJobs": jobs,
-        },
-    }
+def _object(version: str, kind: str, name: str, **fields: Any) -> Object:
+    return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, **fields}
+
+
+def _jobset(jobs: list[Object]) -> Object:
+    """The spec of a JobSet, which starts all pods anew when a Job has failed. Its pods have names in DNS."""
+    return {"failurePolicy": {"maxRestarts": _MOST_RESTARTS}, "replicatedJobs": jobs}
 
 
 def _replicated(name: str, spec: Object) -> Object:
@@ -180,40 +167,36 @@ def _indexed(num: int, pod: Object, restarts: int = 0) -> Object:
     }
 
 
-def _pod(job: Job, command: list[str], env: list[Object], is_worker: bool = True) -> Object:
-    mounts = [{"name": name, "mountPath": path} for name, path in job.volumes.items()]
-    volumes: list[Object] = [{"name": name, "persistentVolumeClaim": {"claimName": name}} for name in job.volumes]
-    if is_worker:  # without it, the processes of a pod and the workers of their DataLoaders share 64 MB
-        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
-        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+def _pod(job: Job, command: list[str], env: list[Object], resources: Object) -> Object:
+    claims = enumerate(job.volumes.items())  # a claim's name may have dots, and a volume's may not
+    mounts = {
+        f"claim{number}": (path, {"persistentVolumeClaim": {"claimName": name}}) for number, (name, path) in claims
+    }
+    # Otherwise the processes of a pod and the workers of their DataLoaders share 64 MB.
+    mounts["shm"] = ("/dev/shm", {"emptyDir": {"medium": "Memory"}})
     container = {
         "name": "node",
         "image": job.image,
         **_if(command, "command"),
         **_if(env, "env"),
-        **_if(_resources(job) if is_worker else {}, "resources"),
-        **_if(mounts, "volumeMounts"),
+        **_if(resources and {"requests": resources, "limits": resources.copy()}, "resources"),
+        "volumeMounts": [{"name": name, "mountPath": path} for name, (path, _) in mounts.items()],
     }
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": _GRACE_SECONDS,
         "containers": [container],
-        **_if(volumes, "volumes"),
+        "volumes": [{"name": name, **source} for name, (_, source) in mounts.items()],
     }
 
 
 def _resources(job: Job) -> Object:
     amounts = {"cpu": job.cpus, "memory": job.memory, "nvidia.com/gpu": job.gpus}
-    given = {name: str(amount) for name, amount in amounts.items() if amount}
-    return {"requests": given, "limits": given.copy()} if given else {}
-
-
-def _variables(job: Job) -> dict[str, str]:
-    return {**({"OMP_NUM_THREADS": str(job.threads)} if job.threads else {}), **job.env}
+    return {name: str(amount) for name, amount in amounts.items() if amount}
 
 
 def _env(job: Job) -> list[Object]:
-    return [{"name": name, "value": value} for name, value in _variables(job).items()]
+    return [{"name": name, "value": value} for name, value in job.variables.items()]
 
 
 def _meeting(job: Job, master: str) -> list[Object]:

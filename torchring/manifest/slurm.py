@@ -25,13 +25,12 @@ def sbatch_script(job: Job) -> str:
         "output": "%x-%j.out",
     }
     lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value]
-    threads = {"OMP_NUM_THREADS": str(job.threads)} if job.threads else {}
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in {**threads, **job.env}.items()]
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in job.variables.items()]
     if job.elastic:
         lines += ["#SBATCH --no-kill", "#SBATCH --requeue", "#SBATCH --open-mode=append"]
         lines.append(f"#SBATCH --signal=B:TERM@{_GRACE_SECONDS}")
         least = str(job.elastic[0] * job.processes)
-        run = ["exec", "torchring", "run", "--elastic", "--launcher", "srun", "--min-np", least, *job.script]
+        run = ["exec", "torchring", "run", "--elastic", "--launcher", "srun", "--min-np", least, *job.command]
     else:
         # Newer versions of srun do not inherit --cpus-per-task from sbatch.
         cores = [f"--cpus-per-task={job.threads}"] if job.threads else []

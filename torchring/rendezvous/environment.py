@@ -259,7 +259,8 @@ def _found(environ: Mapping[str, str]) -> list[_Launcher]:
         raise TopologyError(f"{CHOICE} must be one of none, {', '.join(_KINDS)}, got {choice!r}")
     found = [item for item in _LAUNCHERS if choice in (None, item.kind) and item.has_started(environ)]
     # Batch scripts for Slurm often export WORLD_SIZE, and no RANK, which differs between the processes.
-    if len(found) > 1 and "RANK" not in environ and environ.get("WORLD_SIZE") == environ[found[1].size]:
+    is_exported = len(found) > 1 and found[0].kind == "torchrun" and "RANK" not in environ
+    if is_exported and environ["WORLD_SIZE"] == environ[found[1].size]:
         del found[0]
     if choice in _KINDS and not found:
         sizes = dict.fromkeys(launcher.size for launcher in _LAUNCHERS if launcher.kind == choice)

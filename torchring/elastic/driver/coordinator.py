@@ -25,7 +25,7 @@ from torchring.elastic.protocol import BEAT_SECONDS, Beat, Broken, Card, Generat
 from torchring.launch.hosts import Host
 
 UNLIMITED: Final = 1 << 30
-_LONGEST_GAP: Final = 1.0  # seconds between two ticks; what goes beyond does not count: the driver was stopped
+_LONGEST_GAP: Final = BEAT_SECONDS  # seconds between two ticks; what goes beyond does not count: the driver was stopped
 _JOIN_SECONDS: Final = 0.5  # that a new worker waits for others that are starting
 _STRAGGLER_SECONDS: Final = 30.0  # that a first generation waits for more workers once there are enough
 _LEAVE_SECONDS: Final = 300.0  # for a member to leave a generation after the first has, and then to end
@@ -279,8 +279,11 @@ class Coordinator:
         self._actions.append(Send(worker.number, signal.SIGKILL))
 
     def _kill_silent(self) -> None:
-        # Where a host dies, ssh may not notice, and srun does not; but connections to its workers break.
-        is_missed = any(self._has_left(worker) and worker.card.has_lost_peer for worker in self._members())
+        # Where a host dies, ssh may not notice, and srun does not; but connections to its workers break. A member whose
+        # process has ended explains that: the others may be busy, and get all of their time.
+        members = self._members()
+        is_explained = any(worker.code is not None and not worker.is_killed for worker in members)
+        is_missed = not is_explained and any(self._has_left(one) and one.card.has_lost_peer for one in members)
         for worker in self._running_processes():
             state, beat = worker.card.state, worker.beat
             silence = self._clock - worker.beat_at
@@ -296,7 +299,7 @@ class Coordinator:
                     worker.lost = f"did not end within {self.limits.heartbeat_timeout:g} s after its script"
             elif beat is not None:
                 patience = self.limits.heartbeat_timeout
-                if is_missed and worker in self._members() and not self._has_left(worker):
+                if is_missed and worker in members and not self._has_left(worker):
                     patience = min(_MISSED_SECONDS, patience)
                 if silence > patience:
                     self._kill(worker, f"gave no sign of life for {patience:g} s")
