@@ -16,21 +16,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
-from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DDPCommunicationHookType, DistributedType
 from torch.optim import Optimizer
 
 import torchring
 from torchring.default_world import default_world
 from torchring.errors import GradientError, TopologyError
-from torchring.gradients.group import OptimizerGroup
+from torchring.gradients.group import OptimizerGroup, warn_of_loose_optimizers
 from torchring.gradients.module_wrappers import WAY_OUT, is_module_wrapper
 from torchring.optimizer import DistributedOptimizer
 from torchring.releases import check_release
 from torchring.world import World
 
 check_release("accelerate", (1, 14), (1, 16), "accelerate")
+
+from accelerate import Accelerator  # noqa: E402 - if it is the right one
+from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
+from accelerate.utils import DDPCommunicationHookType, DistributedType  # noqa: E402
 
 _KINDS: Final = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 _SHOWN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -94,7 +95,7 @@ class RingAccelerator(Accelerator):
 
     @property
     def _rings(self) -> list[DistributedOptimizer]:
-        return [each.optimizer for each in self._optimizers]
+        return [ring for each in self._optimizers if not (ring := each.optimizer)._is_closed]
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, data loaders and schedulers. Returns them in the same order. Collective."""
@@ -194,6 +195,8 @@ class RingAccelerator(Accelerator):
                 "no optimizer was wrapped, so each rank trains alone. Pass model and optimizer to prepare() of the "
                 "RingAccelerator"
             )
+        parameters = [p for model in self._models for p in model.parameters()]
+        warn_of_loose_optimizers(parameters, "it was not given to prepare()")
         trained = [model for model in self._models if any(p.requires_grad for p in model.parameters())]
         return [model for model in trained if not group.owners_of(model.parameters())]
 

@@ -430,6 +430,11 @@ def launcher_store(launch: LaunchEnvironment, timeout_seconds: float) -> Store |
     return _process.store
 
 
+def forget_store() -> None:
+    """Close the store of this launch, where this process may listen. Call this after `shutdown`."""
+    _process.store = _process.launch = None
+
+
 def _meeting(launch: LaunchEnvironment) -> object:
     """What two launches do not have alike. A script may change LOCAL_RANK, or spell MASTER_ADDR in another way."""
     return launch.master and launch.master[1], launch.key_values, launch.over_mpi, launch.job

@@ -27,7 +27,9 @@ import torch
 import torch.distributed as dist
 
 import torchring
-from torchring.errors import TopologyError
+from torchring.default_world import default_world
+from torchring.errors import GradientError, TopologyError
+from torchring.gradients.group import OptimizerGroup, warn_of_loose_optimizers
 from torchring.norms import SyncBatchNorm
 from torchring.observe.phases import BACKWARD, FORWARD
 from torchring.releases import check_release
@@ -277,7 +279,9 @@ class RingStrategy(_Ranks, DDPStrategy):
                 f"{type(module).__name__}.configure_optimizers() has returned no optimizer, so no gradient would be "
                 f"reduced, and each of {torchring.size()} ranks would train alone. Return the optimizers"
             )
-        self._rings = [_wrapped(each, module, self._options) for each in plain]
+        for each in plain:  # one by one: if the second cannot be wrapped, teardown() closes the first
+            self._rings.append(_wrapped(each, module, self._options))
+        warn_of_loose_optimizers(module.parameters(), "configure_optimizers() does not return it")
         for config in self.lr_scheduler_configs:
             config.scheduler.optimizer = self._rings[plain.index(config.scheduler.optimizer)]
         self.optimizers = self._rings
@@ -349,8 +353,10 @@ class FabricRingStrategy(_Ranks, FabricDDPStrategy):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._rings: weakref.WeakSet[torchring.DistributedOptimizer] = weakref.WeakSet()
-        self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        # The optimizers with their models, to which they refer weakly; modules in the order of setup, as on all ranks.
+        self._rings: weakref.WeakKeyDictionary[Any, torch.nn.Module] = weakref.WeakKeyDictionary()
+        self._modules: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()
+        self._is_reduced = False  # all that was set up
         self._backward_sync_control = self
 
     def _configure_launcher(self) -> None:
@@ -365,20 +371,36 @@ class FabricRingStrategy(_Ranks, FabricDDPStrategy):
         self._check_ranks()
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        self._modules.add(module)
+        self._modules[module], self._is_reduced = None, False
         return module
 
     def setup_optimizer(self, optimizer: Any) -> torchring.DistributedOptimizer:
         stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        model = next((each for each in self._modules if not stepped.isdisjoint(each.parameters())), None)
-        if model is None:
+        models = [each for each in self._modules if not stepped.isdisjoint(each.parameters())]
+        if not models:
             raise ValueError(
                 "no parameter of this optimizer belongs to a module that was set up; call fabric.setup(model, "
                 "optimizer), or fabric.setup_module(model) before fabric.setup_optimizers(optimizer)"
             )
+        model = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
         ring = _wrapped(optimizer, model, self._options)
-        self._rings.add(ring)
+        self._rings[ring] = model
         return ring
+
+    def backward(self, tensor: torch.Tensor, module: torch.nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """As of any strategy. Raises GradientError if nobody reduces the gradients of a module that was set up."""
+        super().backward(tensor, module, *args, **kwargs)
+        if self._is_reduced or torchring.size() == 1:
+            return
+        group = default_world().shared(OptimizerGroup)
+        loose = [each for each in self._modules if not group.owners_of(each.parameters())]
+        if any(p.grad is not None for each in loose for p in each.parameters()):
+            raise GradientError(
+                f"nobody reduces the gradients of the {type(loose[0]).__name__} that was set up, so each rank would "
+                "train alone. Pass its optimizer to fabric.setup() or fabric.setup_optimizers(); if the model is not "
+                "to be trained, call model.requires_grad_(False)"
+            )
+        self._is_reduced = not loose
 
     def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
         """What fabric.no_backward_sync() enters."""

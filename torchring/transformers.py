@@ -16,13 +16,15 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainingArguments
 
 import torchring
-from torchring.accelerate import RingAccelerator, refuse_engines, shown_ranks
 from torchring.releases import check_release
 
 check_release("transformers", (5, 22), (5, 24), "transformers")
+
+from transformers import Trainer, TrainingArguments  # noqa: E402 - if it is the right one
+
+from torchring.accelerate import RingAccelerator, refuse_engines, shown_ranks  # noqa: E402
 
 
 class RingMixin:

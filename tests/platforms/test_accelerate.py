@@ -21,6 +21,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchring
+from tests.support.checks import logged
 from tests.support.commands import finish, free_port, start
 from tests.support.documents import ROOT, blocks
 from tests.support.harness import run_ranks
@@ -259,7 +260,22 @@ def _mistakes(ring: type[Any]) -> dict[str, str]:
         "hook": attempt(lambda: _accelerator(ring, kwargs_handlers=[hook])),
     }
     os.environ.pop("ACCELERATE_USE_FSDP", None)
-    tries = {"alone": alone, "late": late, "both": both, "foreign": foreign}
+
+    def half() -> None:
+        accelerator, model = _accelerator(ring), _model()
+        weight, *others = model.parameters()
+        stray = torch.optim.SGD(others, 0.1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD([weight], 0.1))
+        with logged() as said:
+            accelerator.backward(model(torch.randn(4, 8)).sum())
+        assert stray.param_groups[0]["params"] == others
+        _, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))  # closes the first
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.randn(4, 8)).sum())
+            optimizer.step()
+        raise ValueError(*said)
+
+    tries = {"alone": alone, "late": late, "both": both, "foreign": foreign, "half": half}
     tries |= {"seen_before": seen_before, "launched_with_fsdp": launched_with_fsdp}
     return found | {name: attempt(action) for name, action in tries.items()}
 
@@ -357,6 +373,7 @@ def test_accelerate_sees_the_ranks_of_any_launcher(outcomes: list[dict[str, Any]
         ("launched_with_fsdp", "ValueError: ACCELERATE_USE_FSDP=true asks for an engine"),
         ("hook", "wrap_options={'compression': 'bf16'}"),
         ("alone", "GradientError: nobody reduces the gradients of the Sequential"),
+        ("half", "ValueError: a SGD holds parameters of the model, and it was not given to prepare()"),
         ("late", "ValueError: the optimizer of this Sequential was prepared before the model"),
         ("both", "belongs to a DistributedDataParallel"),
         ("both", "with Accelerate, use torchring.accelerate.RingAccelerator"),

@@ -357,8 +357,17 @@ def _fabric(rank: int) -> dict[str, Any]:
         fabric.save(f"{strategy}.ckpt", {"model": model, "optimizer": optimizer})
         saved = torch.load(f"{strategy}.ckpt", weights_only=True)
         found[strategy] = {"weights": weights(model), "keys": list(saved["model"])}
+    found |= {"count": optimizer.stats().num_reductions}
     stray = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)
-    return found | {"count": optimizer.stats().num_reductions, "stray": attempt(lambda: fabric.setup_optimizers(stray))}
+    found["stray"] = attempt(lambda: fabric.setup_optimizers(stray))
+    first, second = fabric.setup(nn.Linear(8, 4)), fabric.setup(nn.Linear(4, 1))
+    both = fabric.setup_optimizers(torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1))
+    fabric.backward(second(first(torch.randn(2, 8))).sum())
+    both.step()
+    found["two modules"] = weights(first) + weights(second)
+    loose = fabric.setup(nn.Linear(8, 1))
+    found["loose"] = attempt(lambda: fabric.backward(loose(torch.randn(2, 8)).sum()))
+    return found
 
 
 def _page(rank: int) -> dict[str, Any]:
@@ -515,6 +524,8 @@ def test_fabric(outcomes: list[Any]) -> None:
         assert found["torchring"]["keys"] == found["ddp"]["keys"] == ["weight", "bias"]
         assert found["count"] == 4
         assert found["stray"].startswith("ValueError: no parameter of this optimizer belongs to a module")
+        assert found["two modules"] == outcomes[0]["_fabric"]["two modules"]
+        assert found["loose"].startswith("GradientError: nobody reduces the gradients of the Linear that was set up")
 
 
 def test_the_script_of_the_page(outcomes: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

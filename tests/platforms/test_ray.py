@@ -219,8 +219,6 @@ def after_epoch(epoch: int) -> None:
 def test_a_worker_of_ray_train_is_killed_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    import torchring.ray.train
-
     monkeypatch.chdir(tmp_path)
     report = 'ray.train.report({"loss": loss.item()}, checkpoint=checkpoint)\n'
     result = run_page(
@@ -246,7 +244,6 @@ def test_a_worker_of_ray_train_is_killed_and_training_goes_on(tmp_path: Path, mo
             torch.nn.functional.mse_loss(model(x[batch]), y[batch]).backward()
             optimizer.step()
     torch.testing.assert_close(dict(state["model"]), dict(model.state_dict()), rtol=1e-6, atol=1e-7)
-    assert torchring.ray.train.prepare_model.__defaults__ == (True, "ddp", None), "changed in loops only"
 
 
 # Bad input
@@ -256,7 +253,21 @@ def nothing() -> None:
     pass
 
 
+def test_prepare_model_adds_no_ddp_in_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray.train
+    from ray.train.torch import prepare_model
+
+    from torchring.ray import train
+
+    monkeypatch.setattr(ray.train, "get_context", lambda: types.SimpleNamespace(get_world_size=lambda: 1))
+    with train._loop():
+        assert prepare_model.__defaults__ == (True, None, None)
+    assert prepare_model.__defaults__ == (True, "ddp", None)
+
+
 def test_what_cannot_work_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
     import torchring
 
     run = torchring.ray.run
@@ -275,6 +286,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(monkeypatch: pytest.
     for text, call in refused:
         with pytest.raises(ValueError, match=text):
             call()
+    wait_until(lambda: ray.available_resources().get("CPU") == CPUS, "the resources to be free")
     with pytest.raises(TimeoutError, match=r"num_workers=3 .* within 0.01 s; free .*\{'CPU': 2.0\}"):
         run(nothing, num_workers=3, start_timeout_seconds=0.01)
     monkeypatch.setenv("RANK", "1")

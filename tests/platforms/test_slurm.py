@@ -131,7 +131,6 @@ def test_a_preempted_job_goes_on_from_its_checkpoint(cluster: Cluster, repositor
     urgent = cluster.submit("--partition=urgent", "--nodes=2", "--exclusive", "--wrap=true")
     output = cluster.wait_for("this job was told to end; the newest checkpoint is", job)
     assert cluster.wait(urgent) == "COMPLETED"
-    assert cluster.wait(job, "PENDING") == "PENDING", "requeued"
     assert cluster.wait(job) == "COMPLETED", cluster.output(job)
     assert cluster.about(job)["Restarts"] == "1"
     again = cluster.output(job).removeprefix(output)
@@ -153,7 +152,7 @@ def test_an_elastic_job_goes_on_without_a_node(cluster: Cluster, repository: Pat
     first, second = re.findall(r"generation \d begins, .*", cluster.output(job))
     assert first == "generation 1 begins, 3 workers (node1: 0, 1; node2: 2), because the job starts"
     assert second.startswith(
-        "generation 2 begins, 2 workers (node1: 0, 1), because worker 2 on node2 gave no sign of life"
+        "generation 2 begins, 2 workers (node1: 0, 1), because worker 2 on node2 gave no sign of life for 1.5 s"
     )
     first, second = re.findall(r"epoch (\d), image (\d+): (\d) ranks", cluster.output(job))
     assert first == ("0", "0", "3")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
@@ -120,13 +121,24 @@ def _train(lr: float, *, fails: int | None = None, killed: int | None = None) ->
 
 def _look(_: object) -> Iterator[Any]:
     """What a rank has left in a worker that Spark uses again."""
-    yield os.getpid(), torchring.is_initialized(), sorted(os.environ.keys() & {*_LAUNCH, "LEFT_BY", "TORCHRING_JOB"})
+    names = {*_LAUNCH, "LEFT_BY", "GIVEN", "TORCHRING_JOB", "TORCHRING_LAUNCHER", "TORCHRING_MEMBER"}
+    left = sorted(names & os.environ.keys())
+    sockets = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_socket(fd)}
+    tcp = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    listening = [row[1] for row in tcp if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+    yield os.getpid(), torchring.is_initialized(), left, listening
+
+
+def _is_socket(descriptor: str) -> bool:
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:")
+    return False
 
 
 def test_ranks_train_as_one_process_does_and_leave_no_trace(spark: Any, capfd: pytest.CaptureFixture[str]) -> None:
     from torchring.spark import run
 
-    first, second = run(_train, (0.1,), num_proc=2, use_gpu=True, env={"GIVEN": "a"})
+    first, second = run(_train, (0.1,), num_proc=2, use_gpu=True, env={"GIVEN": "a", "TORCHRING_LAUNCHER": "none"})
     model = _model()
     alone = _trained(model, torch.optim.SGD(model.parameters(), 0.1), range(2))
     assert first["weights"] == second["weights"] == pytest.approx(alone, rel=1e-5, abs=1e-7)
@@ -141,7 +153,7 @@ def test_ranks_train_as_one_process_does_and_leave_no_trace(spark: Any, capfd: p
 
     looked = spark.sparkContext.parallelize(range(2), 2).mapPartitions(_look).collect()
     assert {pid for pid, *_ in looked} <= {first["pid"], second["pid"]}
-    assert [left for _, *left in looked] == [[False, []]] * 2
+    assert [left for _, *left in looked] == [[False, [], []]] * 2
     again = run(
         _train, (0.1,), num_proc=2, use_gpu=False, show_output=False
     )  # with the ranks the other way round, maybe

@@ -29,8 +29,8 @@ _JOBSET: Final = "jobset.x-k8s.io/v1alpha2"
 _TRAINER: Final = "trainer.kubeflow.org/v1alpha1"
 _WAIT_SECONDS: Final = 7 * 24 * 3600  # for pods that wait for room; torchrun and elastic jobs give up after 600 s
 _TORCHRUN: Final = ("torchrun", "--rdzv-conf", f"timeout={_WAIT_SECONDS}", "--no-python")
-# What a pod of an elastic job does: on SIGTERM it waits until its workers, whom `torchring run` tells to leave, have left.
-# It has started them through reaper.py. With 143, the pod gets a successor.
+# What a pod of an elastic job does: on SIGTERM it waits until its workers, whom `torchring run` tells to leave,
+# have left. It has started them through reaper.py. With 143, the pod gets a successor.
 _IDLE: Final = (
     "trap : TERM; sleep infinity & wait; while grep -qs 'reaper[.]py' /proc/[0-9]*/cmdline; do sleep 1; done; exit 143"
 )

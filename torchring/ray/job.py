@@ -105,7 +105,7 @@ def _check(num_workers: int, resources: Mapping[str, float]) -> None:
             f"resources must be what each worker needs, such as {{'CPU': 4, 'GPU': 1}}, in positive amounts, "
             f"got {resources}"
         )
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
         raise TopologyError(
             f"torchring.ray.run was called on rank {os.environ.get('RANK')} of {os.environ['WORLD_SIZE']}, and each "
             "rank would start workers of its own. Call it in the script that starts them; on a rank, torchring.wrap "

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _REGISTRATION_SECONDS: Final = 60.0  # of the life of an application, in which its executors come
 _POLL_SECONDS: Final = 0.2
+_QUIET_SECONDS: Final = 3.0  # without a new executor, after which all are there
 _GPU_AMOUNT: Final = "spark.task.resource.gpu.amount"
 
 
@@ -75,6 +76,7 @@ def run(
         stage = context.parallelize(range(num_proc), num_proc).barrier()
         try:
             found = dict(map(pickle.loads, stage.mapPartitions(functools.partial(take_part, call)).collect()))
+            reports.drain()
         except Exception as error:
             if (text := _explained(str(error), reports, num_proc)) is None:
                 raise
@@ -187,6 +189,15 @@ def _check_slots(context: SparkContext, num_proc: int | None, is_local: bool) ->
                 "cores for each of them (a slot takes spark.task.cpus)"
             )
         time.sleep(_POLL_SECONDS)
+    if num_proc is None and not is_local:  # of a young application, more executors may come
+        quiet_since, most = time.monotonic(), slots
+        while (
+            time.monotonic() - quiet_since < _QUIET_SECONDS
+            and time.time() - context.startTime / 1000 < _REGISTRATION_SECONDS
+        ):
+            time.sleep(_POLL_SECONDS)
+            if (slots := java.maxNumConcurrentTasks(profile)) > most:
+                quiet_since, most = time.monotonic(), slots
     return num_proc or slots
 
 

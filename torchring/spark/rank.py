@@ -23,7 +23,7 @@ from torch.distributed import TCPStore
 from torchring import default_world
 from torchring.errors import RingError
 from torchring.linux import host_name
-from torchring.rendezvous.environment import JOB
+from torchring.rendezvous.environment import CHOICE, JOB
 from torchring.rendezvous.store import host_on
 from torchring.spark.reports import Reporter, copied_output
 
@@ -140,6 +140,7 @@ def _as_rank(call: Call, task: BarrierTaskContext, hosts: Sequence[str], order: 
         "MASTER_ADDR": hosts[order[0]],
         "MASTER_PORT": said[order[0]]["port"],
         JOB: call.token[:8],
+        CHOICE: "torchrun",  # TORCHRING_LAUNCHER=none may have been set for other tasks of the executors
     }
     if call.use_gpu is False:
         variables[_GPUS] = ""
@@ -152,8 +153,10 @@ def _as_rank(call: Call, task: BarrierTaskContext, hosts: Sequence[str], order: 
         if call.shows_output and reporter is not None:
             redirected.enter_context(copied_output(reporter, call.is_local))
         yield
+    default_world.leave("its function had returned")
     _leave()
     _wait_for_peers(store, hosts[order[0]], said[order[0]]["port"], len(order))
+    default_world.forget_store()  # or this worker would listen at the port until its next job
     os.environ.clear()
     os.environ.update(before)
 

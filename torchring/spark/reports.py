@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 _CONNECT_SECONDS: Final = 5.0
+_DRAIN_SECONDS: Final = 10.0
 
 
 class Reports(socketserver.ThreadingTCPServer):
@@ -41,9 +42,22 @@ class Reports(socketserver.ThreadingTCPServer):
         self.token: Final = secrets.token_hex(16)
         self.names: Final[dict[int, str]] = {}
         self.failures: Final[list[tuple[str, str | None, bool]]] = []
+        self._changed: Final = threading.Condition()
+        self._num_read = 0
         super().__init__((address, 0), _Listener)
         poll = {"poll_interval": 0.05}  # seconds that its end may take
         threading.Thread(target=self.serve_forever, kwargs=poll, name="torchring-spark", daemon=True).start()
+
+    def note_end(self) -> None:
+        """The last line of a connection was read, and what came before was printed."""
+        with self._changed:
+            self._num_read += 1
+            self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Wait until the output is printed of all ranks that have connected. For when all have ended well."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_read >= len(self.names), _DRAIN_SECONDS)
 
     def server_close(self) -> None:
         """End the thread as well."""
@@ -63,6 +77,7 @@ class _Listener(socketserver.StreamRequestHandler):
         while "output" in (said := self._next()):
             # In one piece: print() writes the end of a line by itself, and other ranks' threads may come between.
             print(f"[{first['rank']}] {said['output']}\n", end="", flush=True)
+        self.server.note_end()
         if "done" not in said:
             self.server.failures.append((first["name"], said.get("failure"), said.get("is_consequence", False)))
 
@@ -119,6 +134,24 @@ class _Copied(io.TextIOBase):
             self._reporter.say(output=line)
         return len(text)
 
+    def end_line(self) -> None:
+        """Send a last line that has no end."""
+        if self._line:
+            self.write("\n")
+
+    def writable(self) -> bool:
+        """See io.TextIOBase."""
+        return True
+
+    def fileno(self) -> int:
+        """See io.TextIOBase."""
+        return int(self._inner.fileno())
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """See io.TextIOBase."""
+        return str(self._inner.encoding)
+
     def flush(self) -> None:
         """See io.TextIOBase."""
         self._inner.flush()
@@ -132,4 +165,8 @@ def copied_output(reporter: Reporter, is_local: bool) -> Iterator[None]:
     """The driver gets what this process prints in this context, but for lines that C or a child process prints."""
     out, error = (_Copied(stream, reporter, is_local) for stream in (sys.stdout, sys.stderr))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
-        yield
+        try:
+            yield
+        finally:
+            out.end_line()
+            error.end_line()
