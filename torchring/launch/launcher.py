@@ -177,10 +177,10 @@ def _end(jobs: Sequence[Job], received: Sequence[int]) -> None:
 
 def _exit_code(job: Job) -> int:
     code = job.process.returncode
-    if code == 255 and job.is_remote:
+    if code == 255 and job.is_remote and job.command[0] == "ssh":
         print(
-            f"torchring run: {job.name} ended first, with 255: {job.command[0]} could not run the processes there (it "
-            "says why above; if it is ssh, try `ssh -o BatchMode=yes` yourself), or one of them ended so",
+            f"torchring run: {job.name} ended first, with 255: ssh could not run the processes there (it says why "
+            "above; try `ssh -o BatchMode=yes` yourself), or one of them ended so",
             file=sys.stderr,
         )
     elif code and job.is_remote:
