@@ -5,10 +5,7 @@
 Start the script with `torchring run -np 2 script.py` or torchrun. To read the code, begin with `optimizer.py`, then go
 through `gradients/`. Imports go one way: a folder imports only from the folders below it.
 
-    ray/            a function on workers of a Ray cluster, and a config for Ray Train
-    transformers.py, accelerate.py   Hugging Face's Trainer and Accelerator
-    spark/          ranks as tasks of Spark
-    lightning.py    strategies for Lightning's Trainer and Fabric
+    lightning.py, transformers.py, accelerate.py, spark/, ray/   frameworks, imported only when used
     horovod/        the API of horovod.torch
     elastic/        training that survives lost ranks, and takes new ones in
     data/           samplers and iterable data sets that ranks share, and that can stop anywhere
