@@ -19,6 +19,7 @@ Slurm's own times are short here: nothing waits for minutes that a default has.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import secrets
@@ -27,7 +28,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -42,6 +43,7 @@ _OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 _PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol", "unshare")
 _PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
 _POLL_SECONDS = 0.25
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 # A requeued job waits for cred_expire, 120 s by default; 5 is the least that Slurm takes. KillWait: from SIGTERM to
 # SIGKILL, 30 s by default. UnkillableStepTimeout: until a node is given up on which a busy machine has processes left
 # that were killed, 60 s by default. SlurmdTimeout: until a silent node is down, 300 s by default.
@@ -107,6 +109,7 @@ class Cluster:
     def __enter__(self) -> Cluster:
         assert not (trouble := _missing()), trouble
         with self._stack as stack:
+            stack.enter_context(_no_subreaper())
             self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchring-slurm-")))
             stack.callback(self._reap)
             self.network = stack.enter_context(Network(len(self._hosts)))
@@ -233,3 +236,18 @@ class Cluster:
         (self.folder / "munge.key").write_bytes(secrets.token_bytes(128))
         for name in ("state", *self.nodes):
             (self.folder / name).mkdir()
+
+
+@contextlib.contextmanager
+def _no_subreaper() -> Iterator[None]:
+    """Orphans become children of the machine's process 1, which reaps them, and not of this process, as ranks' do.
+
+    For Slurm, a process that has ended is one that cannot be killed, until somebody reaps it.
+    """
+    prctl, found = ctypes.CDLL(None).prctl, ctypes.c_int()
+    prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(found))
+    prctl(_PR_SET_CHILD_SUBREAPER, 0)
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, found.value)
