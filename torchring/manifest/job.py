@@ -15,6 +15,7 @@ from torchring.launch.horovodrun import without_interpreter
 from torchring.launch.hosts import LaunchError
 
 _UNITS: Final = {f"{prefix}{i}": (1024 if i else 1000) ** n for n, prefix in enumerate("KMGTP", 1) for i in ("i", "")}
+GRACE_SECONDS: Final = 120  # between SIGTERM and the end, to finish the step and write a checkpoint
 _SEVERAL_MB: Final = 1 << 22  # Python alone takes more
 
 

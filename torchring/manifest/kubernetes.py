@@ -18,11 +18,10 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from torchring.launch.hosts import LaunchError
-from torchring.manifest.job import Job
+from torchring.manifest.job import GRACE_SECONDS, Job
 
 _PORT: Final = 29500
 _MOST_RESTARTS: Final = 100  # each begins with the newest checkpoint
-_GRACE_SECONDS: Final = 120  # after SIGTERM, to finish the step and write a checkpoint
 _INDEX: Final = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _RBAC: Final = "rbac.authorization.k8s.io/v1"
 _JOBSET: Final = "jobset.x-k8s.io/v1alpha2"
@@ -66,13 +65,12 @@ def trainjob(job: Job) -> list[Object]:
     # Kubeflow Trainer overwrites the container `node` of the Jobs that have this label.
     node["template"]["metadata"] = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
     policy = {"numNodes": job.workers, "torch": {}}
-    resources = _resources(job)
     trainer = {
         "image": job.image,
         "command": [*_TORCHRUN, *job.command],
         "numNodes": job.workers,
         "numProcPerNode": job.processes,
-        **_if(resources and {"requests": resources, "limits": resources.copy()}, "resourcesPerNode"),
+        **_if(_requirements(_resources(job)), "resourcesPerNode"),
         **_if(_env(job), "env"),
     }
     reference = {"apiGroup": _TRAINER.partition("/")[0], "kind": "ClusterTrainingRuntime", "name": runtime}
@@ -179,12 +177,12 @@ def _pod(job: Job, command: list[str], env: list[Object], resources: Object) -> 
         "image": job.image,
         **_if(command, "command"),
         **_if(env, "env"),
-        **_if(resources and {"requests": resources, "limits": resources.copy()}, "resources"),
+        **_if(_requirements(resources), "resources"),
         "volumeMounts": [{"name": name, "mountPath": path} for name, (path, _) in mounts.items()],
     }
     return {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": _GRACE_SECONDS,
+        "terminationGracePeriodSeconds": GRACE_SECONDS,
         "containers": [container],
         "volumes": [{"name": name, **source} for name, (_, source) in mounts.items()],
     }
@@ -193,6 +191,11 @@ def _pod(job: Job, command: list[str], env: list[Object], resources: Object) -> 
 def _resources(job: Job) -> Object:
     amounts = {"cpu": job.cpus, "memory": job.memory, "nvidia.com/gpu": job.gpus}
     return {name: str(amount) for name, amount in amounts.items() if amount}
+
+
+def _requirements(resources: Object) -> Object:
+    """What a container gets, and no more. Copies, or else YAML would have an anchor."""
+    return {"requests": resources, "limits": resources.copy()} if resources else {}
 
 
 def _env(job: Job) -> list[Object]:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from typing import Final
 
-from torchring.manifest.job import Job
-
-_GRACE_SECONDS: Final = 120  # between SIGTERM and the end of the job's time, to finish the step and write a checkpoint
+from torchring.manifest.job import GRACE_SECONDS, Job
 
 
 def sbatch_script(job: Job) -> str:
@@ -28,7 +25,7 @@ def sbatch_script(job: Job) -> str:
     exports = [f"export {name}={shlex.quote(value)}" for name, value in job.variables.items()]
     if job.elastic:
         lines += ["#SBATCH --no-kill", "#SBATCH --requeue", "#SBATCH --open-mode=append"]
-        lines.append(f"#SBATCH --signal=B:TERM@{_GRACE_SECONDS}")
+        lines.append(f"#SBATCH --signal=B:TERM@{GRACE_SECONDS}")
         least = str(job.elastic[0] * job.processes)
         run = ["exec", "torchring", "run", "--elastic", "--launcher", "srun", "--min-np", least, *job.command]
     else:

@@ -34,22 +34,14 @@ class Rank:
 
         Returns MASTER_ADDR and MASTER_PORT: on loopback if all ranks are on this node, else on all interfaces.
         """
-        import torch.distributed as dist
+        from torchring.rendezvous.store import host_on  # imports torch
 
         importlib.import_module("torchring.alone")  # before the function can make a DDP: counts modules of that kind
 
         listener = socket.create_server((_LOOPBACK if is_one_node else "", 0))
         port = listener.getsockname()[1]
         # torchring.init() and init_process_group() host their store at this port: in this process, that is this store.
-        self._store = dist.TCPStore(
-            _LOOPBACK,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            multi_tenant=True,
-            master_listen_fd=listener.detach(),
-            timeout=_STORE_TIMEOUT,
-        )
+        self._store = host_on(listener, _STORE_TIMEOUT, multi_tenant=True)
         return _LOOPBACK if is_one_node else ray.util.get_node_ip_address(), str(port)
 
     def call(self, master: tuple[str, str], pickled: bytes) -> bytes:
