@@ -106,7 +106,8 @@ class RowGroups(Parts):
         shuffle: shuffle, in an order that depends on `seed` and the epoch.
         seed: equal on all ranks. `load_state_dict` replaces it.
         format: "parquet", or "feather" for Arrow files (not streams).
-        rank, size: this process and its world. By default those of torchring when an iteration begins.
+        rank: this process. By default that of torchring when an iteration begins.
+        size: number of processes that share the samples. By default that of torchring when an iteration begins.
 
     Raises:
         ImportError: pyarrow is missing.

@@ -54,7 +54,8 @@ class Sampler(EpochSampler):
         batch_sampler: yields the batches of an epoch, such as batches of equal length, as lists of samples; the same on
             all ranks. Ranks take turns, and pass this sampler on: `DataLoader(dataset, batch_sampler=sampler)`. The
             order is that of `batch_sampler`, whatever `shuffle` says; its `set_epoch` is called if it has one.
-        rank, size: this process and its world. By default those of torchring when an iteration begins.
+        rank: this process. By default that of torchring when an iteration begins.
+        size: number of processes that share the samples. By default that of torchring when an iteration begins.
 
     Raises:
         TypeError: the dataset has no length.

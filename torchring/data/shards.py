@@ -33,7 +33,8 @@ def shard(dataset: Iterable[Any], *, rank: int | None = None, size: int | None =
     Args:
         dataset: starts anew with each `iter()`, and yields the same on every rank and in every worker. It is not told
             that it runs in a worker, so what splits its data by `get_worker_info()` yields all of it.
-        rank, size: this process and its world. By default those of torchring when an iteration begins.
+        rank: this process. By default that of torchring when an iteration begins.
+        size: number of processes that share the samples. By default that of torchring when an iteration begins.
 
     Raises:
         TypeError: not an iterable, or one that can be read only once, such as a generator.

@@ -30,8 +30,7 @@ class TorchringConfig(TorchConfig):
     - Workers leave the world when their loop ends, so a worker that still waits for another raises PeerLostError at
       once.
 
-    Args:
-        backend, init_method, timeout_s: those of TorchConfig, for the process group that Ray makes.
+    Its fields are those of TorchConfig, for the process group that Ray makes.
     """
 
     @property

@@ -105,7 +105,8 @@ def fit(
         train: the function to call.
         path: a new folder that all executors share and that Spark and pyarrow call alike, such as "file:///mnt/x".
         mode: "overwrite" replaces what is there. By default that is an error.
-        num_proc, options: see `run`.
+        num_proc: see `run`.
+        **options: see `run`.
 
     Raises:
         ValueError, RuntimeError: see `run`. A RuntimeError also if a rank does not see all rows in `path`.
