@@ -6,10 +6,12 @@ The first function that needs other ranks opens the world.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import math
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, Literal, get_args
@@ -18,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from torchring.errors import RingError, TopologyError
+from torchring.errors import PeerTimeoutError, RingError, TopologyError
 from torchring.generation import ProvisionalWorld
 from torchring.observe.inputs import Switch
 from torchring.observe.services import observe
@@ -33,7 +35,9 @@ from torchring.rendezvous.environment import (
     started_by_member,
 )
 from torchring.rendezvous.frameworks import refuse_lone_tasks
+from torchring.rendezvous.rendezvous import blames_key
 from torchring.rendezvous.store import mpi_world, open_store, unannounced_mpi
+from torchring.threads import is_done_within
 from torchring.world import ADVICE, DEFAULT_TIMEOUT_SECONDS, DEFAULT_WARNING_SECONDS, World
 
 Backend = Literal["auto", "gloo", "mpi"]
@@ -440,6 +444,16 @@ def _meeting(launch: LaunchEnvironment) -> object:
     return launch.master and launch.master[1], launch.key_values, launch.over_mpi, launch.job
 
 
+def _blame(world: World, peers: Sequence[int]) -> None:
+    """Tell `torchring run`, whose agent hosts the store, that these ranks have failed before this one."""
+    store, launch = _process.store, _process.launch
+    is_told = launch is not None and launch.job and launch.store_is_hosted
+    if is_told and store is not None and world.rendezvous is not None and peers and world.rank not in peers:
+        key, text = blames_key(world.rank), ",".join(map(str, peers))
+        with contextlib.suppress(dist.DistError):  # the agent has ended
+            is_done_within(world.rendezvous.start(lambda _: store.set(key, text)), 1.0)
+
+
 def _leave_at_exit() -> None:
     """Tell the peers that this script has ended, and why: the peers may still wait for this rank.
 
@@ -453,6 +467,8 @@ def _leave_at_exit() -> None:
     error = getattr(sys, "last_value", None) if not hasattr(sys, "ps1") else None
     if error is not None:
         _process.world.say_why_it_ends(f"its script ended with {type(error).__name__}: {error}")
+        if isinstance(error, RingError) and not isinstance(error, PeerTimeoutError):
+            _blame(_process.world, error.peers)
     else:  # after sys.exit(1), too, of which Python keeps no trace
         _process.world.say_why_it_ends("its script had ended", ADVICE)
     if "mpi4py.MPI" in sys.modules:

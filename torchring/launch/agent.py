@@ -12,17 +12,19 @@ strangers write to it is unpickled. The first agent hosts the store: on loopback
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, Final
 
-from torch.distributed import DistError, PrefixStore, TCPStore
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from torch.distributed.elastic import multiprocessing as elastic_multiprocessing
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -34,16 +36,17 @@ from torchring.launch.hosts import HostPlan
 from torchring.launch.jobs import bound
 from torchring.launch.output import STDERR, STDOUT, Output
 from torchring.rendezvous.addresses import is_for_other_hosts, resolve
+from torchring.rendezvous.rendezvous import blames_key
 from torchring.rendezvous.store import host_on
 
 _LOOPBACK: Final = "127.0.0.1"
 _MEETING_SECONDS: Final = 900  # for the agents to come, as with torchrun
-_PATIENCE_SECONDS: Final = 10.0  # for the agents to tell each other that they are done
+_PATIENCE_SECONDS: Final = 10.0  # for the agents to tell each other that they are done, and for a culprit to end
 _LAST_WORDS_SECONDS: Final = 2.0  # for ranks to report a rank that has failed; they notice within a second
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code of the first rank of this host that failed; 128 + n if signal n ended it, as in a shell."""
+    """Returns the exit code of the rank of this host that failed first; 128 + n if signal n ended it, as in a shell."""
     plan, command = HostPlan.from_json(arguments[0]), arguments[1:]
     try:
         store = _store(plan)
@@ -106,6 +109,7 @@ def _run(plan: HostPlan, command: Sequence[str], store: TCPStore) -> int:
         if name.startswith("torch.distributed.elastic"):  # failures are reported below, in fewer lines
             logging.getLogger(name).setLevel(logging.CRITICAL)
     elastic_multiprocessing.SubprocessContext = _Ranks  # type: ignore[misc]
+    _Ranks.store = PrefixStore("torchring/attempt0", store)  # as default_world.py calls it
     python, *binding = bound(plan.bind)
     rank = (*binding, sys.executable, "-u", *command)
     spec = WorkerSpec("default", plan.num_proc, _Meeting(plan, store), entrypoint=python, args=rank, max_restarts=0)
@@ -125,7 +129,7 @@ def _run(plan: HostPlan, command: Sequence[str], store: TCPStore) -> int:
     on = f" on {plan.host}" if plan.num_hosts > 1 else ""
     code: int = first.exitcode
     how = f"with exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-    print(f"torchring run: rank {rank_number} (pid {first.pid}{on}) ended first, {how}", file=sys.stderr)
+    print(f"torchring run: rank {rank_number} (pid {first.pid}{on}) failed first, {how}", file=sys.stderr)
     return code if code >= 0 else 128 - code
 
 
@@ -159,18 +163,36 @@ class _Ranks(SubprocessContext):
     """
 
     failed: ClassVar[set[int]] = set()  # process ids of the ranks that failed first
+    store: ClassVar[Store]  # of the ranks
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        processes = [handler.proc for handler in self.subprocess_handlers.values()]
         if death_sig is None and not self.failed:
-            failed = {process.pid: code for process in processes if (code := process.poll())}
+            ranks = {int(self.envs[i]["RANK"]): handler.proc for i, handler in self.subprocess_handlers.items()}
+            failed = {rank: code for rank, process in ranks.items() if (code := process.poll())}
             # Of several ranks that ended together, those that a signal ended are the cause: an error is an exit code.
-            self.failed.update({pid for pid, code in failed.items() if code < 0} or failed)
-            end = time.monotonic() + _LAST_WORDS_SECONDS
-            while any(process.poll() is None for process in processes) and time.monotonic() < end:
-                time.sleep(0.02)
+            first = {rank for rank, code in failed.items() if code < 0} or {*failed}
+            _wait(ranks.values(), _LAST_WORDS_SECONDS)
+            # A rank may have failed before these, and take longer to end.
+            blamed = {rank: peers for rank in failed if (peers := self._blamed_by(rank))}
+            culprits = {*itertools.chain(*blamed.values())} & ranks.keys() - blamed.keys()
+            if first <= blamed.keys():
+                _wait([ranks[rank] for rank in culprits], _PATIENCE_SECONDS)
+                first = {rank for rank in culprits if ranks[rank].poll()} or first
+            self.failed.update(ranks[rank].pid for rank in first)
         super().close(death_sig, timeout)
         for handler in self.subprocess_handlers.values():  # torch leaves these files open
             for file in (handler._stdout, handler._stderr):
                 if file is not None:
                     file.close()
+
+    def _blamed_by(self, rank: int) -> list[int]:
+        """The ranks of which a rank that has failed says that they failed before."""
+        key = blames_key(rank)
+        return [int(peer) for peer in self.store.get(key).decode().split(",")] if self.store.check([key]) else []
+
+
+def _wait(processes: Iterable[subprocess.Popen[Any]], seconds: float) -> None:
+    """Wait until all have ended, but no longer than so many seconds."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and any(process.poll() is None for process in processes):
+        time.sleep(0.02)

@@ -45,6 +45,11 @@ def ended_key(rank: int) -> str:
     return f"ended/{rank}"
 
 
+def blames_key(rank: int) -> str:
+    """The key, in the store of the launch, under which a rank that fails says which ranks it has failed because of."""
+    return f"blames/{rank}"
+
+
 class Rendezvous:
     """The store as seen by one rank of one world.
 
