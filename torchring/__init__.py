@@ -152,16 +152,18 @@ if not TYPE_CHECKING:  # else any misspelt name would be of type Any
     _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
     def __getattr__(name):
-        if name in _HOME_OF:
-            found = getattr(importlib.import_module(f"torchring.{_HOME_OF[name]}"), name)
-            globals()[name] = found
-            return found
-        if not name.startswith("_"):
-            try:
+        try:
+            if name in _HOME_OF:
+                found = getattr(importlib.import_module(f"torchring.{_HOME_OF[name]}"), name)
+                globals()[name] = found
+                return found
+            if not name.startswith("_"):
                 return importlib.import_module(f"torchring.{name}")
-            except ModuleNotFoundError as error:
-                if error.name != f"torchring.{name}":
-                    raise
+        except ModuleNotFoundError as error:
+            if error.name in ("torch", "numpy"):
+                raise importlib.import_module("torchring.releases").lacking(error.name) from None
+            if error.name != f"torchring.{name}":
+                raise
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__():

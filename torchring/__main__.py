@@ -11,13 +11,14 @@ def main() -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during an import would print its traceback
     _open_closed_streams()
     from torchring.cli import main as command
+    from torchring.releases import NEEDED, lacking
 
     try:
         return command()
     except ModuleNotFoundError as error:
-        if error.name not in ("torch", "numpy"):
+        if error.name not in NEEDED:
             raise
-        print(f"torchring needs {error.name}, which is not installed: pip install {error.name}", file=sys.stderr)
+        print(lacking(error.name), file=sys.stderr)
         return 2
 
 

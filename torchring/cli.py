@@ -9,7 +9,6 @@ import ast
 import contextlib
 import fcntl
 import importlib
-import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -22,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import torchring
 from torchring import placement
 from torchring.elastic.driver import options as elastic
 from torchring.elastic.driver.driver import start_elastic
@@ -32,6 +32,7 @@ from torchring.launch.launcher import LAUNCHERS, start
 from torchring.launch.output import OutputOptions
 from torchring.launch.signals import Stopped, signals_raise
 from torchring.observe import PROGRESS, STACKS, TRACE
+from torchring.releases import require_packages
 
 # Commands whose modules parse their own arguments.
 _COMMANDS: Final = {
@@ -51,8 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module = importlib.import_module(_COMMANDS[arguments[0]][0])
         return _while_it_is_read(module.main, arguments[1:])
     parser = argparse.ArgumentParser(prog="torchring", description="Data-parallel training for PyTorch.")
-    version = f"torchring {importlib.metadata.version('torchring')}"
-    parser.add_argument("-V", "--version", action="version", version=version)
+    parser.add_argument("-V", "--version", action="version", version=f"torchring {torchring.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     run = _add_run(commands)
     for name, (_, summary) in _COMMANDS.items():
@@ -175,8 +175,7 @@ def _while_it_is_read(command: Callable[[Sequence[str]], int], arguments: Sequen
 def _run(options: argparse.Namespace, is_elastic: bool) -> int:
     """Returns the exit code of the first process that failed; 128 + n if signal n ended it, as in a shell."""
     try:
-        if importlib.util.find_spec("torch") is None:  # the processes would say so in a traceback each
-            raise LaunchError("PyTorch is not installed: pip install torch")
+        require_packages()  # the processes would say so in a traceback each
         command = horovodrun.without_interpreter(options.script, options.arguments)
         if command is None or options.module:
             command = [*_program(options.script, options.module), *options.arguments]
@@ -299,6 +298,7 @@ def _summary(source: str) -> str:
 
 def _bench(name: str, arguments: Sequence[str]) -> int:
     """Returns the benchmark's exit code; 128 + n if signal n ended it, as in a shell."""
+    require_packages()
     if name != "micro":
         script = _BENCH / name / "__main__.py" if (_BENCH / name).is_dir() else _BENCH / f"{name}.py"
         return _run_alone([sys.executable, str(script), *arguments])

@@ -8,10 +8,24 @@ passed the argument as a float32 (triton-lang/triton#6152).
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import re
 from typing import Final
 
 LEAST_TORCH: Final = (2, 8)
+NEEDED: Final = ("torch", "numpy")
+
+
+def require_packages() -> None:
+    """Raise ModuleNotFoundError if a package is not installed without which nothing trains. Imports none of them."""
+    for name in NEEDED:
+        if importlib.util.find_spec(name) is None:
+            raise lacking(name)
+
+
+def lacking(name: str) -> ModuleNotFoundError:
+    """The error for a package of `NEEDED` that is not installed."""
+    return ModuleNotFoundError(f"torchring needs {name}, which is not installed: pip install {name}", name=name)
 
 
 def release_of(version: str) -> tuple[int, int]:

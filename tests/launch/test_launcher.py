@@ -222,13 +222,32 @@ def test_the_folder_of_progress_goes_with_the_job_or_the_next_one(
     assert not list(tmp_path.iterdir())
 
 
-def test_without_pytorch_there_is_a_sentence(launcher: Launcher) -> None:
-    code = "import sys; sys.modules['torch'] = None; from torchring.__main__ import main; sys.argv[1:] = ['doctor']; "
-    ran = subprocess.run(
-        [sys.executable, "-c", f"{code}sys.exit(main())"], env=launcher.environ, capture_output=True, text=True
-    )
-    assert (ran.returncode, ran.stdout) == (2, "")
-    assert ran.stderr == "torchring needs torch, which is not installed: pip install torch\n"
+@pytest.mark.parametrize("package", ["torch", "numpy"])
+def test_without_a_package_there_is_a_sentence(package: str, launcher: Launcher) -> None:
+    """The same one from all commands, and as the last line of a script's traceback."""
+    launcher.script("", "train.py")
+    code = f"""
+import sys
+sys.modules[{package!r}] = None
+from torchring.__main__ import main
+for words in ("doctor", "run -np 2 train.py", "run --elastic -np 2 train.py", "bench step"):
+    sys.argv[1:] = words.split()
+    assert main() == 2, words
+import torchring
+torchring.wrap
+"""
+    quiet = [sys.executable, "-W", "ignore", "-c", code]  # torch warns of NumPy
+    ran = subprocess.run(quiet, cwd=launcher.folder, env=launcher.environ, capture_output=True, text=True)
+    sentence = f"torchring needs {package}, which is not installed: pip install {package}"
+    *lines, last = ran.stderr.splitlines()
+    assert lines[:4] == [sentence] * 4
+    assert last == f"ModuleNotFoundError: {sentence}"
+
+
+def test_a_checkout_that_is_not_installed_has_a_version(launcher: Launcher) -> None:
+    command = [sys.executable, "-S", "-m", "torchring", "--version"]
+    ran = subprocess.run(command, cwd=ROOT, env=launcher.environ, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"torchring {torchring.__version__}\n", "")
 
 
 def test_a_machine_that_does_not_reach_itself_says_so(launcher: Launcher) -> None:
