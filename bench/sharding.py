@@ -7,7 +7,6 @@
 Rivals take turns: on one host in processes of their own (see turns.py), on two in the same processes. Malloc keeps the
 memory of freed gradients, as torchring has it do, for all of them.
     shard      torchring.wrap(optimizer, model, shard=True)
-    free       the same, with free_gradients=True
     torchring  torchring.wrap(optimizer, model)
     ddp        DistributedDataParallel(model, gradient_as_bucket_view=True) over Gloo
     zero       the same, with ZeroRedundancyOptimizer
@@ -98,13 +97,12 @@ def build(rival: str, model: torch.nn.Module, kind: str) -> step.Trainer:
             optimizers.append(ZeroRedundancyOptimizer(parameters, make.func, **make.keywords))  # type: ignore[attr-defined]
             continue
         optimizers.append(make(parameters))
-        if rival in ("torchring", "shard", "free"):
-            free = rival == "free"
-            optimizers[-1] = torchring.wrap(optimizers[-1], model, shard=rival != "torchring", free_gradients=free)
+        if rival in ("torchring", "shard"):
+            optimizers[-1] = torchring.wrap(optimizers[-1], model, shard=rival == "shard")
     return step.Trainer(trained, Several(optimizers), [])
 
 
-RIVALS: Final = ("shard", "free", "torchring", "ddp", "zero", "fsdp2", "alone")
+RIVALS: Final = ("shard", "torchring", "ddp", "zero", "fsdp2", "alone")
 
 
 def main() -> int:
@@ -163,7 +161,7 @@ def compare(model: str, kind: str, rate: str, options: argparse.Namespace) -> di
             rival: float((torch.load(coordinator.folder / f"{rival}.pt")[1] - first).norm() / (first - start).norm())
             for rival in options.rivals
         }
-    if different := [rival for rival in ("torchring", "free") if distance.get(rival)]:
+    if different := [rival for rival in ("torchring",) if distance.get(rival)]:
         raise SystemExit(f"shard does not have the weights of {' and '.join(different)}")
     spreads = {name: Spread.of(rival.seconds) for name, rival in coordinator.rivals.items()}
     return case | outcome(spreads, {name: ranks[0] for name, ranks in results.items()}, distance)

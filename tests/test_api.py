@@ -31,7 +31,7 @@ _OPTIONS = (
     "overlap: 'Overlap' = 'auto', on_nonfinite: 'OnNonfinite' = 'raise', "
     "sync_buffers: 'SyncBuffers' = 'mean', sync_initial_state: 'bool' = True, "
     "shard: \"bool | Literal['unmirrored']\" = False, "
-    "free_gradients: 'bool' = False)"
+    "free_gradients: 'None' = None)"
 )
 SIGNATURES = {
     "DistributedOptimizer": f"{_OPTIONS} -> 'None'",

@@ -38,7 +38,6 @@ from torchring.errors import GradientError
 from torchring.generation import ProvisionalWorld, refuse_before_generation
 from torchring.gradients.closures import Snapshot, mean_loss
 from torchring.gradients.contract import Stats, Sync
-from torchring.gradients.freed import FreedGradient, drop_freed
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.layout import Options
 from torchring.gradients.local import LocalSync
@@ -60,6 +59,7 @@ from torchring.gradients.validation import (
     lost_state,
     named_parameters,
     parameters_of,
+    refuse_left,
     sparse_parameters,
     spec_of,
     steps_exactly,
@@ -74,7 +74,7 @@ from torchring.placement import WORKER_CORES, advice, numbers_in
 from torchring.sharding.checkpoint import gather_state, keep_share, load_state
 from torchring.sharding.distributed_checkpoint import make_state, shard_state
 from torchring.sharding.kinds import kind_of
-from torchring.sharding.step import Shards, refuse_closure, refuse_part_of_state, why_kept
+from torchring.sharding.step import Shards, refuse_closure, refuse_part_of_state, say_cost
 from torchring.world import World
 
 _T = TypeVar("_T")
@@ -96,7 +96,7 @@ def wrap(
     sync_buffers: SyncBuffers = "mean",
     sync_initial_state: bool = True,
     shard: bool | Literal["unmirrored"] = False,
-    free_gradients: bool = False,
+    free_gradients: None = None,
 ) -> DistributedOptimizer:
     """Make `optimizer` average its gradients over all ranks while `backward()` runs. Collective.
 
@@ -136,8 +136,7 @@ def wrap(
         shard: each rank keeps the optimizer state for its share of the parameters, and steps that share.
             `step()` and `state_dict()` are collective then. Gradients are whole on all ranks, as without it.
             In elastic jobs, another rank keeps the share, too, unless this is "unmirrored".
-        free_gradients: with `shard`, each rank gets the gradients of its share only, so ranks exchange half as much.
-            After `backward()`, reading or writing `.grad` raises GradientError, as clipping and GradScaler do.
+        free_gradients: has left torchring; True raises ValueError.
 
     Returns:
         The optimizer to use in place of `optimizer`.
@@ -206,13 +205,14 @@ class DistributedOptimizer(OptimizerWrapper):
         sync_buffers: SyncBuffers = "mean",
         sync_initial_state: bool = True,
         shard: bool | Literal["unmirrored"] = False,
-        free_gradients: bool = False,
+        free_gradients: None = None,
     ) -> None:
+        refuse_left(free_gradients)
         world = self._find_world()
         world.shared(Join).refuse("wrap()")
         options = Options(
             *(op, compression, bucket_mb, accumulate, algorithm, overlap, on_nonfinite, sync_buffers),
-            *(shard, free_gradients),
+            shard,
         )
         group = world.shared(OptimizerGroup)
         group.guard.run("wrap()", self._open, world, optimizer, model, options, sync_initial_state)
@@ -249,14 +249,11 @@ class DistributedOptimizer(OptimizerWrapper):
             problem = error
         if world.size > 1:
             collectives_of(world).raise_together(problem, "could not wrap its optimizer")
-            # These options decide which collectives follow.
-            free, initial = options.free_gradients, sync_initial_state
-            collectives_of(world).check_equal([f"options: sync_initial_state={initial}, free_gradients={free}"])
+            # This option decides which collectives follow.
+            collectives_of(world).check_equal([f"options: sync_initial_state={sync_initial_state}"])
         elif problem is not None:
             raise problem
         sparse = self._find_sparse(optimizer, model)
-        if options.free_gradients:
-            options = self._find_freed(world, optimizer, options, names, sparse)
         self._initialise(optimizer, options, names, sparse, model)
         self._wrapped_at = time.perf_counter_ns()
         self._record(world)
@@ -273,24 +270,6 @@ class DistributedOptimizer(OptimizerWrapper):
         elif isinstance(world, ProvisionalWorld):
             self._needs_state = True
             self._connect_with_first_gradient()
-
-    @staticmethod
-    def _find_freed(
-        world: World,
-        optimizer: Optimizer,
-        options: Options,
-        names: dict[torch.nn.Parameter, str],
-        sparse: set[torch.nn.Parameter],
-    ) -> Options:
-        """Collective: leave free_gradients out if it does not work on some rank, and say why."""
-        specs = [spec_of(names, sparse, p) for p in names if p.requires_grad]
-        is_elastic = isinstance(world, ProvisionalWorld)
-        why = b"workers may leave" if is_elastic else why_kept(options, optimizer, specs, world).encode()
-        reasons = collectives_of(world).all_gather_bytes(why) if world.size > 1 else [why]
-        reason = next(filter(None, reasons), b"").decode()
-        if reason and world.rank == 0:
-            _logger.warning("free_gradients=True keeps whole gradients on all ranks: %s", reason)
-        return dataclasses.replace(options, free_gradients=False) if reason else options
 
     # What torchring.horovod's optimizer overrides
 
@@ -472,9 +451,6 @@ class DistributedOptimizer(OptimizerWrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set gradients to None, or to zeros, as torch.optim.Optimizer.zero_grad does."""
         self._current.forget_gradients()
-        if self._options.free_gradients:
-            for parameter in self._names:
-                drop_freed(parameter)
         if set_to_none and not _takes_set_to_none(type(self.optimizer)):  # type: ignore[arg-type]
             self.optimizer.zero_grad()
             return
@@ -599,11 +575,6 @@ class DistributedOptimizer(OptimizerWrapper):
     def _refuse_in_backward(self, what: str) -> None:
         if self._sync is not None and self._sync.in_backward:
             raise GradientError(f"{what} was called inside backward(); call it after backward() has returned")
-        if self._shards is not None and self._shards.is_between:
-            raise GradientError(
-                f"{what} was called after a backward() that has stepped a part of the parameters, as it does with "
-                "free_gradients=True; call step() first"
-            )
 
     def close(self) -> None:
         """Remove the hooks from the parameters and release buffers. All ranks should call this at the same point.
@@ -718,14 +689,14 @@ class DistributedOptimizer(OptimizerWrapper):
     def _shard(self, world: World) -> None:
         """Collective: keep the state of this rank's share, of what all ranks have alike."""
         keep_share(self._cut(world), dict(self.optimizer.state))
+        world.shared(say_cost)
 
     def _cut(self, world: World, *, is_mirrored: bool = False) -> Shards:
         """Collective: cut the parameters among the ranks. The state is as it was."""
         assert self._sync is not None
-        layout = self._sync.layout
         self._shards = Shards(
             *(world, self.optimizer, self._names, self._sparse, next(world.shared(_numbers))),
-            *(layout.buckets, self._sync.early_steps, self._follow_step, layout.all_reduce),
+            *(self._follow_step, self._sync.layout.all_reduce),
             is_mirrored=is_mirrored,
         )
         return self._shards
@@ -869,7 +840,7 @@ class DistributedOptimizer(OptimizerWrapper):
             if lr is None or (isinstance(lr, torch.Tensor) and lr.device.type != "cpu") or lr != 0:
                 return False
         grads = [parameter.grad for parameter in self._names if parameter.grad is not None]
-        return not any(isinstance(grad, FreedGradient) or grad.is_sparse or bool(grad.any()) for grad in grads)
+        return not any(grad.is_sparse or bool(grad.any()) for grad in grads)
 
     def _evaluate(self, closure: Callable[[], Any], sync: Sync) -> Any:
         sync.accept_parameters()

@@ -207,7 +207,6 @@ def _refuse(rank: int, size: int, hosts: Sequence[Sequence[int]]) -> None:
 
     for options, words in (
         ({"algorithm": "native"}, r"op='adasum' takes algorithm='auto', 'direct', 'hierarchical', got 'native'"),
-        ({"shard": True, "free_gradients": True}, r"free_gradients=True takes op='mean' or 'sum'"),
         ({"model": nn.Embedding(4, 2, sparse=True)}, r"build the layer of weight with sparse=False"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -271,6 +271,7 @@ def _refused(rank: int, size: int) -> None:
     for options, says in (
         ({"shard": rank == 0}, "shard=True"),
         ({"shard": 1}, "shard must be True, False or 'unmirrored'"),
+        ({"shard": True, "free_gradients": True}, "use FSDP2 (torch.distributed.fsdp.fully_shard)"),
     ):
         net, plain = _wide()
         refuse(says, lambda plain=plain, net=net, options=options: torchring.wrap(plain, net, **options))

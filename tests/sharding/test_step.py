@@ -79,6 +79,15 @@ def _train(net: Net, optimizer: Any, steps: range) -> None:
         scheduler.step()
 
 
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
 def _both(kind: str) -> list[tuple[Net, Any]]:
     """A model with a plain distributed optimizer, and one whose optimizer is sharded."""
     pairs = []
@@ -93,6 +102,7 @@ def _parameters(net: nn.Module) -> list[Tensor]:
 
 
 def _compared(rank: int, size: int, kinds: list[str], has_hosts: bool = False) -> list[list[Tensor]]:
+    logging.getLogger("torchring").addHandler(log := Lines())
     if has_hosts:  # ranks 0 and 1 on one, rank 2 on another
         host_module._host_identity = lambda: f"host {rank // 2}"
         torchring.init()
@@ -111,6 +121,9 @@ def _compared(rank: int, size: int, kinds: list[str], has_hosts: bool = False) -
         results.append(_parameters(net))
         optimizer.close()
         sharded.close()
+    cost = [line for line in log.lines if "1.5 times the bytes" in line and "fully_shard" in line]
+    assert len(cost) == (torchring.num_nodes() > 1 and rank == 0)
+    logging.getLogger("torchring").removeHandler(log)
     return results
 
 
@@ -256,15 +269,6 @@ def _graph_is_kept(rank: int, size: int) -> None:
 
 def test_a_graph_from_before_the_step_is_refused() -> None:
     run_ranks(_graph_is_kept, 2)
-
-
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def _said(rank: int, size: int) -> list[str]:

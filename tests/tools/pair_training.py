@@ -274,7 +274,6 @@ class _Script:
             "overlap": training["overlap"],
             "on_nonfinite": training["nonfinite"],
             "shard": training["shard"] != "no",
-            "free_gradients": training["shard"] == "free",
             "sync_buffers": "mean" if buffers == "none" else {buffers: kinds[buffers]},
         }
         return [torchring.wrap(each, net, **options) for each in optimizers]

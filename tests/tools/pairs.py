@@ -54,7 +54,7 @@ FEATURES: Final[Mapping[str, tuple[str, ...]]] = {
     "copy": ("none", "model", "pickle"),
     "hook": ("none", "before wrap"),
     "kind": ("sgd", "momentum", "fused"),
-    "shard": ("no", "yes", "free"),
+    "shard": ("no", "yes"),
     # what else goes on
     "resume": ("none", "same ranks", "from one"),
     "workers": ("none", "fork"),
@@ -80,7 +80,6 @@ def _ways(text: str) -> list[tuple[str, str]]:
 
 
 _NOT_IN_JOIN: Final = ("ValueError", "inside torchring.join()")
-_IS_FREED: Final = ("GradientError", "needs a gradient, and with free_gradients=True no rank has one")
 _NEEDS_ENGINE: Final = ("ValueError", "does not work with a process set")
 
 # What is refused: (class of the error, words of its text).
@@ -90,19 +89,13 @@ REFUSED: Final[dict[Ways, tuple[str, str]]] = _table(
     ("data=join + collectives=script|thread", _NOT_IN_JOIN),
     ("data=join + norm=sync", _NOT_IN_JOIN),
     ("data=join + groups=added", _NOT_IN_JOIN),
-    ("shard=yes|free + step=closure", ("ValueError", "step(closure) does not work with shard=True")),
-    ("shard=yes|free + layout=transposed", ("GradientError", "was replaced after torchring.wrap(..., shard=True)")),
-    ("shard=free + step=scaler", _IS_FREED),
-    ("shard=free + clip=norm", _IS_FREED),
-    ("shard=free + gradients=listed", _IS_FREED),
-    ("shard=free + gradients=flat", ("GradientError", "which free_gradients=True does not fill")),
-    ("shard=free + frozen=thaws", ("GradientError", "does not work with free_gradients=True")),
+    ("shard=yes + step=closure", ("ValueError", "step(closure) does not work with shard=True")),
+    ("shard=yes + layout=transposed", ("GradientError", "was replaced after torchring.wrap(..., shard=True)")),
     ("op=adasum + weights=samples|zero", ("ValueError", "weigh() takes op='mean'; op='adasum' combines")),
     (
         "op=adasum + algorithm=ring|native",
         ("ValueError", "op='adasum' takes algorithm='auto', 'direct', 'hierarchical'"),
     ),
-    ("op=adasum + shard=free", ("ValueError", "free_gradients=True takes op='mean' or 'sum'")),
     ("op=adasum + layers=sparse", ("ValueError", "op='adasum' takes dense gradients")),
     ("api=process set + weights=samples|zero", _NEEDS_ENGINE),
     ("api=process set + skip=one|with forward", _NEEDS_ENGINE),
@@ -126,7 +119,7 @@ APART: Final[dict[Ways, str]] = _table(
     ("op=adasum + norm=sync", "a rank's own gradient has parts of what the other ranks lose"),
     ("api=horovod|process set + op=adasum", "Horovod's Adasum combines what steps change, not gradients"),
     ("api=horovod|process set + buckets=tiny", _NO_OPTION),
-    ("api=horovod|process set + shard=yes|free", _NO_OPTION),
+    ("api=horovod|process set + shard=yes", _NO_OPTION),
     ("api=horovod|process set + overlap=thread", _NO_OPTION),
     ("api=horovod|process set + algorithm=ring|native|hierarchical", _NO_OPTION),
     ("api=horovod|process set + nonfinite=skip", _NO_OPTION),

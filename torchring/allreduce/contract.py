@@ -116,26 +116,6 @@ class VoidingAllReduce(Protocol):
 
 
 @dataclass(frozen=True)
-class ScatteredSpec:
-    """A wire buffer of which each rank gets the sum of its slice only (`slice_bounds`), and of the end as a whole.
-
-    numel: elements of the whole buffer. end: where the slices end.
-    """
-
-    numel: int
-    dtype: torch.dtype
-    end: int
-
-
-@runtime_checkable
-class ScatteringAllReduce(Protocol):
-    """An all-reduce that can do half of its work: it reduces and scatters, and gathers nothing."""
-
-    def open_scattered(self, specs: Sequence[ScatteredSpec]) -> Sequence[Any]:
-        """Collective: as `AllReduce.open_wires`. What `PendingReduction.wait` leaves in other slices is undefined."""
-
-
-@dataclass(frozen=True)
 class CombinedSpec:
     """A wire buffer of parameters that are combined each by itself, and of what is added up.
 

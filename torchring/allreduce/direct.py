@@ -29,7 +29,7 @@ from typing import Final
 
 import torch
 
-from torchring.allreduce.contract import NonFinite, ScatteredSpec
+from torchring.allreduce.contract import NonFinite
 from torchring.allreduce.records import MAX_PENDING, ReductionRecords
 from torchring.allreduce.slices import SharedWire, Slices
 from torchring.errors import FirstFailure, RingError
@@ -64,8 +64,8 @@ class PendingDirect:
     span = None
 
     __slots__ = (
-        *("_host", "_is_done", "_is_gathered", "_is_over", "_is_reduced"),
-        *("_number", "_result", "_scale", "_tag", "_wire", "found"),
+        *("_host", "_is_gathered", "_is_over", "_is_reduced"),
+        *("_number", "_result", "_scale", "_tag", "_wire"),
     )
 
     def __init__(self, host: _Host, wire: SharedWire, scale: float, tag: int) -> None:
@@ -75,9 +75,7 @@ class PendingDirect:
         self._tag = tag
         self._is_gathered = False  # all ranks have packed
         self._is_reduced = False  # this rank has reduced its slice
-        self._is_done = False  # on all ranks
         self._is_over = False
-        self.found: NonFinite | None = None  # in this rank's slice
         self._result: NonFinite | None = None
         self._number = host.records.begin(tag)
         host.pending.append(self)
@@ -94,7 +92,7 @@ class PendingDirect:
             self._note_gathered()
         host.records.check_tags(self._number, self._tag)
         found = host.slices.sum(self._wire, self._scale, spread=True)
-        self._is_reduced, self.found = True, found
+        self._is_reduced = True
         host.records.write(self._number, found)
         host.done.announce()
         return True
@@ -106,20 +104,12 @@ class PendingDirect:
             self._note_gathered()
         self.advance()
 
-    def is_over(self) -> bool:
-        """Whether `wait` returns at once. For the oldest reduction that is not over."""
-        host = self._host
-        if not self._is_done and self._is_reduced and self is host.pending[0]:
-            self._is_done = host.done.has_gathered()
-        return self._is_done
-
     def wait(self) -> NonFinite | None:
         if not self._is_over:
             host = self._host
             assert self is host.pending[0], _IN_ORDER
             self.contribute()
-            if not self._is_done:
-                host.done.gather()
+            host.done.gather()
             host.pending.popleft()
             self._is_over = True
             self._result = host.records.read(self._number)
@@ -156,11 +146,6 @@ class DirectAllReduce:
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[SharedWire]:
         slices = self._host.slices
         return [slices.wire(parts) for parts in slices.allocate(specs)]
-
-    def open_scattered(self, specs: Sequence[ScatteredSpec]) -> list[SharedWire]:
-        slices = self._host.slices
-        buffers = slices.allocate([(spec.numel, spec.dtype) for spec in specs])
-        return [slices.wire(parts, spec.end) for spec, parts in zip(specs, buffers, strict=True)]
 
     def all_reduce(self, wire: SharedWire, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
         return self.start(wire, scale=scale, tag=tag).wait()

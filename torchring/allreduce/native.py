@@ -22,16 +22,13 @@ import torch
 
 from torchring.allreduce.contract import (
     NonFinite,
-    ScatteredSpec,
     broken_off,
     first_non_finite,
     is_finite,
     tag_mismatch,
 )
-from torchring.allreduce.slices import slice_bounds
 from torchring.errors import RingError, in_step
-from torchring.kernels import reference
-from torchring.transport.contract import Transfer, Transport
+from torchring.transport.contract import Transport
 
 _ELEMENTS: Final = 1 << 40  # more than a wire has
 _NO_SUSPECT: Final = -1
@@ -48,7 +45,6 @@ class EngineSum:
         lookups: the transport on which ranks look for the origin of a NaN. By default `transport`: then all ranks have
             to start the same sums before the first wait.
         is_void: this rank has broken the round off, and contributes nothing.
-        scatters: sums this rank's slice of `buffer`, which is marked, in place of the engine.
     """
 
     def __init__(
@@ -61,9 +57,7 @@ class EngineSum:
         is_marked: bool = False,
         lookups: Transport | None = None,
         is_void: bool = False,
-        scatters: Scattering | None = None,
     ) -> None:
-        self._scatters = scatters
         self._buffer = buffer[:-1] if is_marked else buffer
         self._mark = buffer[-1:] if is_marked else None
         self._scale = scale
@@ -75,14 +69,14 @@ class EngineSum:
             self._suspect = _VOID
         elif suspect is not None and suspect.rank is not None:
             self._suspect = suspect.rank * _ELEMENTS + suspect.element
-        self._transfer = transport.start_all_reduce(buffer) if scatters is None else scatters.start(transport)
+        self._transfer = transport.start_all_reduce(buffer)
 
     def wait(self) -> NonFinite | None:
         """Returns the origin of the first NaN or infinity. Raises PlanMismatchError unless all or none have voided."""
         self._transfer.wait()
         if self._mark is not None and math.isfinite(self._mark):
             return None
-        if self._scatters is None and scale_and_check(self._buffer, self._scale):
+        if scale_and_check(self._buffer, self._scale):
             return None
         # All ranks hold the same bits, so either all ranks come here or none.
         lookups = self._lookups
@@ -94,59 +88,7 @@ class EngineSum:
         for suspect in suspects:
             if suspect != _NO_SUSPECT:
                 return NonFinite(*divmod(suspect, _ELEMENTS))
-        if self._scatters is None:
-            return NonFinite(None, first_non_finite(self._buffer) or 0)
-        element = self._scatters.first_non_finite()
-        elements = [e for e in lookups.all_gather(_NO_SUSPECT if element is None else element) if e != _NO_SUSPECT]
-        return NonFinite(None, min(elements)) if elements else None
-
-
-class Scattering:
-    """Sums this rank's slice of a buffer, and what lies behind the slices, with what the other ranks send.
-
-    Each rank sends (N-1)/N of the buffer, half of what an all-reduce takes. Gloo's own reduce-scatter takes as long as
-    its all-reduce (25 MiB, two hosts, 10 Gbit/s: 90 and 53 ms; two messages 29 ms). Sums are in rank order, in fp32 for
-    16-bit buffers.
-
-    Args:
-        buffer: [n].
-        end: where the slices end.
-        members: the ranks, in order.
-    """
-
-    def __init__(self, buffer: torch.Tensor, end: int, members: Sequence[int], rank: int) -> None:
-        bounds = dict(zip(members, slice_bounds(end, len(members), buffer.element_size()), strict=True))
-        self._start, stop = bounds[rank]
-        tail = (end, buffer.numel())
-        self._sends = [(peer, buffer[a:b]) for peer in members if peer != rank for a, b in (bounds[peer], tail)]
-        self._receives: list[tuple[int, torch.Tensor]] = []
-        self._sums = []
-        for begin, until in ((self._start, stop), tail):
-            parts = []
-            for peer in members:
-                parts.append(buffer[begin:until] if peer == rank else torch.empty_like(buffer[begin:until]))
-                if peer != rank:
-                    self._receives.append((peer, parts[-1]))
-            self._sums.append(reference.Accumulation(parts, buffer[begin:until]))
-        self._own = buffer[self._start : stop]
-        self._under_way: list[Transfer] = []
-
-    def start(self, transport: Transport) -> Scattering:
-        self._under_way = [transport.receive(tensor, peer) for peer, tensor in self._receives]
-        self._under_way += [transport.send(tensor, peer) for peer, tensor in self._sends]
-        return self
-
-    def wait(self) -> None:
-        for transfer in self._under_way:  # the end of the buffer is read until all are over
-            transfer.wait()
-        self._under_way = []
-        for each in self._sums:
-            each.run()
-
-    def first_non_finite(self) -> int | None:
-        """Index in the buffer of the first NaN or infinity in this rank's slice."""
-        element = first_non_finite(self._own)
-        return None if element is None else self._start + element
+        return NonFinite(None, first_non_finite(self._buffer) or 0)
 
 
 @dataclass(eq=False)
@@ -159,24 +101,12 @@ class NativeWire:
         scale_first: inputs are scaled and looked at where they are packed, and whoever packs calls `mark`. Otherwise
             inputs of 16 bits are looked at by their extremes, and wider ones before and after the sum.
         suspect: index of the first NaN or infinity that this rank has packed. None if there is none.
-        scattered: where the slices end, if each rank gets the sum of its slice only.
     """
 
     tensor: torch.Tensor
     whole: torch.Tensor
     scale_first: bool = False
     suspect: int | None = None
-    scattered: int | None = None
-    _scattering: Scattering | None = None
-
-    def scattering(self, transport: Transport, buffer: torch.Tensor) -> Scattering | None:
-        """What sums `buffer`, which is `whole` or takes its place; None for the engine."""
-        if self.scattered is None or (buffer is self.whole and self._scattering is not None):
-            return self._scattering
-        scattering = Scattering(buffer, self.scattered, transport.members, transport.rank)
-        if buffer is self.whole:
-            self._scattering = scattering
-        return scattering
 
     def look(self, num_ranks: int) -> None:
         """Mark the wire if the sum of this many inputs may be not finite, by the extremes of this one."""
@@ -206,8 +136,7 @@ class PendingNative:
         self._started = time.perf_counter()
         self._result: NonFinite | None = None
         buffer = torch.zeros_like(wire.whole) if is_void else wire.whole
-        # Partial sums of 16 bits travel. What is scattered is marked.
-        looks = wire.whole.dtype.itemsize == 2 or (wire.scattered is not None and not wire.scale_first)
+        looks = wire.whole.dtype.itemsize == 2  # partial sums of 16 bits travel
         if looks and not is_void:
             if scale != 1.0:
                 buffer.mul_(scale)
@@ -216,12 +145,10 @@ class PendingNative:
         # Without a mark: the sum replaces what this rank has contributed.
         element = wire.suspect if is_marked else first_non_finite(buffer)
         suspect = None if element is None else NonFinite(transport.rank, element)
-        scatters = wire.scattering(transport, buffer)
         self._sum = EngineSum(
             *(transport, buffer, 1.0 if looks else scale, suspect),
             is_marked=is_marked,
             is_void=is_void,
-            scatters=scatters,
         )
 
     def advance(self) -> bool:
@@ -255,12 +182,6 @@ class NativeAllReduce:
         check_dtypes(self._transports[0], specs)
         wholes = [torch.zeros(numel + 1, dtype=dtype, device="cpu") for numel, dtype in specs]
         return [NativeWire(whole.data[:-1], whole) for whole in wholes]
-
-    def open_scattered(self, specs: Sequence[ScatteredSpec]) -> list[NativeWire]:
-        wires = self.open_wires([(spec.numel, spec.dtype) for spec in specs])
-        for wire, spec in zip(wires, specs, strict=True):
-            wire.scattered = spec.end
-        return wires
 
     def start(self, wire: NativeWire, *, scale: float = 1.0, tag: int = 0) -> PendingNative:
         return PendingNative(wire, scale, self._transports[0])

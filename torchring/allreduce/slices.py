@@ -84,30 +84,21 @@ class Slices:
             return 0, 0
         return slice_bounds(buffer.numel(), self._count, buffer.element_size())[self._group.index]
 
-    def wire(self, parts: Sequence[torch.Tensor], scattered: int | None = None) -> SharedWire:
-        """The wire of this rank, given the buffers of all ranks in rank order.
-
-        Args:
-            scattered: of the elements before this one, each rank gets the sum of its slice only. The last rank sums the
-                elements behind for all ranks.
-        """
+    def wire(self, parts: Sequence[torch.Tensor]) -> SharedWire:
+        """The wire of this rank, given the buffers of all ranks in rank order."""
         me, dtype = self._group.index, parts[0].dtype
         if dtype not in self._scratch:
             wide = reference.compute_dtype(dtype, dtype)
             self._scratch[dtype] = torch.empty(BLOCK_BYTES // dtype.itemsize, dtype=wide, device="cpu")
         scratch = self._scratch[dtype]
-        end = parts[0].numel() if scattered is None else scattered
-        ranges = [(*self.bounds(parts[0][:end]), scattered is None)]
-        if me == self._count - 1:
-            ranges.append((end, parts[0].numel(), True))
+        start, stop = self.bounds(parts[0])
         step = BLOCK_BYTES // dtype.itemsize
         blocks = []
-        for start, stop, is_spread in ranges:
-            for first in range(start, stop, step):
-                inputs = [part[first : min(first + step, stop)] for part in parts]
-                others = [view for rank, view in enumerate(inputs) if rank != me and is_spread]
-                accumulation = reference.Accumulation(inputs, inputs[me], scratch)
-                blocks.append(Block(first, inputs, inputs[me], accumulation, others))
+        for first in range(start, stop, step):
+            inputs = [part[first : min(first + step, stop)] for part in parts]
+            others = [view for rank, view in enumerate(inputs) if rank != me]
+            accumulation = reference.Accumulation(inputs, inputs[me], scratch)
+            blocks.append(Block(first, inputs, inputs[me], accumulation, others))
         return SharedWire(parts[me].data, tuple(blocks))
 
     def sum(self, wire: SharedWire, scale: float, *, spread: bool) -> NonFinite | None:

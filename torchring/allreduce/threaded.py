@@ -22,8 +22,6 @@ from torchring.allreduce.contract import (
     CombinedSpec,
     CombiningAllReduce,
     NonFinite,
-    ScatteredSpec,
-    ScatteringAllReduce,
     W,
 )
 from torchring.errors import FirstFailure, PeerLostError, RingError
@@ -120,10 +118,6 @@ class ThreadedAllReduce(Generic[W]):
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[W]:
         return self._all_reduce.open_wires(specs)
-
-    def open_scattered(self, specs: Sequence[ScatteredSpec]) -> Sequence[W]:
-        assert isinstance(self._all_reduce, ScatteringAllReduce)
-        return self._all_reduce.open_scattered(specs)
 
     def open_combined(self, specs: Sequence[CombinedSpec]) -> Sequence[W]:
         assert isinstance(self._all_reduce, CombiningAllReduce)

@@ -27,8 +27,6 @@ from torchring.allreduce import TAGS_PER_ROUND, AllReduce, Wire
 from torchring.allreduce.contract import (
     CombinedSpec,
     CombiningAllReduce,
-    ScatteredSpec,
-    ScatteringAllReduce,
     tag_mismatch,
 )
 from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream
@@ -145,11 +143,7 @@ class HostAgreement:
         self._timing = timing
 
     def open_wires(self, plan: Plan) -> list[tuple[Wire, Callable[[float], Packing]]]:
-        if any(bucket.is_scattered for bucket in plan.buckets):
-            assert isinstance(self._all_reduce, ScatteringAllReduce)
-            specs = [ScatteredSpec(bucket.numel, bucket.wire_dtype, bucket.flags_offset) for bucket in plan.buckets]
-            wires = self._all_reduce.open_scattered(specs)
-        elif self._combines:
+        if self._combines:
             assert isinstance(self._all_reduce, CombiningAllReduce)
             wires = self._all_reduce.open_combined(
                 [
@@ -188,10 +182,8 @@ class HostAgreement:
             if (found := bucket.non_finite) is not None:
                 slot = bucket.slot_at(found.element)
                 name, parameter = bucket.names[slot], bucket.parameters[slot]
-                # Looked up before a step: this rank may have no gradient before the bucket hands out the result. No
-                # script can mend what is scattered.
-                gradient = None if bucket.plan.is_scattered else partial(getattr, parameter, "grad")
-                current.non_finite = NonFiniteGradient(found.rank, name, gradient)
+                # Looked up before a step: this rank may have no gradient before the bucket hands out the result.
+                current.non_finite = NonFiniteGradient(found.rank, name, partial(getattr, parameter, "grad"))
                 return
 
     def find_non_finite(self) -> None: ...

@@ -12,7 +12,7 @@ import enum
 import math
 import operator
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Final
 
 import torch
@@ -20,7 +20,6 @@ import torch
 from torchring.allreduce import NonFinite, Wire
 from torchring.allreduce.slices import SharedWire
 from torchring.errors import GradientError
-from torchring.gradients.freed import FreedGradient, drop_freed
 from torchring.gradients.ledger import LOCAL, GradientLedger, GradientStatus, grad_of
 from torchring.gradients.packing import COPY_ON_ARRIVAL_BYTES, HostPacking, Packing
 from torchring.gradients.plan import BucketPlan, ParameterSpec, Slot
@@ -142,7 +141,6 @@ class Bucket:
         self._earlier: set[int] = set()  # slots with another tensor than the view in `.grad` before this backward
         self._restrided: set[int] = set()  # slots whose parameter has other strides than when it was wrapped
         self._is_abandoned = False
-        self._freed: list[FreedGradient] = []  # stand-ins for gradients that are scattered, one per slot
 
     def begin(self, current: RoundState) -> None:
         """A round begins. The first gradient of its backward may be there already."""
@@ -205,9 +203,6 @@ class Bucket:
             self._move(BucketState.FILLING)
         self.flags.fill_(1)
         self._missing = [slot for slot, arrived in enumerate(self._has_arrived) if not arrived]
-        if self._freed and self.round.is_absent:
-            for slot in self._missing:
-                drop_freed(self.parameters[slot])
         self._take_back_moved(self._missing)
         present: list[int] = []
         absent: list[int] = []
@@ -245,8 +240,6 @@ class Bucket:
             self.parameters[slot].grad = self._views[slot]
         self._left = {}
         self._move(BucketState.REDUCING)
-        if self.plan.is_scattered and self.round.summed is not None:  # peers may write to them
-            torch.autograd.graph.increment_version(self.parameters)
         if not self.packing.takes_once:
             self.ledger.note_versions()
 
@@ -289,26 +282,7 @@ class Bucket:
             self.ledger.settle(slot, grad)
         if self._kept or self._packed or scale != 1.0:
             self.ledger.note_versions()
-        if self.plan.is_scattered:
-            self._free(unused, owned)
         self.reset()
-
-    def _free(self, unused: Container[int], owned: Iterable[int]) -> None:
-        """No rank has a whole gradient of this bucket: stand-ins take the place of the gradients."""
-        for slot in set(owned) - self._restrided:  # whose step is refused
-            name = self.names[slot]
-            raise GradientError(
-                f"the script keeps a tensor for the gradient of {name}, which free_gradients=True does not fill; call "
-                "zero_grad() before backward(), or leave free_gradients out",
-                bucket=self.index,
-                parameters=(name,),
-            )
-        if not self._freed:
-            self._freed = [FreedGradient(parameter) for parameter in self.parameters]
-        for slot, parameter in enumerate(self.parameters):
-            if slot not in unused and parameter.numel():
-                parameter.grad = freed = self._freed[slot]
-                self.ledger.settle(slot, freed)
 
     def abandon(self) -> None:
         """The round was broken off. A gradient in a buffer that has left is lost: ranks are adding up there.

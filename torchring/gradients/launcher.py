@@ -22,7 +22,6 @@ from typing import Any
 
 from torchring.allreduce import TAGS_PER_ROUND, AllReduce, PendingReduction
 from torchring.allreduce.contract import VoidingAllReduce
-from torchring.allreduce.direct import PendingDirect
 from torchring.allreduce.records import MAX_PENDING
 from torchring.errors import GradientError, RingError
 from torchring.gradients.bucket import Bucket, BucketState
@@ -225,8 +224,6 @@ class Launcher:
                 raise
             self._note_end(self._num_advanced)
             self._num_advanced += 1
-            if current.summed is not None and isinstance(reduction, PendingDirect):
-                current.summed(launched, reduction.found, reduction.is_over)
         if self._num_advanced < len(pending):
             self._waiting.add(self)
         else:
@@ -258,7 +255,6 @@ class Launcher:
             discard: leave the buckets as they are.
         """
         started = time.perf_counter()
-        summed = None if discard else self.round.summed
         pending, self._pending = self._pending, []
         num_advanced, self._num_advanced = self._num_advanced, 0
         self._waiting.discard(self)
@@ -267,8 +263,6 @@ class Launcher:
             with self._at(bucket):
                 reduction.contribute()
             self._note_end(number)
-            if summed is not None and isinstance(reduction, PendingDirect):
-                summed(bucket, reduction.found, reduction.is_over)
         problem: GradientError | None = None
         for number, (bucket, reduction) in enumerate(pending):
             with self._at(bucket):
@@ -279,8 +273,6 @@ class Launcher:
                 continue
             try:
                 bucket.end_reduce(non_finite)
-                if summed is not None and not isinstance(reduction, PendingDirect):
-                    summed(bucket, non_finite, _yes)
             except GradientError as error:  # the others are waited for all the same: nothing may stay under way
                 problem = error
         seconds = time.perf_counter() - started
@@ -410,10 +402,6 @@ class _At:
 
 def _locate(error: RingError, bucket: Reducible, current: RoundState) -> None:
     error.locate(bucket=bucket.index, parameters=bucket.names, step=current.step)
-
-
-def _yes() -> bool:
-    return True
 
 
 def union_length(spans: Iterable[tuple[float, float]]) -> float:

@@ -27,7 +27,6 @@ from torchring.gradients.plan import (
     Plan,
     build_plan,
     default_bucket_mb,
-    scattered,
     shifted,
 )
 from torchring.gradients.round import ControlFields
@@ -49,7 +48,6 @@ class Options:
     on_nonfinite: str = "raise"
     sync_buffers: SyncBuffers = None
     shard: bool | Literal["unmirrored"] = False
-    free_gradients: bool = False
 
     def __str__(self) -> str:
         return ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(self))
@@ -171,9 +169,6 @@ class BucketLayout:
 
     def open(self, specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter]) -> None:
         """Collective: lay out the first parameters, by `first_plan`."""
-        if self.options.free_gradients:
-            self.first_plan = scattered(self.first_plan)
-            self.launcher.forget_order()  # the optimizer's state is laid out by this plan
         self._add(specs, parameters, self.first_plan)
 
     def add(self, specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter]) -> None:

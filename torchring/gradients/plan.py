@@ -99,7 +99,6 @@ class BucketPlan:
         flags_offset: where the flags begin, in elements.
         numel: number of elements of the whole wire buffer.
         control: the control bits, which come last; only in the first bucket.
-        is_scattered: each rank gets the gradients of its slice (`slice_bounds` of the elements before the flags) only.
     """
 
     index: int
@@ -109,7 +108,6 @@ class BucketPlan:
     flags_offset: int
     numel: int
     control: ControlFields = _NO_CONTROL
-    is_scattered: bool = False
 
     @property
     def control_offset(self) -> int:
@@ -208,11 +206,6 @@ def build_plan(
     return Plan(
         tuple(_lay_out(i, dtype, members, specs, compression, control) for i, (dtype, members) in enumerate(closed))
     )
-
-
-def scattered(plan: Plan) -> Plan:
-    """The same plan, of which each rank gets the gradients of its slices only."""
-    return Plan(tuple(replace(bucket, is_scattered=True) for bucket in plan.buckets))
 
 
 def shifted(plan: Plan, *, buckets: int, parameters: int) -> Plan:

@@ -28,7 +28,6 @@ from torchring.gradients.ledger import Ledger, OptimizerLedger
 from torchring.gradients.module_wrappers import ModuleWrappers, explain
 from torchring.gradients.participants.buffers import BufferSpec, BufferSync
 from torchring.gradients.participants.data import DataCheck
-from torchring.gradients.participants.early import EarlySteps
 from torchring.gradients.participants.elastic import Batches, ElasticJob
 from torchring.gradients.participants.noise import NoiseScale
 from torchring.gradients.participants.recording import RoundRecording
@@ -45,7 +44,6 @@ from torchring.world import World
 
 _KINDS: Final = (
     *(Weighing, SparseReduction, BufferSync, ReplicaCheck, DataCheck, NoiseScale, ElasticJob, RoundRecording),
-    EarlySteps,
 )
 
 
@@ -64,10 +62,6 @@ def control_fields(world: World) -> ControlFields:
     )
 
 
-_UNFROZEN: Final = (
-    "a frozen parameter has come to require a gradient, which does not work with free_gradients=True; close() this "
-    "optimizer and call torchring.wrap() again, on all ranks, or leave free_gradients out"
-)
 ROUND: Final = b"backward()"
 """What a rank announces at the beginning of a round, see `Members.announce`."""
 
@@ -181,7 +175,6 @@ class Reducer(Sync):
         ledger: what is known about the gradients.
         weighing: gives gradients their weights.
         participants: what takes part in a round, in this order on all ranks.
-        early_steps: steps buckets while backward goes on. None without free_gradients.
         failure: the error that ended the last backward between ranks. Gradients are worth nothing after it.
         num_steps: how many optimizer steps this rank has made.
         in_backward: whether a backward of these parameters is under way.
@@ -263,17 +256,12 @@ class Reducer(Sync):
             self.participants.append(BufferSync(world, buffers, all_reduce, device, follow))
         self.participants += [replicas, DataCheck(world, inputs, is_mean=options.op == "mean"), recording]
         self._noise: NoiseScale | None = None
-        if world.size > 1 and options.op in ("mean", "sum") and not options.free_gradients:  # `.grad` shows it
+        if world.size > 1 and options.op in ("mean", "sum"):
             self._noise = NoiseScale(
                 *(world, self.specs, self.parameters, self.launcher.holds_result, self._recorder),
                 is_sum=options.is_sum,
             )
             self.participants.append(self._noise)
-        self.early_steps: EarlySteps | None = None
-        if options.free_gradients:
-            may_skip = options.on_nonfinite == "skip"
-            self.early_steps = EarlySteps(world.size, lambda: may_skip or self._weights.is_by_script, replicas.accept)
-            self.participants.append(self.early_steps)
 
         # The backward under way
         self.in_backward = False
@@ -434,8 +422,6 @@ class Reducer(Sync):
             with self._failing():
                 self._finish_round()
                 if self.round.sums["has_unfrozen"]:
-                    if self.early_steps is not None:
-                        raise in_step(GradientError(_UNFROZEN, rank=self.world.rank))
                     self._adopt_unfrozen()
                     self._reduce_again()
             self._num_backwards = 0

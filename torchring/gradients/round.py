@@ -191,8 +191,6 @@ class RoundState:
         factor: this rank's gradients are multiplied by it in the wire buffer.
         bits: control bits and numbers of this rank, by name.
         extra: leaves after all buckets, if there is anything.
-        summed: called with each bucket of which this rank's slice is summed, what is not finite there, and what tells
-            whether all ranks have summed theirs. None if nobody wants to know.
         mark_ready: if given, called by all hooks, with the index of a parameter that has its gradient.
         looks: by parameter, what its hook calls first, with its index: `.grad` is this rank's own then.
 
@@ -222,7 +220,6 @@ class RoundState:
     factor: float = 1.0
     bits: dict[str, float] = field(default_factory=dict)
     extra: Reducible | None = None
-    summed: Callable[[Reducible, NonFinite | None, Callable[[], bool]], None] | None = None
     mark_ready: Callable[[int], None] | None = None
     looks: dict[int, Callable[[int], None]] = field(default_factory=dict)
 

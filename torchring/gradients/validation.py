@@ -44,12 +44,6 @@ def check_options(options: Options) -> None:
         raise ValueError(f"bucket_mb must be a size in MiB, 0 or more, got {options.bucket_mb!r}")
     if not isinstance(options.shard, bool) and options.shard != "unmirrored":
         raise ValueError(f"shard must be True, False or 'unmirrored', got {options.shard!r}")
-    if not isinstance(options.free_gradients, bool):
-        raise ValueError(f"free_gradients must be True or False, got {options.free_gradients!r}")
-    if options.free_gradients and not options.shard:
-        raise ValueError("free_gradients=True takes shard=True, which gives each rank a share to step")
-    if options.op == "adasum" and options.free_gradients:
-        raise ValueError("free_gradients=True takes op='mean' or 'sum'; op='adasum' takes shard=True alone")
     if options.op == "adasum" and options.algorithm not in _COMBINING:
         known = ", ".join(map(repr, _COMBINING))
         raise ValueError(f"op='adasum' takes algorithm={known}, got {options.algorithm!r}, which adds gradients up")
@@ -141,6 +135,15 @@ def check_combined(names: Mapping[torch.nn.Parameter, str], sparse: Container[to
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
     """The optimizer's parameters, in the order of its groups."""
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
+def refuse_left(free_gradients: object) -> None:
+    """Raise ValueError for an option of `wrap` that torchring had."""
+    if free_gradients:
+        raise ValueError(
+            "free_gradients=True has left torchring; with shard=True, each rank keeps whole gradients. If you need "
+            "less memory, use FSDP2 (torch.distributed.fsdp.fully_shard) in place of torchring.wrap"
+        )
 
 
 def check_free(names: Mapping[torch.nn.Parameter, str], world: World) -> None:

@@ -15,7 +15,6 @@ from typing import Final
 import torch
 
 from torchring.allreduce.slices import ALIGNMENT_BYTES, slice_bounds
-from torchring.gradients.plan import BucketPlan
 
 _SMALL_BYTES: Final = 256 * 1024  # a smaller parameter shares a region with others: to step a tensor costs 50 us
 _SMALL_BYTES_ON_DEVICE: Final = 16 << 20  # each region takes a launch, which takes its time to meet the other ranks
@@ -83,17 +82,6 @@ def cut_elements(candidates: Sequence[Candidate], num_ranks: int, *, on_device: 
         numel, itemsize = _length(run), run[0].dtype.itemsize
         regions.append(_region(run, tuple(slice_bounds(numel, num_ranks, itemsize))))
     return regions
-
-
-def cut_as_bucket(candidates: Sequence[Candidate], bucket: BucketPlan, num_ranks: int) -> Region:
-    """Lay parameters out as their gradients lie in a bucket, so that the bucket's slices are those of the region."""
-    slots = [slot for slot in bucket.slots if slot.numel]
-    members = tuple(
-        Member(each.parameter, each.group, slot.offset, slot.numel)
-        for each, slot in zip(candidates, slots, strict=True)
-    )
-    numel = bucket.flags_offset
-    return Region(bucket.dtype, members, numel, tuple(slice_bounds(numel, num_ranks, bucket.dtype.itemsize)))
 
 
 def assign_whole(candidates: Sequence[Candidate], num_ranks: int) -> list[Region]:

@@ -27,14 +27,12 @@ class RegionMemory:
     Attributes:
         own: [numel] of the region's dtype; this rank's parameters.
         peers: the same of the other ranks of the host, where the host writes them.
-        gradient: [numel]; a bucket that holds the gradients of this rank's slice. None: gradients are in `.grad`.
     """
 
     def __init__(self, region: Region, own: torch.Tensor, peers: Sequence[torch.Tensor]) -> None:
         self.region = region
         self.own = own
         self.peers = peers
-        self.gradient: torch.Tensor | None = None
 
 
 def movable(parameters: Sequence[torch.Tensor]) -> list[bool]:

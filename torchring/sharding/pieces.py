@@ -16,7 +16,6 @@ from typing import Any, Final
 import torch
 
 from torchring.errors import GradientError
-from torchring.gradients.freed import FreedGradient
 from torchring.sharding.cut import Member, Region
 from torchring.sharding.kinds import SCALARS
 from torchring.sharding.parameters import RegionMemory
@@ -53,7 +52,6 @@ class Piece:
         region: index of the region.
         group: index of the parameter group.
         start: the first element in the region.
-        bucket: its gradient, in a bucket of which this rank has the gradients of its slice. None: it is in `.grad`.
     """
 
     tensor: torch.Tensor
@@ -61,7 +59,6 @@ class Piece:
     group: int
     start: int
     parts: tuple[Part, ...]
-    bucket: torch.Tensor | None = None
     _gradient: torch.Tensor | None = field(default=None, init=False)  # of several parts, side by side
     _places: list[torch.Tensor] = field(default_factory=list, init=False)  # of the parts there
 
@@ -73,10 +70,6 @@ class Piece:
         """Give the tensor its gradient. Returns False if only some of the parts have one: then split the piece."""
         if self.is_parameter:
             return True
-        if self.bucket is not None:
-            freed = [isinstance(part.parameter.grad, FreedGradient) for part in self.parts]
-            self.tensor.grad = self.bucket if freed[0] else None
-            return all(has == freed[0] for has in freed)
         if len(self.parts) == 1:
             self.tensor.grad = _gradient_of(self.parts[0])
             return True
@@ -102,8 +95,7 @@ class Piece:
         for part in self.parts:
             tensor = self.tensor[part.place : part.place + part.numel]
             moved = Part(part.parameter, part.name, part.start, part.stop, 0)
-            bucket = None if self.bucket is None else self.bucket[part.place : part.place + part.numel]
-            pieces.append(Piece(tensor, self.region, self.group, self.start + part.place, (moved,), bucket))
+            pieces.append(Piece(tensor, self.region, self.group, self.start + part.place, (moved,)))
         return pieces
 
     def split_state(self, state: dict[str, Any]) -> list[dict[str, Any]]:
@@ -143,8 +135,7 @@ def cut_pieces(
             place = member.offset + first_element - begin
             parameter, name = parameters[member.parameter], names[member.parameter]
             parts.append(Part(parameter, name, first_element, last_element, place))
-        bucket = None if memory.gradient is None else memory.gradient[begin:end]
-        pieces.append(Piece(memory.own[begin:end], index, inside[0].group, begin, tuple(parts), bucket))
+        pieces.append(Piece(memory.own[begin:end], index, inside[0].group, begin, tuple(parts)))
     return pieces
 
 

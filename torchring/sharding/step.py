@@ -11,22 +11,15 @@ from typing import Any, Final, TypeVar
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from torchring.accelerators import accelerator_of
 from torchring.allreduce import AllReduce
 from torchring.allreduce.device.stream import OnStream
 from torchring.collectives.initial_state import broadcast_state, load_plain, save_plain
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import GradientError, RingError, in_step, ranks_in_words
-from torchring.gradients.bucket import Bucket
-from torchring.gradients.freed import FreedGradient
 from torchring.gradients.group import OptimizerGroup
-from torchring.gradients.layout import Options
-from torchring.gradients.participants.early import EarlySteps
-from torchring.gradients.plan import ParameterSpec, wire_dtype
 from torchring.gradients.validation import parameters_of
-from torchring.sharding.cut import Candidate, assign_whole, cut_as_bucket, cut_elements
+from torchring.sharding.cut import Candidate, assign_whole, cut_elements
 from torchring.sharding.device import DeviceExchange
 from torchring.sharding.exchange import Exchange
 from torchring.sharding.kinds import Kind, cost_of, kind_of
@@ -39,7 +32,6 @@ from torchring.world import World
 
 _T = TypeVar("_T")
 _logger: Final = logging.getLogger("torchring")
-_OWN_HOOKS: Final = 3  # on the steps of the wrapped optimizer: two of the wrapper and one of `Shards`
 _PAST: Final = (
     "the optimizer that torchring.wrap(..., shard=True) was given has the state of a part of the parameters only, so "
     "{what} of its own would be wrong; call {what} of the optimizer that torchring.wrap has returned"
@@ -66,9 +58,7 @@ class Shards:
         names: the names of its parameters.
         sparse: parameters with sparse gradients.
         number: of the optimizer, among those of the world that are sharded.
-        buckets: see `extend`.
-        early_steps: says when to step one of these buckets.
-        step: steps the optimizer, in backward, or for a rank that has ended, inside `torchring.join`.
+        step: steps the optimizer for a rank that has ended, inside `torchring.join`.
         all_reduce: of the gradients.
         is_mirrored: another rank keeps this rank's share, too: see `mirror.py`.
 
@@ -94,8 +84,6 @@ class Shards:
         names: Mapping[torch.nn.Parameter, str],
         sparse: Collection[torch.nn.Parameter],
         number: int,
-        buckets: Sequence[Bucket],
-        early_steps: EarlySteps | None,
         step: Callable[[], object],
         all_reduce: AllReduce[Any],
         *,
@@ -126,10 +114,6 @@ class Shards:
         self._step = step
         self._members = world.shared(OptimizerGroup).members
         self._members.followers[self._name] = self._follow
-        self._early_steps = early_steps
-        self._early: set[int] = set()  # regions that were stepped inside the last backward
-        self._early_options: object = None  # that they were stepped with
-        self._regions: dict[int, int] = {}  # by index of the bucket that is laid out alike
         self._is_under_way = False
         self.has_said = False
         self._is_closed = False
@@ -138,20 +122,14 @@ class Shards:
             optimizer.register_state_dict_pre_hook(lambda _: self._refuse("state_dict()")),
             optimizer.register_load_state_dict_pre_hook(lambda *_: self._accept_state()),
         ]
-        self.extend(buckets)
-        if early_steps is not None:
-            early_steps.step, early_steps.may_step = self.step_early, self._may_step_early
+        self.extend()
 
     @property
     def _name(self) -> bytes:
         return f"step() of optimizer {self.number}".encode()
 
-    def extend(self, buckets: Sequence[Bucket] = ()) -> None:
-        """Collective: cut the parameters that the optimizer has got since.
-
-        Args:
-            buckets: that these parameters are reduced in. Those that are scattered decide how parameters are cut.
-        """
+    def extend(self) -> None:
+        """Collective: cut the parameters that the optimizer has got since."""
         first = len(self.parameters)
         groups = [(g, p) for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]][first:]
         self.parameters += [parameter for _, parameter in groups]
@@ -165,21 +143,11 @@ class Shards:
                 candidates.append(Candidate(index, group, parameter.numel(), parameter.dtype, trained, cost))
             else:
                 self.everywhere[parameter] = None
-        by_parameter = {self.parameters[each.parameter]: each for each in candidates}
-        buckets = [bucket for bucket in buckets if bucket.plan.is_scattered]
-        regions = []
-        for bucket in buckets:
-            own = [by_parameter.pop(parameter) for parameter in bucket.parameters if parameter.numel()]
-            regions.append(cut_as_bucket(own, bucket.plan, self.world.size))
-        rest = list(by_parameter.values())
         if self.kind is Kind.WHOLE:
-            regions += assign_whole(rest, self.world.size)
+            regions = assign_whole(candidates, self.world.size)
         else:
-            regions += cut_elements(rest, self.world.size, on_device=self.accelerator is not None)
+            regions = cut_elements(candidates, self.world.size, on_device=self.accelerator is not None)
         memories = self._exchange.allocate(regions)
-        for memory, bucket in zip(memories, buckets, strict=False):
-            memory.gradient = bucket.wire.tensor
-            self._regions[bucket.index] = len(self.memories) + memories.index(memory)
         self._kept += move(self.parameters, memories)
         for memory in memories:
             self.memories.append(memory)
@@ -258,10 +226,7 @@ class Shards:
         out, as ranks that have ended take that over at the end.
         """
         collectives = internal_collectives_of(self.world)
-        has_gradient = [
-            p.grad is not None and p not in self.everywhere and not isinstance(p.grad, FreedGradient)
-            for p in self.parameters
-        ]
+        has_gradient = [p.grad is not None and p not in self.everywhere for p in self.parameters]
         has_gradient = load_plain(collectives.broadcast_bytes(save_plain(has_gradient), src))
         self._take_over_groups(src)
         chosen = [parameter for parameter, has in zip(self.parameters, has_gradient, strict=True) if has]
@@ -269,8 +234,7 @@ class Shards:
         collectives.broadcast_together([grad for grad in grads if grad is not None], src)
         if self._members.has_ended:
             for parameter in self.parameters:
-                if not isinstance(parameter.grad, FreedGradient):  # of which this rank has its slice
-                    parameter.grad = None
+                parameter.grad = None
             for parameter, grad in zip(chosen, grads, strict=True):
                 parameter.grad = grad
 
@@ -289,23 +253,18 @@ class Shards:
                 group.update(options)
 
     def _step_pieces(self, run: Callable[[], _T]) -> _T:
-        early = self._take_early()
         if self.is_mirrored:
             self.unfinished = Unfinished(run, self.parameters)
         self._enter()
         try:
             stepped = [p.grad is not None for p in self.parameters]
-            changed = [
-                memory
-                for index, memory in enumerate(self.memories)
-                if index not in early and any(stepped[m.parameter] for m in memory.region.members)
-            ]
+            changed = [memory for memory in self.memories if any(stepped[m.parameter] for m in memory.region.members)]
             if self.is_mirrored:
                 self._spread_copies(run, changed)
                 random = torch.get_rng_state()
             self.is_half_done = True
-            self.pieces = self._with_gradients(self.pieces, early)
-            with self._in_place([piece for piece in self.pieces if piece.region not in early], self.everywhere):
+            self.pieces = self._with_gradients(self.pieces)
+            with self._in_place(self.pieces, self.everywhere):
                 result = run()
             if self.is_mirrored:
                 if not (self.has_said or torch.equal(random, torch.get_rng_state())):
@@ -374,37 +333,6 @@ class Shards:
             tensors[piece.group].append(piece.tensor)
         return tensors
 
-    def _may_step_early(self) -> bool:
-        """Whether a step in several parts is the same for the script as one step."""
-        return _num_hooks(self.optimizer) == _OWN_HOOKS
-
-    def step_early(self, bucket: Bucket) -> None:
-        """Step this rank's slice of a bucket, inside backward, and begin to give other ranks the result."""
-        index = self._regions[bucket.index]
-        pieces = [piece for piece in self.pieces if piece.region == index]
-        for piece in pieces:
-            piece.tensor.grad = piece.bucket
-        if not self._early:
-            self._early_options = _options_of(self.optimizer)
-        self._early.add(index)
-        with self._in_place(pieces, {}):
-            self._step()
-        self._exchange.start([self.memories[index]])
-
-    def _take_early(self) -> set[int]:
-        """The regions that were stepped inside backward. Raises GradientError if a step now would be another one."""
-        early, self._early = self._early, set()
-        if self._early_steps is not None:
-            self._early_steps.stepped()
-        if early and self._early_options != _options_of(self.optimizer):
-            raise GradientError(
-                "options of the optimizer, such as the learning rate, changed between backward() and step(), and "
-                "backward() has stepped a part of the parameters already. With free_gradients=True, change them before "
-                "backward(), or leave free_gradients out",
-                rank=self.world.rank,
-            )
-        return early
-
     @contextmanager
     def _in_place(self, pieces: Sequence[Piece], everywhere: Collection[torch.nn.Parameter]) -> Iterator[None]:
         """Inside, the optimizer's groups hold these pieces, and parameters, in place of all parameters."""
@@ -425,16 +353,13 @@ class Shards:
             piece.drop_gradient()
 
     @torch.no_grad()
-    def _with_gradients(self, given: list[Piece], early: Collection[int] = ()) -> list[Piece]:
-        """The pieces, each with its gradient, but for the `early` regions.
-
-        A piece is split if only some of its parameters have a gradient.
-        """
-        if all(piece.region in early or piece.take_gradient() for piece in given):
+    def _with_gradients(self, given: list[Piece]) -> list[Piece]:
+        """The pieces, each with its gradient. A piece is split if only some of its parameters have a gradient."""
+        if all(piece.take_gradient() for piece in given):
             return given
         pieces = []
         for piece in given:
-            if piece.region in early or piece.take_gradient():
+            if piece.take_gradient():
                 pieces.append(piece)
                 continue
             parts = piece.split()
@@ -496,11 +421,6 @@ class Shards:
         self._members.followers.pop(self._name, None)
         self._exchange.close()
 
-    @property
-    def is_between(self) -> bool:
-        """Whether a backward has stepped a part of the parameters, and `step()` is still to come."""
-        return bool(self._early)
-
     def keep_an_entry(self) -> None:
         """Where ranks have state, each has an entry: get_optimizer_state_dict() steps an optimizer that has none."""
         if not self.optimizer.state:
@@ -514,11 +434,7 @@ class Shards:
         self._exchange.close()
 
     def reset_pieces(self) -> None:
-        """Forget which pieces were split, and what backward has stepped before an error."""
-        self._exchange.wait()
-        self._early = set()
-        if self._early_steps is not None:
-            self._early_steps.num_stepped = 0
+        """Forget which pieces were split."""
         self.pieces, self.mirror = [], []
         for index in range(len(self.memories)):
             self._add_pieces_of(index)
@@ -548,24 +464,6 @@ class Shards:
                 handle.remove()
         else:
             self._refuse("load_state_dict()")
-
-
-def _num_hooks(optimizer: Optimizer) -> int:
-    """Number of hooks on the steps of this optimizer, and of all."""
-    own = (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
-    return len(own) + len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
-
-
-def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The options of each group, to be compared."""
-    return [
-        {
-            key: float(value) if isinstance(value, torch.Tensor) else value
-            for key, value in group.items()
-            if key != "params"
-        }
-        for group in optimizer.param_groups
-    ]
 
 
 class Unfinished:
@@ -603,36 +501,20 @@ class _StateOf:
             self._shards.optimizer.state[list(self._shards.everywhere)[int(i)]] = entry
 
 
-def why_kept(options: Options, optimizer: Optimizer, specs: Sequence[ParameterSpec], world: World) -> str:
-    """Why free_gradients=True keeps whole gradients all the same; "" if it does not.
-
-    Args:
-        specs: of the parameters that are trained, in the order of the optimizer.
-    """
-    trained = [p for p in parameters_of(optimizer) if p.requires_grad]
-    if any(accelerator_of(p.device) for p in trained):
-        return "the parameters are on a GPU"
-    if kind_of(optimizer) is not Kind.ELEMENTS:
-        return f"{type(optimizer).__name__} needs whole gradients"
-    if any(spec.dtype.is_complex or wire_dtype(spec.dtype, options.compression) != spec.dtype for spec in specs):
-        return "gradients travel in another dtype than that of the parameters"
-    if options.algorithm == "hierarchical":
-        return "algorithm='hierarchical' sums whole gradients"
-    if not world.shares_memory and max(map(len, world.hosts)) > 1:
-        return "several hosts have several ranks each"
-    parameters = list(parameters_of(optimizer))  # a frozen one may have the memory of one that is trained
-    can_move = dict(zip(parameters, movable(parameters), strict=True))
-    for parameter, spec in zip(trained, specs, strict=True):
-        if parameter.numel() and not spec.is_sparse and not can_move[parameter]:
-            return f"{spec.name} is part of a larger tensor, or in memory that the script shares"
-    return ""
-
-
 def refuse_part_of_state(optimizer: Optimizer) -> None:
     """Raise ValueError if the optimizer has state that an earlier `wrap(..., shard=True)` has left."""
     own = set(parameters_of(optimizer))
     if any(isinstance(key, torch.Tensor) and key not in own for key in optimizer.state):
         raise ValueError(_CLOSED)
+
+
+def say_cost(world: World) -> None:
+    if world.rank == 0 and world.num_nodes > 1:
+        _logger.warning(
+            "between hosts, shard=True sends 1.5 times the bytes: whole gradients, and then parameters. If the network "
+            "limits your steps, leave shard out. If you need less memory, use FSDP2 "
+            "(torch.distributed.fsdp.fully_shard) in place of torchring.wrap"
+        )
 
 
 def refuse_closure() -> None:

@@ -70,18 +70,11 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sharded": ("plain", {"shard": True}),
     "weighed": ("weighed", {}),
     "windows": ("windows", {}),
-    "free": ("plain", {"shard": True, "free_gradients": True}),
 }
 
 
 def _train_all(rank: int, size: int) -> dict[str, torchring.Stats]:
-    clip = nn.utils.clip_grad_norm_
-    found = {}
-    for name, (kind, options) in _CASES.items():
-        nn.utils.clip_grad_norm_ = (lambda *_: None) if name == "free" else clip  # type: ignore[assignment]
-        found[name] = _train(rank, size, kind, options)
-    nn.utils.clip_grad_norm_ = clip
-    return found
+    return {name: _train(rank, size, kind, options) for name, (kind, options) in _CASES.items()}
 
 
 def _expected(kind: str, size: int, accumulate: int) -> float:
@@ -116,9 +109,6 @@ def stats() -> list[dict[str, torchring.Stats]]:
 def test_noise_scale_is_that_of_a_literal_computation(stats: Sequence[dict[str, torchring.Stats]], name: str) -> None:
     first, second = (each[name] for each in stats)
     assert (first.noise_scale, first.batch_size) == (second.noise_scale, second.batch_size)
-    if name == "free":  # no rank has the whole mean
-        assert first.noise_scale is None
-        return
     kind, options = _CASES[name]
     accumulate = options.get("accumulate", 1)
     assert first.batch_size == accumulate * sum(_sizes(kind, rank, 0) for rank in range(2))
