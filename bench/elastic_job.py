@@ -25,6 +25,7 @@ from typing import Any, Final
 
 from torchring.bench import measure
 from torchring.bench.elastic_worker import Line
+from torchring.launch.jobs import OWN_IMPORTS
 from torchring.linux import open_process
 
 SIZE: Final = 3  # workers
@@ -204,7 +205,9 @@ class Job:
         module = modules.get(self.name) or modules["torchring"]
         # Without this, restarted workers find the addresses of dead ones in the store (pytorch issue 135712).
         environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.name == "torchrun" else {}
-        self._processes[self.name] = self._start_process([sys.executable, "-m", *module, *self._command], environment)
+        program = f"{OWN_IMPORTS}import runpy; del sys.argv[0]; runpy.run_module(sys.argv[0], run_name='__main__')"
+        command = [sys.executable, "-c", program, *module, *self._command]
+        self._processes[self.name] = self._start_process(command, environment)
 
     def _start_group(self, group: int) -> subprocess.Popen[bytes]:
         environment = {"REPLICA_GROUP_ID": str(group), "TORCHFT_LIGHTHOUSE": self._lighthouse.address()}

@@ -28,6 +28,7 @@ from torchring.elastic.driver.driver import start_elastic
 from torchring.launch import horovodrun
 from torchring.launch.arguments import hosts_of, positive, setting
 from torchring.launch.hosts import Host, LaunchError, is_here, slurm_hosts
+from torchring.launch.jobs import OWN_IMPORTS
 from torchring.launch.launcher import LAUNCHERS, start
 from torchring.launch.output import OutputOptions
 from torchring.launch.signals import Stopped, signals_raise
@@ -306,7 +307,8 @@ def _bench(name: str, arguments: Sequence[str]) -> int:
     if missing:
         print(f"torchring bench micro needs {' and '.join(missing)}: pip install 'torchring[bench]'", file=sys.stderr)
         return 2
-    return _run_alone([sys.executable, "-m", "pytest", str(_BENCH / "micro"), *arguments])
+    program = f"{OWN_IMPORTS}import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    return _run_alone([sys.executable, "-c", program, str(_BENCH / "micro"), *arguments])
 
 
 def _run_alone(command: Sequence[str]) -> int:

@@ -20,6 +20,7 @@ import torchring
 from torchring.bench.micro.conftest import Remark
 from torchring.bench.micro.peer import DEADLINE_SECONDS, RIVALS, SIZE, Case, CaseRunner, join, leave
 from torchring.doctor.render import human_bytes
+from torchring.launch.jobs import OWN_IMPORTS
 
 ROUNDS = {1 << 10: 500, 64 << 10: 500, 1 << 20: 200, 25 << 20: 30}
 
@@ -29,7 +30,8 @@ def _peer() -> Iterator[None]:
     """Start rank 1, a process that repeats what this process does. Ends the peer after the last benchmark here."""
     timeout = timedelta(seconds=DEADLINE_SECONDS)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-    command = [sys.executable, "-m", "torchring.bench.micro.peer", str(store.port)]
+    program = f"{OWN_IMPORTS}from torchring.bench.micro.peer import main; main()"
+    command = [sys.executable, "-c", program, str(store.port)]
     peer = subprocess.Popen(command, stdin=subprocess.PIPE)
     try:
         join(store, 0)

@@ -1,6 +1,6 @@
 """Rank 1 of the all-reduce benchmarks: repeats what rank 0 does.
 
-    python -m torchring.bench.micro.peer PORT      started by bench_allreduce.py
+    started by bench_allreduce.py, with the port of its store
 
 For each case, rank 0 broadcasts the `Case`, then True before each all-reduce, and False after the last one. The peer
 exits when its standard input is closed, so it never outlives rank 0.

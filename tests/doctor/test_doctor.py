@@ -356,6 +356,9 @@ def test_an_mpi_that_does_not_load_takes_no_rank_with_it(
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text("class rc: ...\n")
     (tmp_path / "mpi4py" / "MPI.py").write_text(module)
+    (tmp_path / "somebody's").mkdir()
+    (tmp_path / "somebody's" / "mpi4py.py").write_text("raise SystemExit('imported from the working directory')")
+    monkeypatch.chdir(tmp_path / "somebody's")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
     if "sleep" in module:

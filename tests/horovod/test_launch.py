@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import pickle
+import shutil
 import socket
 import subprocess
 import sys
@@ -163,16 +164,19 @@ def test_a_script_that_is_not_edited(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def processes(by_value: None, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def processes(by_value: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
     """Stands in for the launcher: runs rank after rank, without waiting for torch to be imported in each."""
     seen: list[dict[str, Any]] = []
+    for name in ("torchring", "pickle", "hmac"):  # no rank may take these for its own modules
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the working directory')")
+    monkeypatch.chdir(tmp_path)
 
-    def start(command: list[str], num_proc: int, *arguments: Any, **options: Any) -> int:
-        seen.append({"num_proc": num_proc, "arguments": arguments, **options})
+    def start(command: list[str], num_proc: int, hosts: Any, env: dict[str, str], *_: Any, **options: Any) -> int:
+        seen.append({"num_proc": num_proc, "folder": Path(command[-1]), **options})
         code = 0
         for rank in range(num_proc):
             ranks = {"RANK": str(rank), "WORLD_SIZE": str(num_proc), "LOCAL_RANK": str(rank)}
-            environ = {**os.environ, **ranks, "MASTER_ADDR": "x", "MASTER_PORT": "1", "PYTHONPATH": str(ROOT)}
+            environ = {**os.environ, **env, **ranks, "MASTER_ADDR": "x", "MASTER_PORT": "1", "PYTHONPATH": str(ROOT)}
             ran = subprocess.run([sys.executable, *command], env=environ, capture_output=True, timeout=100)
             code = code or ran.returncode if ran.returncode >= 0 else 128 - ran.returncode
         return code
@@ -226,12 +230,31 @@ def test_a_failure_names_the_rank_and_shows_its_traceback(processes: list[dict[s
         runner.run(die)
 
 
-def test_nothing_stays_of_a_run(
-    processes: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_nothing_stays_of_a_run(processes: list[dict[str, Any]]) -> None:
     runner.run(leave_with, (0,))
-    assert list(tmp_path.iterdir()) == []
+    assert not processes[0]["folder"].exists()
+
+
+@pytest.mark.parametrize("forged", ["call", "result0", "failure0"])
+def test_what_another_user_has_put_in_the_place_of_a_file_is_not_unpickled(
+    forged: str, processes: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is in one that others can write to, who have put a folder of their own in its place."""
+    through_processes = runner.start
+    pickled = pickle.dumps((sys.path, pickle.dumps((print, ("unpickled",), {}))))
+
+    def start(command: list[str], *arguments: Any, **options: Any) -> int:
+        folder = Path(command[-1])
+        code = 0 if forged == "call" else through_processes(command, *arguments, **options)
+        folder.rename(f"{folder}-away")
+        shutil.copytree(f"{folder}-away", folder)
+        (folder / forged).unlink(missing_ok=True)
+        (folder / forged).write_bytes(pickled)
+        return through_processes(command, *arguments, **options) if forged == "call" else code
+
+    monkeypatch.setattr(runner, "start", start)
+    with pytest.raises(RuntimeError, match=f"{forged} was not written by this job: another user can write to"):
+        runner.run(leave_with, (0,))
 
 
 def test_where_and_how_the_processes_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -239,6 +262,7 @@ def test_where_and_how_the_processes_start(monkeypatch: pytest.MonkeyPatch, tmp_
 
     def start(command: list[str], *arguments: Any, ssh_options: list[str]) -> int:
         assert Path(command[-1]).stat().st_mode & 0o077 == 0  # pickles are read there
+        assert arguments[2].pop(runner.task.KEY)
         seen.append((Path(command[-1]).parent, *arguments, ssh_options))
         return 3
 
@@ -258,8 +282,8 @@ def test_where_and_how_the_processes_start(monkeypatch: pytest.MonkeyPatch, tmp_
     far, near, here = seen
     assert far == (tmp_path, 2, [Host("near", 1), Host("far", 1)], sockets, "auto", logs, ["-p", "7"])  # shared folder
     assert near[0] != tmp_path
-    assert near[1:5] == (2, [Host("near", 2)], None, "mpirun")
-    assert here[2:5] == (None, None, "local")
+    assert near[1:5] == (2, [Host("near", 2)], {}, "mpirun")
+    assert here[2:5] == (None, {}, "local")
 
 
 def test_run_says_what_is_wrong() -> None:

@@ -432,6 +432,21 @@ def test_mpirun_on_this_machine(cluster: Cluster) -> None:
     wait_until(lambda: not any(map(is_running, cluster.pids())), "the ranks to end", seconds=10)
 
 
+@needs_mpirun
+def test_ranks_of_mpirun_import_nothing_from_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "script.py").write_text("import sys; print(sys.path[0], sys.argv)")
+    for name in ("mpi4py", "runpy", "os"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the working directory')")
+    for words, said in (
+        (["own/script.py", "x"], f"{tmp_path / 'own'} ['own/script.py', 'x']"),
+        (["-m", "own.script", "x"], f"['{tmp_path / 'own' / 'script.py'}', 'x']"),
+    ):
+        command = [sys.executable, "-c", run_module._MPI4PY, *words]
+        ran = subprocess.run(command, cwd=tmp_path, env=_clean_environ(), capture_output=True, text=True)
+        assert ran.stdout.strip().endswith(said), ran.stderr
+
+
 # ---- where the store listens
 
 

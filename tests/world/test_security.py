@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -346,6 +347,25 @@ def test_nothing_is_unpickled_or_evaluated_but_objects_that_the_script_sends() -
 )
 def test_the_search_sees(source: str, expected: list[str]) -> None:
     assert what_runs_data(source) == expected
+
+
+def test_no_python_is_started_that_imports_from_the_working_directory() -> None:
+    """`python -m` does, and so does `python -c`, whose programs begin with OWN_IMPORTS therefore."""
+    folders = (PACKAGE, PACKAGE / "kernels", PACKAGE / "bench")  # rglob does not follow links
+    sources = {str(file.relative_to(PACKAGE)): file.read_text() for folder in folders for file in folder.rglob("*.py")}
+    together = "\n".join(sources.values())
+    modules = []
+    for file, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            words = [ast.unparse(each).strip("'") for each in getattr(node, "elts", ())]
+            for i, word in enumerate(words):
+                if word == "-c" and words[:i][-1:] != ["sh"]:
+                    name = re.escape(words[i + 1].rpartition(".")[2])
+                    begin = rf'\b{name}(: Final)? = \(?\s*f"+\{{OWN_IMPORTS\}}'
+                    assert re.search(begin, together), f"{file}: {words}"
+            if isinstance(node, ast.Constant) and node.value == "-m":
+                modules.append(file)
+    assert modules == ["cli.py", "cli.py"]  # its option, and the program that the user names with it
 
 
 def test_docstrings_say_what_is_unpickled() -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from torchring import placement
 from torchring.doctor.report import RankFacts
+from torchring.launch.jobs import OWN_IMPORTS
 from torchring.linux import boot_id, create_memory, host_name
 from torchring.memory.handover import describe_handover
 from torchring.releases import installed_version
@@ -33,7 +34,7 @@ _LISTENING: Final = "0A"  # in /proc/net/tcp
 _CONTROL_GROUPS: Final = Path("/sys/fs/cgroup")
 _MPI_SECONDS: Final = 20.0
 _NATIVE_ATOMICS: Final = 3  # cudaDevP2PAttrNativeAtomicSupported, of enum cudaDeviceP2PAttr in CUDA's driver_types.h
-_ASK_MPI: Final = """
+_ASK_MPI: Final = f"""{OWN_IMPORTS}
 import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI

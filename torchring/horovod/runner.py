@@ -3,13 +3,15 @@
     losses = torchring.horovod.run(train, args=(10,), np=4)
 
 The function and its results travel through files in a private folder: a temporary one, or one in the working directory
-where some processes are on other hosts, which must share that directory. Each process runs launch/task.py.
+where some processes are on other hosts, which must share that directory. Each process runs launch/task.py, which tells
+how the files are protected.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import secrets
 import shutil
 import sys
 import tempfile
@@ -110,21 +112,23 @@ def run(
     payload = _pickled(func, args, kwargs or {})
     is_shared = places is not None and not all(is_here(host.name) for host in places)
     folder = Path(tempfile.mkdtemp(prefix=".torchring-run-" if is_shared else None, dir="." if is_shared else None))
+    key = secrets.token_hex(16)
+    files = task.Files(folder.resolve(), key)
     try:
-        (folder / task.PAYLOAD).write_bytes(payload)
-        command = ["-m", task.__name__, str(folder.resolve())]
+        files.write(task.PAYLOAD, payload)
+        command = ["-c", task.PROGRAM, str(files.folder)]
         if verbose:
             print(f"torchring.horovod.run: {number} processes on {hosts or hostfile or 'this machine'}", flush=True)
         code = start(
             command,
             number,
             places,
-            dict.fromkeys(SOCKETS, sockets) if sockets else None,
+            {task.KEY: key, **(dict.fromkeys(SOCKETS, sockets) if sockets else {})},
             launcher,
             OutputOptions(log_dir=output_filename),
             ssh_options=ssh_options,
         )
-        return _results(folder, number, code)
+        return _results(files, number, code)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -150,20 +154,20 @@ def _pickled(func: Callable[..., object], args: Sequence[Any], kwargs: Mapping[s
     raise ValueError(f"cannot send {name}, which is not in a module that others can import; pip install cloudpickle")
 
 
-def _results(folder: Path, number: int, code: int) -> list[Any]:
+def _results(files: task.Files, number: int, code: int) -> list[Any]:
     """The results that the ranks have written. Raises RuntimeError if one has failed."""
-    failures = sorted(folder.glob(f"{task.FAILURE}*"), key=lambda file: file.stat().st_mtime_ns)
+    failures = sorted(files.folder.glob(f"{task.FAILURE}*"), key=lambda file: file.lstat().st_mtime_ns)
     if failures:
-        failed = pickle.loads(failures[0].read_bytes())
+        failed = pickle.loads(files.read(failures[0].name))
         try:
             error = None if failed["error"] is None else pickle.loads(failed["error"])
         except Exception:  # an exception of a class that is not here, say: there is the traceback
             error = None
         raise RuntimeError(f"rank {failed['rank']} of {number} failed:\n{failed['traceback']}") from error
-    files = [folder / f"{task.RESULT}{rank}" for rank in range(number)]
-    missing = [rank for rank, file in enumerate(files) if not file.exists()]
+    names = [f"{task.RESULT}{rank}" for rank in range(number)]
+    missing = [rank for rank, name in enumerate(names) if not (files.folder / name).exists()]
     if code or missing:
         how = f"signal {code - _STOPPED}" if code > _STOPPED else f"exit code {code}"
         who = f"{ranks_in_words(missing)} returned nothing" if missing else "a process failed"
         raise RuntimeError(f"{who}, of {number} processes; they ended with {how}")
-    return [pickle.loads(file.read_bytes()) for file in files]
+    return [pickle.loads(files.read(name)) for name in names]

@@ -23,6 +23,9 @@ KILL_SECONDS: Final = 5.0  # for the reapers to kill the processes that are left
 # no node, instead of waiting for the node to come back.
 _SRUN: Final = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpu-bind=none", "--mpi=none",
                 "--export=ALL", "--immediate=20", "--quiet")  # fmt: skip
+# Begins a program for `python -c`, which imports from the working directory first, as `python -m` does. A file there
+# may have the name of a module that the program needs: one of the user's, or, in /tmp, one of somebody else's.
+OWN_IMPORTS: Final = "import sys; path, sys.path = sys.path, [each for each in sys.path if each]; "
 _REAPER: Final = Path(__file__).with_name("reaper.py")
 _PLACEMENT: Final = Path(__file__).parents[1] / "placement.py"
 

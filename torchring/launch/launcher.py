@@ -42,7 +42,16 @@ from torchring.launch.hosts import (
     share_out,
     why_no_loopback,
 )
-from torchring.launch.jobs import HEARTBEAT_SECONDS, KILL_SECONDS, Job, bound, forwarded, host_job, open_output
+from torchring.launch.jobs import (
+    HEARTBEAT_SECONDS,
+    KILL_SECONDS,
+    OWN_IMPORTS,
+    Job,
+    bound,
+    forwarded,
+    host_job,
+    open_output,
+)
 from torchring.launch.output import Output, OutputOptions
 from torchring.launch.signals import noted_signals
 from torchring.rendezvous.environment import JOB
@@ -54,12 +63,13 @@ _POLL_SECONDS: Final = 0.05
 _SILENCE_SECONDS: Final = 120  # without a heartbeat, after which reapers of other hosts end their processes
 _PORTS: Final = range(20_000, 30_000)  # below the ports that Linux hands out to clients
 _AGENT_TITLE: Final = "the process that starts the ranks"
-# Not `-m`, which puts the working directory first in sys.path: a file of the user's may have the name of a module that
-# the agent needs. With SIG_DFL, a SIGINT during the import of torch ends the agent without a traceback.
+# With SIG_DFL, a SIGINT during the import of torch ends the agent without a traceback.
 _AGENT: Final = (
-    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); sys.path = [path for path in sys.path if path]; "
+    f"{OWN_IMPORTS}import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
     "from torchring.launch.agent import main; sys.exit(main(sys.argv[1:]))"
 )
+# As `-m mpi4py`, which aborts the other ranks when a rank fails. A command `-m module` is for the usual sys.path.
+_MPI4PY: Final = f"{OWN_IMPORTS}import runpy; from mpi4py.run import main; sys.path = path; main()"
 
 
 def start(
@@ -238,8 +248,7 @@ def _mpirun(hosts: Sequence[Host], command: Sequence[str], env: Mapping[str, str
         options.append("--allow-run-as-root")
     for key in forwarded(env):
         options += ["-x", key]
-    program = [sys.executable, "-u", "-m", "mpi4py", *command]  # mpi4py aborts the others when a rank fails
-    return [*options, *bound(bind), *program]
+    return [*options, *bound(bind), sys.executable, "-u", "-c", _MPI4PY, *command]
 
 
 def _agents(

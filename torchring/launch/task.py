@@ -1,7 +1,12 @@
-"""Calls a function in each process of a launch: `python -m torchring.launch.task FOLDER`. See horovod/runner.py."""
+"""Calls a function in each process of a launch, for horovod/runner.py: `python -c PROGRAM FOLDER`.
+
+Another user may exchange the folder where it is in one that others can write to. So each file begins with an HMAC of
+its name and its contents, and nothing is unpickled before that was checked. The key is in the environment of the ranks.
+"""
 
 from __future__ import annotations
 
+import hmac
 import importlib.util
 import os
 import pickle
@@ -10,8 +15,12 @@ import traceback
 from pathlib import Path
 from typing import Any, Final
 
+from torchring.launch.jobs import OWN_IMPORTS
 from torchring.rendezvous.environment import read_environment
+from torchring.safe_files import create, reading
 
+PROGRAM: Final = f"{OWN_IMPORTS}from torchring.launch.task import main; sys.exit(main(sys.argv[1]))"
+KEY: Final = "TORCHRING_CALL_KEY"
 PAYLOAD: Final = "call"  # names of files in the folder
 RESULT: Final = "result"  # and the rank
 FAILURE: Final = "failure"  # and the rank
@@ -31,34 +40,54 @@ def dumps(obj: Any) -> bytes:
     return bytes(cloudpickle.dumps(obj))
 
 
-def main(folder: Path) -> int:
+def main(folder: str) -> int:
     """Call the function, and write what it returns or raises. Returns the exit code."""
     rank = read_environment(os.environ).rank
+    files = Files(folder, os.environ.pop(KEY))
     try:
-        search, call = pickle.loads((folder / PAYLOAD).read_bytes())
+        search, call = pickle.loads(files.read(PAYLOAD))
         sys.path[:] = search  # where the caller's modules are
         func, args, kwargs = pickle.loads(call)
-        _write(folder, f"{RESULT}{rank}", dumps(func(*args, **kwargs)))
+        files.write(f"{RESULT}{rank}", dumps(func(*args, **kwargs)))
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):
-            _write(folder, f"{RESULT}{rank}", dumps(None))
+            files.write(f"{RESULT}{rank}", dumps(None))
             return 0
         try:
             pickled = dumps(error)
         except Exception:
             pickled = None
         failure = {"rank": rank, "traceback": traceback.format_exc(), "error": pickled}
-        _write(folder, f"{FAILURE}{rank}", pickle.dumps(failure))
+        files.write(f"{FAILURE}{rank}", pickle.dumps(failure))
         raise
     return 0
 
 
-def _write(folder: Path, name: str, data: bytes) -> None:
-    """Complete, or not at all."""
-    part = folder / f".{name}"
-    part.write_bytes(data)
-    part.rename(folder / name)
+class Files:
+    """The files of a call."""
 
+    def __init__(self, folder: str | os.PathLike[str], key: str) -> None:
+        self.folder = Path(folder)
+        self._key = key.encode()
 
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    def write(self, name: str, data: bytes) -> None:
+        """Complete, or not at all, and for this user's eyes only."""
+        part = self.folder / f".{name}"
+        with create(part, 0o600) as file:
+            file.write(self._sign(name, data))
+            file.write(data)
+        part.rename(self.folder / name)
+
+    def read(self, name: str) -> bytes:
+        """What was written. Raises OSError, and RuntimeError for what somebody else has written."""
+        with reading(self.folder / name) as file:
+            signature, data = file.read(len(self._sign("", b""))), file.read()
+        if not hmac.compare_digest(signature, self._sign(name, data)):
+            raise RuntimeError(
+                f"{self.folder / name} was not written by this job: another user can write to {self.folder.parent}. "
+                "Start the job in a folder that others cannot write to"
+            )
+        return data
+
+    def _sign(self, name: str, data: bytes) -> bytes:
+        return hmac.digest(self._key, name.encode() + b"\n" + data, "sha256")

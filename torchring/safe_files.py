@@ -1,0 +1,90 @@
+"""Files in folders where another user may have made files before: nothing is written or read through a link.
+
+A new file gets a random name and replaces an older one whole, or it is made after the older one was removed. So a link
+or a FIFO with the name of a file can neither redirect what is written, nor stop who opens it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Final
+
+_ADVICE: Final = "is a link, a pipe, a device or a folder; remove it, or name another file"
+_warned: Final[set[Path]] = set()
+
+
+def reading(path: Path) -> BinaryIO:
+    """The file, open to be read. Raises OSError if it is no regular file, and does not wait for a FIFO's writer."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:  # these two are what a link, and a socket, give
+        raise _special(path) if error.errno in (errno.ELOOP, errno.ENXIO) else error from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _special(path)
+    return open(descriptor, "rb")
+
+
+def create(path: Path, mode: int = 0o666) -> BinaryIO:
+    """A new file in place of an older one, open to be written, and read. Raises OSError if `path` is no regular file.
+
+    Args:
+        mode: the permissions, as far as umask leaves them.
+    """
+    _check(path)
+    path.unlink(missing_ok=True)
+    return _new(path, mode)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file, which replaces an older one when the block ends without an error.
+
+    Raises OSError, if `path` is no regular file, too.
+    """
+    _check(path)
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    file = _new(unfinished, 0o666)
+    try:
+        with file:
+            yield file
+        unfinished.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
+
+
+def warn_of_owner(folder: Path) -> None:
+    """Log a warning, once, if the folder belongs to another user than this one and root."""
+    if folder in _warned:
+        return
+    _warned.add(folder)
+    with contextlib.suppress(OSError):  # what comes next says so
+        if (owner := folder.stat().st_uid) not in (0, os.geteuid()):
+            logging.getLogger("torchring").warning(
+                "the folder %s belongs to user %d, who can read, remove and exchange the files in it", folder, owner
+            )
+
+
+def _new(path: Path, mode: int) -> BinaryIO:
+    warn_of_owner(path.parent)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return open(os.open(path, flags, mode), "w+b")
+
+
+def _check(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise _special(path)
+
+
+def _special(path: Path) -> OSError:
+    return OSError(errno.EEXIST, f"it {_ADVICE}", str(path))
