@@ -145,6 +145,15 @@ def members_of(cls: type) -> dict[str, str]:
     }
 
 
+def test_names_of_horovod_are_told_where_they_are() -> None:
+    with pytest.raises(
+        TypeError, match=r"torchring has all_reduce\(\); Horovod's allreduce\(\) is in torchring.horovod"
+    ):
+        torchring.allreduce(1)  # type: ignore[operator]  # the package of that name
+    with pytest.raises(AttributeError, match=r"'allgather'; it has all_gather\(\), and Horovod's names are in"):
+        torchring.allgather  # type: ignore[attr-defined]  # noqa: B018
+
+
 def test_public_names() -> None:
     assert sorted(torchring.__all__) == sorted(SIGNATURES)
     assert torchring.__all__ == sorted(torchring.__all__)

@@ -164,7 +164,9 @@ if not TYPE_CHECKING:  # else any misspelt name would be of type Any
                 raise importlib.import_module("torchring.releases").lacking(error.name) from None
             if error.name != f"torchring.{name}":
                 raise
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        same = [own for own in __all__ if own.replace("_", "") == name]  # as Horovod spells it
+        hint = f"; it has {same[0]}(), and Horovod's names are in torchring.horovod" if same else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
     def __dir__():
         return sorted({*globals(), *__all__})

@@ -26,7 +26,7 @@ from torchring import placement
 from torchring.elastic.driver import options as elastic
 from torchring.elastic.driver.driver import start_elastic
 from torchring.launch import horovodrun
-from torchring.launch.arguments import hosts_of, positive, setting
+from torchring.launch.arguments import Parser, did_you_mean, hosts_of, positive, setting
 from torchring.launch.hosts import Host, LaunchError, is_here, slurm_hosts
 from torchring.launch.jobs import OWN_IMPORTS
 from torchring.launch.launcher import LAUNCHERS, start
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[:1] and arguments[0] in _COMMANDS:
         module = importlib.import_module(_COMMANDS[arguments[0]][0])
         return _while_it_is_read(module.main, arguments[1:])
-    parser = argparse.ArgumentParser(prog="torchring", description="Data-parallel training for PyTorch.")
+    parser = Parser(prog="torchring", description="Data-parallel training for PyTorch.")
     parser.add_argument("-V", "--version", action="version", version=f"torchring {torchring.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     run = _add_run(commands)
@@ -65,11 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Run a benchmark. `torchring bench NAME --help` shows its options.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    bench.add_argument("name", choices=list(benchmarks), metavar="NAME", help=", ".join(benchmarks))
+    bench.add_argument("name", nargs="?", metavar="NAME", help=", ".join(benchmarks))
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the benchmark")
     if arguments[:1] == ["bench"]:  # parsing the benchmarks takes 0.1 s, which `torchring run` need not spend
         summaries = [f"  {name:10} {_summary(source)}" for name, source in benchmarks.items()]
         bench.epilog = "\n".join(["benchmarks:", *summaries])
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in commands.choices:
+        names = [*commands.choices, "--help", "--version"]
+        parser.error(f"there is no command {arguments[0]!r}{did_you_mean(arguments[0], names)}")
     if arguments[:1] == ["run"]:  # errors of its own parser show its own usage
         options = run.parse_args(arguments[1:], argparse.Namespace(command="run"))
     else:
@@ -78,9 +81,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[-len(options.arguments) - 1] == "--":
         options.arguments.insert(0, "--")
     if options.command == "bench":
+        if options.name is None:
+            bench.print_help()
+            return 0
+        if options.name not in benchmarks:
+            near = did_you_mean(options.name, benchmarks)
+            bench.error(f"there is no benchmark {options.name!r}, but {', '.join(benchmarks)}{near}")
         return _bench(options.name, options.arguments)
     if options.script is None:
-        run.error("say which script to run")
+        taken = [name for name in ("trace", "log_dir") if os.path.isfile(getattr(options, name) or "")]
+        hint = f": {getattr(options, taken[0])} was taken for --{taken[0].replace('_', '-')} DIR" if taken else ""
+        run.error(f"say which script to run{hint}")
     try:
         is_elastic = elastic.is_elastic(options)
     except LaunchError as error:
@@ -106,8 +117,10 @@ def _add_run(commands: Any) -> argparse.ArgumentParser:  # argparse._SubParsersA
         dest="num_proc",
         type=positive,
         metavar="N",
-        help="number of processes; all slots by default",
+        help="number of processes; all slots of -H or --hostfile by default",
     )
+    run.add_argument("--standalone", action="store_true", help=argparse.SUPPRESS)  # torchrun's: so it is without hosts
+    run.add_argument("--nnodes", type=_one_node, help=argparse.SUPPRESS)
     where = run.add_mutually_exclusive_group()
     where.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help="machines, and how many processes each takes")
     where.add_argument(
@@ -161,6 +174,15 @@ def _add_run(commands: Any) -> argparse.ArgumentParser:  # argparse._SubParsersA
     return run
 
 
+def _one_node(text: str) -> str:
+    """A type for torchrun's --nnodes."""
+    if text not in ("1", "1:1"):
+        raise argparse.ArgumentTypeError(
+            f"torchring run starts the processes of all machines: name them with -H HOST:SLOTS,..., got {text!r}"
+        )
+    return text
+
+
 def _while_it_is_read(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
     """Run a command whose reader may end first, as in `torchring report DIR | head`. Returns the exit code."""
     try:
@@ -200,11 +222,15 @@ def _run(options: argparse.Namespace, is_elastic: bool) -> int:
             if is_elastic:
                 if options.bind not in (None, "none"):
                     raise LaunchError("--bind is not for elastic jobs, whose processes change; bind them in the script")
-                return start_elastic(command, limits, sources, env | traced, output, ssh_options, launcher)
-            bind = options.bind or "auto"
-            return start(
-                command, options.num_proc, hosts, env | traced, launcher, output, ssh_options=ssh_options, bind=bind
-            )
+                code = start_elastic(command, limits, sources, env | traced, output, ssh_options, launcher)
+            else:
+                bind = options.bind or "auto"
+                code = start(
+                    command, options.num_proc, hosts, env | traced, launcher, output, ssh_options=ssh_options, bind=bind
+                )
+        hints = [] if code == 0 or code > 128 else [elastic.hint(options), horovodrun.hint(options, command[0])]
+        print(*(f"torchring run: {hint}\n" for hint in hints if hint), sep="", end="", file=sys.stderr, flush=True)
+        return code
     except LaunchError as error:
         print(f"torchring run: {error}", file=sys.stderr)
     return 2
@@ -280,7 +306,9 @@ def _program(script: str, is_module: bool) -> list[str]:
     if script == "-":
         raise LaunchError("several processes cannot read one script from standard input; save it to a file")
     if not os.path.exists(script):
-        raise LaunchError(f"there is no script {script!r}")
+        folder, name = os.path.split(script)
+        others = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
+        raise LaunchError(f"there is no script {script!r}{did_you_mean(name, others)}")
     return [os.path.join(".", script) if script.startswith("-") else script]  # python would take it for an option
 
 

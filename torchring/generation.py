@@ -28,5 +28,5 @@ def refuse_before_generation(world: World, what: str) -> None:
     if isinstance(world, ProvisionalWorld):
         raise TopologyError(
             f"{what} was called before the workers of this elastic job have met; call it inside the function that "
-            "torchring.elastic.run decorates"
+            "torchring.elastic.run decorates (docs/guides/elastic.md shows how)"
         )

@@ -587,7 +587,7 @@ def test_usage_errors(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as stopped:
         doctor.main(arguments)
     assert stopped.value.code == 2
-    assert capsys.readouterr().err.startswith("usage: torchring doctor")
+    assert capsys.readouterr().err.startswith("torchring doctor: ")
 
 
 # Starting ranks

@@ -87,6 +87,7 @@ def test_what_torchring_has_not_is_missing_under_the_name_that_was_asked_for(ins
     with pytest.raises(ModuleNotFoundError, match=r"'horovod\.") as caught:
         import_module(name)
     assert str(caught.value.name).startswith("horovod.")
+    assert (name == "horovod.keras") is ("torchring has horovod.torch only" in str(caught.value))
 
 
 def test_an_error_inside_a_module_of_torchring_is_told_as_it_is(

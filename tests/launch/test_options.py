@@ -80,6 +80,8 @@ def test_what_stands_behind_the_script_is_taken_apart_by_nobody(
         ("-np 2 --gloo", {"num_proc": 2, "launcher": "local"}),
         ("-H a:2,b:3 --gloo", {"hosts": TWO, "launcher": "ssh"}),
         ("-np 2 --mpi", {"num_proc": 2, "launcher": "mpirun"}),
+        ("--standalone --nnodes=1 --nproc_per_node=2", {"num_proc": 2}),  # as torchrun has them
+        ("-np 2 --stacks_on_stall", {"num_proc": 2, "env": {STACKS: "1"}}),
         ("-np 2 --mpi --launcher local", {"num_proc": 2, "launcher": "local"}),
     ],
 )
@@ -147,7 +149,6 @@ def test_options_of_elastic_jobs(line: str, limits: Limits, slots: int, started:
     assert started == [{"command": [__file__, "--max-np", "x"], "limits": limits, "slots": slots}]
 
 
-USAGE = "usage: torchring run"
 NUMBER = "argument -np/-n/--num-proc/--nproc-per-node: needs a number of processes, 1 or more, got {!r}"
 
 
@@ -157,9 +158,16 @@ NUMBER = "argument -np/-n/--num-proc/--nproc-per-node: needs a number of process
         ("-H a:x", "torchring run: -H takes host:slots,host:slots,..., got 'a:x'\n"),
         ("--hostfile /nowhere/hosts", "torchring run: cannot read the host file '/nowhere/hosts': "),
         *[(f"--num-proc={text}", NUMBER.format(text)) for text in ("0", "-1", "-3", "many", "2.5", "", "0x2")],
-        *[(f"-np 1 {words}", USAGE) for words in ("--quiet", "--launcher horse", "--nproc x", "--wrong")],
-        *[(f"-np 1 --env {setting}", USAGE) for setting in ("K", "2K=V", "RANK=3")],
-        *[(words, USAGE) for words in ("", "--nprocs 1", "-H a --hostfile b")],
+        ("-np 1 --quiet", "--quiet drops what processes print"),
+        ("-np 1 --launcher horse", "argument --launcher: invalid choice: 'horse'"),
+        *[(f"-np 1 --env {setting}", "argument --env: ") for setting in ("K", "2K=V", "RANK=3")],
+        ("", "say how many processes"),
+        ("-H a --hostfile b", "not allowed with"),
+        # misspelt, and not taken for what they are the beginning of
+        *[(f"-np 1 {words}", f"arguments: {words}\n") for words in ("--wrong", "--pool=2")],
+        ("-np 1 --progres", "arguments: --progres; did you mean --progress?"),
+        ("--nproc_pernode=1", "arguments: --nproc_pernode=1; did you mean --nproc-per-node?"),
+        ("-np 1 --nnodes 2", "--nnodes: torchring run starts the processes of all machines: name them with -H"),
         # horovodrun's
         ("-np 1 --mpi --gloo", "not allowed with"),
         ("-np 1 -p 0", "needs a TCP port, 1 to 65535, got '0'"),
@@ -192,16 +200,49 @@ def test_options_that_are_wrong(
 ) -> None:
     assert run(*line.split(), __file__) == 2
     out, err = capsys.readouterr()
-    assert err.startswith(("torchring run: ", USAGE))
+    assert err.startswith("torchring run: ")
+    assert err.count("\n") <= 2
     assert complaint in err
     assert (out, started) == ("", [])
     assert "_positive" not in err, "a name of ours, which says nothing to a user"
 
 
+def test_a_folder_that_was_forgotten(capsys: pytest.CaptureFixture[str], started: Started) -> None:
+    """The script was taken for it."""
+    assert run("-np", "2", "--trace", __file__) == 2
+    assert f"say which script to run: {__file__} was taken for --trace DIR\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "hint"),
+    [
+        ("-np 2", 7, "{} imports horovod: with --horovod, `import horovod.torch` finds torchring.horovod"),
+        ("-np 2", 0, ""),
+        ("-np 2 --horovod", 7, ""),
+        (
+            "--min-np 1 --horovod -np 2",
+            7,
+            "--min-np made this an elastic job, whose script has to use torchring.elastic",
+        ),
+        ("--min-np 1 --elastic --horovod -np 2", 7, ""),
+    ],
+)
+def test_hints_after_a_failure(
+    line: str, code: int, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("start", "start_elastic"):
+        monkeypatch.setattr(cli, name, lambda *_, **__: code)
+    (tmp_path / "train.py").write_text("import torch\nimport horovod.torch as hvd\n")
+    assert run(*line.split(), str(tmp_path / "train.py")) == code
+    assert capsys.readouterr().err == (f"torchring run: {hint}\n".format(tmp_path / "train.py") if hint else "")
+
+
 def test_missing_script_is_2_with_a_plain_message(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
     for script, complaint in [
         (tmp_path / "nowhere.py", f"there is no script '{tmp_path}/nowhere.py'"),
         (tmp_path, f"'{tmp_path}' is a directory without a __main__.py"),
+        (tmp_path / "trian.py", f"there is no script '{tmp_path}/trian.py'; did you mean train.py?"),
     ]:
         assert run("-np", "2", str(script)) == 2
         assert capsys.readouterr() == ("", f"torchring run: {complaint}\n")

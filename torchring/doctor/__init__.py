@@ -31,7 +31,7 @@ from torchring.doctor.rank import take_part
 from torchring.doctor.render import render
 from torchring.doctor.report import Report, verdict
 from torchring.errors import RingError, TopologyError
-from torchring.launch.arguments import duration, hosts_of, positive, setting
+from torchring.launch.arguments import Parser, duration, hosts_of, positive, setting
 from torchring.launch.hosts import LaunchError
 from torchring.launch.launcher import start
 from torchring.launch.output import STDERR, STDOUT
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torchring doctor",
         description="Say what these machines offer, how fast ranks communicate, what algorithm='auto' picks, and what "
         "is wrong. Starts ranks; under mpirun, srun or torchrun it is one of theirs.",

@@ -27,6 +27,7 @@ from typing import Any, Final
 VERSION: Final = "0.28.1"  # of the Horovod whose API this is, for scripts that compare
 _TORCH: Final = "horovod.torch"
 _PACKAGES: Final = ("horovod", "horovod.common", "horovod.runner")
+_OTHERS: Final = ("horovod.keras", "horovod.mxnet", "horovod.tensorflow")
 _TARGETS: Final = {
     _TORCH: "torchring.horovod",
     "horovod.common.elastic": "torchring.horovod.elastic",
@@ -68,6 +69,8 @@ class Finder(MetaPathFinder):
         name = _TARGETS.get(fullname)
         if fullname == "horovod.spark" and self._folders_of_horovod(fullname):
             return None  # with its estimators
+        if fullname in _OTHERS and not self._folders_of_horovod(fullname):
+            raise ModuleNotFoundError(f"No module named {fullname!r}: torchring has horovod.torch only", name=fullname)
         if name is None and fullname.startswith(f"{_TORCH}."):
             name = _TARGETS[_TORCH] + fullname[len(_TORCH) :]
         return None if name is None else ModuleSpec(fullname, _Alias(name))

@@ -1,18 +1,50 @@
-"""Types for argparse, of options that several commands have."""
+"""The parser of all commands, and types of options that several commands have."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
 import os
 import re
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NoReturn
 
 from torchring.launch.hosts import Host, parse_hosts, read_hostfile
 
 # The launcher sets these variables for each process, and overwrites what they were.
 LAUNCHERS_OWN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+
+
+class Parser(argparse.ArgumentParser):
+    """A usage error is the error, and a line that says where help is. Options may have underscores, as torchrun's may.
+
+    No option can be abbreviated: a script with `--progres` in it would break when an option of that beginning is added.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """See argparse."""
+        for name, action in [*self._option_string_actions.items()]:
+            self._option_string_actions.setdefault(name[:2] + name[2:].replace("-", "_"), action)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message to standard error, and exit with 2."""
+        what, _, words = message.partition("unrecognized arguments: ")
+        if not what:
+            names = [name for action in self._actions for name in action.option_strings]
+            message += did_you_mean(words.split()[0].partition("=")[0], names)
+        self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` shows what can be given\n")
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """The end of a message about a word that is not among `names`. Empty if none of them is like it."""
+    bare = {name.lstrip("-"): name for name in names}
+    near = difflib.get_close_matches(word.lstrip("-"), bare, 1)
+    return f"; did you mean {bare[near[0]]}?" if near else ""
 
 
 def whole(what: str, least: int, most: float = math.inf) -> Callable[[str], int]:

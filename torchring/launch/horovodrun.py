@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import math
 import os
 import re
@@ -33,7 +34,8 @@ _IGNORED_SWITCHES: Final = """--disable-cache --jsrun --hierarchical-allreduce -
     --prefix-output-with-timestamp"""
 _IGNORED_SETTINGS: Final = """--start-timeout --cache-capacity --autotune-log-file --autotune-warmup-samples
     --autotune-steps-per-sample --autotune-bayes-opt-max-samples --autotune-gaussian-process-noise --mpi-args
-    --binding-args --num-nccl-streams --thread-affinity"""
+    --binding-args --num-nccl-streams --thread-affinity --rdzv-backend --rdzv-endpoint --rdzv-id --master-addr
+    --master-port"""
 
 
 def _timeline(text: str) -> str:
@@ -124,6 +126,15 @@ def settings_of(options: argparse.Namespace) -> dict[str, str]:
     if options.horovod:
         env["PYTHONPATH"] = with_aliases({**os.environ, **env})["PYTHONPATH"]
     return env
+
+
+def hint(options: argparse.Namespace, script: str) -> str:
+    """For a script that has failed: a sentence if it imports a Horovod that is not there. Else empty."""
+    if options.horovod or importlib.util.find_spec("horovod") or not os.path.isfile(script):
+        return ""
+    if not re.search(rb"^\s*(import|from) horovod\b", Path(script).read_bytes(), re.MULTILINE):
+        return ""
+    return f"{script} imports horovod: with --horovod, `import horovod.torch` finds torchring.horovod"
 
 
 def warn_of_ignored(options: argparse.Namespace) -> None:

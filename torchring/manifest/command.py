@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchring.launch.arguments import Parser
 from torchring.launch.hosts import LaunchError
 from torchring.manifest.job import read_job
 from torchring.manifest.kubernetes import KINDS, objects, to_yaml
@@ -15,7 +15,7 @@ from torchring.manifest.slurm import sbatch_script
 
 def main(arguments: Sequence[str]) -> int:
     """Entry point; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torchring manifest",
         description="Write an sbatch script, or objects for Kubernetes, from a short job file. Nothing is submitted.",
     )

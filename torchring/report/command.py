@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from torchring.launch.arguments import Parser
 from torchring.observe.recorder.files import TraceError
 from torchring.report.model.doctor import DoctorReportError, bus_bandwidths
 from torchring.report.model.merge import load
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torchring report",
         description="Say what bounds a job, by how much, and what would help, from the trace that "
         "`torchring run --trace DIR` has written.",

@@ -91,6 +91,14 @@ def is_elastic(options: argparse.Namespace) -> bool:
     return False
 
 
+def hint(options: argparse.Namespace) -> str:
+    """For a job that has failed: which option has made it elastic, if --elastic has not. Else empty."""
+    implying = [f"--{name.replace('_', '-')}" for name in _IMPLYING if getattr(options, name) is not None]
+    if options.elastic or not implying:
+        return ""
+    return f"{' and '.join(implying)} made this an elastic job, whose script has to use torchring.elastic"
+
+
 def limits_of(options: argparse.Namespace) -> Limits:
     """The limits that the options set. Raises LaunchError for options that contradict each other."""
     num, least, most = options.num_proc, options.min_np or 1, options.max_np

@@ -9,7 +9,6 @@ read.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
 import time
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from torchring.launch.arguments import duration
+from torchring.launch.arguments import Parser, duration
 from torchring.observe.recorder.files import TraceError, find, find_live
 from torchring.observe.recorder.records import ENDED_WELL, RankTrace
 from torchring.report.model.merge import merge, read_all
@@ -41,7 +40,7 @@ class Picture:
 
 def main(arguments: Sequence[str]) -> int:
     """`arguments` are those behind "top". Returns the exit code; raises SystemExit(2) for a usage error."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torchring top",
         description="Show how a job goes that `torchring run --trace DIR` has started: steps and samples a second, "
         "where the time goes, and who waits for whom, over the last 50 steps.",
