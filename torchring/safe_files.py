@@ -14,7 +14,7 @@ import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import IO, Any, BinaryIO, Final
 
 _ADVICE: Final = "is a link, a pipe, a device or a folder; remove it, or name another file"
 _warned: Final[set[Path]] = set()
@@ -32,8 +32,8 @@ def reading(path: Path) -> BinaryIO:
     return open(descriptor, "rb")
 
 
-def create(path: Path, mode: int = 0o666) -> BinaryIO:
-    """A new file in place of an older one, open to be written, and read. Raises OSError if `path` is no regular file.
+def create(path: Path, mode: int = 0o666) -> int:
+    """A descriptor of a new file in place of an older one. Raises OSError, if `path` is no regular file, too.
 
     Args:
         mode: the permissions, as far as umask leaves them.
@@ -44,16 +44,19 @@ def create(path: Path, mode: int = 0o666) -> BinaryIO:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, mode: str = "wb", newline: str | None = None) -> Iterator[IO[Any]]:
     """A new file, which replaces an older one when the block ends without an error.
 
     Raises OSError, if `path` is no regular file, too.
+
+    Args:
+        mode, newline: as for `open`.
     """
     _check(path)
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    file = _new(unfinished, 0o666)
+    descriptor = _new(unfinished, 0o666)
     try:
-        with file:
+        with open(descriptor, mode, newline=newline) as file:
             yield file
         unfinished.replace(path)
     except BaseException:
@@ -63,8 +66,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def warn_of_owner(folder: Path) -> None:
-    """Log a warning, once, if the folder belongs to another user than this one and root."""
-    if folder in _warned:
+    """Log a warning if the folder belongs to another user than this one and root: once, and once on each host."""
+    if folder in _warned or os.environ.get("LOCAL_RANK", "0") != "0":
         return
     _warned.add(folder)
     with contextlib.suppress(OSError):  # what comes next says so
@@ -74,10 +77,9 @@ def warn_of_owner(folder: Path) -> None:
             )
 
 
-def _new(path: Path, mode: int) -> BinaryIO:
+def _new(path: Path, mode: int) -> int:
     warn_of_owner(path.parent)
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    return open(os.open(path, flags, mode), "w+b")
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
 
 def _check(path: Path) -> None:

@@ -402,6 +402,16 @@ def test_a_process_between_launcher_and_ranks_is_killed(depth: int, message: str
     assert f"torchring run: {message.format(victim)}" in ran.stderr
 
 
+def test_a_folder_for_logs_that_cannot_be_made_is_named_with_its_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(agent, "_store", lambda plan: None)
+    plan = HostPlan(1, 1, 0, "localhost", "", 0, OutputOptions(log_dir=str(tmp_path / "file" / "logs")), "none")
+    assert agent.main([plan.to_json(), "script.py"]) == 2
+    assert capsys.readouterr().err == f"torchring run: --log-dir {tmp_path}/file/logs: Not a directory\n"
+
+
 # ---- mpirun
 
 needs_mpirun = pytest.mark.skipif(run_module._why_no_mpirun() is not None, reason=str(run_module._why_no_mpirun()))

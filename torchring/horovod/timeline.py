@@ -15,9 +15,11 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from torchring.horovod.negotiation import Request
+from torchring.safe_files import create
 
 _END: Final = "\n]\n"
 
@@ -31,7 +33,7 @@ class Timeline:
     """
 
     def __init__(self, path: str, *, mark_cycles: bool) -> None:
-        self._file: io.TextIOWrapper | None = open(path, "w")  # noqa: SIM115 - closed by `close`
+        self._file: io.TextIOWrapper | None = open(create(Path(path)), "w")  # noqa: SIM115 - closed by `close`
         self._file.write("[" + _END)
         self._mark_cycles = mark_cycles
         self._rows: dict[str, int] = {}

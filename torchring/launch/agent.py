@@ -32,8 +32,8 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, S
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from torchring.launch.hosts import HostPlan
-from torchring.launch.jobs import bound
+from torchring.launch.hosts import HostPlan, LaunchError
+from torchring.launch.jobs import bound, open_output
 from torchring.launch.output import STDERR, STDOUT, Output
 from torchring.rendezvous.addresses import is_for_other_hosts, resolve
 from torchring.rendezvous.rendezvous import blames_key
@@ -53,6 +53,9 @@ def main(arguments: Sequence[str]) -> int:
         code = _run(plan, command, store)
     except (OSError, DistError) as error:
         print(f"torchring run: cannot start the ranks: {error}", file=sys.stderr)
+        return 2
+    except LaunchError as error:
+        print(f"torchring run: {error}", file=sys.stderr)
         return 2
     if code == 0:
         # The first agent must end last: an agent that loses the store prints a page.
@@ -105,6 +108,7 @@ class _Meeting(StaticTCPRendezvous):
 
 def _run(plan: HostPlan, command: Sequence[str], store: TCPStore) -> int:
     """Start this host's ranks and wait for them."""
+    output = open_output(plan.output)
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed.elastic"):  # failures are reported below, in fewer lines
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -113,7 +117,6 @@ def _run(plan: HostPlan, command: Sequence[str], store: TCPStore) -> int:
     python, *binding = bound(plan.bind)
     rank = (*binding, sys.executable, "-u", *command)
     spec = WorkerSpec("default", plan.num_proc, _Meeting(plan, store), entrypoint=python, args=rank, max_restarts=0)
-    output = Output(plan.output)
     try:
         result = LocalElasticAgent(spec, _Pipes(output)).run()
     except SignalException as error:

@@ -152,4 +152,4 @@ def open_output(options: OutputOptions, log_name: str = "rank{}.log") -> Output:
     try:
         return Output(options, log_name=log_name)
     except OSError as error:
-        raise LaunchError(f"cannot write log files to {options.log_dir!r}: {error.strerror}") from error
+        raise LaunchError(f"--log-dir {options.log_dir}: {error.strerror}") from error

@@ -28,6 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeAlias
 
+from torchring.safe_files import create
+
 STDOUT: Final = 1
 STDERR: Final = 2
 _HOLD_SECONDS: Final = 0.2  # for the rest of a line
@@ -232,7 +234,7 @@ class Output:
         try:
             with self._lock:
                 if rank not in self._logs:
-                    self._logs[rank] = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+                    self._logs[rank] = create(file)
                 descriptor = self._logs[rank]
             _write(descriptor, text)
         except OSError as error:  # a full disk is no reason to stop training

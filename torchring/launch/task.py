@@ -73,7 +73,7 @@ class Files:
     def write(self, name: str, data: bytes) -> None:
         """Complete, or not at all, and for this user's eyes only."""
         part = self.folder / f".{name}"
-        with create(part, 0o600) as file:
+        with open(create(part, 0o600), "wb") as file:
             file.write(self._sign(name, data))
             file.write(data)
         part.rename(self.folder / name)

@@ -11,6 +11,7 @@ from torchring.launch.hosts import LaunchError
 from torchring.manifest.job import read_job
 from torchring.manifest.kubernetes import KINDS, objects, to_yaml
 from torchring.manifest.slurm import sbatch_script
+from torchring.safe_files import replacing
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -39,7 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     ending = "sbatch" if options.cluster == "slurm" else "kubernetes.yaml"
     file = Path(options.output or f"{job.name}.{ending}")
     try:
-        file.write_text(text)
+        with replacing(file, "w") as opened:
+            opened.write(text)
     except OSError as error:
         print(f"torchring manifest: cannot write {str(file)!r}: {error.strerror}", file=sys.stderr)
         return 1

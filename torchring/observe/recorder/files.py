@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import operator
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +21,7 @@ from torchring.observe.recorder.records import (
     RunInfo,
     decode,
 )
+from torchring.safe_files import reading, replacing
 
 FORMAT: Final = 2
 _NAME: Final = re.compile(r"rank-(\d+)\.npz")
@@ -36,8 +35,6 @@ _TYPES: Final[dict[str, type | tuple[type, ...]]] = {
     "dict[str, str]": dict,
 }
 _Record = TypeVar("_Record", RunInfo, ParameterRecord)
-
-_numbers = itertools.count()
 
 
 class TraceError(Exception):
@@ -82,25 +79,21 @@ def write(path: Path, trace: RankTrace, steps: Sequence[Sequence[int]]) -> Path:
         "clock": np.array([dataclasses.astuple(each) for each in trace.clock], np.int64),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}-{next(_numbers)}.tmp")  # a signal handler may write meanwhile
-    try:
-        with open(unfinished, "wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's stubs take the arrays for its options
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with replacing(path) as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's stubs take the arrays for its options
     return path
 
 
 def read(path: Path) -> RankTrace:
     """Read a rank's file. Raises TraceError if it is torn, or of another version."""
     try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+        with reading(path) as file, np.load(file, allow_pickle=False) as arrays:
             return _parse(_printable(json.loads(bytes(arrays["about"]))), arrays)
     except TraceError:
         raise
     except Exception as error:  # of zipfile, numpy, json and others, which do not say what they raise for damaged files
-        raise TraceError(f"{path} is torn, or no trace: {_printable(str(error))}") from error
+        reason = getattr(error, "strerror", None) or str(error)
+        raise TraceError(f"{path} is torn, or no trace: {_printable(reason)}") from error
 
 
 def _printable(value: Any) -> Any:

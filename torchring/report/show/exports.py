@@ -18,6 +18,7 @@ from torchring.report.model.lanes import spans_of
 from torchring.report.model.merge import Job
 from torchring.report.model.phases import PHASES, column
 from torchring.report.model.waits import examine
+from torchring.safe_files import replacing
 
 _COMPUTE: Final = 0  # number of the lane; those of buckets follow
 
@@ -27,7 +28,7 @@ def write_trace_json(job: Job, path: Path) -> None:
 
     An arrow leads from where the last gradient of a bucket is ready to the bucket.
     """
-    with open(path, "w") as file:
+    with replacing(path, "w") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         for i, event in enumerate(_events(job)):
             file.write((",\n" if i else "") + json.dumps(event))
@@ -39,7 +40,7 @@ def write_csv(job: Job, path: Path) -> None:
     timing, critical = examine(job)[0]
     phases = [f"{phase.value.replace(' ', '_')}_ms" for phase in PHASES]
     head = ["step", "rank", "host", "is_in_statistics", "begin_ms", "step_ms", *phases, "waits_for_rank"]
-    with open(path, "w", newline="") as file:
+    with replacing(path, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([*head, "stall_ms", "packing_ms", "num_samples", "num_bytes"])
         for i, row in enumerate(job.steps):

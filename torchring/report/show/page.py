@@ -10,6 +10,7 @@ from typing import Any, Final
 from torchring.report.model.phases import Phase
 from torchring.report.show import captions, formats
 from torchring.report.verdict.findings import Analysis
+from torchring.safe_files import replacing
 
 _MAX_ROWS: Final = 12
 _FILTERS: Final = (
@@ -30,7 +31,9 @@ def write_page(analysis: Analysis, path: Path) -> None:
 
     Raises OSError, and ImportError, whose text says what to install, if plotly or jinja2 is missing.
     """
-    path.write_text(page_of(analysis), encoding="utf-8", errors="replace")  # names of files may be no Unicode
+    page = page_of(analysis).encode(errors="replace")  # names of files may be no Unicode
+    with replacing(path) as file:
+        file.write(page)
 
 
 def page_of(analysis: Analysis) -> str:
