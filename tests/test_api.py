@@ -122,6 +122,7 @@ MEMBERS = {
         "state_dict": "(self, *, all_ranks: 'bool' = False) -> 'dict[str, Any]'",
         "stats": "(self) -> 'Stats'",
         "step": "(self, closure: 'Callable[[], Any] | None' = None, *args: 'Any', **kwargs: 'Any') -> 'Any'",
+        "sync_buffers": "(self) -> 'None'",
         "synchronize": "(self) -> 'None'",
         "zero_grad": "(self, set_to_none: 'bool' = True) -> 'None'",
     },

@@ -221,6 +221,20 @@ class _SyncBatchNorm(LayerSync):
         return model
 
 
+class _EqualBuffers(pl.Callback):
+    """Makes buffers equal after forwards in training mode that no step follows, as in StochasticWeightAveraging.
+
+    Before the model is evaluated, and at the end of an epoch, before ModelCheckpoint saves it.
+    """
+
+    def on_validation_start(self, trainer: Any, *_: Any) -> None:
+        for ring in trainer.strategy._rings:
+            ring._current.sync_buffers()
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        self.on_validation_start(trainer)
+
+
 class RingStrategy(_Ranks, DDPStrategy):
     """`Trainer(strategy="torchring")`: gradients are reduced by torchring instead of a DistributedDataParallel.
 
@@ -285,6 +299,8 @@ class RingStrategy(_Ranks, DDPStrategy):
         for config in self.lr_scheduler_configs:
             config.scheduler.optimizer = self._rings[plain.index(config.scheduler.optimizer)]
         self.optimizers = self._rings
+        if not any(isinstance(callback, _EqualBuffers) for callback in trainer.callbacks):
+            trainer.callbacks.insert(0, _EqualBuffers())
         if module.automatic_optimization and isinstance(self._rings[0], _ClosureFirst):
             # training_step() mostly calls parts of the module, so hooks on the module would see nothing.
             self._watched = self._rings[0]
@@ -308,6 +324,11 @@ class RingStrategy(_Ranks, DDPStrategy):
         """For all micro-steps of accumulate_grad_batches but the last, and for toggle_model(sync_grad=False)."""
         with _no_sync(self._rings):
             yield
+
+    def on_train_end(self) -> None:
+        """The script's own hooks may have run forwards, too."""
+        for ring in self._rings:
+            ring._current.sync_buffers()
 
     def optimizer_state(self, optimizer: Any) -> Any:
         """After a fit with shard=True, rank 0 has the whole state, and the others refuse to give theirs."""

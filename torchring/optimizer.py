@@ -469,6 +469,20 @@ class DistributedOptimizer(OptimizerWrapper):
         """
         self._live_sync().synchronize()
 
+    def sync_buffers(self) -> None:
+        """Make the model's buffers equal on all ranks as they are now, by the choices of `wrap`. Collective.
+
+        Each `step()` does so after `forward()` and `backward()`. Call this after forwards in training mode that no step
+        follows, as those of torch.optim.swa_utils.update_bn, before the model is evaluated or saved.
+
+        Raises:
+            GradientError: called inside `backward()`.
+            ValueError: `wrap` was given no model, this optimizer is closed, or called inside `torchring.join`.
+        """
+        if self._model is _no_model:
+            raise ValueError("sync_buffers() makes the buffers of a model equal; pass the model to torchring.wrap, too")
+        self._live_sync().sync_buffers()
+
     def no_sync(self) -> AbstractContextManager[None]:
         """A context manager: inside, `backward()` accumulates gradients on this rank and sends nothing.
 

@@ -253,14 +253,23 @@ def _again(rank: int) -> dict[str, Any]:
 
 
 def _batch_norm(rank: int) -> dict[str, Any]:
-    """With sync_batchnorm, ranks train as one process that has all batches."""
+    """With sync_batchnorm, ranks train as one process that has all batches. Without it, statistics are averaged."""
+    import lightning
+
     make = functools.partial(modules().Regression, norm=True)
     options = {"max_epochs": 2, "num_sanity_val_steps": 0, "use_distributed_sampler": False}
     module, alone = make(), make()
     mine = DataLoader(data(), batch_size=4, sampler=[i for i in range(64) if i // 4 % 2 == rank])
     trainer(sync_batchnorm=True, **options).fit(module, mine)
     trainer("auto", 1, **options).fit(alone, DataLoader(data(), batch_size=8))
-    return {"ring": weights(module), "alone": weights(alone), "layer": type(module.net[1])}
+    averaged = make()  # whose last epoch has forwards without a step
+    callbacks = [lightning.pytorch.callbacks.StochasticWeightAveraging(0.02, swa_epoch_start=1),
+                 lightning.pytorch.callbacks.ModelCheckpoint("averaged", "{epoch}")]  # fmt: skip
+    trainer(callbacks=callbacks).fit(averaged, loader())
+    torchring.barrier()
+    saved = torch.load("averaged/epoch=2.ckpt", weights_only=True)
+    return {"ring": weights(module), "alone": weights(alone), "layer": type(module.net[1]),
+            "averaged": weights(averaged), "saved": weights_of(saved), "count": int(averaged.net[1].num_batches_tracked)}  # fmt: skip
 
 
 def _report(rank: int) -> dict[str, Any]:
@@ -480,6 +489,12 @@ def test_sync_batchnorm(outcomes: list[Any]) -> None:
         assert found["ring"] == pytest.approx(found["alone"], rel=1e-4, abs=1e-6)
         assert found["layer"] is nn.BatchNorm1d
     assert outcomes[0]["_batch_norm"]["ring"] == outcomes[1]["_batch_norm"]["ring"]
+
+
+def test_batchnorm_after_forwards_without_a_step(outcomes: list[Any]) -> None:
+    found, other = (rank["_batch_norm"] for rank in outcomes)
+    assert found["averaged"] == found["saved"] == other["averaged"]
+    assert found["count"] == 8  # the last epoch's alone
 
 
 def test_the_report_sees_forward_and_logs_have_the_names_of_ddp(outcomes: list[Any]) -> None:

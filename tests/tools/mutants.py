@@ -122,12 +122,6 @@ EQUIVALENT = {
         "buffers.py",
         "self._is_absent = True  # in the round: this rank has no data that counts, so its buffers do not count",
     ): "begin() sets it before anybody reads it",
-    ("buffers.py", 'only_watched = all(spec.choice == "OWN" for spec in self._others)'): (
-        "buffers that ranks keep are compared at every alarm: speed"
-    ),
-    ("buffers.py", "self._ones = given, ones.to(self.wire.device, non_blocking=False)"): (
-        "the host waits for a copy to a device: speed"
-    ),
     ("layout.py", "self.agreement.expect(self.specs)"): "memory that is freed stays with the process: speed",
     ("local.py", "self._is_next_local = True"): "is set together with _is_next_used, before anybody reads it",
     (

@@ -109,6 +109,9 @@ class Sync(Protocol):
     def write_buffers(self) -> None:
         """Give the model's buffers what the last reduction has found."""
 
+    def sync_buffers(self) -> None:
+        """Collective: make the model's buffers equal as they are now."""
+
     def has_stepped(self) -> None:
         """The optimizer has made a step."""
 

@@ -107,6 +107,9 @@ class LocalSync(Sync):
     def write_buffers(self) -> None:
         """The buffers are this rank's own."""
 
+    def sync_buffers(self) -> None:
+        """The buffers are this rank's own."""
+
     def has_stepped(self) -> None:
         recorder_of(self.world).end_step()
 

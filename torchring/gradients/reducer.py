@@ -250,10 +250,12 @@ class Reducer(Sync):
         self._weights = self.weighing.weights
         self._weights.expect(self.layout.wire_dtypes)
         self.participants: list[Participant] = [self.weighing, self._sparse]
+        self._buffers: BufferSync | None = None
         if buffers:
             all_reduce, device = self.layout.all_reduce, specs[0].device
             follow = all_reduce.stream.follow if isinstance(all_reduce, OnStream) else _nothing
-            self.participants.append(BufferSync(world, buffers, all_reduce, device, follow))
+            self._buffers = BufferSync(world, buffers, all_reduce, device, follow)
+            self.participants.append(self._buffers)
         self.participants += [replicas, DataCheck(world, inputs, is_mean=options.op == "mean"), recording]
         self._noise: NoiseScale | None = None
         if world.size > 1 and options.op in ("mean", "sum"):
@@ -567,6 +569,14 @@ class Reducer(Sync):
     def write_buffers(self) -> None:
         for participant in self.participants:
             participant.stepping()
+
+    def sync_buffers(self) -> None:
+        if self.in_backward:
+            raise GradientError("sync_buffers() was called inside backward(); call it after backward() has returned")
+        self.world.shared(Join).refuse("sync_buffers()")
+        if self._buffers is not None:
+            with torch.inference_mode(False):
+                self._members.guard.run("sync_buffers()", self._buffers.synchronize)
 
     def can_skip_alone(self) -> bool:
         return self._options.on_nonfinite != "skip" or self.layout.agreement.knows_at_once

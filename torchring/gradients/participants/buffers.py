@@ -2,25 +2,26 @@
 
 Each rank's forward sees other data, so each rank's buffers come to differ. Whether that is wrong depends on the buffer.
 Running statistics are averaged. Other buffers may belong to a rank, such as a queue of keys or a hidden state, so they
-are left alone unless the script chooses, and a warning names them where they differ.
+are left alone unless the script chooses. Every STEPS_BETWEEN_CHECKS rounds they are compared, and a warning names those
+that differ.
 
-The buffers travel beside the gradients, in a wire of their own, at the end of each backward that reduces. The result is
-written when the optimizer steps: until then a graph may still need what the buffers held in forward.
-
-Running statistics always take part: the kernels that write them leave no trace in autograd's version counters. Other
-buffers take part when they have changed on some rank, which travels as a control bit. A first change is exchanged in
-messages of its own. A buffer that changes again joins the wire.
+What is averaged, or follows rank 0, travels in every round, whether it has changed or not: many kernels write without a
+trace in autograd's version counters. It travels beside the gradients, in a wire of its own, at the end of each backward
+that reduces. The result is written when the optimizer steps: until then a graph may still need what the buffers held in
+forward. A round in which some rank has no data, or a buffer of another shape, takes messages of its own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 import logging
 import math
 import operator
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeGuard
 
@@ -29,7 +30,8 @@ import torch
 from torchring.allreduce import AllReduce, NonFinite, Wire
 from torchring.collectives.digests import digests
 from torchring.collectives.operations import check_dense, check_writable
-from torchring.collectives.service import collectives_of, internal_collectives_of
+from torchring.collectives.service import Collectives, collectives_of, internal_collectives_of
+from torchring.gradients.participants.replicas import STEPS_BETWEEN_CHECKS
 from torchring.gradients.round import Participant, RoundState
 from torchring.world import World
 
@@ -39,7 +41,6 @@ SyncBuffers: TypeAlias = BufferChoice | Mapping[str, BufferChoice]
 _CHOICES: Final = ("mean", "rank0", None)
 Place: TypeAlias = tuple[weakref.ref[torch.nn.Module], str]
 _WIRE: Final = torch.float64  # holds the sum of fp32 values, and every integer of 32 bits
-_CHANGES_TO_JOIN: Final = 2  # a buffer that is written to once, as by load_state_dict(), need not travel ever after
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,12 @@ class BufferSpec:
     Attributes:
         choice: "mean" averages over the ranks that have data; what has no mean follows the lowest of these ranks.
             "rank0": the buffer follows that rank. "own": each rank keeps its own, and a warning says if they differ.
-        always: the buffer takes part in every round.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     choice: Literal["mean", "rank0", "own"]
-    always: bool
     module: weakref.ref[torch.nn.Module]
     key: str
 
@@ -90,6 +89,12 @@ class BufferSpec:
         module = self.module()
         buffers = None if module is None else module.__dict__.get("_buffers")
         return buffers.get(self.key) if isinstance(buffers, dict) else getattr(module, self.key, None)
+
+    def writable(self) -> torch.Tensor | None:
+        """The buffer as it is now, of whatever shape. None if it is gone, of another dtype, or cannot be written to."""
+        buffer = self.find()
+        is_usable = isinstance(buffer, torch.Tensor) and buffer.dtype == self.dtype and _is_writable(buffer)
+        return buffer if is_usable else None  # type: ignore[return-value]
 
     def fits(self, buffer: object) -> TypeGuard[torch.Tensor]:
         return isinstance(buffer, torch.Tensor) and buffer.dtype == self.dtype and buffer.shape == self.shape
@@ -132,8 +137,7 @@ def buffer_specs(model: torch.nn.Module, choices: SyncBuffers) -> list[BufferSpe
                 elif key in getattr(module, "_non_persistent_buffers_set", ()):
                     continue
             seen.add(id(buffer))
-            always = has_statistics and choice != "own"
-            specs.append(BufferSpec(name, tuple(buffer.shape), buffer.dtype, choice, always, weakref.ref(module), key))
+            specs.append(BufferSpec(name, tuple(buffer.shape), buffer.dtype, choice, weakref.ref(module), key))
     return specs
 
 
@@ -171,18 +175,16 @@ def _is_writable(buffer: torch.Tensor) -> bool:
 
 
 class _Result(NamedTuple):
-    """The result of a round, to be written with the next step. `is_complete`: every rank has given every buffer."""
+    """The result of a round, to be written with the next step."""
 
     sync: BufferSync
     layout: _Layout
-    is_complete: bool
 
 
 class _Shared:
     """Knowledge of buffers that all optimizers of a world share, as a model may have several optimizers.
 
     Attributes:
-        seen: what a buffer was when all ranks had the same, for the buffers that take part when they have changed.
         told_of: the buffers that a warning has named.
         results: of rounds, the oldest first.
         backward: the last backward after which buffers have travelled. See `RoundState.backward`.
@@ -190,7 +192,6 @@ class _Shared:
     """
 
     def __init__(self, world: World) -> None:
-        self.seen: dict[Place, tuple[int, int]] = {}
         self.told_of: set[Place] = set()
         self.results: list[_Result] = []
         self.backward: object = None
@@ -211,12 +212,11 @@ class BufferSync(Participant):
         follow: called when the wire was packed on the current stream.
 
     Attributes:
-        specs: all buffers, those that are in no wire included.
-        places: of these buffers.
+        places: of the buffers that travel.
         index: of the wire among the buckets.
     """
 
-    bits = ("buffers_changed", "buffers_missing")
+    bits = ("buffers_missing",)
     reduce_scale = 1.0
 
     def __init__(
@@ -227,44 +227,34 @@ class BufferSync(Participant):
         device: torch.device,
         follow: Callable[[], None],
     ) -> None:
-        self.specs = specs
-        self.places = frozenset(spec.place for spec in specs)
+        self.places = frozenset(spec.place for spec in specs if spec.choice != "own")
         self.index = 0
         self._world = world
         self._all_reduce = all_reduce
         self._device = device
         self._follow = follow
         self._shared = world.shared(_Shared)
-        self._others = [spec for spec in specs if not spec.always]  # take part when they have changed
-        for spec in self._others:
-            self._shared.seen.setdefault(spec.place, _state_of(spec))
-        self._num_changes = dict.fromkeys(self.places, 0)
-        self._num_alarms = 0
+        self._own = [spec for spec in specs if spec.choice == "own"]  # that are not known to differ
+        self._due_at = 0  # number of the round after which these are compared
         self._wire: Wire | None = None
-        self._open([spec for spec in specs if spec.always])
+        self._open([spec for spec in specs if spec.choice != "own"])
         self._is_absent = False  # in the round: this rank has no data that counts, so its buffers do not count
         self._is_carried = False  # another optimizer of the same model has exchanged them after this backward
 
     @property
     def names(self) -> list[str]:
-        return self._layout.names
+        return [spec.name for spec in self._layout.specs]
 
     @property
     def wire(self) -> Any:
         assert self._wire is not None
         return self._wire
 
-    @property
-    def travels(self) -> bool:
-        """Whether there is a wire to be reduced."""
-        return self._wire is not None
-
     def begin(self, current: RoundState) -> None:
         self._is_absent = current.is_empty
         self._drop_results(lambda result: result.sync is self)
-        current.bits["buffers_changed"] = self.has_changed()
-        current.bits["buffers_missing"] = self.lacks_some() or self._is_absent
-        current.extra = self if self.travels else None
+        current.bits["buffers_missing"] = self._is_absent or None in self._layout.tensors()
+        current.extra = None if self._wire is None else self
 
     def backward_is_over(self, current: RoundState) -> None:
         shared, self._is_carried = self._shared, False
@@ -277,33 +267,27 @@ class BufferSync(Participant):
             current.extra = None
 
     def agreed(self, current: RoundState) -> None:
-        """Collective, unless every rank has contributed all buffers in the wire, and no other buffer has changed."""
-        if self._is_carried:
+        """Collective, unless every rank has contributed all buffers."""
+        if self._is_carried or self._wire is None:
             return
         self._drop_results(lambda result: result.sync.places <= self.places)
-        if self.travels:
-            is_complete = not current.sums["buffers_missing"]
-            self._shared.results.append(_Result(self, self._layout, is_complete))
-            if not is_complete and (missing := self._layout.missing()):
-                self._exchange(missing)
-        if current.sums["buffers_changed"]:
-            self._exchange_changed()
+        layout: _Layout | None = self._layout
+        if current.sums["buffers_missing"]:
+            layout = self._exchange(internal_collectives_of(self._world), is_absent=self._is_absent)
+        if layout is not None:
+            self._shared.results.append(_Result(self, layout))
 
-    def has_changed(self) -> bool:
-        """Whether a buffer that is not in the wire was written to, or replaced, and is not made equal since."""
-        return any(map(self._is_changed, self._others))
-
-    def lacks_some(self) -> bool:
-        """Whether a buffer that is in the wire is gone, or has another shape, on this rank."""
-        lacking = [
-            spec for spec, buffer in zip(self._layout.specs, self._layout.tensors(), strict=True) if buffer is None
-        ]
-        self._tell_of_lacking(lacking)
-        return bool(lacking)
+    def finished(self, current: RoundState) -> None:
+        """Compare the buffers that are left alone, if it is time to. Collective then."""
+        if not self._own or current.number < self._due_at:
+            return
+        self._due_at = current.number + STEPS_BETWEEN_CHECKS
+        if not current.sums["has_ended"]:
+            self._compare_own()
 
     def begin_reduce(self) -> None:
         """The wire goes to the all-reduce."""
-        self._layout.pack(is_absent=self._is_absent)
+        self._layout.pack()
         self._follow()
 
     def end_reduce(self, non_finite: NonFinite | None) -> None:
@@ -314,8 +298,15 @@ class BufferSync(Participant):
         if not self._shared.results:
             return
         for result in [each for each in self._shared.results if not each.sync.places.isdisjoint(self.places)]:
-            self._accept(result.layout.unpack(is_complete=result.is_complete))
+            result.layout.unpack()
             self._shared.results.remove(result)
+
+    def synchronize(self) -> None:
+        """Collective, outside backward: make the buffers equal as they are now."""
+        self._drop_results(lambda result: result.sync.places <= self.places)
+        layout = self._exchange(collectives_of(self._world), is_absent=False)
+        if layout is not None:
+            layout.unpack()
 
     def take_over(self, src: int) -> None:
         """Collective, between rounds: all buffers get the values of rank `src`, unless they have other shapes.
@@ -323,88 +314,52 @@ class BufferSync(Participant):
         Buffers that are known to belong to their ranks stay.
         """
         collectives = collectives_of(self._world)
-        specs = [spec for spec in self.specs if spec.choice != "own" or spec in self._others]
-        tensors = [spec.tensor() for spec in specs]
+        tensors = [*self._layout.tensors(), *(spec.tensor() for spec in self._own)]
         are_there = torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8, device="cpu")
         collectives.all_reduce(are_there, "min")
         everywhere = [tensor for tensor, there in zip(tensors, are_there.tolist(), strict=True) if there]
         collectives.broadcast_together([tensor.detach() for tensor in everywhere if tensor is not None], src)
         self._shared.results.clear()
-        self._accept(specs)
 
     def close(self) -> None:
         """Others of the same model go on."""
         self._drop_results(lambda result: result.sync is self)
-        for place in self.places:
-            self._shared.seen.pop(place, None)
 
     def _drop_results(self, condition: Callable[[_Result], bool]) -> None:
         if self._shared.results:
             self._shared.results[:] = itertools.filterfalse(condition, self._shared.results)
 
-    def _is_changed(self, spec: BufferSpec) -> bool:
-        return _state_of(spec) != self._shared.seen.get(spec.place)
+    def _exchange(self, collectives: Collectives, *, is_absent: bool) -> _Layout | None:
+        """Collective: exchange the buffers now. Returns what they become, or None if no rank has data.
 
-    def _accept(self, specs: Iterable[BufferSpec]) -> None:
-        """These buffers are equal on all ranks, as far as they have the same shape."""
-        self._shared.seen.update((spec.place, _state_of(spec)) for spec in specs if not spec.always)
-
-    def _exchange_changed(self) -> None:
-        """Collective: exchange the buffers that are not in the wire and differ between ranks since a change."""
-        self._num_alarms += 1
-        only_watched = all(spec.choice == "own" for spec in self._others)
-        if only_watched and self._num_alarms & (self._num_alarms - 1):  # 1st, 2nd, 4th ...: nothing waits for this
-            return
-        collectives = internal_collectives_of(self._world)
-        mine = torch.tensor(list(map(self._is_changed, self._others)), dtype=torch.uint8, device="cpu")
-        changed = list(itertools.compress(self._others, collectives.all_reduce(mine, "max").tolist()))
-        rows = torch.stack(collectives.all_gather(_digests_of(changed, is_absent=self._is_absent)))
-        present = rows[~rows[:, -1, 0].bool()]
-        differ = (rows != rows[:1])[:, :-1].any(2).any(0).tolist()
-        differ_among_present = (present != present[:1])[:, :-1].any(2).any(0).tolist()
-        own = [s for s, is_own in zip(changed, differ_among_present, strict=True) if is_own and s.choice == "own"]
-        kinds = torch.tensor([_number_of(spec.kind) for spec in changed], dtype=torch.int64, device="cpu")
-        fits = (rows[:, :-1, 2] == kinds).any(0).tolist()  # on some rank
-        self._tell_of_lacking([spec for spec, is_there in zip(changed, fits, strict=True) if not is_there])
-        joining = [
-            spec
-            for spec, is_other, is_there in zip(changed, differ, fits, strict=True)
-            if is_other and is_there and spec.choice != "own"
-        ]
-        self._accept(spec for spec in changed if spec not in own and spec not in joining)
-        if own:
-            self._tell_of_own(own)
-            self._others = [spec for spec in self._others if spec not in own]
-        if not joining:
-            return
-        self._exchange(joining)
-        for spec in joining:
-            self._num_changes[spec.place] += 1
-        if joins := [spec for spec in joining if self._num_changes[spec.place] >= _CHANGES_TO_JOIN]:
-            self._join_wire(joins)
-
-    def _exchange(self, specs: Sequence[BufferSpec]) -> None:
-        """Collective: exchange these buffers now. The lowest rank that has data gives what has no mean."""
-        collectives = internal_collectives_of(self._world)
-        rank, size = self._world.rank, self._world.size
-        tensors = [spec.tensor() for spec in specs]
-        self._tell_of_lacking([spec for spec, tensor in zip(specs, tensors, strict=True) if tensor is None])
-        mine = [size if self._is_absent or tensor is None else rank for tensor in tensors]
-        givers = collectives.all_reduce(torch.tensor(mine, device="cpu"), "min").tolist()
-        layout = _Layout(specs, self._world, {spec.place: giver for spec, giver in zip(specs, givers, strict=True)})
-        layout.attach(torch.zeros(layout.numel, dtype=_WIRE, device=self._device))
-        layout.pack(is_absent=self._is_absent)
-        collectives.all_reduce(layout.wire, "sum")
-        self._shared.results.append(_Result(self, layout, is_complete=False))
-
-    def _join_wire(self, joins: Sequence[BufferSpec]) -> None:
-        """Collective: from now on these buffers are in the wire."""
-        if self.travels:
-            self._layout.attach(self._layout.wire.clone())  # of the result; the wire is about to go
+        A shape that all ranks have come to, as those of quantization observers do in the first forward, is taken over.
+        """
+        specs = self._layout.specs
+        mine = [None if (found := spec.writable()) is None else [*found.shape] for spec in specs]
+        said = collectives.all_gather_bytes(b"" if is_absent else json.dumps(mine).encode())
+        shapes = {rank: json.loads(theirs) for rank, theirs in enumerate(said) if theirs}
+        if not shapes:
+            return None
+        settled = list(specs)
+        for i, spec in enumerate(specs):
+            first, *others = (theirs[i] for theirs in shapes.values())
+            if len(shapes) == self._world.size and first is not None and all(other == first for other in others):
+                settled[i] = dataclasses.replace(spec, shape=tuple(first))
+        if settled != specs:
             self._wire = None
-        internal_collectives_of(self._world).barrier()  # memory is free when all ranks have let go of the old wire
-        self._others = [spec for spec in self._others if spec not in joins]
-        self._open([*self._layout.specs, *joins])
+            collectives.barrier()  # memory is free when all ranks have let go of the old wire
+            self._open(settled)
+        givers = {
+            spec.place: [rank for rank, theirs in shapes.items() if theirs[i] == [*spec.shape]]
+            for i, spec in enumerate(settled)
+        }
+        if not is_absent:
+            self._tell_of_lacking([spec for spec in settled if self._world.rank not in givers[spec.place]])
+        layout = _Layout(settled, self._world, givers)
+        layout.attach(torch.zeros(layout.numel, dtype=_WIRE, device=self._device))
+        layout.pack()
+        collectives.all_reduce(layout.wire, "sum")
+        return layout
 
     def _open(self, specs: Sequence[BufferSpec]) -> None:
         """Collective, if there are any."""
@@ -413,10 +368,18 @@ class BufferSync(Participant):
             self._wire = self._all_reduce.open_wires([(self._layout.numel, _WIRE)])[0]
             self._layout.attach(self._wire.tensor)
 
-    def _tell_of_own(self, specs: Sequence[BufferSpec]) -> None:
-        """Rank 0 warns, once for each buffer, that it is not the same on all ranks."""
-        new = [spec.name for spec in specs if spec.place not in self._shared.told_of]
-        self._shared.told_of.update(spec.place for spec in specs)
+    def _compare_own(self) -> None:
+        """Collective: rank 0 warns, once for each buffer, that it is not the same on all ranks that have data."""
+        mine = b"" if self._is_absent else _digests_of(self._own).numpy().tobytes()
+        said = internal_collectives_of(self._world).all_gather_bytes(mine)
+        rows = [torch.frombuffer(bytearray(each), dtype=torch.int64).view(-1, 3) for each in said if each]
+        if not rows:
+            return
+        differ = (torch.stack(rows) != rows[0]).any(2).any(0).tolist()
+        others = list(itertools.compress(self._own, differ))
+        self._own = [spec for spec in self._own if spec not in others]
+        new = [spec.name for spec in others if spec.place not in self._shared.told_of]
+        self._shared.told_of.update(spec.place for spec in others)
         if new and self._world.rank == 0:
             _logger.warning(
                 "%s of the model %s not the same on all ranks. Each rank keeps its own: pass sync_buffers={%r: None} "
@@ -431,118 +394,100 @@ class BufferSync(Participant):
     def _tell_of_lacking(self, specs: Sequence[BufferSpec]) -> None:
         """Warn, once for each buffer, that it has no place in what the ranks exchange."""
         for spec in specs:
-            if spec.choice != "own" and spec.place not in self._shared.told_of:
+            if spec.place not in self._shared.told_of:
                 self._shared.told_of.add(spec.place)
                 found = spec.find()
                 is_now = f"has become {_kind_of(found)}" if isinstance(found, torch.Tensor) else "is gone"
                 _logger.warning(
-                    "buffer %s of the model %s on rank %d, and was %s when torchring.wrap was called. Until it is so "
-                    "again, this rank keeps its own; sync_buffers={%r: None} leaves it alone on all ranks",
+                    "buffer %s of the model %s on rank %d, and was %s. Until it is so again, this rank keeps its own; "
+                    "sync_buffers={%r: None} leaves it alone on all ranks",
                     *(spec.name, is_now, self._world.rank, spec.kind, spec.name),
                 )
 
 
 class _Layout:
-    """The layout of a wire: values that have a mean, integers, integers of 64 bits; then a count for each buffer.
+    """The layout of a wire: values that have a mean, integers, integers of 64 bits.
 
-    Of means, each rank contributes the share 1 / size, so that a sum of large values does not overflow. An integer of
-    64 bits travels as two of 32. What has no mean is of one rank alone. The other ranks add zeros, so it arrives as it
-    is. A count says how many ranks have contributed a buffer.
+    Of means, each of n ranks contributes the share 1 / n, so that a sum of large values does not overflow. An integer
+    of 64 bits travels as two of 32. What has no mean is of one rank alone. The other ranks add zeros, so it arrives as
+    it is.
 
     Args:
-        givers: the rank that gives what has no mean, where it is not rank 0.
+        givers: for each buffer the ranks that have it. All of them if None.
 
     Attributes:
         specs: in the order of the wire.
-        names: of the buffers, in this order.
         numel: of the wire.
         wire: see `attach`.
     """
 
     wire: torch.Tensor
 
-    def __init__(self, specs: Sequence[BufferSpec], world: World, givers: Mapping[Place, int] | None = None) -> None:
+    def __init__(
+        self, specs: Sequence[BufferSpec], world: World, givers: Mapping[Place, Sequence[int]] | None = None
+    ) -> None:
         self.specs = sorted(specs, key=lambda spec: (not spec.is_averaged, spec.is_wide))  # stable: alike on all ranks
-        self.names = [spec.name for spec in self.specs]
-        self._size = world.size
-        self._is_mine = [spec.is_averaged or (givers or {}).get(spec.place, 0) == world.rank for spec in self.specs]
-        self._offsets = list(itertools.accumulate((spec.num_values for spec in self.specs), initial=0))
+        ranks = [range(world.size) if givers is None else givers[spec.place] for spec in self.specs]
+        self._is_given = list(map(bool, ranks))
+        self._is_mine = [
+            world.rank in (of if spec.is_averaged else of[:1]) for spec, of in zip(self.specs, ranks, strict=True)
+        ]
+        sizes = [spec.num_values for spec in self.specs]
+        self._offsets = list(itertools.accumulate(sizes, initial=0))
         self._num_means = sum(spec.is_averaged for spec in self.specs)
         self._num_narrow = len(self.specs) - sum(spec.is_wide for spec in self.specs)
-        self.numel = self._offsets[-1] + len(self.specs)
-        self._fitting: list[torch.Tensor | None] = [None] * len(self.specs)  # that were found last
+        self.numel = self._offsets[-1]
+        self._share: float | torch.Tensor = 1.0 / world.size  # of this rank, in means
+        if givers is not None:
+            shares = [1.0 / max(len(of), 1) for of in ranks[: self._num_means]]
+            self._share = torch.tensor(shares, dtype=_WIRE, device="cpu").repeat_interleave(
+                torch.tensor(sizes[: self._num_means], dtype=torch.int64, device="cpu")
+            )
+        self._found: list[object] = []
+        self._shapes: list[object] = []
+        self._fitting: list[torch.Tensor | None] = []  # of those that were found last
 
     def tensors(self) -> list[torch.Tensor | None]:
         """The buffers as they are now; None as in `BufferSpec.tensor`."""
         found = list(map(BufferSpec.find, self.specs))
-        if any(map(operator.is_not, found, self._fitting)):
+        shapes = [getattr(buffer, "shape", None) for buffer in found]  # which resize_() changes
+        if shapes != self._shapes or any(map(operator.is_not, found, self._found)):
+            self._found, self._shapes = found, shapes
             self._fitting = [
                 buffer if spec.fits(buffer) else None for spec, buffer in zip(self.specs, found, strict=True)
             ]
-        return list(self._fitting)
+        return self._fitting
 
     def attach(self, wire: torch.Tensor) -> None:
         """Use this wire from now on. [numel] fp64."""
         self.wire = wire
         self._means = wire[: self._offsets[self._num_means]]
-        self._halves = wire[self._offsets[self._num_narrow] : self._offsets[-1]]
-        self._counts = wire[self._offsets[-1] :]
+        self._halves = wire[self._offsets[self._num_narrow] :]
         self._wide = torch.zeros(self._halves.numel() // 2, dtype=torch.int64, device=wire.device)
         self._places = list(map(self._place, range(len(self.specs))))
-        self._ones: tuple[list[bool], torch.Tensor] = [], self._counts[:0].clone()
+        if isinstance(self._share, torch.Tensor):
+            self._share = self._share.to(wire.device)
 
     @torch.no_grad()
-    def pack(self, *, is_absent: bool) -> None:
+    def pack(self) -> None:
         """Write what this rank contributes."""
         self.wire.zero_()
-        if is_absent:
-            return
-        tensors = [buffer if mine else None for buffer, mine in zip(self.tensors(), self._is_mine, strict=True)]
         self._wide.zero_()
-        self._copy(tensors, to_places=True)
+        self._copy(self._is_mine, to_places=True)
         self._halves.copy_(self._wide.view(torch.int32))
-        self._means.mul_(1.0 / self._size)
-        self._counts.copy_(self._ones_for([tensor is not None for tensor in tensors]))
-
-    def _ones_for(self, given: list[bool]) -> torch.Tensor:
-        """1 for each buffer that is given, else 0. Sent to the device when it changes, and the host does not wait."""
-        if given != self._ones[0]:
-            ones = torch.tensor(given, dtype=_WIRE, device="cpu", pin_memory=self.wire.is_cuda)
-            self._ones = given, ones.to(self.wire.device, non_blocking=True)
-        return self._ones[1]
-
-    def missing(self) -> list[BufferSpec]:
-        """The buffers without a mean that rank 0 has not contributed. A device is waited for."""
-        counts = self._counts.tolist()
-        return [spec for spec, count in zip(self.specs, counts, strict=True) if not count and not spec.is_averaged]
+        self._means.mul_(self._share)
 
     @torch.no_grad()
-    def unpack(self, *, is_complete: bool) -> list[BufferSpec]:
-        """Give each buffer the mean of what the ranks have contributed. Buffers that no rank has given stay.
-
-        Args:
-            is_complete: every rank has contributed what it could. If not, a device is waited for.
-
-        Returns the buffers that some rank has given.
-        """
-        tensors, given = self.tensors(), self.specs
-        if not is_complete:
-            counts = list(map(round, self._counts.tolist()))
-            given = list(itertools.compress(self.specs, counts))
-            for i, count in enumerate(counts):
-                if not count:
-                    tensors[i] = None
-                elif i < self._num_means:
-                    self._places[i].mul_(self._size / count)
+    def unpack(self) -> None:
+        """Give each buffer the mean of what the ranks have contributed. Buffers that no rank has given stay."""
         self._wide.view(torch.int32).copy_(self._halves)
-        self._copy(tensors, to_places=False)
-        return given
+        self._copy(self._is_given, to_places=False)
 
-    def _copy(self, tensors: Sequence[torch.Tensor | None], *, to_places: bool) -> None:
-        """Copy the buffers that are not None to their places, or back."""
+    def _copy(self, are_meant: Sequence[bool], *, to_places: bool) -> None:
+        """Copy those buffers that are meant to their places, or back."""
         buffers, places = [], []
-        for tensor, place in zip(tensors, self._places, strict=True):
-            if tensor is not None:
+        for tensor, place, is_meant in zip(self.tensors(), self._places, are_meant, strict=True):
+            if tensor is not None and is_meant:
                 buffers.append(_plain(tensor))
                 places.append(place)
         if buffers:
@@ -563,30 +508,16 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int64) if tensor.dtype == torch.uint64 else tensor
 
 
-def _digests_of(specs: Sequence[BufferSpec], *, is_absent: bool) -> torch.Tensor:
-    """[N + 1, 3]: for each buffer its digest, and what kind of tensor it is; last, whether this rank is absent."""
-    buffers = [spec.find() for spec in specs]
-    tensors = [buffer if isinstance(buffer, torch.Tensor) and _is_writable(buffer) else None for buffer in buffers]
-    rows = torch.zeros(len(specs) + 1, 3, dtype=torch.int64, device="cpu")
-    there = torch.tensor([tensor is not None for tensor in tensors] + [False], dtype=torch.bool, device="cpu")
-    rows[there, :2] = digests([tensor.detach() for tensor in tensors if tensor is not None])
-    kinds = [0 if tensor is None else _number_of(_kind_of(tensor)) for tensor in tensors]
-    rows[:-1, 2] = torch.tensor(kinds, dtype=torch.int64, device="cpu")
-    rows[-1, 0] = is_absent
+def _digests_of(specs: Sequence[BufferSpec]) -> torch.Tensor:
+    """[N, 3]: for each buffer what kind of tensor it is, and its digest. 0 if it is gone."""
+    tensors = [spec.writable() for spec in specs]
+    rows = torch.zeros(len(specs), 3, dtype=torch.int64, device="cpu")
+    there = torch.tensor([tensor is not None for tensor in tensors], dtype=torch.bool, device="cpu")
+    present = [tensor.detach() for tensor in tensors if tensor is not None]
+    rows[there, 0] = torch.tensor([zlib.crc32(_kind_of(tensor).encode()) for tensor in present], device="cpu")
+    rows[there, 1:] = digests(present)
     return rows
 
 
 def _kind_of(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-
-
-def _number_of(kind: str) -> int:
-    return zlib.crc32(kind.encode())
-
-
-def _state_of(spec: BufferSpec) -> tuple[int, int]:
-    """(id, version) of the buffer. Changes when the script writes to the buffer or replaces it."""
-    buffer = spec.find() if spec.choice == "own" else spec.tensor()
-    if not isinstance(buffer, torch.Tensor):
-        return (0, 0)
-    return id(buffer), 0 if buffer.is_inference() else buffer._version
