@@ -130,8 +130,7 @@ def wrap(
             for other buffers, by the name of a buffer or module: `{"queue": None, "codebook": "mean"}`. Integers and
             booleans have no mean, and follow the lowest rank that has data. With "rank0" all buffers follow rank 0, or
             the lowest rank that has data. None leaves all buffers alone. The buffers that `model` has now travel with
-            the gradients of each `backward()` that reduces. Other buffers than running statistics take one more message
-            when they change for the first time.
+            the gradients of each `backward()` that reduces.
         sync_initial_state: copy parameters, buffers and optimizer state from rank 0 to all ranks.
         shard: each rank keeps the optimizer state for its share of the parameters, and steps that share.
             `step()` and `state_dict()` are collective then. Gradients are whole on all ranks, as without it.

@@ -268,8 +268,14 @@ def _batch_norm(rank: int) -> dict[str, Any]:
     trainer(callbacks=callbacks).fit(averaged, loader())
     torchring.barrier()
     saved = torch.load("averaged/epoch=2.ckpt", weights_only=True)
-    return {"ring": weights(module), "alone": weights(alone), "layer": type(module.net[1]),
-            "averaged": weights(averaged), "saved": weights_of(saved), "count": int(averaged.net[1].num_batches_tracked)}  # fmt: skip
+    return {
+        "ring": weights(module),
+        "alone": weights(alone),
+        "layer": type(module.net[1]),
+        "averaged": weights(averaged),
+        "saved": weights_of(saved),
+        "count": int(averaged.net[1].num_batches_tracked),
+    }
 
 
 def _report(rank: int) -> dict[str, Any]:
