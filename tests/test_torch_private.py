@@ -28,6 +28,7 @@ NAMES = {
     "torch.utils.data.dataloader._BaseDataLoaderIter.__next__": "DataLoader",
     "torch.utils.data._utils.worker": "DataLoader",
     "torch.utils._pytree.tree_leaves": "DistributedDataParallel",
+    "torch.utils._pytree.tree_map": "FSDP2",
     "torch._amp_foreach_non_finite_check_and_unscale_": "torch.amp.GradScaler",
     "torch._foreach_add": "torch.optim",
     "torch._foreach_add_": "torch.optim",
@@ -43,8 +44,6 @@ NAMES = {
     "torch._foreach_zero_": "torch.optim",
     "torch.Tensor._make_wrapper_subclass": "DTensor",
     "torch._C._disabled_torch_function_impl": "torch.nn.Parameter",
-    "torch.optim.optimizer._global_optimizer_pre_hooks": "torch.optim.Optimizer",
-    "torch.optim.optimizer._global_optimizer_post_hooks": "torch.optim.Optimizer",
     "torch._neg_view": "a public operator, without documentation",
 }
 OF_CUDA = {

@@ -1,41 +1,35 @@
 """Checkpoints of an elastic job: files that are whole or not there, written while training goes on.
 
-A checkpoint is `step-000000123.pt`, as `torch.save` writes it, and then one line of text:
-
-    torchring crc32 1f0c9a3e
-
-`torch.load` takes no notice of the line. It takes no notice of flipped bits either, so `newest` checks the sum first.
-A file gets its name only when all of it is on the disk. Until then its name ends in `.tmp`, and its writer has it
-locked: nobody locks the file of a writer that was killed, so the next writer removes that file.
+A checkpoint is `step-000000123.pt`, as `torch.save` writes it: a zip archive, with checksums. `torch.load` takes no
+notice of flipped bits, so `newest` checks the sums first. A file gets its name only when all of it is on the disk.
+Until then its name ends in `.tmp`, and its writer has it locked: nobody locks the file of a writer that was killed, so
+the next writer removes that file.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import fcntl
-import io
 import logging
 import os
-import pickle
 import re
 import secrets
 import threading
-import zlib
-from collections.abc import Iterator, Mapping
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final
 
 import torch
-from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
+from torchring.safe_files import reading, warn_of_owner
 from torchring.threads import end_at_exit
 
 _log: Final = logging.getLogger("torchring.elastic")
 _NAME: Final = re.compile(r"step-(\d{9,})\.pt")
 _TEMPORARY: Final = re.compile(r"step-\d{9,}\.\d+-[0-9a-f]{8}\.tmp")
-_LAST_LINE: Final = b"torchring crc32 %08x\n"
-_LAST_LINE_BYTES: Final = len(_LAST_LINE % 0)
-_BLOCK_BYTES: Final = 2**20
 _EXIT_SECONDS: Final = 10.0
 
 
@@ -65,20 +59,14 @@ class CheckpointWriter:
         self._changed = threading.Condition()  # guards what follows
         self._waiting: tuple[int, dict[str, Any]] | None = None
         self._thread: threading.Thread | None = None  # while there is something to write
-        self._spare: dict[str, Any] | None = None  # a copy that nobody reads any more
         self._warned: set[object] = set()
         self._writing = threading.Lock()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            warn_of_owner(self.directory)
             _remove_torn(self.directory)
         except OSError as error:
             self._warn(f"no checkpoint can be written to {self.directory}", error)
-
-    def copy_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Like the function `copy_of`, in the memory of a copy that has been written. Pass the copy to `write` only."""
-        with self._changed:
-            spare, self._spare = self._spare, None
-        return copy_of(state, spare)
 
     def write(self, step: int, state: dict[str, Any]) -> None:
         """Write a checkpoint in the background. Returns at once.
@@ -91,8 +79,6 @@ class CheckpointWriter:
                 it: tensors, numbers, strings, and lists and dicts of them.
         """
         with self._changed:
-            if self._waiting is not None:
-                self._spare = self._waiting[1]
             self._waiting = step, state
             if self._thread is None:
                 # A daemon: a disk that hangs must not keep the process from ending.
@@ -136,8 +122,6 @@ class CheckpointWriter:
                 self.write_now(step, state)
             except Exception as error:
                 self._warn(f"no checkpoint at step {step} in {self.directory}", error)
-            with self._changed:
-                self._spare = state
 
     def _warn(self, what: str, error: Exception) -> None:
         kind = error.errno if isinstance(error, OSError) else type(error)
@@ -146,27 +130,21 @@ class CheckpointWriter:
             _log.warning("%s: %s; training goes on", what, error)
 
 
-def copy_of(state: Mapping[str, Any], spare: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A deep copy of a state, whose tensors are contiguous and in host memory.
+def copy_of(state: Any) -> Any:
+    """A deep copy, whose tensors are in host memory. Tied parameters, which are one tensor, are one in the copy."""
+    copies: dict[tuple[Any, ...], torch.Tensor] = {}
 
-    Views of the same memory become views of the same copy only if they are equal, as tied parameters are.
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return copy.deepcopy(leaf)
+        if leaf.layout is not torch.strided or not leaf.numel():
+            return leaf.detach().to("cpu", copy=True)
+        place = (leaf.device, leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype)
+        if place not in copies:
+            copies[place] = leaf.detach().to("cpu", copy=True)
+        return copies[place]
 
-    Args:
-        state: anything that can be pickled, by name.
-        spare: an earlier copy that is not needed any more: its memory is used again. Fresh memory takes the system
-            longer to hand out than the copying takes.
-
-    Raises:
-        TypeError: something cannot be pickled. The message names the entry.
-    """
-    copies = _Copies(spare or {})
-    copied: dict[str, Any] = {}
-    for name, value in state.items():
-        try:
-            copied[name] = copies.of(value)
-        except Exception as error:  # pickling calls code of the value's class
-            raise TypeError(f"{name!r} in the state cannot be copied: {error}") from error
-    return copied
+    return tree_map(copied, state)
 
 
 def newest(directory: str | os.PathLike[str]) -> tuple[int, dict[str, Any]] | None:
@@ -181,55 +159,52 @@ def newest(directory: str | os.PathLike[str]) -> tuple[int, dict[str, Any]] | No
     """
     for step, path in _found(directory):
         try:
-            with path.open("rb") as file:
+            with reading(path) as file:
                 _check(file)
-                file.seek(0)
                 state = torch.load(file, map_location="cpu", weights_only=True)
         except FileNotFoundError:  # a writer has removed it: there is a newer one, or an older one will do
             continue
-        except (OSError, _DamagedError) as error:
-            _log.warning("the checkpoint %s is skipped: %s", path, error)
-            continue
         except Exception as error:
-            raise ValueError(f"the checkpoint {path} is whole, but torch.load cannot load it: {error}") from error
+            # torch reads a few words of the archive that zipfile takes no notice of.
+            if not isinstance(error, (OSError, zipfile.BadZipFile)) and "PytorchStreamReader" not in str(error):
+                raise ValueError(f"the checkpoint {path} is whole, but torch.load cannot load it: {error}") from error
+            _log.warning("the checkpoint %s is skipped: %s", path, str(error).partition("\n")[0])
+            continue
+        if not isinstance(state, dict):
+            raise ValueError(f"{path} is no checkpoint of torchring.elastic; remove it, or use another folder")
         return step, state
     return None
 
 
 def newest_step(directory: str | os.PathLike[str]) -> int | None:
-    """Number of finished steps of the newest checkpoint that was written to its end. Reads one line of it.
+    """Number of finished steps of the newest checkpoint that was written to its end.
 
     `newest` may load an older one: it also finds bits that have flipped.
     """
     for step, path in _found(directory):
-        with contextlib.suppress(OSError, _DamagedError), path.open("rb") as file:
-            _sum_at_end(file)
+        with contextlib.suppress(OSError, zipfile.BadZipFile), reading(path) as file, _archive(file):
             return step
     return None
 
 
-class _DamagedError(Exception):
-    """The file is not as it was written."""
+def _archive(file: BinaryIO) -> zipfile.ZipFile:
+    """Raises BadZipFile if the directory at the end of the file is missing or damaged."""
+    try:
+        return zipfile.ZipFile(file)
+    except Exception as error:  # of many kinds, where bits have flipped
+        raise zipfile.BadZipFile(f"it was not written to its end, or is damaged ({error})") from error
 
 
-class _Summed:
-    """A file for `torch.save` that sums what it writes, and keeps the error that torch hides behind one of its own."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.sum = 0
-        self.error: OSError | None = None
-
-    def write(self, data: bytes | memoryview) -> int:
-        self.sum = zlib.crc32(data, self.sum)
+def _check(file: BinaryIO) -> None:
+    """Raises BadZipFile if the file is damaged."""
+    with _archive(file) as archive:
         try:
-            return self._file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def flush(self) -> None:
-        self._file.flush()
+            damaged = archive.testzip()
+        except Exception as error:  # the same
+            raise zipfile.BadZipFile(f"it is damaged ({error})") from error
+    if damaged:
+        raise zipfile.BadZipFile(f"{damaged} in it is damaged")
+    file.seek(0)
 
 
 def _write(directory: Path, step: int, state: Mapping[str, Any]) -> Path:
@@ -239,12 +214,7 @@ def _write(directory: Path, step: int, state: Mapping[str, Any]) -> Path:
         with temporary.open("xb+") as file:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            summed = _Summed(file)
-            try:
-                torch.save(dict(state), summed)  # type: ignore[arg-type]
-            except Exception as error:
-                raise (summed.error or error) from None
-            file.write(_LAST_LINE % summed.sum)
+            _save(dict(state), file)
             file.seek(0)  # flushes
             unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(file)
             if unsafe:
@@ -267,11 +237,23 @@ def _write(directory: Path, step: int, state: Mapping[str, Any]) -> Path:
     return path
 
 
+def _save(state: dict[str, Any], file: BinaryIO) -> None:
+    """As torch.save. It writes checksums even if the script has turned them off, and raises the system's own error."""
+    has_sums = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:
+        raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+    finally:
+        torch.serialization.set_crc32_options(has_sums)
+
+
 def _remove_torn(directory: Path) -> None:
     """Remove temporary files that no living process writes."""
     for path in directory.iterdir():
         if _TEMPORARY.fullmatch(path.name):
-            with contextlib.suppress(OSError), path.open("rb") as file:
+            with contextlib.suppress(OSError), reading(path) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
 
@@ -284,126 +266,3 @@ def _found(directory: str | os.PathLike[str]) -> list[tuple[int, Path]]:
         return []
     matches = filter(None, map(_NAME.fullmatch, names))
     return sorted(((int(match[1]), Path(directory, match[0])) for match in matches), reverse=True)
-
-
-def _check(file: BinaryIO) -> None:
-    expected, left = _sum_at_end(file)
-    file.seek(0)
-    found = 0
-    while left and (block := file.read(min(left, _BLOCK_BYTES))):
-        found = zlib.crc32(block, found)
-        left -= len(block)
-    if found != expected:
-        raise _DamagedError(f"its sum is {found:08x}, but {expected:08x} was written")
-
-
-def _sum_at_end(file: BinaryIO) -> tuple[int, int]:
-    """The sum that the last line holds, and the number of bytes before the line."""
-    size = file.seek(0, os.SEEK_END) - _LAST_LINE_BYTES
-    if size >= 0:
-        file.seek(size)
-        line = file.read()
-        with contextlib.suppress(ValueError):
-            written = int(line[-9:-1], 16)
-            if line == _LAST_LINE % written:
-                return written, size
-    raise _DamagedError("its end is missing")
-
-
-class _Copies:
-    """Pickles a value without its tensors, which it copies instead."""
-
-    def __init__(self, spare: Mapping[str, Any]) -> None:
-        self._made: list[Tensor] = []
-        self._numbers: dict[_Elements, int] = {}
-        self._read: list[Tensor] = []  # as long as they live, no other tensor gets their memory
-        self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
-        seen: set[int] = set()
-        for tensor in _tensors(spare):
-            if _is_plain(tensor) and tensor.device.type == "cpu" and tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
-                self._free.setdefault((tensor.shape, tensor.dtype), []).append(tensor)
-
-    def of(self, value: Any) -> Any:
-        data = io.BytesIO()
-        pickler = _Pickler(data)
-        pickler.copies = self
-        pickler.dump(value)
-        data.seek(0)
-        unpickler = _Unpickler(data)
-        unpickler.copies = self
-        return unpickler.load()
-
-    def number(self, tensor: Tensor) -> int:
-        tensor = tensor.detach()
-        elements = _Elements.of(tensor) if _is_strided(tensor) else None
-        number = None if elements is None else self._numbers.get(elements)
-        if number is None:
-            number = len(self._made)
-            self._made.append(self._copy(tensor))
-            self._read.append(tensor)
-            if elements is not None:
-                self._numbers[elements] = number
-        return number
-
-    def numbered(self, number: int) -> Tensor:
-        return self._made[number]
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        if not _is_strided(tensor):
-            return tensor.cpu().clone()
-        free = self._free.get((tensor.shape, tensor.dtype))
-        own = free.pop() if free else torch.empty(tensor.shape, dtype=tensor.dtype)
-        return own.copy_(tensor)
-
-
-class _Pickler(pickle.Pickler):
-    copies: _Copies
-
-    def persistent_id(self, obj: Any) -> int | None:
-        return self.copies.number(obj) if isinstance(obj, Tensor) else None
-
-
-class _Unpickler(pickle.Unpickler):
-    copies: _Copies
-
-    def persistent_load(self, pid: int) -> Tensor:
-        return self.copies.numbered(pid)
-
-
-class _Elements(NamedTuple):
-    """Equal for views of the same elements."""
-
-    device: torch.device
-    address: int
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Elements | None:
-        if tensor.numel() == 0:  # all have the same address
-            return None
-        return cls(tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-
-
-def _is_strided(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_quantized and type(tensor) in (Tensor, nn.Parameter)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Return True if the tensor owns its memory, and has no gaps."""
-    is_own = _is_strided(tensor) and tensor.is_contiguous() and not tensor.requires_grad
-    return is_own and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested dicts, lists and tuples."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _tensors(part)

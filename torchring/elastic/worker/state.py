@@ -19,7 +19,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 from torch.optim import Optimizer
@@ -50,7 +50,6 @@ from torchring.sharding.handover import Handover, leave_shares
 from torchring.world import World
 
 _FORMAT: Final = 1  # of checkpoints
-_SHARE_OF_COPIES: Final = 0.004  # of the time, for copies that commits need
 _EVERY: Final = timedelta(minutes=5)
 _LOST: Final = (
     "{ranks} took a share of the optimizer's state along that no other rank has, and there is no checkpoint to go back "
@@ -168,11 +167,8 @@ class State:
         self._agreed_at = 0  # progress at that time
         self._thread = 0  # that trains
 
-        # What can be returned to: progress, and what there was
-        self._committed: tuple[int, dict[str, Any]] | None = None  # what changes between steps: the rest is still there
-        self._copied: tuple[int, dict[str, Any]] | None = None  # everything
-        self._copying_seconds = 0.0
-        self._began_at = time.monotonic()
+        # What can be returned to, and checkpoints
+        self._committed: tuple[int, dict[str, Any]] | None = None  # progress, and everything
         self._writer: CheckpointWriter | None = None
         self._saved_at = (0, time.monotonic())  # steps, and time
         self._gathered: tuple[int, dict[str, Any]] | None = None  # progress, and everything, on rank 0
@@ -223,9 +219,10 @@ class State:
     def commit(self) -> None:
         """Mark a point to return to after an exception: a lack of memory on one rank, a NaN. Not needed otherwise.
 
-        Sends nothing. All ranks call it after the same steps. A commit costs next to nothing: what it holds is copied
-        to host memory when the next step is about to change it, unless copies have taken more than 0.4 % of the time
-        so far. A commit that is not copied can be returned to until that step, and the last copied one after that.
+        Copies all that the State holds to host memory, at once: parameters, buffers, optimizers, schedulers, and
+        values. So each commit takes as long as this copy, and needs memory for the new copy beside the last one. To
+        commit every 100 steps costs less than to commit after each. Sends nothing. All ranks call it after the same
+        steps.
 
         Ranks may come and leave at this point.
 
@@ -239,7 +236,7 @@ class State:
             )
         self._is_between = False
         self._leave_if_agreed()
-        self._committed = (self._progress, self._point())
+        self._committed = (self._progress, self._copy())
 
     # What the training function does
 
@@ -282,18 +279,8 @@ class State:
             self._write_if_due()
         self._is_in_closure = has_closure
         self._before_closure = (
-            copy_of(self._everything(), self._before_closure)
-            if has_closure and isinstance(optimizer.optimizer, torch.optim.LBFGS)
-            else None
+            self._copy() if has_closure and isinstance(optimizer.optimizer, torch.optim.LBFGS) else None
         )
-        committed = self._committed
-        if committed is None or committed[0] != self._progress or (self._copied or (-1,))[0] == self._progress:
-            return
-        now = time.monotonic()
-        if self._copying_seconds <= _SHARE_OF_COPIES * (now - self._began_at):
-            spare = None if self._copied is None else self._copied[1]
-            self._copied = (self._progress, copy_of(self._everything(point=committed[1]), spare))
-            self._copying_seconds += time.monotonic() - now
 
     def _after_step(self, is_first: bool, *_: object) -> None:
         self._progress += 1
@@ -344,7 +331,7 @@ class State:
         self._world, self._worker, self._agreed = world, worker, None
         self._thread = threading.get_ident()
         if self._is_in_closure and self._before_closure is not None:  # ranks were lost at different trial points
-            self._become(copy_of(self._before_closure))
+            self._become(self._before_closure)
         self._is_in_closure = False
         for each in self._stateful.values():
             if isinstance(each, torch.amp.GradScaler):  # takes a step that was lost for one under way
@@ -375,8 +362,7 @@ class State:
         old, self._size = self._size, world.size
         if old not in (0, world.size) and self._on_resize is not None:
             self._on_resize(old, world.size)
-        self._copied = None
-        self._committed = (self._progress, self._point()) if uses_commits else None
+        self._committed = (self._progress, self._copy()) if uses_commits else None
         self._saved_at = (self._num_steps, time.monotonic())
         if worker is not None:
             worker.num_steps, worker.num_made = self._num_steps, max(worker.num_made, 0)
@@ -477,7 +463,7 @@ class State:
     def _receive(self, src: int, rank: int) -> None:
         """Give all ranks what rank `src` has. Collective."""
         # Rank `src` may be lost on the way. Then this rank may be the furthest, and has to have what it had.
-        before = None if self._is_fresh or rank == src else copy_of(self._everything())
+        before = None if self._is_fresh or rank == src else self._copy()
         try:
             broadcast_state(_Rest(self), src)  # first: optimizers load into groups that are alike
             for module in self._modules.values():
@@ -517,29 +503,21 @@ class State:
     # Points to return to
 
     def _returns_to(self) -> int:
-        """Progress of the newest commit that this rank can return to; -1 for none."""
-        if self._committed is not None and self._committed[0] == self._progress:
-            return self._progress
-        return -1 if self._copied is None else self._copied[0]
+        """Progress of the newest commit of this rank; -1 for none."""
+        return -1 if self._committed is None else self._committed[0]
 
     def _return_to_commit(self) -> bool:
-        if self._committed is not None and self._committed[0] == self._progress:
-            point = copy_of(self._committed[1])
-            self._values.load_state_dict(point["values"])
-            for name, sampler in point["stateful"].items():
-                self._stateful[name].load_state_dict(sampler)
-        elif self._copied is not None:
-            self._become(copy_of(self._copied[1]))
+        assert self._committed is not None
+        self._become(copy_of(self._committed[1]))  # loading keeps tensors, and the next exception may come
         return False
 
-    def _point(self) -> dict[str, Any]:
-        """Values and samplers, which change before the first step of an epoch does."""
-        samplers = {name: each.state_dict() for name, each in self._stateful.items() if isinstance(each, Sampler)}
-        return copy_of({"values": self._values.state_dict(), "stateful": samplers})
+    def _copy(self) -> dict[str, Any]:
+        """A copy of everything, also of buffers that no checkpoint has."""
+        buffers = {name: dict(module.named_buffers()) for name, module in self._modules.items()}
+        return cast("dict[str, Any]", copy_of({**self._everything(), "buffers": buffers}))
 
-    def _everything(self, point: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The whole state as it is now, but values and samplers as they were at a point."""
-        point = point or {"values": self._values.state_dict(), "stateful": {}}
+    def _everything(self) -> dict[str, Any]:
+        """The whole state as it is now."""
         return {
             "format": _FORMAT,
             "layout": self._layout(),
@@ -547,8 +525,8 @@ class State:
             "time": time.time(),
             "modules": {name: module.state_dict() for name, module in self._modules.items()},
             "parameters": _Parameters(self).state_dict(),
-            "stateful": {name: each.state_dict() for name, each in self._stateful.items()} | point["stateful"],
-            "values": point["values"],
+            "stateful": {name: each.state_dict() for name, each in self._stateful.items()},
+            "values": self._values.state_dict(),
             "counters": self._counters.state_dict(),
         }
 
@@ -557,6 +535,10 @@ class State:
             _Parameters(self).load_state_dict(everything["parameters"])
         for name, module in self._modules.items():
             module.load_state_dict(everything["modules"][name])
+        for name, buffers in everything.get("buffers", {}).items():
+            own = dict(self._modules[name].named_buffers())
+            for place in buffers.keys() & own.keys():
+                own[place].resize_(buffers[place].shape).copy_(buffers[place])
         for name, each in self._stateful.items():
             each.load_state_dict(everything["stateful"][name])
         self._values.load_state_dict(everything["values"])
@@ -617,7 +599,7 @@ class State:
             self._saved_at = (self._num_steps, time.monotonic())
             everything = self._everything()
             if self._writer is not None:
-                self._writer.write(self._num_steps, self._writer.copy_of(everything))
+                self._writer.write(self._num_steps, copy_of(everything))
         if self._worker is not None and self._writer is not None:
             self._worker.checkpoint = str(self._writer.newest or "")
 

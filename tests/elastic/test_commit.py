@@ -1,0 +1,140 @@
+"""`State.commit()`: after an exception at any point of an iteration, training goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import torchring
+from tests.elastic.test_elastic import _once
+from tests.support.elastic_job import ElasticJob, note
+
+_POINTS = ["iteration", "forward", "backward", "half a step", "after step", "before commit", "after commit"]
+_NUM_STEPS = 3 * len(_POINTS)
+_SAMPLES = torch.randn(4 * _NUM_STEPS, 4, generator=torch.Generator().manual_seed(1)).double()
+
+
+def _reach(point: str, step: int) -> None:
+    """Raise once at each point: on one rank after the other, and then on all."""
+    turn, index = divmod(step, len(_POINTS))
+    if _POINTS[index] == point and turn in (torchring.rank(), 2) and _once(f"step {step} rank {torchring.rank()}"):
+        note(raises=point)
+        raise MemoryError("injected")
+
+
+class _Model(torch.nn.Sequential):
+    """Counts forwards in a buffer that no state_dict has."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        self.register_buffer("seen", torch.tensor(0), persistent=False)
+        self.double()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return super().forward(inputs)
+
+
+class _Momentum(torch.optim.SGD):
+    """Steps group after group, as optimizers do that lack memory for the next one."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(
+            [{"params": list(layer.parameters())} for layer in (model[0], model[2])], lr=0.05, momentum=0.9
+        )
+
+    def step(self, closure: Any = None) -> None:
+        groups, number = self.param_groups, self.param_groups[0].setdefault("number", 0)
+        try:
+            for self.param_groups in ([group] for group in groups):
+                super().step()
+                _reach("half a step", number)
+        finally:
+            self.param_groups = groups
+        groups[0]["number"] += 1
+
+
+class _Metric:
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.values = state_dict["values"]
+
+
+def _train(*, waits: bool, is_wrapped: bool = True) -> list[Any]:
+    torch.set_num_threads(1)
+    model, metric = _Model(), _Metric()
+    optimizer: Any = _Momentum(model)
+    if is_wrapped:
+        optimizer = torchring.wrap(optimizer, model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.9)
+    data = TensorDataset(_SAMPLES)
+    if not is_wrapped:
+        state: Any = type("Plain", (), {"step": 0, "sum": torch.zeros(()), "commit": lambda self: None})()
+    else:
+        sampler = torchring.elastic.Sampler(data, shuffle=False)
+        state = torchring.elastic.State(
+            **{"model": model, "optimizer": optimizer, "sampler": sampler, "scheduler": scheduler, "metric": metric},
+            **{"step": 0, "sum": torch.zeros(()), "global_batch": 4},
+        )
+
+    def train(state: Any) -> None:
+        state.commit()
+        loader = DataLoader(data, state.batch_size, sampler=sampler) if is_wrapped else DataLoader(data, 4)
+        for (inputs,) in loader:
+            step = state.step
+            metric.values.append(float(step))
+            state.sum += step
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.99
+            if step:
+                scheduler.step()
+            _reach("iteration", step)
+            optimizer.zero_grad()
+            loss = model(inputs).square().mean()
+            _reach("forward", step)
+            loss.register_hook(lambda _, step=step: _reach("backward", step))
+            loss.backward()
+            optimizer.step()
+            _reach("after step", step)
+            if waits:
+                torchring.all_reduce(loss.detach())
+            state.step += 1
+            _reach("before commit", step)
+            state.commit()
+            _reach("after commit", step)
+
+    (torchring.elastic.run(train) if is_wrapped else train)(state)
+    result = [model.seen, state.step, state.sum, metric.values, *scheduler.get_last_lr(), *model.state_dict().values()]
+    result += [entry["momentum_buffer"] for entry in optimizer.state.values()]
+    return [torch.as_tensor(value).tolist() for value in result]
+
+
+def _work(waits: bool) -> None:
+    note(result=_train(waits=waits))
+
+
+@pytest.mark.parametrize(("size", "waits"), [(1, False), (2, False), (2, True)])
+def test_after_an_exception_at_any_point_all_is_as_if_nothing_had_been(
+    size: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the others wait, `waits`, they have made the step that one rank has not."""
+    with ElasticJob(functools.partial(_work, waits), size) as job:
+        assert job.run(120) == 0
+        assert {each["raises"] for each in job.notes("raises")} == set(_POINTS)
+        results = [each["result"] for each in job.notes("result")]
+        assert len(results) == len(job.pids) == size  # nobody was replaced
+    monkeypatch.setattr(f"{__name__}._reach", lambda *_: None)
+    right = _train(waits=False, is_wrapped=False)
+    for result in results:
+        for found, wanted in zip(result, right, strict=True):
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=1e-6, atol=1e-9)
