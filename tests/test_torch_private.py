@@ -15,9 +15,8 @@ PACKAGE = Path(__file__).parents[1] / "torchring"
 NAMES = {
     "torch.autograd.Variable._execution_engine.queue_callback": "DistributedDataParallel, FSDP2",
     "torch._C._current_autograd_node": "torch.autograd.graph",
-    "torch._C._storage_Use_Count": "CUDA graph trees of Inductor; optional",
+    "torch._C._storage_Use_Count": "CUDA graph trees of Inductor",
     "torch.UntypedStorage._swap_data_ptr_": "nothing in Python; optional",
-    "torch.Tensor._use_count": "torch.utils.swap_tensors; optional",
     "torch._C._dynamo.eval_frame": "torch.compiler.disable; optional",
     "torch._C._get_tracing_state": "torch.nn.Module",
     "torch._C._autograd._get_sequence_nr": "torch.fx; optional",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -30,6 +30,7 @@ from torchring.world import World
 check_release("accelerate", (1, 14), (1, 16), "accelerate")
 
 from accelerate import Accelerator  # noqa: E402 - if it is the right one
+from accelerate.local_sgd import LocalSGD  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from accelerate.utils import DDPCommunicationHookType, DistributedType  # noqa: E402
 
@@ -219,6 +220,18 @@ class RingAccelerator(Accelerator):
         finally:
             for sampler, value in zip(samplers, before, strict=True):
                 sampler.even_batches = value
+
+
+def _refuse_local_sgd(local: LocalSGD, _enter: Callable[[LocalSGD], LocalSGD] = LocalSGD.__enter__) -> LocalSGD:
+    if local.enabled and isinstance(local.accelerator, RingAccelerator):
+        raise ValueError(
+            "LocalSGD steps on gradients that were not reduced, which RingAccelerator refuses; use "
+            "accelerate.Accelerator with LocalSGD, or leave LocalSGD out"
+        )
+    return _enter(local)
+
+
+LocalSGD.__enter__ = _refuse_local_sgd  # it would call model.no_sync(), which only a DistributedDataParallel has
 
 
 def refuse_engines(given: Iterable[str]) -> None:

@@ -38,7 +38,7 @@ from torchring.rendezvous.frameworks import refuse_lone_tasks
 from torchring.rendezvous.rendezvous import blames_key
 from torchring.rendezvous.store import mpi_world, open_store, unannounced_mpi
 from torchring.threads import is_done_within
-from torchring.world import ADVICE, DEFAULT_TIMEOUT_SECONDS, DEFAULT_WARNING_SECONDS, World
+from torchring.world import DEFAULT_TIMEOUT_SECONDS, DEFAULT_WARNING_SECONDS, World
 
 Backend = Literal["auto", "gloo", "mpi"]
 BACKENDS: Final = get_args(Backend)
@@ -299,7 +299,7 @@ def leave(reason: str) -> None:
         reason: told to peers that still wait for this rank, such as "its training loop had ended".
     """
     if _process.world is not None:
-        _process.world.say_why_it_ends(reason, ADVICE)
+        _process.world.say_why_it_ends(reason)
     shutdown()
 
 
@@ -466,10 +466,10 @@ def _leave_at_exit() -> None:
     # Python sets last_value to an exception that nobody caught. In an interactive session it may be an old exception.
     error = getattr(sys, "last_value", None) if not hasattr(sys, "ps1") else None
     if error is not None:
-        _process.world.say_why_it_ends(f"its script ended with {type(error).__name__}: {error}")
+        _process.world.say_why_it_ends(f"its script ended with {type(error).__name__}: {error}", has_failed=True)
         if isinstance(error, RingError) and not isinstance(error, PeerTimeoutError):
             _blame(_process.world, error.peers)
     else:  # after sys.exit(1), too, of which Python keeps no trace
-        _process.world.say_why_it_ends("its script had ended", ADVICE)
+        _process.world.say_why_it_ends("its script had ended")
     if "mpi4py.MPI" in sys.modules:
         shutdown()

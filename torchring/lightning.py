@@ -76,6 +76,11 @@ _INSTEAD: Final = {
     "process_group_backend": "leave it out, as torchring's gradients do not travel in Lightning's process group",
     "start_method": "leave it out: a launcher, or Lightning itself, starts the script once for each rank",
 }
+_ADVICE: Final = (
+    ". Its own output says whether it failed. If it did not, and others still have batches: give every rank equally "
+    "many, as the Trainer's own DistributedSampler does, and stop on all ranks in the same step: set "
+    "trainer.should_stop by a value that is equal on all ranks, such as one of torchring.all_reduce"
+)
 
 
 class _ClosureFirst(torchring.DistributedOptimizer):
@@ -159,17 +164,20 @@ class _Ranks:
             )
         if type(self.cluster_environment) is LightningEnvironment:
             self.cluster_environment = _Environment()
-        devices, nodes = len(self.parallel_devices), self.num_nodes
-        are_found = devices in (1, world.local_size) and nodes in (1, world.num_nodes)
-        if not are_found and devices * nodes != world.size:
+        kind, nodes = self.parallel_devices[0].type, self.num_nodes
+        count = torch.cuda.device_count() if kind == "cuda" else 0
+        devices: Any = [device.index for device in self.parallel_devices] if count else len(self.parallel_devices)
+        num_devices = len(self.parallel_devices)
+        # Where `devices` is left out, Lightning takes one CPU, or all GPUs of the host, of which a rank may see one.
+        is_default = devices in (1, [0], list(range(count)))
+        are_found = (is_default or num_devices == world.local_size) and nodes in (1, world.num_nodes)
+        if not are_found and num_devices * nodes != world.size:
             raise ValueError(
-                f"{trainer}(devices={devices}, num_nodes={nodes}) asks for {devices * nodes} ranks, but "
+                f"{trainer}(devices={devices}, num_nodes={nodes}) asks for {num_devices * nodes} ranks, but "
                 f"{world.launcher} has {world.size}, {world.local_size} of them on this host. Leave both arguments "
-                f"out, or pass devices={world.local_size}, num_nodes={world.num_nodes}"
+                f"out, or name {world.local_size} devices and pass num_nodes={world.num_nodes}"
             )
-        if devices == 1:  # one for each rank: what `devices="auto"` is on CPUs, and where a rank sees one GPU
-            kind = self.parallel_devices[0].type
-            count = torch.cuda.device_count() if kind == "cuda" else 0
+        if is_default:
             ranks = range(max(world.local_size, self.local_rank + 1))
             self.parallel_devices = [
                 torch.device(kind, rank % count) if count else torch.device(kind) for rank in ranks
@@ -279,6 +287,7 @@ class RingStrategy(_Ranks, DDPStrategy):
         if self._is_launched:
             torchring.init(process_group=True)  # Lightning uses the process group that is there
         super().setup_distributed()
+        default_world().advice = _ADVICE
         self._check_ranks()
 
     def configure_ddp(self) -> None:

@@ -1,8 +1,7 @@
 """Which releases of PyTorch torchring works with, and which releases of packages are installed.
 
-2.8 is the first release in which the options of a collective have `asyncOp` (pytorch/pytorch#150398), without which
-NCCL runs each all-reduce in a stream of its own. Its Triton, 3.4, passes a kernel's `float64` argument as such. 3.2
-passed the argument as a float32 (triton-lang/triton#6152).
+2.11 is the oldest release with which torchring has run on a GPU. Before 2.12, `UntypedStorage._swap_data_ptr_` is
+missing: gradients do not live in wire buffers there, and `shard=True` is an error.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import importlib.util
 import re
 from typing import Final
 
-LEAST_TORCH: Final = (2, 8)
+LEAST_TORCH: Final = (2, 11)
 NEEDED: Final = ("torch", "numpy")
 
 

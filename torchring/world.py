@@ -39,7 +39,7 @@ check_torch(torch.__version__)
 _T = TypeVar("_T")
 DEFAULT_TIMEOUT_SECONDS: Final = 300.0
 DEFAULT_WARNING_SECONDS: Final = 30.0
-ADVICE: Final = (
+_ADVICE: Final = (
     ". Its own output says whether it failed. If it did not, and others still have batches: give every rank equally "
     "many, as torch's DistributedSampler does, or put the loop into a `with torchring.join(optimizer):` block"
 )
@@ -80,6 +80,7 @@ class World:
         hosts: all ranks, grouped by shared memory, in order of each group's first rank.
         machines_differ: how the machines of the ranks differ, if they do; else "".
         num_reductions: number of reductions of gradients, by all optimizers of this rank.
+        advice: what peers are told to do that still need this rank when its script has ended.
         failure: the error that broke this world. A broken world sends nothing more.
         explain_absence: returns what the given ranks did last, for the error if they keep this rank waiting. Returns ""
             unless the world is observed.
@@ -119,6 +120,7 @@ class World:
         self.failure: RingError | None = None
         self.explain_absence: Callable[[Sequence[int]], str] = lambda ranks: ""
         self.num_reductions = 0
+        self.advice = _ADVICE
         self._pid = os.getpid()
         self._told_of_failure: weakref.WeakKeyDictionary[Fails, None] = weakref.WeakKeyDictionary()
         self._closing: list[Callable[[], None]] = []
@@ -259,9 +261,10 @@ class World:
             text = with_way_out(f"an earlier operation failed: {failure.message}")
             raise type(failure)(text, rank=self.rank, peers=failure.peers) from failure
 
-    def say_why_it_ends(self, reason: str, advice: str = "") -> None:
-        """Tell the peers why this rank leaves. Only the first reason is told."""
+    def say_why_it_ends(self, reason: str, has_failed: bool = False) -> None:
+        """Tell the peers why this rank leaves, and `advice` unless it has failed. Only the first reason is told."""
         count = f"{self.num_reductions} reduction{'' if self.num_reductions == 1 else 's'} of gradients"
+        advice = "" if has_failed else self.advice
         error = PeerLostError(f"{reason}, after {count}{advice}", peers=(self.rank,))
         if self.host is not None:
             self.host.report_failure(error)
@@ -289,7 +292,7 @@ class World:
         if self.is_forked:
             return
         if self.failure is None:
-            self.say_why_it_ends("it called torchring.shutdown()", ADVICE)
+            self.say_why_it_ends("it called torchring.shutdown()")
         while self._closing:
             self._closing.pop()()
         self._shared.clear()

@@ -219,6 +219,7 @@ def _shown(ring: type[Any]) -> list[Any]:
 
 def _mistakes(ring: type[Any]) -> dict[str, str]:
     from accelerate import Accelerator
+    from accelerate.local_sgd import LocalSGD
     from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
     from torch.nn.parallel import DistributedDataParallel
 
@@ -275,7 +276,12 @@ def _mistakes(ring: type[Any]) -> dict[str, str]:
             optimizer.step()
         raise ValueError(*said)
 
-    tries = {"alone": alone, "late": late, "both": both, "foreign": foreign, "half": half}
+    def local_sgd() -> None:
+        accelerator, model = _accelerator(ring), _model()
+        with LocalSGD(accelerator=accelerator, model=accelerator.prepare(model), local_sgd_steps=2):
+            pass
+
+    tries = {"local_sgd": local_sgd, "alone": alone, "late": late, "both": both, "foreign": foreign, "half": half}
     tries |= {"seen_before": seen_before, "launched_with_fsdp": launched_with_fsdp}
     return found | {name: attempt(action) for name, action in tries.items()}
 
@@ -372,6 +378,7 @@ def test_accelerate_sees_the_ranks_of_any_launcher(outcomes: list[dict[str, Any]
         ("fsdp", "ValueError: fsdp_plugin asks for an engine"),
         ("launched_with_fsdp", "ValueError: ACCELERATE_USE_FSDP=true asks for an engine"),
         ("hook", "wrap_options={'compression': 'bf16'}"),
+        ("local_sgd", "ValueError: LocalSGD steps on gradients that were not reduced, which RingAccelerator refuses"),
         ("alone", "GradientError: nobody reduces the gradients of the Sequential"),
         ("half", "ValueError: a SGD holds parameters of the model, and it was not given to prepare()"),
         ("late", "ValueError: the optimizer of this Sequential was prepared before the model"),

@@ -351,6 +351,26 @@ def _mistakes(rank: int) -> dict[str, Any]:
     }
 
 
+def _gpus(rank: int) -> dict[str, Any]:
+    """The device of this rank on a host of 8 GPUs, by the GPUs that a Trainer has been given."""
+    from lightning.fabric.plugins.environments import LightningEnvironment
+
+    from torchring.lightning import RingStrategy
+
+    def device(indices: list[int]) -> None:
+        given = [torch.device("cuda", index) for index in indices]
+        strategy = RingStrategy(parallel_devices=given, cluster_environment=LightningEnvironment())
+        strategy._find_ranks("Trainer")
+        raise ValueError(strategy.root_device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "device_count", lambda: 8)
+        return {
+            str(indices): attempt(functools.partial(device, indices))
+            for indices in ([*range(8)], [0], [2, 3], [3], [4, 5, 6])
+        }
+
+
 def _fabric(rank: int) -> dict[str, Any]:
     import lightning
 
@@ -393,7 +413,7 @@ def _page(rank: int) -> dict[str, Any]:
     return {"weights": weights(names["model"]), "ranks": (names["trainer"].global_rank, names["trainer"].world_size)}
 
 
-CASES = [_both, _checkpoints, _again, _batch_norm, _report, _mistakes, _fabric, _page]
+CASES = [_both, _checkpoints, _again, _batch_norm, _report, _mistakes, _gpus, _fabric, _page]
 
 
 def _all(rank: int, world_size: int, folder: str) -> dict[str, Any]:
@@ -403,7 +423,8 @@ def _all(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
     os.chdir(folder)
     found: dict[str, Any] = {"launched": launched(torchring.lightning._is_launched)}
-    return found | {case.__name__: case(rank) for case in CASES}
+    found |= {case.__name__: case(rank) for case in CASES}
+    return found | {"advice": default_world().advice}
 
 
 def launched(is_launched: Callable[[], bool]) -> list[bool]:
@@ -531,6 +552,24 @@ def test_the_report_sees_forward_and_logs_have_the_names_of_ddp(outcomes: list[A
 def test_mistakes(outcomes: list[Any], mistake: str, text: str) -> None:
     for rank in outcomes:
         assert rank["_mistakes"][mistake].startswith(text)
+
+
+def test_ranks_take_the_gpus_of_the_trainer(outcomes: list[Any]) -> None:
+    for rank, found in enumerate(each["_gpus"] for each in outcomes):
+        every, first, two, *wrong = found.values()
+        assert [every, first, two] == [
+            f"ValueError: cuda:{rank}",
+            f"ValueError: cuda:{rank}",
+            f"ValueError: cuda:{2 + rank}",
+        ]
+        assert wrong[0].startswith("ValueError: Trainer(devices=[3], num_nodes=1) asks for 1 ranks, but ")
+        assert wrong[1].startswith("ValueError: Trainer(devices=[4, 5, 6], num_nodes=1) asks for 3 ranks, but ")
+
+
+def test_peers_that_a_rank_leaves_behind_get_advice_for_a_trainer(outcomes: list[Any]) -> None:
+    for rank in outcomes:
+        assert "trainer.should_stop" in rank["advice"]
+        assert "torchring.join" not in rank["advice"]
 
 
 def test_wrapped_optimizers_are_left_alone(outcomes: list[Any]) -> None:

@@ -37,6 +37,7 @@ from torchring.gradients.bucket import Bucket
 from torchring.gradients.packing import DevicePacking, HostPacking, MarkingPacking, Packing, UnreadGradients, slots_of
 from torchring.gradients.plan import BucketPlan, ParameterSpec, Plan
 from torchring.gradients.round import ControlFields, NonFiniteGradient, RoundState
+from torchring.gradients.views import CAN_SWAP
 from torchring.kernels import ChunkTable
 from torchring.memory.heap import give_back, keep_freed
 from torchring.world import World
@@ -196,7 +197,8 @@ class HostAgreement:
     def wait_for_device(self) -> None: ...
 
     def _packing(self, plan: BucketPlan, wire: Wire) -> Callable[[float], Packing]:
-        if not isinstance(wire, NativeWire) or plan.wire_dtype.itemsize == 2:  # sums in 16 bits overflow easily
+        # Sums in 16 bits overflow easily.
+        if not isinstance(wire, NativeWire) or plan.wire_dtype.itemsize == 2 or not CAN_SWAP:
             return HostPacking
         wire.scale_first = True
         return partial(MarkingPacking, plan=plan, wire=wire)

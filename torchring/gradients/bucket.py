@@ -2,8 +2,9 @@
 
 Where the wire has the gradients' own dtype, gradients live in the wire buffer: packing makes `p.grad` a view of the
 buffer, and `p.grad` holds the mean as soon as the buffer does. Otherwise packing scales and casts the gradients, and
-the results are copied back. They are also copied back to a tensor that was in `.grad` before this backward, and that
-somebody else has, too: a script may zero, clip or read its gradients through a tensor of its own.
+the results are copied back, as with PyTorch 2.11 (`views.CAN_SWAP`). They are also copied back to a tensor that was in
+`.grad` before this backward, and that somebody else has, too: a script may zero, clip or read its gradients through a
+tensor of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ from torchring.gradients.ledger import LOCAL, GradientLedger, GradientStatus, gr
 from torchring.gradients.packing import COPY_ON_ARRIVAL_BYTES, HostPacking, Packing
 from torchring.gradients.plan import BucketPlan, ParameterSpec, Slot
 from torchring.gradients.round import ControlSums, RoundState
-from torchring.gradients.views import as_real, gradient_view, move_out, referenced, referenced_beside_grad, storage_of
+from torchring.gradients.views import (
+    CAN_SWAP,
+    as_real,
+    gradient_view,
+    move_out,
+    referenced,
+    referenced_beside_grad,
+    storage_of,
+)
 
 
 class BucketState(enum.Enum):
@@ -89,7 +98,7 @@ class Bucket:
         # The wire buffer and each gradient's place in it. `referenced` counts references, so only `_views` may refer to
         # a view.
         self.wire = wire
-        self._live_in_wire = plan.wire_dtype == plan.dtype
+        self._live_in_wire = CAN_SWAP and plan.wire_dtype == plan.dtype
         make_view = _gradient if self._live_in_wire else _place
         self._views = [make_view(wire.tensor, slot, spec) for slot, spec in zip(plan.slots, self._specs, strict=True)]
         self._addresses = [view.data_ptr() for view in self._views]

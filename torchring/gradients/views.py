@@ -21,10 +21,9 @@ import numpy as np
 import torch
 from torch.utils import dlpack
 
-# Private names of PyTorch's, which CUDA graph trees use for the same purpose. Where a release of PyTorch lacks them, a
-# kept gradient keeps its values, but tensors that share its memory (`p.grad.detach()`) do not.
-num_owners: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
-_num_references: Callable[[Any], int] = sys.getrefcount
+# Private names of PyTorch's, which CUDA graph trees use for the same purpose. PyTorch 2.11 cannot swap: tensors that
+# share a kept gradient's memory (`p.grad.detach()`) could not move with it. So gradients do not live in wires there.
+num_owners: Callable[[int], int] = torch._C._storage_Use_Count
 CAN_SWAP: Final = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
@@ -60,7 +59,7 @@ def referenced(
     Takes 45 ns for each gradient.
     """
     most_references, most_owners = free or _FREE
-    references, owners = list(map(_num_references, views)), list(map(num_owners, storages))
+    references, owners = list(map(sys.getrefcount, views)), list(map(num_owners, storages))
     if max(references) == most_references and max(owners) == most_owners:
         return []
     return [i for i in range(len(views)) if references[i] > most_references or owners[i] > most_owners]
@@ -77,13 +76,8 @@ def move_out(view: torch.Tensor, wire: torch.Tensor) -> torch.Tensor:
     A numpy array that was made from `view` cannot be moved: the array goes on showing the buffer, and keeps it alive.
     """
     copy = _copy(view, wire)
-    storage = view.untyped_storage()
-    if CAN_SWAP:
-        storage._swap_data_ptr_(copy)  # type: ignore[attr-defined]
-        return _shaped(copy, view.new_empty(0), view.shape, view.stride())
-    new = _shaped(storage, view.new_empty(0), view.shape, view.stride())
-    _shaped(copy, view, view.shape, view.stride())
-    return new
+    view.untyped_storage()._swap_data_ptr_(copy)  # type: ignore[attr-defined]
+    return _shaped(copy, view.new_empty(0), view.shape, view.stride())
 
 
 class _Holding(np.ndarray):
@@ -107,11 +101,6 @@ def _shaped(
     return tensor.set_(storage, 0, tuple(shape), tuple(stride))
 
 
-def _all_references(view: torch.Tensor) -> int:
-    """Python's, and those of C++ alone, such as another tensor's `.grad`."""
-    return sys.getrefcount(view) + view._use_count()  # type: ignore[attr-defined, no-any-return]
-
-
 def _free(has_another_owner: bool) -> tuple[int, int]:
     """What `referenced` counts of a gradient that nobody else has, or only C++."""
     kept = [torch.empty(1, device="cpu")]
@@ -119,9 +108,7 @@ def _free(has_another_owner: bool) -> tuple[int, int]:
     owner = torch.empty(1, device="cpu", requires_grad=True)
     if has_another_owner:
         owner.grad = passed[0]
-    return next(map(_num_references, passed)), num_owners(storage_of(passed[0]))
+    return next(map(sys.getrefcount, passed)), num_owners(storage_of(passed[0]))
 
 
-if _free(True) == _free(False) and hasattr(torch.Tensor, "_use_count"):  # before PyTorch 2.10
-    _num_references = _all_references
 _FREE, _FREE_IN_GRAD = _free(False), _free(True)

@@ -335,7 +335,7 @@ def register_group(name: str, store: dist.Store, backend: dist.ProcessGroupGloo)
     group._set_group_name(cast(Any, name))
     c10d._register_process_group(cast(Any, name), group)
     if release_of(torch.__version__) < (2, 14):
-        # Up to 2.10 PyTorch looks the store up here, later it asks the group. From 2.14 on, it would use this store to
-        # compare how often each process has allocated, and refuse where processes differ.
+        # PyTorch asks the group for its store. From 2.14 on, it would use the one given here to compare how often each
+        # process has allocated, and refuse where processes differ.
         c10d._SymmetricMemory.set_group_info(name, rank, size, store)
     return group

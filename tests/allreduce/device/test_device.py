@@ -962,10 +962,11 @@ def test_a_rank_that_is_alone_needs_nobody() -> None:
     assert block.own.tolist() == [0] * 48
 
 
-def test_a_group_is_found_by_name_without_a_default_group() -> None:
+def test_a_group_is_found_by_name_without_a_default_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """As symmetric memory looks for it."""
     from torch._C import _distributed_c10d as c10d
 
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
     store = ExchangeStore(dist.HashStore(), 5.0)
     gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5.0))
     with mock.patch.object(c10d._SymmetricMemory, "set_group_info") as told:

@@ -145,7 +145,7 @@ class DriverStore:
             self._store.set(key, value)  # type: ignore[arg-type]  # takes bytes, too
 
     def _clean(self, generation: int) -> None:
-        if generation < 1 or not hasattr(self._store, "list_keys"):  # of torch 2.10 and later
+        if generation < 1:
             return
         begin = f"{world_prefix(generation)}/"
         with contextlib.suppress(RuntimeError):
