@@ -712,6 +712,7 @@ class DistributedOptimizer(OptimizerWrapper):
             *(self._follow_step, self._sync.layout.all_reduce),
             is_mirrored=is_mirrored,
         )
+        self._sync.follower = self._shards.name, weakref.WeakMethod(self._shards.follow)
         return self._shards
 
     def _follow_step(self) -> None:

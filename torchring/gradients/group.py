@@ -162,7 +162,9 @@ class OptimizerGroup:
                 return False
             if what == ROUND:
                 break
-            self.members.followers[what](said)
+            follow = self.members.followers[what]()
+            assert follow is not None  # torchring.join holds the optimizer
+            follow(said)
         if drops_gradients:
             for parameter in (p for member in self.members for p in member.parameters):
                 parameter.grad = None

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 
@@ -62,6 +62,7 @@ def control_fields(world: World) -> ControlFields:
     )
 
 
+Follow: TypeAlias = weakref.WeakMethod[Callable[[Sequence[bytes]], None]]
 ROUND: Final = b"backward()"
 """What a rank announces at the beginning of a round, see `Members.announce`."""
 
@@ -77,8 +78,6 @@ class Members:
         skipper: the member whose `skip()` is under way.
         skipped: members that `skip()` of another one has reached, since a step or zero_grad() of any optimizer.
         waiting: see `Launcher`.
-        followers: for each optimizer whose step needs all ranks, what a rank that has ended does then, by name. Called
-            with what each rank has announced.
     """
 
     def __init__(self, world: World) -> None:
@@ -89,7 +88,6 @@ class Members:
         self.skipper: Reducer | None = None
         self.skipped: set[Reducer] = set()
         self.waiting: set[Launcher] = set()
-        self.followers: dict[bytes, Callable[[Sequence[bytes]], None]] = {}
         self._world = world
         self._reducers: list[Reducer] = []
 
@@ -99,6 +97,11 @@ class Members:
     @property
     def are_several(self) -> bool:
         return len(self._reducers) > 1
+
+    @property
+    def followers(self) -> dict[bytes, Follow]:
+        """Of the optimizers whose step needs all ranks: what a rank that has ended does then, by name."""
+        return dict(each.follower for each in self._reducers if each.follower is not None)
 
     def advance(self) -> bool:
         """Do this rank's part of the buckets that have left, where nobody is late. Returns whether some still wait."""
@@ -175,6 +178,7 @@ class Reducer(Sync):
         ledger: what is known about the gradients.
         weighing: gives gradients their weights.
         participants: what takes part in a round, in this order on all ranks.
+        follower: see `Members.followers`. Called with what each rank has announced.
         failure: the error that ended the last backward between ranks. Gradients are worth nothing after it.
         num_steps: how many optimizer steps this rank has made.
         in_backward: whether a backward of these parameters is under way.
@@ -203,6 +207,7 @@ class Reducer(Sync):
         self.num_steps = 0
         self.failure: BaseException | None = None
         self.is_closed = False
+        self.follower: tuple[bytes, Follow] | None = None
         self._options = options
         self._frozen = list(frozen)
         self._spec_of = spec_of

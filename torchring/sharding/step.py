@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -111,21 +112,20 @@ class Shards:
         self._exchange = DeviceExchange(world, all_reduce) if isinstance(all_reduce, OnStream) else Exchange(world)
         world.on_close(self._exchange.close)
         self.number = number
-        self._step = step
+        self._step = weakref.WeakMethod(step)
         self._members = world.shared(OptimizerGroup).members
-        self._members.followers[self._name] = self._follow
         self._is_under_way = False
         self.has_said = False
         self._is_closed = False
-        self._handles = [
+        self.extend()
+        self._handles = [  # last: a rank that is lost above leaves no hooks that refuse
             optimizer.register_step_pre_hook(lambda *_: self._refuse("step()")),
             optimizer.register_state_dict_pre_hook(lambda _: self._refuse("state_dict()")),
             optimizer.register_load_state_dict_pre_hook(lambda *_: self._accept_state()),
         ]
-        self.extend()
 
     @property
-    def _name(self) -> bytes:
+    def name(self) -> bytes:
         return f"step() of optimizer {self.number}".encode()
 
     def extend(self) -> None:
@@ -205,16 +205,18 @@ class Shards:
             text = "step() with shard=True needs the other ranks' hosts, so a CUDA graph cannot hold it"
             raise GradientError(f"{text}; capture forward and backward only", rank=self.world.rank)
         self._refuse_moved()
-        if ended := self._members.announce(self._name):
+        if ended := self._members.announce(self.name):
             self._share_gradients(min({*range(self.world.size)}.difference(ended)))
         return self._step_pieces(run)
 
-    def _follow(self, said: Sequence[bytes]) -> None:
+    def follow(self, said: Sequence[bytes]) -> None:
         """Collective, on a rank that has ended: step its pieces as the others do."""
         own = [parameter.grad for parameter in self.parameters]
         try:
             self._share_gradients(next(rank for rank, theirs in enumerate(said) if theirs))
-            self._step_pieces(self._step)
+            step = self._step()
+            assert step is not None  # torchring.join holds the optimizer
+            self._step_pieces(step)
         finally:
             for parameter, grad in zip(self.parameters, own, strict=True):
                 parameter.grad = grad
@@ -418,7 +420,6 @@ class Shards:
     def close(self) -> None:
         """The optimizer keeps the state of this rank's share, with which it refuses to step."""
         self._is_closed = True
-        self._members.followers.pop(self._name, None)
         self._exchange.close()
 
     def keep_an_entry(self) -> None:
@@ -430,7 +431,6 @@ class Shards:
         """The ranks of this world part. The state is handed over to others: see `handover.py`."""
         for handle in self._handles:
             handle.remove()
-        self._members.followers.pop(self._name, None)
         self._exchange.close()
 
     def reset_pieces(self) -> None:
