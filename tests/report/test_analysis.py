@@ -92,6 +92,16 @@ def test_tiny_buckets_of_one_size(per_host: int, said: str) -> None:
         ({"optimizer_ms": [8, 68]}, "Find out what step() does on rank 1 only", "step() takes 60.0 ms longer"),
         ({"between_ms": [1, 61]}, "Find out what rank 1 does between backward and step()", "60.0 ms longer"),
         (
+            {"input_ms": [2, 62], "loading_ms": [1, 1]},
+            "Find out what rank 1 does between step() and forward",
+            "Apart from its DataLoader, this takes 60.0 ms longer",
+        ),
+        (
+            {"input_ms": [2, 92], "loading_ms": [1, 31]},  # and its DataLoader is slower
+            "Find out what rank 1 does between step() and forward",
+            "Apart from its DataLoader, this takes 60.0 ms longer",
+        ),
+        (
             {"forward_ms": [30, 90]},
             "Find out what slows rank 1 on host0 down",
             "60.0 ms longer than the others in f",

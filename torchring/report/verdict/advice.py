@@ -18,7 +18,7 @@ from torchring.report.model.layout import layout_with
 from torchring.report.model.loading import HANDING_OVER_MS
 from torchring.report.model.phases import COMPUTING, Phase, column
 from torchring.report.model.scaling import Links, Workload, exposed_ms
-from torchring.report.model.timing import typical
+from torchring.report.model.timing import Array, typical
 from torchring.report.model.workload import between_hosts, with_layout
 from torchring.report.verdict.costs import Costs
 from torchring.report.verdict.findings import Advice
@@ -47,6 +47,7 @@ def advise(situation: Situation) -> tuple[Advice, ...]:
     found = [
         *_about_pauses(situation),
         *_about_input(situation),
+        *_about_code_of_one_rank(situation),
         *_about_cores(situation),
         *_about_ranks(situation),
         *_about_communication(situation),
@@ -118,6 +119,23 @@ def _about_input(situation: Situation) -> Iterator[Advice]:
         )
 
 
+def _about_code_of_one_rank(situation: Situation) -> Iterator[Advice]:
+    """What the blamed rank does between step() and forward, apart from waiting for its DataLoader."""
+    costs, loading = situation.costs, situation.loading
+    if costs.blamed is None or loading is None or not loading.has_loader or not costs.is_forward_known:
+        return
+    if longer := _longer_ms(situation, situation.cycle[..., column(Phase.INPUT)] - loading.waiting):
+        run_info = situation.job.traces[costs.blamed].run_info
+        yield _advice(
+            situation,
+            f"Find out what rank {run_info.rank} does between step() and forward",
+            longer,
+            f"Apart from its DataLoader, this takes {longer:.1f} ms longer than on the others. Look for what one rank "
+            "does for all, such as logging, evaluation or a checkpoint, and do it less often.",
+            f"py-spy dump --pid {run_info.pid}, on {run_info.host}, while the job runs",
+        )
+
+
 def _about_pauses(situation: Situation) -> Iterator[Advice]:
     """Long phases in a few steps. Numbers exclude these steps, so the predicted step is the present one."""
     for pauses in situation.pauses:
@@ -153,7 +171,9 @@ def _about_cores(situation: Situation) -> Iterator[Advice]:
 def _about_ranks(situation: Situation) -> Iterator[Advice]:
     """The slowest rank."""
     costs, run_info = situation.costs, situation.job.traces[situation.costs.blamed or 0].run_info
-    longer = _longer_ms(situation)
+    columns = [column(phase) for phase in COMPUTING if phase is not Phase.INPUT]
+    queued = 0.0 if costs.queue is None else costs.queue.of_ranks
+    longer = _longer_ms(situation, situation.cycle[..., columns].sum(2) - queued)
     cause = _cause(costs, run_info, longer) if longer else None
     if cause:
         what, why, how = cause
@@ -179,17 +199,18 @@ def _about_ranks(situation: Situation) -> Iterator[Advice]:
         )
 
 
-def _longer_ms(situation: Situation) -> float:
-    """Time by which the blamed rank computes longer than the median of the others; 0 if that may be noise.
+def _longer_ms(situation: Situation, times: Array) -> float:
+    """Time by which the blamed rank takes longer than the median of the others; 0 if that may be noise.
 
-    Over all steps, also those in which another rank is the slowest, and without the time in which ranks had no core.
+    Over all steps, also those in which another rank is the slowest.
+
+    Args:
+        times: [S, R] of a part of the step.
     """
-    blamed, queue = situation.costs.blamed, situation.costs.queue
+    blamed = situation.costs.blamed
     if blamed is None:
         return 0.0
-    columns = [column(phase) for phase in COMPUTING if phase is not Phase.INPUT]
-    computing = situation.cycle[..., columns].sum(2) - (0.0 if queue is None else queue.of_ranks)
-    longer = computing[:, blamed] - np.median(np.delete(computing, blamed, axis=1), axis=1)
+    longer = times[:, blamed] - np.median(np.delete(times, blamed, axis=1), axis=1)
     parts = np.array([part.mean() for part in np.array_split(longer, min(_NUM_PARTS, len(longer)))])
     error = float(parts.std(ddof=1)) / len(parts) ** 0.5 if len(parts) > 1 else 0.0
     least = max(_STANDARD_ERRORS * error, _SLOWER_TELLING * situation.step_ms)
