@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,21 @@ def test_srun_starts_a_step_that_reads_what_ssh_reads() -> None:
     assert jobs[1].command[-3:-1] == ["sh", "-c"]
     assert (jobs[1].command[-1], jobs[1].variables) == (jobs[0].command[-1], jobs[0].variables)
     assert "secret" not in " ".join(jobs[1].command)
+
+
+@pytest.mark.parametrize("env", [{"A": "b c"}, {"LD_A": "b c"}])
+def test_a_python_with_an_equals_sign_in_its_path_starts_on_another_host(
+    env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "a=b"))
+    (tmp_path / "a=b").symlink_to(os.path.realpath("/proc/self/exe"))
+    program = f"import os; print(os.environ[{next(iter(env))!r}])"
+    job = host_job("b", [sys.executable, "-I", "-c", program], env, is_here=False, environ={}, silence=9.0)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(["sh", "-c", job.command[-1]], **pipes) as process:  # type: ignore[call-overload]
+        process.stdin.write(job.variables)
+        process.stdin.flush()
+        assert process.stdout.read() == b"b c\n"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import signal
 import sys
@@ -313,6 +314,9 @@ def test_what_cannot_be_returned(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "")
     with pytest.raises(TypeError, match="the function returned lock on rank 0, which cannot be pickled"):
         Rank.__new__(Rank).call(("a", "1"), cloudpickle.dumps((threading.Lock, (), {})))
+    assert pickle.loads(Rank.__new__(Rank).call(("a", "1"), cloudpickle.dumps((sys.exit, (0,), {})))) is None
+    with pytest.raises(SystemExit):
+        Rank.__new__(Rank).call(("a", "1"), cloudpickle.dumps((sys.exit, (3,), {})))
 
 
 def test_the_rank_that_failed_first_is_named_and_not_one_that_missed_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ import torchring
 from tests.support.documents import ROOT, section
 from tests.support.harness import patient
 from tests.support.training import attempt
+from torchring.doctor.facts import listening_addresses
 
 pytestmark = pytest.mark.platforms
 
@@ -116,6 +118,7 @@ def _train(lr: float, *, fails: int | None = None, killed: int | None = None) ->
     weights = _trained(model, optimizer, range(rank, rank + 1))
     os.environ["LEFT_BY"] = str(rank)
     found = {"pid": os.getpid(), "weights": weights, "algorithm": optimizer.stats().algorithm}
+    found["store"] = listening_addresses(int(os.environ["MASTER_PORT"]))
     return found | {name: os.environ.get(name) for name in (*_LAUNCH, "CUDA_VISIBLE_DEVICES", "GIVEN")}
 
 
@@ -143,6 +146,7 @@ def test_ranks_train_as_one_process_does_and_leave_no_trace(spark: Any, capfd: p
     alone = _trained(model, torch.optim.SGD(model.parameters(), 0.1), range(2))
     assert first["weights"] == second["weights"] == pytest.approx(alone, rel=1e-5, abs=1e-7)
     assert (first["algorithm"], first["GIVEN"]) == ("direct", "a")
+    assert first["store"] == ["127.0.0.1"]  # all ranks are on this host
     assert [[rank[name] for name in _LAUNCH[:4]] for rank in (first, second)] == [
         ["0", "2", "0", "2"],
         ["1", "2", "1", "2"],
@@ -328,6 +332,36 @@ def test_what_cannot_work_is_refused_at_once(spark: Any, monkeypatch: pytest.Mon
         ImportError, match=r"pyspark 3\.5 and newer, up to but not including 4\.4, and pyspark 3\.4\.1 is"
     ):
         importlib.reload(torchring.spark)
+
+
+def test_strangers_at_the_port_of_the_driver_are_sent_away(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from torchring.spark import reports
+
+    monkeypatch.setattr(reports, "_TOKEN_SECONDS", 3.0)
+    with reports.Reports("127.0.0.1") as server, contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection(server.server_address)) for _ in range(70)]
+        for stranger in strangers[:6]:
+            stranger.settimeout(2.0)
+            assert stranger.recv(1) == b""  # made room for the others
+        rank = reports.Reporter(server.server_address, token=server.token, partition=0, name="rank 0", rank=0)
+        for line in (
+            b'{"token": "\xc3\xbc"}\n',
+            b'{"token": "\\ud800"}\n',
+            b"[" * 4096,
+            b'{"token": 1e999}\n',
+            b"a" * 5000,
+        ):
+            with socket.create_connection(server.server_address) as stranger, contextlib.suppress(ConnectionError):
+                stranger.sendall(line)
+                assert stranger.recv(1) == b""
+        assert strangers[-1].recv(1) == b""  # has said nothing
+        rank.say(output="hello")
+        rank.say(done=True)
+        server.drain()
+        rank.close()
+    assert capfd.readouterr() == ("[0] hello\n", "")
 
 
 def test_ranks_of_a_host_are_neighbours() -> None:

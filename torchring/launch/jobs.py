@@ -117,9 +117,10 @@ def host_job(
     settings = forwarded(env)
     variables = json.dumps(settings).encode()  # may be secrets, which every user could read on a command line
     reaper = _reaper("0", silence=silence, environ=len(variables), **options)
-    # Python may not start without these.
+    # Python may not start without these. `env` takes a path with "=" for a variable, `exec` in sh does not.
     early = [f"{key}={value}" for key, value in settings.items() if key.startswith("LD_")]
-    there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *early, *reaper, *command])}"
+    words = ["env", *early, "sh", "-c", 'exec "$0" "$@"'] if early else []
+    there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join([*words, *reaper, *command])}"
     if launcher == "srun":
         shell = [*_SRUN, f"--nodelist={name}", "sh", "-c"]
     elif launcher == "kubectl":

@@ -48,7 +48,12 @@ class Rank:
         """Call the function. Returns what it returns, pickled."""
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = master
         function, args, kwargs = pickle.loads(pickled)
-        returned = function(*args, **kwargs)
+        try:
+            returned = function(*args, **kwargs)
+        except SystemExit as ended:
+            if ended.code not in (None, 0):
+                raise
+            returned = None
         # This process lives on until the other ranks have returned, too, and Ray ends it without exit handlers.
         if "torchring.default_world" in sys.modules:
             sys.modules["torchring.default_world"].leave("its function had returned")

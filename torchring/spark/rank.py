@@ -28,6 +28,7 @@ from torchring.rendezvous.store import host_on
 from torchring.spark.reports import Reporter, copied_output
 
 FAILED: Final = "torchring: "  # before a traceback that travels in one of Spark's
+_LOOPBACK: Final = "127.0.0.1"
 _STORE_TIMEOUT: Final = timedelta(seconds=300)
 _ENDED: Final = "torchring/ended"  # number of ranks
 _GPUS: Final = "CUDA_VISIBLE_DEVICES"
@@ -126,7 +127,9 @@ def _as_rank(call: Call, task: BarrierTaskContext, hosts: Sequence[str], order: 
     gpu = task.resources()["gpu"].addresses[:1] if call.use_gpu is not False and "gpu" in task.resources() else []
     if call.use_gpu and not gpu:
         raise ValueError("use_gpu=True, but Spark gives this task no GPU")
-    listener = socket.create_server(("", 0)) if rank == 0 else None
+    # As with torchring.ray: on loopback if all ranks are on this host, else on all interfaces.
+    address, bound = (_LOOPBACK, _LOOPBACK) if len(neighbours) == len(order) else (hosts[order[0]], "")
+    listener = socket.create_server((bound, 0)) if rank == 0 else None
     port = listener.getsockname()[1] if listener is not None else 0
     said = [json.loads(each) for each in task.allGather(json.dumps({"port": port, "gpu": gpu}))]
     # Rank 0 has listened all the time, so that nobody else can get the port. init() finds this store there.
@@ -137,7 +140,7 @@ def _as_rank(call: Call, task: BarrierTaskContext, hosts: Sequence[str], order: 
         "WORLD_SIZE": len(order),
         "LOCAL_RANK": neighbours.index(partition),
         "LOCAL_WORLD_SIZE": len(neighbours),
-        "MASTER_ADDR": hosts[order[0]],
+        "MASTER_ADDR": address,
         "MASTER_PORT": said[order[0]]["port"],
         JOB: call.token[:8],
         CHOICE: "torchrun",  # TORCHRING_LAUNCHER=none may have been set for other tasks of the executors
@@ -155,7 +158,7 @@ def _as_rank(call: Call, task: BarrierTaskContext, hosts: Sequence[str], order: 
         yield
     default_world.leave("its function had returned")
     _leave()
-    _wait_for_peers(store, hosts[order[0]], said[order[0]]["port"], len(order))
+    _wait_for_peers(store, address, said[order[0]]["port"], len(order))
     default_world.forget_store()  # or this worker would listen at the port until its next job
     os.environ.clear()
     os.environ.update(before)

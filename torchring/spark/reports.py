@@ -24,6 +24,10 @@ from typing import Any, Final
 
 _CONNECT_SECONDS: Final = 5.0
 _DRAIN_SECONDS: Final = 10.0
+# Anybody may connect. A rank shows the token at once, in its first line.
+_TOKEN_SECONDS: Final = 10.0
+_TOKEN_BYTES: Final = 4096
+_MOST_STRANGERS: Final = 64  # connections that have not shown the token
 
 
 class Reports(socketserver.ThreadingTCPServer):
@@ -44,9 +48,25 @@ class Reports(socketserver.ThreadingTCPServer):
         self.failures: Final[list[tuple[str, str | None, bool]]] = []
         self._changed: Final = threading.Condition()
         self._num_read = 0
+        self._strangers: Final[list[socket.socket]] = []
         super().__init__((address, 0), _Listener)
         poll = {"poll_interval": 0.05}  # seconds that its end may take
         threading.Thread(target=self.serve_forever, kwargs=poll, name="torchring-spark", daemon=True).start()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """See socketserver. The stranger who has been here longest makes room."""
+        with self._changed:
+            self._strangers.append(request)
+            if len(self._strangers) > _MOST_STRANGERS:
+                with contextlib.suppress(OSError):
+                    self._strangers.pop(0).shutdown(socket.SHUT_RD)
+        super().process_request(request, client_address)
+
+    def is_rank(self, token: object, request: socket.socket) -> bool:
+        """Whether a connection has shown the token."""
+        with self._changed, contextlib.suppress(ValueError):
+            self._strangers.remove(request)
+        return isinstance(token, str) and hmac.compare_digest(token.encode(errors="replace"), self.token.encode())
 
     def note_end(self) -> None:
         """The last line of a connection was read, and what came before was printed."""
@@ -70,9 +90,11 @@ class _Listener(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        first = self._next()
-        if not hmac.compare_digest(str(first.get("token")), self.server.token):
+        self.connection.settimeout(_TOKEN_SECONDS)
+        first = self._next(_TOKEN_BYTES)
+        if not self.server.is_rank(first.get("token"), self.connection):
             return
+        self.connection.settimeout(None)
         self.server.names[first["partition"]] = first["name"]
         while "output" in (said := self._next()):
             # In one piece: print() writes the end of a line by itself, and other ranks' threads may come between.
@@ -81,11 +103,11 @@ class _Listener(socketserver.StreamRequestHandler):
         if "done" not in said:
             self.server.failures.append((first["name"], said.get("failure"), said.get("is_consequence", False)))
 
-    def _next(self) -> dict[str, Any]:
+    def _next(self, most_bytes: int = -1) -> dict[str, Any]:
         """The next line; {} at the end, or if the connection breaks or brings something else."""
         try:
-            said = json.loads(self.rfile.readline())
-        except (OSError, ValueError):
+            said = json.loads(self.rfile.readline(most_bytes))
+        except (OSError, ValueError, RecursionError):
             return {}
         return said if isinstance(said, dict) else {}
 
