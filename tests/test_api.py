@@ -31,6 +31,7 @@ _OPTIONS = (
     "overlap: 'Overlap' = 'auto', on_nonfinite: 'OnNonfinite' = 'raise', "
     "sync_buffers: 'SyncBuffers' = 'mean', sync_initial_state: 'bool' = True, "
     "shard: \"bool | Literal['unmirrored']\" = False, "
+    "ignore: 'Sequence[str | torch.nn.Module | torch.Tensor]' = (), "
     "free_gradients: 'None' = None)"
 )
 SIGNATURES = {

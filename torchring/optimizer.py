@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Final, Literal, NoReturn, TypeVar, overload
 
@@ -43,6 +43,7 @@ from torchring.gradients.layout import Options
 from torchring.gradients.local import LocalSync
 from torchring.gradients.participants.buffers import SyncBuffers, buffer_specs, check_choices
 from torchring.gradients.participants.elastic import Batches
+from torchring.gradients.participants.ownership import Ownership
 from torchring.gradients.participants.recording import run_info
 from torchring.gradients.participants.replicas import ReplicaCheck
 from torchring.gradients.participants.weights import check_weight
@@ -54,8 +55,8 @@ from torchring.gradients.validation import (
     check_combined,
     check_free,
     check_options,
-    check_same_model,
     check_same_parameters,
+    ignored_tensors,
     lost_state,
     named_parameters,
     parameters_of,
@@ -96,6 +97,7 @@ def wrap(
     sync_buffers: SyncBuffers = "mean",
     sync_initial_state: bool = True,
     shard: bool | Literal["unmirrored"] = False,
+    ignore: Sequence[str | torch.nn.Module | torch.Tensor] = (),
     free_gradients: None = None,
 ) -> DistributedOptimizer:
     """Make `optimizer` average its gradients over all ranks while `backward()` runs. Collective.
@@ -135,6 +137,9 @@ def wrap(
         shard: each rank keeps the optimizer state for its share of the parameters, and steps that share.
             `step()` and `state_dict()` are collective then. Gradients are whole on all ranks, as without it.
             In elastic jobs, another rank keeps the share, too, unless this is "unmirrored".
+        ignore: parameters, buffers and modules of `model`, or their names, that belong to this rank: experts, for
+            example. They are neither copied from rank 0, nor reduced, nor compared. `optimizer` must not have them:
+            train them with an optimizer of their own that is not wrapped. Ranks may ignore different ones.
         free_gradients: has left torchring; True raises ValueError.
 
     Returns:
@@ -162,6 +167,7 @@ def wrap(
         sync_initial_state=sync_initial_state,
         shard=shard,
         free_gradients=free_gradients,
+        ignore=ignore,
     )
 
 
@@ -204,6 +210,7 @@ class DistributedOptimizer(OptimizerWrapper):
         sync_buffers: SyncBuffers = "mean",
         sync_initial_state: bool = True,
         shard: bool | Literal["unmirrored"] = False,
+        ignore: Sequence[str | torch.nn.Module | torch.Tensor] = (),
         free_gradients: None = None,
     ) -> None:
         refuse_left(free_gradients)
@@ -214,7 +221,7 @@ class DistributedOptimizer(OptimizerWrapper):
             shard,
         )
         group = world.shared(OptimizerGroup)
-        group.guard.run("wrap()", self._open, world, optimizer, model, options, sync_initial_state)
+        group.guard.run("wrap()", self._open, world, optimizer, model, options, sync_initial_state, ignore)
 
     def _open(
         self,
@@ -223,10 +230,13 @@ class DistributedOptimizer(OptimizerWrapper):
         model: torch.nn.Module | None,
         options: Options,
         sync_initial_state: bool,
+        ignore: Sequence[str | torch.nn.Module | torch.Tensor],
     ) -> None:
         """Collective: find out whether all ranks can wrap their optimizers, and connect them."""
         world.shared(OptimizerGroup).release_dead()
         names: dict[torch.nn.Parameter, str] = {}
+        ignored: set[torch.Tensor] = set()
+        shared: Mapping[str, torch.Tensor] = {}  # copied from rank 0
         problem: Exception | None = None
         try:
             check_options(options)
@@ -234,6 +244,7 @@ class DistributedOptimizer(OptimizerWrapper):
             if isinstance(optimizer, DistributedOptimizer):
                 raise ValueError("this optimizer is distributed already; wrap the plain one, once")
             names = self._name_parameters(optimizer, model)
+            ignored = ignored_tensors(ignore, model, names, world)
             check_free(names, world)
             if options.op == "adasum":
                 check_combined(names, self._find_sparse(optimizer, model))
@@ -243,7 +254,8 @@ class DistributedOptimizer(OptimizerWrapper):
                 if isinstance(world, ProvisionalWorld) and any(accelerator_of(p.device) for p in names):
                     raise ValueError("shard=True in elastic jobs takes parameters on the CPU; leave shard out")
             if sync_initial_state and model is not None:
-                check_broadcastable(model)
+                of_model = (*model.named_parameters(), *model.named_buffers())
+                shared = check_broadcastable({name: each for name, each in of_model if each not in ignored})
         except Exception as error:
             problem = error
         if world.size > 1:
@@ -253,11 +265,11 @@ class DistributedOptimizer(OptimizerWrapper):
         elif problem is not None:
             raise problem
         sparse = self._find_sparse(optimizer, model)
-        self._initialise(optimizer, options, names, sparse, model)
+        self._initialise(optimizer, options, names, sparse, model, ignored)
         self._wrapped_at = time.perf_counter_ns()
         self._record(world)
         if sync_initial_state:
-            broadcast_parameters(model if model is not None else {name: p.data for p, name in names.items()})
+            broadcast_parameters(shared if model is not None else {name: p.data for p, name in names.items()})
             if not is_sharded(optimizer):  # or else each rank has loaded its part
                 broadcast_optimizer_state(optimizer)
         if world.size > 1:
@@ -642,6 +654,7 @@ class DistributedOptimizer(OptimizerWrapper):
         names: dict[torch.nn.Parameter, str],
         sparse: set[torch.nn.Parameter],
         model: torch.nn.Module | None = None,
+        ignored: Collection[torch.Tensor] = (),
     ) -> None:
         OptimizerWrapper.__init__(self, optimizer)
 
@@ -650,6 +663,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self._names = names
         self._stepped = list(names)  # in the order of `param_groups`
         self._sparse = sparse
+        self._ignored = ignored  # of the model
         self._model: Callable[[], torch.nn.Module | None] = weakref.ref(model) if model is not None else _no_model
 
         # What reduces: `_sync` if it is connected to other ranks, else `_local`
@@ -680,8 +694,10 @@ class DistributedOptimizer(OptimizerWrapper):
         trainable = [p for p in parameters if p.requires_grad]
         specs = [spec_of(self._names, self._sparse, p) for p in trainable]
         model = self._model()
-        buffers = [] if model is None else buffer_specs(model, self._options.sync_buffers)
+        buffers = [] if model is None else buffer_specs(model, self._options.sync_buffers, self._ignored)
         group = world.shared(OptimizerGroup)
+        owned, kind = group.owned, type(self.optimizer).__name__
+        ownership = [] if model is None else [Ownership(model, self._names, kind, owned, self._ignored, world.rank)]
         self._sync = Reducer(
             *(world, specs, trainable, self._options, group.members),
             end_backward=group.end_backward,
@@ -689,6 +705,7 @@ class DistributedOptimizer(OptimizerWrapper):
                 *(world, self._names, self.optimizer, model),
                 is_sharded=bool(self._options.shard) or is_sharded(self.optimizer),
             ),
+            ownership=ownership,
             inputs=self._inputs,
             buffers=buffers,
             frozen=[p for p in parameters if not p.requires_grad],
@@ -876,9 +893,6 @@ class DistributedOptimizer(OptimizerWrapper):
     def _check_parameters(self, reducer: Reducer) -> None:
         """Raise GradientError if the optimizer steps other parameters by now than those that are reduced."""
         rank = reducer.world.rank
-        model = self._model()
-        if model is not None and reducer.num_reductions == 0:
-            check_same_model(model, self._names, reducer.parameters, rank)
         if not steps_exactly(self.optimizer, self._stepped):
             check_same_parameters(self.optimizer, self._names, rank)
             self._stepped = list(parameters_of(self.optimizer))  # the same in another order

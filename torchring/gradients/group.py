@@ -87,6 +87,10 @@ class OptimizerGroup:
         wanted = {id(parameter) for parameter in parameters}
         return [member for member in self.members if not wanted.isdisjoint(map(id, member.parameters))]
 
+    def owned(self) -> set[int]:
+        """The ids of all parameters that a member reduces, or would if they were not frozen."""
+        return {id(p) for member in self.members for p in (*member.parameters, *member.frozen)}
+
     def owners(self) -> list[object]:
         """The optimizers that are still there."""
         return [owner for member in self.members if (owner := member.owner()) is not None]

@@ -164,6 +164,7 @@ class Reducer(Sync):
         members: the reducers of this world.
         end_backward: called when a backward that has reached this reducer is about to return.
         replicas: says in every round whether somebody wrote to the parameters.
+        ownership: looks for parameters that nobody reduces, if there is a model.
         inputs: sees what the model is given.
         buffers: those of the model that `options.sync_buffers` is about.
         frozen: parameters of the optimizer that do not require a gradient. Looked at again after each backward.
@@ -172,6 +173,7 @@ class Reducer(Sync):
 
     Attributes:
         parameters, specs: those that are reduced. They grow with `extend`.
+        frozen: parameters that are reduced as soon as they require a gradient.
         entry: where other ranks see how far the rounds are.
         layout: the buckets.
         launcher: has the round under way, or the last one.
@@ -197,6 +199,7 @@ class Reducer(Sync):
         end_backward: Callable[[Reducer], None],
         replicas: ReplicaCheck,
         inputs: Inputs,
+        ownership: Sequence[Participant] = (),
         buffers: Sequence[BufferSpec] = (),
         frozen: Sequence[torch.nn.Parameter] = (),
         spec_of: Callable[[torch.nn.Parameter], ParameterSpec],
@@ -209,7 +212,7 @@ class Reducer(Sync):
         self.is_closed = False
         self.follower: tuple[bytes, Follow] | None = None
         self._options = options
-        self._frozen = list(frozen)
+        self.frozen = list(frozen)
         self._spec_of = spec_of
         self._members = members
         self._end_backward = end_backward
@@ -246,7 +249,7 @@ class Reducer(Sync):
         self.weighing = Weighing(
             world,
             self.parameters,
-            self._frozen,
+            self.frozen,
             self.ledger,
             is_sum=options.is_sum,
             mark_local=self.launcher.mark_local,
@@ -261,7 +264,7 @@ class Reducer(Sync):
             follow = all_reduce.stream.follow if isinstance(all_reduce, OnStream) else _nothing
             self._buffers = BufferSync(world, buffers, all_reduce, device, follow)
             self.participants.append(self._buffers)
-        self.participants += [replicas, DataCheck(world, inputs, is_mean=options.op == "mean"), recording]
+        self.participants += [*ownership, replicas, DataCheck(world, inputs, is_mean=options.op == "mean"), recording]
         self._noise: NoiseScale | None = None
         if world.size > 1 and options.op in ("mean", "sum"):
             self._noise = NoiseScale(
@@ -354,7 +357,7 @@ class Reducer(Sync):
         )
 
     def extend(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self._frozen += parameters
+        self.frozen += parameters
         self._adopt_unfrozen()
 
     def first_gradient(self, index: int) -> None:
@@ -600,7 +603,7 @@ class Reducer(Sync):
 
     def check_gradients(self) -> bool:
         rank, policy = self.world.rank, self._options.on_nonfinite
-        for parameter in self._frozen:
+        for parameter in self.frozen:
             if parameter.requires_grad and parameter.grad is not None:
                 name = self._spec_of(parameter).name
                 raise GradientError(
@@ -739,7 +742,7 @@ class Reducer(Sync):
             is_empty=is_absent,
             is_again=is_again,
             bits={
-                "has_unfrozen": bool(unfrozen(self._frozen)),
+                "has_unfrozen": bool(unfrozen(self.frozen)),
                 "is_absent": is_absent,
                 "has_ended": self._members.has_ended,
             },
@@ -795,7 +798,7 @@ class Reducer(Sync):
 
     def _synchronize(self) -> None:
         collectives = internal_collectives_of(self.world)
-        if collectives.any_rank(bool(unfrozen(self._frozen))):
+        if collectives.any_rank(bool(unfrozen(self.frozen))):
             self._adopt_unfrozen()
         self.weighing.drop_stale()
         problem: GradientError | None = None
@@ -825,8 +828,8 @@ class Reducer(Sync):
 
     def _adopt_unfrozen(self) -> None:
         """Collective: parameters that have come to require a gradient are reduced from now on, in new buckets."""
-        adopted = unfrozen(self._frozen)
-        self._frozen[:] = [parameter for parameter in self._frozen if not parameter.requires_grad]
+        adopted = unfrozen(self.frozen)
+        self.frozen[:] = [parameter for parameter in self.frozen if not parameter.requires_grad]
         specs = [self._spec_of(parameter) for parameter in adopted]
         self._check_agreement(specs, internal_collectives_of(self.world))
         self.layout.add(specs, adopted)

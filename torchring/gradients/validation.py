@@ -15,6 +15,7 @@ from torchring.accelerators import accelerator_of
 from torchring.allreduce.contract import is_finite
 from torchring.allreduce.select import ALGORITHMS, OVERLAPS
 from torchring.errors import GradientError
+from torchring.generation import ProvisionalWorld
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.layout import Options
 from torchring.gradients.module_wrappers import WAY_OUT, explain, is_module_wrapper, sharded_by
@@ -101,6 +102,40 @@ def named_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> dic
     if not any(parameter.requires_grad for parameter in names):
         raise ValueError("none of the optimizer's parameters requires a gradient, so there is nothing to reduce")
     return names
+
+
+def ignored_tensors(
+    ignore: Sequence[str | torch.nn.Module | torch.Tensor],
+    model: torch.nn.Module | None,
+    names: Mapping[torch.nn.Parameter, str],
+    world: World,
+) -> set[torch.Tensor]:
+    """The parameters and buffers that `wrap(ignore=...)` means. `names`: of the optimizer's parameters."""
+    if isinstance(ignore, (str, torch.Tensor, torch.nn.Module)):
+        raise TypeError(f"ignore takes a list of names, modules and parameters, got a {type(ignore).__name__}")
+    if ignore and model is None:
+        raise ValueError("ignore takes parts of the model, so pass the model to torchring.wrap(), too")
+    if ignore and isinstance(world, ProvisionalWorld):
+        raise ValueError("ignore does not work in elastic jobs, where new workers get all that others have")
+    everything: dict[str, torch.Tensor | torch.nn.Module] = {}
+    for found in () if model is None else (model.named_modules, model.named_parameters, model.named_buffers):
+        everything |= dict(found(remove_duplicate=False))
+    ids = set(map(id, everything.values()))
+    ignored: set[torch.Tensor] = set()
+    for each in ignore:
+        part = everything.get(each) if isinstance(each, str) else each
+        if not isinstance(each, (str, torch.nn.Module, torch.Tensor)):
+            raise TypeError(f"ignore takes names, modules and parameters, got a {type(each).__name__}")
+        if part is None or id(part) not in ids:
+            what = repr(each) if isinstance(each, str) else f"a {type(each).__name__}"
+            raise ValueError(f"ignore has {what}, which is no parameter, buffer or module of the model")
+        ignored.update((*part.parameters(), *part.buffers()) if isinstance(part, torch.nn.Module) else (part,))
+    if (name := next((name for p, name in names.items() if p in ignored), None)) is not None:
+        raise ValueError(
+            f"{name} is ignored, and in the optimizer, whose parameters are equal on all ranks; give what belongs to a "
+            "rank an optimizer of its own that is not wrapped"
+        )
+    return ignored
 
 
 def spec_of(
@@ -208,18 +243,4 @@ def check_same_parameters(optimizer: Optimizer, names: Mapping[torch.nn.Paramete
         name = next(name for parameter, name in names.items() if parameter in gone)
         raise GradientError(
             f"{name} was taken out of the wrapped optimizer. After that, {again}", rank=rank, parameters=(name,)
-        )
-
-
-def check_same_model(
-    model: torch.nn.Module, names: Mapping[torch.nn.Parameter, str], reduced: Sequence[torch.nn.Parameter], rank: int
-) -> None:
-    """Raise GradientError if the model has other parameters by now, which nobody reduces or steps."""
-    present = set(map(id, model.parameters()))
-    if (gone := next((p for p in reduced if id(p) not in present), None)) is not None:
-        raise GradientError(
-            f"{names[gone]} is not a parameter of the model any more, as after fully_shard() or FSDP, which put others "
-            f"in the place of a model's parameters. {WAY_OUT}",
-            rank=rank,
-            parameters=(names[gone],),
         )

@@ -21,7 +21,7 @@ import math
 import operator
 import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeGuard
 
@@ -108,18 +108,20 @@ class BufferSpec:
         return f"{self.name} {self.kind} {self.choice}"
 
 
-def buffer_specs(model: torch.nn.Module, choices: SyncBuffers) -> list[BufferSpec]:
+def buffer_specs(
+    model: torch.nn.Module, choices: SyncBuffers, ignored: Iterable[torch.Tensor] = ()
+) -> list[BufferSpec]:
     """The buffers that may differ between ranks and that torchring looks at, each once.
 
-    Left out: buffers of SyncBatchNorm layers, which are equal anyway; those for which the choice is None; and what
-    cannot be averaged or written to: sparse, expanded and quantized tensors, and those without a shape. Where the
-    script has not chosen, buffers that are in no checkpoint are left out, too: caches and masks, which a model computes
-    anew.
+    Left out: those `ignored`; buffers of SyncBatchNorm layers, which are equal anyway; those for which the choice is
+    None; and what cannot be averaged or written to: sparse, expanded and quantized tensors, and those without a shape.
+    Where the script has not chosen, buffers that are in no checkpoint are left out, too: caches and masks, which a
+    model computes anew.
     """
     by_name: dict[str, Any] = dict(choices) if isinstance(choices, Mapping) else {"": choices}
     if choices == "mean":  # for running statistics
         by_name = {}
-    seen: set[int] = set()
+    seen = set(map(id, ignored))
     specs = []
     for prefix, module in model.named_modules():
         if isinstance(module, torch.nn.SyncBatchNorm) or getattr(module, "_keeps_buffers_equal", False):

@@ -1,0 +1,134 @@
+"""Does every parameter that trains belong to a wrapped optimizer? Others would be trained by each rank alone.
+
+Each rank looks at its own model, when a backward that reduces is over: in the rounds 0, 1, 2, 4, 8 ... and every 100th.
+If there was no such backward since the last step, none has reached a wrapped parameter, and a rank looks before the
+step. What is wrong is an error in `step()`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Container, Mapping
+from typing import Final
+
+import torch
+from torch.optim import Optimizer
+
+from torchring.errors import GradientError
+from torchring.gradients.module_wrappers import WAY_OUT, sharded_by
+from torchring.gradients.participants.replicas import STEPS_BETWEEN_CHECKS
+from torchring.gradients.round import Participant, RoundState
+from torchring.observe.loaders import living
+
+_MOST_NAMES: Final = 3
+_ON_PURPOSE: Final = "For parameters that belong to a rank on purpose, pass ignore=[...] to torchring.wrap()"
+
+
+class Ownership(Participant):
+    """Looks at the parameters of the model that `wrap` was given.
+
+    Args:
+        model: referred to weakly.
+        names: the name of every parameter of the optimizer; may grow.
+        optimizer: the class of the optimizer, for errors.
+        owned: returns the ids of the parameters of all wrapped optimizers.
+        ignored: parameters that need no wrapped optimizer.
+        rank: for errors.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        names: Mapping[torch.nn.Parameter, str],
+        optimizer: str,
+        owned: Callable[[], Container[int]],
+        ignored: Collection[torch.Tensor],
+        rank: int,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._names = names
+        self._optimizer = optimizer
+        self._owned = owned
+        self._ignored = ignored
+        self._rank = rank
+        self._has_round = False  # since the last step
+        self._is_stepping = False
+        self._found: dict[str, torch.nn.Parameter] = {}
+        # Gradients of an earlier training, by parameter
+        self._stale = {
+            p: (weakref.ref(p.grad), p.grad._version)
+            for p in model.parameters()
+            if p.grad is not None and p not in names
+        }
+
+    def finished(self, current: RoundState) -> None:
+        self._has_round = True
+        if not current.number & (current.number - 1) or current.number % STEPS_BETWEEN_CHECKS == 0:
+            self._look()
+
+    def before_step(self) -> None:
+        self._is_stepping = True
+
+    def stepping(self) -> None:
+        """Raise GradientError if a parameter has got a gradient that nobody reduces."""
+        if self._is_stepping and not self._has_round:
+            self._look()
+        self._is_stepping = self._has_round = False
+        found, self._found = self._found, {}
+        if found:
+            raise self._error(found)
+
+    def _look(self) -> None:
+        """Find the parameters that have a gradient which nobody reduces, before a script zeroes it."""
+        if (model := self._model()) is not None:
+            owned, has_grad = self._owned(), ((name, p) for name, p in model.named_parameters() if p.grad is not None)
+            self._found = {n: p for n, p in has_grad if p.requires_grad and id(p) not in owned and self._is_new(p)}
+
+    def _is_new(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether backward has computed the gradient since `wrap`, of a parameter that is not ignored."""
+        grad, (stale, version) = parameter.grad, self._stale.get(parameter, (_nothing, 0))
+        is_stale = grad is not None and stale() is grad and grad._version == version
+        return not is_stale and parameter not in self._ignored
+
+    def _error(self, loose: Mapping[str, torch.nn.Parameter]) -> GradientError:
+        model = self._model()
+        present = set() if model is None else set(model.parameters())
+        gone = next((name for p, name in self._names.items() if p not in present), None)
+        names = list(loose)
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        what = ", ".join(names[:_MOST_NAMES]) + more
+        gets = f"{what} {'gets a gradient' if len(names) == 1 else 'get gradients'}"
+        ids = set(map(id, loose.values()))
+        others = (each for each in living(Optimizer) if ids.intersection(_ids_of(each)))
+        if gone is not None:
+            text = (
+                f"the {gone} that was wrapped is not a parameter of the model any more, and {gets} that nobody reduces"
+            )
+            if any(sharded_by(p) or hasattr(p, "_is_flat_param") for p in loose.values()):
+                text += f", as after fully_shard() or FSDP. {WAY_OUT}"
+            else:
+                text += (
+                    ". Parameters were replaced after wrap(), as by load_state_dict(assign=True), a new layer or "
+                    "parametrize. Do that first, and build the optimizer and call wrap() after it; or close() this "
+                    "optimizer, and wrap one with the new parameters, on all ranks"
+                )
+        elif (other := next(others, None)) is not None:
+            text = (
+                f"{gets} that nobody reduces: each rank would train alone what its {type(other).__name__} has, which "
+                f"was not wrapped. Pass that optimizer to torchring.wrap(), too, before the first backward(). "
+                f"{_ON_PURPOSE}"
+            )
+        else:
+            text = (
+                f"{gets} that nobody reduces, because no optimizer has what was added to the model or unfrozen. Add it "
+                f"to the wrapped {self._optimizer} with add_param_group(), or freeze it with requires_grad_(False). "
+                f"{_ON_PURPOSE}"
+            )
+        return GradientError(text, rank=self._rank, parameters=names)
+
+
+def _nothing() -> None: ...
+
+
+def _ids_of(optimizer: Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
