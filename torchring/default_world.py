@@ -18,7 +18,7 @@ from typing import Final, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store
+from torch.distributed import Store
 
 from torchring.errors import PeerTimeoutError, RingError, TopologyError
 from torchring.generation import ProvisionalWorld
@@ -32,10 +32,12 @@ from torchring.rendezvous.environment import (
     check_group,
     membership,
     read_environment,
+    secret_of_group,
     started_by_member,
 )
 from torchring.rendezvous.frameworks import refuse_lone_tasks
 from torchring.rendezvous.rendezvous import blames_key
+from torchring.rendezvous.signed import signed, unsigned, within
 from torchring.rendezvous.store import mpi_world, open_store, unannounced_mpi
 from torchring.threads import is_done_within
 from torchring.world import DEFAULT_TIMEOUT_SECONDS, DEFAULT_WARNING_SECONDS, World
@@ -188,7 +190,7 @@ def _join(backend: Backend, timeout_seconds: float, stall_warning_seconds: float
             rank=launch.rank,
         )
     if launch.launcher == _SCRIPTS_GROUP:
-        base: Store | None = dist.distributed_c10d._get_default_store()
+        base: Store | None = signed(dist.distributed_c10d._get_default_store(), launch.secret)
         store_host = None
     else:
         base = launcher_store(launch, timeout_seconds)
@@ -197,7 +199,7 @@ def _join(backend: Backend, timeout_seconds: float, stall_warning_seconds: float
         if launch.launcher == "none":
             raise TopologyError("backend='mpi' needs a script that mpirun started; `mpirun -np 1` will do for one rank")
         mpi_world(launch.launcher, launch.rank, launch.size, instead="init without backend='mpi'")
-    store = PrefixStore(f"torchring/{_process.num_inits}", base) if base is not None else None
+    store = within(base, f"torchring/{_process.num_inits}") if base is not None else None
     # Counted before it is open: a world that fails to open leaves keys behind, which the next world must not read.
     _process.num_inits += 1
     _process.join()
@@ -212,6 +214,7 @@ def _join(backend: Backend, timeout_seconds: float, stall_warning_seconds: float
             store_host=store_host,
             backend="gloo" if backend == "auto" else backend,
             job=launch.job,
+            is_one_host=launch.is_one_host,
             stall_warning_seconds=stall_warning_seconds,
         )
     )
@@ -391,7 +394,11 @@ def _launched() -> LaunchEnvironment:
     if dist.is_available() and dist.is_initialized():
         check_group(os.environ, dist.get_world_size())
         local_rank = int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None
-        return LaunchEnvironment(_SCRIPTS_GROUP, dist.get_rank(), dist.get_world_size(), local_rank)
+        size = dist.get_world_size()
+        secret, is_one_host = secret_of_group(os.environ, size), os.environ.get("LOCAL_WORLD_SIZE") == str(size)
+        return LaunchEnvironment(
+            _SCRIPTS_GROUP, dist.get_rank(), size, local_rank, is_one_host=is_one_host, secret=secret
+        )
     if parent := started_by_member(os.environ, os.getpid()):
         return parent
     launch = read_environment(os.environ)
@@ -407,7 +414,7 @@ def _make_process_group(world: World) -> None:
     store: Store = dist.HashStore()
     if world.rendezvous is not None:
         world.rendezvous.all_gather(name, b"")  # names an absent rank, as torch.distributed does not
-        store = PrefixStore(name, world.rendezvous.store)
+        store = unsigned(within(world.rendezvous.store, name))  # the group is the script's
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo",
         store=store,
@@ -430,7 +437,7 @@ def launcher_store(launch: LaunchEnvironment, timeout_seconds: float) -> Store |
         if is_another:  # its ranks may have had other numbers of worlds before
             _process.launch, _process.num_inits, _process.num_groups = launch, 0, 0
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        _process.store = PrefixStore(f"torchring/attempt{attempt}", tcp)
+        _process.store = within(signed(tcp, launch.secret), f"torchring/attempt{attempt}")
     return _process.store
 
 
@@ -441,13 +448,13 @@ def forget_store() -> None:
 
 def _meeting(launch: LaunchEnvironment) -> object:
     """What two launches do not have alike. A script may change LOCAL_RANK, or spell MASTER_ADDR in another way."""
-    return launch.master and launch.master[1], launch.key_values, launch.over_mpi, launch.job
+    return launch.master and launch.master[1], launch.key_values, launch.over_mpi, launch.job, launch.secret
 
 
 def _blame(world: World, peers: Sequence[int]) -> None:
     """Tell `torchring run`, whose agent hosts the store, that these ranks have failed before this one."""
     store, launch = _process.store, _process.launch
-    is_told = launch is not None and launch.job and launch.store_is_hosted
+    is_told = launch is not None and launch.secret and launch.store_is_hosted
     if is_told and store is not None and world.rendezvous is not None and peers and world.rank not in peers:
         key, text = blames_key(world.rank), ",".join(map(str, peers))
         with contextlib.suppress(dist.DistError):  # the agent has ended

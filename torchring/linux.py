@@ -22,6 +22,7 @@ _PIDFD_OPEN: Final = 434  # on all of these
 _CLOSE_ON_EXEC, _ALLOW_SEALING = 0x1, 0x2
 _ADD_SEALS, _SEAL_SHRINK, _SEAL_GROW = 1033, 0x2, 0x4
 
+_BEGAN: Final = 19  # of the words of /proc/PID/stat after the name: when the process began, in ticks
 _PIECE_BYTES: Final = 8 << 20  # takes some milliseconds to reserve
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -114,8 +115,7 @@ def _call(number: int, *arguments: object) -> int:
 def process_began_ns() -> int:
     """When this process was started, in nanoseconds of CLOCK_MONOTONIC. 0 if /proc does not say."""
     try:
-        with open("/proc/self/stat") as file:
-            ticks = int(file.read().rpartition(")")[2].split()[19])  # since the machine was started
+        ticks = int(_stat("self")[_BEGAN])  # since the machine was started
     except (OSError, ValueError, IndexError):
         return 0
     age_seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
@@ -125,10 +125,38 @@ def process_began_ns() -> int:
 def is_stopped(pid: int) -> bool:
     """Whether a process of this host is stopped by SIGSTOP, or by a debugger."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in ("T", "t")
+        return _stat(pid)[0] in ("T", "t")
     except (OSError, IndexError):
         return False
+
+
+def process_id() -> str:
+    """Names this process among all that there ever are. "" if /proc does not say what that takes."""
+    try:
+        return f"{boot_id()}/{os.stat('/proc/self/ns/pid').st_ino}/{os.getpid()}/{_stat('self')[_BEGAN]}"
+    except (OSError, IndexError):
+        return ""
+
+
+def has_ended(process: str) -> bool:
+    """Whether a process, by its `process_id`, has ended. False if it is another machine's, or another container's."""
+    place, _, began = process.rpartition("/")
+    here, _, number = place.rpartition("/")
+    if here != process_id().rsplit("/", 2)[0] or not number.isdecimal():
+        return False
+    try:
+        os.kill(int(number), 0)
+        stat = _stat(number)
+    except ProcessLookupError:
+        return True
+    except OSError:  # another user's process
+        return False
+    return stat[0] in ("Z", "X") or stat[_BEGAN] != began
+
+
+def _stat(pid: int | str) -> list[str]:
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()
 
 
 def is_caught(number: int, pid: int | str = "self") -> bool:

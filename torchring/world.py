@@ -72,6 +72,7 @@ class World:
         launcher: name of what started the ranks, for messages.
         store_host: the rank whose process hosts the store; None if no rank's process does.
         backend: the engine between hosts, "gloo" or "mpi"; the same on every rank.
+        is_one_host: whether the launcher says that all ranks run on this host. Then they share memory, or none opens.
         job: the launcher's name for the job that all these ranks belong to; "" if the launcher gives none.
         stall_warning_seconds: how long this rank waits before it logs which rank is missing; 0 for never.
 
@@ -98,6 +99,7 @@ class World:
         store_host: int | None = None,
         backend: str = "gloo",
         job: str = "",
+        is_one_host: bool = False,
         stall_warning_seconds: float = DEFAULT_WARNING_SECONDS,
     ) -> None:
         # Who takes part
@@ -132,7 +134,9 @@ class World:
 
         if store is not None and size > 1:
             try:
-                self._find_hosts(Rendezvous(store, rank, size, timeout_seconds), store_host, job)
+                rendezvous = Rendezvous(store, rank, size, timeout_seconds)
+                rendezvous.is_one_host = is_one_host
+                self._find_hosts(rendezvous, store_host, job)
             except BaseException as error:
                 if not isinstance(error, RingError):  # else the other ranks know, or the mistake is this rank's own
                     self.break_off("torchring.init()", error)

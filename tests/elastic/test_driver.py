@@ -42,6 +42,7 @@ from torchring.elastic.protocol import (
 from torchring.errors import PeerLostError, decode_error
 from torchring.launch.hosts import Host, LaunchError
 from torchring.launch.output import STDERR, STDOUT, Output, OutputOptions
+from torchring.rendezvous.signed import signed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -783,7 +784,8 @@ def test_what_the_driver_writes() -> None:
     """Workers that were started before the store may have written before the driver; old keys go."""
     listener = Listener(hosts_module.fixed([Host("localhost", 2)]))
     store = DriverStore(listener)
-    theirs = TCPStore("127.0.0.1", listener.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=9))
+    server = TCPStore("127.0.0.1", listener.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=9))
+    theirs = signed(server, listener.secret)
     theirs.set(card_key(7), Card("meeting").encode())
     store.add_worker(7)
     assert store.read([card_key(7), beat_key(7)]) == [Card("meeting").encode(), Beat(0).encode()]
@@ -810,11 +812,13 @@ from datetime import timedelta
 from torch.distributed import TCPStore
 from torchring.elastic.protocol import *
 from torchring.rendezvous.environment import INVITATION
+from torchring.rendezvous.signed import signed
 
 me = Invitation.decode(os.environ[INVITATION])
 store = TCPStore(me.addresses[0], me.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
 read = lambda key: store.get(key)
-assert read(TOKEN).decode() == me.token
+store = signed(store, me.secret)
+assert read(TOKEN) == b""
 folder = pathlib.Path(sys.argv[1])
 received = []
 signal.signal(signal.SIGTERM, lambda number, _: received.append(number))

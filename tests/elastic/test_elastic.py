@@ -334,12 +334,14 @@ from torch.distributed import TCPStore
 from torchring.elastic import protocol as p
 from torchring.elastic.worker.checkpoint import CheckpointWriter
 from torchring.elastic.worker.worker import Worker
+from torchring.rendezvous.signed import signed
 
-store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+store = signed(server, "s")
 for key, value in {p.TOKEN: "", p.CALL: "0", p.BROKEN: p.Broken().encode(), p.LATEST: "0", p.END: ""}.items():
     store.set(key, value)
 p.LOOK_SECONDS = 0  # so the worker's thread is nearly always in the store's code
-worker = Worker(p.Invitation(0, 0, 1, ("127.0.0.1",), store.port, "", "localhost"))
+worker = Worker(p.Invitation(0, 0, 1, ("127.0.0.1",), server.port, "s", "localhost"))
 writer = CheckpointWriter(sys.argv[1])
 writer.write(1, {"list": list(range(200_000))})
 sys.exit(5)

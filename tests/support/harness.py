@@ -419,8 +419,8 @@ def _open_store() -> dist.TCPStore:
 
 def _launchers_environ(store: dist.TCPStore, world_size: int) -> dict[str, str]:
     """What torchrun sets for all ranks."""
-    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    # No LOCAL_WORLD_SIZE: ranks that the launcher says are on one machine could not play several.
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(world_size)}
     environ |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "tests"}
     return environ | {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 

@@ -64,14 +64,14 @@ def test_ranks_can_talk_through_torch_distributed(fresh: bool) -> None:
 
 
 def _environment(rank: int, world_size: int) -> dict[str, str | None]:
-    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "COLOUR", "HOME", "OMP_NUM_THREADS"]
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "COLOUR", "HOME", "OMP_NUM_THREADS"]
     return {name: os.environ.get(name) for name in names} | {"threads": str(torch.get_num_threads())}
 
 
 def test_ranks_get_the_launchers_environment_and_changes_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLOUR", "red")  # set after the fork server has started
     first, second = run_ranks(_environment, 2, env={"HOME": None})
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "COLOUR": "red", "HOME": None}
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "COLOUR": "red", "HOME": None}
     common |= {"OMP_NUM_THREADS": "1", "threads": "1"}
     assert first == {"RANK": "0", "LOCAL_RANK": "0", **common}
     assert second == {"RANK": "1", "LOCAL_RANK": "1", **common}

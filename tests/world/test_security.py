@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import ctypes
 import json
 import os
@@ -25,12 +26,14 @@ import torch.distributed as dist
 import torchring
 from tests.support.harness import run_ranks, run_threads
 from torchring.collectives import initial_state as state
-from torchring.errors import RingError
+from torchring.errors import RingError, TopologyError
 from torchring.memory import host as host_module
 from torchring.memory import links as links_module
 from torchring.memory.channel import Channel
 from torchring.memory.host import connect
 from torchring.rendezvous.rendezvous import Rendezvous
+from torchring.rendezvous.signed import SignedStore, sealed, signed, within
+from torchring.transport.c10d import C10dTransport
 
 PACKAGE = Path(torchring.__file__).parent
 _NOBODY = 65534
@@ -219,12 +222,115 @@ def test_another_user_who_crowds_the_sockets_keeps_nobody_out() -> None:
     assert groups == [(0, 1, 2, 3)] * 4
 
 
+# ---- values in the store, where a stranger writes, too
+
+_BELIEVED: dict[str, Callable[[Rendezvous], object]] = {
+    "claimed/1": lambda rendezvous: rendezvous.host_of(1),
+    "claimed/0": Rendezvous.claim_rank,
+    "size": Rendezvous.agree_on_size,
+    "job": lambda rendezvous: rendezvous.fetch("job", 1),
+    "open": lambda rendezvous: rendezvous.give_up_opening(RingError("")),
+    "gave_up": Rendezvous.raise_if_given_up,
+    "host/0/1": lambda rendezvous: rendezvous.all_gather("host", b""),
+    "unreachable/1/0": lambda rendezvous: rendezvous.is_published("unreachable/1/0"),
+    "stalls/state/1": lambda rendezvous: rendezvous.start(lambda store: store.multi_get(["stalls/state/1"])).result(),
+}
+
+
+@pytest.mark.parametrize("key", _BELIEVED)
+@pytest.mark.parametrize("by", ["nobody", "another job", "another key", "a rank"])
+def test_what_no_rank_of_the_job_has_signed_is_not_believed(key: str, by: str) -> None:
+    """Under every key that decides something. The control: what a rank has signed is read."""
+    raw = dist.HashStore()
+    rendezvous = Rendezvous(within(signed(raw, "secret"), "world"), 0, 2, 0.1)
+    value = {
+        "nobody": b'{"host": "", "links": [1]}',
+        "another job": sealed("another secret", f"world/{key}", b"2"),
+        "another key": sealed("secret", f"earlier world/{key}", b"2"),
+        "a rank": sealed("secret", f"world/{key}", b"2"),
+    }[by]
+    raw.set(f"world/{key}", value)  # type: ignore[arg-type]  # takes bytes, too
+    if by == "a rank":
+        with contextlib.suppress(RingError):
+            _BELIEVED[key](rendezvous)
+        assert rendezvous.fetch(key, 1) == b"2"
+        return
+    with pytest.raises(TopologyError, match=f"a value under 'world/{key}' that no process of this job has put there"):
+        _BELIEVED[key](rendezvous)
+
+
+class _Forger(SignedStore):
+    """Of a rank after whom a stranger writes into the store."""
+
+    def within(self, name: str) -> SignedStore:
+        return _Forger(self.inner, self._secret, f"{self.prefix}{name}/")
+
+    def set(self, key: str, value: str | bytes) -> None:
+        if "/gloo/" in self.prefix:
+            self.inner.set(self.prefix + key, "an address")
+        else:
+            super().set(key, value)
+
+
+@pytest.mark.parametrize("kind", [SignedStore, _Forger])
+def test_addresses_of_gloo_are_signed(kind: type[SignedStore]) -> None:
+    """Gloo itself calls the store that signs."""
+
+    def on_rank(rank: int, size: int, store: dist.Store) -> Any:
+        rendezvous = Rendezvous((kind if rank == 1 else SignedStore)(store, "secret").within("world"), rank, size, 5.0)
+        try:
+            with contextlib.closing(C10dTransport(rendezvous, "x")) as transport:
+                return transport.all_gather(rank)
+        except RingError as error:
+            return str(error)
+
+    outcomes = run_threads(on_rank, 2)
+    if kind is SignedStore:
+        assert outcomes == [[0, 1]] * 2
+    else:
+        assert "a value under 'world/transport/x/gloo/0/" in outcomes[0]
+        assert "that no process of this job has put there" in outcomes[0]
+
+
+def _as_users(rank: int, size: int, secret: str | None) -> str:
+    if rank == 1:
+        "".encode("idna")  # another user may not be able to read this Python's files
+        os.setgroups([])
+        os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+        os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+        os.environ.pop("TORCHRING_JOB", None)
+        if secret is not None:
+            os.environ["TORCHRING_JOB"] = secret
+    try:
+        torchring.init(timeout_seconds=2.0)
+    except RingError as error:
+        return f"{type(error).__name__}: {error.message}"
+    return f"world of {torchring.size()}"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root")
+@pytest.mark.parametrize(
+    ("env", "secret", "expected"),
+    [
+        ({"TORCHRING_JOB": "secret"}, None, "has come to the store of job"),
+        ({"TORCHRING_JOB": "secret"}, "guessed", "no process of this job has put there"),
+        ({"TORCHRING_JOB": "secret"}, "secret", "ranks 0, 1 run on one machine as users 0 and 65534"),
+        ({"LOCAL_WORLD_SIZE": "2"}, None, "the launcher says that all ranks run on this machine, but"),
+    ],
+    ids=["of another user", "of another user who guesses", "the launcher's, changed", "without a secret"],
+)
+def test_a_process_of_another_user_becomes_no_rank(env: dict[str, str], secret: str | None, expected: str) -> None:
+    outcomes = run_ranks(_as_users, 2, secret, env=env)
+    assert not any("world of" in outcome for outcome in outcomes)
+    assert any(outcome.startswith("TopologyError") and expected in outcome for outcome in outcomes)
+
+
 # ---- nothing that a peer sends is run
 
 _LOADERS = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "multiprocessing"}
 _OBJECTS_BY_PICKLE = {
     "broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list", "send_object_list",
-    "recv_object_list",
+    "recv_object_list", "broadcast_object", "allgather_object",
 }  # fmt: skip
 _MPI_BY_PICKLE = {
     "send", "isend", "ssend", "recv", "irecv", "sendrecv", "bcast", "gather", "allgather", "scatter", "alltoall",
@@ -265,7 +371,9 @@ def _offences(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Call):
         name = _dotted(node.func)
         owner, _, method = name.rpartition(".")
-        if name in ("eval", "exec", "compile", "__import__") or (owner.endswith("comm") and method in _MPI_BY_PICKLE):
+        if name in ("eval", "exec", "compile", "__import__", *_OBJECTS_BY_PICKLE) or (
+            owner.endswith("comm") and method in _MPI_BY_PICKLE
+        ):
             return [name]
         if name in _UNLESS:
             keyword, safe = _UNLESS[name]
@@ -311,6 +419,8 @@ def test_nothing_is_unpickled_or_evaluated_but_objects_that_the_script_sends() -
         ("spark/rank.py", "_result: pickle.loads"),
         ("spark/rank.py", "_result: cloudpickle.dumps"),
         ("spark/horovod.py", "_with_aliases: pickle.loads"),
+        # a State of the user's objects
+        ("horovod/elastic/state.py", "__init__: hvd.broadcast_object"),
         # torchring.horovod.run: files in a folder of the user's own
         ("horovod/runner.py", "_results: pickle.loads"),
         ("launch/task.py", "main: pickle.loads"),
@@ -339,6 +449,7 @@ def test_nothing_is_unpickled_or_evaluated_but_objects_that_the_script_sends() -
         ("import torch\ntorch.load(f, weights_only=True)", []),
         ("import numpy as np\nnp.load(f)", [": np.load"]),
         ("import numpy as np\nnp.load(f, allow_pickle=False)", []),
+        ("def f(x): return all_gather_object(x)", ["f: all_gather_object"]),
         ("dist.all_gather_object(a, b)", [": dist.all_gather_object"]),
         ("def f(self): self._comm.bcast(x)", ["f: self._comm.bcast"]),
         ("comm.Ibcast(x); group.send([x], 1)", []),

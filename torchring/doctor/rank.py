@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any, Final
 
 import torch
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import Store, TCPStore
 
 from torchring import default_world as worlds
 from torchring.allreduce.select import choose
@@ -27,6 +27,7 @@ from torchring.errors import RingError, TopologyError, ranks_in_words
 from torchring.rendezvous.addresses import resolve
 from torchring.rendezvous.environment import LaunchEnvironment
 from torchring.rendezvous.rendezvous import Rendezvous
+from torchring.rendezvous.signed import bottom, within
 from torchring.transport.open import open_transport
 from torchring.world import World
 
@@ -60,7 +61,7 @@ def take_part(
         report.hosts = [[0]]
         report.seconds = time.monotonic() - started
         return finish(report)
-    rendezvous = Rendezvous(PrefixStore("doctor", store), launch.rank, launch.size, timeout_seconds)
+    rendezvous = Rendezvous(within(store, "doctor"), launch.rank, launch.size, timeout_seconds)
     rendezvous.store_host = None if launch.store_is_hosted else 0
     _publish(rendezvous, "facts", report.ranks[0])
     if launch.rank == 0:
@@ -109,8 +110,7 @@ def _collect(rendezvous: Rendezvous, topic: str, ranks: Iterable[int], seconds: 
 
 
 def _describe(launch: LaunchEnvironment, store: Store) -> StoreFacts:
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
+    store = bottom(store)
     assert isinstance(store, TCPStore)
     host, port = launch.master or (store.host, store.port)
     hosted_by = launch.launcher if launch.store_is_hosted else "rank 0"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _ROOT: Final = "torchring/elastic"  # all keys begin so
-TOKEN: Final = f"{_ROOT}/token"  # the driver's, by which a worker knows that the store is the right one
+TOKEN: Final = f"{_ROOT}/token"  # signed, by which a worker knows that the store is the right one
 CALL: Final = f"{_ROOT}/call"  # number of the generation that is to meet at the end of its step; 0 for none
 BROKEN: Final = f"{_ROOT}/broken"  # a `Broken`
 LATEST: Final = f"{_ROOT}/latest"  # number of the newest generation; 0 for none
@@ -83,7 +83,7 @@ class Invitation(_Message):
         size: number of workers with which the job starts.
         addresses: where the store listens, the likeliest address first.
         port: of the store.
-        token: the value that the store has under `TOKEN`.
+        secret: signs all values in the store. See `rendezvous.signed`.
         host: the name of the worker's host, as the driver knows it.
     """
 
@@ -92,7 +92,7 @@ class Invitation(_Message):
     size: int
     addresses: tuple[str, ...]
     port: int
-    token: str
+    secret: str
     host: str
 
 

@@ -19,6 +19,7 @@ from torchring.memory import semaphore
 from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup, as_words
 from torchring.rendezvous.rendezvous import Rendezvous
+from torchring.rendezvous.signed import within
 from torchring.threads import SerialThread
 
 _ROOM_BYTES: Final = 64 * 1024  # for what a rank says in one turn; a longer message takes several turns
@@ -148,7 +149,7 @@ class StoreCycles:
     """
 
     def __init__(self, rendezvous: Rendezvous, backend: Backend) -> None:
-        self._store = dist.PrefixStore("horovod", rendezvous.store)
+        self._store = within(rendezvous.store, "horovod")
         self._backend = backend
         self._num_cycles = 0
         self._begun = 0  # the last cycle of which this rank has heard
@@ -194,7 +195,7 @@ class StoreCycles:
 
     def _listen(self) -> None:
         """Hear of all cycles that other ranks begin. On a thread and, where PyTorch can, a connection of its own."""
-        own = self._store.clone() if hasattr(self._store, "clone") else None
+        own = self._store.clone() if hasattr(dist.Store, "clone") else None  # type: ignore[attr-defined]
         num_heard = 0
         while not self._is_closed:
             if num_heard % 100 == 0:  # a thread that was starved for long does not wait for keys that are gone

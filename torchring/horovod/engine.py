@@ -25,7 +25,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
-from torch.distributed import PrefixStore
 
 from torchring.collectives.operations import Backend
 from torchring.collectives.service import Collectives
@@ -48,6 +47,7 @@ from torchring.horovod.settings import Settings
 from torchring.horovod.timeline import Timeline
 from torchring.norms import LayerTurns
 from torchring.observe.services import observe
+from torchring.rendezvous.signed import within
 from torchring.threads import SerialThread, at_last
 from torchring.world import World
 
@@ -124,7 +124,7 @@ class CollectiveEngine:
             assert rendezvous is not None
             world = observe(
                 World(
-                    PrefixStore(f"horovod/set{self._num_sets}", rendezvous.store) if len(ranks) > 1 else None,
+                    within(rendezvous.store, f"horovod/set{self._num_sets}") if len(ranks) > 1 else None,
                     ranks.index(outer.rank),
                     len(ranks),
                     timeout_seconds=outer.timeout_seconds,

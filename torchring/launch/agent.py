@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, Final
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch.distributed import DistError, Store, TCPStore
 from torch.distributed.elastic import multiprocessing as elastic_multiprocessing
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -32,11 +32,14 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, S
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from torchring.errors import RingError
 from torchring.launch.hosts import HostPlan, LaunchError
 from torchring.launch.jobs import bound, open_output
 from torchring.launch.output import STDERR, STDOUT, Output
 from torchring.rendezvous.addresses import is_for_other_hosts, resolve
+from torchring.rendezvous.environment import JOB
 from torchring.rendezvous.rendezvous import blames_key
+from torchring.rendezvous.signed import signed, within
 from torchring.rendezvous.store import host_on
 
 _LOOPBACK: Final = "127.0.0.1"
@@ -99,7 +102,7 @@ class _Meeting(StaticTCPRendezvous):
     def __init__(self, plan: HostPlan, store: TCPStore) -> None:
         address, port = (_LOOPBACK, store.port) if plan.num_hosts == 1 else (plan.address, plan.port)
         super().__init__(address, port, plan.number, plan.num_hosts, "torchring", _MEETING_SECONDS)
-        self._agents = PrefixStore("torchring/agents", store)
+        self._agents = within(signed(store, os.environ.get(JOB, "")), "torchring/agents")
 
     def next_rendezvous(self) -> RendezvousInfo:
         place = RendezvousStoreInfo(self.master_addr, self.master_port)
@@ -113,7 +116,7 @@ def _run(plan: HostPlan, command: Sequence[str], store: TCPStore) -> int:
         if name.startswith("torch.distributed.elastic"):  # failures are reported below, in fewer lines
             logging.getLogger(name).setLevel(logging.CRITICAL)
     elastic_multiprocessing.SubprocessContext = _Ranks  # type: ignore[misc]
-    _Ranks.store = PrefixStore("torchring/attempt0", store)  # as default_world.py calls it
+    _Ranks.store = within(signed(store, os.environ.get(JOB, "")), "torchring/attempt0")  # as default_world.py calls it
     python, *binding = bound(plan.bind)
     rank = (*binding, sys.executable, "-u", *command)
     spec = WorkerSpec("default", plan.num_proc, _Meeting(plan, store), entrypoint=python, args=rank, max_restarts=0)
@@ -191,7 +194,9 @@ class _Ranks(SubprocessContext):
     def _blamed_by(self, rank: int) -> list[int]:
         """The ranks of which a rank that has failed says that they failed before."""
         key = blames_key(rank)
-        return [int(peer) for peer in self.store.get(key).decode().split(",")] if self.store.check([key]) else []
+        with contextlib.suppress(RingError):  # a stranger has written there
+            return [int(peer) for peer in self.store.get(key).decode().split(",")] if self.store.check([key]) else []
+        return []
 
 
 def _wait(processes: Iterable[subprocess.Popen[Any]], seconds: float) -> None:

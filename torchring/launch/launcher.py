@@ -115,7 +115,7 @@ def start(
     launcher = _choose(filled, launcher, prefers_ssh=bool(ssh_options))
     if launcher == "local" and (trouble := why_no_loopback()):
         raise LaunchError(trouble)
-    env, output = {JOB: secrets.token_hex(8), **(env or {})}, output or OutputOptions()
+    env, output = {JOB: secrets.token_hex(16), **(env or {})}, output or OutputOptions()
     if launcher == "mpirun":
         # mpirun sends values to other hosts in messages. In its command line, all users of the machine could read them.
         environ = {**os.environ, **env}

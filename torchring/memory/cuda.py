@@ -20,13 +20,13 @@ from typing import Any, Final, Protocol, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore
 
 from torchring.errors import TopologyError, in_step
 from torchring.memory.handover import describe_handover, why_no_handover
 from torchring.memory.host import HostGroup
 from torchring.releases import release_of
 from torchring.rendezvous.rendezvous import Rendezvous
+from torchring.rendezvous.signed import within
 
 OVERLAPPING_DEVICES: Final = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 NO_MULTICAST: Final = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -114,14 +114,14 @@ class CudaGroup:
             self._environment[NO_MULTICAST] = "1"
         self._device = device
         self._rendezvous = rendezvous
-        store = PrefixStore(f"symmetric/{name}", rendezvous.store)
+        store = within(rendezvous.store, f"symmetric/{name}")
         self._num_allocations = 0
         self._name = f"torchring/{name}"
         # Kept alive: symmetric memory looks the group up at every allocation, in a registry that refers to it weakly.
         # The group does not keep the Python half of its store alive.
         self._exchanges = ExchangeStore(store, rendezvous.timeout_seconds)
         gloo = dist.ProcessGroupGloo(
-            PrefixStore("gloo", store), self.index, self.size, timedelta(seconds=rendezvous.timeout_seconds)
+            within(store, "gloo"), self.index, self.size, timedelta(seconds=rendezvous.timeout_seconds)
         )
         self._process_group = register_group(self._name, self._exchanges, gloo)
 

@@ -25,7 +25,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 
@@ -34,6 +34,7 @@ from torchring.errors import (
     PeerTimeoutError,
     PlanMismatchError,
     RingError,
+    TopologyError,
     decode_error,
     encode_error,
     ranks_in_words,
@@ -324,10 +325,14 @@ def connect(rendezvous: Rendezvous) -> HostGroup:
     with Listener() as listener:
         rendezvous.watch = lambda _: listener.accept()
         host, trouble = _host_identity(), _why_users_look_alike()
-        card = {"address": listener.address, "token": listener.token, "host": host, "trouble": trouble}
+        card: dict[str, Any] = {"address": listener.address, "token": listener.token, "host": host, "trouble": trouble}
+        card["user"] = os.geteuid()
         cards = [json.loads(text) for text in rendezvous.all_gather("host", json.dumps(card).encode())]
         # The same kernel and the same network.
         neighbours = [r for r, other in enumerate(cards) if other["host"].split(",")[0] == host.split(",")[0]]
+        if rendezvous.is_signed and len(users := sorted({cards[r]["user"] for r in neighbours})) > 1:
+            text = f"{ranks_in_words(neighbours)} run on one machine as users {' and '.join(map(str, users))}"
+            raise _given_up(rendezvous, f"{text}, which no launcher does; start all ranks of a machine as one user")
         troubles = {r: f"rank {r} {cards[r]['trouble']}" for r in neighbours if cards[r]["trouble"]}
         candidates = {
             r for r in neighbours if r != rank and cards[r]["host"] == host and not troubles.keys() & {r, rank}
@@ -338,6 +343,15 @@ def connect(rendezvous: Rendezvous) -> HostGroup:
     said = [json.loads(text) for text in rendezvous.all_gather("reachable", json.dumps(mine).encode())]
     groups = partition([other["links"] for other in said])
     members = next(group for group in groups if rank in group)
+    if rendezvous.is_one_host and len(members) < rendezvous.size and rank not in troubles:
+        others = ranks_in_words(set(range(rendezvous.size)) - set(members))
+        raise _given_up(
+            rendezvous,
+            f"the launcher says that all ranks run on this machine, but rank {rank} cannot share memory with {others}: "
+            f"{'; '.join(why.values()) or 'it runs elsewhere, or in another network namespace'}. A process of another "
+            "user may have come in its place. If ranks are to run in containers with networks or users of their own, "
+            "unset LOCAL_WORLD_SIZE",
+        )
     if rank == neighbours[0] and len(members) < len(neighbours) and network_id():
         reasons = [reason for r in neighbours for reason in said[r]["why"]]
         if len(kinds := sorted({cards[r]["host"].partition(", ")[2] for r in neighbours})) > 1:
@@ -347,6 +361,12 @@ def connect(rendezvous: Rendezvous) -> HostGroup:
         links[r].close()
     peers = [_peer(r, links[r]) for r in members if r != rank]
     return HostGroup(rank, peers, rendezvous.timeout_seconds)
+
+
+def _given_up(rendezvous: Rendezvous, text: str) -> TopologyError:
+    error = TopologyError(text, rank=rendezvous.rank)
+    rendezvous.give_up_opening(error)
+    return error
 
 
 def _warn_of_neighbours(groups: Sequence[Sequence[int]], reasons: Sequence[str]) -> None:

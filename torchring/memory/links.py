@@ -156,6 +156,8 @@ def meet(
             )
         if now > look_at:
             look_at = now + _LOOK_SECONDS
+            if (lost := rendezvous.error_of_ended(missing)) is not None:
+                raise lost
             expected -= {r for r in set(missing) & expected if rendezvous.is_published(f"unreachable/{r}/{rank}")}
         poll = select.poll()
         for source in (*listener.sources, *called.values()):

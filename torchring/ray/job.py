@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
@@ -28,6 +29,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from torchring.errors import PeerLostError, TopologyError
 from torchring.ray.rank import Rank
+from torchring.rendezvous.environment import JOB
 
 _T = TypeVar("_T")
 _BUSY_SECONDS: Final = 300.0  # for what others use now
@@ -84,10 +86,11 @@ def run(
         _refuse_what_no_node_has(num_workers, resources)
     group = placement_group([resources] * num_workers, strategy="PACK")
     ranks: list[Any] = []
+    secret = secrets.token_hex(16)
     try:
         _wait_for(group, resources, _BUSY_SECONDS if start_timeout_seconds is None else start_timeout_seconds)
         places = _places(placement_group_table(group)["bundles_to_node_id"])
-        ranks += [_start(group, bundle, environ, resources) for bundle, environ in places]
+        ranks += [_start(group, bundle, {**environ, JOB: secret}, resources) for bundle, environ in places]
         master = ranks[0].host_store.remote(places[-1][1]["GROUP_RANK"] == "0")
         call = ray.put(pickled)
         return _results([rank.call.remote(master, call) for rank in ranks])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 
 import torch
 
-from torchring.collectives.functions import all_gather_object
-from torchring.default_world import rank
+from torchring.collectives.service import collectives_of
+from torchring.default_world import default_world
 from torchring.errors import PlanMismatchError, ranks_in_words
 
 
@@ -55,17 +56,18 @@ class MeanMetric:
         """Collective: the means, by name, in alphabetical order. NaN where no rank has a weight above 0.
 
         Ranks that were given no values take part. Raises PlanMismatchError if ranks were given different names; and
-        what `torchring.all_gather_object` raises.
+        what `torchring.all_gather` raises.
         """
         mine = {name: pair.tolist() for name, pair in self._sums.items()}
-        of_ranks = all_gather_object(mine)
+        world = default_world()
+        of_ranks = [json.loads(data) for data in collectives_of(world).all_gather_bytes(json.dumps(mine).encode())]
         names = sorted({name for each in of_ranks for name in each})
         for name in names:
             if lacking := [r for r, each in enumerate(of_ranks) if each and name not in each]:
                 raise PlanMismatchError(
                     f"{ranks_in_words(lacking)} gave MeanMetric no {name!r}, which other ranks gave; call update() "
                     "with the same names on all ranks, with weight=0 where there is no value",
-                    rank=rank(),
+                    rank=world.rank,
                     peers=lacking,
                 )
         means = {}

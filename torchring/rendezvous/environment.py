@@ -23,17 +23,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from torchring.errors import TopologyError
 
 CHOICE: Final = "TORCHRING_LAUNCHER"
 MEMBER: Final = "TORCHRING_MEMBER"
-JOB: Final = "TORCHRING_JOB"  # from `torchring run`
+JOB: Final = "TORCHRING_JOB"  # from launchers of torchring: a secret of the job. See `signed.py`
 ELASTIC: Final = "torchring run --elastic"
 INVITATION: Final = "TORCHRING_ELASTIC"  # from `torchring run --elastic`; an `elastic.protocol.Invitation`
 _KEY_VALUES: Final = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+_LOCAL_SIZES: Final = {
+    "torchrun": "LOCAL_WORLD_SIZE", "horovodrun": "HOROVOD_LOCAL_SIZE", "mpirun": "OMPI_COMM_WORLD_LOCAL_SIZE",
+}  # fmt: skip
 _PART: Final = re.compile(r"((?:[^,\[\]]|\[[^\[\]]*\])+)(?:,|$)")  # of a host list; commas inside brackets stay
 _FIRST_PORT: Final = 15_000  # below those that Linux hands out to clients, 32768 and up
 _NUM_PORTS: Final = 15_000
@@ -51,7 +54,9 @@ class LaunchEnvironment:
         key_values: host and port of Horovod's key-value server, through which rank 0 says where its store is.
         is_one_host: whether the launcher says that all ranks run on one host.
         member_pid: if this process is not the rank but a child of the rank, the process number of the rank.
-        job: equal on all ranks that were launched together, and on no others. "" if the launcher does not say.
+        job: equal on all ranks that were launched together, and on no others. "" if the launcher does not say, or has
+            given a secret instead.
+        secret: what all ranks that were launched together know, and nobody else. "" if the launcher gives none.
     """
 
     launcher: str
@@ -65,6 +70,7 @@ class LaunchEnvironment:
     job: str = ""
     key_values: tuple[str, int] | None = None
     is_one_host: bool = False
+    secret: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)
@@ -169,8 +175,9 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
         store_is_hosted=launcher.kind == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         over_mpi=over_mpi,
         job=_job(environ, launcher),
+        secret=environ.get(JOB, ""),
         key_values=(environ[_KEY_VALUES[0]], _port(environ, _KEY_VALUES[1], name)) if has_key_values else None,
-        is_one_host=has_key_values and environ.get("HOROVOD_LOCAL_SIZE") == environ[launcher.size],
+        is_one_host=environ.get(_LOCAL_SIZES.get(launcher.kind, "")) == environ[launcher.size],
     )
 
 
@@ -220,6 +227,12 @@ def check_group(environ: Mapping[str, str], size: int) -> None:
             f"{_name(launcher, environ)} says {launcher.size}={most}, so others would train without it; give "
             f"init_process_group all {most}, or set {CHOICE}=none if only the ranks of the group are to train together"
         )
+
+
+def secret_of_group(environ: Mapping[str, str], size: int) -> str:
+    """The secret that all ranks of the script's process group have, if they are those of one launch; else ""."""
+    is_launch = any(_size(launcher, environ) == size for launcher in _found(environ)[:1])
+    return environ.get(JOB, "") if is_launch else ""
 
 
 def expand_hosts(text: str) -> Iterator[str]:
@@ -338,7 +351,7 @@ def _job(environ: Mapping[str, str], launcher: _Launcher) -> str:
     """The launcher's name for this launch. An outer launcher's name does not count: it may have started each node
     by itself."""
     if JOB in environ:
-        return environ[JOB]
+        return ""
     if launcher.kind == "torchrun":
         run = environ.get("TORCHELASTIC_RUN_ID", "none")
         return "" if run == "none" else run  # torchrun's default

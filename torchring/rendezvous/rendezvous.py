@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Final, TypeVar
@@ -31,12 +31,14 @@ from torchring.errors import (
     encode_error,
     ranks_in_words,
 )
-from torchring.linux import host_name
+from torchring.linux import has_ended, host_name, process_id
+from torchring.rendezvous.signed import SignedStore
 from torchring.threads import SerialThread, is_done_within
 
 _logger: Final = logging.getLogger("torchring")
 _T = TypeVar("_T")
 _LONGEST_PAUSE_SECONDS: Final = 0.02  # between two checks for a key
+_LOOK_SECONDS: Final = 0.25  # between two looks at the process of a rank that is waited for
 _STAY_SECONDS: Final = 1.0  # how long the store outlives a world that was given up, so that every rank learns why
 
 
@@ -62,6 +64,7 @@ class Rendezvous:
     Attributes:
         watch: raises if one of the given ranks is known to be dead. None until there is a way to know.
         store_host: the rank whose process hosts the store. None if another process hosts the store.
+        is_one_host: whether the launcher says that all ranks run on this host.
         on_wait: called now and then while this rank waits for ranks: with the ranks, and the seconds so far. Called
             without ranks when the wait is over.
     """
@@ -73,11 +76,18 @@ class Rendezvous:
         self.timeout_seconds = timeout_seconds
         self.watch: Callable[[Sequence[int]], None] | None = None
         self.store_host: int | None = None
+        self.is_one_host = False
         self.on_wait: Callable[[Sequence[int], float], None] | None = None
         self._num_all_gathers: dict[str, int] = {}
         self._published_once: dict[str, bytes] = {}
+        self._claims: dict[int, str] = {}
         self._store_calls = _CallsWithDeadline()
         self._stays_at_exit = False
+
+    @property
+    def is_signed(self) -> bool:
+        """Whether ranks know by a secret of the launcher that the others belong to it."""
+        return isinstance(self.store, SignedStore)
 
     def warn_of_absent(self, limit: float) -> None:
         """Have `on_wait` log one warning when this rank has waited for `limit` seconds for a rank. 0: no warning."""
@@ -140,7 +150,7 @@ class Rendezvous:
     def claim_rank(self) -> None:
         """Raise TopologyError if another process has this rank already."""
         mine = f"pid {os.getpid()} on {host_name()}"
-        token = secrets.token_hex(8)  # `mine` may be the same text in two containers
+        token = f"{secrets.token_hex(8)}/{process_id()}"  # `mine` may be the same text in two containers
         claimed = self._call(lambda: self.store.compare_set(f"claimed/{self.rank}", "", f"{token} {mine}")).decode()
         token_of_first, _, first = claimed.partition(" ")
         if token_of_first != token:
@@ -155,8 +165,24 @@ class Rendezvous:
 
     def host_of(self, rank: int) -> str:
         """The name of the host on which a rank has claimed its number. "" if it has claimed none."""
+        return self._claim_of(rank).rpartition(" ")[2]
+
+    def error_of_ended(self, ranks: Iterable[int]) -> RingError | None:
+        """The error if the process of a rank that is on this host, and has claimed its number, has ended."""
+        for rank in ranks:
+            token, _, who = self._claim_of(rank).partition(" ")
+            if has_ended(token.partition("/")[2]):
+                if self.is_published(ended_key(rank)):
+                    return decode_error(self.fetch(ended_key(rank), rank), rank)
+                text = f"rank {rank} ({who}) has ended, in torchring.init() or after it. Its own output may say why"
+                return PeerLostError(text, rank=self.rank, peers=(rank,))
+        return None
+
+    def _claim_of(self, rank: int) -> str:
         key = f"claimed/{rank}"
-        return self._call(lambda: self.store.get(key)).decode().rpartition(" ")[2] if self.is_published(key) else ""
+        if rank not in self._claims and self.is_published(key):
+            self._claims[rank] = self._call(lambda: self.store.get(key)).decode()
+        return self._claims.get(rank, "")
 
     def confirm_opening(self) -> None:
         """Publish that all ranks have met. A process that comes later does not belong to them, and cannot give up."""
@@ -192,7 +218,7 @@ class Rendezvous:
         return value
 
     def _wait_for(self, key: str, owner: int) -> None:
-        started = time.monotonic()
+        started, look_at = time.monotonic(), _LOOK_SECONDS
         pause = 0.0005
         # Polling, because TCPStore.wait with a short timeout prints a C++ warning each time the timeout passes.
         while not self.is_published(key):
@@ -212,6 +238,10 @@ class Rendezvous:
                         break
                     raise
             self.raise_if_given_up()
+            if waited > look_at:
+                look_at = waited + _LOOK_SECONDS
+                if (lost := self.error_of_ended([owner])) is not None and not self.is_published(key):
+                    raise lost
             if self.on_wait is not None:
                 self.on_wait((owner,), waited)
             time.sleep(pause)

@@ -51,7 +51,7 @@ class Call:
     Attributes:
         payload: function, arguments and keyword arguments, pickled.
         driver: host and port of its `Reports`.
-        token: of `Reports`; also names the job.
+        token: of `Reports`; also the secret of the job.
         shows_output: whether the driver gets the output.
         is_local: whether the tasks are children of the driver, and have its stdout.
         use_gpu: see `torchring.spark.run`.
@@ -142,7 +142,7 @@ def _as_rank(call: Call, task: BarrierTaskContext, hosts: Sequence[str], order: 
         "LOCAL_WORLD_SIZE": len(neighbours),
         "MASTER_ADDR": address,
         "MASTER_PORT": said[order[0]]["port"],
-        JOB: call.token[:8],
+        JOB: call.token,
         CHOICE: "torchrun",  # TORCHRING_LAUNCHER=none may have been set for other tasks of the executors
     }
     if call.use_gpu is False:

@@ -15,13 +15,14 @@ from typing import Final, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroupGloo
+from torch.distributed import ProcessGroupGloo
 from torch.distributed import Work as BackendWork
 
 from torchring.accelerators import Backend
 from torchring.errors import FirstFailure, PeerTimeoutError, RingError, TopologyError
 from torchring.memory.host import HostGroup
 from torchring.rendezvous.rendezvous import Rendezvous
+from torchring.rendezvous.signed import within
 from torchring.threads import SerialThread, at_last, is_done_within
 from torchring.transport.contract import closed, contiguous_bytes
 from torchring.transport.diagnosis import gloo_links
@@ -101,7 +102,7 @@ class C10dTransport:
 
     def _connect(self, rendezvous: Rendezvous, endpoints: Sequence[Endpoint]) -> Backend:
         """Gloo connects all ranks with each other, or none. A rank that fails tells the others, which would wait."""
-        store = PrefixStore(f"transport/{self._name}/gloo/{self.members[0]}", rendezvous.store)
+        store = within(rendezvous.store, f"transport/{self._name}/gloo/{self.members[0]}")
         timeout = timedelta(seconds=rendezvous.timeout_seconds)
         others = [rank for rank in range(rendezvous.size) if rank != self.rank]
         connecting = self._waiter.submit(lambda: ProcessGroupGloo(store, self._place, self.size, timeout))
@@ -113,7 +114,7 @@ class C10dTransport:
             except dist.DistError:  # the store
                 raise
             except RuntimeError as failure:
-                error = self._culprits.seen_by_the_host(others)
+                error = failure if isinstance(failure, RingError) else self._culprits.seen_by_the_host(others)
                 if error is None:
                     error = cannot_connect(self.rank, endpoints, failure)
                     with contextlib.suppress(RingError):

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, TypeVar
 
 import torch
-from torch.distributed import PrefixStore
 
 from torchring.accelerators import Accelerator, Backend
 from torchring.allreduce.choice import Choice, check_one_host, in_words, measure_in_turns
@@ -27,6 +26,7 @@ from torchring.allreduce.device.stream import Engine, OnStream
 from torchring.allreduce.hierarchical import column_members, num_columns
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import PeerTimeoutError, RingError, TopologyError, in_step
+from torchring.rendezvous.signed import unsigned, within
 from torchring.world import World
 
 _T = TypeVar("_T")
@@ -199,7 +199,7 @@ def _backend(world: World, members: tuple[int, ...] | None, accelerator: Acceler
         if members is None:
             return
         assert world.rendezvous is not None
-        store = PrefixStore(f"backend/{name}/{members[0]}", world.rendezvous.store)
+        store = unsigned(within(world.rendezvous.store, f"backend/{name}/{members[0]}"))
         rank = members.index(world.rank)
         opened.append(accelerator.open_backend(store, rank, len(members), world.timeout_seconds))
 

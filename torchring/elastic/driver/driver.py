@@ -86,7 +86,7 @@ def start_elastic(
     """
     if trouble := why_no_loopback():
         raise LaunchError(trouble)
-    env = {JOB: secrets.token_hex(8), **(env or {})}
+    env = {JOB: secrets.token_hex(16), **(env or {})}
     interface = (env.get("GLOO_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME", "")).split(",")[0]
     shown = open_output(output or OutputOptions(), "worker{}.log")
     with contextlib.ExitStack() as stack:
@@ -305,7 +305,7 @@ class Driver:
         listener, is_here = self._listener, self._hosts.is_here(action.host)
         addresses = tuple(dict.fromkeys((*[listener.own_address] * is_here, *listener.addresses)))
         invitation = Invitation(
-            action.worker, action.slot, self._coordinator.size, addresses, listener.port, listener.token, action.host
+            action.worker, action.slot, self._coordinator.size, addresses, listener.port, listener.secret, action.host
         )
         slots = next(host.slots for host in self._hosts.known or () if host.name == action.host)
         job = host_job(

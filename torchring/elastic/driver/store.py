@@ -33,7 +33,7 @@ from torchring.launch.hosts import LaunchError, address_towards
 from torchring.rendezvous.addresses import list_interfaces, own_addresses
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import Store
 
 _LOOPBACK: Final = "127.0.0.1"
 _MOST_ADDRESSES: Final = 16
@@ -57,13 +57,13 @@ class Listener:
         addresses: where workers can reach the store, the likeliest address first.
         port: of the store.
         socket: for the store, which takes it over.
-        token: by which workers know that the store is the right one.
+        secret: of the driver and its workers. It signs what they say in the store.
 
     Raises LaunchError.
     """
 
     def __init__(self, hosts: Hosts, interface: str = "") -> None:
-        self.token = secrets.token_hex(16)
+        self.secret = secrets.token_hex(16)
         address, self.addresses = _choose(hosts, interface)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
@@ -102,10 +102,12 @@ class DriverStore:
     """
 
     def __init__(self, listener: Listener) -> None:
+        from torchring.rendezvous.signed import signed
         from torchring.rendezvous.store import host_on
 
-        self._store: TCPStore = host_on(listener.socket, _TIMEOUT)
-        self._set({CALL: b"0", BROKEN: Broken().encode(), LATEST: b"0", END: b"", TOKEN: listener.token.encode()})
+        self._server = host_on(listener.socket, _TIMEOUT)
+        self._store: Store = signed(self._server, listener.secret)
+        self._set({CALL: b"0", BROKEN: Broken().encode(), LATEST: b"0", END: b"", TOKEN: b""})
 
     def add_worker(self, worker: int) -> None:
         """Reading this worker's keys waits no more. A worker that was started before the store may have set them."""
@@ -149,6 +151,6 @@ class DriverStore:
             return
         begin = f"{world_prefix(generation)}/"
         with contextlib.suppress(RuntimeError):
-            old = [key for key in self._store.list_keys() if key.startswith(begin)]
+            old = [key for key in self._server.list_keys() if key.startswith(begin)]
             for key in [*old, generation_key(generation)]:
-                self._store.delete_key(key)
+                self._server.delete_key(key)

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Final, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import Store
 
 from torchring.default_world import leave_generation, open_generation
 from torchring.elastic import protocol
@@ -23,6 +23,7 @@ from torchring.elastic.protocol import Beat, Broken, Card, Generation, Invitatio
 from torchring.errors import PeerLostError, TopologyError
 from torchring.generation import Change
 from torchring.rendezvous.environment import CHOICE, ELASTIC, INVITATION
+from torchring.rendezvous.signed import sealed, signed, within
 from torchring.rendezvous.store import search
 from torchring.threads import end_at_exit
 from torchring.world import World
@@ -113,7 +114,7 @@ class Worker:
         self.generation = newest.number
         rank, size = newest.workers.index(self.number), len(newest.workers)
         _log.info("generation %d: rank %d of %d, because %s", newest.number, rank, size, newest.reason)
-        world = open_generation(PrefixStore(protocol.world_prefix(newest.number), self._store_of_worlds), rank, size)
+        world = open_generation(within(self._store_of_worlds, protocol.world_prefix(newest.number)), rank, size)
         self._say("running")
         with self._changed:
             self._world, self._change = world, world.shared(Change)
@@ -183,7 +184,7 @@ class Worker:
         key = protocol.LAYOUT
         return self._ask(lambda store: store.get(key) if store.check([key]) else None)
 
-    def _ask(self, operation: Callable[[TCPStore], _T]) -> _T:
+    def _ask(self, operation: Callable[[Store], _T]) -> _T:
         """Call the store from the main thread, between generations."""
         try:
             return operation(self._store_of_worlds)
@@ -291,9 +292,10 @@ def worker_of_process() -> Worker | None:
     return _the_worker
 
 
-def _connect(invitation: Invitation) -> TCPStore:
+def _connect(invitation: Invitation) -> Store:
     """Raises TopologyError, with what was tried, if the driver's store does not answer at any of its addresses."""
-    store, tried = search(invitation.addresses, invitation.port, invitation.token, _CONNECT_SECONDS, key=protocol.TOKEN)
+    token = sealed(invitation.secret, protocol.TOKEN, b"").decode()
+    store, tried = search(invitation.addresses, invitation.port, token, _CONNECT_SECONDS, key=protocol.TOKEN)
     if store is None:
         raise TopologyError(
             f"worker {invitation.worker} on {invitation.host} reaches the store of `{ELASTIC}` at none "
@@ -301,7 +303,7 @@ def _connect(invitation: Invitation) -> TCPStore:
             "driver may have ended, or a firewall may be in between"
         )
     store.set_timeout(timedelta(seconds=_SILENT_SECONDS))  # a driver may be stopped for a while
-    return store
+    return signed(store, invitation.secret)
 
 
 def _gone(error: BaseException) -> str:

@@ -203,7 +203,9 @@ class SamplerStateHandler(_StateDictHandler[ElasticSampler]):
     """Handles an ElasticSampler: epoch, and samples done."""
 
     def sync(self) -> None:
-        self.value.load_state_dict(hvd.broadcast_object(self.value.state_dict(), name="elastic.sampler"))
+        state = self.value.state_dict()
+        numbers = hvd.broadcast(torch.tensor(list(state.values()), device="cpu"), root_rank=0, name="elastic.sampler")
+        self.value.load_state_dict(dict(zip(state, numbers.tolist(), strict=True)))
 
     def reset(self) -> None:
         self.value.reset()

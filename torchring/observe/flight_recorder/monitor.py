@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch.distributed import DistError, Store, TCPStore
 
 from torchring.linux import is_stopped
 from torchring.memory.host import HostGroup, SharedBlock
@@ -42,6 +42,7 @@ from torchring.observe.flight_recorder.report import (
     missing_ranks,
 )
 from torchring.rendezvous.rendezvous import Rendezvous
+from torchring.rendezvous.signed import bottom
 from torchring.threads import PeriodicThread, is_done_within
 
 _SHORTEST_TICK_SECONDS: Final = 0.02
@@ -278,8 +279,7 @@ def _send(key: str, message: bytes, may_be_gone: bool, store: Store) -> None:
 
 
 def _listens(store: Store) -> bool:
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
+    store = bottom(store)
     if isinstance(store, TCPStore):
         try:
             socket.create_connection((store.host, store.port), timeout=_ANSWER_SECONDS).close()
