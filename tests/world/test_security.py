@@ -406,9 +406,6 @@ def test_nothing_is_unpickled_or_evaluated_but_objects_that_the_script_sends() -
         ("collectives/functions.py", "all_gather_object: pickle.loads"),
         ("horovod/functions.py", "broadcast_object: pickle.loads"),
         ("horovod/functions.py", "allgather_object: pickle.loads"),
-        # a copy of this process's own state, which goes nowhere
-        ("elastic/worker/checkpoint.py", ": pickle.Pickler"),
-        ("elastic/worker/checkpoint.py", ": pickle.Unpickler"),
         # functions that the user's driver sends to workers of Ray and tasks of Spark, and what they return
         ("ray/job.py", "run: cloudpickle.dumps"),
         ("ray/job.py", "_results: pickle.loads"),
