@@ -67,7 +67,9 @@ def _arguments(arguments: Any = None, **options: Any) -> Any:
 
 
 def _trained(kind: Any, *, model: Any = None, size: int = 160, resume: Any = None, **options: Any) -> Any:
-    extra = {key: options.pop(key) for key in ("optimizers", "eval_dataset", "model_init") if key in options}
+    extra = {
+        key: options.pop(key) for key in ("optimizers", "eval_dataset", "model_init", "callbacks") if key in options
+    }
     if "model_init" not in extra:
         extra["model"] = model or _gpt()
     trainer = kind(args=_arguments(**options), train_dataset=_Rows(size), **extra)
@@ -203,7 +205,7 @@ def _sequences(ring_mixin: Any) -> list[list[float]]:
 def _mistakes(ring: Any) -> dict[str, str]:
     from accelerate import PartialState
     from torch.nn.parallel import DistributedDataParallel
-    from transformers import Trainer
+    from transformers import Trainer, TrainerCallback
 
     class Bypassing(ring):  # type: ignore[misc]
         """Prepares the model alone, as a trainer does that steps its optimizer itself."""
@@ -217,6 +219,17 @@ def _mistakes(ring: Any) -> dict[str, str]:
     class Compressing(ring):  # type: ignore[misc]
         wrap_options = {"compression": "fp15"}  # noqa: RUF012
 
+    def unfreezing() -> None:
+        """In mid-training, a callback unfreezes what the Trainer has left out of its optimizer."""
+
+        class Unfreeze(TrainerCallback):  # type: ignore[misc]
+            def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **others: Any) -> None:
+                model.transformer.wte.requires_grad_(state.global_step >= 2)
+
+        frozen = _gpt()
+        frozen.transformer.wte.requires_grad_(False)
+        _trained(ring, model=frozen, callbacks=[Unfreeze()], max_steps=8)
+
     PartialState()
     model = _gpt()
     wrapped = torchring.wrap(torch.optim.AdamW(model.parameters()), model)
@@ -228,6 +241,7 @@ def _mistakes(ring: Any) -> dict[str, str]:
         "engine": attempt(lambda: ring(args=engine, model=_gpt())),
         "none": attempt(lambda: _trained(Bypassing)),
         "option": attempt(lambda: _trained(Compressing)),
+        "unfrozen": attempt(unfreezing),
     }
 
 
@@ -341,6 +355,8 @@ def test_the_mixin_serves_other_trainers(outcomes: list[dict[str, Any]]) -> None
         ("engine", "ValueError: fsdp asks for an engine"),
         ("none", "GradientError: nobody reduces the gradients of the GPT2LMHeadModel"),
         ("option", "compression"),
+        ("unfrozen", "transformer.wte.weight"),
+        ("unfrozen", "that nobody reduces"),
     ],
 )
 def test_a_mistake_is_an_error(outcomes: list[dict[str, Any]], case: str, said: str) -> None:
