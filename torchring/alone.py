@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from torchring.dynamo import run_eagerly
 from torchring.errors import TopologyError
-from torchring.rendezvous.environment import read_environment, started_by_member
+from torchring.rendezvous.environment import JOB, read_environment, started_by_member
 
 _imported_by: Final = os.getpid()
 _num_reducing = 0  # modules that reduce gradients by themselves: DistributedDataParallel, FullyShardedDataParallel
@@ -57,7 +57,8 @@ def say_if_alone(has_watched: bool) -> None:
         return
     if launch.size == 1 or launch.rank > 0 or launch.member_pid is not None:
         return
-    text = f"torchring: {launch.launcher} started this process as one of {launch.size}, but "
+    launcher = "torchring run" if JOB in os.environ else launch.launcher
+    text = f"torchring: {launcher} started this process as one of {launch.size}, but "
     if has_group:
         text += (
             "no optimizer was wrapped with torchring.wrap, and no DistributedDataParallel or FSDP was made. Unless the "

@@ -28,7 +28,7 @@ from tests.support.harness import count_open_fds, patient, run_ranks, run_thread
 from torchring.default_world import default_world, leave
 from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
 from torchring.memory import host as host_module
-from torchring.rendezvous.environment import MEMBER
+from torchring.rendezvous.environment import JOB, MEMBER
 from torchring.world import World
 
 
@@ -227,6 +227,7 @@ def _never_meets(rank: int, size: int, what: str) -> None:
     if what == "meet":
         torchring.init()
     if what in ("group", "ddp"):
+        os.environ[JOB] = "of torchring run"
         dist.init_process_group("gloo")
         if what == "ddp":
             torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
@@ -242,7 +243,24 @@ def test_ranks_that_train_alone_are_told_once(what: str, capsys: pytest.CaptureF
     assert output.count("never met the others") == (what == "train")
     assert output.count("each process has trained alone") == (what == "group")
     if what in ("train", "group"):
-        assert "torchring: torchrun started this process as one of 2, but" in output
+        typed = "torchring run" if what == "group" else "torchrun"
+        assert f"torchring: {typed} started this process as one of 2, but" in output
+
+
+def _alone_in_a_collective(rank: int, size: int) -> str:
+    torchring.barrier()
+    if rank == 0:
+        with pytest.raises(PeerLostError) as caught:
+            torchring.all_reduce(torch.ones(1))
+        return str(caught.value)
+    return ""
+
+
+def test_a_collective_of_one_rank_at_the_end_is_named() -> None:
+    message, _ = run_ranks(_alone_in_a_collective, 2)
+    assert "rank 1 stopped: its script had ended" in message
+    assert "this rank is in all_reduce(), which every rank has to call equally often. Is the call in an `if" in message
+    assert "DistributedSampler" not in message
 
 
 _WRONG = [

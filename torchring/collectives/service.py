@@ -17,7 +17,7 @@ from torchring.collectives.operations import Backend, SingleRank
 from torchring.collectives.shared_memory import SharedMemoryCollectives
 from torchring.collectives.signature import Signature, fingerprint, first_difference
 from torchring.dynamo import run_eagerly
-from torchring.errors import PlanMismatchError, RingError, in_step
+from torchring.errors import PeerLostError, PlanMismatchError, RingError, in_step
 from torchring.generation import refuse_before_generation
 from torchring.interruption import InterruptionGuard
 from torchring.memory.host import bytes_of, tensor_of
@@ -92,18 +92,27 @@ class Collectives:
             with torch.inference_mode(False):
                 return self._operate(what, operation, arguments)
         if self._entry is None:  # a world of one
-            return self._call(operation, arguments)
-        result: _T = self._entry.run(what, self._call, operation, arguments)
+            return self._call(what, operation, arguments)
+        result: _T = self._entry.run(what, self._call, what, operation, arguments)
         return result
 
-    def _call(self, operation: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
+    def _call(self, what: str, operation: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
+        world = self.world
         if self._backend is None:
-            world = self.world
             assert world.rendezvous is not None
             transport = C10dTransport(world.rendezvous, self._name, world.host)
             world.on_failure(transport)
             self._backend = GlooCollectives(transport)
-        return operation(self._backend, *arguments)
+        try:
+            return operation(self._backend, *arguments)
+        except PeerLostError as error:
+            called = (
+                f". Its own output says whether it failed. If it did not: this rank is in {what}(), which every rank "
+                "has to call equally often. Is the call in an `if rank() == 0`, or in a loop over batches of which "
+                "ranks have different numbers?"
+            )
+            error.message = error.message.replace(world.advice, called)
+            raise
 
     def lost_peer(self) -> RingError | None:
         """The error if a rank of another host is gone, as far as these collectives know. From any thread."""

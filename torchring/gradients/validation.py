@@ -58,7 +58,8 @@ def named_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> dic
     Raises TypeError or ValueError that names a parameter which cannot be reduced.
     """
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        kind = type(optimizer).__name__
+        raise TypeError(f"wrap(optimizer, model): the optimizer comes first, a torch.optim.Optimizer, got {kind}")
     if model is not None and not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if model is not None and is_module_wrapper(model):
