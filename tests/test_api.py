@@ -30,7 +30,7 @@ _OPTIONS = (
     "algorithm: 'Algorithm' = 'auto', "
     "overlap: 'Overlap' = 'auto', on_nonfinite: 'OnNonfinite' = 'raise', "
     "sync_buffers: 'SyncBuffers' = 'mean', sync_initial_state: 'bool' = True, "
-    "shard: \"bool | Literal['unmirrored']\" = False, "
+    "shard: 'bool' = False, "
     "ignore: 'Sequence[str | torch.nn.Module | torch.Tensor]' = (), "
     "free_gradients: 'None' = None)"
 )

@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Final, Literal, NoReturn, TypeVar, overload
+from typing import Any, ClassVar, Final, NoReturn, TypeVar, overload
 
 import torch
 from torch.optim import Optimizer
@@ -96,7 +96,7 @@ def wrap(
     on_nonfinite: OnNonfinite = "raise",
     sync_buffers: SyncBuffers = "mean",
     sync_initial_state: bool = True,
-    shard: bool | Literal["unmirrored"] = False,
+    shard: bool = False,
     ignore: Sequence[str | torch.nn.Module | torch.Tensor] = (),
     free_gradients: None = None,
 ) -> DistributedOptimizer:
@@ -136,7 +136,6 @@ def wrap(
         sync_initial_state: copy parameters, buffers and optimizer state from rank 0 to all ranks.
         shard: each rank keeps the optimizer state for its share of the parameters, and steps that share.
             `step()` and `state_dict()` are collective then. Gradients are whole on all ranks, as without it.
-            In elastic jobs, another rank keeps the share, too, unless this is "unmirrored".
         ignore: parameters, buffers and modules of `model`, or their names, that belong to this rank: experts, for
             example. They are neither copied from rank 0, nor reduced, nor compared. `optimizer` must not have them:
             train them with an optimizer of their own that is not wrapped. Ranks may ignore different ones.
@@ -209,7 +208,7 @@ class DistributedOptimizer(OptimizerWrapper):
         on_nonfinite: OnNonfinite = "raise",
         sync_buffers: SyncBuffers = "mean",
         sync_initial_state: bool = True,
-        shard: bool | Literal["unmirrored"] = False,
+        shard: bool = False,
         ignore: Sequence[str | torch.nn.Module | torch.Tensor] = (),
         free_gradients: None = None,
     ) -> None:
@@ -581,7 +580,7 @@ class DistributedOptimizer(OptimizerWrapper):
                 make_state(self)
                 return shard_state(self._shards)
             all_ranks = True
-        return gather_state(self._shards, all_ranks=all_ranks)  # type: ignore[return-value]
+        return gather_state(self._shards, keeps=all_ranks or self._shards.world.rank == 0)  # type: ignore[return-value]
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
         """Load a state into the wrapped optimizer. All ranks must load the same state.
@@ -721,13 +720,12 @@ class DistributedOptimizer(OptimizerWrapper):
         keep_share(self._cut(world), dict(self.optimizer.state))
         world.shared(say_cost)
 
-    def _cut(self, world: World, *, is_mirrored: bool = False) -> Shards:
+    def _cut(self, world: World) -> Shards:
         """Collective: cut the parameters among the ranks. The state is as it was."""
         assert self._sync is not None
         self._shards = Shards(
             *(world, self.optimizer, self._names, self._sparse, next(world.shared(_numbers))),
             *(self._follow_step, self._sync.layout.all_reduce),
-            is_mirrored=is_mirrored,
         )
         self._sync.follower = self._shards.name, weakref.WeakMethod(self._shards.follow)
         return self._shards
@@ -804,14 +802,13 @@ class DistributedOptimizer(OptimizerWrapper):
         if not self._is_closed:
             self._connect_with_first_gradient()
 
-    def _join_generation(self, world: World, batches: Batches, *, is_mirrored: bool = False) -> None:
+    def _join_generation(self, world: World, batches: Batches) -> None:
         """Collective: reduce with the ranks of `world`, a generation of an elastic job. Gradients are dropped.
 
-        With shard=True, parameters are cut among these ranks. The state comes later: see `sharding/handover.py`.
+        With shard=True, parameters are cut among these ranks. The state comes later.
 
         Args:
             batches: is told of each backward, in a world of several ranks.
-            is_mirrored: see `Shards`.
         """
         self._needs_state = False
         self._disconnect()
@@ -820,8 +817,7 @@ class DistributedOptimizer(OptimizerWrapper):
         if world.size > 1 and not self._is_closed:
             self._connect(world).batches = batches
             if self._options.shard:
-                cut = functools.partial(self._cut, world, is_mirrored=is_mirrored)
-                world.shared(OptimizerGroup).guard.run("wrap()", cut)
+                world.shared(OptimizerGroup).guard.run("wrap()", self._cut, world)
 
     @property
     def _current(self) -> Reducer | LocalSync:

@@ -1,4 +1,7 @@
-"""Elastic jobs whose optimizer is sharded: a rank that is lost takes its share along, and nothing is lost."""
+"""Elastic jobs whose optimizer is sharded: a rank that is lost takes its share along, and all go back to a checkpoint.
+
+A rank that leaves politely takes nothing along.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,8 @@ import gc
 import itertools
 import os
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +33,10 @@ from tests.elastic.test_elastic import (
 )
 from tests.support.elastic_job import NOTES, ElasticJob, is_last, note
 from tests.support.harness import patient
-from torchring.collectives.service import Collectives
+from torchring.elastic.worker import state as states
 from torchring.elastic.worker import worker as workers
-from torchring.elastic.worker.checkpoint import newest, newest_step
-from torchring.memory import host as host_module
-from torchring.sharding import handover, step
+from torchring.elastic.worker.checkpoint import newest
+from torchring.sharding import checkpoint, exchange, step
 
 Kind = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
@@ -92,56 +93,21 @@ def _patch(points: list[str]) -> None:
         setattr(owner, name, wrapper)
 
     before(step.Shards, "_enter", "before the step")
-    before(step.Shards, "_spread_copies", "in the step")
-    before(step.Shards, "_step_mirror", "half done")
-    before(handover._Elements, "fetch", "while state is handed over")
-    before(handover._Whole, "fetch", "while state is handed over")
-    copies = step.stepped_copies
-
-    def some_copies(*arguments: Any) -> Iterator[Any]:
-        for i, each in enumerate(copies(*arguments)):
-            if i:
-                _lose("in the exchange", points)
-            yield each
-        _lose("before the barrier", points)
-
-    step.stepped_copies = some_copies
-    all_gather = Collectives.all_gather
-
-    def gather(self: Collectives, *arguments: Any) -> Any:
-        result = all_gather(self, *arguments)
-        if sys._getframe(1).f_code.co_name == "_gather_elements":
-            _lose("while state is gathered", points)
-        return result
-
-    Collectives.all_gather = gather
-    barrier = Collectives.barrier
-
-    def pass_barrier(self: Collectives) -> None:
-        is_in_step = sys._getframe(1).f_code.co_name == "_spread_copies"
-        is_next = is_in_step and _is_next("after the barrier", points)
-        barrier(self)
-        if is_next:
-            _lose("after the barrier", points)
-            if torchring.rank() == 2:  # as if it had heard of the loss first; for rank 0, the step counts
-                raise torchring.PeerLostError("rank 1 is lost", rank=2, peers=(1,))
-
-    Collectives.barrier = pass_barrier
+    before(exchange.Exchange, "start", "in the step")
+    before(exchange.Exchange, "finish", "in the exchange")
+    before(checkpoint, "tell_pieces", "while state is gathered")
+    before(states, "load_state", "while state is dealt out")
 
 
 def train_worker(
     make: Kind,
-    shard: Any,
     points: list[str],
     trouble: Callable[[int], object] = lambda step: None,
-    num_hosts: int = 1,
     **options: Any,
 ) -> None:
     _patch(points)
-    number = workers.worker_of_process().number
-    host_module._host_identity = lambda: f"host {number % num_hosts}"
     model = make_model()
-    optimizer = torchring.wrap(make(model), model, shard=shard)
+    optimizer = torchring.wrap(make(model), model, shard=True)
     sampler = torchring.elastic.Sampler(Digits(), seed=5)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9)
     state = torchring.elastic.State(
@@ -231,30 +197,18 @@ _POINTS = [
     "before the step",
     "in the step",
     "in the exchange",
-    "before the barrier",
-    "after the barrier",
-    "half done",
     "between steps",
     "in backward",
     "while state is gathered",
-    "while state is handed over",
+    "while state is dealt out",
 ]
 
 
-def check_survivors(job: ElasticJob) -> None:
-    """No step that a survivor had finished was lost. Between hosts, a rank may finish a step, and be lost before the
-    others hear that it takes part."""
-    steps: dict[int, dict[int, list[int]]] = {}
-    for each in job.notes("step"):
-        steps.setdefault(each["generation"], {}).setdefault(each["pid"], []).append(each["step"])
-    for earlier, later in itertools.pairwise(sorted(steps)):
-        last = max(steps[earlier][pid][-1] for pid in steps[earlier].keys() & steps[later].keys())
-        assert {numbers[0] for numbers in steps[later].values()} == {last + 1}
+_EVERY = 9
 
 
-def _run(make: Kind, points: list[str], folder: Path, num_hosts: int = 1) -> None:
-    options = {"num_hosts": num_hosts, "checkpoint": folder, "every": 9}
-    with ElasticJob(functools.partial(train_worker, make, True, points, **options), 3) as job:
+def _run(make: Kind, points: list[str], folder: Path) -> None:
+    with ElasticJob(functools.partial(train_worker, make, points, checkpoint=folder, every=_EVERY), 3) as job:
         job.run_until(lambda: len(job.notes("lost")) >= len(points) - 1, "all losses but one", 120)
         job.run_until(
             lambda: (
@@ -262,21 +216,36 @@ def _run(make: Kind, points: list[str], folder: Path, num_hosts: int = 1) -> Non
             ),
             "three ranks",
         )
-        if len(job.notes("lost")) < len(points):  # the replacement came at once: have shares handed over again
+        if len(job.notes("lost")) < len(points):  # the replacement came at once: have shares dealt out again
             job.send(job.members[2], signal.SIGTERM)
         job.run_until(lambda: len(job.notes("lost")) == len(points), "all losses", 60)
         job.run_until(lambda: len(job.members) == 3 and job.notes("step")[-1]["size"] == 3, "a replacement")
         num_steps = job.stop(50)
         assert job.run(120) == 0
         check_books(job, num_steps)
-        check_survivors(job)
-        if num_hosts == 1:
-            check_continuity(job)
         check_result(job, make, num_steps)
         assert [each["lost"] for each in job.notes("lost")] == points
+        assert check_returns(job) == len(points) - 1  # with the last one, nothing was lost
         whole = sum(each.nbytes for each in expected(make, 1)[1])
-        assert make is make_adafactor or all(r["num_bytes"] < 2 / 3 * 1.02 * whole for r in job.notes("result"))
+        assert make is make_adafactor or all(r["num_bytes"] < 1 / 3 * 1.02 * whole for r in job.notes("result"))
         check_saved(folder, make, num_steps)
+
+
+def check_returns(job: ElasticJob) -> int:
+    """Each generation began where the one before had ended, or at a checkpoint. Returns how often at a checkpoint."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for each in job.notes("step"):
+        generation, step = each["generation"], each["step"]
+        first[generation] = min(step, first.get(generation, step))
+        last[generation] = max(step, last.get(generation, step))
+    log = "".join(path.read_text() for path in job.folder.glob("*.log"))
+    num_returns = log.count("took its share of the optimizer's state along (shard=True): all go back to a checkpoint")
+    for earlier, later in itertools.pairwise(sorted(first)):
+        if first[later] != last[earlier] + 1:
+            assert first[later] % _EVERY == 1
+            assert last[earlier] - 2 * _EVERY <= first[later] <= last[earlier]
+    return num_returns
 
 
 def check_saved(folder: Path, make: Kind, num_steps: int) -> None:
@@ -297,87 +266,35 @@ def test_a_rank_may_be_lost_at_any_point_of_a_sharded_step(tmp_path: Path) -> No
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize(
-    ("make", "num_hosts"), [(make_adafactor, 1), (make_fused, 1), (make_adamw, 2), (make_adafactor, 2)]
-)
-def test_other_optimizers_and_hosts(make: Kind, num_hosts: int, tmp_path: Path) -> None:
-    missing = ("in the exchange", "while state is gathered") if make is make_adafactor else ()
-    # Between hosts, replacements often come before shares are mirrored again: then a second loss is one too many.
-    points = _POINTS[:-1] if num_hosts > 1 else _POINTS
-    _run(make, [point for point in points if point not in missing], tmp_path, num_hosts)
+@pytest.mark.parametrize("make", [make_adafactor, make_fused])
+def test_other_optimizers(make: Kind, tmp_path: Path) -> None:
+    missing = ("while state is gathered",) if make is make_adafactor else ()
+    _run(make, [point for point in _POINTS if point not in missing], tmp_path)
 
 
-def _lose_host(step: int) -> None:
-    if step == 10 and torchring.rank() in (1, 3) and torchring.size() == 4 and _once(f"lost {torchring.rank()}"):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.grid
-def test_a_host_takes_nothing_along() -> None:
-    with ElasticJob(functools.partial(train_worker, make_adamw, True, [], _lose_host, num_hosts=2), 4) as job:
-        job.run_until(lambda: job.last_step() > 20, "20 steps", 120)
-        num_steps = job.stop(30)
-        assert job.run(120) == 0
-        check_books(job, num_steps)
-        check_survivors(job)
-        check_result(job, make_adamw, num_steps)
-
-
-def _write_and_lose(step: int) -> None:
-    """At step 30, after a checkpoint, two ranks are lost at once: with them, a share and its mirror."""
-    if step == 30 and torchring.rank() > 0 and torchring.size() == 3 and _once(f"lost {torchring.rank()}"):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _run_back(shard: Any, trouble: Callable[[int], object], folder: Path) -> None:
-    script = functools.partial(train_worker, make_adamw, shard, [], trouble, checkpoint=folder, every=7)
-    with ElasticJob(script, 3) as job:
-        job.run_until(lambda: job.last_step() > 50 and job.notes("step")[-1]["size"] == 3, "50 steps, and 3 ranks", 120)
-        num_steps = job.stop(50)
-        assert job.run(120) == 0
-        check_books(job, num_steps)
-        check_result(job, make_adamw, num_steps)
-        again = [each["enters"] for each in job.notes("enters")]
-        assert again[:3] == [0, 0, 0]
-        assert 14 <= again[3] <= 28  # from a checkpoint
-        assert again[3] % 7 == 0
-        log = (job.folder / "worker0.log").read_text()
-        assert "took a share of the optimizer's state along that no other rank had" in log
-        assert "training goes on from the checkpoint of step" in log
-        assert newest_step(folder) == num_steps
-
-
-def test_if_a_share_and_its_mirror_are_lost_all_go_back_to_a_checkpoint(tmp_path: Path) -> None:
-    _run_back(True, _write_and_lose, tmp_path)
-
-
-def _lose_one(step: int) -> None:
-    if step == 30 and torchring.rank() == 1 and _once("lost"):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_unmirrored_shares_go_back_to_a_checkpoint(tmp_path: Path) -> None:
-    _run_back("unmirrored", _lose_one, tmp_path)
-
-
-@pytest.mark.parametrize("shard", [True, "unmirrored"])
-def test_ranks_that_are_told_to_end_leave_their_shares_behind(shard: Any) -> None:
-    """With shard=True, a rank and the one that keeps its mirror. No checkpoint is there."""
-    with ElasticJob(functools.partial(train_worker, make_adamw, shard, []), 3) as job:
+def test_ranks_that_are_told_to_end_leave_their_shares_and_without_a_checkpoint_a_loss_means_the_beginning() -> None:
+    with ElasticJob(functools.partial(train_worker, make_adamw, []), 3) as job:
         job.run_until(lambda: job.last_step() > 10, "10 steps")
-        leaving = job.members[1:]
+        leaving, stays = job.members[:2], job.members[2]
         for worker in leaving:
             job.send(worker, signal.SIGTERM)
-        job.run_until(lambda: not set(leaving) & set(job.members) and len(job.members) == 3, "replacements")
+        job.run_until(lambda: job.members[:1] == (stays,) and len(job.members) == 3, "replacements")
+        job.run_until(lambda: job.notes("step")[-1]["generation"] == job.generation, "a step of theirs")
+        check_continuity(job)
+        lost = job.members
+        job.send(lost[1])
+        job.run_until(lambda: len(job.members) == 3 and not set(lost) & set(job.members), "new workers")
         num_steps = job.stop(30)
         assert job.run(120) == 0
+        old = {job.pids[worker] for worker in (*leaving, *lost)}
+        assert next(each["enters"] for each in job.notes("enters") if each["pid"] not in old) == 0
+        assert "new ones start from the beginning. Pass checkpoint=" in (job.folder / f"worker{stays}.log").read_text()
         check_books(job, num_steps)
-        check_continuity(job)
         check_result(job, make_adamw, num_steps)
 
 
 def test_without_the_driver_rank_0_writes_the_whole_state(tmp_path: Path) -> None:
-    with ElasticJob(functools.partial(train_worker, make_adamw, True, [], checkpoint=tmp_path), 3) as job:
+    with ElasticJob(functools.partial(train_worker, make_adamw, [], checkpoint=tmp_path), 3) as job:
         job.run_until(lambda: job.last_step() > 20, "20 steps")
         job.driver._store = job.driver._opening = None  # as after SIGKILL, for the workers
         gc.collect()

@@ -270,7 +270,8 @@ def _refused(rank: int, size: int) -> None:
     again.close()
     for options, says in (
         ({"shard": rank == 0}, "shard=True"),
-        ({"shard": 1}, "shard must be True, False or 'unmirrored'"),
+        ({"shard": 1}, "shard must be True or False, got 1"),
+        ({"shard": "unmirrored"}, "no rank keeps another one's share any more, so pass True"),
         ({"shard": True, "free_gradients": True}, "use FSDP2 (torch.distributed.fsdp.fully_shard)"),
     ):
         net, plain = _wide()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -47,7 +47,7 @@ class Options:
     overlap: str
     on_nonfinite: str = "raise"
     sync_buffers: SyncBuffers = None
-    shard: bool | Literal["unmirrored"] = False
+    shard: bool = False
 
     def __str__(self) -> str:
         return ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(self))

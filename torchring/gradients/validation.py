@@ -43,8 +43,9 @@ def check_options(options: Options) -> None:
     bucket_mb = 0 if options.bucket_mb is None else options.bucket_mb
     if not isinstance(bucket_mb, (int, float)) or not 0 <= bucket_mb < float("inf"):
         raise ValueError(f"bucket_mb must be a size in MiB, 0 or more, got {options.bucket_mb!r}")
-    if not isinstance(options.shard, bool) and options.shard != "unmirrored":
-        raise ValueError(f"shard must be True, False or 'unmirrored', got {options.shard!r}")
+    if not isinstance(options.shard, bool):
+        hint = "; no rank keeps another one's share any more, so pass True" if options.shard == "unmirrored" else ""
+        raise ValueError(f"shard must be True or False, got {options.shard!r}{hint}")
     if options.op == "adasum" and options.algorithm not in _COMBINING:
         known = ", ".join(map(repr, _COMBINING))
         raise ValueError(f"op='adasum' takes algorithm={known}, got {options.algorithm!r}, which adds gradients up")

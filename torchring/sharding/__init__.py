@@ -11,7 +11,7 @@
 5. `step.py`: a step: enter together, step this rank's pieces, spread the results, leave together.
 6. `checkpoint.py`: ordinary checkpoints, gathered and handed out parameter by parameter; `distributed_checkpoint.py`:
    the same in parts, one on each rank, for torch.distributed.checkpoint, which `shard_tensor.py` explains them to.
-7. In elastic jobs: `mirror.py`, a step that no lost rank can break, and `handover.py`, shares for other ranks.
+7. In elastic jobs, where ranks change: a checkpoint in memory, see `elastic/worker/state.py`.
 
 Source: ZeRO stage 1 (Rajbhandari et al., 2020, arXiv:1910.02054).
 """

@@ -37,13 +37,12 @@ Row = list[tuple[int, int, Entry]]  # of pieces in a region: first element, leng
 Fetch = Callable[[int, str, torch.Tensor], torch.Tensor]
 
 
-def gather_state(shards: Shards, *, all_ranks: bool) -> dict[str, Any] | None:
-    """Collective: the ordinary state_dict on rank 0, or on all ranks. None on the others.
+def gather_state(shards: Shards, *, keeps: bool) -> dict[str, Any] | None:
+    """Collective: the ordinary state_dict on ranks that keep it, None on the others.
 
     In host memory: a device has room for a share, and maybe not for the whole.
     """
     begin_together(shards.world, shards.number, "state_dict()")
-    keeps = all_ranks or shards.world.rank == 0
     gather = _gather_elements if shards.kind is Kind.ELEMENTS else _gather_whole
     found: State = {}
     num_bytes = 0
@@ -176,8 +175,8 @@ def tell_whole(shards: Shards) -> tuple[list[Outlines], Tensors]:
     return [load_plain(text) for text in collectives.all_gather_bytes(save_plain(said))], tensors
 
 
-def load_state(shards: Shards, state_dict: Mapping[str, Any] | None) -> None:
-    """Collective: load an ordinary state_dict, which all ranks have, or rank 0 alone.
+def load_state(shards: Shards, state_dict: Mapping[str, Any] | None, src: int = 0) -> None:
+    """Collective: load an ordinary state_dict, which all ranks have, or rank `src` alone.
 
     Raises ValueError on all ranks if the state does not fit; then the optimizer keeps what it has.
     """
@@ -185,7 +184,7 @@ def load_state(shards: Shards, state_dict: Mapping[str, Any] | None) -> None:
     collectives = internal_collectives_of(world)
     said = begin_together(world, shards.number, "load_state_dict()", b"\1" if state_dict is not None else b"\0")
     missing = [rank for rank, theirs in enumerate(said) if theirs == b"\0"]
-    if missing and missing != list(range(1, world.size)):
+    if missing and missing != [rank for rank in range(world.size) if rank != src]:
         raise in_step(
             ValueError(
                 "load_state_dict() takes a state on all ranks, or on rank 0 and None on the others; "
@@ -209,12 +208,12 @@ def load_state(shards: Shards, state_dict: Mapping[str, Any] | None) -> None:
         return
     tensors: Tensors = {}
     text = b""
-    if world.rank == 0:
+    if world.rank == src:
         with shards.whole_state({}):
             groups = optimizer.state_dict()["param_groups"]
         text = save_plain({"groups": groups, "outlines": _outlines(shards, entries, tensors)})
-    sent = load_plain(collectives.broadcast_bytes(text, 0))
-    if world.rank:
+    sent = load_plain(collectives.broadcast_bytes(text, src))
+    if world.rank != src:
         with shards.whole_state({}):
             optimizer.load_state_dict({"state": {}, "param_groups": sent["groups"]})
 
@@ -222,12 +221,12 @@ def load_state(shards: Shards, state_dict: Mapping[str, Any] | None) -> None:
 
     def fetch(parameter: int, place: str, like: torch.Tensor) -> torch.Tensor:
         nonlocal room
-        if world.rank == 0:
-            return collectives.broadcast(tensors[parameter][place], 0)
+        if world.rank == src:
+            return collectives.broadcast(tensors[parameter][place], src)
         if room.numel() < like.nbytes:
             room = torch.empty(like.nbytes, dtype=torch.uint8, device="cpu")
         received = room[: like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
-        return collectives.broadcast(received, 0)
+        return collectives.broadcast(received, src)
 
     build(shards, sent["outlines"], fetch)
 
@@ -319,7 +318,7 @@ def build(shards: Shards, outlines: Outlines, fetch: Fetch) -> None:
 def _parts_of(shards: Shards) -> Mapping[torch.Tensor, list[tuple[torch.Tensor, Part]]]:
     """What this rank steps of each parameter, with the tensors of the pieces."""
     parts = defaultdict[torch.Tensor, list[tuple[torch.Tensor, Part]]](list)
-    for piece in (*shards.pieces, *shards.mirror):
+    for piece in shards.pieces:
         for part in piece.parts:
             parts[part.parameter].append((piece.tensor, part))
     return parts
@@ -336,8 +335,8 @@ def _make_room(shards: Shards, outlines: Outlines) -> None:
             pieces += [piece] if all(_are_alike(own[0], other) for other in own[1:]) else piece.split()
         return pieces
 
-    shards.pieces, shards.mirror = split(shards.pieces), split(shards.mirror)
-    for piece in (*shards.pieces, *shards.mirror):
+    shards.pieces = split(shards.pieces)
+    for piece in shards.pieces:
         if (outline := outlines.get(indices[piece.parts[0].parameter])) is not None:
             entry = {
                 key: copy_of(value)

@@ -9,15 +9,13 @@ other host, which writes them to the peers there. So each host receives every sl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from torchring.memory.channel import Channel
 from torchring.sharding.cut import Region
-from torchring.sharding.mirror import keeper_of
 from torchring.sharding.parameters import RegionMemory, host_memory
-from torchring.sharding.pieces import Piece, flat
 from torchring.transport.contract import Transfer
 from torchring.transport.open import open_transport
 from torchring.world import World
@@ -30,9 +28,6 @@ class Exchange:
         assert world.host is not None
         self._host = world.host
         self._rank = world.rank
-        self._hosts = world.hosts
-        self._keepers = [keeper_of(rank, world.hosts) for rank in range(world.size)]
-        self._peers = [rank for rank in world.host.ranks if rank != world.rank]
         self._left = Channel(world.host)
         self._receives: list[tuple[RegionMemory, int, Transfer]] = []
         self._sends: list[Transfer] = []
@@ -79,57 +74,6 @@ class Exchange:
         sends, self._sends = self._sends, []
         for transfer in sends:
             transfer.wait()
-
-    def spread_copies(
-        self,
-        results: Iterable[tuple[Piece, torch.Tensor]],
-        memories: Sequence[RegionMemory],
-        changed: Sequence[RegionMemory],
-    ) -> None:
-        """As `spread`, of copies that each rank has stepped. Nobody writes to the share of a rank at its keeper.
-
-        Args:
-            results: pieces of this rank, and what they have become.
-            memories: of all regions.
-            changed: those that some rank changes.
-        """
-        rank, keepers = self._rank, self._keepers
-        outgoing: dict[RegionMemory, torch.Tensor] = {}
-        receives, sends = [], []
-        receivers = [other for other in self._receivers if self._has_use(other, rank)]
-        if self._transport is not None:
-            if receivers:
-                outgoing = {memory: _slice(memory.own, memory, rank).clone() for memory in changed}
-            for memory in changed:
-                for sender in self._senders:
-                    part = _slice(memory.own, memory, sender)
-                    if part.numel() and self._has_use(rank, sender):
-                        part = torch.empty_like(part) if keepers[sender] == rank else part
-                        receives.append((memory, sender, part, self._transport.receive(part, sender)))
-        for piece, result in results:
-            memory, data = memories[piece.region], flat(result)
-            for peer, its in zip(self._peers, memory.peers, strict=True):
-                if keepers[rank] != peer:
-                    its[piece.start : piece.start + data.numel()].copy_(data)
-            if memory in outgoing:
-                start = piece.start - memory.region.bounds[rank][0]
-                outgoing[memory][start : start + data.numel()].copy_(data)
-        if self._transport is not None:
-            sends = [
-                self._transport.send(data, other) for data in outgoing.values() if data.numel() for other in receivers
-            ]
-        for memory, sender, part, transfer in receives:
-            transfer.wait()
-            for peer, its in zip(self._peers, memory.peers, strict=True):
-                if keepers[sender] != peer:
-                    _slice(its, memory, sender).copy_(part)
-        for transfer in sends:
-            transfer.wait()
-
-    def _has_use(self, receiver: int, sender: int) -> bool:
-        """Whether some rank on the host of `receiver` does not step the share of `sender` itself."""
-        members = next(members for members in self._hosts if receiver in members)
-        return members != (self._keepers[sender],)
 
     def close(self) -> None:
         if self._transport is not None:

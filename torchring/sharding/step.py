@@ -24,7 +24,6 @@ from torchring.sharding.cut import Candidate, assign_whole, cut_elements
 from torchring.sharding.device import DeviceExchange
 from torchring.sharding.exchange import Exchange
 from torchring.sharding.kinds import Kind, cost_of, kind_of
-from torchring.sharding.mirror import aside, kept_by, stepped_copies
 from torchring.sharding.parameters import RegionMemory, movable, move
 from torchring.sharding.pieces import Piece, cut_pieces, piece_bytes, whole_piece
 from torchring.sharding.together import begin_together
@@ -36,10 +35,6 @@ _logger: Final = logging.getLogger("torchring")
 _PAST: Final = (
     "the optimizer that torchring.wrap(..., shard=True) was given has the state of a part of the parameters only, so "
     "{what} of its own would be wrong; call {what} of the optimizer that torchring.wrap has returned"
-)
-_RANDOM: Final = (
-    "{name} draws random numbers, which differ on the rank that keeps the mirror of a share; pass shard='unmirrored' "
-    "to torchring.wrap, or leave shard out"
 )
 _CLOSED: Final = (
     "this optimizer has the state of a part of the parameters only, as torchring.wrap(..., shard=True) has left it; "
@@ -61,20 +56,14 @@ class Shards:
         number: of the optimizer, among those of the world that are sharded.
         step: steps the optimizer for a rank that has ended, inside `torchring.join`.
         all_reduce: of the gradients.
-        is_mirrored: another rank keeps this rank's share, too: see `mirror.py`.
 
     Attributes:
         kind: how the optimizer is cut.
         parameters, names: all parameters, in the order of the parameter groups, and their names.
         memories: of the regions.
         pieces: what this rank steps, by region.
-        mirror: the pieces of another rank that this rank steps, too.
-        left_here: pieces of ranks that have ended, by rank.
         everywhere: the parameters that every rank steps.
         accelerator: of the parameters; None on the CPU.
-        num_steps: number of steps that count.
-        is_half_done: a step has been broken off that had changed state or parameters in place.
-        unfinished: a step that was broken off before that.
         has_said: rank 0 has logged what there is to save.
     """
 
@@ -87,8 +76,6 @@ class Shards:
         number: int,
         step: Callable[[], object],
         all_reduce: AllReduce[Any],
-        *,
-        is_mirrored: bool = False,
     ) -> None:
         self.world = world
         self.optimizer = optimizer
@@ -97,14 +84,8 @@ class Shards:
         self.names: list[str] = []
         self.memories: list[RegionMemory] = []
         self.pieces: list[Piece] = []
-        self.mirror: list[Piece] = []
-        self.left_here: dict[int, list[Piece]] = {}
         self.everywhere: dict[torch.nn.Parameter, None] = {}
         self.accelerator = all_reduce.accelerator if isinstance(all_reduce, OnStream) else None
-        self.num_steps = 0
-        self.is_half_done = False
-        self.unfinished: Unfinished | None = None
-        self.kept_rank = kept_by(world.rank, world.hosts) if is_mirrored else world.rank
         self._names = names
         self._sparse = sparse
         self._kept: list[torch.Tensor] = []  # memory that the parameters had, where others may still read it
@@ -154,14 +135,8 @@ class Shards:
             self._add_pieces_of(len(self.memories) - 1)
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
 
-    @property
-    def is_mirrored(self) -> bool:
-        return self.kept_rank != self.world.rank
-
     def _add_pieces_of(self, index: int) -> None:
         self.pieces += self._pieces_of(index, self.world.rank)
-        if self.is_mirrored:
-            self.mirror += self._pieces_of(index, self.kept_rank)
 
     def _pieces_of(self, index: int, rank: int) -> list[Piece]:
         """A rank's pieces of a region, as they are at first."""
@@ -255,28 +230,15 @@ class Shards:
                 group.update(options)
 
     def _step_pieces(self, run: Callable[[], _T]) -> _T:
-        if self.is_mirrored:
-            self.unfinished = Unfinished(run, self.parameters)
         self._enter()
         try:
             stepped = [p.grad is not None for p in self.parameters]
             changed = [memory for memory in self.memories if any(stepped[m.parameter] for m in memory.region.members)]
-            if self.is_mirrored:
-                self._spread_copies(run, changed)
-                random = torch.get_rng_state()
-            self.is_half_done = True
             self.pieces = self._with_gradients(self.pieces)
             with self._in_place(self.pieces, self.everywhere):
                 result = run()
-            if self.is_mirrored:
-                if not (self.has_said or torch.equal(random, torch.get_rng_state())):
-                    raise ValueError(_RANDOM.format(name=type(self.optimizer).__name__))
-                self._step_mirror(run)
-            else:
-                self._exchange.start(changed)
-                self._exchange.finish()
-            self.num_steps += 1
-            self.is_half_done, self.unfinished = False, None
+            self._exchange.start(changed)
+            self._exchange.finish()
         except BaseException as error:
             self.world.break_off("step()", error)
             raise
@@ -287,47 +249,6 @@ class Shards:
             with suppress(RingError):  # of a rank that is lost now: the step counts
                 self._say_what_it_saves()
         return result
-
-    def _spread_copies(self, run: Callable[[], object], changed: Sequence[RegionMemory]) -> None:
-        """Collective: give other ranks the results of this rank's share, which stays as it was."""
-        if self.world.size == 2:  # each steps everything
-            return
-        try:
-            self.pieces = self._with_gradients(self.pieces)
-            results = stepped_copies(self.optimizer, self.pieces, run)
-            assert isinstance(self._exchange, Exchange)  # elastic jobs are on the CPU
-            self._exchange.spread_copies(results, self.memories, changed)
-        finally:
-            self._drop_gradients(self.pieces)
-        internal_collectives_of(self.world).barrier()
-
-    def _step_mirror(self, run: Callable[[], object]) -> None:
-        try:
-            self.mirror = self._with_gradients(self.mirror)
-            with aside(self.optimizer, self._by_group(self.mirror), self.optimizer.state):
-                run()
-        finally:
-            self._drop_gradients(self.mirror)
-
-    def finish(self) -> None:
-        """Make the step that was broken off. Not collective: the parameters of other shares are not there yet."""
-        assert self.unfinished is not None
-        self.unfinished.put_back()
-        self.is_half_done = True
-        try:
-            self.pieces = self._with_gradients(self.pieces)
-            tensors = self._by_group(self.pieces)
-            for group, own in zip(self.optimizer.param_groups, tensors, strict=True):
-                own += [parameter for parameter in group["params"] if parameter in self.everywhere]
-            with aside(self.optimizer, tensors, self.optimizer.state):
-                self.unfinished.run()
-            self._step_mirror(self.unfinished.run)
-        finally:
-            self._drop_gradients(self.pieces)
-            for parameter in self.parameters:
-                parameter.grad = None
-        self.num_steps += 1
-        self.is_half_done, self.unfinished = False, None
 
     def _by_group(self, pieces: Sequence[Piece]) -> list[list[torch.Tensor]]:
         tensors: list[list[torch.Tensor]] = [[] for _ in self.optimizer.param_groups]
@@ -402,12 +323,10 @@ class Shards:
         """Collective, after the first step: say what state there is, and what a fused optimizer would save."""
         state = self.optimizer.state
         shared = sum(map(num_bytes_of, (state.get(p) for p in self.everywhere)))
-        kept = sum(map(num_bytes_of, (state.get(piece.tensor) for piece in self.mirror)))
         mine = sum(map(num_bytes_of, state.values()))
-        rows = internal_collectives_of(self.world).all_gather(torch.tensor([[mine, kept]], device="cpu"))
-        sizes = [row.flatten().tolist() for row in rows]
-        total = sum(size - its - shared for size, its in sizes) + shared
-        most = max(size for size, _ in sizes)
+        rows = internal_collectives_of(self.world).all_gather(torch.tensor([mine], device="cpu"))
+        sizes = [int(row) for row in rows]
+        total, most = sum(sizes) - (len(sizes) - 1) * shared, max(sizes)
         if total:
             self.keep_an_entry()
         if self.world.rank == 0 and total:
@@ -428,14 +347,14 @@ class Shards:
             self.optimizer.state[torch.empty(0, device="cpu")] = {}
 
     def release(self) -> None:
-        """The ranks of this world part. The state is handed over to others: see `handover.py`."""
+        """The ranks of this world part. What this rank has of the state is of no use without the rest."""
         for handle in self._handles:
             handle.remove()
         self._exchange.close()
 
     def reset_pieces(self) -> None:
         """Forget which pieces were split."""
-        self.pieces, self.mirror = [], []
+        self.pieces = []
         for index in range(len(self.memories)):
             self._add_pieces_of(index)
 
@@ -464,26 +383,6 @@ class Shards:
                 handle.remove()
         else:
             self._refuse("load_state_dict()")
-
-
-class Unfinished:
-    """What a rank keeps until a step of a mirrored optimizer counts: the gradients, and what steps."""
-
-    def __init__(self, run: Callable[[], object], parameters: Sequence[torch.nn.Parameter]) -> None:
-        self.run = run
-        self._gradients = [
-            (parameter, grad, 0 if grad is None else grad._version)
-            for parameter, grad in ((parameter, parameter.grad) for parameter in parameters)
-        ]
-
-    @property
-    def is_intact(self) -> bool:
-        """Whether the script has left the gradients as they were."""
-        return all(grad is None or grad._version == version for _, grad, version in self._gradients)
-
-    def put_back(self) -> None:
-        for parameter, grad, _ in self._gradients:
-            parameter.grad = grad
 
 
 class _StateOf:

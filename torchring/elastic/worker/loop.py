@@ -99,7 +99,7 @@ def _run_once(state: State, call: Callable[[], _T], signals: Signals) -> _T:
     try:
         result = call()
     except GenerationOver:
-        state._gather()
+        state._part(None, all_leave=True)
         if world.rank == 0:
             _say("this job was told to end", state._save_now())
         if world.size > 1:
@@ -107,9 +107,9 @@ def _run_once(state: State, call: Callable[[], _T], signals: Signals) -> _T:
         signals.end()
     if world.size > 1:
         collectives_of(world).barrier()
-    state._gather()
+    everything = state._gather()
     if world.rank == 0:
-        state._save_now()
+        state._save_now(everything)
     return result
 
 
@@ -132,10 +132,10 @@ def _run(state: State, call: Callable[[], _T], worker: Worker, signals: Signals)
             result = call()
             if world.size > 1:
                 collectives_of(world).barrier()
-            state._gather()
+            everything = state._gather()
             worker.finish()
             if world.rank == 0:
-                state._save_now()
+                state._save_now(everything)
             return result
         except GenerationOver as change:
             reason, has_lost_peer = "", False

@@ -40,20 +40,20 @@ from torchring.data.epoch import share_of
 from torchring.elastic.worker.checkpoint import CheckpointWriter, copy_of, newest, newest_step
 from torchring.elastic.worker.sampler import Sampler
 from torchring.elastic.worker.worker import Worker
-from torchring.errors import GradientError, PeerLostError, PlanMismatchError, RingError, in_step, ranks_in_words
+from torchring.errors import GradientError, PeerLostError, PlanMismatchError, RingError, in_step
 from torchring.generation import Change
 from torchring.gradients.participants.weights import OTHER_BATCH
 from torchring.gradients.validation import parameters_of
 from torchring.observe.recorder.forward import TransientHook
 from torchring.optimizer import DistributedOptimizer
-from torchring.sharding.handover import Handover, leave_shares
+from torchring.sharding.checkpoint import gather_state, load_state
 from torchring.world import World
 
 _FORMAT: Final = 1  # of checkpoints
 _EVERY: Final = timedelta(minutes=5)
 _LOST: Final = (
-    "{ranks} took a share of the optimizer's state along that no other rank has, and there is no checkpoint to go back "
-    "to; pass checkpoint= to torchring.elastic.State"
+    "with shard=True, a worker that is lost takes its share of the optimizer's state along, and there is no checkpoint "
+    "to go back to: all workers end, and new ones start from the beginning. Pass checkpoint= to torchring.elastic.State"
 )
 
 _log = logging.getLogger("torchring.elastic")
@@ -140,7 +140,11 @@ class State:
         }
         self._names_of_values = [name for name in given if name not in self._modules and name not in self._stateful]
         self._optimizers = [each for each in self._stateful.values() if isinstance(each, DistributedOptimizer)]
-        self._handovers = {each: Handover(each.optimizer) for each in self._optimizers if each._options.shard}
+        self._sharded = {
+            name: each
+            for name, each in self._stateful.items()
+            if isinstance(each, DistributedOptimizer) and each._options.shard
+        }
         self._samplers = [each for each in self._stateful.values() if isinstance(each, Sampler)]
         self._values = _Fields(self, {name: name for name in self._names_of_values})
         self._check(global_batch, every)
@@ -171,7 +175,10 @@ class State:
         self._committed: tuple[int, dict[str, Any]] | None = None  # progress, and everything
         self._writer: CheckpointWriter | None = None
         self._saved_at = (0, time.monotonic())  # steps, and time
-        self._gathered: tuple[int, dict[str, Any]] | None = None  # progress, and everything, on rank 0
+
+        # Optimizers with shard=True
+        self._has_share = False  # their state was dealt out: what this rank has of it is not the whole
+        self._whole: dict[str, dict[str, Any]] = {}  # their state_dicts, on the rank that deals them out
 
         for optimizer_ in self._optimizers:
             is_first = optimizer_ is self._optimizers[0]
@@ -229,7 +236,7 @@ class State:
         Raises:
             ValueError: an optimizer has shard=True.
         """
-        if self._handovers:
+        if self._sharded:
             raise ValueError(
                 "commit() does not work with shard=True: no rank has the whole state to return to. Leave commit() out; "
                 "a rank that raises an exception ends, and is replaced"
@@ -336,21 +343,23 @@ class State:
         for each in self._stateful.values():
             if isinstance(each, torch.amp.GradScaler):  # takes a step that was lost for one under way
                 getattr(each, "_per_optimizer_states", {}).clear()
+        self._become_whole()
         rows = self._compare(world, has_failed=has_failed)
         is_new = [row.progress < 0 for row in rows]
         try:
             if world.size > 1:
-                collectives_of(world).check_equal([*self._layout(), *self._sharded()])
+                collectives_of(world).check_equal([*self._layout(), *(f"{name}: shard=True" for name in self._sharded)])
             if worker is not None and world.rank == 0:
                 worker.publish_layout(json.dumps(self._layout()).encode())
             for optimizer in self._optimizers:
                 optimizer.zero_grad()
-            lost = self._agree_on_shares(world)
-            uses_commits, src = self._share(world, rows, lost)
+            uses_commits, src = self._share(world, rows)
+            if self._is_fresh or world.rank == src:
+                self._whole = {name: each.optimizer.state_dict() for name, each in self._sharded.items()}
+            self._has_share = bool(self._sharded) and world.size > 1
             for i, optimizer in enumerate(self._optimizers):
-                is_mirrored = worker is not None and optimizer._options.shard is True
-                optimizer._join_generation(world, _Batches(self, is_first=i == 0), is_mirrored=is_mirrored)
-            self._restore_shares(world, src, 0 if worker is None else worker.generation)
+                optimizer._join_generation(world, _Batches(self, is_first=i == 0))
+            self._deal_out(world, src)
         except PlanMismatchError as error:
             if is_new[world.rank] or not any(is_new):
                 raise
@@ -371,73 +380,63 @@ class State:
 
     def _compare(self, world: World, *, has_failed: bool) -> list[_Row]:
         """The progress of all ranks. Collective."""
-        may_need = self._is_fresh or bool(self._handovers)
+        may_need = self._is_fresh or bool(self._sharded)
         saved = newest_step(self._folder) if may_need and self._folder is not None else None
         progress = -1 if self._is_fresh else self._progress
-        mine = _Row(
-            progress, not self._is_between, self._returns_to(), has_failed, -1 if saved is None else saved, self._size
-        )
+        saved = -1 if saved is None else saved
+        is_certain = not self._is_between
+        mine = _Row(self._has_share, progress, is_certain, self._returns_to(), has_failed, saved, self._size)
         if world.size == 1:
             return [mine]
         tensors = collectives_of(world).all_gather(torch.tensor([mine], dtype=torch.int64, device="cpu"))
         return [_Row(*tensor.flatten().tolist()) for tensor in tensors]
 
-    def _sharded(self) -> list[str]:
-        """More lines that must be equal on all ranks, but need not be in a checkpoint."""
-        return [
-            f"{name}: shard={each._options.shard!r}" for name, each in self._stateful.items() if each in self._handovers
-        ]
+    def _become_whole(self) -> None:
+        """The ranks have parted: optimizers with shard=True get the whole state, if this rank was given it, or none."""
+        for name, optimizer in self._sharded.items():
+            if (shards := optimizer._drop_shards()) is not None:
+                shards.release()
+            if self._has_share:
+                optimizer.optimizer.state = defaultdict(dict)
+                if self._whole:
+                    optimizer.optimizer.load_state_dict(self._whole[name])
+        self._has_share = self._has_share and not self._whole
+        self._whole = {}
 
-    def _agree_on_shares(self, world: World) -> list[int]:
-        """Collective: see `Handover.agree`."""
-        lost: set[int] = set()
-        for optimizer, handover in self._handovers.items():
-            handover.leave(optimizer._drop_shards())
-            lost.update(handover.agree(world))
-        return sorted(lost)
+    def _deal_out(self, world: World, src: int) -> None:
+        """Collective: give each rank its share of what optimizers with shard=True have on rank `src`."""
+        for name, optimizer in self._sharded.items() if world.size > 1 else ():
+            assert optimizer._shards is not None
+            load_state(optimizer._shards, self._whole[name] if world.rank == src else None, src)
+            optimizer._shards.has_said = self._num_steps > 0
+        if self._sharded and world.size > 1:
+            collectives_of(world).barrier()  # until then, rank `src` may have to do this once more
+        self._whole = {}
 
-    def _restore_shares(self, world: World, src: int | None, generation: int) -> None:
-        """Collective: give each rank its share of what optimizers with shard=True have.
+    def _share(self, world: World, rows: list[_Row]) -> tuple[bool, int]:
+        """Give all ranks what one of them has, but for the state of optimizers with shard=True. Collective.
 
-        Args:
-            src: the rank that has the whole state; None if the last generation had it.
-        """
-        if not self._handovers:
-            return
-        for optimizer, handover in self._handovers.items():
-            handover.restore(world, optimizer._shards, src, generation)
-        if world.size > 1:
-            collectives_of(world).barrier()
-        for handover in self._handovers.values():
-            handover.confirm()
-
-    def _share(self, world: World, rows: list[_Row], lost: list[int]) -> tuple[bool, int | None]:
-        """Give all ranks what one of them has, but for shares. Collective.
-
-        Args:
-            lost: the ranks of the last generation whose share nobody has. All ranks go back to the newest checkpoint.
-
-        Returns whether some rank has committed, and the rank whose optimizers have their whole state; None if none has.
+        Returns whether some rank has committed, and the rank that has everything.
         """
         commits = [row.returns_to for row in rows]
         some_failed = any(row.has_failed for row in rows)
-        loads = bool(lost) or all(row.progress < 0 for row in rows)
-        has_loaded = False
-        change: Callable[[], bool] = lambda: False  # noqa: E731
-        if lost and max(row.saved for row in rows) < 0:
-            raise in_step(RingError(_LOST.format(ranks=ranks_in_words(lost)), rank=world.rank))
-        if loads:
+        is_fresh = all(row.progress < 0 for row in rows)
+        is_lost = not is_fresh and all(row.has_share or row.progress < 0 for row in rows)
+        change: Callable[[], object] = lambda: None  # noqa: E731
+        if is_lost and max(row.saved for row in rows) < 0:
+            raise in_step(RingError(_LOST, rank=world.rank))
+        if is_fresh or is_lost:
             saved = [row.saved for row in rows]
-            src, change = saved.index(max(saved)), functools.partial(self._load_newest, lost)
+            src, change = saved.index(max(saved)), functools.partial(self._load_newest, is_lost=is_lost)
         elif some_failed and max(commits) >= 0:
             src, change = commits.index(max(commits)), self._return_to_commit
         else:
-            ends = [row[:2] for row in rows]  # of equals, one whose values are certain
+            ends = [(not row.has_share, row.progress, row.is_certain) for row in rows]  # of equals, the first
             src = ends.index(max(ends))
         problem: Exception | None = None
         if world.rank == src:
             try:
-                has_loaded = change()
+                change()
             except Exception as error:
                 problem = error
         if world.size == 1:
@@ -445,20 +444,16 @@ class State:
                 raise problem
         else:
             collectives_of(world).raise_together(problem, "could not give the others its state")
-        if self._handovers and loads:
-            has_loaded = internal_collectives_of(world).any_rank(has_loaded)
-        has_shares = any(handover.has_state for handover in self._handovers.values())
-        src_of_shares = src if has_loaded or not has_shares else None
         if world.size == 1:
-            return max(commits) >= 0, src_of_shares
-        are_equal = len({(row.progress, row.size) for row in rows}) == 1 and not loads
+            return max(commits) >= 0, src
+        are_equal = len({(row.progress, row.size) for row in rows}) == 1 and not (is_fresh or is_lost)
         if some_failed or not are_equal or not all(row.is_certain for row in rows):
             self._receive(src, world.rank)
         else:  # a step that GradScaler has left out changes more than a forward does, but no parameter
             broadcast_state(_Rest(self), src)
             for module in self._modules.values():
                 broadcast_parameters(dict(module.named_buffers()), src)
-        return max(commits) >= 0, src_of_shares
+        return max(commits) >= 0, src
 
     def _receive(self, src: int, rank: int) -> None:
         """Give all ranks what rank `src` has. Collective."""
@@ -469,7 +464,7 @@ class State:
             for module in self._modules.values():
                 broadcast_parameters(module, src)
             for optimizer in self._optimizers:
-                if optimizer not in self._handovers:
+                if not optimizer._options.shard:
                     broadcast_state(optimizer, src)
         except BaseException:
             if before is not None:
@@ -506,10 +501,9 @@ class State:
         """Progress of the newest commit of this rank; -1 for none."""
         return -1 if self._committed is None else self._committed[0]
 
-    def _return_to_commit(self) -> bool:
+    def _return_to_commit(self) -> None:
         assert self._committed is not None
         self._become(copy_of(self._committed[1]))  # loading keeps tensors, and the next exception may come
-        return False
 
     def _copy(self) -> dict[str, Any]:
         """A copy of everything, also of buffers that no checkpoint has."""
@@ -546,13 +540,19 @@ class State:
 
     # Checkpoints
 
-    def _load_newest(self, lost: list[int]) -> bool:
-        """Become what the newest checkpoint has. Returns False if there is none."""
+    def _load_newest(self, *, is_lost: bool) -> None:
+        """Become what the newest checkpoint has, if there is one.
+
+        Args:
+            is_lost: there is a way back only.
+        """
         found = None if self._folder is None else newest(self._folder)
         if found is None:
-            if lost:
-                raise ValueError(_LOST.format(ranks=ranks_in_words(lost)))
-            return False
+            if is_lost:
+                raise ValueError(_LOST)
+            if self._sharded:  # a rank may be lost before the first checkpoint is due
+                self._save_now(self._everything())
+            return
         step, everything = found
         if everything.get("format") != _FORMAT:
             raise ValueError(f"the checkpoint of step {step} in {self._folder} is of another version of torchring")
@@ -562,10 +562,10 @@ class State:
                 f"the checkpoint of step {step} in {self._folder} is of another model or State: it has {saved_has}, "
                 f"the script has {mine_has}; use another folder, or remove the checkpoints"
             )
-        if lost:
+        if is_lost:
             _log.warning(
-                "%s took a share of the optimizer's state along that no other rank had: all go back to a checkpoint",
-                ranks_in_words(lost),
+                "a worker that is lost took its share of the optimizer's state along (shard=True): all go back to a "
+                "checkpoint"
             )
         self._become(everything)
         age = timedelta(seconds=round(time.time() - everything.get("time", 0)))
@@ -578,14 +578,13 @@ class State:
             "training goes on from the checkpoint of step %d in %s, which is %s old%s",
             *(step, self._folder, age, doubt if is_another else ""),
         )
-        return True
 
     def _write_if_due(self) -> None:
         """Collective if an optimizer has shard=True, else of rank 0."""
         world = self._world
-        if self._folder is None or world is None or (world.rank != 0 and not self._handovers):
+        if self._folder is None or world is None or (world.rank != 0 and not self._sharded):
             return
-        if self._handovers and world.shared(Join).is_open:  # ranks that have ended do not come here
+        if self._sharded and world.shared(Join).is_open:  # ranks that have ended do not come here
             return
         steps, at = self._saved_at
         every = self._every
@@ -593,7 +592,7 @@ class State:
             is_due = self._num_steps >= steps + every
         else:
             is_due = self._num_steps > steps and time.monotonic() >= at + every.total_seconds()
-            if self._handovers and world.size > 1:  # by the clock of rank 0
+            if self._sharded and world.size > 1:  # by the clock of rank 0
                 is_due = internal_collectives_of(world).any_rank(is_due and world.rank == 0)
         if is_due:
             self._saved_at = (self._num_steps, time.monotonic())
@@ -603,48 +602,52 @@ class State:
         if self._worker is not None and self._writer is not None:
             self._worker.checkpoint = str(self._writer.newest or "")
 
-    def _gather(self) -> None:
-        """Collective: have rank 0 hold everything, for a checkpoint that it writes when the ranks have parted."""
-        world = self._world
-        if self._handovers and self._folder is not None and world is not None and world.size > 1:
-            everything = self._everything()
-            self._gathered = (self._progress, everything) if world.rank == 0 else None
+    def _gather(self) -> dict[str, Any] | None:
+        """Collective, at the end: everything, on rank 0, for a checkpoint that it writes. Without shard=True, None."""
+        return self._everything() if self._sharded and self._folder is not None else None
 
-    def _part(self, worker: Worker, *, all_leave: bool) -> None:
-        """Collective, where ranks change: gather the state if the job may be over, and keep what leaving ranks have."""
+    def _part(self, worker: Worker | None, *, all_leave: bool) -> None:
+        """Collective, where ranks change: a rank that stays gets the whole state of optimizers with shard=True.
+
+        If the job may be over, rank 0 gets it, which writes the last checkpoint.
+        """
         world = self._world
-        if not self._handovers or world is None or world.size == 1:
+        if not self._sharded or world is None or world.size == 1:
             return
         try:
-            is_over = all_leave or worker.is_over(asks=worker.leaves)
-            if internal_collectives_of(world).any_rank(is_over):
-                self._gather()
-            for optimizer in self._handovers:
-                if optimizer._shards is not None:
-                    leave_shares(optimizer._shards, leaves=worker.leaves)
+            leaves = worker is not None and worker.leaves
+            is_over = worker is None or all_leave or worker.is_over(asks=leaves)
+            said = internal_collectives_of(world).all_gather_bytes(bytes([is_over, leaves]))
+            staying = [rank for rank, (_, leaves) in enumerate(said) if not leaves]
+            heir = 0 if any(is_over for is_over, _ in said) or not staying else staying[0]
+            for name, optimizer in self._sharded.items():
+                assert optimizer._shards is not None
+                whole = gather_state(optimizer._shards, keeps=world.rank == heir)
+                if whole is not None:
+                    self._whole[name] = whole
         except RingError as error:  # a rank is lost meanwhile
-            _log.warning("ranks part without handing over optimizer state: %s", error)
+            self._whole = {}
+            _log.warning("ranks part without the optimizer's state: %s", error)
 
-    def _everything_at_end(self) -> dict[str, Any]:
-        """As `_everything`, when the ranks have parted."""
-        if self._gathered is not None and self._gathered[0] == self._progress:
-            return self._gathered[1]
-        for optimizer, handover in self._handovers.items():
-            if optimizer._shards is not None or handover.is_between:
-                handover.leave(optimizer._drop_shards())
-                optimizer.optimizer.state = defaultdict(dict, handover.whole())
-        return self._everything()
+    def _save_now(self, everything: dict[str, Any] | None = None) -> str:
+        """Write a checkpoint, unless the newest has this step. Returns its path; "" without a folder, or on failure.
 
-    def _save_now(self) -> str:
-        """Write a checkpoint, unless the newest has this step. Returns its path; "" without a folder, or on failure."""
-        if self._folder is None or self._is_fresh:
+        Args:
+            everything: as `_gather` has returned it. By default, what this rank has when the ranks have parted.
+        """
+        if self._folder is None or (self._is_fresh and everything is None):
             return ""
         if self._writer is None:
             self._writer = CheckpointWriter(self._folder)
         try:
             self._writer.flush(60.0)
             if newest_step(self._folder) != self._num_steps:
-                self._writer.write_now(self._num_steps, self._everything_at_end())
+                if everything is None:
+                    self._become_whole()
+                    if self._has_share:
+                        raise ValueError("other ranks, which are gone, have the rest of the optimizer's state")
+                    everything = self._everything()
+                self._writer.write_now(self._num_steps, everything)
         except Exception as error:
             _log.warning("no checkpoint was written to %s: %s", self._folder, error)
             return ""
@@ -665,6 +668,7 @@ class _Row(NamedTuple):
     """The progress of a rank, as the other ranks hear of it.
 
     Attributes:
+        has_share: it has less than the whole state of optimizers with shard=True.
         progress: -1 for a rank that has nothing yet.
         is_certain: values belong to this progress.
         returns_to: progress of its newest commit; -1 for none.
@@ -673,6 +677,7 @@ class _Row(NamedTuple):
         size: size of the world that trained last.
     """
 
+    has_share: bool
     progress: int
     is_certain: bool
     returns_to: int
