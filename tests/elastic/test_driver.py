@@ -24,6 +24,7 @@ from torchring.elastic.driver import hosts as hosts_module
 from torchring.elastic.driver import store as store_module
 from torchring.elastic.driver.cooldown import Cooldown
 from torchring.elastic.driver.coordinator import UNLIMITED, Coordinator, Limits
+from torchring.elastic.driver.driver import Driver
 from torchring.elastic.driver.store import DriverStore, Listener
 from torchring.elastic.protocol import (
     BROKEN,
@@ -39,7 +40,7 @@ from torchring.elastic.protocol import (
     generation_key,
     world_prefix,
 )
-from torchring.errors import PeerLostError, decode_error
+from torchring.errors import PeerLostError, TopologyError, decode_error
 from torchring.launch.hosts import Host, LaunchError
 from torchring.launch.output import STDERR, STDOUT, Output, OutputOptions
 from torchring.rendezvous.signed import signed
@@ -801,6 +802,29 @@ def test_what_the_driver_writes() -> None:
     assert (type(error), error.peers, error.message) == (PeerLostError, (1, 2), "rank 2 (worker 5) was killed")
     store.forget_worker(7)
     assert not theirs.check([card_key(7)])
+
+
+@pytest.mark.parametrize("data", ["nonsense", '{"state": "running", "evil": 1}', "[1]", "[" * 100_000, "{}", "5"])
+def test_a_message_that_is_none_is_one_clear_error(data: str) -> None:
+    with pytest.raises(TopologyError, match="a message of an elastic job is not a Card of torchring's"):
+        Card.decode(data)
+
+
+@pytest.mark.parametrize("key", [CALL, BROKEN, LATEST, END, card_key(7), beat_key(7)])
+def test_a_stranger_who_writes_into_the_store_ends_the_job_with_one_sentence(
+    key: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    listener = Listener(hosts_module.fixed([Host("localhost", 2)]))
+    store = DriverStore(listener)
+    store.add_worker(7)
+    TCPStore("127.0.0.1", listener.port, is_master=False).set(key, Card("meeting").encode())
+    driver = object.__new__(Driver)
+    driver._code = None
+    driver.tick = lambda received: store.read([card_key(7), beat_key(7)])  # type: ignore[method-assign, assignment, return-value]
+    assert driver.run([]) == 1
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert said[0].startswith(f"torchring run: this job ends, because the rendezvous store has a value under {key!r}")
 
 
 # ---- processes

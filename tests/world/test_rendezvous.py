@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+import torchring
 from tests.support.commands import free_port
 from tests.support.harness import patient, run_ranks, run_threads
 from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
-from torchring.linux import open_process
+from torchring.linux import has_ended, open_process, process_id
 from torchring.rendezvous.rendezvous import Rendezvous
 
 
@@ -248,3 +252,42 @@ def test_the_name_of_a_machine_may_be_any_bytes(monkeypatch: pytest.MonkeyPatch)
     Rendezvous(store, 0, 2, 5.0).claim_rank()
     with pytest.raises(TopologyError, match=r"pid [0-9]+ on h\\xff<b>"):
         Rendezvous(store, 0, 2, 5.0).claim_rank()
+
+
+def _dies_in_init(rank: int, size: int, name: str) -> tuple[str, tuple[int, ...], float] | None:
+    if rank == 1:
+        all_gather = Rendezvous.all_gather
+
+        def die(self: Rendezvous, what: str, value: bytes) -> list[bytes]:
+            if what == name:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return all_gather(self, what, value)
+
+        Rendezvous.all_gather = die  # type: ignore[method-assign]
+    started = time.monotonic()
+    with pytest.raises(PeerLostError) as caught:
+        torchring.init(timeout_seconds=60.0)
+    return str(caught.value), caught.value.peers, time.monotonic() - started
+
+
+@pytest.mark.parametrize("name", ["host", "reachable"])
+def test_a_rank_that_dies_in_init_is_named_at_once(name: str) -> None:
+    survivors = run_ranks(_dies_in_init, 3, name, expect_exit={1: -signal.SIGKILL})
+    for text, peers, seconds in (survivors[0], survivors[2]):
+        assert peers == (1,)
+        assert "rank 1 (pid " in text
+        assert seconds < patient(5.0)
+
+
+def test_a_process_is_told_from_others_of_its_number() -> None:
+    place, _, began = process_id().rpartition("/")
+    assert not has_ended(process_id())
+    assert has_ended(f"{place}/{int(began) + 1}")  # an earlier process of this number
+    for other in ("", "nonsense", f"another machine/{place}/1", f"{place.rpartition('/')[0]}/x/1"):
+        assert not has_ended(other)
+    with subprocess.Popen(["true"]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # a zombie is no rank any more
+        stat = Path(f"/proc/{ended.pid}/stat").read_text().rpartition(")")[2].split()
+        process = f"{place.rpartition('/')[0]}/{ended.pid}/{stat[19]}"
+        assert has_ended(process)
+    assert has_ended(process)

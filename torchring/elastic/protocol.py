@@ -24,6 +24,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
+from torchring.errors import TopologyError
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -69,8 +71,14 @@ class _Message:
 
     @classmethod
     def decode(cls, data: bytes | str) -> Self:
-        read = json.loads(data)
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in read.items()})
+        try:
+            read = json.loads(data)
+            return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in read.items()})
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise TopologyError(
+                f"a message of an elastic job is not a {cls.__name__} of torchring's ({type(error).__name__}): give "
+                "all workers the same release of torchring"
+            ) from error
 
 
 @dataclass(frozen=True)

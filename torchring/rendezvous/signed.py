@@ -96,8 +96,9 @@ class SignedStore(Store):
         if not hmac.compare_digest(found, self._sealed(key, value)):
             raise TopologyError(
                 f"the rendezvous store has a value under {self.prefix + key!r} that no process of this job has put "
-                "there. Another job may use the same address and port: give each job a MASTER_PORT of its own. Else a "
-                "stranger has written to the store: SECURITY.md says who can reach it"
+                "there: another job may use the same address and port, or another user of the machine or network may "
+                "have written to the store. Start the job again; give each job a MASTER_PORT of its own, and see "
+                "SECURITY.md"
             )
         return value
 

@@ -32,6 +32,7 @@ from torchring.elastic.driver.coordinator import Coordinator, Limits
 from torchring.elastic.driver.hosts import Hosts
 from torchring.elastic.driver.store import DriverStore, Listener
 from torchring.elastic.protocol import Beat, Card, Invitation, beat_key, card_key
+from torchring.errors import TopologyError
 from torchring.launch.hosts import LaunchError, why_no_loopback
 from torchring.launch.jobs import HEARTBEAT_SECONDS, KILL_SECONDS, Job, host_job, open_output
 from torchring.launch.output import Output, OutputOptions
@@ -163,7 +164,11 @@ class Driver:
         """Run the job. Signals that this process gets are appended to `received`."""
         with ThreadPoolExecutor(1, "torchring-store") as executor:
             while self._code is None:
-                self.tick(received)
+                try:
+                    self.tick(received)
+                except TopologyError as error:  # `close` kills the workers
+                    _say(f"this job ends, because {error.message}")
+                    return 1
                 if self._opening is None and self._processes:
                     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # workers that are killed are no news
                     self._opening = executor.submit(DriverStore, self._listener)

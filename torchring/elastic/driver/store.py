@@ -39,6 +39,7 @@ _LOOPBACK: Final = "127.0.0.1"
 _MOST_ADDRESSES: Final = 16
 _BACKLOG: Final = 1024  # workers may connect before torch is there
 _TIMEOUT: Final = timedelta(seconds=60)
+_OWN: Final = (CALL, BROKEN, LATEST, END)
 _KEPT: Final = 2  # generations whose keys stay
 
 
@@ -120,8 +121,8 @@ class DriverStore:
             self._store.delete_key(key)
 
     def read(self, keys: list[str]) -> list[bytes]:
-        """The values of keys that are there."""
-        return list(self._store.multi_get(keys)) if keys else []
+        """The values of keys that are there. Raises TopologyError if a stranger has written one, or one of `_OWN`."""
+        return list(self._store.multi_get([*keys, *_OWN]))[: len(keys)]
 
     def publish(self, generation: Generation) -> None:
         """A generation begins. The keys of earlier ones go."""
