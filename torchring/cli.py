@@ -43,6 +43,7 @@ _COMMANDS: Final = {
     "manifest": ("torchring.manifest.command", "write an sbatch script or objects for Kubernetes from a job file"),
 }
 _BENCH: Final = Path(__file__).with_name("bench")
+_NEW_SECONDS: Final = 60.0  # from the making of a folder to its lock, at most
 _PATIENCE_SECONDS: Final = 10.0  # for a benchmark that was told to stop: it may have to remove a network
 
 
@@ -268,8 +269,10 @@ def _progress_folder() -> Iterator[str]:
     """A temporary folder. Removes those of earlier jobs whose `torchring run` was killed, too."""
     prefix = "torchring-progress-"
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        with contextlib.suppress(OSError), _locked(left):  # a folder in use is locked
-            shutil.rmtree(left)
+        with contextlib.suppress(OSError):
+            if time.time() - left.lstat().st_mtime > _NEW_SECONDS:
+                with _locked(left):  # a folder in use is locked
+                    shutil.rmtree(left)
     with tempfile.TemporaryDirectory(prefix=prefix) as folder, _locked(Path(folder)):
         yield folder
 

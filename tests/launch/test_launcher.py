@@ -216,10 +216,13 @@ def test_the_folder_of_progress_goes_with_the_job_or_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / "torchring-progress-killed").mkdir()
+    new = tmp_path / "torchring-progress-new"  # another job has not come to locking it
+    for folder in (new, tmp_path / "torchring-progress-killed"):
+        folder.mkdir()
+    os.utime(tmp_path / "torchring-progress-killed", (0, 0))
     with cli._progress_folder() as first, cli._progress_folder() as second:
-        assert {str(file) for file in tmp_path.iterdir()} == {first, second}
-    assert not list(tmp_path.iterdir())
+        assert {str(file) for file in tmp_path.iterdir()} == {first, second, str(new)}
+    assert list(tmp_path.iterdir()) == [new]
 
 
 @pytest.mark.parametrize("package", ["torch", "numpy"])

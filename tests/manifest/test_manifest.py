@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ JOB = {"name": "digits", "command": "python train.py --text 'two words'", "worke
 
 
 def write(folder: Path, said: Any) -> str:
-    (folder / "job.yaml").write_text(said if isinstance(said, str) else yaml.safe_dump(said))
+    said = said if isinstance(said, str | bytes) else yaml.safe_dump(said)
+    (folder / "job.yaml").write_bytes(said if isinstance(said, bytes) else said.encode())
     return str(folder / "job.yaml")
 
 
@@ -81,6 +83,15 @@ def test_bad_input(given: dict[str, Any], message: str) -> None:
     [
         ("name: [", [], "is not YAML: while parsing .* line 1, column"),
         ("- name", [], "a job file has a line `key: value` for each of name, command, .*; got \\['name'\\]"),
+        ("a: &a [1]\nb: [*a, *a]", [], "is not a job file: it has lists in lists, or an alias such as"),
+        ("name: " + "[" * 20_000 + "]" * 20_000, [], "is not a job file: it has lists in lists"),
+        ("name: a\ncpus: " + "9" * 5000, [], "is not a job file: Exceeds the limit"),
+        ("name: a\ncpus: 1\ncommand: a\nmemory: " + "0x" + "9" * 5000, [], "is not a job file: Exceeds the limit"),
+        ("name: a\ncpus: 1\ncommand: a\nenv: {A: 2001-99-99}", [], "is not a job file: month must be in 1..12"),
+        ('name: a\ncpus: 1\ncommand: "\\ud800"', [], "is not a job file: .* surrogates not allowed"),
+        ("name: " + "A" * 30_000, [], "name: lower-case letters, .{480,520}\n"),
+        ("name: a" + " " * 70_000, [], "is not a job file: it has more than 65536 letters"),
+        (b"name: \xff", [], "is not a job file: 'utf-8' codec can't decode"),
         (JOB, ["kubernetes"], "image: pods need a container image with PyTorch, torchring and the script"),
         (
             {**JOB, "image": "a", "elastic": {"min": 1, "max": 2}},
@@ -118,6 +129,12 @@ def test_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert (tmp_path / "digits.sbatch").read_text() == shown
     assert cli.main(["manifest", "slurm", "no.yaml"]) == 2
     assert capsys.readouterr().err == "torchring manifest: no.yaml: cannot be read: No such file or directory\n"
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "yaml", None)
+        assert cli.main(["manifest", "slurm", "no.yaml"]) == cli.main(["manifest", "slurm", path]) == 2
+    missing, needed = capsys.readouterr().err.splitlines()
+    assert missing.endswith("no.yaml: cannot be read: No such file or directory")
+    assert needed.endswith("job files need PyYAML: run `pip install 'torchring[manifest]'`")
     assert cli.main(["manifest", "slurm", path, "-o", "no/folder"]) == 1
     assert capsys.readouterr().err == "torchring manifest: cannot write 'no/folder': No such file or directory\n"
     with pytest.raises(SystemExit, match=r"^2$"):

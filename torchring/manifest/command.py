@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from torchring.launch.arguments import Parser
 from torchring.launch.hosts import LaunchError
@@ -12,6 +13,8 @@ from torchring.manifest.job import read_job
 from torchring.manifest.kubernetes import KINDS, objects, to_yaml
 from torchring.manifest.slurm import sbatch_script
 from torchring.safe_files import replacing
+
+_MOST_LETTERS: Final = 600  # of a message, which quotes what the file says
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,8 +34,10 @@ def main(arguments: Sequence[str]) -> int:
     try:
         job = read_job(options.job)
         text = sbatch_script(job) if options.cluster == "slurm" else to_yaml(objects(job, options.kind))
-    except LaunchError as error:
-        print(f"torchring manifest: {options.job}: {error}", file=sys.stderr)
+        text.encode()
+    except (LaunchError, ValueError) as error:  # a number of 5,000 digits, or half a character, is a ValueError
+        what = error if isinstance(error, LaunchError) else f"is not a job file: {error}"
+        print(f"torchring manifest: {options.job}: {what}"[:_MOST_LETTERS], file=sys.stderr)
         return 2
     if options.dry_run:
         print(text, end="")

@@ -7,7 +7,6 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, Final
 
 from torchring.launch.arguments import LAUNCHERS_OWN
@@ -16,6 +15,8 @@ from torchring.launch.hosts import LaunchError
 
 _UNITS: Final = {f"{prefix}{i}": (1024 if i else 1000) ** n for n, prefix in enumerate("KMGTP", 1) for i in ("i", "")}
 GRACE_SECONDS: Final = 120  # between SIGTERM and the end, to finish the step and write a checkpoint
+_MOST_LETTERS: Final = 1 << 16
+_DEEPEST: Final = 8  # lists and dictionaries in each other
 _SEVERAL_MB: Final = 1 << 22  # Python alone takes more
 
 
@@ -66,14 +67,24 @@ _KEYS: Final = [key.name for key in fields(Job)]
 def read_job(path: str) -> Job:
     """The job of a file. Raises LaunchError for what is not a job file, and for a job that no machine can run."""
     try:
+        with open(path) as file:
+            text = file.read(_MOST_LETTERS + 1)
+    except OSError as error:
+        raise LaunchError(f"cannot be read: {error.strerror}") from error
+    if len(text) > _MOST_LETTERS:
+        raise LaunchError(f"is not a job file: it has more than {_MOST_LETTERS} letters")
+    try:
         import yaml
     except ImportError as error:
         raise LaunchError("job files need PyYAML: run `pip install 'torchring[manifest]'`") from error
     try:
-        said = yaml.safe_load(Path(path).read_text())
-    except OSError as error:
-        raise LaunchError(f"cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        depth = 0
+        for event in yaml.parse(text, yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _DEEPEST or isinstance(event, yaml.AliasEvent):  # a few lines of aliases make a billion values
+                raise LaunchError("is not a job file: it has lists in lists, or an alias such as *name; write it out")
+        said = yaml.safe_load(text)
+    except yaml.YAMLError as error:
         raise LaunchError(f"is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(said, dict):
         raise LaunchError(f"a job file has a line `key: value` for each of {', '.join(_KEYS)}; got {said!r}")
