@@ -12,7 +12,7 @@ import copy
 import io
 import os
 import unittest.mock
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
@@ -321,6 +321,10 @@ class _Script:
             for optimizer in self.optimizers:
                 self.scaler.step(optimizer)
             self.scaler.update()
+        if training["forwards"] == "update_bn" and s in (1, 3):
+            with torch.no_grad():
+                net(*_random(1000 * self.rank, 3)[:2])
+            self.optimizers[-1].sync_buffers()
         if training["collectives"] == "script":
             torchring.all_reduce(torch.ones(3))
         elif training["collectives"] == "thread":
@@ -464,18 +468,29 @@ def train_alone(training: Training) -> Iterator[tuple[list[Tensor], Net, list[to
             optimizers[0].add_param_group({"params": list(net.extra.parameters())})
         net.zero_grad()
         counting = _add_gradients(net, training, s, step, per_rank)
-        for name, value in per_rank[0].items():
-            if counting and not _is_own(name, training, step):
-                values = [per_rank[r][name] for r in counting]
-                value.copy_(torch.stack(values).mean(0) if value.is_floating_point() else values[0])
-                for own in per_rank[1:]:
-                    own[name].copy_(value)
+        _make_equal(per_rank, counting, {name for name in per_rank[0] if _is_own(name, training, step)})
         if training["clip"] == "norm":
             nn.utils.clip_grad_norm_(net.parameters(), 0.1)
         if step.nan_rank is None:
             for optimizer in optimizers:
                 optimizer.step()
+        if training["forwards"] == "update_bn" and s in (1, 3):
+            batches = [_random(1000 * r, 3)[:2] for r in range(len(per_rank))]
+            with torch.no_grad():
+                net.forward_all(batches, per_rank, [True] * len(batches))
+            _make_equal(per_rank, range(len(per_rank)))
         yield _state(net), net, optimizers
+
+
+def _make_equal(
+    per_rank: Sequence[dict[str, Tensor]], givers: Sequence[int], without: Set[str] = frozenset({"own"})
+) -> None:
+    """Give all ranks the mean of buffers; integers are those of the first."""
+    for name in per_rank[0].keys() - without if givers else ():
+        values = [per_rank[r][name] for r in givers]
+        value = torch.stack(values).mean(0) if values[0].is_floating_point() else values[0].clone()
+        for own in per_rank:
+            own[name].copy_(value)
 
 
 def _add_gradients(net: Net, training: Training, s: int, step: Step, buffers: Sequence[dict[str, Tensor]]) -> list[int]:

@@ -36,6 +36,7 @@ FEATURES: Final[Mapping[str, tuple[str, ...]]] = {
     # the model
     "norm": ("none", "batch", "sync"),
     "buffers": ("none", "counter", "average", "own"),
+    "forwards": ("stepped", "update_bn"),
     "layers": ("dense", "sparse", "complex"),
     "frozen": ("none", "thaws", "freezes"),
     "groups": ("same", "added"),
@@ -89,6 +90,7 @@ REFUSED: Final[dict[Ways, tuple[str, str]]] = _table(
     ("data=join + collectives=script|thread", _NOT_IN_JOIN),
     ("data=join + norm=sync", _NOT_IN_JOIN),
     ("data=join + groups=added", _NOT_IN_JOIN),
+    ("data=join + forwards=update_bn", _NOT_IN_JOIN),
     ("shard=yes + step=closure", ("ValueError", "step(closure) does not work with shard=True")),
     ("shard=yes + layout=transposed", ("GradientError", "was replaced after torchring.wrap(..., shard=True)")),
     ("op=adasum + weights=samples|zero", ("ValueError", "weigh() takes op='mean'; op='adasum' combines")),
@@ -124,6 +126,7 @@ APART: Final[dict[Ways, str]] = _table(
     ("api=horovod|process set + algorithm=ring|native|hierarchical", _NO_OPTION),
     ("api=horovod|process set + nonfinite=skip", _NO_OPTION),
     ("api=horovod|process set + buffers=average", _NO_OPTION),
+    ("api=horovod|process set + forwards=update_bn", _NO_OPTION),
     ("api=process set + norm=sync", _NOT_ALL),
     ("api=process set + collectives=script|thread", _NOT_ALL),
     ("api=process set + data=join", _NOT_ALL),

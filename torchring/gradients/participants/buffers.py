@@ -255,7 +255,7 @@ class BufferSync(Participant):
     def begin(self, current: RoundState) -> None:
         self._is_absent = current.is_empty
         self._drop_results(lambda result: result.sync is self)
-        current.bits["buffers_missing"] = self._is_absent or None in self._layout.tensors()
+        current.bits["buffers_missing"] = self._is_absent or any(each is None for each in self._layout.tensors())
         current.extra = None if self._wire is None else self
 
     def backward_is_over(self, current: RoundState) -> None:
@@ -448,13 +448,14 @@ class _Layout:
         self._found: list[object] = []
         self._shapes: list[object] = []
         self._fitting: list[torch.Tensor | None] = []  # of those that were found last
+        self._pairs: dict[bool, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # of these, what `_copy` copies
 
     def tensors(self) -> list[torch.Tensor | None]:
         """The buffers as they are now; None as in `BufferSpec.tensor`."""
         found = list(map(BufferSpec.find, self.specs))
         shapes = [getattr(buffer, "shape", None) for buffer in found]  # which resize_() changes
         if shapes != self._shapes or any(map(operator.is_not, found, self._found)):
-            self._found, self._shapes = found, shapes
+            self._found, self._shapes, self._pairs = found, shapes, {}
             self._fitting = [
                 buffer if spec.fits(buffer) else None for spec, buffer in zip(self.specs, found, strict=True)
             ]
@@ -475,7 +476,7 @@ class _Layout:
         """Write what this rank contributes."""
         self.wire.zero_()
         self._wide.zero_()
-        self._copy(self._is_mine, to_places=True)
+        self._copy(to_places=True)
         self._halves.copy_(self._wide.view(torch.int32))
         self._means.mul_(self._share)
 
@@ -483,16 +484,20 @@ class _Layout:
     def unpack(self) -> None:
         """Give each buffer the mean of what the ranks have contributed. Buffers that no rank has given stay."""
         self._wide.view(torch.int32).copy_(self._halves)
-        self._copy(self._is_given, to_places=False)
+        self._copy(to_places=False)
 
-    def _copy(self, are_meant: Sequence[bool], *, to_places: bool) -> None:
-        """Copy those buffers that are meant to their places, or back."""
-        buffers, places = [], []
-        for tensor, place, is_meant in zip(self.tensors(), self._places, are_meant, strict=True):
-            if tensor is not None and is_meant:
-                buffers.append(_plain(tensor))
-                places.append(place)
-        if buffers:
+    def _copy(self, *, to_places: bool) -> None:
+        """Copy what this rank contributes to its places, or what some rank has given back."""
+        tensors = self.tensors()
+        if to_places not in self._pairs:
+            are_meant = self._is_mine if to_places else self._is_given
+            self._pairs[to_places] = [
+                (tensor, place)
+                for tensor, place, is_meant in zip(tensors, self._places, are_meant, strict=True)
+                if is_meant and tensor is not None
+            ]
+        if pairs := self._pairs[to_places]:
+            buffers, places = [_plain(tensor) for tensor, _ in pairs], [place for _, place in pairs]
             torch._foreach_copy_(*((places, buffers) if to_places else (buffers, places)))
 
     def _place(self, i: int) -> torch.Tensor:
