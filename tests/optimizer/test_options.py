@@ -131,7 +131,7 @@ _BAD: dict[str, tuple[Callable[[], Callable[[], Any]], str, tuple[str, ...]]] = 
     "accumulate 1.5": (lambda: _wrap(accumulate=1.5), "ValueError|TypeError", ("accumulate", "1.5")),
     "accumulate None": (lambda: _wrap(accumulate=None), "ValueError|TypeError", ("accumulate", "None")),
     "unknown option": (lambda: _wrap(buckets=3), "TypeError", ("buckets",)),
-    "swapped": (_swapped, "TypeError", ("wrap\\(optimizer, model\\): the optimizer comes first", "Sequential")),
+    "swapped": (_swapped, "TypeError", ("wrap(optimizer, model): the optimizer comes first", "Sequential")),
     "no optimizer": (_parameters, "TypeError", ("Optimizer", "list")),
     "no module": (_no_module, "TypeError", ("Module", "OrderedDict|dict")),
     "closed": (_closed, "ValueError", ()),

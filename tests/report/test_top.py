@@ -63,6 +63,9 @@ def test_a_job_that_has_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[
     for folder in (tmp_path, tmp_path / "nowhere"):
         assert cli.main(["top", str(folder), "--once"]) == 1
         assert f"no rank has written to {folder} yet; `torchring run --trace {folder}" in capsys.readouterr().out
+    with pytest.raises(SystemExit):  # no terminal
+        cli.main(["top", str(tmp_path / "nowhere")])
+    assert f"torchring top: there is no folder '{tmp_path}/nowhere'" in capsys.readouterr().err
 
 
 def test_it_ends_with_the_job(
@@ -90,7 +93,7 @@ def test_it_ends_with_the_job(
     monkeypatch.setattr(time, "sleep", sleep)
     assert cli.main(["top", str(tmp_path), "--every", "0.25"]) == 0
     out = capsys.readouterr().out
-    assert out.count("no rank has written") == 2
+    assert out.count("no rank has written") == 1
     assert out.count("Step 50: ") == 2
     assert "The job has ended: rank 1 is gone." in out
     assert path_of(tmp_path, 0).exists()
@@ -106,14 +109,17 @@ def test_a_line_each_time_that_steps_were_made(
     def look(_: Path) -> Picture:
         if (picture := next(left, None)) is None:
             is_over.set()
+            return Picture("", "the end", is_over=True)
         if isinstance(picture, Exception):
             raise picture
-        return picture or Picture("", "the end", is_over=True)
+        return picture
 
     monkeypatch.setattr(progress, "look", look)
     with progress.shown(Path(), seconds=0.001):
         assert is_over.wait(40)
-    lines = ["A", "there is no progress to show: ValueError: odd", "B"]
+    with progress.shown(Path(), seconds=40):  # a short job
+        pass
+    lines = ["A", "there is no progress to show: ValueError: odd", "B", "the end", "the end"]
     assert capfd.readouterr().err == "".join(f"torchring run: {line}\n" for line in lines)
 
 

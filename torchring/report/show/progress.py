@@ -17,17 +17,21 @@ _SECONDS: Final = 10.0  # between two lines
 
 @contextlib.contextmanager
 def shown(folder: Path, seconds: float = _SECONDS) -> Iterator[None]:
-    """Inside, a thread writes a line to standard error each time that a rank has made steps since the last line."""
+    """Inside, a thread writes a line to standard error each time that a rank has made steps since the last line.
+
+    And one at the end, which a short job may have for its only one.
+    """
     is_over = threading.Event()
 
     def run() -> None:
-        last = ""
-        while not is_over.wait(seconds):
+        last, has_ended = "", False
+        while not has_ended:
+            has_ended = is_over.wait(seconds)
             try:
                 picture = look(folder)
             except Exception as error:  # the job goes on, and the next files may be better
                 picture = Picture("", f"there is no progress to show: {type(error).__name__}: {error}")
-            if picture.is_over or picture.headline in ("", last):
+            if (picture.is_over and not has_ended) or picture.headline in ("", last):
                 continue
             last = picture.headline
             with contextlib.suppress(OSError):  # nobody reads

@@ -52,6 +52,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--once", action="store_true", help="look once, and end")
     options = parser.parse_args(arguments)
+    if not options.once and not sys.stdout.isatty() and not options.folder.is_dir():
+        parser.error(f"there is no folder {str(options.folder)!r}, and nobody watches whether it comes")
     try:
         if options.once:
             picture = look(options.folder)
@@ -116,7 +118,10 @@ def _watch(folder: Path, seconds: float) -> None:
 
 
 def _show_until_over(folder: Path, seconds: float, show: Callable[[str], None]) -> None:
+    last = Picture("")
     while not (picture := look(folder)).is_over:
-        show(picture.text)
+        if picture != last or not picture.is_empty:  # the sentence that there is nothing is shown once
+            show(picture.text)
+        last = picture
         time.sleep(seconds)
     show(picture.text)
