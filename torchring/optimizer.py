@@ -70,7 +70,7 @@ from torchring.observe.phases import OPTIMIZER
 from torchring.observe.recorder.forward import ForwardWatch
 from torchring.observe.recorder.recorder import Recorder
 from torchring.observe.services import recorder_of
-from torchring.optimizer_wrapper import OptimizerWrapper
+from torchring.optimizer_wrapper import OptimizerWrapper, with_held
 from torchring.placement import WORKER_CORES, advice, numbers_in
 from torchring.sharding.checkpoint import gather_state, keep_share, load_state
 from torchring.sharding.distributed_checkpoint import make_state, shard_state
@@ -375,12 +375,14 @@ class DistributedOptimizer(OptimizerWrapper):
     def _watch_wrapped(self) -> None:
         """Hook the steps of the wrapped optimizer, so that the model's buffers are equal before other hooks run.
 
-        A script, or a framework, may also step the wrapped optimizer itself. The hooks then do what `step()` does.
+        A script, or a framework, may also step the wrapped optimizer itself, or one that it holds: `second_step()` of
+        SAM steps its `base_optimizer`. The hooks then do what `step()` does.
         """
         own = weakref.ref(self)
+        num_steps: dict[Optimizer, int] = {}  # before a step of an optimizer, which may step another one
 
         @run_eagerly
-        def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def before(stepped: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             optimizer = own()
             sync = None if optimizer is None else optimizer._sync
             if optimizer is None or sync is None or sync.is_closed:
@@ -388,6 +390,7 @@ class DistributedOptimizer(OptimizerWrapper):
             if optimizer._is_stepping:
                 sync.write_buffers()
                 return None
+            num_steps[stepped] = sync.num_steps
             sync.before_step()
             closure = args[1] if len(args) > 1 else kwargs.get("closure")
             if closure is not None:
@@ -399,14 +402,18 @@ class DistributedOptimizer(OptimizerWrapper):
             return None
 
         @run_eagerly
-        def after(*_: Any) -> None:
+        def after(stepped: Optimizer, *_: Any) -> None:
             optimizer = own()
             sync = None if optimizer is None else optimizer._sync
-            if optimizer is not None and sync is not None and not sync.is_closed and not optimizer._is_stepping:
+            if optimizer is None or sync is None or sync.is_closed or optimizer._is_stepping:
+                return
+            if num_steps.pop(stepped, None) == sync.num_steps:
                 sync.has_stepped()
+            else:  # the optimizer that it holds has made the step
+                sync.accept_parameters()
 
-        handles = (self.optimizer.register_step_pre_hook(before), self.optimizer.register_step_post_hook(after))
-        self._step_handles += handles
+        for each in with_held(self.optimizer):
+            self._step_handles += (each.register_step_pre_hook(before), each.register_step_post_hook(after))
 
     def weigh(self, weight: float) -> None:
         """Say that this rank's next loss is a mean over `weight` samples, or tokens. Call before its `backward()`.

@@ -20,6 +20,19 @@ def _shared(name: str) -> Any:
     return property(operator.attrgetter(f"optimizer.{name}"), assign)
 
 
+def with_held(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizer, and those in its attributes that step some of its parameters, as in SAM and Lookahead."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found = [optimizer]
+    for each in found:  # which grows
+        for value in vars(each).values():
+            for held in value if isinstance(value, (list, tuple)) else (value,):
+                is_new = isinstance(held, Optimizer) and not any(held is other for other in found)
+                if is_new and any(id(p) in own for group in held.param_groups for p in group["params"]):
+                    found.append(held)
+    return found
+
+
 class OptimizerWrapper(Optimizer):
     """A torch.optim.Optimizer that shares `param_groups`, `state` and `defaults` with the optimizer that it wraps.
 

@@ -421,6 +421,109 @@ def test_backward_with_create_graph_says_what_to_do_instead() -> None:
     assert_same_on_all_ranks([trained for _, trained in results])
 
 
+def _cached(side: Side, num_parts: int) -> list[Tensor]:
+    """GradCache: the embeddings have no graph, and a hook on the loss runs the model again, in parts."""
+    model = small_model()
+    optimizer = side.wrap(momentum(model), model)
+
+    def loss_of(embeddings: Tensor) -> Tensor:
+        return (embeddings @ embeddings.T).logsumexp(1).mean()
+
+    for step in range(3):
+        optimizer.zero_grad()
+        if not side.is_wrapped:
+            side.mean(lambda rank, step=step: loss_of(model(batch(rank, step)[0]))).backward()
+        else:
+            x = batch(side.mine[0], step)[0]
+            embeddings = model(x).detach().requires_grad_()
+            loss = loss_of(embeddings)
+            (cache,) = torch.autograd.grad(loss, embeddings)
+
+            def run_again(grad: Tensor, x: Tensor = x, cache: Tensor = cache) -> None:
+                with torch.enable_grad():
+                    for part, of_part in zip(x.chunk(num_parts), cache.chunk(num_parts), strict=True):
+                        ((model(part) * of_part).sum() * grad).backward()
+
+            loss = loss.detach().requires_grad_()
+            loss.register_hook(run_again)
+            (loss * 1.0).backward()
+        optimizer.step()
+    return values(model)
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_a_backward_inside_a_hook_of_another_one(num_parts: int) -> None:
+    assert_as_one_process(_cached, num_parts)
+
+
+class _SAM(torch.optim.Optimizer):
+    """As its authors write it: `step()` is left to the optimizer that it holds."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "rho": 0.05})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base_optimizer.param_groups
+
+    def parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        scale = 0.05 / torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm()
+        for p in self.parameters():
+            self.state[p]["old"] = p.clone()
+            p.add_(p.grad * scale)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for p in self.parameters():
+            p.copy_(self.state[p]["old"])
+        self.base_optimizer.step()
+        self.zero_grad()
+
+
+def _sam(side: Side, how: str) -> list[Any]:
+    """Gradients for the ascent are those of all ranks, or with "own" each rank's. "nan": one of rank 1's, late."""
+    model = nn.Sequential(small_model(), nn.BatchNorm1d(2, affine=False).double())
+    optimizer = side.wrap(_SAM(model.parameters()), model)
+    ascents = [(rank,) for rank in side.mine] if how == "own" else [side.mine]
+    problem = ""
+    for step in range(3):
+        gradients: list[list[Tensor]] = []
+        for ranks in ascents:  # one, on a rank
+            with optimizer.no_sync() if how == "own" and side.is_wrapped else nullcontext():
+                torch.stack([loss_on(model, rank, 2 * step) for rank in ranks]).mean().backward()
+            optimizer.first_step()
+            losses = [loss_on(model, rank, 2 * step + 1) for rank in ranks]
+            if how == "nan" and step == 2 and 1 in side.mine:
+                losses.append(torch.tensor(torch.nan) * losses[0])
+            torch.stack(losses).mean().backward()
+            if len(ascents) > 1:
+                gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+                for p in model.parameters():
+                    p.data.copy_(optimizer.state[p]["old"])
+                optimizer.zero_grad()
+        for p, own in zip(model.parameters(), zip(*gradients, strict=True), strict=False):
+            p.grad = torch.stack(own).mean(0)
+        if how == "nan" and step == 2 and not side.is_wrapped:
+            for p in model.parameters():
+                p.data.copy_(optimizer.state[p]["old"])
+        else:
+            problem = attempt(optimizer.second_step)
+    assert ("NaN or infinity came from rank 1" in problem) == bool(how == "nan" and side.is_wrapped), problem
+    if side.is_wrapped and how != "nan":
+        first, second = torchring.all_gather(model.get_buffer("1.running_var")[None])
+        assert torch.equal(first, second)
+    return values(model)
+
+
+@pytest.mark.parametrize("how", ["together", "own", "nan"])
+def test_a_method_that_steps_an_optimizer_inside_is_a_step(how: str) -> None:
+    """Parameters that each rank has moved its own way are no replicas until they are put back."""
+    assert_as_one_process(_sam, how)
+
+
 @grid(
     "where, options",
     [1, 5],

@@ -110,7 +110,8 @@ class BackwardWatch:
     def _ended(self) -> None:
         self.is_armed = False
         node = torch._C._current_autograd_node()
-        if node is None:
+        # In a hook on a leaf, as in GradCache, an inner backward is one of its own: nothing comes after a leaf.
+        if node is None or not node.next_functions:
             self._token = None
             try:
                 self._on_end()

@@ -50,9 +50,9 @@ class _LenientReplicaCheck(ReplicaCheck):
 
     _has_warned = False
 
-    def compare(self) -> None:
+    def compare(self, *, is_step: bool = True) -> None:
         try:
-            super().compare()
+            super().compare(is_step=is_step)
         except GradientError as error:
             if not self._has_warned:
                 _logger.warning("%s", error.message)

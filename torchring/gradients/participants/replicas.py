@@ -7,6 +7,10 @@ Ranks compare a digest of every parameter at the end of a round, when
 The first two facts travel as control bits of the round, so they cost no message. With the digests, ranks compare the
 hyperparameters and step counts of their optimizers: where these differ, the next step would make parameters differ.
 
+A script may move parameters between two backwards, on each rank its own way, and put them back before the step, as SAM
+does. So where parameters differ at the end of a round, ranks compare again in the step, or in the next round if that
+comes first.
+
 Machines of two kinds round differently, so their parameters drift apart by last bits. Where that is all, a comparison
 gives all ranks the parameters of rank 0.
 """
@@ -81,6 +85,7 @@ class ReplicaCheck(Participant):
         self._current = RoundState(0)  # that is over
         self._due_at = 0  # number of the round after which the replicas are compared
         self._num_alarms = 0
+        self._are_apart = False  # at the end of the last round
         self._watched: list[tuple[torch.nn.Parameter, int]] = []
         self._changed = False
 
@@ -122,7 +127,7 @@ class ReplicaCheck(Participant):
             is_due = is_due or self._num_alarms & (self._num_alarms - 1) == 0
             self._changed = False
             self._watched = [(p, p._version) for p, _ in self._watched]
-        if is_due:
+        if is_due or self._are_apart:
             self.compare()
 
     def before_step(self) -> None:
@@ -131,8 +136,17 @@ class ReplicaCheck(Participant):
     def moved(self) -> None:
         self.accept()
 
-    def compare(self) -> None:
-        """Collective: raise GradientError naming the first parameter that is not the same on all ranks, and where."""
+    def stepping(self) -> None:
+        """Collective if the last round has left parameters apart, which all ranks know. Raises as `compare` does."""
+        are_apart, self._are_apart = self._are_apart, False
+        if are_apart:
+            self.compare(is_step=True)
+
+    def compare(self, *, is_step: bool = False) -> None:
+        """Collective: raise GradientError naming the first parameter that is not the same on all ranks, and where.
+
+        If ranks have made equally many steps, the first difference is one for the step, see above.
+        """
         settings = zlib.crc32(json.dumps(self._settings()).encode())
         mine = torch.cat([torch.tensor([[self._current.step, settings]], device="cpu"), digests(self._names)])
         everybody = torch.stack(internal_collectives_of(self._world).all_gather(mine))
@@ -141,8 +155,12 @@ class ReplicaCheck(Participant):
         if is_other.any() and len(set(steps)) == 1 and self._world.machines_differ:
             is_other = self._remove_rounding(is_other.any(dim=0))
         if not is_other.any():
+            self._are_apart = False
             if (everybody[:, 0, 1] != everybody[0, 0, 1]).any() and len(set(steps)) == 1:
                 self._refuse_other_settings()
+            return
+        if not (is_step or self._are_apart) and len(set(steps)) == 1:
+            self._are_apart = True
             return
         index = int(is_other.any(dim=0).nonzero()[0])
         others = is_other[:, index].nonzero().flatten().tolist()
@@ -212,8 +230,9 @@ class ReplicaCheck(Participant):
                     "optimizer.step(): with torch.no_grad(): weight.copy_(weight.renorm(2, 0, max_norm))"
                 )
         return (
-            "It was changed outside optimizer.step(), or stepped, on some ranks only; call "
-            "torchring.broadcast_parameters(model) on all of them after such a change"
+            "It was changed outside optimizer.step(), or stepped, on some ranks only, or step() computes something "
+            "else on each rank (random numbers, gradients of its own). After a change on some ranks, call "
+            "torchring.broadcast_parameters(model) on all of them"
         )
 
     def _refuse_other_settings(self) -> None:
