@@ -108,11 +108,11 @@ class Job:
             self.coordinator.note_card(worker, Card(state, newest if generation is None else generation, **card))
         self.tick()
 
-    def beat(self, *workers: int, steps: int = 0, ticks: bool = True) -> None:
+    def beat(self, *workers: int, steps: int = 0, ticks: bool = True, **more: Any) -> None:
         for worker in workers:
             count, before = self.steps.get(worker, (0, 0))
             self.steps[worker] = (count + 1, before + steps)
-            self.coordinator.note_beat(worker, Beat(*self.steps[worker], made=before + steps))
+            self.coordinator.note_beat(worker, Beat(*self.steps[worker], made=before + steps, **more))
         if ticks:
             self.tick()
 
@@ -338,6 +338,41 @@ def test_a_member_that_does_not_leave_is_killed_in_the_end() -> None:
     job.wait(2, 0, 1, 2)
     assert job.sent == [(1, signal.SIGKILL)]
     assert "did not leave its step for 300 s" in job.broken[0].reason
+
+
+def test_a_member_that_others_have_given_up_is_killed_soon() -> None:
+    job = running(num=3)
+    job.say("meeting", 0, 2, given_up=(1,))
+    job.wait(9.5, 0, 1, 2)
+    assert job.sent == []
+    job.wait(2, 0, 1, 2)
+    assert job.sent == [(1, signal.SIGKILL)]
+    assert "did not leave its step for 10 s" in job.broken[0].reason
+
+
+@pytest.mark.parametrize("limit", [30.0, None])
+def test_a_member_that_the_others_wait_for_and_that_does_not_move_is_killed(limit: float | None) -> None:
+    job = running(num=3, stall_timeout=limit)
+
+    def wait(seconds: float, progress: int = 0, *, waits: bool = True) -> None:
+        for _ in range(round(seconds / 0.5)):
+            job.beat(0, 2, waits=waits, ticks=False)
+            job.beat(1, progress=progress, ticks=False)
+            job.tick(0.5)
+
+    wait(60, waits=False)  # all compute
+    for progress in range(1, 5):  # one works alone
+        wait(9, progress)
+    said = len(job.said)
+    wait(29, 5)
+    assert job.sent == []
+    when = "30 s" if limit else "timeout_seconds of torchring.init (set --stall-timeout)"
+    text = f"the others have waited for worker 1 on a for 10 s, without progress; it is killed after {when}"
+    assert job.said[said:] == [text]
+    wait(2, 5)
+    assert job.sent == ([(1, signal.SIGKILL)] if limit else [])
+    if limit:
+        assert "made no progress for 30 s while others waited for it" in job.broken[0].reason
 
 
 def test_a_worker_that_leaves_but_does_not_end_is_killed_in_the_end() -> None:

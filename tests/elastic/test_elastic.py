@@ -242,18 +242,21 @@ def _overflow_once(step: int, loss: torch.Tensor) -> torch.Tensor | None:
 
 def _lose_two(step: int) -> None:
     """A rank is lost in a step that GradScaler leaves out: rank 1 does so, rank 0 does not come to it. Later, a rank is
-    lost between `unscale_()` and `step()`."""
+    lost between `unscale_()` and `step()`. Later, one is stuck, and the others wait for it."""
     if step == 30 and torchring.rank() == 0 and _once("lost after unscale_"):
         os.kill(os.getpid(), signal.SIGKILL)
     if step == 30 or (_is_infinite(step) and torchring.rank() == 0):
         torchring.all_reduce(torch.ones(1))
     if _is_infinite(step) and torchring.rank() == 2:
         os.kill(os.getpid(), signal.SIGKILL)
+    if step == 45 and torchring.rank() == 1 and _once("stuck"):
+        note(stuck=os.getpid())
+        threading.Event().wait()
 
 
 def test_losses_joins_and_polite_ends_change_nothing() -> None:
     script = functools.partial(train_worker, trouble=_overflow_once, scaled_trouble=_lose_two)
-    with ElasticJob(script, 3) as job:
+    with ElasticJob(script, 3, stall_timeout=5) as job:
         job.run_until(lambda: job.members, "a generation")
         lost = job.members[0]
         # On a busy machine, the replacement may come before the others have met.
@@ -261,6 +264,8 @@ def test_losses_joins_and_polite_ends_change_nothing() -> None:
         leaving = job.members[1]
         job.send(leaving, signal.SIGTERM)
         job.run_until(lambda: leaving not in job.members, "a generation without it")
+        job.run_until(lambda: job.last_step() > 60, "60 steps")
+        assert len(job.notes("stuck")) == 1
         num_steps = job.stop()
         assert job.run() == 0
         check_books(job, num_steps)

@@ -157,7 +157,11 @@ def test_a_python_with_an_equals_sign_in_its_path_starts_on_another_host(
         ("--max-num-proc 3", Limits(3, 1, 3), 3),
         ("-H localhost:5 --min-num-proc 2", Limits(UNLIMITED, 2), 5),
         ("-H localhost:5 -np 2 --elastic --elastic-timeout 7", Limits(2, 1, 2, elastic_timeout=7), 5),
-        ("--host-discovery-script true --slots 2 --heartbeat-timeout 3", Limits(UNLIMITED, heartbeat_timeout=3), 0),
+        (
+            "--host-discovery-script true --slots 2 --heartbeat-timeout 3 --stall-timeout 60",
+            Limits(UNLIMITED, heartbeat_timeout=3, stall_timeout=60),
+            0,
+        ),
         ("--discover true --blacklist-cooldown-range 2 9", Limits(UNLIMITED, cooldown=(2, 9)), 0),
     ],
 )

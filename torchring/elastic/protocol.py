@@ -118,6 +118,7 @@ class Card(_Message):
         checkpoint: path of the newest checkpoint that the worker knows of; "" for none.
         reason: why the worker has left its generation, for people; "" if there is nothing to say.
         has_lost_peer: it has left its generation because the connection to another worker broke.
+        given_up: ranks of its generation for which it has waited in vain.
     """
 
     state: WorkerState
@@ -125,6 +126,7 @@ class Card(_Message):
     checkpoint: str = ""
     reason: str = ""
     has_lost_peer: bool = False
+    given_up: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -136,12 +138,16 @@ class Beat(_Message):
         steps: number of optimizer steps that the worker's state has behind it; -1 for none that it knows of.
         made: how many of them this process has made; -1 if it does not know.
         is_last: the script has ended, and the process is about to: no more beats come.
+        progress: changes with each operation between ranks that the worker begins or finishes, and each part of a step.
+        waits: for other ranks.
     """
 
     count: int
     steps: int = -1
     made: int = -1
     is_last: bool = False
+    progress: int = 0
+    waits: bool = False
 
 
 @dataclass(frozen=True)

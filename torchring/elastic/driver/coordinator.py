@@ -45,6 +45,7 @@ class Limits:
         min_size, max_size: fewest and most workers that train.
         elastic_timeout: seconds that the job waits for `min_size` workers, and for a worker to come.
         heartbeat_timeout: seconds of silence after which a worker is killed.
+        stall_timeout: seconds after which a worker is killed that does not move while others wait for it; None: never.
         reset_limit: number of generations that may follow the first one; None for any number.
         cooldown: shortest and longest time in seconds for which a slot is left out where workers fail.
     """
@@ -54,6 +55,7 @@ class Limits:
     max_size: int = UNLIMITED
     elastic_timeout: float = 600.0  # Horovod's
     heartbeat_timeout: float = 10.0
+    stall_timeout: float | None = None
     reset_limit: int | None = None
     cooldown: tuple[float, float] = (1.0, 600.0)
 
@@ -79,6 +81,7 @@ class _Worker:
     changed_at: float = 0.0  # when its state changed last
     beat: Beat | None = None
     beat_at: float = 0.0
+    moved_at: float = 0.0  # when it was seen to make progress, or to begin to wait
     pid: int | None = None
     # What the driver knows of it
     rank: int = -1  # in the last generation that it belonged to
@@ -152,6 +155,7 @@ class Coordinator:
         self._broken_ranks: tuple[int, ...] = ()
         self._left_at: float | None = None  # when its first member left
         self._gone: list[str] = []  # why members are there no more
+        self._stalled_since = -1.0  # of the stall that the user was told of
 
         # Waiting for the next generation
         self._short_since: float | None = 0.0  # since when there have been too few workers
@@ -183,6 +187,7 @@ class Coordinator:
         worker = self._workers[number]
         if card.state != worker.card.state:
             worker.changed_at = self._clock
+            worker.moved_at = self._clock
         worker.card = card
         self._losses.checkpoint = card.checkpoint or self._losses.checkpoint
 
@@ -195,6 +200,8 @@ class Coordinator:
         has_stepped = beat.made < 0 or before is None or beat.made > before.made
         self._losses.note_steps(beat.steps, is_new=has_stepped and worker.has_worked(self._clock))
         worker.beat_at = self._clock
+        if before is None or (beat.steps, beat.progress, beat.waits) != (before.steps, before.progress, before.waits):
+            worker.moved_at = self._clock
 
     def note_pid(self, number: int, pid: int) -> None:
         """The number of a worker's process, for messages."""
@@ -237,6 +244,7 @@ class Coordinator:
         self._now = now
         if self._over_at is None:
             self._kill_silent()
+            self._kill_stuck()
             self._break()
             self._dismiss()
             self._form()
@@ -305,6 +313,24 @@ class Coordinator:
                     self._kill(worker, f"gave no sign of life for {patience:g} s")
             elif state == "starting" and self._clock - worker.started_at > self.limits.elastic_timeout:
                 self._kill(worker, f"did not come to torchring.elastic.run within {self.limits.elastic_timeout:g} s")
+
+    def _kill_stuck(self) -> None:
+        """Say whom the members wait for if none of them moves, and kill it after `--stall-timeout`."""
+        members = [worker for worker in self._members() if not worker.is_lost and worker.card.state == "running"]
+        stuck = [worker for worker in members if worker.beat is not None and not worker.beat.waits]
+        if not stuck or len(stuck) == len(members):
+            return
+        since = max(worker.moved_at for worker in members)
+        seconds, limit = self._clock - since, self.limits.stall_timeout
+        if seconds > self.limits.heartbeat_timeout and self._stalled_since != since:
+            self._stalled_since = since
+            end = "it is killed" if len(stuck) == 1 else "they are killed"
+            when = "timeout_seconds of torchring.init (set --stall-timeout)" if limit is None else f"{limit:g} s"
+            names = " and ".join(worker.name for worker in stuck)
+            self._say(f"the others have waited for {names} for {seconds:.0f} s, without progress; {end} after {when}")
+        if limit is not None and seconds > limit:
+            for worker in stuck:
+                self._kill(worker, f"made no progress for {limit:g} s while others waited for it (--stall-timeout)")
 
     def _break(self) -> None:
         """Break the generation if members are lost: the others have to hear of it."""
@@ -380,9 +406,11 @@ class Coordinator:
 
     def _wait_for_leaving(self, staying: Sequence[_Worker]) -> None:
         self._left_at = self._clock if self._left_at is None else self._left_at
-        if self._clock - self._left_at > _LEAVE_SECONDS:
-            for worker in staying:
-                self._kill(worker, f"did not leave its step for {_LEAVE_SECONDS:g} s")
+        given_up = {rank for worker in self._members() if self._has_left(worker) for rank in worker.card.given_up}
+        for worker in staying:
+            patience = self.limits.heartbeat_timeout if worker.rank in given_up else _LEAVE_SECONDS
+            if self._clock - self._left_at > patience:
+                self._kill(worker, f"did not leave its step for {patience:g} s")
 
     def _wait_for_workers(self, num: int, needed: int) -> None:
         if self._short_since is None:

@@ -14,7 +14,14 @@ from torchring.launch.hosts import Host, LaunchError, parse_hosts, slurm_hosts
 
 # Options that imply --elastic, as they do for horovodrun, and those that mean nothing without it.
 _IMPLYING: Final = ("min_np", "max_np", "discover")
-_OTHERS: Final = ("reset_limit", "elastic_timeout", "heartbeat_timeout", "slots", "blacklist_cooldown_range")
+_OTHERS: Final = (
+    "reset_limit",
+    "elastic_timeout",
+    "heartbeat_timeout",
+    "stall_timeout",
+    "slots",
+    "blacklist_cooldown_range",
+)
 
 
 def add_options(parser: argparse.ArgumentParser, where: argparse._MutuallyExclusiveGroup) -> None:
@@ -64,6 +71,13 @@ def add_options(parser: argparse.ArgumentParser, where: argparse._MutuallyExclus
         type=duration,
         metavar="SECONDS",
         help=f"kill a worker that gives no sign of life for so long; {Limits.heartbeat_timeout:g} by default",
+    )
+    group.add_argument(
+        "--stall-timeout",
+        type=duration,
+        metavar="SECONDS",
+        help="kill a worker for which others have waited for so long, if it has made no progress; by default the "
+        "others wait for timeout_seconds of torchring.init, 300",
     )
     group.add_argument(
         *("--slots", "--slots-per-host"),
@@ -127,6 +141,7 @@ def limits_of(options: argparse.Namespace) -> Limits:
         max_size=most,
         elastic_timeout=options.elastic_timeout or Limits.elastic_timeout,
         heartbeat_timeout=options.heartbeat_timeout or Limits.heartbeat_timeout,
+        stall_timeout=options.stall_timeout,
         reset_limit=options.reset_limit,
         cooldown=(shortest, longest),
     )

@@ -18,7 +18,7 @@ from torchring.collectives.service import collectives_of
 from torchring.default_world import default_world
 from torchring.elastic.worker.state import GenerationOver, State
 from torchring.elastic.worker.worker import JobOverError, Worker, worker_of_process
-from torchring.errors import GradientError, PeerLostError, PlanMismatchError, RingError, TopologyError
+from torchring.errors import GradientError, PeerLostError, PeerTimeoutError, PlanMismatchError, RingError, TopologyError
 from torchring.generation import Change, ProvisionalWorld
 
 _P = ParamSpec("_P")
@@ -118,14 +118,14 @@ def _run(state: State, call: Callable[[], _T], worker: Worker, signals: Signals)
     signals.on_signal(worker.ask_to_leave)
     if (theirs := worker.fetch_layout()) is not None:
         state._check_layout(json.loads(theirs))
-    reason, has_lost_peer = "", False
+    left: dict[str, Any] = {"reason": ""}  # why this rank has left its generation
     has_failed = False  # this rank returns to its last commit
     saves = False  # this rank writes the last checkpoint, if the job is over
     num_returns, returned_at = 0, -1  # to a commit, with this progress
     num_apart = 0
     while True:
         try:
-            world = worker.meet(reason, has_lost_peer=has_lost_peer)
+            world = worker.meet(**left)
             saves = True
             state._enter(world, worker, has_failed=has_failed)
             has_failed = False
@@ -138,7 +138,7 @@ def _run(state: State, call: Callable[[], _T], worker: Worker, signals: Signals)
                 state._save_now(everything)
             return result
         except GenerationOver as change:
-            reason, has_lost_peer = "", False
+            left = {"reason": ""}
             saves = world.rank == 0  # all ranks are equally far
             state._part(worker, all_leave=change.all_leave)
             if worker.leaves:
@@ -162,7 +162,9 @@ def _run(state: State, call: Callable[[], _T], worker: Worker, signals: Signals)
                 _say(str(over), path)
             sys.exit(1)
         except Exception as error:
-            reason, has_lost_peer = f"{type(error).__name__}: {error}", isinstance(error, PeerLostError)
+            left = {"reason": f"{type(error).__name__}: {error}", "has_lost_peer": isinstance(error, PeerLostError)}
+            if isinstance(error, PeerTimeoutError):
+                left["given_up"] = error.peers
             # Ranks that do not reach each other may be dying. If they are not, they would try for ever.
             num_apart = num_apart + 1 if isinstance(error, TopologyError) else 0
             if not _is_loss(error) or num_apart > _MOST_APART:
@@ -173,7 +175,7 @@ def _run(state: State, call: Callable[[], _T], worker: Worker, signals: Signals)
                 if state._returns_to() < 0 or num_returns >= _MOST_RETURNS:
                     raise
                 has_failed = True
-                _log.warning("all ranks return to the last commit, after %s", reason)
+                _log.warning("all ranks return to the last commit, after %s", left["reason"])
         state._leave()
         worker.leave()
         gc.collect()  # buckets, graphs, and iterators with worker processes

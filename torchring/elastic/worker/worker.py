@@ -10,9 +10,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import Store
@@ -22,6 +22,8 @@ from torchring.elastic import protocol
 from torchring.elastic.protocol import Beat, Broken, Card, Generation, Invitation, WorkerState
 from torchring.errors import PeerLostError, TopologyError
 from torchring.generation import Change
+from torchring.observe.flight_recorder.entries import FlightRecorder
+from torchring.observe.services import flight_recorder_of
 from torchring.rendezvous.environment import CHOICE, ELASTIC, INVITATION
 from torchring.rendezvous.signed import sealed, signed, within
 from torchring.rendezvous.store import search
@@ -64,6 +66,7 @@ class Worker:
         self._changed = threading.Condition()  # guards what both threads use
         self._world: World | None = None  # of the current generation
         self._change: Change | None = None  # of that world
+        self._flight_recorder: FlightRecorder | None = None  # of that world
         # From the main thread to the driver
         self._card = Card("starting")
         self._has_new_card = False
@@ -85,12 +88,13 @@ class Worker:
         self._thread.start()
         end_at_exit(self, self._thread)
 
-    def meet(self, reason: str, *, has_lost_peer: bool = False) -> World:
+    def meet(self, reason: str, *, has_lost_peer: bool = False, given_up: Sequence[int] = ()) -> World:
         """Leave the generation, wait for a new one that this worker belongs to, and open its world. Collective.
 
         Args:
             reason: why this worker has left its generation, for people; "" if there is nothing to say.
             has_lost_peer: it has left because the connection to another worker broke.
+            given_up: ranks of that generation for which it has waited in vain.
 
         Raises:
             JobOverError: the job is over, the driver is gone, or this worker was told to end before there was a
@@ -98,7 +102,7 @@ class Worker:
             RingError: a worker of the new generation is lost already. Meet again.
         """
         self.leave()
-        self._say("meeting", reason, has_lost_peer=has_lost_peer)
+        self._say("meeting", reason, has_lost_peer=has_lost_peer, given_up=tuple(given_up))
         began_at = time.monotonic()
         with self._changed:
             while not self._has_news():
@@ -118,13 +122,14 @@ class Worker:
         self._say("running")
         with self._changed:
             self._world, self._change = world, world.shared(Change)
+            self._flight_recorder = flight_recorder_of(world)
             self._pass_on()
         return world
 
     def leave(self) -> None:
         """Close the world of this generation."""
         with self._changed:
-            self._world = self._change = None
+            self._world = self._change = self._flight_recorder = None
         leave_generation()
 
     @property
@@ -194,9 +199,9 @@ class Worker:
     def _has_news(self) -> bool:
         return bool(self._over) or (self._newest is not None and self._newest.number > self.generation)
 
-    def _say(self, state: WorkerState, reason: str = "", *, has_lost_peer: bool = False) -> None:
+    def _say(self, state: WorkerState, reason: str = "", **more: Any) -> None:
         with self._changed:
-            self._card = Card(state, self.generation, self.checkpoint, reason, has_lost_peer)
+            self._card = Card(state, self.generation, self.checkpoint, reason, **more)
             self._has_new_card = True
         self._wake.set()
 
@@ -236,7 +241,9 @@ class Worker:
         if now >= self._beat_at or self._is_closed:
             self._beat_at = now + protocol.BEAT_SECONDS
             self._num_beats += 1
-            beat = Beat(self._num_beats, self.num_steps, self.num_made, is_last=self._is_closed)
+            recorder = self._flight_recorder
+            progress, waits = (0, False) if recorder is None else recorder.progress
+            beat = Beat(self._num_beats, self.num_steps, self.num_made, self._is_closed, progress, waits)
             self._set(protocol.beat_key(self.number), beat.encode())
         keys = [protocol.CALL, protocol.BROKEN, protocol.LATEST, protocol.END]
         call, broken, latest, over = self._store.multi_get(keys)

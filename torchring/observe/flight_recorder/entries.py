@@ -207,6 +207,12 @@ class FlightRecorder:
         else:
             self._awaited.pop(thread, None)
 
+    @property
+    def progress(self) -> tuple[int, bool]:
+        """A number that changes with each operation and phase, and whether a thread waits for other ranks."""
+        counts = [self._words[first + field] for first in _ENTRIES for field in (_BEGUN, _FINISHED)]
+        return hash((self._words[_PHASE_SINCE_AT], *counts)), bool(self.waits())
+
     # For the timer thread
 
     def waits(self) -> list[CurrentWait]:
