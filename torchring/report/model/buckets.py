@@ -13,6 +13,7 @@ from torchring.report.model.layout import nominal_bytes, ready_shares
 from torchring.report.model.merge import Job
 from torchring.report.model.timing import Array, Spread, Timing, spread
 from torchring.report.model.waits import Critical
+from torchring.report.words import share_in_words
 
 WITHIN_HOST: Final = "within a host"
 BETWEEN_HOSTS: Final = "between hosts"
@@ -147,7 +148,7 @@ def late_parameters(
         if size >= _MOST * total and total >= _OVERSIZED * nominal and ready_share >= _LATE:
             why = (
                 f"Its gradient of {size / 1e6:.0f} MB makes its bucket large, and is ready after "
-                f"{ready_share:.0%} of backward, so that little is left to hide the reduction."
+                f"{share_in_words(ready_share)} of backward, so that little is left to hide the reduction."
             )
             found.append(_late(run_info, largest, ready_share, 0.0, summary.exposed.median, why))
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -16,7 +17,8 @@ from torchring.report.model.timing import Spread
 from torchring.report.verdict.findings import NOTICEABLE_WAIT, Advice, Analysis
 from torchring.report.words import count, share_in_words
 
-_WIDTH: Final = 110
+_WIDTH: Final = 110  # where neither a terminal nor COLUMNS says another
+_SLOW: Final = 0.1  # GB/s, below which a table is in MB/s
 _MAX_ROWS: Final = 8
 _MAX_NAME: Final = 48
 
@@ -52,22 +54,27 @@ def plain(analysis: Analysis) -> str:
 
 def text_of(section: Section) -> str:
     """A section without colours."""
-    lines = [section.title]
+    lines = _wrap(section.title)
     for sentence in section.sentences:
         text, _, code = sentence.partition("\n")
         lines += _wrap(text, "  ", "    ")
         lines += [f"      {code}"] if code else []
     if section.rows:
-        widths = [max(map(len, cells)) for cells in zip(section.columns, *section.rows, strict=True)]
-        for row in (section.columns, *section.rows):
-            lines.append("  " + "   ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)))
+        rows = (section.columns, *_fitting(section, _width()))
+        widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+        for row in rows:
+            lines.append("  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)))
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _width() -> int:
+    return shutil.get_terminal_size((_WIDTH, 0)).columns
 
 
 def _wrap(text: str, first: str = "", others: str = "") -> list[str]:
     """Lines that leave names of files in one piece."""
     return textwrap.wrap(
-        text, _WIDTH, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False
+        text, _width(), initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False
     )
 
 
@@ -128,12 +135,13 @@ def table_of_phases(analysis: Analysis) -> Section:
     rows = [
         (
             f"{rank.rank} ({rank.host.partition('.')[0]})" if has_hosts else str(rank.rank),
-            *map(_mean, (rank.step, *(rank.phases[phase] for phase in analysis.phases))),
-            *([_mean(rank.queued) if rank.queued else "?"] if has_queue else []),
+            *(_short(spread.mean) for spread in (rank.step, *(rank.phases[phase] for phase in analysis.phases))),
+            *([_short(rank.queued.mean) if rank.queued else "?"] if has_queue else []),
         )
         for rank in ranks
     ]
     columns = {phase: phase.value.split()[0] for phase in Phase}
+    columns |= {Phase.COMMUNICATION: "comm.", Phase.OPTIMIZER: "step()"}
     if not analysis.is_forward_known:
         columns[Phase.INPUT] = "input and forward"
     names = ("rank", "step", *(columns[phase] for phase in analysis.phases), *(["no core"] if has_queue else []))
@@ -143,7 +151,7 @@ def table_of_phases(analysis: Analysis) -> Section:
 def table_of_waits(analysis: Analysis) -> Section:
     """Who waits for whom. No rows if nobody waits for long."""
     rows = [
-        (who, str(wait.awaited), f"{wait.mean_ms:.3g}", f"{wait.share:.0%}", _mean(wait.cost))
+        (who, str(wait.awaited), f"{wait.mean_ms:.3g}", share_in_words(wait.share), _number(wait.cost))
         for who, wait in analysis.long_waits[:_MAX_ROWS]
     ]
     columns = ("who", "waits for rank", "ms a step", "in so many steps", "then ms")
@@ -152,23 +160,25 @@ def table_of_waits(analysis: Analysis) -> Section:
 
 def _buckets(analysis: Analysis) -> Section:
     slowest = sorted(analysis.buckets, key=lambda bucket: -bucket.exposed.median)[:_MAX_ROWS]
-    rows = [_bucket(bucket) for bucket in slowest]
+    path = analysis.bandwidth
+    speeds = [bucket.bus_bandwidth for bucket in slowest] + ([path.bus, path.best] if path else [])
+    factor, unit = (1e3, "MB/s") if all(speed.median < _SLOW for speed in speeds) else (1.0, "GB/s")
+    rows = [_bucket(bucket, factor) for bucket in slowest]
     title = "Buckets"
     if len(rows) < len(analysis.buckets):
         title += f" (those {len(rows)} of {len(analysis.buckets)} that backward hides least)"
-    if path := analysis.bandwidth:
-        title += f"; {path.algorithm} {path.path}: {_number(path.bus)} GB/s, best bucket {_number(path.best)} GB/s"
+    if path:
+        title += f"; {path.algorithm} {path.path}: {_number(path.bus, factor)} {unit}, "
+        title += f"best bucket {_number(path.best, factor)} {unit}"
         title += f"; the doctor found {path.doctor:.3g} GB/s" if path.doctor is not None else ""
-    return Section(
-        title, ("bucket", "MB", "ready ms", "reduced in ms", "exposed ms", "GB/s", "parameters"), tuple(rows)
-    )
+    return Section(title, ("bucket", "MB", "ready ms", "reduced in ms", "exposed ms", unit, "parameters"), tuple(rows))
 
 
-def _bucket(bucket: BucketSummary) -> tuple[str, ...]:
+def _bucket(bucket: BucketSummary, factor: float) -> tuple[str, ...]:
     names = ", ".join(bucket.names)
     names = names if len(names) <= _MAX_NAME else f"{bucket.names[0][:_MAX_NAME]} and {len(bucket.names) - 1} more"
-    measured = (bucket.ready, bucket.reducing, bucket.exposed, bucket.bus_bandwidth)
-    return (str(bucket.index), f"{bucket.num_bytes / 1e6:.3g}", *map(_number, measured), names)
+    measured = map(_number, (bucket.ready, bucket.reducing, bucket.exposed))
+    return (str(bucket.index), f"{bucket.num_bytes / 1e6:.3g}", *measured, _number(bucket.bus_bandwidth, factor), names)
 
 
 def _scaling(analysis: Analysis) -> Section:
@@ -176,7 +186,7 @@ def _scaling(analysis: Analysis) -> Section:
         (
             f"{each.num_ranks:,}",
             *(_short(each.step_ms), _short(each.exposed_ms), _short(each.waiting_ms)),
-            f"{each.efficiency:.0%}",
+            share_in_words(each.efficiency),
         )
         for each in analysis.predictions
     ]
@@ -193,14 +203,10 @@ def _scaling(analysis: Analysis) -> Section:
     return Section("Predicted", columns, tuple(rows), tuple(sentences))
 
 
-def _number(spread: Spread) -> str:
+def _number(spread: Spread, factor: float = 1.0) -> str:
     """The median: "61 [58, 66]"."""
-    return f"{_short(spread.median)} [{_short(spread.low)}, {_short(spread.high)}]"
-
-
-def _mean(spread: Spread) -> str:
-    """The mean: "61 [58, 66]"."""
-    return f"{_short(spread.mean)} [{_short(spread.low)}, {_short(spread.high)}]"
+    median, low, high = (_short(factor * value) for value in (spread.median, spread.low, spread.high))
+    return f"{median} [{low}, {high}]"
 
 
 def _short(value: float) -> str:
@@ -236,6 +242,6 @@ def _show_with_rich(analysis: Analysis, file: IO[str]) -> None:
 def _fitting(section: Section, width: int) -> Sequence[Sequence[str]]:
     """The rows of a table, without spreads if these do not fit in so many characters: headings would be broken."""
     longest = [max(map(len, cells)) for cells in zip(section.columns, *section.rows, strict=True)]
-    if sum(longest) + len(longest) < width:
+    if sum(longest) + 2 * len(longest) <= width:
         return section.rows
     return [[cell.partition(" [")[0] for cell in row] for row in section.rows]

@@ -6,6 +6,7 @@ import math
 from typing import Final
 
 from torchring.observe.recorder.records import RunInfo
+from torchring.report.words import share_in_words
 
 _WORDS: Final = {2: "twice", 4: "four times", 8: "eight times"}
 _MOST: Final = 64  # times the ranks that a trace says anything about
@@ -30,10 +31,11 @@ def about_batch(run_info: RunInfo) -> str:
     begin = f"Batch {batch:,.0f}; noise scale about {_rounded(scale):,.0f}"
     steps = f"{_WORDS.get(larger, f'{larger} times')} the ranks"
     if times > 1:
-        return f"{begin}: {steps} still pay, with {share:.0%} of the steps."
+        return f"{begin}: {steps} still pay, with {share_in_words(share)} of the steps."
     if scale >= batch:
-        return f"{begin}: {steps} would take {share:.0%} of the steps."
-    return f"{begin}: {steps} would still take {share:.0%} of the steps, as noise hardly asks for so large a batch."
+        return f"{begin}: {steps} would take {share_in_words(share)} of the steps."
+    saved = share_in_words(share)
+    return f"{begin}: {steps} would still take {saved} of the steps, as noise hardly asks for so large a batch."
 
 
 def _rounded(value: float) -> float:
