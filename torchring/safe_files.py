@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Final
 
-_ADVICE: Final = "is a link, a pipe, a device or a folder; remove it, or name another file"
 _warned: Final[set[Path]] = set()
 
 
@@ -73,7 +72,9 @@ def warn_of_owner(folder: Path) -> None:
     with contextlib.suppress(OSError):  # what comes next says so
         if (owner := folder.stat().st_uid) not in (0, os.geteuid()):
             logging.getLogger("torchring").warning(
-                "the folder %s belongs to user %d, who can read, remove and exchange the files in it", folder, owner
+                "the folder %s belongs to user %d, who can exchange the files in it; use a folder of your own",
+                folder,
+                owner,
             )
 
 
@@ -89,4 +90,5 @@ def _check(path: Path) -> None:
 
 
 def _special(path: Path) -> OSError:
-    return OSError(errno.EEXIST, f"it {_ADVICE}", str(path))
+    what = "it is a link, a pipe, a device or a folder; remove it, or name another file"
+    return OSError(errno.EEXIST, what, str(path))
