@@ -69,13 +69,12 @@ def main() -> int:
     data, test = load_data()
     model = make_model()
     optimizer = torchring.wrap(torch.optim.AdamW(model.parameters(), lr=args.lr), model)  # torchring
-    sampler = torchring.elastic.Sampler(data)  # torchring
+    sampler = torchring.elastic.Sampler(data, global_batch=args.batch_size)  # torchring
     state = torchring.elastic.State(  # torchring
         model=model,
         optimizer=optimizer,
         sampler=sampler,
         epoch=0,
-        global_batch=args.batch_size,
         checkpoint=args.checkpoint,
         every=args.every,
     )
@@ -85,11 +84,12 @@ def main() -> int:
         is_first = torchring.rank() == 0  # torchring
         if is_first:
             print(f"epoch {state.epoch}, image {sampler.position}: {torchring.size()} ranks", flush=True)
-        batches = DataLoader(data, batch_size=state.batch_size, sampler=sampler)  # torchring
+        batches = DataLoader(data, batch_sampler=sampler)  # torchring
         accuracy = evaluate(model, test)
         for state.epoch in range(state.epoch, args.epochs):  # torchring: goes on where the state is
             sampler.set_epoch(state.epoch)
             for images, labels in batches:
+                optimizer.weigh(sampler.weight())  # torchring: shares of a step may differ by an image
                 loss = cross_entropy(model(images), labels)
                 optimizer.zero_grad()
                 loss.backward()

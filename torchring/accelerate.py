@@ -122,6 +122,20 @@ class RingAccelerator(Accelerator):
         prepared: torch.nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         return prepared
 
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerator.prepare_data_loader.
+
+        Raises:
+            ValueError: the ranks' shares of torchring's Sampler would be shared out again.
+        """
+        samplers = (getattr(data_loader, "sampler", None), getattr(data_loader, "batch_sampler", None))
+        if self.num_processes > 1 and any(isinstance(each, torchring.data.Sampler) for each in samplers):
+            raise ValueError(
+                "Accelerate would share the shares of a torchring.data.Sampler out again, and leave most samples out: "
+                "leave its DataLoader out of prepare(), and move batches to accelerator.device in the loop"
+            )
+        return super().prepare_data_loader(data_loader, *args, **kwargs)
+
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Wrap the optimizer with the prepared models whose parameters it has. Collective."""
         self._unreduced = None

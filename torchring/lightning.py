@@ -151,6 +151,16 @@ class _Ranks:
         """Hosts may have different numbers of ranks."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Raises ValueError if a DistributedSampler would share the shares of torchring's Sampler out again."""
+        shared = getattr(getattr(dataloader, "sampler", None), "dataset", None)
+        if isinstance(getattr(shared, "_sampler", None), torchring.data.Sampler):
+            raise ValueError(
+                "Lightning would share the shares of a torchring.data.Sampler out again, and leave most samples out: "
+                "pass use_distributed_sampler=False to the Trainer, or to setup_dataloaders()"
+            )
+        return super().process_dataloader(dataloader)  # type: ignore[misc]
+
     def _find_ranks(self, trainer: str) -> None:
         """Take the launcher's ranks. Without a launcher, Lightning starts the script again for each of the others."""
         self._is_launched = _is_launched()

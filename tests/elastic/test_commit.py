@@ -81,15 +81,15 @@ def _train(*, waits: bool, is_wrapped: bool = True) -> list[Any]:
     if not is_wrapped:
         state: Any = type("Plain", (), {"step": 0, "sum": torch.zeros(()), "commit": lambda self: None})()
     else:
-        sampler = torchring.elastic.Sampler(data, shuffle=False)
+        sampler = torchring.elastic.Sampler(data, shuffle=False, global_batch=4)
         state = torchring.elastic.State(
             **{"model": model, "optimizer": optimizer, "sampler": sampler, "scheduler": scheduler, "metric": metric},
-            **{"step": 0, "sum": torch.zeros(()), "global_batch": 4},
+            **{"step": 0, "sum": torch.zeros(())},
         )
 
     def train(state: Any) -> None:
         state.commit()
-        loader = DataLoader(data, state.batch_size, sampler=sampler) if is_wrapped else DataLoader(data, 4)
+        loader = DataLoader(data, batch_sampler=sampler) if is_wrapped else DataLoader(data, 4)
         for (inputs,) in loader:
             step = state.step
             metric.values.append(float(step))
@@ -100,6 +100,8 @@ def _train(*, waits: bool, is_wrapped: bool = True) -> list[Any]:
                 scheduler.step()
             _reach("iteration", step)
             optimizer.zero_grad()
+            if is_wrapped:
+                optimizer.weigh(sampler.weight())
             loss = model(inputs).square().mean()
             _reach("forward", step)
             loss.register_hook(lambda _, step=step: _reach("backward", step))

@@ -61,18 +61,20 @@ def train_worker(
     trouble: Callable[[int, Any], object] = lambda step, loss: None,
     make: Callable[[], torch.nn.Module] = make_model,
     scaled_trouble: Callable[[int], object] | None = None,
+    batch: dict[str, int] | None = None,
     **options: Any,
 ) -> None:
     """The script of a worker.
 
     Args:
+        batch: what a batch is, for the sampler.
         commits: commit after each step.
         trouble: called with the number of the step, and its loss, before backward.
         scaled_trouble: train with a GradScaler, and call this between its `unscale_()` and `step()`.
     """
     model = make()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9), model)
-    sampler = torchring.elastic.Sampler(Digits(), seed=5)
+    sampler = torchring.elastic.Sampler(Digits(), seed=5, **(batch or {"global_batch": GLOBAL_BATCH}))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9)
     scaler = torch.amp.GradScaler("cpu", enabled=scaled_trouble is not None)
     state = torchring.elastic.State(
@@ -82,7 +84,7 @@ def train_worker(
         scheduler=scheduler,
         scaler=scaler,
         step=0,
-        **{"global_batch": GLOBAL_BATCH, **options},
+        **options,
     )
 
     @torchring.elastic.run
@@ -90,11 +92,11 @@ def train_worker(
         patience = workers._the_worker._store.timeout.total_seconds()
         layout = [torchring.size(), torchring.num_nodes(), torchring.local_size()]
         note(enters=state.step, rank=torchring.rank(), layout=layout, patience=patience, **resources())
-        batch_size = state.batch_size if options.get("global_batch", GLOBAL_BATCH) else 10
         while True:
-            for pixels, labels, indices in DataLoader(Digits(), batch_size=batch_size, sampler=sampler):
+            for pixels, labels, indices in DataLoader(Digits(), batch_sampler=sampler):
                 if is_last(state.step):
                     return
+                optimizer.weigh(sampler.weight())
                 optimizer.zero_grad()
                 loss = torch.nn.functional.cross_entropy(model(pixels), labels)
                 loss = trouble(state.step, loss) or loss
@@ -141,8 +143,8 @@ def _expected(num_steps: int, global_batch: int, accumulate: int) -> list[torch.
     batches = orders(num_steps * accumulate, global_batch)
     for step in range(num_steps):
         optimizer.zero_grad()
-        for order in batches[step * accumulate : (step + 1) * accumulate]:
-            torch.nn.functional.cross_entropy(model(PIXELS[order]), LABELS[order]).backward()
+        order = torch.cat(batches[step * accumulate : (step + 1) * accumulate])
+        torch.nn.functional.cross_entropy(model(PIXELS[order]), LABELS[order]).backward()
         optimizer.step()
         scheduler.step()
     return [parameter.detach() for parameter in model.parameters()]
@@ -444,6 +446,7 @@ def _train_alone(rank: int, size: int, folder: Path, is_told: bool, shard: bool)
                     return first
                 if is_told and rank == 1 and state.step == 12 and num_micro % 2 == 0:
                     os.kill(os.getpid(), signal.SIGTERM)
+                optimizer.weigh(sampler.weight())
                 torch.nn.functional.cross_entropy(model(pixels), labels).backward()
                 num_micro += 1
                 if num_micro % 2 == 0:
@@ -519,7 +522,12 @@ def _note_resize(old: int, new: int) -> None:
 
 
 def test_buffers_are_equal_callbacks_are_called_and_a_job_without_a_driver_saves(tmp_path: Path) -> None:
-    options = {"make": _make_with_batch_norm, "on_resize": _note_resize, "global_batch": None, "checkpoint": tmp_path}
+    options = {
+        "make": _make_with_batch_norm,
+        "on_resize": _note_resize,
+        "batch": {"batch_size": 10},
+        "checkpoint": tmp_path,
+    }
     hosts = Slots(["a"], 3)
     with ElasticJob(functools.partial(train_worker, **options), 3, hosts=hosts) as job:
         job.run_until(lambda: job.last_step() > 20, "20 steps")

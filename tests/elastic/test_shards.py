@@ -129,6 +129,7 @@ def train_worker(
                 if is_last(state.step):
                     return
                 optimizer.zero_grad()
+                optimizer.weigh(sampler.weight())
                 loss = torch.nn.functional.cross_entropy(model(pixels), labels)
                 loss.register_hook(lambda grad: _lose("in backward", points))
                 loss.backward()

@@ -255,8 +255,10 @@ def _mistakes(ring: type[Any]) -> dict[str, str]:
             ring()
 
     hook = DistributedDataParallelKwargs(comm_hook="fp16")
+    shared = DataLoader(range(4), batch_sampler=torchring.data.Sampler(range(4), batch_size=1))  # type: ignore[arg-type]
     found = {
         "ddp": attempt(lambda: _accelerator(ring).prepare(DistributedDataParallel(_model()))),
+        "shared_twice": attempt(lambda: _accelerator(ring).prepare(shared)),
         "fsdp": attempt(lambda: ring(fsdp_plugin=FullyShardedDataParallelPlugin())),
         "hook": attempt(lambda: _accelerator(ring, kwargs_handlers=[hook])),
     }
@@ -375,6 +377,7 @@ def test_accelerate_sees_the_ranks_of_any_launcher(outcomes: list[dict[str, Any]
     ("case", "said"),
     [
         ("ddp", "ValueError: the model is a DistributedDataParallel"),
+        ("shared_twice", "ValueError: Accelerate would share the shares of a torchring.data.Sampler out again"),
         ("fsdp", "ValueError: fsdp_plugin asks for an engine"),
         ("launched_with_fsdp", "ValueError: ACCELERATE_USE_FSDP=true asks for an engine"),
         ("hook", "wrap_options={'compression': 'bf16'}"),

@@ -339,6 +339,9 @@ def _mistakes(rank: int) -> dict[str, Any]:
         "wrapped": weights(module),
         "elastic": elastic,
         "nothing": attempt(lambda: trainer().fit(Forgot(), loader())),
+        "shared twice": attempt(
+            lambda: trainer().fit(Wraps(), DataLoader(data(), 4, sampler=torchring.data.Sampler(data())))
+        ),
         "ddp inside": attempt(lambda: trainer().fit(Ddp(), loader())),
         "ddp around": attempt(lambda: trainer("ddp", 2).fit(Wraps(), loader())),
         "devices": attempt(lambda: trainer(devices=4)),
@@ -537,6 +540,7 @@ def test_the_report_sees_forward_and_logs_have_the_names_of_ddp(outcomes: list[A
     ("mistake", "text"),
     [
         ("nothing", "ValueError: Forgot.configure_optimizers() has returned no optimizer"),
+        ("shared twice", "ValueError: Lightning would share the shares of a torchring.data.Sampler out again"),
         ("ddp inside", "ValueError: net.0.weight belongs to a DistributedDataParallel"),
         ("ddp around", "ValueError: net.0.weight belongs to a DistributedDataParallel"),
         ("devices", "ValueError: Trainer(devices=4, num_nodes=1) asks for 4 ranks, but torch.distributed has 2, 2 of"),

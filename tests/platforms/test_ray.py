@@ -115,10 +115,10 @@ def test_the_script_of_the_page_trains_as_one_process() -> None:
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rows = torch.utils.data.TensorDataset(x, y)
-    sampler = names["torchring"].data.Sampler(rows, seed=0)
+    sampler = names["torchring"].data.Sampler(rows, seed=0, batch_size=16)
     for epoch in range(2):
         sampler.set_epoch(epoch)
-        for batch, target in torch.utils.data.DataLoader(rows, batch_size=16, sampler=sampler):
+        for batch, target in torch.utils.data.DataLoader(rows, batch_sampler=sampler):
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(batch), target).backward()
             optimizer.step()

@@ -83,7 +83,8 @@ class _Script:
             groups = [groups[0] + groups[1]]
         self.optimizers: list[Any] = [self._optimizer(parameters) for parameters in groups]
         self.scaler = torch.amp.GradScaler("cpu", 64.0, growth_interval=3, enabled=training["scaler"] != "none")
-        self._num_micros = 0
+        self.sampler: Any = None  # of a rank
+        self._num_micros = self._num_samples = 0
 
     def _optimizer(self, parameters: list[Tensor]) -> torch.optim.Optimizer:
         if self.training["kind"] == "adamw":
@@ -92,7 +93,7 @@ class _Script:
 
     def begin(self) -> None:
         """As the training function does, each time that it is called."""
-        self._num_micros = 0
+        self._num_micros = self._num_samples = 0
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
@@ -108,21 +109,35 @@ class _Script:
         place = {int(index): i for i, index in enumerate(_order(self.training, epoch))}
         for x, y, indices in batches:
             number = place[int(indices[0])] // _sizes(self.training)[1]
+            weight = len(x) if self.sampler is None else self.sampler.weight()
             if self.training["skip"] == "some" and (epoch, number) in _SKIPPED:
                 continue
             yield number, False
-            self._backward(x, y)
+            self._backward(x, y, weight)
             self._num_micros += 1
+            self._num_samples += weight
             if self._num_micros == int(self.training["accumulate"]):
                 self._step()
                 yield number, True
 
-    def _backward(self, x: Tensor, y: Tensor) -> None:
-        self.scaler.scale(functional.mse_loss(self.net(x), y)).backward()
-        if self.training["loop"] == "two backwards":
-            self.scaler.scale(0.3 * functional.l1_loss(self.net(x), y)).backward()
+    def _backward(self, x: Tensor, y: Tensor, weight: int) -> None:
+        losses = [functional.mse_loss, lambda mine, right: 0.3 * functional.l1_loss(mine, right)]
+        for loss in losses[: 1 + (self.training["loop"] == "two backwards")]:
+            for optimizer in self.optimizers if self.sampler is not None else ():
+                optimizer.weigh(weight)
+            scale = weight if self.sampler is None else 1
+            self.scaler.scale(scale * loss(self.net(x), y)).backward()
+
+    def num_backwards(self) -> int:
+        """That ranks average over: those of a step, or one if each of them is reduced."""
+        accumulate = int(self.training["accumulate"])
+        return 2 * accumulate if accumulate > 1 and self.training["loop"] == "two backwards" else accumulate
 
     def _step(self) -> None:
+        if self.sampler is None:
+            num_samples = self._num_samples * self.num_backwards() // self._num_micros
+            for p in (p for p in self.net.parameters() if p.grad is not None):
+                p.grad /= num_samples  # type: ignore[operator]
         if self.training["clip"] == "norm":
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
@@ -170,20 +185,18 @@ def _work(training: Training, folder: str | None, may_happen: bool) -> None:
     data = TensorDataset(_X[:length], _Y[:length], torch.arange(length))
     if training["norm"] == "sync":
         torchring.convert_sync_batchnorm(script.net)
-    accumulate = int(training["accumulate"])
-    if accumulate > 1 and training["loop"] == "two backwards":
-        accumulate *= 2  # it counts backwards
+    accumulate = script.num_backwards()
     script.optimizers = [torchring.wrap(each, script.net, accumulate=accumulate) for each in script.optimizers]
-    sampler = torchring.elastic.Sampler(data, seed=_SEED)
+    script.sampler = sampler = torchring.elastic.Sampler(data, seed=_SEED, global_batch=global_batch)
     parts = {f"optimizer{i}": each for i, each in enumerate(script.optimizers)}
     parts |= {"model": script.net, "scaler": script.scaler, "sampler": sampler}
-    state: Any = torchring.elastic.State(**parts, epoch=0, global_batch=global_batch, checkpoint=folder, every=1000)
+    state: Any = torchring.elastic.State(**parts, epoch=0, checkpoint=folder, every=1000)
 
     @torchring.elastic.run
     def train(state: Any) -> None:
         script.begin()
         note(enters=state.epoch, rank=torchring.rank(), size=torchring.size(), position=sampler.position)
-        loader = DataLoader(data, batch_size=state.batch_size, sampler=sampler)
+        loader = DataLoader(data, batch_sampler=sampler)
         for state.epoch in range(state.epoch, _EPOCHS):  # noqa: B020
             sampler.set_epoch(state.epoch)
             for number, is_complete in script.train_epoch(state.epoch, loader):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import DistributedSampler
 
 from torchring.collectives.service import collectives_of
 from torchring.data.sampler import Sampler
@@ -109,6 +109,8 @@ def check(dataset: Sized, sampler: Iterable[Any]) -> Coverage:
     num_allowed = 0
     if isinstance(inner, DistributedSampler):
         num_allowed = (length if inner.drop_last else -length) % inner.num_replicas
+    elif isinstance(inner, Sampler) and not inner._knows_batches:
+        num_allowed = -length % inner._place()[1]
     if coverage.num_missing + coverage.num_repeated > num_allowed:
         raise ValueError(
             f"{coverage}. The ranks must share one order out, with one seed: torchring.data.Sampler(dataset) does, and "
@@ -136,11 +138,9 @@ def _drawn(sampler: Any) -> Iterator[Any]:
     sampler = copy.copy(sampler)
     if isinstance(sampler, Sampler):
         sampler._resume(sampler.epoch, 0)
-        batches: Any = sampler
-        if sampler.batch_sampler is None:
-            batches = BatchSampler(sampler, sampler._own_batch_size or 4096, False)
-        for batch in batches:
-            yield from batch[: sampler.weight()]
+        sampler._is_counted = True
+        for each in sampler:
+            yield from each[: sampler.weight()] if sampler._yields_batches else (each,)
     else:
         for each in sampler:
             yield from each if isinstance(each, list | tuple) else (each,)

@@ -1,4 +1,4 @@
-"""What samplers have in common: an epoch is a permutation, of which the ranks draw their shares of each global batch.
+"""How ranks share an epoch: an epoch is a permutation, of which the ranks draw their shares of each global batch.
 
 A *global batch* is the next B samples. With 10 samples in order:
 
@@ -9,182 +9,94 @@ A *global batch* is the next B samples. With 10 samples in order:
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-from torch.utils.data import Sampler
-
 from torchring import default_world
-from torchring.data.loader import Asking, who_asks
+
+
+def _no_iterator() -> None:
+    """Of a pass that has not begun."""
 
 
 @dataclass(eq=False)
 class Pass:
     """One iteration over what is left of an epoch.
 
+    The epoch consists of elements: samples, or the batches of a batch sampler.
+
     Attributes:
-        start: position at which it began.
-        length: number of samples of the epoch.
+        epoch: its number.
+        offsets: number of samples that stand before each element, and the number of all.
+        start: element at which the pass began.
         rank, size: this process and its world, which shares the pass.
-        unit: number of samples of a global batch. The last one may be smaller.
-        is_exhausted: the `DataLoader` has said that there are no more batches.
+        unit: number of elements of a global batch. The last one may be smaller.
+        iterator: draws the batches. Gone when the loop is over, unless workers of the `DataLoader` stay.
+        num_drawn: number of batches that have been drawn. Workers of a `DataLoader` draw ahead of the loop.
+        num_asked: number of batches up to the last one whose weight was asked for.
+        num_used: number of batches that finished steps have used, where steps are counted.
+        is_exhausted: there was nothing more to draw.
     """
 
+    epoch: int
+    offsets: Sequence[int]
     start: int
-    length: int
     rank: int
     size: int
     unit: int
+    iterator: Callable[[], Iterator[Any] | None] = _no_iterator
+    num_drawn: int = 0
+    num_asked: int = 0
+    num_used: int = 0
     is_exhausted: bool = False
+
+    @property
+    def length(self) -> int:
+        return len(self.offsets) - 1
 
     @property
     def num_batches(self) -> int:
         return -(-(self.length - self.start) // self.unit)
 
+    def is_under_way(self) -> bool:
+        is_over = self.num_asked == self.num_batches or (self.is_exhausted and not self.num_asked)
+        return self.iterator() is not None and not is_over
+
     def bounds(self, batch: int) -> tuple[int, int]:
-        """The samples of a global batch, as positions in the epoch."""
+        """The elements of a global batch, as positions in the epoch."""
         begin = self.start + batch * self.unit
         return begin, min(begin + self.unit, self.length)
 
     def share(self, batch: int) -> range:
-        """Positions in the epoch of the samples that this rank draws of a global batch."""
+        """Positions in the epoch of the elements that this rank draws of a global batch."""
         begin, end = self.bounds(batch)
-        own = range(begin + self.rank, end, self.size)
-        if own:
-            return own
-        return range(begin, begin + 1)
+        return range(begin + self.rank, end, self.size) or range(begin, begin + 1)
 
-    def weight(self, batch: int) -> int:
+    def weight(self, batch: int, rank: int | None = None) -> int:
+        """Number of samples that count of the share of a rank, by default this one."""
         begin, end = self.bounds(batch)
-        return len(range(begin + self.rank, end, self.size))
+        own = range(begin + (self.rank if rank is None else rank), end, self.size)
+        if isinstance(self.offsets, range):
+            return len(own)
+        return sum(self.offsets[i + 1] - self.offsets[i] for i in own)
 
-    @property
-    def num_samples(self) -> int:
-        """Number of samples that this rank draws in the whole pass, padding included."""
-        if self.num_batches == 0:
-            return 0
-        return (self.num_batches - 1) * len(self.share(0)) + len(self.share(self.num_batches - 1))
+    def has_equal_shares(self) -> bool:
+        """Whether all ranks have equally many samples in each batch."""
+        first = [0] if isinstance(self.offsets, range) else range(self.num_batches)  # others are like the first one
+        return all(
+            len({self.weight(batch, rank) for rank in range(self.size)}) == 1
+            for batch in ((*first, self.num_batches - 1) if self.num_batches else ())
+        )
+
+    def position(self, num_batches: int) -> int:
+        """Number of samples at the front of the epoch, once as many batches of this pass have been used."""
+        return self.offsets[min(self.start + num_batches * self.unit, self.length)]
 
 
 def share_of(global_batch: int, rank: int, size: int) -> int:
     """Number of samples that a rank draws of a global batch. A rank without a share draws one, with weight 0."""
     return max(1, len(range(rank, global_batch, size)))
-
-
-class EpochSampler(Sampler[Any]):
-    """Draws this rank's shares of an epoch. Its state is the same on all ranks."""
-
-    def __init__(self, dataset: Sized, shuffle: bool, seed: int, batch_size: int | None) -> None:
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        try:
-            self._length = len(dataset)
-        except TypeError as error:
-            raise TypeError(
-                f"a sampler needs a dataset with a length, got {type(dataset).__name__}; for an iterable dataset, use "
-                "torchring.data.shard(dataset)"
-            ) from error
-        self._dataset = dataset
-        self._shuffle = shuffle
-        self._seed = seed
-        self._own_batch_size = batch_size
-        self._epoch = 0
-        self._start = 0  # position at which the newest pass began, or the next one begins
-
-    @property
-    def epoch(self) -> int:
-        """The epoch under way, from 0."""
-        return self._epoch
-
-    @property
-    @abstractmethod
-    def position(self) -> int:
-        """Number of samples of the epoch that have been used, on all ranks together."""
-
-    def state_dict(self) -> dict[str, int | bool]:
-        """The position in the epoch, for a checkpoint. Holds no tensor, and nothing that depends on rank or size."""
-        return self._state(self._epoch, self.position)
-
-    def load_state_dict(self, state_dict: Mapping[str, int | bool]) -> None:
-        """Go on where `state_dict` says, from the next iteration on, in its order: seed and `shuffle` are its.
-
-        Raises:
-            ValueError: the state is of a dataset of another length.
-        """
-        length, position = int(state_dict["length"]), int(state_dict["position"])
-        if length != self._length:
-            raise ValueError(
-                f"the sampler's state is of a dataset of {length} samples, but this one has {self._length}; to train "
-                "on another dataset, begin with a new sampler"
-            )
-        if not 0 <= position <= length:
-            raise ValueError(f"the sampler's state says that {position} of {length} samples have been used")
-        self._seed = int(state_dict["seed"])
-        self._shuffle = bool(state_dict["shuffle"])
-        self._resume(int(state_dict["epoch"]), position)
-
-    @abstractmethod
-    def _resume(self, epoch: int, position: int) -> None:
-        """The next iteration goes on at this position."""
-
-    def _state(self, epoch: int, position: int) -> dict[str, int | bool]:
-        return {
-            "epoch": epoch,
-            "position": position,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "length": self._length,
-        }
-
-    def _order(self, epoch: int) -> Sequence[Any] | torch.Tensor:
-        """The samples of an epoch.
-
-        Raises:
-            ValueError: the dataset has changed.
-        """
-        if (length := len(self._dataset)) != self._length:
-            raise ValueError(
-                f"the dataset had {self._length} samples when its sampler was made, but has {length} in epoch "
-                f"{epoch}; make a new sampler for the changed dataset"
-            )
-        if not self._shuffle:
-            return range(self._length)
-        return torch.randperm(self._length, generator=torch.Generator().manual_seed(self._seed + epoch))
-
-    def _ask(self) -> Asking:
-        asking = who_asks(self)
-        if asking.shares_again:
-            raise ValueError(
-                f"{asking.shares_again} shares the sampler's samples out again, and most would be left out: pass "
-                "Trainer(use_distributed_sampler=False) to Lightning, and no dispatch_batches=True to Accelerate"
-            )
-        if not getattr(asking.loader, "_in_order", True):
-            raise ValueError("in_order=False would mix up the batches of an epoch: leave in_order=True")
-        return asking
-
-
-def batch_size_of(asking: Asking, own: int | None = None) -> int | None:
-    """The batch size of whoever draws from a sampler, or else the sampler's own.
-
-    Raises:
-        ValueError: samples would be left out, or both have a batch size, and these differ.
-    """
-    if asking.batches is None:
-        return own
-    if getattr(asking.batches, "drop_last", False):
-        raise ValueError(
-            "drop_last=True would leave samples out, and other batches on some ranks than on others: leave "
-            "drop_last=False, and the last batch is shared out evenly"
-        )
-    batch_size: int = asking.batches.batch_size
-    if own not in (None, batch_size):
-        raise ValueError(
-            f"the DataLoader's batch_size is {batch_size}, but the Sampler's {own}: leave out the Sampler's"
-        )
-    return batch_size
 
 
 class Place(NamedTuple):
@@ -204,9 +116,3 @@ def rank_and_size(rank: int | None, size: int | None) -> Place:
     if (rank is None) != (size is None) or (rank is not None and size is not None and not 0 <= rank < size):
         raise ValueError(f"pass both rank and size, with rank in [0, size), or none; got rank={rank}, size={size}")
     return Place(rank, size)
-
-
-def drawn(order: Sequence[Any] | torch.Tensor, share: range) -> Sequence[Any]:
-    """The samples of a share."""
-    part = order[share.start : share.stop : share.step]
-    return part.tolist() if isinstance(part, torch.Tensor) else part

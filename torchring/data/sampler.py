@@ -1,61 +1,77 @@
-"""A sampler that can stop anywhere: each sample of an epoch once, over any number of ranks."""
+"""A sampler that can stop anywhere: each sample of an epoch once, over any number of ranks, which may change."""
 
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import itertools
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
+from torch.utils.data import DataLoader
 
-from torchring.data.epoch import EpochSampler, Pass, batch_size_of, drawn, rank_and_size
-from torchring.data.loader import Asking, watch, watch_draws
+from torchring.data.epoch import Pass, rank_and_size, share_of
+from torchring.gradients.participants.weights import unequal_shares
+from torchring.observe.loaders import living
 
-_AT_ONCE: Final = 4096  # samples that are Python numbers
+_LINE: Final = (
+    "call optimizer.weigh(sampler.weight()) once for each batch of the loop, before its forward and backward: it makes "
+    "the mean one over samples, and counts the batch"
+)
+_NO_BATCHES: Final = (
+    "the DataLoader makes the batches, so the sampler does not know them: use DataLoader(dataset, "
+    "batch_sampler=torchring.data.Sampler(dataset, batch_size=n))"
+)
 
 
-class Sampler(EpochSampler):
+class Sampler(torch.utils.data.Sampler[Any]):
     """Shares each epoch of a dataset out to the ranks, and can stop and go on anywhere, with any number of ranks.
 
-        sampler = torchring.data.Sampler(dataset)
-        loader = DataLoader(dataset, batch_size=32, sampler=sampler)
+        sampler = torchring.data.Sampler(dataset, batch_size=32)
+        loader = DataLoader(dataset, batch_sampler=sampler)
         for epoch in range(sampler.epoch, num_epochs):
             sampler.set_epoch(epoch)
             for batch in loader:
-                ...
-                optimizer.weigh(sampler.weight())  # the last batch of an epoch may be smaller, and not on all ranks
+                optimizer.weigh(sampler.weight())  # once for each batch
+                loss = ...
                 loss.backward()
                 ...
 
-    The k-th batches of all ranks are the next samples of one order, which is the same for any number of ranks. All
-    ranks draw the same number of batches, and each sample of an epoch is drawn once. Where fewer samples are left than
-    there are ranks, the other ranks draw one of them again, which counts with weight 0.
+    The k-th batches of all ranks are a global batch: the next samples of one order, which is the same for any number of
+    ranks. All ranks draw the same number of batches, and each sample of an epoch is drawn once. The last global batch
+    may be smaller. Where a global batch has fewer samples than there are ranks, the other ranks draw one of them again,
+    which counts with weight 0. Where ranks have unequal shares, a backward that is not weighed raises GradientError.
+    Iterations that begin under `torch.no_grad()` are taken to be evaluation, and need no weights.
 
-    `state_dict()` is the same on all ranks: the epoch, the seed, and the number of samples that the ranks' loops have
-    been handed. What workers of the `DataLoader` have drawn ahead is not in it. A loop that itself takes batches ahead
-    of the one that it trains on is ahead by these, unless it is Accelerate's. torchdata's `StatefulDataLoader` saves
-    the sampler with its own state; load either that or the sampler's.
+    The sampler counts the batches whose weight was asked for; in an `elastic.State`, those of them that finished steps
+    have used. `state_dict()` is the same on all ranks. What workers of the `DataLoader` have drawn ahead does not
+    count. torchdata's `StatefulDataLoader` saves the sampler with its own state.
 
-    An iteration that ends is followed by the next epoch. One that is left early starts again, as it does after a look
-    at the first batch by `next(iter(loader))`. `set_epoch(e)` begins any epoch; the one under way goes on, or starts
-    again if it has ended. Right after `load_state_dict`, an epoch goes on, and yields nothing if its samples have all
-    been used.
+    An iteration that is left early is followed by one over the rest of its epoch, and one that has ended by the next
+    epoch. `set_epoch(e)` begins any epoch; the one under way goes on. After `load_state_dict`, after a change of ranks
+    and after `set_epoch(e)` for the epoch under way, an iteration yields nothing if its samples have all been used. An
+    iteration in which no weight was asked for was a look: the next one begins where it began, or with the next epoch if
+    the look drew the whole epoch and there was no `set_epoch`.
 
-    No method communicates: `torchring.data.check` finds out whether ranks have the same seed and dataset. In an elastic
-    job, use `torchring.elastic.Sampler`, which counts finished steps.
+    Without `batch_size`, `global_batch` and `batch_sampler`, this is used as torch's `DistributedSampler`:
+    `DataLoader(dataset, batch_size=32, sampler=sampler)`. It then yields samples, repeats some so that all ranks get
+    equally many, and has no weights and no position within an epoch. In an `elastic.State` with a global batch, it has.
+
+    No method communicates: `torchring.data.check` finds out whether ranks have the same seed and dataset.
 
     Args:
         dataset: something with a length, which does not change.
         shuffle: shuffle, in an order that depends on `seed` and the epoch.
         seed: equal on all ranks. `load_state_dict` replaces it.
-        batch_size: number of samples that a rank draws for a batch, where no `BatchSampler` draws from this sampler.
+        batch_size: number of samples of a batch of each rank. Stays the same if the number of ranks changes.
+        global_batch: number of samples of all ranks' batches together, in place of `batch_size`. Shares differ by one
+            at most, and change with the number of ranks.
         batch_sampler: yields the batches of an epoch, such as batches of equal length, as lists of samples; the same on
-            all ranks. Ranks take turns, and pass this sampler on: `DataLoader(dataset, batch_sampler=sampler)`. The
-            order is that of `batch_sampler`, whatever `shuffle` says; its `set_epoch` is called if it has one.
+            all ranks. Ranks take turns. The order is that of `batch_sampler`, whatever `shuffle` says; its `set_epoch`
+            is called if it has one.
         rank: this process. By default that of torchring when an iteration begins.
-        size: number of processes that share the samples. By default that of torchring when an iteration begins.
+        size: number of ranks, with `rank`.
 
     Raises:
         TypeError: the dataset has no length.
@@ -69,245 +85,344 @@ class Sampler(EpochSampler):
         seed: int = 0,
         *,
         batch_size: int | None = None,
+        global_batch: int | None = None,
         batch_sampler: Iterable[Sequence[Any]] | None = None,
         rank: int | None = None,
         size: int | None = None,
     ) -> None:
-        super().__init__(dataset, shuffle, seed, batch_size)
-        if batch_sampler is not None and batch_size is not None:
-            raise ValueError(f"the batch_sampler decides the batch size; leave out batch_size={batch_size}")
+        sizes = {"batch_size": batch_size, "global_batch": global_batch, "batch_sampler": batch_sampler}
+        given = [name for name, value in sizes.items() if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"{given[0]} and {given[1]} both say what a batch is; leave out {given[0]}")
+        _check_size("batch_size", batch_size)
+        _check_size("global_batch", global_batch)
+        try:
+            self._length = len(dataset)
+        except TypeError as error:
+            raise TypeError(
+                f"a sampler needs a dataset with a length, got {type(dataset).__name__}; for an iterable dataset, use "
+                "torchring.data.shard(dataset)"
+            ) from error
         self.batch_sampler = batch_sampler
-        self._rank_and_size = rank_and_size(rank, size)
+        self._dataset = dataset
+        self._shuffle = shuffle
+        self._seed = seed
+        self._batch_size = batch_size
+        self._global_batch = global_batch
+        self._yields_batches = bool(given)
+        self._place = rank_and_size(rank, size)
         self._batches: tuple[int, list[Sequence[Any]]] | None = None  # of the batch sampler: epoch, and its batches
-        self._newest: _Draws | None = None  # the newest iteration that has begun; None: the next one goes on at _start
+
+        # Where the next iteration begins, if none has begun since
+        self._epoch = self._start = 0
+        self._goes_on = False  # the next iteration belongs to the epoch under way, even at its end
+
+        self._passes: list[Pass] = []  # the newest, and those whose loops are not over
+        self._counts_steps = False  # `record` is called
+        self._is_counted = False  # the loop asks for weights, or its DataLoader saves the position
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way, from 0."""
+        current = self._current()
+        return self._epoch if current is None else current.epoch
 
     @property
     def position(self) -> int:
-        """Number of samples of the epoch that the loops of all ranks together have been handed.
+        """Number of samples of the epoch that have been used, on all ranks together.
 
         Raises:
-            ValueError: a batch sampler holds samples back, so those that were handed out are not the first ones.
+            ValueError: batches were drawn, and no weight was asked for, so it is not known how many were used.
         """
-        return self._start if self._newest is None else self._newest.position()
+        current = self._current()
+        if current is None:
+            return self._start
+        if self._counts_steps:
+            return current.position(current.num_used)
+        if current.num_drawn and not current.num_asked and not self._is_counted:
+            raise ValueError(f"how much of the epoch was used is not known: {self._way_out()}")
+        return current.position(current.num_asked)
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples of this rank's batches. The last batch of an epoch may be smaller.
+
+        Raises:
+            ValueError: there is neither a global batch nor a `batch_size`.
+        """
+        if self._global_batch is not None:
+            return share_of(self._global_batch, *self._place())
+        if self._batch_size is None:
+            raise ValueError("the batch size is not known: set Sampler(batch_size=...) or Sampler(global_batch=...)")
+        return self._batch_size
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration belongs to this epoch: see the class. A batch sampler is told, too."""
-        if epoch != self._epoch or (self._newest is not None and self._newest.is_over):
+        """The next iteration belongs to this epoch. The one under way goes on; any other starts from the front."""
+        if epoch == self.epoch:
+            self._goes_on = True
+        else:
             self._resume(epoch, 0)
 
-    def weight(self) -> int:
-        """Number of samples that count in the batch that the loop has been handed last, for `optimizer.weigh`.
+    def weight(self, number: int | None = None) -> int:
+        """Number of samples that count in a batch, for `optimizer.weigh`: its length, or 0 for a sample drawn again.
 
-        It is the length of the batch, or 0 for a sample that another rank has, too.
+        Call this once for each batch of the loop, those that are left out included: it counts the batch as used.
+
+        Args:
+            number: of the batch in the newest iteration, from 0. By default the batch after the one that was asked for
+                last, which is the right one if the loop takes one batch at a time.
 
         Raises:
-            ValueError: the loop has no batch, or Accelerate shares the batches out, which repeats some.
+            ValueError: that batch has not been drawn; or a `DataLoader` makes the batches.
         """
-        if self._newest is None:
-            raise ValueError("weight() is that of a batch, and no batch has been handed out")
-        return self._newest.weight()
+        current = self._current()
+        if not self._knows_batches:
+            raise ValueError(_NO_BATCHES)
+        if not self._is_counted and self._yields_batches:
+            self._refuse_batches_of_batches()
+        number = 0 if current is None else current.num_asked if number is None else number
+        num_drawn = 0 if current is None else current.num_drawn
+        if current is None or not 0 <= number < num_drawn:
+            raise ValueError(
+                f"weight() was asked for batch {number}, counted from 0, of an iteration that has drawn {num_drawn}: "
+                "call it once for each batch, in the loop over the DataLoader"
+            )
+        current.num_asked = max(current.num_asked, number + 1)
+        if (draws := current.iterator()) is not None and current.num_asked == current.num_batches:
+            unequal_shares.discard(draws)  # workers that stay keep the iterator
+        self._is_counted = True
+        return current.weight(number)
+
+    def count_steps(self, global_batch: int | None) -> None:
+        """Count finished steps from now on. Called by `elastic.State`.
+
+        Args:
+            global_batch: as for the constructor, for a sampler that has none of its own.
+
+        Raises:
+            ValueError: nothing says what a batch is, or two things do.
+        """
+        if global_batch is not None and self._yields_batches and self._global_batch != global_batch:
+            raise ValueError(
+                f"the State has global_batch={global_batch}, and its sampler says something else of a batch; leave out "
+                "the State's"
+            )
+        self._global_batch = global_batch or self._global_batch
+        if not self._knows_batches:
+            raise ValueError(_NO_BATCHES)
+        self._counts_steps = True
+
+    def record(self) -> None:
+        """A finished step has used the batches whose weights were asked for. Called by `elastic.State` on all ranks.
+
+        Raises:
+            ValueError: no weight was asked for in the loop under way.
+        """
+        self._counts_steps = True
+        if (current := self._current()) is None:
+            return
+        if current.num_drawn and not current.num_asked and current.iterator() is not None:
+            raise ValueError(f"a step was made in a loop over a sampler, and no batch was counted: {self._way_out()}")
+        current.num_used = current.num_asked
+
+    def share_out(self, rank: int, size: int) -> None:
+        """Share out what is left to other ranks, from the next iteration on. What no finished step used is left.
+
+        Called by `elastic.run` before the training function.
+
+        Args:
+            rank: this process.
+            size: number of ranks.
+
+        Raises:
+            ValueError: no such rank.
+        """
+        self._place = rank_and_size(rank, size)
+        self._resume(self.epoch, self.position)
+
+    def state_dict(self) -> dict[str, int | bool]:
+        """The position in the epoch, for a checkpoint. Holds no tensor, and nothing that depends on rank or size.
+
+        Raises:
+            ValueError: see `position`.
+        """
+        return self._state(self.epoch, self.position)
+
+    def load_state_dict(self, state_dict: Mapping[str, int | bool]) -> None:
+        """Go on where `state_dict` says, from the next iteration on, in its order: seed and `shuffle` are its.
+
+        Raises:
+            ValueError: the state is of a dataset of another length.
+        """
+        length, position = int(state_dict["length"]), int(state_dict["position"])
+        if length != self._length:
+            raise ValueError(
+                f"the sampler's state is of a dataset of {length} samples, but this one has {self._length}; to train "
+                "on another dataset, begin with a new sampler"
+            )
+        if not 0 <= position <= length:
+            raise ValueError(f"the sampler's state says that {position} of {length} samples have been used")
+        self._seed = int(state_dict["seed"])
+        self._shuffle = bool(state_dict["shuffle"])
+        self._resume(int(state_dict["epoch"]), position)
 
     def __iter__(self) -> Iterator[Any]:
-        # No generator function: it would run after the BatchSampler has asked, in another frame.
-        return _Draws(self, self._ask())
+        return _Draws(self)
 
     def __len__(self) -> int:
-        """Number of samples (with a `batch_sampler`: batches) that this rank draws in the iteration under way, or next.
+        """Number of batches, or else samples, that this rank draws in the iteration under way, or in the next one.
 
         Raises:
-            ValueError: as `__iter__`.
+            ValueError: see `load_state_dict`, with a `batch_sampler`.
         """
-        if (newest := self._newest) is not None and not newest.plan.share.is_exhausted:
-            return newest.plan.share.num_samples
-        return self._plan(self._ask(), *self._next()).share.num_samples
+        current = self._current()
+        if current is None or current.iterator() is None:
+            current = self._plan(*self._next())
+        num_batches = current.num_batches
+        if self._yields_batches or not num_batches:
+            return num_batches
+        return (num_batches - 1) * len(current.share(0)) + len(current.share(num_batches - 1))
+
+    @property
+    def _knows_batches(self) -> bool:
+        return self._yields_batches or self._global_batch is not None
+
+    def _refuse_batches_of_batches(self) -> None:
+        if any(each.sampler is self and each.batch_size is not None for each in living(DataLoader)):
+            raise ValueError(
+                "the sampler yields batches, which a DataLoader(batch_size=..., sampler=...) would batch again: use "
+                "DataLoader(dataset, batch_sampler=sampler)"
+            )
+
+    def _way_out(self) -> str:
+        return _LINE if self._knows_batches else _NO_BATCHES
+
+    def _current(self) -> Pass | None:
+        """The newest iteration whose loop is not over, or else the newest. A look may come inside a loop."""
+        self._passes = [each for each in self._passes if each.is_under_way()] or self._passes[-1:]
+        return self._passes[-1] if self._passes else None
 
     def _resume(self, epoch: int, position: int) -> None:
-        self._epoch, self._start, self._newest = epoch, position, None
+        """The next iteration goes on at this position."""
+        self._epoch, self._start, self._passes, self._goes_on = epoch, position, [], True
 
     def _next(self) -> tuple[int, int]:
         """Epoch and position at which the next iteration begins."""
-        is_over = self._newest is not None and self._newest.is_over
-        return (self._epoch + 1, 0) if is_over else (self._epoch, self._start)
-
-    def _plan(self, asking: Asking, epoch: int, start: int) -> _Plan:
-        batch_size = batch_size_of(asking, self._own_batch_size)
-        offsets: Sequence[int]
-        if self.batch_sampler is None:
-            if batch_size is None:
-                raise ValueError(
-                    "the batch size is not known: pass a number to DataLoader(batch_size=...), set "
-                    "Sampler(batch_size=...), or give the batch sampler to Sampler(dataset, batch_sampler=...)"
-                )
-            offsets = range(self._length + 1)
+        current = self._current()
+        if current is None:
+            epoch, start, is_over = self._epoch, self._start, self._start == self._length
         else:
-            if batch_size is not None:
-                raise ValueError("a Sampler with a batch_sampler yields batches: DataLoader(batch_sampler=sampler)")
-            batch_size = 1
+            start, is_over = current.position(0), current.is_exhausted and not self._counts_steps
+            if current.num_asked or not current.num_batches:
+                is_over = current.num_asked == current.num_batches
+                start = self._length if is_over else self.position
+            epoch = current.epoch
+        return (epoch + 1, 0) if is_over and not self._goes_on else (epoch, start)
+
+    def _plan(self, epoch: int, position: int) -> Pass:
+        offsets: Sequence[int] = range(self._length + 1)
+        if self.batch_sampler is not None:
             offsets = [0, *itertools.accumulate(map(len, self._order(epoch)))]
-        first = bisect.bisect_left(offsets, start)
-        if first == len(offsets) or offsets[first] != start:
+        first = bisect.bisect_left(offsets, position)
+        if first == len(offsets) or offsets[first] != position:
             raise ValueError(
-                f"no batch begins after {start} samples of epoch {epoch}, where the sampler is to go on: its "
+                f"no batch begins after {position} samples of epoch {epoch}, where the sampler is to go on: its "
                 "batch_sampler must yield the batches that it had when the state was saved"
             )
-        rank, size = self._rank_and_size() if asking.sharer is None else (0, 1)
-        return _Plan(offsets, Pass(first, len(offsets) - 1, rank, size, batch_size * size))
+        rank, size = self._place()
+        unit = self._global_batch or (self._batch_size or 1) * size
+        return Pass(epoch, offsets, first, rank, size, unit)
+
+    def _begin(self, draws: _Draws) -> Pass:
+        current = self._plan(*self._next())
+        current.iterator = weakref.ref(draws)
+        self._goes_on = False
+        self._passes.append(current)
+        if self._knows_batches and torch.is_grad_enabled() and not current.has_equal_shares():
+            draws.size = current.size
+            unequal_shares.add(draws)
+        return current
+
+    def _draw(self, current: Pass) -> Iterator[Any]:
+        order = self._order(current.epoch)
+        for batch in range(current.num_batches):
+            own = current.share(batch)
+            part = order[own.start : own.stop : own.step]
+            elements = part.tolist() if isinstance(part, torch.Tensor) else list(part)
+            current.num_drawn = batch + 1
+            if self.batch_sampler is not None or not self._yields_batches:
+                yield from elements
+            else:
+                yield elements
+        current.is_exhausted = True
 
     def _order(self, epoch: int) -> Sequence[Any] | torch.Tensor:
+        """The samples of an epoch, or its batches.
+
+        Raises:
+            ValueError: the dataset has changed.
+        """
+        if (length := len(self._dataset)) != self._length:
+            raise ValueError(
+                f"the dataset had {self._length} samples when its sampler was made, but has {length} in epoch "
+                f"{epoch}; make a new sampler for the changed dataset"
+            )
         if self.batch_sampler is None:
-            return super()._order(epoch)
+            if not self._shuffle:
+                return range(self._length)
+            return torch.randperm(self._length, generator=torch.Generator().manual_seed(self._seed + epoch))
         if self._batches is None or self._batches[0] != epoch:
             if (set_epoch := getattr(self.batch_sampler, "set_epoch", None)) is not None:
                 set_epoch(epoch)
             self._batches = epoch, list(self.batch_sampler)
         return self._batches[1]
 
-
-class _Plan(NamedTuple):
-    """What an iteration draws.
-
-    Attributes:
-        offsets: number of samples that stand before each element of the order, and the number of all.
-        share: which elements this rank draws.
-    """
-
-    offsets: Sequence[int]
-    share: Pass
+    def _state(self, epoch: int, position: int) -> dict[str, int | bool]:
+        return {
+            "epoch": epoch,
+            "position": position,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "length": self._length,
+        }
 
 
 class _Draws(Iterator[Any]):
-    """One iteration of a sampler. It begins with its first sample, so `set_epoch` may be called before.
+    """One iteration of a sampler. It begins with its first batch, so `set_epoch` may be called before.
 
-    What the sampler draws for a DataLoader, the loop gets later. All counts are of this rank, in samples (with a batch
-    sampler, in batches).
+    Attributes:
+        size: number of ranks that have unequal shares; 0 if shares are equal.
     """
 
-    def __init__(self, sampler: Sampler, asking: Asking) -> None:
+    def __init__(self, sampler: Sampler) -> None:
+        self.size = 0
         self._sampler = sampler
-        self._asking = dataclasses.replace(asking, loader=None, adapter=None)  # their workers should end in time
-        self._has_loader, self._looks_ahead = asking.loader is not None, asking.adapter is not None
-        self._has_workers = getattr(asking.loader, "_num_workers", 0) > 0
-        self._plan: _Plan | None = None  # None before it begins
+        self._pass: Pass | None = None
         self._drawing: Iterator[Any] = iter(())
-        self._num_drawn = 0
-        self._num_asked = 0  # batches of the DataLoader that have been drawn
-        self._num_handed = 0  # and that it has handed out
-        self._holds_back = False
-        self._stride = 1 if asking.batches is None else int(asking.batches.batch_size)  # drawn for each batch
-        if asking.sharer is not None and not asking.sharer.split_batches:
-            self._stride *= asking.sharer.num_processes
-        if asking.loader is not None:
-            watch(asking.loader, self._hand_out, self._end)
-            watch_draws(asking.loader, self._before_draw)
-
-    @property
-    def plan(self) -> _Plan:
-        """Raises ValueError: the iteration has not begun."""
-        assert self._plan is not None
-        return self._plan
 
     def __next__(self) -> Any:
-        if self._plan is None:
-            self._begin(*self._sampler._next())
-        drawn = next(self._drawing)
-        self._num_drawn += 1
-        return drawn
+        if self._pass is None:
+            self._begin()
+        return next(self._drawing)
 
     def state_dict(self) -> dict[str, int | bool]:
         """The state with all that has been drawn. torchdata's loader keeps it for the batch that was drawn last."""
-        if self._plan is None:
+        self._sampler._is_counted = True
+        current = self._pass
+        if current is None:
             return self._sampler._state(*self._sampler._next())
-        return self._sampler._state(self._epoch, self._position(self._num_drawn))
+        return self._sampler._state(current.epoch, current.position(current.num_drawn))
 
     def load_state_dict(self, state_dict: Mapping[str, int | bool]) -> None:
         """Go on where `state_dict` says."""
         self._sampler.load_state_dict(state_dict)
-        self._begin(*self._sampler._next())
+        self._begin()
 
-    @property
-    def num_taken(self) -> int:
-        """What the loop has been handed."""
-        share = self.plan.share
-        if not self._has_loader:
-            return self._num_drawn
-        if share.is_exhausted:
-            return share.num_samples
-        num_batches = self._num_handed - self._looks_ahead
-        return self._num_drawn_for(num_batches) if num_batches > 0 else 0
+    def _begin(self) -> None:
+        self._pass = self._sampler._begin(self)
+        self._drawing = self._sampler._draw(self._pass)
 
-    @property
-    def is_over(self) -> bool:
-        """The loop has been handed the whole epoch."""
-        return self._position(self.num_taken) == self.plan.offsets[-1]
 
-    def position(self) -> int:
-        """Number of samples of the epoch that all ranks' loops have been handed, if ranks go on alike."""
-        if self._holds_back and not self.plan.share.is_exhausted:
-            raise ValueError(
-                "the batch sampler holds samples back, or its batches differ in size: the samples that have been "
-                "handed out are not the first ones of the epoch, and training could not go on from here. Give it to "
-                "the sampler: Sampler(dataset, batch_sampler=...) and DataLoader(batch_sampler=sampler)"
-            )
-        return self._position(self.num_taken)
-
-    def weight(self) -> int:
-        share, num_taken = self.plan.share, self.num_taken
-        if self._asking.sharer is not None:
-            raise ValueError("Accelerate shares the batches out; weigh(len(batch)) says how many samples one has")
-        if not num_taken:
-            raise ValueError("weight() is that of a batch, and the iteration under way has handed out none")
-        per_batch = share.unit // share.size
-        batch = (num_taken - 1) // per_batch
-        weight = share.weight(batch)
-        if self._sampler.batch_sampler is None:
-            return weight
-        begin = share.share(batch).start
-        return weight * (self.plan.offsets[begin + 1] - self.plan.offsets[begin])
-
-    def _begin(self, epoch: int, start: int) -> None:
-        sampler = self._sampler
-        if self._asking.num_forwarded and start:
-            raise ValueError(
-                f"the sampler goes on after {start} samples, and its StatefulDataLoader leaves out another "
-                f"{self._asking.num_forwarded} batches: load the state of one of them only"
-            )
-        self._plan = sampler._plan(self._asking, epoch, start)
-        self._epoch = sampler._epoch = epoch
-        sampler._start, sampler._newest = start, self
-        self._drawing = self._draw()
-
-    def _draw(self) -> Iterator[Any]:
-        order, share = self._sampler._order(self._epoch), self.plan.share
-        if not share.num_batches:
-            return
-        last = share.share(share.num_batches - 1)  # before it, all batches are full, so all shares are equal
-        for positions in (range(share.start + share.rank, share.bounds(share.num_batches - 1)[0], share.size), last):
-            for i in range(0, len(positions), _AT_ONCE):
-                yield from drawn(order, positions[i : i + _AT_ONCE])
-
-    def _position(self, num: int) -> int:
-        """Number of samples at the front of the epoch, once each rank has `num`."""
-        offsets, share = self.plan
-        return offsets[-1 if num >= share.num_samples else min(share.start + num * share.size, share.length)]
-
-    def _num_drawn_for(self, num_batches: int) -> int:
-        asking = self._asking
-        num_batches += asking.num_skipped + asking.num_forwarded
-        return min(num_batches * self._stride, self.plan.share.num_samples)
-
-    def _before_draw(self) -> None:
-        if self._num_drawn:
-            self._num_asked += 1
-            self._check_drawn(self._num_asked)
-
-    def _check_drawn(self, num_batches: int) -> None:
-        self._holds_back |= self._num_drawn != self._num_drawn_for(num_batches)
-
-    def _hand_out(self, number: int, _data: object) -> None:
-        self._num_handed = number + 1
-        if not self._has_workers:
-            self._check_drawn(number + 1)
-
-    def _end(self) -> None:
-        if self._plan is not None:
-            self.plan.share.is_exhausted = True
+def _check_size(name: str, size: int | None) -> None:
+    if size is not None and size < 1:
+        raise ValueError(f"{name} must be at least 1, got {size}")

@@ -19,8 +19,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchring.data.sampler import Sampler
     from torchring.elastic.worker.loop import run
-    from torchring.elastic.worker.sampler import Sampler
     from torchring.elastic.worker.state import State
 
 __all__ = ["Sampler", "State", "run"]
@@ -30,6 +30,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name on first use: the driver, `torchring run --elastic`, does without torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from torchring.elastic.worker import loop, sampler, state
+    from torchring.data.sampler import Sampler
+    from torchring.elastic.worker import loop, state
 
-    return {"Sampler": sampler.Sampler, "State": state.State, "run": loop.run}[name]
+    return {"Sampler": Sampler, "State": state.State, "run": loop.run}[name]

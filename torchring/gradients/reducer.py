@@ -253,7 +253,6 @@ class Reducer(Sync):
             self.ledger,
             is_sum=options.is_sum,
             mark_local=self.launcher.mark_local,
-            job=self._job,
         )
         self._weights = self.weighing.weights
         self._weights.expect(self.layout.wire_dtypes)
@@ -313,11 +312,6 @@ class Reducer(Sync):
         self._job.batches = batches
         if self._job not in self.participants:
             self.participants.append(self._job)
-
-    @property
-    def is_weighed_by_script(self) -> bool:
-        """Whether the script has weighed the backward under way, or the next one."""
-        return self._weights.is_by_script
 
     @property
     def wants_reduction(self) -> bool:
@@ -385,7 +379,8 @@ class Reducer(Sync):
     def begin_backward(self, index: int) -> None:
         """The first gradient of a backward arrives, of this parameter; or of an outer backward, after an inner one."""
         if not self.in_backward:
-            self.weighing.begin_batch()
+            self._job.begin_backward()
+            self.weighing.refuse_unweighed()
             self._enter(BACKWARD)
             if self._members.are_several and self.specs[0].device.type == "cpu":
                 self._members.refuse_other_thread(thread := threading.get_ident())
@@ -449,7 +444,6 @@ class Reducer(Sync):
         if reduces:
             for participant in self.participants:
                 participant.finished(self.round)
-        self.weighing.weigh_batch()
 
     def abandon_backward(self) -> None:
         """The backward under way has raised (out of memory, an error in a custom function): drop its round."""
@@ -460,7 +454,6 @@ class Reducer(Sync):
             self.weighing.end_zero_weight()
             if self._reduces and self._has_round:
                 self.launcher.abandon()
-            self.weighing.weigh_batch()
 
     def gradient_failed(self, error: BaseException) -> None:
         """A hook has raised. With no bucket sent yet, backward drops the round as after any other error."""
@@ -485,10 +478,6 @@ class Reducer(Sync):
             raise GradientError("weigh() was called inside backward(); call it before")
         self.weighing.weigh(weight, may_accumulate=self.accumulate > 1 or self._no_sync_depth > 0)
 
-    def weigh_batch(self) -> None:
-        """In an elastic job: give the next backward the weight of its batch, unless the script has given another."""
-        self.weighing.weigh_batch()
-
     def skip(self) -> None:
         if self.in_backward:
             raise GradientError("skip() was called inside backward(); call it in place of backward()")
@@ -498,14 +487,13 @@ class Reducer(Sync):
                 "reached these parameters, too. Call skip() once for each backward() that this rank leaves out, on the "
                 "same optimizer if there are several"
             )
-        self.weighing.skip_batch()
+        self._job.begin_backward()
         self._leave_out()
         self._take_part(reduces=self._no_sync_depth == 0 and self._num_backwards + 1 >= self.accumulate, skipper=self)
 
     def _leave_out(self) -> None:
         """This rank has no backward where others have one."""
         self.weighing.note_skip()
-        self.weighing.weigh_batch()
         self.weighing.forget_next_backward()
 
     def _take_part(self, *, reduces: bool, skipper: Reducer | None = None) -> None:

@@ -312,48 +312,23 @@ def test_skipping_with_micro_steps_and_with_several_optimizers() -> None:
 
 
 class _Batch:
-    """What an elastic job knows of the only batch, of which each rank has so many samples."""
+    """An elastic job that is told of a change."""
 
-    def __init__(self, *shares: float) -> None:
-        self.shares = shares
+    def __init__(self) -> None:
         self.agreed: list[bool] = []
 
-    def begin_backward(self, *, is_weighed: bool, is_skipped: bool = False) -> None: ...
+    def begin_backward(self) -> None: ...
 
     def change_is_agreed(self, *, all_leave: bool) -> None:
         self.agreed.append(all_leave)
 
-    def current_weight(self) -> tuple[float, float]:
-        return self.shares[torchring.rank()], sum(self.shares)
-
-
-def _weights_of_batches(rank: int, size: int) -> list[Any]:
-    """With two optimizers, that one backward reaches; then with weights from the script on one rank only."""
-    parameters = [nn.Parameter(torch.zeros(1).double()) for _ in range(2)]
-    optimizers = [torchring.wrap(torch.optim.SGD([p], lr=1.0)) for p in parameters]
-    for optimizer in optimizers:
-        assert optimizer._sync is not None
-        optimizer._sync.batches = _Batch(3, 1)
-        optimizer._sync.weigh_batch()
-    if rank == 0:
-        optimizers[0].skip()
-    else:
-        (parameters[0] * 3 + parameters[1] * 5).sum().backward()
-    found: list[Any] = _first(*parameters)
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-        if rank == 0:
-            optimizer.weigh(2)
-    return [*found, attempt(lambda: (parameters[0] * 3 + parameters[1] * 5).sum().backward())]
-
 
 def _change_of_ranks(rank: int, size: int) -> list[list[bool]]:
     (a, _), optimizer = _pair()
-    optimizer._sync.batches = batch = _Batch(1, 1)
+    optimizer._sync.batches = batch = _Batch()
     change, found = default_world().shared(Change), []
     for leaving in ((), (1,), (0, 1)):
         change.is_wanted, change.leaves = rank == 0 and bool(leaving), rank in leaving
-        optimizer._sync.weigh_batch()
         a.sum().backward()
         found.append(list(batch.agreed))
         batch.agreed.clear()
@@ -362,12 +337,6 @@ def _change_of_ranks(rank: int, size: int) -> list[list[bool]]:
 
 def test_all_ranks_of_an_elastic_job_hear_in_one_step_that_ranks_are_to_change() -> None:
     assert run_pooled(_change_of_ranks, 2) == [[[], [False], [True]]] * 2
-
-
-def test_weights_of_an_elastic_job_are_those_of_all_optimizers_and_ranks() -> None:
-    for *means, problem in run_pooled(_weights_of_batches, 2):
-        assert means == [3.0, 5.0]
-        assert problem.startswith("GradientError: some ranks have called optimizer.weigh() before this backward()")
 
 
 def _skipped_while_buckets_are_laid_out_again(rank: int, size: int, skips: Sequence[int]) -> list[Any]:

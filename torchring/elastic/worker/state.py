@@ -11,7 +11,6 @@ import functools
 import json
 import logging
 import sys
-import threading
 import time
 import zlib
 from collections import defaultdict
@@ -23,9 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
-from torchring import data
 from torchring.collectives.initial_state import (
     Stateful,
     broadcast_parameters,
@@ -37,12 +34,11 @@ from torchring.collectives.initial_state import (
 from torchring.collectives.join import Join
 from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.data.epoch import share_of
+from torchring.data.sampler import Sampler
 from torchring.elastic.worker.checkpoint import CheckpointWriter, copy_of, newest, newest_step
-from torchring.elastic.worker.sampler import Sampler
 from torchring.elastic.worker.worker import Worker
-from torchring.errors import GradientError, PeerLostError, PlanMismatchError, RingError, in_step
+from torchring.errors import PeerLostError, PlanMismatchError, RingError, in_step
 from torchring.generation import Change
-from torchring.gradients.participants.weights import OTHER_BATCH
 from torchring.gradients.validation import parameters_of
 from torchring.observe.recorder.forward import TransientHook
 from torchring.optimizer import DistributedOptimizer
@@ -93,9 +89,8 @@ class State:
     Args:
         model: a module. Others may have other names.
         optimizer: an optimizer that `torchring.wrap` has returned. Others may have other names.
-        global_batch: number of samples of a step, of all ranks together. Ranks get shares of it that differ by one at
-            most, see `batch_size`, and gradients are weighted means over samples. So the learning rate need not change
-            with the number of ranks. By default each rank has a batch size of its own, which does not change.
+        global_batch: number of samples of a step, of all ranks together, for a sampler that yields samples; see
+            `batch_size`. Others have a `global_batch` or a `batch_size` of their own.
         checkpoint: a folder. Rank 0 writes checkpoints there in the background, and a last one when the training
             function has returned. If all ranks were lost, or the job is started anew, the newest valid one is loaded,
             into any number of ranks.
@@ -169,7 +164,6 @@ class State:
         self._world: World | None = None
         self._agreed: GenerationOver | None = None
         self._agreed_at = 0  # progress at that time
-        self._thread = 0  # that trains
 
         # What can be returned to, and checkpoints
         self._committed: tuple[int, dict[str, Any]] | None = None  # progress, and everything
@@ -186,9 +180,6 @@ class State:
             optimizer_.register_step_post_hook(functools.partial(self._after_step, is_first))
         for module in self._modules.values():
             module.register_forward_pre_hook(_Hook(self._before_forward), with_kwargs=True)
-            module.register_forward_hook(_Hook(self._after_forward))
-        for sampler in self._samplers:
-            sampler.on_batch = self._weigh_batch
 
     def _check(self, global_batch: int | None, every: int | timedelta | None) -> None:
         if not self._optimizers:
@@ -197,12 +188,8 @@ class State:
             raise ValueError(f"global_batch must be a number of samples, 1 or more, got {global_batch!r}")
         if every is not None and not (timedelta() < every if isinstance(every, timedelta) else every >= 1):
             raise ValueError(f"every must be a number of steps, 1 or more, or a positive timedelta, got {every!r}")
-        for name, each in self._stateful.items():
-            if isinstance(each, data.Sampler):
-                raise TypeError(
-                    f"{name} is a torchring.data.Sampler, which counts batches that a loop was handed, and not steps "
-                    "that all ranks have finished: pass a torchring.elastic.Sampler"
-                )
+        for sampler in self._samplers:
+            sampler.count_steps(global_batch)
         for name, module in self._modules.items():
             try:
                 check_broadcastable(module)
@@ -247,7 +234,7 @@ class State:
 
     # What the training function does
 
-    def _before_forward(self, module: torch.nn.Module, *inputs: object) -> None:
+    def _before_forward(self, module: torch.nn.Module, *_: object) -> None:
         if torch.compiler.is_compiling():  # would break the graph
             return
         if module.training and torch.is_grad_enabled() and self._world is not None:
@@ -256,22 +243,6 @@ class State:
             if len(self._optimizers) == 1 and (self._agreed is None or self._progress > self._agreed_at):
                 self._leave_if_agreed()
                 self._sees_forward = True
-            for sampler in self._samplers:
-                sampler.see_forward(inputs)
-            self._weigh_batch()
-
-    def _after_forward(self, _module: object, _inputs: object, output: object) -> None:
-        """Have a backward say which forward it comes from, where batches have weights."""
-        if not torch.compiler.is_compiling() and (weight := self._current_weight()) is not None:
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(functools.partial(self._check_batch, weight))  # type: ignore[no-untyped-call]
-
-    def _check_batch(self, weight: tuple[float, float], _: torch.Tensor) -> None:
-        """A backward comes to the output of a forward, whose batch has this weight."""
-        by_script = any(each._sync is not None and each._sync.is_weighed_by_script for each in self._optimizers)
-        if self._current_weight() not in (None, weight) and not by_script:
-            raise GradientError(OTHER_BATCH)
 
     def _before_step(
         self, is_first: bool, optimizer: DistributedOptimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -296,9 +267,8 @@ class State:
             self._num_steps += 1
             if self._worker is not None:
                 self._worker.has_stepped(self._num_steps)
-            accumulate = self._optimizers[0]._options.accumulate
             for sampler in self._samplers:
-                sampler.record_step(accumulate)
+                sampler.record()
 
     def _leave_if_agreed(self) -> None:
         """Raise GenerationOver if the ranks are to change now, and no step is half done."""
@@ -309,18 +279,6 @@ class State:
             self._agreed = GenerationOver(all_leave=change.leaves)
         if self._agreed is not None:
             raise self._agreed
-
-    def _current_weight(self) -> tuple[float, float] | None:
-        if self._world is None or self._world.size == 1:
-            return None
-        return next((sampler.current_weight() for sampler in self._samplers), None)
-
-    def _weigh_batch(self) -> None:
-        """The loop has got a batch, or a model is about to. A thread that looks ahead must not change gradients."""
-        if threading.get_ident() == self._thread:
-            for optimizer in self._optimizers:
-                if optimizer._sync is not None and not optimizer._sync.in_backward:
-                    optimizer._sync.weigh_batch()
 
     # Between generations
 
@@ -336,7 +294,6 @@ class State:
             ValueError: the checkpoint is of another model.
         """
         self._world, self._worker, self._agreed = world, worker, None
-        self._thread = threading.get_ident()
         if self._is_in_closure and self._before_closure is not None:  # ranks were lost at different trial points
             self._become(self._before_closure)
         self._is_in_closure = False
@@ -367,7 +324,7 @@ class State:
             raise PeerLostError(f"a new worker does not fit: {error.message}", rank=world.rank, peers=peers) from error
         self._is_fresh = self._is_between = False
         for sampler in self._samplers:
-            sampler.share_out(world.rank, world.size, self._global_batch)
+            sampler.share_out(world.rank, world.size)
         old, self._size = self._size, world.size
         if old not in (0, world.size) and self._on_resize is not None:
             self._on_resize(old, world.size)
@@ -703,18 +660,13 @@ class _Batches:
         self._state = state
         self._is_first = is_first
 
-    def begin_backward(self, *, is_weighed: bool, is_skipped: bool = False) -> None:
+    def begin_backward(self) -> None:
         state = self._state
         if self._is_first:
             state._is_between = False
             if state._worker is not None and state._worker.seems_alone() and state._world is not None:
                 state._world.shared(Change).is_wanted = True
             state._leave_if_agreed()
-        for sampler in state._samplers[:1]:  # the one whose batches have the weights
-            sampler.begin_backward(is_weighed=is_weighed, is_skipped=is_skipped)
-
-    def current_weight(self) -> tuple[float, float] | None:
-        return self._state._current_weight()
 
     def change_is_agreed(self, *, all_leave: bool) -> None:
         if self._is_first:

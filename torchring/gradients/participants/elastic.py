@@ -1,4 +1,4 @@
-"""Elastic jobs: backwards are announced to the job, batches have weights, and ranks change between two steps."""
+"""Elastic jobs: backwards are announced to the job, and ranks change between two steps."""
 
 from __future__ import annotations
 
@@ -10,20 +10,12 @@ from torchring.world import World
 
 
 class Batches(Protocol):
-    """Callbacks of an elastic job: notified of each backward, asked for the weight of each batch."""
+    """Callbacks of an elastic job."""
 
-    def begin_backward(self, *, is_weighed: bool, is_skipped: bool = False) -> None:
-        """A backward is about to begin, or its first gradient has come. May raise what ends the training function.
+    def begin_backward(self) -> None:
+        """A backward is about to begin, its first gradient has come, or `skip()` was called instead.
 
-        Args:
-            is_weighed: the script has given a weight. Otherwise, raises GradientError if the weight is not known.
-            is_skipped: this rank takes part without a backward of its own.
-        """
-
-    def current_weight(self) -> tuple[float, float] | None:
-        """The weight of this rank's batch that is trained on, and the sum of the weights that all ranks have for it.
-
-        None if no batch has a weight, on any rank.
+        May raise what ends the training function.
         """
 
     def change_is_agreed(self, *, all_leave: bool) -> None:
@@ -44,6 +36,10 @@ class ElasticJob(Participant):
         self.batches: Batches | None = None
         self._size = world.size
         self._change = world.shared(Change)
+
+    def begin_backward(self) -> None:
+        if self.batches is not None:
+            self.batches.begin_backward()
 
     def begin(self, current: RoundState) -> None:
         current.bits["wants_change"] = self._change.is_wanted

@@ -9,8 +9,7 @@ import torch
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import GradientError, in_step, ranks_in_words
 from torchring.gradients.ledger import OptimizerLedger, SeenGradients
-from torchring.gradients.participants.elastic import ElasticJob
-from torchring.gradients.participants.weights import ON_RESULTS, OTHER_BATCH, Share, Weights
+from torchring.gradients.participants.weights import ON_RESULTS, UNWEIGHED, Share, Weights, unequal_shares
 from torchring.gradients.round import Participant, RoundState
 from torchring.world import World
 
@@ -25,14 +24,13 @@ class Weighing(Participant):
         ledger: of the gradients.
         is_sum: whether gradients are added up over ranks, and not averaged.
         mark_local: for the hooks of a round in which no gradient is packed before backward is over.
-        job: knows the weights of batches in an elastic job.
 
     Attributes:
         weights: this rank's, of the backwards that are reduced together.
         arrived: a parameter that has got its gradient just now, before all others.
     """
 
-    bits = ("is_weighted", "is_unweighted", "is_of_batch", "has_left_out")
+    bits = ("is_weighted", "is_unweighted")
     numbers = ("weight",)
 
     def __init__(
@@ -44,7 +42,6 @@ class Weighing(Participant):
         *,
         is_sum: bool,
         mark_local: Callable[[int], None],
-        job: ElasticJob,
     ) -> None:
         self.weights = Weights()
         self.arrived: torch.nn.Parameter | None = None
@@ -54,7 +51,6 @@ class Weighing(Participant):
         self._ledger = ledger
         self._is_sum = is_sum
         self._mark_local = mark_local
-        self._job = job
         self._handles_of_zero_weight: list[torch.utils.hooks.RemovableHandle] = []
         self._local = SeenGradients()  # what backwards with weights have left in `.grad`
 
@@ -81,33 +77,23 @@ class Weighing(Participant):
         self.drop_stale()
         if may_accumulate or self.weights.num_backwards > 0:
             self._refuse_results()
-        self._give(weight)
+        self.end_zero_weight()
+        weight = self.weights.representable(weight)
+        factor = self.weights.give(weight)
+        if factor != 1.0:
+            self._ledger.scale_local(factor)
+            for grad in (p.grad for p in unfrozen(self._frozen) if p.grad is not None):
+                grad.mul_(factor)
+            self._local = SeenGradients(self._own_parameters())
+        if not weight:
+            self._zero_next_backward()
 
-    def weigh_batch(self) -> None:
-        """In an elastic job: give the next backward the weight of its batch, unless the script has given another."""
-        batches = self._job.batches
-        if batches is None or self.weights.is_given or (current := batches.current_weight()) is None:
+    def refuse_unweighed(self) -> None:
+        """Raise GradientError if a backward begins that needs a weight and has none."""
+        if not unequal_shares or self.weights.is_given or self._is_sum:
             return
-        weight, whole = current
-        if self._is_sum:
-            self.end_zero_weight()
-            if not weight:
-                self._zero_next_backward()
-        elif not self.weights.expects(weight, whole):
-            self._give(weight, whole)
-
-    def begin_batch(self) -> None:
-        """In an elastic job, a backward begins. Raises GradientError if it has the weight of another batch."""
-        if (batches := self._job.batches) is not None:
-            batches.begin_backward(is_weighed=self.weights.is_given)
-            current = None if self.weights.is_given or self._is_sum else batches.current_weight()
-            if current is not None and not self.weights.expects(*current):
-                raise GradientError(OTHER_BATCH)
-
-    def skip_batch(self) -> None:
-        """In an elastic job, this rank leaves out a backward."""
-        if (batches := self._job.batches) is not None:
-            batches.begin_backward(is_weighed=self.weights.is_given, is_skipped=True)
+        if any(each.size == self._world.size for each in list(unequal_shares)):
+            raise GradientError(UNWEIGHED, rank=self._world.rank)
 
     def begin_backward(self, *, reduces: bool) -> None:
         """A backward begins, with the weight that was given for it."""
@@ -201,8 +187,6 @@ class Weighing(Participant):
         current.bits |= {
             "is_weighted": share.weight is not None,
             "is_unweighted": share.is_unweighted,
-            "is_of_batch": share.is_of_batch,
-            "has_left_out": share.left_out > 0,
             "weight": share.weight or 0.0,
         }
 
@@ -221,11 +205,6 @@ class Weighing(Participant):
         had_weights = self._has_weights
         if sums["is_weighted"] or (had_weights is None and sums["is_absent"] < size):
             self._has_weights = sums["is_weighted"] > 0
-        if sums["is_of_batch"] not in (0, sums["is_weighted"]):
-            raise self._in_step(
-                "some ranks have called optimizer.weigh() before this backward(), and torchring.elastic has given "
-                "the weights of the others; call it on all ranks, or on none"
-            )
         if sums["is_weighted"] and sums["is_unweighted"]:
             mine = torch.tensor([int(self._share.is_unweighted)], device="cpu")
             without = internal_collectives_of(self._world).all_gather(mine)
@@ -249,17 +228,8 @@ class Weighing(Participant):
                 "them before they were rounded to fp16; call optimizer.weigh() before each backward(), from the first "
                 "one on"
             )
-        left_out = 0.0
-        if sums["has_left_out"]:
-            mine = torch.tensor([self._share.left_out], dtype=torch.float64, device="cpu")
-            left_out = float(internal_collectives_of(self._world).all_reduce(mine, "sum"))
         current.scale = self.weights.result_scale(
-            size,
-            int(sums["is_weighted"]),
-            int(sums["is_absent"]),
-            sums["weight"],
-            left_out,
-            are_of_batch=sums["is_of_batch"] > 0,
+            size, int(sums["is_weighted"]), int(sums["is_absent"]), sums["weight"]
         )
 
     def close(self) -> None:
@@ -276,18 +246,6 @@ class Weighing(Participant):
 
     def _own_parameters(self) -> list[torch.nn.Parameter]:
         return [*self._parameters, *unfrozen(self._frozen)]
-
-    def _give(self, weight: float, whole: float | None = None) -> None:
-        self.end_zero_weight()
-        weight = self.weights.representable(weight)
-        factor = self.weights.give(weight, whole)
-        if factor != 1.0:
-            self._ledger.scale_local(factor)
-            for grad in (p.grad for p in unfrozen(self._frozen) if p.grad is not None):
-                grad.mul_(factor)
-            self._local = SeenGradients(self._own_parameters())
-        if not weight:
-            self._zero_next_backward()
 
     def _zero_next_backward(self) -> None:
         """Gradients of the next backward are zeros, whatever the loss is, a mean over nothing included."""

@@ -13,8 +13,9 @@ bits, and the result is scaled by it.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -30,12 +31,12 @@ ON_RESULTS: Final = (
     "weights were given with gradients of an earlier step in .grad, which would get the weights of this step; call "
     "optimizer.zero_grad() before the first weigh()"
 )
-OTHER_BATCH: Final = (
-    "a backward() is about to get the weight of another batch. The ranks' shares of the two batches have different "
-    "weights, because one of them is the last of an epoch. Call backward() for the losses of one batch before the "
-    "model is called with the next batch; take batches in the thread that calls backward(); or say before each "
-    "backward() how many samples count, with optimizer.weigh()"
+UNWEIGHED: Final = (
+    "a backward() in a loop over a torchring.data.Sampler was not weighed. Ranks have unequal shares of its batches, "
+    "and a plain mean over ranks would be wrong. Call optimizer.weigh(sampler.weight()) once for each batch of the "
+    "loop, before its forward and backward. If that loop does not train, let it begin under torch.no_grad()"
 )
+unequal_shares: Final[weakref.WeakSet[Any]] = weakref.WeakSet()  # iterations over samplers, each with its `size`
 
 
 class Share(NamedTuple):
@@ -45,16 +46,12 @@ class Share(NamedTuple):
     is_unweighted: the rank has run a backward for which it has given no weight.
     factor: by which gradients are multiplied in the wire buffer.
     is_absent: the rank has no gradient, and does not count.
-    left_out: what the weights of backwards that it has skipped would have been, in an elastic job.
-    is_of_batch: an elastic job has given the weight, and not the script.
     """
 
     weight: float | None = None
     is_unweighted: bool = False
     factor: float = 1.0
     is_absent: bool = False
-    left_out: float = 0.0
-    is_of_batch: bool = False
 
 
 class Weights:
@@ -76,11 +73,8 @@ class Weights:
         self._is_narrow = False
         self.is_fp16 = False
         self.next: float | None = None
-        self._next_whole: float | None = None
-        self._whole: float | None = None
         self._unit: float | None = None  # the weight that local gradients are divided by
         self._total: float | None = None
-        self._left_out = 0.0  # of backwards that were skipped
         self.last: float | None = None
 
     @property
@@ -95,17 +89,8 @@ class Weights:
 
     @property
     def is_given(self) -> bool:
-        """Whether the script has given the next backward a weight."""
-        return self.next is not None and self._next_whole is None
-
-    @property
-    def is_by_script(self) -> bool:
-        """Whether the script has weighed the backward under way, or the next one."""
-        return self.is_given or (self.next is None and self.last is not None and self._whole is None)
-
-    def expects(self, weight: float, whole: float) -> bool:
-        """Whether an elastic job has given the next backward this weight."""
-        return (self.next, self._next_whole) == (self.representable(weight), whole)
+        """Whether the next backward has a weight."""
+        return self.next is not None
 
     def expect(self, dtypes: Sequence[torch.dtype]) -> None:
         """Gradients travel in these dtypes, the weight in any of them: another bucket may come to be the first one."""
@@ -118,13 +103,8 @@ class Weights:
         """The weight that is sent: in 16 bits, a multiple of 2**-16."""
         return round(weight * 2**FRACTION_BITS) / 2**FRACTION_BITS if self._is_narrow else weight
 
-    def give(self, weight: float, whole: float | None = None) -> float:
+    def give(self, weight: float) -> float:
         """The next backward has this weight. Returns the factor that local gradients have to be scaled by before.
-
-        Args:
-            whole: for a weight that an elastic job gives, because ranks have unequal shares of a batch: the sum of the
-                ranks' weights for a batch. Then gradients of several batches are added up, as without weights, and not
-                averaged. A weight that the script gives may follow.
 
         Raises GradientError if a weight was given already, or an earlier backward had none.
         """
@@ -136,7 +116,6 @@ class Weights:
                 "weigh() before each backward(), or zero_grad() first"
             )
         self.next = weight
-        self._next_whole = whole
         if not weight:
             return 1.0
         unit, self._unit = self._unit, weight
@@ -151,7 +130,6 @@ class Weights:
                 "optimizer.weigh() before each backward()"
             )
         self.last = weight
-        self._whole = self._next_whole
         if weight is not None:
             self._total = (self._total or 0.0) + weight
         self.num_backwards += 1
@@ -166,9 +144,6 @@ class Weights:
 
     def drop_next(self) -> None:
         """The backward that a weight was given for does not come."""
-        if self.next is not None and self._next_whole is not None:
-            self._left_out += self.next
-            self._whole = self._next_whole
         self.next = None
 
     def reset(self) -> None:
@@ -176,28 +151,22 @@ class Weights:
         self.num_backwards = 0
         self.has_skipped = False
         self._total = None
-        self._left_out = 0.0
         self._unit = self.next or None
 
     def share(self, *, is_absent: bool) -> Share:
         """The contribution of this rank to the round that begins."""
         if is_absent:
-            return Share(is_absent=True, left_out=self._left_out)
+            return Share(is_absent=True)
         if self._total is None:
             return Share(is_unweighted=self.num_backwards > 0)
-        factor, is_of_batch = (self._unit or 0.0) / self.reference, self._whole is not None
-        return Share(self._total, factor=factor, left_out=self._left_out, is_of_batch=is_of_batch)
+        return Share(self._total, factor=(self._unit or 0.0) / self.reference)
 
-    def result_scale(
-        self, num_ranks: int, num_weighted: int, num_absent: int, total: float, left_out: float, *, are_of_batch: bool
-    ) -> float:
+    def result_scale(self, num_ranks: int, num_weighted: int, num_absent: int, total: float) -> float:
         """The factor for a result that was averaged over all ranks. All arguments are sums over ranks."""
         if not num_weighted:
             present = num_ranks - num_absent
             return num_ranks / present if present else 1.0
         scale = num_ranks * self.reference / total if total else 1.0
-        if are_of_batch and self._whole is not None:
-            scale *= (total + left_out) / self._whole  # number of batches: alike on all ranks
         self.refer_to(total / num_ranks)
         return scale
 
