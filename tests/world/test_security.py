@@ -31,6 +31,7 @@ from torchring.memory import host as host_module
 from torchring.memory import links as links_module
 from torchring.memory.channel import Channel
 from torchring.memory.host import connect
+from torchring.rendezvous.environment import _LOCAL_SIZES
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.rendezvous.signed import SignedStore, sealed, signed, within
 from torchring.transport.c10d import C10dTransport
@@ -474,6 +475,22 @@ def test_no_python_is_started_that_imports_from_the_working_directory() -> None:
             if isinstance(node, ast.Constant) and node.value == "-m":
                 modules.append(file)
     assert modules == ["cli.py", "cli.py"]  # its option, and the program that the user names with it
+
+
+def test_security_md_says_what_is_there() -> None:
+    page = " ".join((PACKAGE.parent / "SECURITY.md").read_text().split())
+    for name in _LOCAL_SIZES.values():
+        assert f"`{name}`" in page
+    reports = (PACKAGE / "spark" / "reports.py").read_text()  # spark itself may not be installed
+    size, seconds, most = (
+        float(re.findall(rf"^{name}: Final = ([\d.]+)", reports, re.M)[0])
+        for name in ("_TOKEN_BYTES", "_TOKEN_SECONDS", "_MOST_STRANGERS")
+    )
+    assert f"it reads {size / 1024:g} KiB, waits {seconds:g} s, and keeps {most:g}" in page
+    for launcher in ("launch/launcher.py", "elastic/driver/driver.py", "spark/rank.py", "ray/job.py"):
+        assert re.search(r"\bJOB: (secret|call\.token)", (PACKAGE / launcher).read_text()), launcher
+    for path in re.findall(r"`(tests/[^`]+)`", page):
+        assert (PACKAGE.parent / path).is_file()
 
 
 def test_docstrings_say_what_is_unpickled() -> None:
