@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
+import multiprocessing
 import os
 import sys
 import warnings
@@ -182,6 +183,13 @@ def _join(backend: Backend, timeout_seconds: float, stall_warning_seconds: float
         refuse_lone_tasks()
     if launch.launcher == ELASTIC:
         return _before_generation(launch, backend, timeout_seconds, stall_warning_seconds)
+    if launch.member_pid is not None and getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise TopologyError(
+            f"this process (pid {os.getpid()}) is a worker that rank {launch.rank} has started by spawn or forkserver, "
+            "such as a DataLoader's, and runs the script from its top again. Put what the script does under "
+            '`if __name__ == "__main__":`',
+            rank=launch.rank,
+        )
     if launch.member_pid is not None:
         raise TopologyError(
             f"this process (pid {os.getpid()}) was started by rank {launch.rank} (pid {launch.member_pid}), which "

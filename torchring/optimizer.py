@@ -254,7 +254,8 @@ class DistributedOptimizer(OptimizerWrapper):
                     raise ValueError("shard=True in elastic jobs takes parameters on the CPU; leave shard out")
             if sync_initial_state and model is not None:
                 of_model = (*model.named_parameters(), *model.named_buffers())
-                shared = check_broadcastable({name: each for name, each in of_model if each not in ignored})
+                own = {name: each for name, each in of_model if each not in ignored}
+                shared = check_broadcastable(own, "; or pass sync_initial_state=False if all ranks start alike")
         except Exception as error:
             problem = error
         if world.size > 1:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -44,14 +45,29 @@ def _checks(rank: int, size: int) -> dict[str, Any]:
     found["own"] = attempt(lambda: check(data, _Own([0, 1, 1, 2, 7] if rank else [3, 4, 5, 6, 7])))
     found["outside"] = attempt(lambda: check(data, _Own([11] if rank else [0])))
     found["no length"] = attempt(lambda: check(iter([1]), _Own([0])))
+    found["uneven"] = _warnings_of(lambda: check(data, _Own([*range(7)] if rank == 0 else [*range(7, 11)])))
+    found["even"] = _warnings_of(lambda: check(data, sampler) and check(data, DistributedSampler(data, size, rank)))
     found["untouched"] = sampler.state_dict() == before and torch.equal(torch.get_rng_state(), random_state)
     return found
+
+
+def _warnings_of(call: Callable[[], object]) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torchring").addHandler(handler)
+    try:
+        call()
+    finally:
+        logging.getLogger("torchring").removeHandler(handler)
+    return said
 
 
 def test_check() -> None:
     both = run_pooled(_checks, 2)
     for found in both:
-        assert found == {**both[0], **{name: found[name] for name in ("seeds", "lengths", "outside", "no length")}}
+        own = ("seeds", "lengths", "outside", "no length", "uneven")
+        assert found == {**both[0], **{name: found[name] for name in own}}
         assert found["untouched"]
         assert found["ours"] == found["batches"] == Coverage(11, 11, 0, 0, 0, (), (), ())
         padded, dropped = found["padded"], found["dropped"]
@@ -69,6 +85,9 @@ def test_check() -> None:
         )
         assert "ranks disagree about the sampler's seed: rank 0 has 0; rank 1 has 1" in found["seeds"]
         assert "ranks disagree about the length of the dataset: rank 0 has 10; rank 1 has 11" in found["lengths"]
+    assert both[1]["uneven"] == both[0]["even"] == []
+    (uneven,) = both[0]["uneven"]
+    assert uneven.startswith("a rank draws 4 samples of an epoch, another one 7: where that makes unequal")
     assert "the sampler draws sample 11, but the dataset has 11" in both[1]["outside"]
     assert both[0]["outside"].startswith("PlanMismatchError: rank 1 could not go through its samples: ValueError")
     assert both[0]["no length"].startswith("TypeError")

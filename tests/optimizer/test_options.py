@@ -46,6 +46,12 @@ def _with_member(member: Callable[[nn.Module], Any], pass_model: bool = True) ->
     return lambda: torchring.wrap(optimizer, model if pass_model else None)
 
 
+def _sparse_buffer() -> Callable[[], Any]:
+    model = _model()
+    model.register_buffer("adjacency", torch.eye(2).to_sparse())
+    return lambda: torchring.wrap(_sgd(model), model)
+
+
 def _closed() -> Callable[[], Any]:
     model = _model()
     optimizer = torchring.wrap(_sgd(model), model)
@@ -131,6 +137,7 @@ _BAD: dict[str, tuple[Callable[[], Callable[[], Any]], str, tuple[str, ...]]] = 
     "accumulate 1.5": (lambda: _wrap(accumulate=1.5), "ValueError|TypeError", ("accumulate", "1.5")),
     "accumulate None": (lambda: _wrap(accumulate=None), "ValueError|TypeError", ("accumulate", "None")),
     "unknown option": (lambda: _wrap(buckets=3), "TypeError", ("buckets",)),
+    "sparse": (_sparse_buffer, "ValueError", ("adjacency cannot be broadcast", "or pass sync_initial_state=False")),
     "swapped": (_swapped, "TypeError", ("wrap(optimizer, model): the optimizer comes first", "Sequential")),
     "no optimizer": (_parameters, "TypeError", ("Optimizer", "list")),
     "no module": (_no_module, "TypeError", ("Module", "OrderedDict|dict")),

@@ -72,8 +72,14 @@ def test_without_a_launcher_it_is_a_world_of_one() -> None:
 # ---- processes that are no ranks, and ranks that never meet
 
 _CHILD = """
-import torchring
+import multiprocessing, torchring
 print(torchring.rank(), torchring.size(), torchring.local_rank(), torchring.is_initialized())
+multiprocessing.current_process()._inheriting = True  # as where spawn imports the script
+try:
+    torchring.barrier()
+except torchring.TopologyError as error:
+    print(error)
+del multiprocessing.current_process()._inheriting
 torchring.barrier()
 """
 
@@ -93,7 +99,10 @@ def test_a_process_that_a_rank_starts_knows_its_rank_but_does_not_take_part() ->
     """As a DataLoader's worker that is spawned, or any other program that inherits the rank's environment."""
     (first, _, _), (second, child, is_marked) = run_ranks(_has_a_child, 2)
     assert (first, second) == ((0, 2, 0, False), (1, 2, 1, False)), "nobody is met for that"
-    assert child[0] == "1 2 1 False\n"
+    facts, of_spawn = child[0].splitlines()
+    assert facts == "1 2 1 False"
+    assert "is a worker that rank 1 has started by spawn or forkserver" in of_spawn
+    assert 'Put what the script does under `if __name__ == "__main__":`' in of_spawn
     assert re.search(r"TopologyError: this process .* was started by rank 1 .* TORCHRING_LAUNCHER=none", child[1])
     assert not is_marked, "after shutdown() children may be ranks"
 

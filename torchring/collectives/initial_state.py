@@ -49,8 +49,8 @@ def broadcast_parameters(model_or_state_dict: torch.nn.Module | Mapping[str, Any
     collectives.broadcast_together(tensors.values(), src)
 
 
-def check_broadcastable(model_or_state_dict: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a module or of a mapping, by name.
+def check_broadcastable(model_or_state_dict: Any, advice: str = "") -> dict[str, torch.Tensor]:
+    """The tensors of a module or of a mapping, by name. `advice` ends the message of an error.
 
     Raises ValueError, with its name, for one that `broadcast_parameters` cannot write to: it is sparse or expanded, or
     neither on the CPU nor on a GPU.
@@ -67,7 +67,7 @@ def check_broadcastable(model_or_state_dict: Any) -> dict[str, torch.Tensor]:
             check_dense(tensor)
             check_writable(tensor)
         except ValueError as error:
-            raise ValueError(f"{name} cannot be broadcast: {error}") from None
+            raise ValueError(f"{name} cannot be broadcast: {error}{advice}") from None
     return tensors
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import copy
 import itertools
+import logging
 import operator
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torchring.data.sampler import Sampler
 from torchring.default_world import default_world
 from torchring.errors import ranks_in_words
 
+_logger: Final = logging.getLogger("torchring")
 _AT_ONCE: Final = 1 << 20  # samples of all ranks, of which a rank holds the numbers
 _NUM_EXAMPLES: Final = 5
 _SHOULD_AGREE: Final = ("seed", "shuffle", "epoch", "num_replicas", "drop_last")
@@ -69,13 +71,14 @@ def check(dataset: Sized, sampler: Iterable[Any]) -> Coverage:
             that ranks have equally many, is no mistake.
 
     Returns:
-        What the ranks draw: the same on all ranks.
+        What the ranks draw: the same on all ranks. A warning says so if one of them draws more than another.
 
     Raises:
         ValueError: samples are missing, come more than once, or come on several ranks. Raised on all ranks.
         PlanMismatchError: ranks disagree about the seed or the length, or another rank cannot go through its samples.
     """
-    collectives = collectives_of(default_world())
+    world = default_world()
+    collectives = collectives_of(world)
     inner: Any = sampler if isinstance(sampler, Sampler) else getattr(sampler, "sampler", sampler)  # of a BatchSampler
     mine, length, problem = torch.empty(0, dtype=torch.int64), 0, None
     try:
@@ -115,6 +118,12 @@ def check(dataset: Sized, sampler: Iterable[Any]) -> Coverage:
         raise ValueError(
             f"{coverage}. The ranks must share one order out, with one seed: torchring.data.Sampler(dataset) does, and "
             "torch's DistributedSampler(dataset)"
+        )
+    if not isinstance(inner, Sampler) and min(counts) < max(counts) and world.rank == 0:
+        _logger.warning(
+            "a rank draws %d samples of an epoch, another one %d: where that makes unequal numbers of batches, put the "
+            "loop into a `with torchring.join(optimizer):` block",
+            *(min(counts), max(counts)),
         )
     return coverage
 
