@@ -60,6 +60,7 @@ class _Process:
         launch: the launch to which `store` belongs. Spark starts several, one after the other, in the same process.
         num_inits: number of worlds so far, of this launch. It names the keys of the next one.
         process_group: the default process group of torch.distributed, if init() made it.
+        group_store: of that group, which does not keep a store of Python's alive.
         num_groups: number of process groups that init() has made in this launch.
     """
 
@@ -70,6 +71,7 @@ class _Process:
     launch: LaunchEnvironment | None = None
     num_inits: int = 0
     process_group: dist.ProcessGroup | None = None
+    group_store: Store | None = None
     num_groups: int = 0
 
     def join(self) -> None:
@@ -301,6 +303,7 @@ def shutdown() -> None:
     group, _process.process_group = _process.process_group, None
     if group is not None and dist.group.WORLD is group and _process.pid == os.getpid():
         dist.destroy_process_group()
+        _process.group_store = None
 
 
 def leave(reason: str) -> None:
@@ -422,9 +425,11 @@ def _make_process_group(world: World) -> None:
     store: Store = dist.HashStore()
     if world.rendezvous is not None:
         world.rendezvous.all_gather(name, b"")  # names an absent rank, as torch.distributed does not
-        store = unsigned(within(world.rendezvous.store, name))  # the group is the script's
+        store = within(world.rendezvous.store, name)
+    has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
+    _process.group_store = store = unsigned(store) if has_nccl else store
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo",
+        "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
         store=store,
         rank=world.rank,
         world_size=world.size,

@@ -424,7 +424,7 @@ MASTER = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
 
 
 def test_variables_of_horovod_by_hand() -> None:
-    expected = LaunchEnvironment("the environment", 1, 2, 1, ("node7", 29500), False)
+    expected = LaunchEnvironment("the environment", 1, 2, 1, ("node7", 29500), False, is_one_host=True)
     assert read_environment({**worker(1, 2), **MASTER}) == expected
     assert read_environment(worker(0, 1)).size == 1
     assert read_environment({**worker(1, 2, 1234), **MASTER}).key_values == ("127.0.0.1", 1234)

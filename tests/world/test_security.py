@@ -260,6 +260,26 @@ def test_what_no_rank_of_the_job_has_signed_is_not_believed(key: str, by: str) -
         _BELIEVED[key](rendezvous)
 
 
+def _group(rank: int, size: int) -> Any:
+    torchring.init(process_group=True)
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, rank)
+    half = dist.new_group([0, 1])  # in the same store
+    dist.barrier(half)
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]))
+    unsigned_keys = []
+    for key in store.list_keys():
+        if "process_group" in key and store.check([key]) and not re.match(rb"[0-9a-f]{64}|\d+$", store.get(key)):
+            unsigned_keys.append(key)
+    torchring.shutdown()
+    return gathered, unsigned_keys
+
+
+def test_a_process_group_of_init_meets_in_the_signed_store() -> None:
+    """All but counters."""
+    assert run_ranks(_group, 2, env={"TORCHRING_JOB": "secret"}) == [([0, 1], [])] * 2
+
+
 class _Forger(SignedStore):
     """Of a rank after whom a stranger writes into the store."""
 

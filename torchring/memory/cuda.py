@@ -120,8 +120,9 @@ class CudaGroup:
         # Kept alive: symmetric memory looks the group up at every allocation, in a registry that refers to it weakly.
         # The group does not keep the Python half of its store alive.
         self._exchanges = ExchangeStore(store, rendezvous.timeout_seconds)
+        self._gloo_store = within(store, "gloo")  # kept alive, too
         gloo = dist.ProcessGroupGloo(
-            within(store, "gloo"), self.index, self.size, timedelta(seconds=rendezvous.timeout_seconds)
+            self._gloo_store, self.index, self.size, timedelta(seconds=rendezvous.timeout_seconds)
         )
         self._process_group = register_group(self._name, self._exchanges, gloo)
 

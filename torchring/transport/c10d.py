@@ -102,7 +102,8 @@ class C10dTransport:
 
     def _connect(self, rendezvous: Rendezvous, endpoints: Sequence[Endpoint]) -> Backend:
         """Gloo connects all ranks with each other, or none. A rank that fails tells the others, which would wait."""
-        store = within(rendezvous.store, f"transport/{self._name}/gloo/{self.members[0]}")
+        # Kept alive: a group that connects at first use (TORCH_GLOO_LAZY_INIT) calls it later.
+        self._store = store = within(rendezvous.store, f"transport/{self._name}/gloo/{self.members[0]}")
         timeout = timedelta(seconds=rendezvous.timeout_seconds)
         others = [rank for rank in range(rendezvous.size) if rank != self.rank]
         connecting = self._waiter.submit(lambda: ProcessGroupGloo(store, self._place, self.size, timeout))
