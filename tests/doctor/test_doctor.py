@@ -144,6 +144,10 @@ PUBLIC = {"interfaces": [["lo", "127.0.0.1"], ["eth0", "93.184.216.34"]]}
             one_host({"threads": 1}, {"threads": 1}), "warning", "cores",
             ["compute with one thread each and may use 4 cores", "set OMP_NUM_THREADS=2 (torchrun"],
         ),
+        (
+            one_host({"load": 10.2}, {"load": 10.1}), "warning", "load",
+            ["node0: other programs hold the cores, with a load of 10.1 a core in the last minute"],
+        ),
         (one_host({"cores": [2]}, {"cores": [2]}), "warning", "cores", ["more ranks than cores", "--bind-to none"]),
         (
             one_host({"memory_available_bytes": GIB // 2, "memory_limit_bytes": 2 * GIB}), "warning", "memory",
@@ -462,6 +466,12 @@ def test_ranks_of_a_launcher_make_one_report() -> None:
     assert "shared memory, ranks 0, 1" in words
     assert "Gloo, ranks 0, 1" in words
     assert "direct all ranks share memory" in words
+
+
+def test_cores_of_one_bound_rank_are_not_said_to_be_those_of_the_machine() -> None:
+    bound = ({"topology": f"1 socket, 2 physical cores; cores {core} may be used"} for core in (0, 1))
+    (finding,) = [each for each in checks.check_cores(one_host(*bound)) if each.topic == "topology"]
+    assert finding.text == "node0: 1 socket, 2 physical cores; each rank has cores of its own"
 
 
 def test_json_holds_the_same_report() -> None:

@@ -17,6 +17,7 @@ from torchring.memory.handover import why_no_handover
 # A rank's own Python and torch, before a model: 0.3 GiB.
 _NEEDED_BYTES_PER_RANK: Final = 512 << 20
 _MUST_BE_EQUAL: Final = ("torchring", "torch")  # ranks with different versions may not understand each other
+_BUSY: Final = 1.2  # load of a core; the doctor's own ranks run for less than a minute
 _WHOLE_MACHINE: Final = ("0.0.0.0", "::")
 
 
@@ -90,7 +91,12 @@ def check_cores(report: Report) -> Iterator[Finding]:
         else:
             yield Finding("ok", "cores", text)
         if topology := ranks[0].topology:
+            if any(rank.topology != topology for rank in ranks):
+                topology = f"{topology.partition(';')[0]}; each rank has cores of its own"
             yield Finding("ok", "topology", f"{ranks[0].hostname}: {topology}")
+        if (load := min(rank.load for rank in ranks)) > _BUSY:
+            text = f"{ranks[0].hostname}: other programs hold the cores, with a load of {load:.1f} a core"
+            yield Finding("warning", "load", f"{text} in the last minute; ranks, and measurements, are slower for that")
 
 
 def check_memory(report: Report) -> Iterator[Finding]:

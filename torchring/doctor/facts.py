@@ -66,6 +66,7 @@ def gather(rank: int, *, joins_mpi: bool = False) -> RankFacts:
         cores=sorted(cores),
         threads_per_core=len(cores) // placement.num_physical(cores),
         topology=_topology(),
+        load=os.getloadavg()[0] / (os.cpu_count() or 1),
         core_limit=core_limit(),
         threads=torch.get_num_threads(),
         memory_available_bytes=available,
