@@ -75,9 +75,8 @@ def test_a_model_of_a_state_can_be_copied_and_pickled() -> None:
     given = parts()
     torchring.elastic.State(**given)
     for model in (copy.deepcopy(given["model"]), pickle.loads(pickle.dumps(given["model"]))):
-        (hook,) = model._forward_pre_hooks.values()
-        assert hook(model, ()) is None
-        assert "torchring" not in repr(hook)
+        assert not model._forward_pre_hooks
+        assert not model._forward_hooks
 
 
 def entered(state: Any) -> World:

@@ -40,7 +40,7 @@ from torchring.elastic.worker.worker import Worker
 from torchring.errors import PeerLostError, PlanMismatchError, RingError, in_step
 from torchring.generation import Change
 from torchring.gradients.validation import parameters_of
-from torchring.observe.recorder.forward import TransientHook
+from torchring.observe.recorder.forward import TransientHook, leave_no_trace
 from torchring.optimizer import DistributedOptimizer
 from torchring.sharding.checkpoint import gather_state, load_state
 from torchring.world import World
@@ -180,6 +180,7 @@ class State:
             optimizer_.register_step_post_hook(functools.partial(self._after_step, is_first))
         for module in self._modules.values():
             module.register_forward_pre_hook(_Hook(self._before_forward), with_kwargs=True)
+            leave_no_trace(module)
 
     def _check(self, global_batch: int | None, every: int | timedelta | None) -> None:
         if not self._optimizers:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 
@@ -54,6 +54,7 @@ class ForwardWatch:
             ),
             model.register_forward_hook(_Hook(self._recorder, _ends)),
         ]
+        leave_no_trace(model)
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -63,10 +64,16 @@ class ForwardWatch:
         self._handles = []
 
 
-class TransientHook:
-    """A hook on a module. In a copy of the module, and in a pickled one, a function that does nothing takes its place.
+_HOOKS: Final = tuple(
+    f"_forward_{kind}" for kind in ("hooks", "pre_hooks", "hooks_with_kwargs", "pre_hooks_with_kwargs")
+)
 
-    So a model that was wrapped can be unpickled where torchring is not installed.
+
+class TransientHook:
+    """A hook on a module, which is in no copy of the module and in no pickled one: call `leave_no_trace`.
+
+    Where the module's class pickles itself, a function that does nothing takes the place of the hook. So a model that
+    was wrapped can be unpickled where torchring is not installed.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -78,6 +85,31 @@ class TransientHook:
             "torch.jit.script() does not compile the hooks that torchring.wrap() puts on a model; script the model "
             "before wrap(), script a model with the same state_dict(), or call optimizer.close() first"
         )
+
+
+def leave_no_trace(module: torch.nn.Module) -> None:
+    """Keep the transient hooks of `module` out of its copies and out of pickled ones."""
+    if type(module).__reduce_ex__ is object.__reduce_ex__ and type(module).__reduce__ is object.__reduce__:
+        module.__dict__["__getstate__"] = functools.partial(_state_of, weakref.ref(module))
+
+
+def _state_of(reference: weakref.ref[torch.nn.Module]) -> Any:
+    """What pickle and copy take for the state of the module."""
+    module = reference()
+    assert module is not None
+    state: Any = dict(module.__dict__)
+    own = getattr(type(module), "__getstate__", None)
+    if own is not None and own is not getattr(object, "__getstate__", None):
+        state = own(module)
+    if isinstance(state, dict):
+        ours = {i for name in _HOOKS for i, hook in state.get(name, {}).items() if isinstance(hook, TransientHook)}
+        without = {
+            name: type(state[name])((i, hook) for i, hook in state[name].items() if i not in ours)
+            for name in _HOOKS
+            if name in state
+        }
+        state = {name: value for name, value in {**state, **without}.items() if name != "__getstate__"}
+    return state
 
 
 class _Hook(TransientHook):
