@@ -267,6 +267,7 @@ class DistributedOptimizer(OptimizerWrapper):
         sparse = self._find_sparse(optimizer, model)
         self._initialise(optimizer, options, names, sparse, model, ignored)
         self._wrapped_at = time.perf_counter_ns()
+        self._num_rounds_before = world.num_reductions
         self._record(world)
         if sync_initial_state:
             broadcast_parameters(shared if model is not None else {name: p.data for p, name in names.items()})
@@ -368,10 +369,15 @@ class DistributedOptimizer(OptimizerWrapper):
             lacks_state
             and self.optimizer.state
             and sync.world.rank == 0
-            and (text := lost_state([self, self.optimizer], sync.stats().num_reductions or _MOST_LEFT_OUT))
+            and (text := lost_state([self, self.optimizer], self._most_steps(sync)))
         ):
             _logger.warning("%s", text)
         return result
+
+    def _most_steps(self, sync: Sync) -> int:
+        """Of a schedule that began with `wrap`: one for each round since then, of this optimizer or another one."""
+        own, of_world = sync.stats().num_reductions, sync.world.num_reductions - self._num_rounds_before
+        return max(own, of_world) or _MOST_LEFT_OUT
 
     def _watch_wrapped(self) -> None:
         """Hook the steps of the wrapped optimizer, so that the model's buffers are equal before other hooks run.
@@ -688,6 +694,7 @@ class DistributedOptimizer(OptimizerWrapper):
         # What is recorded
         self._recorder: Recorder | None = None
         self._wrapped_at = 0
+        self._num_rounds_before = 0  # of the world, before `wrap`
         self._inputs = Inputs()
         self._forward_watch: ForwardWatch = ForwardWatch(model, _recorder_of(weakref.ref(self)), self._inputs)
 

@@ -1116,3 +1116,71 @@ def _with_optimizer_group(rank: int, world_size: int) -> int:
 
 def test_changed_in_place_beside_another_optimizer() -> None:
     assert run_pooled(_with_optimizer_group, 2) == [0, 0]
+
+
+class _Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 2))
+
+    def forward(self, words: Tensor) -> Tensor:
+        return nn.functional.embedding(words, self.weight, sparse=True)
+
+
+def _advised(rank: int, world_size: int) -> tuple[dict[str, str], list[str]]:
+    def with_gradients(value: float) -> str:
+        model = nn.Linear(2, 1)
+        optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, compression="fp16")
+        torch.autograd.backward(list(model.parameters()), [torch.full_like(p, value) for p in model.parameters()])
+        problem = attempt(optimizer.step)
+        optimizer.close()
+        return problem
+
+    def moves(parameter: Any) -> None:
+        parameter.main_grad, parameter.grad = parameter.grad, None
+
+    found = {
+        "too large": with_gradients(1e7 if rank == 1 else 1.0),
+        "too large together": with_gradients(1e5),
+    }
+    model, loss = nn.Linear(2, 2), nn.Linear(2, 1)
+    both = [*model.parameters(), *loss.parameters()]
+    found["loss"] = attempt(lambda: torchring.wrap(torch.optim.SGD(both, lr=0.1), model))
+    first = torchring.wrap(torch.optim.Adam(model.parameters()), model)
+    late = torchring.wrap(torch.optim.Adam(loss.parameters()), loss)
+    schedule = torch.optim.lr_scheduler.StepLR(late, 100)
+    with logged() as lines, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(21):
+            y = model(torch.ones(3, 2))
+            y.sum().backward()
+            first.step()
+            if step == 20:
+                loss(y.detach()).sum().backward()
+                late.step()
+            schedule.step()
+    first.close()
+    late.close()
+    torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    model.weight.register_post_accumulate_grad_hook(moves)
+    found["main_grad"] = attempt(model(torch.ones(3, 2)).sum().backward)
+    torchring.shutdown()
+    table = _Table()
+    torchring.wrap(torch.optim.SGD(table.parameters(), lr=0.1), table)
+    found["functional"] = attempt(table(torch.tensor([1, 2])).sum().backward)
+    return found, lines
+
+
+def test_what_messages_advise() -> None:
+    """A schedule may begin long before its optimizer: nothing is logged then."""
+    expected = {
+        "too large": "a number that does not fit fp16 came from rank 1. fp16 ends at 65504; compression='bf16'",
+        "too large together": "fit fp16",
+        "loss": "pass torch.nn.ModuleList([model, loss])",
+        "main_grad": "moves .grad elsewhere (to main_grad)",
+        "functional": "those of nn.Embedding and nn.EmbeddingBag in the model",
+    }
+    for found, lines in run_ranks(_advised, 2):
+        for case, fragment in expected.items():
+            assert fragment in found[case], (case, found[case])
+        assert not lines

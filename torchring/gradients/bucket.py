@@ -467,8 +467,8 @@ class Bucket:
         if any(map(_is_sparse, packed)):
             name = self.names[slots[next(i for i, grad in enumerate(packed) if grad.is_sparse)]]
             raise GradientError(
-                f"{name} has a sparse gradient; pass the model to torchring.wrap(optimizer, model), so that sparse "
-                "embeddings are found beforehand, or build the layer with sparse=False",
+                f"{name} has a sparse gradient. torchring knows beforehand those of nn.Embedding and nn.EmbeddingBag "
+                "in the model that torchring.wrap(optimizer, model) gets. Pass the model, or compute with sparse=False",
                 parameters=(name,),
             )
         if not packed:

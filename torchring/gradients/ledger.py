@@ -360,8 +360,9 @@ class GradientLedger:
         what = "was changed between its accumulation and its reduction; a hook that changes gradients must be "
         what += "registered before torchring.wrap, so that it runs before they leave"
         if self._parameters[slot].grad is None:
-            what = "was taken away between its accumulation and its reduction; a hook that steps an optimizer during "
-            what += "backward would train on this rank's gradient alone. Step after backward() has returned"
+            what = "was taken away between its accumulation and its reduction, by a hook that steps an optimizer or "
+            what += "moves .grad elsewhere (to main_grad). That would train on this rank's gradient alone. Leave it in "
+            what += ".grad until backward() has returned, and step or copy after that"
         return GradientError(
             f"the gradient of {self._names[slot]} {what}",
             bucket=self._bucket,

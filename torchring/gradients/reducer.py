@@ -630,9 +630,8 @@ class Reducer(Sync):
             self._end_step()
             return False
         culprit, name, _ = found
-        origin = "the sum over ranks overflowed" if culprit is None else f"NaN or infinity came from rank {culprit}"
         raise GradientError(
-            f"the gradient of {name} is not finite; {origin}",
+            f"the gradient of {name} is not finite; {found.origin(self._options.compression)}",
             rank=rank,
             peers=() if culprit is None else (culprit,),
             parameters=(name,),

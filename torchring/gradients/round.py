@@ -135,6 +135,16 @@ class NonFiniteGradient(NamedTuple):
     name: str
     tensor: Callable[[], torch.Tensor | None] | None
 
+    def origin(self, compression: str | None) -> str:
+        """Says where the value came from. A finite gradient that is too large for fp16 is infinity in the wire."""
+        if compression != "fp16":
+            sender = f"NaN or infinity came from rank {self.rank}"
+            return "the sum over ranks overflowed" if self.rank is None else sender
+        what = "the sum over ranks does not fit fp16"
+        if self.rank is not None:
+            what = f"NaN, infinity or a number that does not fit fp16 came from rank {self.rank}"
+        return f"{what}. fp16 ends at 65504; compression='bf16' holds numbers as large as fp32 does"
+
     def is_still_there(self) -> bool:
         """Whether the value is still not finite: the script may have mended it."""
         if self.tensor is None:

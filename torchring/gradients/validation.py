@@ -88,7 +88,8 @@ def named_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> dic
             if model is not None and parameter not in of_model:
                 raise ValueError(
                     f"{position} of the optimizer, shape {tuple(parameter.shape)}, is not a parameter of the model; "
-                    "pass the model that the optimizer trains, or none"
+                    "pass the model that the optimizer trains. If a loss has parameters of its own, pass "
+                    "torch.nn.ModuleList([model, loss])"
                 )
             if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
                 raise ValueError(f"{name} has no shape yet; run a batch through the lazy module before wrapping")
@@ -218,7 +219,8 @@ def lost_state(optimizers: Sequence[Optimizer], most_steps: int) -> str:
             return (
                 f"{type(each).__name__} has made {num_steps} steps, but the optimizer has made its first one, "
                 "without the moments of the steps before. To go on from a checkpoint, call "
-                "optimizer.load_state_dict() as well as scheduler.load_state_dict()"
+                "optimizer.load_state_dict() as well as scheduler.load_state_dict(). If the optimizer starts late on "
+                "purpose, this is no mistake"
             )
     return ""
 

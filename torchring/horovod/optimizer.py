@@ -295,8 +295,8 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         found = None if self._sync is None else self._sync.non_finite
         if found is not None and not self._has_warned and found.is_still_there():
             self._has_warned = True
-            origin = "the sum over ranks overflowed" if found.rank is None else f"it came from rank {found.rank}"
-            _logger.warning("the gradient of %s has a NaN or an infinity: %s", found.name, origin)
+            origin = found.origin(self._options.compression)
+            _logger.warning("the gradient of %s is not finite: %s", found.name, origin)
         return may_step
 
     def __getstate__(self) -> dict[str, Any]:
