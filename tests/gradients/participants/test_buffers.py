@@ -276,7 +276,7 @@ def _statistics(model: nn.Module) -> list[Tensor]:
 def _several_of_one_model(rank: int, size: int) -> dict[str, list[Tensor]]:
     """Two optimizers of one model, of which one steps more often, or is closed."""
     model = norm_model()
-    parts = [list(model[0].parameters()), list(model[3].parameters())]
+    parts = [list(model[:2].parameters()), list(model[3:].parameters())]
     body, head = (torchring.wrap(torch.optim.SGD(part, lr=0.1), model) for part in parts)
     found = {}
 
@@ -295,6 +295,7 @@ def _several_of_one_model(rank: int, size: int) -> dict[str, list[Tensor]]:
     head.step()
     found["head alone reached"] = _statistics(model)
     backward(3, inputs=parts[1])
+    body.zero_grad()
     body.close()
     head.step()
     found["close() before the step"] = _statistics(model)

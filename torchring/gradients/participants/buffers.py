@@ -41,6 +41,7 @@ SyncBuffers: TypeAlias = BufferChoice | Mapping[str, BufferChoice]
 _CHOICES: Final = ("mean", "rank0", None)
 Place: TypeAlias = tuple[weakref.ref[torch.nn.Module], str]
 _WIRE: Final = torch.float64  # holds the sum of fp32 values, and every integer of 32 bits
+_ALIGNED_BYTES: Final = 16  # the largest element
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,12 @@ class BufferSpec:
         return self.choice == "mean" and (self.dtype.is_floating_point or self.dtype.is_complex)
 
     @property
-    def is_wide(self) -> bool:
-        """Whether fp64 does not hold every value."""
-        return self.dtype in (torch.int64, torch.uint64)
-
-    @property
-    def num_values(self) -> int:
+    def num_elements(self) -> int:
         """Elements of a wire that hold the buffer."""
-        return math.prod(self.shape) * (2 if self.is_wide or self.dtype.is_complex else 1)
+        numel = math.prod(self.shape)
+        if self.is_averaged:
+            return numel * (2 if self.dtype.is_complex else 1)
+        return -(-numel * self.dtype.itemsize // _ALIGNED_BYTES) * _ALIGNED_BYTES // 4
 
     def tensor(self) -> torch.Tensor | None:
         """The buffer as it is now. None if it is gone, or has become another shape or dtype."""
@@ -408,11 +407,10 @@ class BufferSync(Participant):
 
 
 class _Layout:
-    """The layout of a wire: values that have a mean, integers, integers of 64 bits.
+    """The layout of a wire: values that are averaged, then the words of other buffers, of 32 bits, as integers.
 
-    Of means, each of n ranks contributes the share 1 / n, so that a sum of large values does not overflow. An integer
-    of 64 bits travels as two of 32. What has no mean is of one rank alone. The other ranks add zeros, so it arrives as
-    it is.
+    Of means, each of n ranks contributes the share 1 / n, so that a sum of large values does not overflow. What is not
+    averaged is of one rank alone. The other ranks add zeros, so it arrives bit by bit as it is.
 
     Args:
         givers: for each buffer the ranks that have it. All of them if None.
@@ -428,16 +426,15 @@ class _Layout:
     def __init__(
         self, specs: Sequence[BufferSpec], world: World, givers: Mapping[Place, Sequence[int]] | None = None
     ) -> None:
-        self.specs = sorted(specs, key=lambda spec: (not spec.is_averaged, spec.is_wide))  # stable: alike on all ranks
+        self.specs = sorted(specs, key=lambda spec: not spec.is_averaged)  # stable: alike on all ranks
         ranks = [range(world.size) if givers is None else givers[spec.place] for spec in self.specs]
         self._is_given = list(map(bool, ranks))
         self._is_mine = [
             world.rank in (of if spec.is_averaged else of[:1]) for spec, of in zip(self.specs, ranks, strict=True)
         ]
-        sizes = [spec.num_values for spec in self.specs]
+        sizes = [spec.num_elements for spec in self.specs]
         self._offsets = list(itertools.accumulate(sizes, initial=0))
         self._num_means = sum(spec.is_averaged for spec in self.specs)
-        self._num_narrow = len(self.specs) - sum(spec.is_wide for spec in self.specs)
         self.numel = self._offsets[-1]
         self._share: float | torch.Tensor = 1.0 / world.size  # of this rank, in means
         if givers is not None:
@@ -464,9 +461,9 @@ class _Layout:
     def attach(self, wire: torch.Tensor) -> None:
         """Use this wire from now on. [numel] fp64."""
         self.wire = wire
-        self._means = wire[: self._offsets[self._num_means]]
-        self._halves = wire[self._offsets[self._num_narrow] :]
-        self._wide = torch.zeros(self._halves.numel() // 2, dtype=torch.int64, device=wire.device)
+        end = self._offsets[self._num_means]
+        self._means, self._rest = wire[:end], wire[end:]
+        self._words = torch.zeros(self._rest.numel(), dtype=torch.int32, device=wire.device)
         self._places = list(map(self._place, range(len(self.specs))))
         if isinstance(self._share, torch.Tensor):
             self._share = self._share.to(wire.device)
@@ -475,15 +472,15 @@ class _Layout:
     def pack(self) -> None:
         """Write what this rank contributes."""
         self.wire.zero_()
-        self._wide.zero_()
+        self._words.zero_()
         self._copy(to_places=True)
-        self._halves.copy_(self._wide.view(torch.int32))
+        self._rest.copy_(self._words)
         self._means.mul_(self._share)
 
     @torch.no_grad()
     def unpack(self) -> None:
         """Give each buffer the mean of what the ranks have contributed. Buffers that no rank has given stay."""
-        self._wide.view(torch.int32).copy_(self._halves)
+        self._words.copy_(self._rest)
         self._copy(to_places=False)
 
     def _copy(self, *, to_places: bool) -> None:
@@ -497,22 +494,17 @@ class _Layout:
                 if is_meant and tensor is not None
             ]
         if pairs := self._pairs[to_places]:
-            buffers, places = [_plain(tensor) for tensor, _ in pairs], [place for _, place in pairs]
+            buffers = [torch.view_as_real(b) if b.is_complex() and not p.is_complex() else b for b, p in pairs]
+            places = [place for _, place in pairs]
             torch._foreach_copy_(*((places, buffers) if to_places else (buffers, places)))
 
     def _place(self, i: int) -> torch.Tensor:
         spec, start, end = self.specs[i], self._offsets[i], self._offsets[i + 1]
-        if spec.is_wide:
-            first = self._offsets[self._num_narrow]
-            return self._wide[(start - first) // 2 : (end - first) // 2].view(spec.shape)
-        return self.wire[start:end].view((*spec.shape, 2) if spec.dtype.is_complex else spec.shape)
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as real numbers, or as signed integers."""
-    if tensor.is_complex():
-        return torch.view_as_real(tensor)
-    return tensor.view(torch.int64) if tensor.dtype == torch.uint64 else tensor
+        if spec.is_averaged:
+            return self.wire[start:end].view((*spec.shape, 2) if spec.dtype.is_complex else spec.shape)
+        first = self._offsets[self._num_means]
+        data = self._words[start - first : end - first].view(torch.uint8)[: math.prod(spec.shape) * spec.dtype.itemsize]
+        return data.view(spec.dtype).view(spec.shape)
 
 
 def _digests_of(specs: Sequence[BufferSpec]) -> torch.Tensor:
