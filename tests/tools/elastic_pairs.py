@@ -28,7 +28,10 @@ from torchring.generation import Change
 
 FEATURES: Final[Mapping[str, tuple[str, ...]]] = {
     "shares": ("equal", "unequal"),
-    "event": ("none", "lost", "joined", "returned", "resumed"),
+    "event": (
+        *("none", "lost", "joined", "resumed"),
+        *("returned from batch", "returned from backward", "returned from step", "returned from commit"),
+    ),
     "place": ("inside", "first"),  # of the epoch: the batch at which it happens
     "accumulate": ("1", "2"),
     "skip": ("none", "some"),  # batches of an epoch
@@ -85,11 +88,22 @@ class _Script:
         self.scaler = torch.amp.GradScaler("cpu", 64.0, growth_interval=3, enabled=training["scaler"] != "none")
         self.sampler: Any = None  # of a rank
         self._num_micros = self._num_samples = 0
+        self.raises_in = ""  # see `reach`
 
     def _optimizer(self, parameters: list[Tensor]) -> torch.optim.Optimizer:
         if self.training["kind"] == "adamw":
-            return torch.optim.AdamW(parameters, lr=_RATE, eps=1e-2)
-        return torch.optim.SGD(parameters, lr=_RATE, momentum=0.9 if self.training["kind"] == "momentum" else 0.0)
+            optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=_RATE, eps=1e-2)
+        else:
+            momentum = 0.9 if self.training["kind"] == "momentum" else 0.0
+            optimizer = torch.optim.SGD(parameters, lr=_RATE, momentum=momentum)
+        optimizer.register_step_post_hook(lambda *_: self.reach("step"))  # of the plain one: the step is not over
+        return optimizer
+
+    def reach(self, point: str) -> None:
+        """Raise here, once, if that was asked for."""
+        if point == self.raises_in:
+            self.raises_in = ""
+            raise torch.OutOfMemoryError("injected")
 
     def begin(self) -> None:
         """As the training function does, each time that it is called."""
@@ -126,7 +140,9 @@ class _Script:
             for optimizer in self.optimizers if self.sampler is not None else ():
                 optimizer.weigh(weight)
             scale = weight if self.sampler is None else 1
-            self.scaler.scale(scale * loss(self.net(x), y)).backward()
+            value = scale * loss(self.net(x), y)
+            value.register_hook(lambda _: self.reach("backward"))
+            self.scaler.scale(value).backward()
 
     def num_backwards(self) -> int:
         """That ranks average over: those of a step, or one if each of them is reduced."""
@@ -200,16 +216,18 @@ def _work(training: Training, folder: str | None, may_happen: bool) -> None:
         for state.epoch in range(state.epoch, _EPOCHS):  # noqa: B020
             sampler.set_epoch(state.epoch)
             for number, is_complete in script.train_epoch(state.epoch, loader):
-                if is_complete and training["event"] == "returned":
+                if is_complete and "returned" in training["event"]:
+                    script.reach("commit")
                     state.commit()
                 if may_happen and not is_complete and (state.epoch, number) == _PLACES[training["place"]]:
-                    _let_happen(training["event"], state)
+                    _let_happen(training["event"], state, script)
+                    script.reach("batch")
 
     train(state)
     note(result=script.result())
 
 
-def _let_happen(event: str, state: Any) -> None:
+def _let_happen(event: str, state: Any, script: _Script) -> None:
     """Once in a job. A rank that comes later does not see its first generation."""
     if event == "none" or workers._the_worker.generation > 1:
         return
@@ -222,7 +240,7 @@ def _let_happen(event: str, state: Any) -> None:
     elif torchring.rank() == 1:
         if event == "lost":
             os.kill(os.getpid(), signal.SIGKILL)
-        raise torch.OutOfMemoryError("injected")
+        script.raises_in = event.removeprefix("returned from ")
 
 
 # The comparison

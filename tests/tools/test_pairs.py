@@ -91,7 +91,7 @@ def test_all_pairs_agree_with_one_process() -> None:
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("event", ["joined", "returned"])
+@pytest.mark.parametrize("event", ["joined", "returned from step"])
 def test_elastic_pairs_agree_with_one_process(event: str) -> None:
     ways = {
         "event": event,
