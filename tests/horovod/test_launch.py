@@ -171,12 +171,21 @@ def processes(by_value: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the working directory')")
     monkeypatch.chdir(tmp_path)
 
-    def start(command: list[str], num_proc: int, hosts: Any, env: dict[str, str], *_: Any, **options: Any) -> int:
+    def start(
+        command: list[str], num_proc: int, hosts: Any, env: dict[str, str] | None, *_: Any, **options: Any
+    ) -> int:
         seen.append({"num_proc": num_proc, "folder": Path(command[-1]), **options})
         code = 0
         for rank in range(num_proc):
             ranks = {"RANK": str(rank), "WORLD_SIZE": str(num_proc), "LOCAL_RANK": str(rank)}
-            environ = {**os.environ, **env, **ranks, "MASTER_ADDR": "x", "MASTER_PORT": "1", "PYTHONPATH": str(ROOT)}
+            environ = {
+                **os.environ,
+                **(env or {}),
+                **ranks,
+                "MASTER_ADDR": "x",
+                "MASTER_PORT": "1",
+                "PYTHONPATH": str(ROOT),
+            }
             ran = subprocess.run([sys.executable, *command], env=environ, capture_output=True, timeout=100)
             code = code or ran.returncode if ran.returncode >= 0 else 128 - ran.returncode
         return code
