@@ -26,7 +26,6 @@ NAMES = {
     "torch.nn.modules.batchnorm._BatchNorm": "FSDP",
     "torch.utils.data.dataloader._BaseDataLoaderIter.__next__": "DataLoader",
     "torch.utils.data._utils.worker": "DataLoader",
-    "torch.utils._pytree.tree_leaves": "DistributedDataParallel",
     "torch.utils._pytree.tree_map": "FSDP2",
     "torch._amp_foreach_non_finite_check_and_unscale_": "torch.amp.GradScaler",
     "torch._foreach_add": "torch.optim",

@@ -215,6 +215,16 @@ def test_weights_of_batches_by_number() -> None:
         sampler.weight()
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_batch_that_is_left_out_without_its_weight(num_workers: int) -> None:
+    sampler = Sampler(range(23), batch_size=2)
+    batches = iter(DataLoader(range(23), batch_sampler=sampler, num_workers=num_workers))  # type: ignore[arg-type]
+    assert [(len(next(batches)), sampler.weight()) for _ in range(3)] == [(2, 2)] * 3
+    next(batches), next(batches)
+    with pytest.raises(ValueError, match="for batch 3, counted from 0, but the loop has taken a later one"):
+        sampler.weight()
+
+
 def test_used_as_torchs_distributed_sampler() -> None:
     """Yields samples, equally many on all ranks. A position within an epoch there is not."""
     samplers = [Sampler(range(7), shuffle=False, rank=rank, size=2) for rank in range(2)]
@@ -285,7 +295,7 @@ def test_a_dataset_that_changes() -> None:
         (lambda: Sampler([1], global_batch=0), "global_batch must be at least 1, got 0"),
         (lambda: Sampler([1], batch_size=1, batch_sampler=[[0]]), "batch_size and batch_sampler both say"),
         (lambda: Sampler([1]).batch_size, r"set Sampler\(batch_size=...\) or Sampler\(global_batch=...\)"),
-        (lambda: Sampler([1], batch_size=1).weight(), "for batch 0, counted from 0, of an iteration that has drawn 0"),
+        (lambda: Sampler([1], batch_size=1).weight(), "the sampler has drawn none"),
         (lambda: Sampler([1]).load_state_dict({**Sampler([1]).state_dict(), "position": 2}), "2 of 1 samples"),
         (lambda: Sampler([1]).load_state_dict(Sampler([1, 2]).state_dict()), "of 2 samples, but this one has 1"),
     ],

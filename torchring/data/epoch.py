@@ -35,6 +35,7 @@ class Pass:
         iterator: draws the batches. Gone when the loop is over, unless workers of the `DataLoader` stay.
         num_drawn: number of batches that have been drawn. Workers of a `DataLoader` draw ahead of the loop.
         num_asked: number of batches up to the last one whose weight was asked for.
+        num_ahead: number of batches that had been drawn and not asked for when a weight was asked for first.
         num_used: number of batches that finished steps have used, where steps are counted.
         is_exhausted: there was nothing more to draw.
     """
@@ -48,6 +49,7 @@ class Pass:
     iterator: Callable[[], Iterator[Any] | None] = _no_iterator
     num_drawn: int = 0
     num_asked: int = 0
+    num_ahead: int = 0
     num_used: int = 0
     is_exhausted: bool = False
 

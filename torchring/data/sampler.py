@@ -170,22 +170,31 @@ class Sampler(torch.utils.data.Sampler[Any]):
 
         Args:
             number: of the batch in the newest iteration, from 0. By default the batch after the one that was asked for
-                last, which is the right one if the loop takes one batch at a time.
+                last.
 
         Raises:
-            ValueError: that batch has not been drawn; or a `DataLoader` makes the batches.
+            ValueError: that batch has not been drawn, or a batch in between was left out; or a `DataLoader` makes the
+                batches.
         """
         current = self._current()
         if not self._knows_batches:
             raise ValueError(_NO_BATCHES)
         if not self._is_counted and self._yields_batches:
             self._refuse_batches_of_batches()
-        number = 0 if current is None else current.num_asked if number is None else number
-        num_drawn = 0 if current is None else current.num_drawn
-        if current is None or not 0 <= number < num_drawn:
+        if current is None:
+            raise ValueError("weight() is that of a batch, and the sampler has drawn none: call it in the loop")
+        is_next, number = number is None, current.num_asked if number is None else number
+        if not 0 <= number < current.num_drawn:
             raise ValueError(
-                f"weight() was asked for batch {number}, counted from 0, of an iteration that has drawn {num_drawn}: "
-                "call it once for each batch, in the loop over the DataLoader"
+                f"weight() was asked for batch {number}, counted from 0, of an iteration that has drawn "
+                f"{current.num_drawn}: call it once for each batch, in the loop over the DataLoader"
+            )
+        num_ahead = current.num_drawn - number  # of a DataLoader with workers, or of a loop, the same all the time
+        current.num_ahead = current.num_ahead or num_ahead
+        if is_next and num_ahead > current.num_ahead and not current.is_exhausted:
+            raise ValueError(
+                f"weight() was asked for batch {number}, counted from 0, but the loop has taken a later one: ask for "
+                "the weight of each batch, also of one that is left out, or say which: sampler.weight(number)"
             )
         current.num_asked = max(current.num_asked, number + 1)
         if (draws := current.iterator()) is not None and current.num_asked == current.num_batches:
