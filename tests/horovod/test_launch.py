@@ -271,7 +271,7 @@ def test_where_and_how_the_processes_start(monkeypatch: pytest.MonkeyPatch, tmp_
 
     def start(command: list[str], *arguments: Any, ssh_options: list[str]) -> int:
         assert Path(command[-1]).stat().st_mode & 0o077 == 0  # pickles are read there
-        assert arguments[2].pop(runner.task.KEY)
+        assert arguments[2].pop(runner.JOB)
         seen.append((Path(command[-1]).parent, *arguments, ssh_options))
         return 3
 

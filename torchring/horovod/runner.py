@@ -26,6 +26,7 @@ from torchring.launch.horovodrun import SOCKETS
 from torchring.launch.hosts import Host, LaunchError, is_here, parse_hostfile, parse_hosts
 from torchring.launch.launcher import start
 from torchring.launch.output import OutputOptions
+from torchring.rendezvous.environment import JOB
 
 _T = TypeVar("_T")
 _STOPPED: Final = 128  # and above: the exit code of a program that a signal ended
@@ -112,8 +113,8 @@ def run(
     payload = _pickled(func, args, kwargs or {})
     is_shared = places is not None and not all(is_here(host.name) for host in places)
     folder = Path(tempfile.mkdtemp(prefix=".torchring-run-" if is_shared else None, dir="." if is_shared else None))
-    key = secrets.token_hex(16)
-    files = task.Files(folder.resolve(), key)
+    secret = secrets.token_hex(16)
+    files = task.Files(folder.resolve(), secret)
     try:
         files.write(task.PAYLOAD, payload)
         command = ["-c", task.PROGRAM, str(files.folder)]
@@ -123,7 +124,7 @@ def run(
             command,
             number,
             places,
-            {task.KEY: key, **(dict.fromkeys(SOCKETS, sockets) if sockets else {})},
+            {JOB: secret, **(dict.fromkeys(SOCKETS, sockets) if sockets else {})},
             launcher,
             OutputOptions(log_dir=output_filename),
             ssh_options=ssh_options,

@@ -1,7 +1,7 @@
 """Calls a function in each process of a launch, for horovod/runner.py: `python -c PROGRAM FOLDER`.
 
 Another user may exchange the folder where it is in one that others can write to. So each file begins with an HMAC of
-its name and its contents, and nothing is unpickled before that was checked. The key is in the environment of the ranks.
+its name and its contents, and nothing is unpickled before that was checked. Its key is the secret of the job.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from torchring.launch.jobs import OWN_IMPORTS
-from torchring.rendezvous.environment import read_environment
+from torchring.rendezvous.environment import JOB, read_environment
 from torchring.safe_files import create, reading
 
 PROGRAM: Final = f"{OWN_IMPORTS}from torchring.launch.task import main; sys.exit(main(sys.argv[1]))"
-KEY: Final = "TORCHRING_CALL_KEY"
 PAYLOAD: Final = "call"  # names of files in the folder
 RESULT: Final = "result"  # and the rank
 FAILURE: Final = "failure"  # and the rank
@@ -43,7 +42,7 @@ def dumps(obj: Any) -> bytes:
 def main(folder: str) -> int:
     """Call the function, and write what it returns or raises. Returns the exit code."""
     rank = read_environment(os.environ).rank
-    files = Files(folder, os.environ.pop(KEY))
+    files = Files(folder, os.environ[JOB])
     try:
         search, call = pickle.loads(files.read(PAYLOAD))
         sys.path[:] = search  # where the caller's modules are
