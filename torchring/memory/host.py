@@ -350,7 +350,7 @@ def connect(rendezvous: Rendezvous) -> HostGroup:
             f"the launcher says that all ranks run on this machine, but rank {rank} cannot share memory with {others}: "
             f"{'; '.join(why.values()) or 'it runs elsewhere, or in another network namespace'}. A process of another "
             "user may have come in its place. If ranks are to run in containers with networks or users of their own, "
-            "unset LOCAL_WORLD_SIZE",
+            "unset LOCAL_WORLD_SIZE, or what the launcher has in place of it",
         )
     if rank == neighbours[0] and len(members) < len(neighbours) and network_id():
         reasons = [reason for r in neighbours for reason in said[r]["why"]]
