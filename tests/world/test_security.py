@@ -362,7 +362,13 @@ _UNLESS = {
     "np.load": ("allow_pickle", False),
     "numpy.load": ("allow_pickle", False),
 }
-_FINE = {"pickle.dumps", "pickle.dump", "pickle.PicklingError", "pickle.UnpicklingError"}
+_FINE = {
+    "pickle.dumps",
+    "pickle.dump",
+    "pickle.PicklingError",
+    "pickle.UnpicklingError",
+    "multiprocessing.current_process",
+}
 _FINE |= {f"pickle.{code}" for code in ("PROTO", "GLOBAL", "EMPTY_TUPLE", "NEWOBJ", "BUILD", "STOP")}
 
 
@@ -386,7 +392,7 @@ def _offences(node: ast.AST) -> list[str]:
     if isinstance(node, ast.ImportFrom):
         return [f"from {node.module}"] if (node.module or "").partition(".")[0] in _LOADERS else []
     if isinstance(node, ast.Import):
-        plainly = {alias.name for alias in node.names if not alias.asname} & {"pickle"}
+        plainly = {alias.name for alias in node.names if not alias.asname} & {"pickle", "multiprocessing"}
         names = {alias.name for alias in node.names if alias.name.partition(".")[0] in _LOADERS}
         return [f"import {name}" for name in sorted(names - plainly)]
     if isinstance(node, ast.Call):
