@@ -271,8 +271,9 @@ def test_what_needs_no_torch_imports_none(launcher: Launcher) -> None:
     (launcher.folder / "fake").mkdir()
     launcher.script(f"open({str(sign)!r}, 'w').close()\nimport time\ntime.sleep(60)\n", "fake/torch.py")
     environ = {"PYTHONPATH": str(launcher.folder / "fake")}
-    for arguments, code in [(["--version"], 0), (["run", "--help"], 0), (["run"], 2), (["bench", "--help"], 0)]:
-        assert launcher.run(*arguments, **environ).returncode == code
+    lines = ["--version", "run --help", "bench --help", "run", "report", "report nowhere", "top", "top nowhere --once"]
+    for line, code in zip(lines, (0, 0, 0, 2, 2, 1, 2, 1), strict=True):
+        assert launcher.run(*line.split(), **environ).returncode == code, line
         assert not sign.exists()
     for command in (["run", "-np", "2", launcher.script("")], ["doctor"]):
         process = launcher.start(*command, **environ)

@@ -1,21 +1,23 @@
-"""Predicts buckets: the gradients that `wrap` puts into each, and when each is ready."""
+"""Predicts buckets: the gradients that `wrap` puts into each, and when each is ready.
+
+The planner needs torch, whose import takes seconds. So it is imported where it is asked: wrong folders are told at once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import torch
 
-from torchring.gradients.plan import LAST_BUCKET_BYTES, ParameterSpec, build_plan, default_bucket_mb
 from torchring.observe.recorder.records import ParameterRecord, RunInfo
 from torchring.report.model.merge import Job
 from torchring.report.model.timing import Array
 
+if TYPE_CHECKING:
+    from torchring.gradients.plan import ParameterSpec
+
 _MIB: Final = 1 << 20
-_CPU: Final = torch.device("cpu")
-_DTYPES: Final = {name: each for name, each in vars(torch).items() if isinstance(each, torch.dtype)}
 
 Layout = tuple[tuple[float, ...], tuple[float, ...]]
 """Bytes of each bucket, and the share of backward after which it is ready."""
@@ -23,6 +25,8 @@ Layout = tuple[tuple[float, ...], tuple[float, ...]]
 
 def nominal_bytes(run_info: RunInfo) -> float:
     """The size of a bucket that `wrap` aims at; for one rank, the size between hosts."""
+    from torchring.gradients.plan import default_bucket_mb
+
     try:
         return float(run_info.options.get("bucket_mb", "")) * _MIB
     except ValueError:  # "None"
@@ -66,6 +70,8 @@ def lay_out(
         ratio: bytes in the bucket for each byte of gradient; less than 1 if gradients are compressed.
         last_bucket_bytes: as for `build_plan`.
     """
+    from torchring.gradients.plan import build_plan
+
     shares = np.nan_to_num(shares, nan=1.0)
     order = sorted(range(len(parameters)), key=lambda i: (shares[i], -i))
     specs = [_spec(each) for each in parameters]
@@ -76,8 +82,14 @@ def lay_out(
 
 
 def _spec(parameter: ParameterRecord) -> ParameterSpec:
-    dtype = _DTYPES.get(parameter.dtype, torch.float32)
-    return ParameterSpec(parameter.name, (-(-parameter.num_bytes // dtype.itemsize),), (1,), dtype, _CPU)
+    import torch
+
+    from torchring.gradients.plan import ParameterSpec
+
+    named = getattr(torch, parameter.dtype, None)
+    dtype = named if isinstance(named, torch.dtype) else torch.float32
+    numel = -(-parameter.num_bytes // dtype.itemsize)
+    return ParameterSpec(parameter.name, (numel,), (1,), dtype, torch.device("cpu"))
 
 
 def layout_with(job: Job, sent_bytes: float, bucket_mb: float) -> Layout | None:
@@ -97,6 +109,8 @@ def layout_with(job: Job, sent_bytes: float, bucket_mb: float) -> Layout | None:
 
 def layout_between_hosts(job: Job) -> Layout:
     """The buckets that a job of one rank would have between hosts."""
+    from torchring.gradients.plan import LAST_BUCKET_BYTES
+
     run_info, shares = job.traces[0].run_info, ready_shares(job)
     parameters = run_info.parameters
     if shares is None:
