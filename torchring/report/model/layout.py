@@ -1,6 +1,6 @@
 """Predicts buckets: the gradients that `wrap` puts into each, and when each is ready.
 
-The planner needs torch, whose import takes seconds. So it is imported where it is asked: wrong folders are told at once.
+The planner needs torch, whose import takes seconds. It is imported where it is asked: wrong folders are told at once.
 """
 
 from __future__ import annotations
