@@ -305,8 +305,7 @@ class BufferSync(Participant):
     def synchronize(self) -> None:
         """Collective, outside backward: make the buffers equal as they are now."""
         self._drop_results(lambda result: result.sync.places <= self.places)
-        layout = self._exchange(collectives_of(self._world), is_absent=False)
-        if layout is not None:
+        if self.places and (layout := self._exchange(collectives_of(self._world), is_absent=False)):
             layout.unpack()
 
     def take_over(self, src: int) -> None:
