@@ -155,7 +155,8 @@ def _take_over(optimizer: DistributedOptimizer, src: int) -> None:
     assert isinstance(sync, Reducer)
     optimizer.zero_grad()
     model, names = optimizer._model(), optimizer._names
-    others = {name: p.data for name, p in model.named_parameters() if p not in names} if model is not None else {}
+    of_model = model.named_parameters() if model is not None else ()
+    others = {name: p.data for name, p in of_model if p not in names and p not in optimizer._ignored}
     broadcast_parameters({**others, **{name: p.data for p, name in names.items()}}, src)
     if optimizer._shards is None:
         broadcast_optimizer_state(optimizer.optimizer, src)

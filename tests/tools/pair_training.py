@@ -183,7 +183,8 @@ def _note(h: Tensor, buffers: dict[str, Tensor]) -> None:
 
 def _owners(net: Net, training: Training) -> list[dict[str, nn.Parameter]]:
     """The parameters of each optimizer, by name. Those of `extra` are added later."""
-    own = {name: p for name, p in net.named_parameters() if not name.startswith("extra")}
+    left_out = {"all": "extra", "ignored": ("extra", "unused"), "forgotten": ("extra", "top"), "replaced": "extra"}
+    own = {name: p for name, p in net.named_parameters() if not name.startswith(left_out[training["owned"]])}
     if training["optimizers"] == "one":
         return [own]
     lower = {name: p for name, p in own.items() if name.startswith(("conv", "norm", "words", "phase"))}
@@ -218,6 +219,8 @@ def _change(net: Net, training: Training, step: int) -> None:
         net.words.float()
     if training["load"] == "copy":
         net.load_state_dict({name: value * 1.5 for name, value in net.state_dict().items()})
+    if training["owned"] == "replaced":
+        net.top = nn.Linear(4, 2).double()
 
 
 # On ranks
@@ -244,6 +247,7 @@ class _Script:
             net.load_state_dict(models)
             for optimizer, state in zip(self.optimizers, optimizers, strict=True):
                 optimizer.load_state_dict(state)
+        self.forgotten = torch.optim.SGD(net.top.parameters(), lr=_RATE)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=training["step"] == "scaler")
         self.scaler.scale(torch.ones(()))  # or unscale_() fails on a rank that skips the first step
         self.thread = ThreadPoolExecutor(1)
@@ -275,6 +279,7 @@ class _Script:
             "on_nonfinite": training["nonfinite"],
             "shard": training["shard"] != "no",
             "sync_buffers": "mean" if buffers == "none" else {buffers: kinds[buffers]},
+            "ignore": ["unused"] if training["owned"] == "ignored" else [],
         }
         return [torchring.wrap(each, net, **options) for each in optimizers]
 
@@ -393,7 +398,10 @@ def _is_own(name: str, training: Training, step: Step) -> bool:
     is_buffer = name in ("counter", "average", "own") or "running" in name or "tracked" in name
     is_synced = training["norm"] == "sync" and name.startswith("norm")
     is_left_out = training["step"] == "scaler" and step.nan_rank is not None
-    return name == "own" or (is_buffer and not is_synced and (training["api"] != "torchring" or is_left_out))
+    is_ignored = training["owned"] == "ignored" and name.startswith("unused")
+    return (
+        name == "own" or is_ignored or (is_buffer and not is_synced and (training["api"] != "torchring" or is_left_out))
+    )
 
 
 def train(rank: int, size: int, trainings: Sequence[Training]) -> list[Any]:

@@ -32,6 +32,7 @@ FEATURES: Final[Mapping[str, tuple[str, ...]]] = {
     "step": ("plain", "closure", "scaler"),
     "clip": ("none", "norm"),
     "optimizers": ("one", "two"),
+    "owned": ("all", "ignored", "forgotten", "replaced"),
     "nonfinite": ("raise", "skip"),
     # the model
     "norm": ("none", "batch", "sync"),
@@ -85,6 +86,8 @@ _NEEDS_ENGINE: Final = ("ValueError", "does not work with a process set")
 
 # What is refused: (class of the error, words of its text).
 REFUSED: Final[dict[Ways, tuple[str, str]]] = _table(
+    ("owned=forgotten", ("GradientError", "get gradients that nobody reduces: each rank would train alone")),
+    ("owned=replaced", ("GradientError", "is not a parameter of the model any more")),
     ("dtype=changed", ("GradientError", "is not what it was when it was wrapped")),
     ("data=join + step=closure", _NOT_IN_JOIN),
     ("data=join + collectives=script|thread", _NOT_IN_JOIN),
@@ -121,6 +124,7 @@ APART: Final[dict[Ways, str]] = _table(
     ("op=adasum + norm=sync", "a rank's own gradient has parts of what the other ranks lose"),
     ("api=horovod|process set + op=adasum", "Horovod's Adasum combines what steps change, not gradients"),
     ("api=horovod|process set + buckets=tiny", _NO_OPTION),
+    ("api=horovod|process set + owned=ignored", _NO_OPTION),
     ("api=horovod|process set + shard=yes", _NO_OPTION),
     ("api=horovod|process set + overlap=thread", _NO_OPTION),
     ("api=horovod|process set + algorithm=ring|native|hierarchical", _NO_OPTION),

@@ -17,6 +17,7 @@ _PART = [  # every feature, and what is quick
         "clip": "norm",
         "buffers": "average",
         "frozen": "thaws",
+        "owned": "ignored",
         "hosts": "two",
         "shard": "yes",
     },

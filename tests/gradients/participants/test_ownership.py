@@ -71,6 +71,8 @@ class _Script:
         first = self.model[0]
         self.model[0] = _Fixed(first)
         self.model[3].register_module("auxiliary", nn.Linear(2, 2).double())
+        for p in first.parameters():
+            p.grad = torch.zeros_like(p)
         return 1, lambda: delattr(self.model[3], "auxiliary")
 
     def _assign(self) -> None:

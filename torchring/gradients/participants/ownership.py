@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchring.errors import GradientError
+from torchring.gradients.ledger import is_zero
 from torchring.gradients.module_wrappers import WAY_OUT, sharded_by
 from torchring.gradients.participants.replicas import STEPS_BETWEEN_CHECKS
 from torchring.gradients.round import Participant, RoundState
@@ -85,10 +86,14 @@ class Ownership(Participant):
             self._found = {n: p for n, p in has_grad if p.requires_grad and id(p) not in owned and self._is_new(p)}
 
     def _is_new(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether backward has computed the gradient since `wrap`, of a parameter that is not ignored."""
+        """Whether backward has computed the gradient since `wrap`, of a parameter that is not ignored.
+
+        Scripts put zeros into `.grad` of parameters that they do not train, as slices of one tensor.
+        """
         grad, (stale, version) = parameter.grad, self._stale.get(parameter, (_nothing, 0))
-        is_stale = grad is not None and stale() is grad and grad._version == version
-        return not is_stale and parameter not in self._ignored
+        if grad is None or parameter in self._ignored or (stale() is grad and grad._version == version):
+            return False
+        return not is_zero(grad)
 
     def _error(self, loose: Mapping[str, torch.nn.Parameter]) -> GradientError:
         model = self._model()
