@@ -74,8 +74,7 @@ from torchring.optimizer_wrapper import OptimizerWrapper, with_held
 from torchring.placement import WORKER_CORES, advice, numbers_in
 from torchring.sharding.checkpoint import gather_state, keep_share, load_state
 from torchring.sharding.distributed_checkpoint import make_state, shard_state
-from torchring.sharding.kinds import kind_of
-from torchring.sharding.step import Shards, refuse_closure, refuse_part_of_state, say_cost
+from torchring.sharding.step import Shards, check_shardable, refuse_closure, refuse_part_of_state, say_cost
 from torchring.world import World
 
 _T = TypeVar("_T")
@@ -249,7 +248,7 @@ class DistributedOptimizer(OptimizerWrapper):
                 check_combined(names, self._find_sparse(optimizer, model))
             refuse_part_of_state(optimizer)
             if options.shard:
-                kind_of(optimizer)
+                check_shardable(optimizer)
                 if isinstance(world, ProvisionalWorld) and any(accelerator_of(p.device) for p in names):
                     raise ValueError("shard=True in elastic jobs takes parameters on the CPU; leave shard out")
             if sync_initial_state and model is not None:
@@ -354,8 +353,8 @@ class DistributedOptimizer(OptimizerWrapper):
         self._has_stepped = True
         self._is_stepping = True
         try:
-            run = functools.partial(self._step_wrapped, closure, *args, **kwargs)
-            result = run() if self._shards is None else self._shards.step(run)
+            run = functools.partial(self._step_wrapped, closure)
+            result = run(*args, **kwargs) if self._shards is None else self._shards.step(run, *args, **kwargs)
         except _StepSkipped:
             if before is not None:
                 before.restore()
@@ -582,11 +581,14 @@ class DistributedOptimizer(OptimizerWrapper):
             PlanMismatchError: with shard=True, another rank did not call this.
             GradientError: with shard=True, called inside `backward()`.
         """
+        asks = sys._getframe(1)
+        module = str(asks.f_globals.get("__name__"))
         if self._shards is None:
+            if module == f"{_CHECKPOINTS}state_dict_loader" and not self.optimizer.state:  # it loads what is there
+                make_state(self)
             return self.optimizer.state_dict()
         self._refuse_in_backward("state_dict()")
-        asks = sys._getframe(1)
-        if (module := str(asks.f_globals.get("__name__"))).startswith(_CHECKPOINTS):
+        if module.startswith(_CHECKPOINTS):
             if not getattr(asks.f_locals.get("info"), "full_state_dict", False):  # of StateDictOptions
                 state = shard_state(self._shards)
                 if state["state"] or module == f"{_CHECKPOINTS}state_dict":  # which has made a state
@@ -748,6 +750,8 @@ class DistributedOptimizer(OptimizerWrapper):
     def _follow_step(self) -> None:
         """Step what the wrapped optimizer has got, inside a step of all ranks."""
         self._is_stepping = True
+        assert self._sync is not None
+        self._sync.write_buffers()
         try:
             self._step_wrapped(None)
         finally:

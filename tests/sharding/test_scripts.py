@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import torchring
+from tests.support.checks import assert_same_on_all_ranks
 from tests.support.harness import run_pooled
-from torchring.errors import RingError
+from torchring.errors import GradientError, RingError
 from torchring.sharding.step import Shards
 
 
@@ -78,3 +84,185 @@ def _is_lost_while_parameters_are_cut(rank: int, size: int) -> None:
 
 def test_a_rank_that_is_lost_while_parameters_are_cut_leaves_nothing_in_the_optimizer() -> None:
     run_pooled(_is_lost_while_parameters_are_cut, 2)
+
+
+# Hooks, and methods beside step()
+
+
+def _clip(optimizer: Optimizer, *_: Any) -> None:
+    nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.05)
+
+
+@torch.no_grad()
+def _project(optimizer: Optimizer, *_: Any) -> None:
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        parameter.div_(parameter.norm().clamp(min=0.5))
+
+
+class Averaging(Optimizer):
+    """As Schedule-Free: trains one point, and evaluates an average of points, which eval() puts in its place."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "evaluates": False})
+        self.counts = {"steps": 0}
+
+    def _swap(self, evaluates: bool) -> int:
+        num_swapped = 0
+        for group in self.param_groups:
+            for p in group["params"] if group["evaluates"] is not evaluates else ():
+                if "average" in self.state[p]:
+                    kept = p.detach().clone()
+                    p.data.copy_(self.state[p]["average"])
+                    self.state[p]["average"] = kept
+                    num_swapped += 1
+            group["evaluates"] = evaluates
+        return num_swapped
+
+    def eval(self) -> int:
+        return self._swap(True)
+
+    def train(self) -> int:
+        return self._swap(False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.counts["steps"] += 1
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.sub_(p.grad, alpha=group["lr"])
+                self.state[p].setdefault("average", p.detach().clone()).lerp_(p, 1 / self.counts["steps"])
+
+
+def _train(kind: str, shard: bool) -> list[torch.Tensor]:
+    net = _net()
+    parameters = [{"params": net[0].parameters(), "lr": 0.2}, {"params": net[2].parameters()}]
+    plain: Any = Averaging(parameters) if kind == "eval" else torch.optim.AdamW(parameters, lr=0.01)
+    handles = []
+    if kind == "before":
+        handles.append(plain.register_step_pre_hook(_clip))
+    elif kind == "after":
+        handles.append(plain.register_step_post_hook(_project))
+    elif kind == "all optimizers":
+        handles.append(register_optimizer_step_post_hook(_project))
+    optimizer: Any = torchring.wrap(plain, net, shard=shard)
+    seen = []
+    for step in range(5):
+        optimizer.zero_grad()
+        _backward(net, step)
+        optimizer.step()
+        if kind == "eval" and step % 2:
+            assert optimizer.eval() > 0
+            seen += [p.detach().clone() for p in net.parameters()]
+            optimizer.train()
+    for handle in handles:
+        handle.remove()
+    optimizer.close()
+    return [*seen, *(p.detach().clone() for p in net.parameters())]
+
+
+def _train_both(rank: int, size: int) -> list[list[torch.Tensor]]:
+    results = []
+    for kind in ("before", "after", "all optimizers", "eval"):
+        results.append(_train(kind, True))
+        for found, expected in zip(results[-1], _train(kind, False), strict=True):
+            assert torch.equal(found, expected), kind
+    return results
+
+
+def test_hooks_and_other_methods_of_the_optimizer_have_whole_parameters() -> None:
+    for ranks in zip(*run_pooled(_train_both, 2), strict=True):
+        for same in zip(*ranks, strict=True):
+            assert_same_on_all_ranks(list(same))
+
+
+# What is refused
+
+
+class Normed(Optimizer):
+    """Divides by the norm of a group: in groups that say so, from a step on. Or switches a group for all parameters."""
+
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "normed": 99, "switches": 99, "num": 0, "phase": "first", **options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["num"] += 1
+            own = [p for p in group["params"] if p.grad is not None]
+            is_normed = group["num"] > group["normed"]
+            factor = 1 / float(torch.stack([p.grad.norm() for p in own]).norm()) if own and is_normed else 1.0
+            for p in own:
+                p.add_(p.grad, alpha=-group["lr"] * factor * (group["phase"] == "first"))
+            if group["num"] > group["switches"] and any(p.dim() == 2 for p in own):
+                group["phase"] = "second"
+
+
+def _refused(rank: int, size: int) -> None:
+    def refuse(text: str, kind: type[Exception], act: Callable[[], object]) -> None:
+        with pytest.raises(kind, match=text):
+            act()
+
+    net = _net()
+    groups: list[dict[str, Any]] = [{"params": [*net[0].parameters()]}, {"params": [*net[2].parameters()]}]
+    late, second = dict(groups[0], normed=12), dict(groups[1], normed=0, lr=0)  # a warm-up begins
+    for chosen in ([late, groups[1]], [groups[0], second]):
+        refuse(
+            "depends on other parameters", ValueError, lambda chosen=chosen: torchring.wrap(Normed(chosen), shard=True)
+        )
+    patched = torch.optim.SGD(net.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(patched, 1)
+    torchring.wrap(patched, net, shard=True).close()
+    patched = torch.optim.SGD(net.parameters(), lr=0.1)
+    patched.step = lambda *_: None  # type: ignore[assignment]
+    refuse("was replaced in the instance", ValueError, lambda: torchring.wrap(patched, net, shard=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchring.sharding.step.CAN_SWAP", False)
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        refuse("takes PyTorch 2.12 or newer", ValueError, lambda: torchring.wrap(sgd, net, shard=True))
+
+    plain = torch.optim.AdamW(groups)
+    optimizer: Any = torchring.wrap(plain, net, shard=True)
+    _backward(net)
+    optimizer.step()
+    first, last = (group["params"] for group in plain.param_groups)
+    first[:], last[:] = first[:1], [*last, first[1]]
+    refuse("0.bias is in another parameter group", GradientError, optimizer.step)
+    first[:], last[:] = [first[0], last[-1]], last[:2]
+    optimizer.state[net[2].bias] = {}
+    refuse("has an entry for 2.bias", GradientError, optimizer.step)
+    del optimizer.state[net[2].bias]
+    optimizer.step()
+    optimizer.close()
+
+    switching: Any = torchring.wrap(Normed(net.parameters(), switches=24), net, shard=True)
+    net.zero_grad()
+    for step in range(1, 33):
+        _backward(net, step)
+        if step < 32:
+            switching.step()
+            switching.zero_grad()
+    refuse(r"phase of param_groups\[0\] of the Normed is", GradientError, switching.step)
+    switching.close()
+
+
+def test_what_looks_at_all_parameters_or_changes_pieces_is_refused() -> None:
+    run_pooled(_refused, 3)
+
+
+def _loaded(rank: int, size: int, folder: str) -> None:
+    states = []
+    for act in (dcp.save, dcp.load):
+        net = _net()
+        optimizer = torchring.wrap(torch.optim.AdamW(net.parameters()), net)
+        if act is dcp.save:
+            _backward(net)
+            optimizer.step()
+        act({"optimizer": optimizer}, checkpoint_id=folder)
+        states.append(optimizer.state_dict()["state"])
+    assert states[0].keys() == states[1].keys() != set()
+    for entry, other in zip(*(state.values() for state in states), strict=True):
+        assert all(torch.equal(value, other[key]) for key, value in entry.items())
+
+
+def test_distributed_checkpoint_loads_into_a_fresh_optimizer_without_shard(tmp_path: Path) -> None:
+    run_pooled(_loaded, 1, str(tmp_path))

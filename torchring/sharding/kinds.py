@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import enum
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Collection, Sequence
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch.optim import Optimizer
@@ -35,9 +35,11 @@ HOOKS: Final = tuple(
         *("load_state_dict_pre", "load_state_dict_post"),
     )
 )
-_MOST_TRIED: Final = 3  # parameters
+_Tried: TypeAlias = tuple[int, Sequence[int], torch.Tensor]  # the group, the tiny shape, a parameter like it
+_MOST_TRIED: Final = 3  # parameters of a group
 _TRIED_LENGTH: Final = 4  # of each dimension, at most
-_NUM_STEPS: Final = 2
+_NUM_STEPS: Final = 20
+_SCALES: Final = (1e-3, 1.0, 1e3)  # of gradients
 
 
 class Kind(enum.Enum):
@@ -73,57 +75,95 @@ def cost_of(parameter: torch.Tensor, group: dict[str, Any], optimizer: Optimizer
     return float(group.get("ns_steps", 5)) * (4.0 * few * few * many + 2.0 * few**3)
 
 
+def plain_values(optimizer: Optimizer, groups: Collection[int]) -> dict[str, str]:
+    """Numbers, strings and 0-dim tensors of the optimizer and of these groups, by where they are."""
+    places = {f"the attribute {key}": value for key, value in vars(optimizer).items()}
+    for index in groups:
+        places.update({f"{key} of param_groups[{index}]": v for key, v in optimizer.param_groups[index].items()})
+    return {
+        place: repr(value.item() if isinstance(value, torch.Tensor) else value)
+        for place, value in places.items()
+        if isinstance(value, (bool, int, float, complex, str))
+        or (isinstance(value, torch.Tensor) and value.is_cpu and value.dim() == 0)
+    }
+
+
 def _why_together(optimizer: Optimizer) -> str:
     """Why parameters cannot be stepped on different ranks; "" if they can.
 
-    Steps a few tiny parameters together and each by itself, with the optimizer's own code and hyperparameters, and
-    compares bit by bit. A norm over all parameters, or an estimate that all share (Prodigy), makes a difference.
+    Steps a few tiny parameters of each group together and each by itself, with the optimizer's own code and
+    hyperparameters, and compares bit by bit. A norm over all parameters, or an estimate that all share (Prodigy), makes
+    a difference. Gradients are small, ordinary and large: a clip acts on large ones only, and a decay is lost beside
+    them. In the first half of the steps they stay the same, from which estimates grow (SWATS); then they differ, as
+    a common factor of equal ones cancels in Adam.
     """
     if any(not isinstance(key, torch.Tensor) for key in optimizer.state):
         return "its state has entries that belong to no parameter"
-    groups = [(index, p) for index, group in enumerate(optimizer.param_groups) for p in group["params"]]
-    trained = [(index, p) for index, p in groups if p.requires_grad][:_MOST_TRIED]
-    shapes = [(index, [min(n, _TRIED_LENGTH + i) for n in p.shape], p.data) for i, (index, p) in enumerate(trained)]
-    if len(shapes) == 1:
-        shapes = shapes * 2
-    try:
-        with torch.random.fork_rng(devices=[p.device.index for _, p in trained[:1] if p.is_cuda]):
-            everything = _try_steps(optimizer, shapes, range(len(shapes)))
-            for alone in range(len(shapes)):
-                parameters, groups_after = _try_steps(optimizer, shapes, [alone])
-                index = shapes[alone][0]
-                if not torch.equal(parameters[0], everything[0][alone]) or groups_after[index] != everything[1][index]:
+    tried: list[_Tried] = []
+    for index, group in enumerate(optimizer.param_groups):
+        trained = [p for p in group["params"] if p.requires_grad][:_MOST_TRIED]
+        for number, p in enumerate(trained * 2 if len(trained) == 1 else trained):
+            tried.append((index, [min(n, _TRIED_LENGTH + number) for n in p.shape], p.data))
+    devices = [tried[0][2].device.index] if tried and tried[0][2].is_cuda else []
+    with torch.random.fork_rng(devices=devices):
+        for scale in _SCALES:
+            try:
+                everything, values = _try_steps(optimizer, tried, range(len(tried)), scale)
+            except Exception as error:
+                return (
+                    f"a step of tiny parameters raised {type(error).__name__}: {error}. If it has modes, as "
+                    "Schedule-Free has, call its train() before torchring.wrap()"
+                )
+            for alone in range(len(tried)):
+                try:
+                    (parameter,), its = _try_steps(optimizer, tried, [alone], scale)
+                except Exception as error:
+                    return f"it cannot step some of its parameters alone ({type(error).__name__}: {error})"
+                if not torch.allclose(parameter, everything[alone], rtol=0, atol=0, equal_nan=True):
                     return "a parameter's step depends on other parameters, which another rank would step"
-    except Exception as error:
-        return f"it cannot step some of its parameters alone ({type(error).__name__}: {error})"
+                if other := next((place for place in its if its[place] != values.get(place)), ""):
+                    return f"{other} depends on the parameters that are stepped, of which another rank has others"
     return ""
 
 
 def _try_steps(
-    optimizer: Optimizer, shapes: Sequence[tuple[int, Sequence[int], torch.Tensor]], chosen: Sequence[int]
-) -> tuple[list[torch.Tensor], list[dict[str, str]]]:
-    """Step these of the tiny parameters with a trial optimizer. Returns them, and the plain values of its groups."""
+    optimizer: Optimizer, tried: Sequence[_Tried], chosen: Sequence[int], scale: float
+) -> tuple[list[torch.Tensor], dict[str, str]]:
+    """Step these of the tiny parameters with a trial optimizer. Returns each after each step, and its plain values."""
     trial: Any = object.__new__(type(optimizer))
-    trial.__dict__.update(optimizer.__dict__)
+    trial.__dict__.update({name: _copied(value) for name, value in vars(optimizer).items()})
     trial.__dict__.update({name: OrderedDict() for name in HOOKS})
     trial.state = defaultdict(dict)
     trial.param_groups = [
         {**copy.deepcopy({key: value for key, value in group.items() if key != "params"}), "params": []}
         for group in optimizer.param_groups
     ]
+    for group in trial.param_groups:
+        if not isinstance(group.get("lr", 1), torch.Tensor) and group.get("lr", 1) == 0:  # a warm-up begins
+            group["lr"] = group.get("initial_lr") or 1e-3
     parameters = []
     for number in chosen:
-        index, shape, like = shapes[number]
-        generator = torch.Generator("cpu").manual_seed(number)  # not torch's own, whose seeding reaches all devices
-        values, gradient = torch.randn(2, *shape, generator=generator, device="cpu").to(like)
-        parameter = torch.nn.Parameter(values)
-        parameter.grad = 1e3 * gradient
-        trial.param_groups[index]["params"].append(parameter)
-        parameters.append(parameter)
-    for _ in range(_NUM_STEPS):
+        index, shape, like = tried[number]
+        parameters.append(torch.nn.Parameter(_random(number, shape).to(like)))
+        trial.param_groups[index]["params"].append(parameters[-1])
+    after: list[list[torch.Tensor]] = [[] for _ in chosen]
+    for step in range(1, _NUM_STEPS + 1):
+        for number, parameter in zip(chosen, parameters, strict=True):
+            seed = len(tried) * (1 + max(0, step - _NUM_STEPS // 2)) + number
+            parameter.grad = scale * _random(seed, parameter.shape).to(parameter)
         type(optimizer).step(trial)  # not the step that a scheduler has put into the instance
-    plain = [
-        {key: repr(value) for key, value in group.items() if key != "params" and not isinstance(value, list)}
-        for group in trial.param_groups
-    ]
-    return [parameter.detach() for parameter in parameters], plain
+        for parameter, its in zip(parameters, after, strict=True):
+            its.append(parameter.detach().clone())
+    return list(map(torch.stack, after)), plain_values(trial, {tried[number][0] for number in chosen})
+
+
+def _random(seed: int, shape: Sequence[int]) -> torch.Tensor:
+    generator = torch.Generator("cpu").manual_seed(seed)  # not torch's own, whose seeding reaches all devices
+    return torch.randn(shape, generator=generator, device="cpu")
+
+
+def _copied(value: Any) -> Any:
+    """An attribute for a trial, which must not count on in that of the script."""
+    if isinstance(value, (dict, list, set)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return copy.copy(value) if not isinstance(value, torch.Tensor) else value.detach().clone()
+    return value

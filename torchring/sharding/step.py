@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
 import weakref
 import zlib
@@ -16,14 +18,17 @@ from torch.optim import Optimizer
 from torchring.allreduce import AllReduce
 from torchring.allreduce.device.stream import OnStream
 from torchring.collectives.initial_state import broadcast_state, load_plain, save_plain
+from torchring.collectives.join import Join
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import GradientError, RingError, in_step, ranks_in_words
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.validation import parameters_of
+from torchring.gradients.views import CAN_SWAP
 from torchring.sharding.cut import Candidate, assign_whole, cut_elements
 from torchring.sharding.device import DeviceExchange
 from torchring.sharding.exchange import Exchange
-from torchring.sharding.kinds import Kind, cost_of, kind_of
+from torchring.sharding.hooks import refuse_patched, run_after, run_before, without_hooks
+from torchring.sharding.kinds import Kind, cost_of, kind_of, plain_values
 from torchring.sharding.parameters import RegionMemory, movable, move
 from torchring.sharding.pieces import Piece, cut_pieces, piece_bytes, whole_piece
 from torchring.sharding.together import begin_together
@@ -90,6 +95,8 @@ class Shards:
         self._sparse = sparse
         self._kept: list[torch.Tensor] = []  # memory that the parameters had, where others may still read it
         self._addresses: list[int] = []
+        self._groups: list[frozenset[torch.nn.Parameter]] = []  # when they were cut
+        self._num_looks = 0  # steps after which `_refuse_differences` may look
         self._exchange = DeviceExchange(world, all_reduce) if isinstance(all_reduce, OnStream) else Exchange(world)
         world.on_close(self._exchange.close)
         self.number = number
@@ -134,6 +141,7 @@ class Shards:
             self.memories.append(memory)
             self._add_pieces_of(len(self.memories) - 1)
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+        self._groups = [frozenset(group["params"]) for group in self.optimizer.param_groups]
 
     def _add_pieces_of(self, index: int) -> None:
         self.pieces += self._pieces_of(index, self.world.rank)
@@ -171,18 +179,49 @@ class Shards:
 
     # A step
 
-    def step(self, run: Callable[[], _T]) -> _T:
+    def step(self, run: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
         """Collective: call `run`, which steps the optimizer, for this rank's pieces, and give all ranks the results.
 
         On the thread that calls `step()`. Raises GradientError on all ranks if gradients are there on some ranks only.
+
+        Args:
+            run: takes the arguments of the optimizer's step.
+            *args: of the optimizer's step, as hooks get them.
+            **kwargs: of the optimizer's step, as hooks get them.
         """
         if self.accelerator is not None and self.accelerator.is_capturing():
             text = "step() with shard=True needs the other ranks' hosts, so a CUDA graph cannot hold it"
             raise GradientError(f"{text}; capture forward and backward only", rank=self.world.rank)
-        self._refuse_moved()
+        passed, kwargs = run_before(self.optimizer, self._handles[0].id, (self.optimizer, *args), kwargs)
+        self._refuse_changes()
         if ended := self._members.announce(self.name):
             self._share_gradients(min({*range(self.world.size)}.difference(ended)))
-        return self._step_pieces(run)
+        result = self._step_pieces(functools.partial(run, *passed[1:], **kwargs))
+        run_after(self.optimizer, passed, kwargs)
+        return result
+
+    def of_optimizer(self, name: str, value: Any) -> Any:
+        """What the script gets for a public name of the optimizer. A method may write to parameters, as a step does."""
+        is_foreign = getattr(value, "__self__", None) is self.optimizer and not hasattr(Optimizer, name)
+        return functools.partial(self._call, value) if is_foreign else value
+
+    @torch.no_grad()
+    def _call(self, method: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
+        """Collective: call a method of the optimizer for this rank's pieces, and give all ranks the results."""
+        name = f"{method.__name__}()"
+        self.world.shared(Join).refuse(name)
+        self._refuse_changes()
+        begin_together(self.world, self.number, name)
+        try:
+            with self._in_place(self.pieces, self.everywhere):
+                result = method(*args, **kwargs)
+            self._exchange.start(self.memories)
+            self._exchange.finish()
+        except BaseException as error:
+            self.world.break_off(name, error)
+            raise
+        torch.autograd.graph.increment_version(self.parameters)
+        return result
 
     def follow(self, said: Sequence[bytes]) -> None:
         """Collective, on a rank that has ended: step its pieces as the others do."""
@@ -248,6 +287,7 @@ class Shards:
             self.has_said = True
             with suppress(RingError):  # of a rank that is lost now: the step counts
                 self._say_what_it_saves()
+        self._refuse_differences()
         return result
 
     def _by_group(self, pieces: Sequence[Piece]) -> list[list[torch.Tensor]]:
@@ -264,7 +304,8 @@ class Shards:
             for group, parameters, own in zip(self.optimizer.param_groups, whole, self._by_group(pieces), strict=True):
                 group["params"] = [*own, *(p for p in parameters if p in everywhere)] if everywhere else own
             self._is_under_way = True
-            yield
+            with without_hooks(self.optimizer):
+                yield
         finally:
             self._is_under_way = False
             for group, parameters in zip(self.optimizer.param_groups, whole, strict=True):
@@ -304,6 +345,62 @@ class Shards:
                 "gradients, or put some there, on some ranks only; change .grad on all ranks alike"
             )
             raise in_step(GradientError(text, rank=self.world.rank, peers=others))
+
+    def _refuse_changes(self) -> None:
+        """Raise an error if the script has changed what pieces know nothing of."""
+        refuse_patched(self.optimizer)
+        self._refuse_moved()
+        for group, then in zip(self.optimizer.param_groups, self._groups, strict=True):
+            if others := then.symmetric_difference(group["params"]):
+                name = next(self._names[parameter] for parameter in self.parameters if parameter in others)
+                raise GradientError(
+                    f"{name} is in another parameter group than when torchring.wrap(..., shard=True) cut it. Leave "
+                    "parameters where they are, and change the options of groups. Or, on all ranks: keep "
+                    "state_dict(all_ranks=True), close() this optimizer, load the state into the plain optimizer, move "
+                    "parameters there, and wrap it again",
+                    rank=self.world.rank,
+                    parameters=(name,),
+                )
+        own = {piece.tensor for piece in self.pieces if piece.is_parameter}
+        for key in self.optimizer.state:
+            if isinstance(key, torch.nn.Parameter) and key not in self.everywhere and key not in own:
+                name = self._names.get(key, "a tensor that is no parameter of this optimizer")
+                raise GradientError(
+                    f"optimizer.state has an entry for {name}, whose state shard=True keeps by the slices of ranks. To "
+                    "change it, on all ranks: change what state_dict(all_ranks=True) returns, and pass that to "
+                    "load_state_dict(). To begin anew with all parameters: optimizer.state.clear()",
+                    rank=self.world.rank,
+                    parameters=(name,),
+                )
+
+    def _refuse_differences(self) -> None:
+        """Collective, after every 2^k-th step: raise GradientError if ranks differ in what decides their next steps.
+
+        An optimizer may begin late to look at all parameters, of which a rank steps a share. Groups of which this rank
+        steps nothing are left out.
+        """
+        self._num_looks += 1
+        if self.kind is not Kind.WHOLE or self._num_looks & (self._num_looks - 1):
+            return
+        groups = {piece.group for piece in self.pieces}
+        mine = json.dumps(plain_values(self.optimizer, groups) if groups else {}).encode()
+        first: dict[str, tuple[int, str]] = {}
+        said: Sequence[bytes] = ()
+        with suppress(RingError):  # of a rank that is lost now: the step counts
+            said = internal_collectives_of(self.world).all_gather_bytes(mine)
+        for rank, text in enumerate(said):
+            for place, value in json.loads(text).items():
+                other, its = first.setdefault(place, (rank, value))
+                if its != value:
+                    raise in_step(
+                        GradientError(
+                            f"{place} of the {type(self.optimizer).__name__} is {its} on rank {other}, and {value} on "
+                            f"rank {rank}. Its steps depend on all parameters, and with shard=True each rank steps a "
+                            "share. Leave shard out",
+                            rank=self.world.rank,
+                            peers=(rank,),
+                        )
+                    )
 
     def _refuse_moved(self) -> None:
         """Raise GradientError if a parameter is not where it was: the optimizer would step other memory."""
@@ -398,6 +495,14 @@ class _StateOf:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for i, entry in state_dict.items():
             self._shards.optimizer.state[list(self._shards.everywhere)[int(i)]] = entry
+
+
+def check_shardable(optimizer: Optimizer) -> None:
+    """Raise ValueError if shard=True does not work with this optimizer, or with this PyTorch."""
+    if not CAN_SWAP:
+        raise ValueError(f"shard=True takes PyTorch 2.12 or newer, and this is {torch.__version__}; leave shard out")
+    refuse_patched(optimizer)
+    kind_of(optimizer)
 
 
 def refuse_part_of_state(optimizer: Optimizer) -> None:
