@@ -228,9 +228,9 @@ def _refused(rank: int, size: int) -> None:
     first[:], last[:] = first[:1], [*last, first[1]]
     refuse("0.bias is in another parameter group", GradientError, optimizer.step)
     first[:], last[:] = [first[0], last[-1]], last[:2]
-    optimizer.state[net[2].bias] = {}
-    refuse("has an entry for 2.bias", GradientError, optimizer.step)
-    del optimizer.state[net[2].bias]
+    for act in (lambda: optimizer.state.pop(net[2].bias, None), lambda: optimizer.state.__setitem__(net[2].bias, {})):
+        refuse("the state of 2.bias cannot be changed", GradientError, act)
+    assert not optimizer.state[net[2].bias]
     optimizer.step()
     optimizer.close()
 

@@ -122,7 +122,7 @@ def _why_together(optimizer: Optimizer) -> str:
                 if not torch.allclose(parameter, everything[alone], rtol=0, atol=0, equal_nan=True):
                     return "a parameter's step depends on other parameters, which another rank would step"
                 if other := next((place for place in its if its[place] != values.get(place)), ""):
-                    return f"{other} depends on the parameters that are stepped, of which another rank has others"
+                    return f"{other} depends on other parameters, which another rank would step"
     return ""
 
 

@@ -106,6 +106,7 @@ class Shards:
         self.has_said = False
         self._is_closed = False
         self.extend()
+        self._guard_state()
         self._handles = [  # last: a rank that is lost above leaves no hooks that refuse
             optimizer.register_step_pre_hook(lambda *_: self._refuse("step()")),
             optimizer.register_state_dict_pre_hook(lambda _: self._refuse("state_dict()")),
@@ -192,13 +193,24 @@ class Shards:
         if self.accelerator is not None and self.accelerator.is_capturing():
             text = "step() with shard=True needs the other ranks' hosts, so a CUDA graph cannot hold it"
             raise GradientError(f"{text}; capture forward and backward only", rank=self.world.rank)
-        passed, kwargs = run_before(self.optimizer, self._handles[0].id, (self.optimizer, *args), kwargs)
+        with self._breaking_off("step()"):
+            passed, kwargs = run_before(self.optimizer, self._handles[0].id, (self.optimizer, *args), kwargs)
         self._refuse_changes()
         if ended := self._members.announce(self.name):
             self._share_gradients(min({*range(self.world.size)}.difference(ended)))
         result = self._step_pieces(functools.partial(run, *passed[1:], **kwargs))
-        run_after(self.optimizer, passed, kwargs)
+        with self._breaking_off("step()"):
+            run_after(self.optimizer, passed, kwargs)
         return result
+
+    @contextmanager
+    def _breaking_off(self, what: str) -> Iterator[None]:
+        """Where one rank raises, the others must not wait for it."""
+        try:
+            yield
+        except BaseException as error:
+            self.world.break_off(what, error)
+            raise
 
     def of_optimizer(self, name: str, value: Any) -> Any:
         """What the script gets for a public name of the optimizer. A method may write to parameters, as a step does."""
@@ -212,14 +224,11 @@ class Shards:
         self.world.shared(Join).refuse(name)
         self._refuse_changes()
         begin_together(self.world, self.number, name)
-        try:
+        with self._breaking_off(name):
             with self._in_place(self.pieces, self.everywhere):
                 result = method(*args, **kwargs)
             self._exchange.start(self.memories)
             self._exchange.finish()
-        except BaseException as error:
-            self.world.break_off(name, error)
-            raise
         torch.autograd.graph.increment_version(self.parameters)
         return result
 
@@ -270,7 +279,7 @@ class Shards:
 
     def _step_pieces(self, run: Callable[[], _T]) -> _T:
         self._enter()
-        try:
+        with self._breaking_off("step()"):
             stepped = [p.grad is not None for p in self.parameters]
             changed = [memory for memory in self.memories if any(stepped[m.parameter] for m in memory.region.members)]
             self.pieces = self._with_gradients(self.pieces)
@@ -278,9 +287,6 @@ class Shards:
                 result = run()
             self._exchange.start(changed)
             self._exchange.finish()
-        except BaseException as error:
-            self.world.break_off("step()", error)
-            raise
         # Peers have written to these, which autograd has to know.
         torch.autograd.graph.increment_version([p for p, has in zip(self.parameters, stepped, strict=True) if has])
         if not self.has_said and any(stepped):
@@ -361,17 +367,19 @@ class Shards:
                     rank=self.world.rank,
                     parameters=(name,),
                 )
-        own = {piece.tensor for piece in self.pieces if piece.is_parameter}
-        for key in self.optimizer.state:
-            if isinstance(key, torch.nn.Parameter) and key not in self.everywhere and key not in own:
-                name = self._names.get(key, "a tensor that is no parameter of this optimizer")
-                raise GradientError(
-                    f"optimizer.state has an entry for {name}, whose state shard=True keeps by the slices of ranks. To "
-                    "change it, on all ranks: change what state_dict(all_ranks=True) returns, and pass that to "
-                    "load_state_dict(). To begin anew with all parameters: optimizer.state.clear()",
-                    rank=self.world.rank,
-                    parameters=(name,),
-                )
+
+    def _refuse_entry(self, key: object) -> None:
+        """Raise GradientError if the script changes the state of a parameter, which is kept by pieces."""
+        if not isinstance(key, torch.nn.Parameter) or key not in self._names or key in self.everywhere:
+            return
+        if not any(piece.tensor is key for piece in self.pieces):
+            raise GradientError(
+                f"the state of {self._names[key]} cannot be changed through optimizer.state, as shard=True keeps it "
+                "by the slices of ranks. On all ranks: change what state_dict(all_ranks=True) returns, and pass that "
+                "to load_state_dict(). To begin anew with all parameters: optimizer.state.clear()",
+                rank=self.world.rank,
+                parameters=(self._names[key],),
+            )
 
     def _refuse_differences(self) -> None:
         """Collective, after every 2^k-th step: raise GradientError if ranks differ in what decides their next steps.
@@ -436,6 +444,7 @@ class Shards:
     def close(self) -> None:
         """The optimizer keeps the state of this rank's share, with which it refuses to step."""
         self._is_closed = True
+        self.optimizer.state = defaultdict(dict, self.optimizer.state)
         self._exchange.close()
 
     def keep_an_entry(self) -> None:
@@ -447,6 +456,7 @@ class Shards:
         """The ranks of this world part. What this rank has of the state is of no use without the rest."""
         for handle in self._handles:
             handle.remove()
+        self.optimizer.state = defaultdict(dict, self.optimizer.state)
         self._exchange.close()
 
     def reset_pieces(self) -> None:
@@ -468,6 +478,11 @@ class Shards:
             self._is_under_way = False
             if state is not None:
                 self.optimizer.state = mine
+            else:
+                self._guard_state()
+
+    def _guard_state(self) -> None:
+        self.optimizer.state = PieceState(self.optimizer.state, self._refuse_entry)
 
     def _refuse(self, what: str) -> None:
         if not self._is_under_way:
@@ -480,6 +495,30 @@ class Shards:
                 handle.remove()
         else:
             self._refuse("load_state_dict()")
+
+
+class PieceState(defaultdict[torch.Tensor, Any]):
+    """The state of an optimizer. `refuse` raises an error for a key whose entry the script may not change.
+
+    To look up such a key gives an empty entry, as torch.distributed.checkpoint expects.
+    """
+
+    def __init__(self, entries: Mapping[torch.Tensor, Any], refuse: Callable[[object], None]) -> None:
+        super().__init__(dict, entries)
+        self._refuse = refuse
+
+    def __missing__(self, key: torch.Tensor) -> Any:
+        entry: dict[str, Any] = {}
+        dict.__setitem__(self, key, entry)
+        return entry
+
+    def __setitem__(self, key: torch.Tensor, entry: Any) -> None:
+        self._refuse(key)
+        super().__setitem__(key, entry)
+
+    def pop(self, key: torch.Tensor, *default: Any) -> Any:
+        self._refuse(key)
+        return super().pop(key, *default)
 
 
 class _StateOf:
