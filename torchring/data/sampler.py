@@ -191,7 +191,7 @@ class Sampler(torch.utils.data.Sampler[Any]):
             )
         num_ahead = current.num_drawn - number  # of a DataLoader with workers, or of a loop, the same all the time
         current.num_ahead = current.num_ahead or num_ahead
-        if is_next and num_ahead > current.num_ahead and not current.is_exhausted:
+        if is_next and num_ahead > current.num_ahead:
             raise ValueError(
                 f"weight() was asked for batch {number}, counted from 0, but the loop has taken a later one: ask for "
                 "the weight of each batch, also of one that is left out, or say which: sampler.weight(number)"
