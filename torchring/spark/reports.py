@@ -41,6 +41,7 @@ class Reports(socketserver.ThreadingTCPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 128  # many ranks connect at the same moment; socketserver has 5
 
     def __init__(self, address: str) -> None:
         self.token: Final = secrets.token_hex(16)
