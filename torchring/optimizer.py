@@ -712,8 +712,10 @@ class DistributedOptimizer(OptimizerWrapper):
         model = self._model()
         buffers = [] if model is None else buffer_specs(model, self._options.sync_buffers, self._ignored)
         group = world.shared(OptimizerGroup)
-        owned, kind = group.owned, type(self.optimizer).__name__
-        ownership = [] if model is None else [Ownership(model, self._names, kind, owned, self._ignored, world.rank)]
+        owned, kind, stale = group.owned, type(self.optimizer).__name__, group.members.stale
+        ownership = (
+            [] if model is None else [Ownership(model, self._names, kind, owned, self._ignored, stale, world.rank)]
+        )
         self._sync = Reducer(
             *(world, specs, trainable, self._options, group.members),
             end_backward=group.end_backward,

@@ -11,7 +11,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -402,6 +402,14 @@ def _is_gone(parameter: torch.Tensor, before: weakref.ref[torch.Tensor], version
     if has_arrived:
         return not is_same or grad._version > version + 1
     return not (is_same and grad._version == version) and is_zero(grad)
+
+
+StaleGradients: TypeAlias = dict[int, tuple["weakref.ref[torch.Tensor]", int]]
+"""By id of the parameter: a gradient that no wrapped optimizer is to step any more, and its version."""
+
+
+def note_stale(stale: StaleGradients, parameters: Iterable[torch.Tensor]) -> None:
+    stale |= {id(p): (weakref.ref(p.grad), p.grad._version) for p in parameters if p.grad is not None}
 
 
 def is_zero(grad: torch.Tensor) -> bool:

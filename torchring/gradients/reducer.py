@@ -24,7 +24,7 @@ from torchring.gradients.contract import Stats, Sync
 from torchring.gradients.hooks import BackwardWatch, attach_hooks, make_hook
 from torchring.gradients.launcher import Launcher
 from torchring.gradients.layout import BucketLayout, Options
-from torchring.gradients.ledger import Ledger, OptimizerLedger
+from torchring.gradients.ledger import Ledger, OptimizerLedger, StaleGradients, note_stale
 from torchring.gradients.module_wrappers import ModuleWrappers, explain
 from torchring.gradients.participants.buffers import BufferSpec, BufferSync
 from torchring.gradients.participants.data import DataCheck
@@ -77,6 +77,7 @@ class Members:
         is_skipping: whether this rank takes part in a backward of the others without one of its own.
         skipper: the member whose `skip()` is under way.
         skipped: members that `skip()` of another one has reached, since a step or zero_grad() of any optimizer.
+        stale: of an earlier training, or of an optimizer that is closed.
         waiting: see `Launcher`.
     """
 
@@ -87,6 +88,7 @@ class Members:
         self.is_skipping = False
         self.skipper: Reducer | None = None
         self.skipped: set[Reducer] = set()
+        self.stale: StaleGradients = {}
         self.waiting: set[Launcher] = set()
         self._world = world
         self._reducers: list[Reducer] = []
@@ -371,6 +373,7 @@ class Reducer(Sync):
             participant.close()
         if self.entry is not None and self._flight_recorder is not None:
             self._flight_recorder.close_entry(self.entry)
+        note_stale(self._members.stale, self.parameters)
         if not self.in_backward:
             self.watch.close()  # the two refer to each other; a closed watch needs no garbage collector
 

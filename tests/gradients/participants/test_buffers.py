@@ -295,7 +295,6 @@ def _several_of_one_model(rank: int, size: int) -> dict[str, list[Tensor]]:
     head.step()
     found["head alone reached"] = _statistics(model)
     backward(3, inputs=parts[1])
-    body.zero_grad()
     body.close()
     head.step()
     found["close() before the step"] = _statistics(model)

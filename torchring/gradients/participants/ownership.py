@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchring.errors import GradientError
-from torchring.gradients.ledger import is_zero
+from torchring.gradients.ledger import StaleGradients, is_zero, note_stale
 from torchring.gradients.module_wrappers import WAY_OUT, sharded_by
 from torchring.gradients.participants.replicas import STEPS_BETWEEN_CHECKS
 from torchring.gradients.round import Participant, RoundState
@@ -34,6 +34,7 @@ class Ownership(Participant):
         optimizer: the class of the optimizer, for errors.
         owned: returns the ids of the parameters of all wrapped optimizers.
         ignored: parameters that need no wrapped optimizer.
+        stale: gradients of an earlier training, see `Members`. Those that are there now are added.
         rank: for errors.
     """
 
@@ -44,6 +45,7 @@ class Ownership(Participant):
         optimizer: str,
         owned: Callable[[], Container[int]],
         ignored: Collection[torch.Tensor],
+        stale: StaleGradients,
         rank: int,
     ) -> None:
         self._model = weakref.ref(model)
@@ -55,12 +57,8 @@ class Ownership(Participant):
         self._has_round = False  # since the last step
         self._is_stepping = False
         self._found: dict[str, torch.nn.Parameter] = {}
-        # Gradients of an earlier training, by parameter
-        self._stale = {
-            p: (weakref.ref(p.grad), p.grad._version)
-            for p in model.parameters()
-            if p.grad is not None and p not in names
-        }
+        self._stale = stale
+        note_stale(stale, (p for p in model.parameters() if p not in names))
 
     def finished(self, current: RoundState) -> None:
         self._has_round = True
@@ -86,11 +84,11 @@ class Ownership(Participant):
             self._found = {n: p for n, p in has_grad if p.requires_grad and id(p) not in owned and self._is_new(p)}
 
     def _is_new(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether backward has computed the gradient since `wrap`, of a parameter that is not ignored.
+        """Whether backward has computed the gradient since `wrap` or `close()`, of a parameter that is not ignored.
 
         Scripts put zeros into `.grad` of parameters that they do not train, as slices of one tensor.
         """
-        grad, (stale, version) = parameter.grad, self._stale.get(parameter, (_nothing, 0))
+        grad, (stale, version) = parameter.grad, self._stale.get(id(parameter), (_nothing, 0))
         if grad is None or parameter in self._ignored or (stale() is grad and grad._version == version):
             return False
         return not is_zero(grad)
