@@ -266,7 +266,7 @@ class DistributedOptimizer(OptimizerWrapper):
         sparse = self._find_sparse(optimizer, model)
         self._initialise(optimizer, options, names, sparse, model, ignored)
         self._wrapped_at = time.perf_counter_ns()
-        self._num_rounds_before = world.num_reductions
+        self._num_rounds_at_wrap = world.num_reductions
         self._record(world)
         if sync_initial_state:
             broadcast_parameters(shared if model is not None else {name: p.data for p, name in names.items()})
@@ -375,7 +375,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
     def _most_steps(self, sync: Sync) -> int:
         """Of a schedule that began with `wrap`: one for each round since then, of this optimizer or another one."""
-        own, of_world = sync.stats().num_reductions, sync.world.num_reductions - self._num_rounds_before
+        own, of_world = sync.stats().num_reductions, sync.world.num_reductions - self._num_rounds_at_wrap
         return max(own, of_world) or _MOST_LEFT_OUT
 
     def _watch_wrapped(self) -> None:
@@ -584,7 +584,8 @@ class DistributedOptimizer(OptimizerWrapper):
         asks = sys._getframe(1)
         module = str(asks.f_globals.get("__name__"))
         if self._shards is None:
-            if module == f"{_CHECKPOINTS}state_dict_loader" and not self.optimizer.state:  # it loads what is there
+            # dcp.load() loads what is there. A file of dcp.save() has to have it.
+            if module.startswith(f"{_CHECKPOINTS}state_dict_") and not self.optimizer.state:
                 make_state(self)
             return self.optimizer.state_dict()
         self._refuse_in_backward("state_dict()")
@@ -696,7 +697,7 @@ class DistributedOptimizer(OptimizerWrapper):
         # What is recorded
         self._recorder: Recorder | None = None
         self._wrapped_at = 0
-        self._num_rounds_before = 0  # of the world, before `wrap`
+        self._num_rounds_at_wrap = 0  # of the world, before `wrap`
         self._inputs = Inputs()
         self._forward_watch: ForwardWatch = ForwardWatch(model, _recorder_of(weakref.ref(self)), self._inputs)
 

@@ -749,7 +749,7 @@ def test_a_gradient_may_be_detached_in_place_and_is_saved_alone() -> None:
 def test_sparse_gradient_says_what_to_do(numel: int) -> None:
     bucket = ones(numel, 1)
     bucket.parameters[0].grad = torch.sparse_coo_tensor([[1]], [1.0], (numel,), check_invariants=True)
-    with pytest.raises(GradientError, match=r"p0 has a sparse gradient; pass the model to torchring.wrap") as caught:
+    with pytest.raises(GradientError, match=r"p0 has a sparse gradient\. torchring knows .* Pass the model") as caught:
         [bucket.mark_ready(0), give(bucket, 1, 1.0)]
     assert caught.value.parameters == ("p0",)
     assert "sparse=False" in str(caught.value)

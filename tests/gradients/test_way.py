@@ -28,7 +28,10 @@ ENGINE = {
     *("world.py", "errors.py", "dynamo.py"),
 }
 WAITING = {"memory/host.py", "memory/semaphore.py"}
-PARTICIPANTS = {"weighing.py", "weights.py", "sparse.py", "replicas.py", "recording.py", "data.py", "noise.py"}
+PARTICIPANTS = {
+    *("weighing.py", "weights.py", "sparse.py", "ownership.py", "replicas.py", "recording.py", "data.py", "noise.py"),
+    "elastic.py",
+}
 
 
 @dataclass

@@ -520,6 +520,10 @@ class PieceState(defaultdict[torch.Tensor, Any]):
         self._refuse(key)
         return super().pop(key, *default)
 
+    def __reduce__(self) -> Any:
+        """A copy belongs to no optimizer that steps pieces."""
+        return defaultdict, (dict,), None, None, iter(self.items())
+
 
 class _StateOf:
     """The state of what every rank steps, by its number."""

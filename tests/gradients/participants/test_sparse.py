@@ -376,7 +376,7 @@ def _without_the_model(rank: int, world_size: int) -> str:
 
 def test_without_the_model_says_what_to_do() -> None:
     for text in run_pooled(_without_the_model, 2):
-        assert "sparse gradient; pass the model to torchring.wrap(optimizer, model)" in text
+        assert "Pass the model, or compute with sparse=False" in text
 
 
 def _not_finite(rank: int, world_size: int, how: str) -> None:
