@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 import torchring
 from torchring.default_world import default_world
 from torchring.errors import GradientError, TopologyError
-from torchring.gradients.group import OptimizerGroup, warn_of_loose_optimizers
+from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.module_wrappers import WAY_OUT, is_module_wrapper
 from torchring.optimizer import DistributedOptimizer
 from torchring.releases import check_release
@@ -210,8 +210,6 @@ class RingAccelerator(Accelerator):
                 "no optimizer was wrapped, so each rank trains alone. Pass model and optimizer to prepare() of the "
                 "RingAccelerator"
             )
-        parameters = [p for model in self._models for p in model.parameters()]
-        warn_of_loose_optimizers(parameters, "it was not given to prepare()")
         trained = [model for model in self._models if any(p.requires_grad for p in model.parameters())]
         return [model for model in trained if not group.owners_of(model.parameters())]
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torchring
 from torchring.default_world import default_world
 from torchring.errors import GradientError, TopologyError
-from torchring.gradients.group import OptimizerGroup, warn_of_loose_optimizers
+from torchring.gradients.group import OptimizerGroup
 from torchring.norms import SyncBatchNorm
 from torchring.observe.phases import BACKWARD, FORWARD
 from torchring.releases import check_release
@@ -314,7 +314,6 @@ class RingStrategy(_Ranks, DDPStrategy):
             )
         for each in plain:  # one by one: if the second cannot be wrapped, teardown() closes the first
             self._rings.append(_wrapped(each, module, self._options))
-        warn_of_loose_optimizers(module.parameters(), "configure_optimizers() does not return it")
         for config in self.lr_scheduler_configs:
             config.scheduler.optimizer = self._rings[plain.index(config.scheduler.optimizer)]
         self.optimizers = self._rings

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import struct
 import time
 from collections.abc import Iterable, Sequence
@@ -14,17 +13,15 @@ from typing import Final, NamedTuple, NoReturn
 import torch
 
 from torchring.collectives.service import collectives_of, internal_collectives_of
-from torchring.default_world import default_world
 from torchring.errors import GradientError, PlanMismatchError, RingError, in_step, ranks_in_words
 from torchring.gradients.hooks import BackwardWatch
+from torchring.gradients.loose import LooseOptimizers
 from torchring.gradients.reducer import ROUND, Members, Reducer
 from torchring.interruption import InterruptionGuard
-from torchring.observe.loaders import living
 from torchring.observe.phases import EXPOSED
 from torchring.observe.services import recorder_of
 from torchring.world import World
 
-_logger: Final = logging.getLogger("torchring")
 _END: Final = "the end of backward()"
 _UNLIKE_NO_SYNC: Final = (
     "a backward() ran inside no_sync() on some ranks only, or reached another optimizer there that was to reduce. "
@@ -75,6 +72,7 @@ class OptimizerGroup:
         self._recorder = recorder_of(world)
         self._norm_weights: set[float | None] = set()  # that SyncBatchNorm has used in the backward under way
         self._norm_watch = BackwardWatch(self._norms_ended, self._norm_weights.clear)
+        self._loose = LooseOptimizers(self.members, self.owned) if world.size > 1 and world.rank == 0 else None
         world.on_close(self.close)
 
     @property
@@ -290,21 +288,6 @@ class OptimizerGroup:
         for member in self.members:
             member.close()
         self._norm_watch.close()
+        if self._loose is not None:
+            self._loose.close()
         self.members.module_wrappers.close()
-
-
-def warn_of_loose_optimizers(parameters: Iterable[torch.nn.Parameter], why: str) -> None:
-    """Log a warning if an optimizer of this process holds some of these parameters, which nobody reduces.
-
-    For frameworks, whose own data parallelism reduces all parameters of a model. `why`: why nobody has wrapped it.
-    """
-    world = default_world()
-    owned = {id(p) for member in world.shared(OptimizerGroup).members for p in member.parameters}
-    loose = {id(p) for p in parameters if p.requires_grad} - owned
-    for each in living(torch.optim.Optimizer) if loose and world.size > 1 else ():
-        if any(id(p) in loose for group in each.param_groups for p in group["params"]):
-            _logger.warning(
-                f"a {type(each).__name__} holds parameters of the model, and {why}. If it steps them, each rank trains "
-                "them alone"
-            )
-            return

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.optim import optimizer as plain
 
 import torchring
-from tests.support.checks import assert_same_on_all_ranks, digest
-from tests.support.harness import run_pooled
+from tests.support.checks import assert_same_on_all_ranks, digest, logged
+from tests.support.harness import run_pooled, run_ranks
 from tests.support.training import attempt, loss_on, momentum, small_model, values
 
 _NUM_STEPS = 5
@@ -165,3 +166,52 @@ def test_wrong_things_to_ignore_are_refused() -> None:
     }.items():
         assert error in attempt(lambda ignore=ignore: wrap(momentum(model), model, ignore=ignore))
     assert "pass the model" in attempt(lambda: torchring.wrap(momentum(model), ignore=["0"]))
+
+
+_BESIDE = {  # what is logged of an optimizer beside the wrapped one: the parameter, and its way
+    "loss": "a SGD that was not wrapped steps the weight of a Linear",
+    "backbone": "a SGD that was not wrapped steps a parameter of shape (2, 2)",
+    "wrapped": "",
+    "ignored": "",
+    "model of its own": "",
+    "zeroed before": "",
+}
+
+
+def _beside(rank: int, world_size: int) -> tuple[dict[str, list[str]], list[int]]:
+    found, num_hooks = {}, []
+    for case in _BESIDE:
+        model, loss, backbone = nn.Linear(2, 2), nn.Linear(2, 1), nn.Parameter(torch.eye(2))
+        own = [backbone] if case == "backbone" else [*loss.parameters()]
+        stepped = torch.optim.SGD(own, lr=0.1)
+        if case == "wrapped":
+            stepped = torchring.wrap(stepped, loss)
+        whole, ignore = (nn.ModuleList([model, loss]), [loss]) if case == "ignored" else (model, [])
+        optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), whole, ignore=ignore)
+        with logged() as found[case]:
+            for _ in range(4):
+                optimizer.zero_grad()
+                stepped.zero_grad()
+                y = model(torch.randn(3, 2) @ backbone)
+                if case == "model of its own":
+                    y.sum().backward()
+                    loss(y.detach()).sum().backward()
+                elif case == "zeroed before":
+                    stepped.step()
+                    y.sum().backward()
+                else:
+                    loss(y).sum().backward()
+                optimizer.step()
+                stepped.step()
+        torchring.shutdown()
+        num_hooks.append(len(plain._global_optimizer_pre_hooks) + len(own[0]._post_accumulate_grad_hooks or ()))
+    return found, num_hooks
+
+
+def test_a_plain_optimizer_that_the_same_backward_reaches_is_named_once() -> None:
+    (first, num_hooks), (second, _) = run_ranks(_beside, 2)
+    for case, fragment in _BESIDE.items():
+        assert len(first[case]) == bool(fragment), (case, first[case])
+        assert all(line.startswith(fragment) for line in first[case]), first[case]
+    assert not any(second.values())
+    assert not any(num_hooks)

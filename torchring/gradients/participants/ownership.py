@@ -77,6 +77,11 @@ class Ownership(Participant):
         if found:
             raise self._error(found)
 
+    def watches(self, parameter: torch.Tensor) -> bool:
+        """Whether the parameter is one of the model's, or ignored."""
+        model = self._model()
+        return parameter in self._ignored or (model is not None and any(parameter is p for p in model.parameters()))
+
     def _look(self) -> None:
         """Find the parameters that have a gradient which nobody reduces, before a script zeroes it."""
         if (model := self._model()) is not None:
