@@ -12,7 +12,7 @@ import copy
 import io
 import os
 import unittest.mock
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
@@ -223,6 +223,44 @@ def _change(net: Net, training: Training, step: int) -> None:
         net.top = nn.Linear(4, 2).double()
 
 
+class _Sam(torch.optim.Optimizer):
+    """SAM as its authors use it: each rank moves by its own gradient, and puts parameters back before it steps.
+
+    A rank that skips makes no ascent. The state is that of the optimizer that makes the step.
+    """
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, base.defaults)
+        self.base_optimizer = base
+        self._old: list[tuple[Tensor, Tensor]] = []
+        self._share()
+
+    def _share(self) -> None:
+        self.param_groups, self.state = self.base_optimizer.param_groups, self.base_optimizer.state
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.base_optimizer.load_state_dict(state_dict)
+        self._share()
+
+    def first_step(self) -> None:
+        self._old = [(p, p.data.clone()) for group in self.param_groups for p in group["params"]]
+        for p, move in _ascent({p: p.grad for p, _ in self._old if p.grad is not None}):
+            p.data.add_(move)
+
+    def second_step(self) -> None:
+        for p, old in self._old:
+            p.data = old
+        self._old = []
+        self.base_optimizer.step()
+
+
+def _ascent(grads: Mapping[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """How far SAM moves each parameter."""
+    dense = {p: grad.to_dense() for p, grad in grads.items()}
+    norm = torch.stack([torch.zeros(()).double(), *(grad.norm().double() for grad in dense.values())]).norm()
+    return [(p, (0.05 * grad / (norm + 1e-12)).to(p.dtype)) for p, grad in dense.items()]
+
+
 # On ranks
 
 
@@ -256,6 +294,8 @@ class _Script:
 
     def _wrapped(self, optimizers: list[torch.optim.Optimizer]) -> list[Any]:
         training, net = self.training, self.net
+        if training["step"] == "sam":
+            optimizers = [_Sam(each) for each in optimizers]
         if training["api"] != "torchring":
             places = {"process_set": hvd.add_process_set([0, 1])} if training["api"] == "process set" else {}
             if self.rank == 2 and places:
@@ -321,6 +361,11 @@ class _Script:
             first.step(lambda: self._backwards(s, step))
             for optimizer in others:
                 optimizer.step()
+        elif training["step"] == "sam":
+            self._ascend(s, step.micros[0])
+            self._backwards(s, step)
+            for optimizer in self.optimizers:
+                optimizer.second_step()
         else:
             self._backwards(s, step)
             for optimizer in self.optimizers:
@@ -334,6 +379,20 @@ class _Script:
             torchring.all_reduce(torch.ones(3))
         elif training["collectives"] == "thread":
             self.call.result()
+
+    def _ascend(self, s: int, micro: Micro) -> None:
+        if self.rank in micro.skips:
+            return
+        with contextlib.ExitStack() as inside:
+            for optimizer in self.optimizers:
+                inside.enter_context(optimizer.no_sync())
+                if micro.weights is not None:
+                    optimizer.weigh(micro.weights[self.rank])
+            x, words, y = _batch(self.rank, s, 0, micro)
+            functional.mse_loss(self.net(x, words), y).backward()
+        for optimizer in self.optimizers:
+            optimizer.first_step()
+        self._zero()
 
     def _zero(self) -> None:
         how, parameters = self.training["gradients"], list(self.net.parameters())
@@ -475,7 +534,7 @@ def train_alone(training: Training) -> Iterator[tuple[list[Tensor], Net, list[to
             net.uses_extra = True
             optimizers[0].add_param_group({"params": list(net.extra.parameters())})
         net.zero_grad()
-        counting = _add_gradients(net, training, s, step, per_rank)
+        counting = _add_gradients(net, training, s, step, per_rank, optimizers)
         _make_equal(per_rank, counting, {name for name in per_rank[0] if _is_own(name, training, step)})
         if training["clip"] == "norm":
             nn.utils.clip_grad_norm_(net.parameters(), 0.1)
@@ -501,33 +560,48 @@ def _make_equal(
             own[name].copy_(value)
 
 
-def _add_gradients(net: Net, training: Training, s: int, step: Step, buffers: Sequence[dict[str, Tensor]]) -> list[int]:
+def _add_gradients(
+    net: Net,
+    training: Training,
+    s: int,
+    step: Step,
+    buffers: Sequence[dict[str, Tensor]],
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> list[int]:
     """Set each `.grad` to the mean, and change the ranks' buffers. Returns the ranks that take part."""
     parameters = [p for p in net.parameters() if p.requires_grad]
     divisor, counting = 0.0, set()
     own: dict[int, dict[nn.Parameter, Tensor]] = {}  # by rank; those of all ranks together under 0 for a mean
+    moves: dict[int, list[tuple[Tensor, Tensor]]] = {}  # of SAM, by rank
+    first = step.micros[0]
+    for r in step.present if training["step"] == "sam" else ():
+        if r not in first.skips:
+            x, words, y = _batch(r, s, 0, first)
+            (output,) = net.forward_all([(x, words)], [buffers[r]], [True])
+            grads = _gradients(net, training, functional.mse_loss(output, y))
+            parts = [[p for group in each.param_groups for p in group["params"]] for each in optimizers]
+            moves[r] = [move for part in parts for move in _ascent({p: grads[p] for p in part if p in grads})]
     for m, micro in enumerate(step.micros):
         runs = [r for r in step.present if training["skip"] == "with forward" or r not in micro.skips]
         batches = {r: _batch(r, s, m, micro) for r in runs}
-        counts = [micro.counts(r) for r in runs]
-        if not any(counts):
+        if not any(micro.counts(r) for r in runs):
             continue
-        outputs = net.forward_all([batches[r][:2] for r in runs], [buffers[r] for r in runs], counts)
-        losses: dict[int, Tensor] = {}
-        for r, output, is_counting in zip(runs, outputs, counts, strict=True):
-            if is_counting:
-                weight = 1.0 if micro.weights is None else micro.weights[r]
-                owner = r if training["op"] == "adasum" else 0
-                losses[owner] = losses.get(owner, 0.0) + weight * functional.mse_loss(output, batches[r][2])
-                divisor += weight
-                counting.add(r)
-        for r, loss in losses.items():
-            found = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
-            for p, grad in zip(parameters, found, strict=True):
-                if grad is not None:
-                    grad = 2 * grad if p is net.middle.weight and training["hook"] != "none" else grad
+        for together in [[r] for r in runs] if training["step"] == "sam" else [runs]:  # with the same parameters
+            with _moved(moves.get(together[0], [])):
+                counts = [micro.counts(r) for r in together]
+                outputs = net.forward_all([batches[r][:2] for r in together], [buffers[r] for r in together], counts)
+                losses: dict[int, Tensor] = {}
+                for r, output in zip(together, outputs, strict=True):
+                    if micro.counts(r):
+                        weight = 1.0 if micro.weights is None else micro.weights[r]
+                        owner = r if training["op"] == "adasum" else 0
+                        losses[owner] = losses.get(owner, 0.0) + weight * functional.mse_loss(output, batches[r][2])
+                        divisor += weight
+                        counting.add(r)
+                for r, loss in losses.items():
                     so_far = own.setdefault(r, {})
-                    so_far[p] = grad.to_dense() + so_far.get(p, 0.0)
+                    for p, grad in _gradients(net, training, loss).items():
+                        so_far[p] = grad + so_far.get(p, 0.0)
     for p in parameters:
         if not any(p in grads for grads in own.values()):
             continue
@@ -536,6 +610,25 @@ def _add_gradients(net: Net, training: Training, s: int, step: Step, buffers: Se
         else:
             p.grad = own[0][p] / (divisor if training["weights"] != "none" else len(counting))
     return sorted(counting)
+
+
+def _gradients(net: Net, training: Training, loss: Tensor) -> dict[nn.Parameter, Tensor]:
+    """Of the parameters that the loss depends on."""
+    parameters = [p for p in net.parameters() if p.requires_grad]
+    found = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
+    pairs = [(p, grad.to_dense()) for p, grad in zip(parameters, found, strict=True) if grad is not None]
+    return {p: 2 * g if p is net.middle.weight and training["hook"] != "none" else g for p, g in pairs}
+
+
+@contextlib.contextmanager
+def _moved(moves: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Inside, parameters are where SAM has moved them."""
+    before = [p.data.clone() for p, _ in moves]
+    for p, move in moves:
+        p.data.add_(move)
+    yield
+    for (p, _), value in zip(moves, before, strict=True):
+        p.data.copy_(value)
 
 
 def _adasum(parameter: Tensor, grads: Sequence[Tensor | None], training: Training) -> Tensor:

@@ -29,7 +29,7 @@ FEATURES: Final[Mapping[str, tuple[str, ...]]] = {
     # when gradients are reduced
     "accumulate": ("1", "2"),
     "local": ("none", "no_sync", "synchronize"),
-    "step": ("plain", "closure", "scaler"),
+    "step": ("plain", "closure", "scaler", "sam"),
     "clip": ("none", "norm"),
     "optimizers": ("one", "two"),
     "owned": ("all", "ignored", "forgotten", "replaced"),
@@ -95,6 +95,8 @@ REFUSED: Final[dict[Ways, tuple[str, str]]] = _table(
     ("data=join + groups=added", _NOT_IN_JOIN),
     ("data=join + forwards=update_bn", _NOT_IN_JOIN),
     ("shard=yes + step=closure", ("ValueError", "step(closure) does not work with shard=True")),
+    ("shard=yes + step=sam", ("ValueError", "shard=True does not work with _Sam")),
+    ("step=sam + nonfinite=skip", ("GradientError", "on_nonfinite='skip' cannot leave out a step of the wrapped")),
     ("shard=yes + layout=transposed", ("GradientError", "was replaced after torchring.wrap(..., shard=True)")),
     ("op=adasum + weights=samples|zero", ("ValueError", "weigh() takes op='mean'; op='adasum' combines")),
     (
@@ -121,6 +123,7 @@ APART: Final[dict[Ways, str]] = _table(
     ("layers=complex + gradients=flat", "one tensor has one dtype"),
     ("norm=sync + skip=one", _ENDED),
     ("norm=sync + skip=with forward", "forward without backward leaves the layers of the others waiting"),
+    ("step=sam + norm=sync", "a rank's own ascent has parts of what the other ranks lose"),
     ("op=adasum + norm=sync", "a rank's own gradient has parts of what the other ranks lose"),
     ("api=horovod|process set + op=adasum", "Horovod's Adasum combines what steps change, not gradients"),
     ("api=horovod|process set + buckets=tiny", _NO_OPTION),

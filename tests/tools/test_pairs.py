@@ -41,7 +41,15 @@ _PART = [  # every feature, and what is quick
         "kind": "momentum",
         "resume": "from one",
     },
-    {"op": "adasum", "skip": "one", "accumulate": "2", "optimizers": "two", "layers": "complex", "hosts": "two"},
+    {
+        "op": "adasum",
+        "skip": "one",
+        "step": "sam",
+        "accumulate": "2",
+        "optimizers": "two",
+        "layers": "complex",
+        "hosts": "two",
+    },
     {"api": "horovod", "accumulate": "2", "hook": "before wrap", "forward": "checkpointed", "collectives": "thread"},
     {"api": "process set", "optimizers": "two", "gradients": "flat", "copy": "model", "resume": "same ranks"},
 ]

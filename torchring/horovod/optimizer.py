@@ -50,7 +50,7 @@ class _LenientReplicaCheck(ReplicaCheck):
 
     _has_warned = False
 
-    def compare(self, *, is_step: bool = True) -> None:
+    def compare(self, *, is_step: bool = False) -> None:
         try:
             super().compare(is_step=is_step)
         except GradientError as error:
