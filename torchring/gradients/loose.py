@@ -59,7 +59,9 @@ class LooseOptimizers:
         self._seen.add(stepped)
         owned, kind = self._owned(), type(stepped).__name__
         self._hooked = {key: each for key, each in self._hooked.items() if each.hooks_dict_ref() is not None}
-        left = (p for p in trained if p.requires_grad and id(p) not in owned and id(p) not in self._hooked)
+        left = (
+            p for p in trained if p.requires_grad and p.is_leaf and id(p) not in owned and id(p) not in self._hooked
+        )
         if (loose := next(left, None)) is not None:
             hook = run_eagerly(lambda parameter: self._arrived(kind, parameter))
             self._hooked[id(loose)] = loose.register_post_accumulate_grad_hook(hook)
@@ -77,7 +79,8 @@ class LooseOptimizers:
         self._reached.clear()
         if any(member.in_backward for member in self._members):
             for parameter, kind in reached:
-                self._hooked.pop(id(parameter)).remove()
+                if (handle := self._hooked.pop(id(parameter), None)) is not None:
+                    handle.remove()
                 if not self._is_known(parameter):
                     _logger.warning(_TEXT, kind, _name(parameter))
 
