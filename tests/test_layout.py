@@ -19,7 +19,7 @@ PACKAGE = ROOT / "torchring"
 ORDER = [
     "kernels", "errors", "linux", "threads", "dynamo", "releases", "placement", "safe_files", "rendezvous", "alone",
     "memory", "world", "accelerators", "observe", "interruption", "generation", "default_world", "transport",
-    "collectives", "allreduce", "gradients", "sharding", "norms", "optimizer_wrapper", "optimizer", "joining",
+    "collectives", "allreduce", "optimizer_wrapper", "gradients", "sharding", "norms", "optimizer", "joining",
     "recipes", "monitoring", "launch", "data", "elastic", "horovod", "accelerate", "transformers", "lightning",
     "spark", "ray", "manifest", "doctor", "report", "cli", "__main__", "__init__", "bench",
 ]

@@ -48,6 +48,7 @@ class LooseOptimizers:
         for handle in (self._handle, *self._hooked.values()):
             handle.remove()
         self._watch.close()
+        del self._watch, self._owned  # which refer back
 
     def _look(self, stepped: Optimizer) -> None:
         """Hook one parameter of an optimizer that has some which no member reduces."""
