@@ -46,7 +46,7 @@ def test_what_is_no_regular_file_is_refused_at_once(use: Callable[[Path], None],
             "socket": lambda: listener.bind(str(path)),
             "folder": path.mkdir,
         }[kind]()
-        with pytest.raises(OSError, match="it is a link, a pipe, a device or a folder; remove it"):
+        with pytest.raises(OSError, match="it is a link, a pipe, a device or a folder; name another file"):
             use(path)
     assert precious.read_text() == "old"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["name", "precious"]

@@ -90,5 +90,5 @@ def _check(path: Path) -> None:
 
 
 def _special(path: Path) -> OSError:
-    what = "it is a link, a pipe, a device or a folder; remove it, or name another file"
+    what = "it is a link, a pipe, a device or a folder; name another file"
     return OSError(errno.EEXIST, what, str(path))

@@ -852,7 +852,8 @@ def test_a_stranger_who_writes_into_the_store_ends_the_job_with_one_sentence(
     listener = Listener(hosts_module.fixed([Host("localhost", 2)]))
     store = DriverStore(listener)
     store.add_worker(7)
-    TCPStore("127.0.0.1", listener.port, is_master=False).set(key, Card("meeting").encode())
+    theirs = TCPStore("127.0.0.1", listener.port, is_master=False)
+    theirs.set(key, Card("meeting").encode())
     driver = object.__new__(Driver)
     driver._code = None
     driver.tick = lambda received: store.read([card_key(7), beat_key(7)])  # type: ignore[method-assign, assignment, return-value]
@@ -860,6 +861,9 @@ def test_a_stranger_who_writes_into_the_store_ends_the_job_with_one_sentence(
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 1
     assert said[0].startswith(f"torchring run: this job ends, because the rendezvous store has a value under {key!r}")
+    theirs.delete_key(key)
+    assert driver.run([]) == 1
+    assert "because the rendezvous store lacks a value" in capfd.readouterr().err
 
 
 # ---- processes

@@ -194,7 +194,8 @@ class _Ranks(SubprocessContext):
     def _blamed_by(self, rank: int) -> list[int]:
         """The ranks of which a rank that has failed says that they failed before."""
         key = blames_key(rank)
-        with contextlib.suppress(RingError):  # a stranger has written there
+        # A stranger has written there, or the store has ended with the agent of the first host.
+        with contextlib.suppress(RingError, DistError):
             return [int(peer) for peer in self.store.get(key).decode().split(",")] if self.store.check([key]) else []
         return []
 

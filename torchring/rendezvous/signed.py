@@ -56,7 +56,7 @@ class SignedStore(Store):
 
     def check(self, keys: list[str]) -> bool:
         """Also refuses strangers' values: often the mere presence of a key says something."""
-        return self.inner.check(self._names(keys)) and bool([self.get(key) for key in keys])
+        return self.inner.check(self._names(keys)) and all(self.get(key) is not None for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self.inner.wait(self._names(keys), timeout or self.timeout)

@@ -28,7 +28,7 @@ from torchring.elastic.protocol import (
     generation_key,
     world_prefix,
 )
-from torchring.errors import PeerLostError, encode_error
+from torchring.errors import PeerLostError, TopologyError, encode_error
 from torchring.launch.hosts import LaunchError, address_towards
 from torchring.rendezvous.addresses import list_interfaces, own_addresses
 
@@ -121,8 +121,11 @@ class DriverStore:
             self._store.delete_key(key)
 
     def read(self, keys: list[str]) -> list[bytes]:
-        """The values of keys that are there. Raises TopologyError if a stranger has written one, or one of `_OWN`."""
-        return list(self._store.multi_get([*keys, *_OWN]))[: len(keys)]
+        """The values of keys that are there. Raises TopologyError if a stranger has changed one, or one of `_OWN`."""
+        every = [*keys, *_OWN]
+        if not self._server.check(every):  # to read what is not there would wait
+            raise TopologyError("the rendezvous store lacks a value that was there: a stranger has removed it")
+        return list(self._store.multi_get(every))[: len(keys)]
 
     def publish(self, generation: Generation) -> None:
         """A generation begins. The keys of earlier ones go."""

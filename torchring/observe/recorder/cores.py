@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Callable
 from typing import Final
 
 UNKNOWN: Final = -1
@@ -34,9 +35,9 @@ class CoreQueue:
             return UNKNOWN
         return int(queued) if int(num_slices) else UNKNOWN  # a thread that runs has been given the core once at least
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` may be gone when Python ends
         if self._file != UNKNOWN:
-            os.close(self._file)
+            close(self._file)
 
 
 def since(before_ns: int, now_ns: int) -> int:
