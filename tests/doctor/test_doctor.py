@@ -757,7 +757,7 @@ def test_between_hosts() -> None:
         assert codes == [0, 0]
         (path,) = report["paths"]
         assert (path["kind"], path["ranks"], path["arrived_intact"]) == ("Gloo", [0, 1], True)
-        assert 0.01 < path["gigabytes_per_second"] < 0.2
+        assert 0 < path["gigabytes_per_second"] < 0.2  # a loaded machine may be slower than the line, never faster
         assert len(report["choices"]) == len(rank.BUCKETS)
         assert {choice["algorithm"] for choice in report["choices"]} <= {"ring", "native"}
         warnings = [found["text"] for found in report["findings"] if found["level"] == "warning"]
