@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from torchring.errors import PeerTimeoutError, RingError, TopologyError
-from torchring.generation import ProvisionalWorld
 from torchring.observe.inputs import Switch
 from torchring.observe.services import observe
 from torchring.rendezvous.environment import (
@@ -241,7 +240,7 @@ def _before_generation(
         raise TopologyError("backend='mpi' does not work in an elastic job, whose ranks change; leave it out")
     _process.join()
     os.environ[MEMBER] = membership(os.environ, os.getpid(), launch.rank, launch.size, launch.local_rank or 0)
-    world = ProvisionalWorld(
+    world = World(
         None,
         launch.rank,
         1,
@@ -249,6 +248,7 @@ def _before_generation(
         timeout_seconds=timeout_seconds,
         launcher=launch.launcher,
         stall_warning_seconds=stall_warning_seconds,
+        is_provisional=True,
     )
     return observe(world)
 
@@ -285,7 +285,7 @@ def leave_generation() -> World:
     """Close the world of a generation. Returns the provisional world that is the default world from then on."""
     if _process.world is None:
         return init()
-    if not isinstance(_process.world, ProvisionalWorld):
+    if not _process.world.is_provisional:
         world, _process.world = _process.world, None
         options = (world.backend, world.timeout_seconds, world.stall_warning_seconds)
         _process.world = _before_generation(_launched(), *options)
@@ -353,7 +353,7 @@ def rank() -> int:
 def size() -> int:
     """Number of processes that train together. Waits for no other rank."""
     world = _process.world
-    return _launched().size if world is None or isinstance(world, ProvisionalWorld) else world.size
+    return _launched().size if world is None or world.is_provisional else world.size
 
 
 def local_rank() -> int:

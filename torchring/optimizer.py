@@ -35,20 +35,19 @@ from torchring.collectives.service import collectives_of
 from torchring.default_world import default_world
 from torchring.dynamo import run_eagerly
 from torchring.errors import GradientError
-from torchring.generation import ProvisionalWorld, refuse_before_generation
 from torchring.gradients.closures import Snapshot, mean_loss
 from torchring.gradients.contract import Stats, Sync
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.layout import Options
 from torchring.gradients.local import LocalSync
 from torchring.gradients.participants.buffers import SyncBuffers, buffer_specs, check_choices
-from torchring.gradients.participants.elastic import Batches
 from torchring.gradients.participants.ownership import Ownership
 from torchring.gradients.participants.recording import run_info
 from torchring.gradients.participants.replicas import ReplicaCheck
 from torchring.gradients.participants.weights import check_weight
 from torchring.gradients.plan import Compression
 from torchring.gradients.reducer import Reducer
+from torchring.gradients.round import Participant
 from torchring.gradients.validation import (
     GradientOp,
     OnNonfinite,
@@ -249,7 +248,7 @@ class DistributedOptimizer(OptimizerWrapper):
             refuse_part_of_state(optimizer)
             if options.shard:
                 check_shardable(optimizer)
-                if isinstance(world, ProvisionalWorld) and any(accelerator_of(p.device) for p in names):
+                if world.is_provisional and any(accelerator_of(p.device) for p in names):
                     raise ValueError("shard=True in elastic jobs takes parameters on the CPU; leave shard out")
             if sync_initial_state and model is not None:
                 of_model = (*model.named_parameters(), *model.named_buffers())
@@ -278,7 +277,7 @@ class DistributedOptimizer(OptimizerWrapper):
                 self._shard(world)
             if not any(accelerator_of(parameter.device) for parameter in names):
                 world.shared(_look_at_cores)
-        elif isinstance(world, ProvisionalWorld):
+        elif world.is_provisional:
             self._needs_state = True
             self._connect_with_first_gradient()
 
@@ -344,7 +343,7 @@ class DistributedOptimizer(OptimizerWrapper):
         if closure is not None:
             sync.world.shared(Join).refuse("step(closure)")
             if not self._only_creates_state():
-                refuse_before_generation(sync.world, "step()")
+                sync.world.refuse_provisional("step()")
             closure = functools.partial(self._evaluate, closure, sync)
             before = Snapshot(self.optimizer) if self._options.on_nonfinite == "skip" else None
         elif not self._only_creates_state() and not self._check_before_step(sync):
@@ -548,26 +547,6 @@ class DistributedOptimizer(OptimizerWrapper):
 
         sync.world.shared(OptimizerGroup).guard.run("add_param_group()", share)
 
-    def _take_groups(self, groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
-        """Take over these groups, options and names of parameters. Not collective, and called between generations.
-
-        Existing groups stay the same objects, because schedulers refer to them.
-        """
-        own = self.param_groups
-        of_both = zip(own, groups, strict=False)
-        alike = [[*map(id, mine["params"])] == [*map(id, its["params"])] for mine, its in of_both]
-        num_alike = [*alike, False].index(False)
-        if num_alike < max(len(own), len(groups)):
-            for parameter in [parameter for group in own[num_alike:] for parameter in group["params"]]:
-                self.state.pop(parameter, None)
-            del own[num_alike:]
-            for group in groups[num_alike:]:
-                self.optimizer.add_param_group(dict(group))
-            self._stepped = list(parameters_of(self.optimizer))
-            self._names = dict(zip(self._stepped, names, strict=True))
-        for mine, its in zip(own, groups, strict=True):
-            mine.update({key: value for key, value in its.items() if key != "params"})
-
     def state_dict(self, *, all_ranks: bool = False) -> dict[str, Any]:
         """The state of the wrapped optimizer. A script without torchring can load it, and the other way round.
 
@@ -705,7 +684,7 @@ class DistributedOptimizer(OptimizerWrapper):
         """Collective: reduce with the ranks of `world` from now on."""
         return world.shared(OptimizerGroup).guard.run("wrap()", self._agree, world)
 
-    def _agree(self, world: World) -> Reducer:
+    def _agree(self, world: World, guests: Sequence[Participant] = ()) -> Reducer:
         """Collective: agree on a plan with the other ranks and hook the parameters."""
         parameters = list(self._names)
         trainable = [p for p in parameters if p.requires_grad]
@@ -725,6 +704,7 @@ class DistributedOptimizer(OptimizerWrapper):
                 is_sharded=bool(self._options.shard) or is_sharded(self.optimizer),
             ),
             ownership=ownership,
+            guests=guests,
             inputs=self._inputs,
             buffers=buffers,
             frozen=[p for p in parameters if not p.requires_grad],
@@ -771,7 +751,7 @@ class DistributedOptimizer(OptimizerWrapper):
         def hook(parameter: torch.Tensor) -> None:
             self._drop_early_hooks()
             world = self._find_world()
-            refuse_before_generation(world, "backward()")
+            world.refuse_provisional("backward()")
             if self._needs_state:
                 raise ValueError(
                     "an optimizer that was wrapped before torchring.elastic.run began is in no State, so workers that "
@@ -818,28 +798,20 @@ class DistributedOptimizer(OptimizerWrapper):
         self._local.close()
         self._local = self._make_local()
 
-    def _rejoin(self) -> None:
-        """Reduce in the world that was opened meanwhile, from the next gradient on. Not collective."""
+    def _rejoin(self, world: World | None = None, guests: Sequence[Participant] = ()) -> None:
+        """See `rejoin`."""
         self._disconnect()
-        if not self._is_closed:
+        if world is not None:
+            self._needs_state = False
+            self._record(world)
+            self.zero_grad()
+            if world.size > 1 and not self._is_closed:
+                group = world.shared(OptimizerGroup)
+                group.guard.run("wrap()", self._agree, world, guests)
+                if self._options.shard:
+                    group.guard.run("wrap()", self._cut, world)
+        elif not self._is_closed:
             self._connect_with_first_gradient()
-
-    def _join_generation(self, world: World, batches: Batches) -> None:
-        """Collective: reduce with the ranks of `world`, a generation of an elastic job. Gradients are dropped.
-
-        With shard=True, parameters are cut among these ranks. The state comes later.
-
-        Args:
-            batches: is told of each backward, in a world of several ranks.
-        """
-        self._needs_state = False
-        self._disconnect()
-        self._record(world)
-        self.zero_grad()
-        if world.size > 1 and not self._is_closed:
-            self._connect(world).batches = batches
-            if self._options.shard:
-                world.shared(OptimizerGroup).guard.run("wrap()", self._cut, world)
 
     @property
     def _current(self) -> Reducer | LocalSync:
@@ -914,6 +886,25 @@ class DistributedOptimizer(OptimizerWrapper):
         if not steps_exactly(self.optimizer, self._stepped):
             check_same_parameters(self.optimizer, self._names, rank)
             self._stepped = list(parameters_of(self.optimizer))  # the same in another order
+
+
+# What rooms ask of an optimizer: elastic jobs, and torchring.horovod
+
+
+def names_of(optimizer: DistributedOptimizer) -> dict[torch.nn.Parameter, str]:
+    """The names of its parameters. May be changed before `rejoin`."""
+    return optimizer._names
+
+
+def rejoin(optimizer: DistributedOptimizer, world: World | None = None, guests: Sequence[Participant] = ()) -> None:
+    """Reduce with the ranks of another world from now on.
+
+    Args:
+        world: collective; gradients are dropped. With shard=True, parameters are cut among its ranks, and the state
+            comes later. None: the one that is open when the next gradient arrives.
+        guests: take part in the rounds, before all others.
+    """
+    optimizer._rejoin(world, guests)
 
 
 _CHECKPOINTS: Final = "torch.distributed.checkpoint."

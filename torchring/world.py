@@ -75,6 +75,7 @@ class World:
         is_one_host: whether the launcher says that all ranks run on this host. Then they share memory, or none opens.
         job: the launcher's name for the job that all these ranks belong to; "" if the launcher gives none.
         stall_warning_seconds: how long this rank waits before it logs which rank is missing; 0 for never.
+        is_provisional: a world of one, in place of which a world of several ranks is to open: collectives raise.
 
     Attributes:
         host: the ranks that share memory with this rank.
@@ -101,11 +102,13 @@ class World:
         job: str = "",
         is_one_host: bool = False,
         stall_warning_seconds: float = DEFAULT_WARNING_SECONDS,
+        is_provisional: bool = False,
     ) -> None:
         # Who takes part
         self.rank = rank
         self.size = size
         self.launcher = launcher
+        self.is_provisional = is_provisional
         self.rendezvous: Rendezvous | None = None
         self.host: HostGroup | None = None
         self.hosts: tuple[tuple[int, ...], ...] = ((rank,),)
@@ -256,6 +259,14 @@ class World:
                 cause.explanation = self.explain_absence(cause.peers)
         finally:
             self.fail(cause)
+
+    def refuse_provisional(self, what: str) -> None:
+        """Raise TopologyError in an elastic job whose workers have not met yet."""
+        if self.is_provisional:
+            raise TopologyError(
+                f"{what} was called before the workers of this elastic job have met; call it inside the function that "
+                "torchring.elastic.run decorates (docs/guides/elastic.md shows how)"
+            )
 
     def raise_if_broken(self) -> None:
         """Raise the error that broke this world, if there is one."""

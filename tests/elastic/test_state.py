@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import torchring
+from torchring.elastic.worker.change import Change
 from torchring.elastic.worker.state import GenerationOver
-from torchring.generation import Change
 from torchring.world import World
 
 

@@ -24,7 +24,7 @@ import torchring
 from tests.support.elastic_job import ElasticJob, Slots, note
 from tests.tools.pairs import Pairs, Training
 from torchring.elastic.worker import worker as workers
-from torchring.generation import Change
+from torchring.elastic.worker.change import Change
 
 FEATURES: Final[Mapping[str, tuple[str, ...]]] = {
     "shares": ("equal", "unequal"),

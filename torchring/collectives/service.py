@@ -18,7 +18,6 @@ from torchring.collectives.shared_memory import SharedMemoryCollectives
 from torchring.collectives.signature import Signature, fingerprint, first_difference
 from torchring.dynamo import run_eagerly
 from torchring.errors import PeerLostError, PlanMismatchError, RingError, in_step
-from torchring.generation import refuse_before_generation
 from torchring.interruption import InterruptionGuard
 from torchring.memory.host import bytes_of, tensor_of
 from torchring.observe.services import flight_recorder_of
@@ -85,7 +84,7 @@ class Collectives:
     def _check_callable(self, what: str) -> None:
         if self._is_scripts:
             self._join.refuse(what)
-        refuse_before_generation(self.world, what)
+        self.world.refuse_provisional(what)
 
     def _operate(self, what: str, operation: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
         if torch.is_inference_mode_enabled():  # what the backend keeps has to be written outside, too

@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 import torch
 
 from torchring.errors import GradientError
-from torchring.generation import refuse_before_generation
 from torchring.gradients.contract import Stats, Sync
 from torchring.gradients.ledger import SeenGradients, is_zero
 from torchring.gradients.participants.weights import ON_RESULTS
@@ -94,7 +93,7 @@ class LocalSync(Sync):
         recorder_of(self.world).enter(INPUT)
 
     def check_backward(self) -> None:
-        refuse_before_generation(self.world, "step()")
+        self.world.refuse_provisional("step()")
 
     def check_gradients(self) -> bool:
         """Looks at gradients only where a step may be left out."""

@@ -28,7 +28,6 @@ from torchring.gradients.ledger import Ledger, OptimizerLedger, StaleGradients, 
 from torchring.gradients.module_wrappers import ModuleWrappers, explain
 from torchring.gradients.participants.buffers import BufferSpec, BufferSync
 from torchring.gradients.participants.data import DataCheck
-from torchring.gradients.participants.elastic import Batches, ElasticJob
 from torchring.gradients.participants.noise import NoiseScale
 from torchring.gradients.participants.recording import RoundRecording
 from torchring.gradients.participants.replicas import ReplicaCheck
@@ -42,21 +41,20 @@ from torchring.observe.phases import BACKWARD, BETWEEN, EXPOSED, INPUT, OPTIMIZE
 from torchring.observe.services import flight_recorder_of, recorder_of
 from torchring.world import World
 
-_KINDS: Final = (
-    *(Weighing, SparseReduction, BufferSync, ReplicaCheck, DataCheck, NoiseScale, ElasticJob, RoundRecording),
-)
+_KINDS: Final = (*(Weighing, SparseReduction, BufferSync, ReplicaCheck, DataCheck, NoiseScale, RoundRecording),)
 
 
-def control_fields(world: World) -> ControlFields:
+def control_fields(world: World, guests: Sequence[Participant]) -> ControlFields:
     """The control bits of a round: those of the participants, and three of the reducer.
 
     has_unfrozen: a parameter that was frozen requires a gradient. is_absent: the rank takes part without a gradient,
     and does not count. has_ended: the rank has no data left, inside `torchring.join`.
     """
+    kinds: Sequence[type[Participant] | Participant] = (*_KINDS, *guests)
     return ControlFields(
-        ("has_unfrozen", "is_absent", "has_ended", *(name for kind in _KINDS for name in kind.bits)),
-        tuple(name for kind in _KINDS for name in kind.numbers),
-        tuple(name for kind in _KINDS for name in kind.by_rank),
+        ("has_unfrozen", "is_absent", "has_ended", *(name for kind in kinds for name in kind.bits)),
+        tuple(name for kind in kinds for name in kind.numbers),
+        tuple(name for kind in kinds for name in kind.by_rank),
         world.rank,
         world.size,
     )
@@ -168,6 +166,7 @@ class Reducer(Sync):
         replicas: says in every round whether somebody wrote to the parameters.
         ownership: looks for parameters that nobody reduces, if there is a model.
         inputs: sees what the model is given.
+        guests: participants that a room sends; they come before the others.
         buffers: those of the model that `options.sync_buffers` is about.
         frozen: parameters of the optimizer that do not require a gradient. Looked at again after each backward.
         spec_of: what the plan needs to know of a parameter.
@@ -202,6 +201,7 @@ class Reducer(Sync):
         replicas: ReplicaCheck,
         inputs: Inputs,
         ownership: Sequence[Participant] = (),
+        guests: Sequence[Participant] = (),
         buffers: Sequence[BufferSpec] = (),
         frozen: Sequence[torch.nn.Parameter] = (),
         spec_of: Callable[[torch.nn.Parameter], ParameterSpec],
@@ -216,6 +216,7 @@ class Reducer(Sync):
         self._options = options
         self.frozen = list(frozen)
         self._spec_of = spec_of
+        self._guests = guests
         self._members = members
         self._end_backward = end_backward
         self._recorder = recorder_of(world)
@@ -225,7 +226,7 @@ class Reducer(Sync):
         self.accumulate = options.accumulate
         self._num_backwards = 0  # since the last reduction, without those inside no_sync()
 
-        self._control = control_fields(world)
+        self._control = control_fields(world, guests)
 
         # The round. The script's collectives check: another rank may be calling one of those, instead of wrapping.
         self._check_agreement(specs, collectives_of(world), buffers)
@@ -247,7 +248,6 @@ class Reducer(Sync):
         self._found_before: NonFiniteGradient | None = None  # as `non_finite`, before the round under way
         self.layout.open(specs, parameters)
         recording = RoundRecording(world, self.layout)
-        self._job = ElasticJob(world)
         self.weighing = Weighing(
             world,
             self.parameters,
@@ -258,7 +258,7 @@ class Reducer(Sync):
         )
         self._weights = self.weighing.weights
         self._weights.expect(self.layout.wire_dtypes)
-        self.participants: list[Participant] = [self.weighing, self._sparse]
+        self.participants: list[Participant] = [*guests, self.weighing, self._sparse]
         self._buffers: BufferSync | None = None
         if buffers:
             all_reduce, device = self.layout.all_reduce, specs[0].device
@@ -303,17 +303,6 @@ class Reducer(Sync):
     def non_finite(self) -> NonFiniteGradient | None:
         """The first NaN or infinity in the last round, if there was one."""
         return self.round.non_finite
-
-    @property
-    def batches(self) -> Batches | None:
-        """Callbacks of an elastic job; None outside of one."""
-        return self._job.batches
-
-    @batches.setter
-    def batches(self, batches: Batches | None) -> None:
-        self._job.batches = batches
-        if self._job not in self.participants:
-            self.participants.append(self._job)
 
     @property
     def wants_reduction(self) -> bool:
@@ -382,7 +371,8 @@ class Reducer(Sync):
     def begin_backward(self, index: int) -> None:
         """The first gradient of a backward arrives, of this parameter; or of an outer backward, after an inner one."""
         if not self.in_backward:
-            self._job.begin_backward()
+            for guest in self._guests:
+                guest.before_backward()
             self.weighing.refuse_unweighed()
             self._enter(BACKWARD)
             if self._members.are_several and self.specs[0].device.type == "cpu":
@@ -490,7 +480,8 @@ class Reducer(Sync):
                 "reached these parameters, too. Call skip() once for each backward() that this rank leaves out, on the "
                 "same optimizer if there are several"
             )
-        self._job.begin_backward()
+        for guest in self._guests:
+            guest.before_backward()
         self._leave_out()
         self._take_part(reduces=self._no_sync_depth == 0 and self._num_backwards + 1 >= self.accumulate, skipper=self)
 

@@ -265,6 +265,9 @@ class Participant:
     numbers: tuple[str, ...] = ()
     by_rank: tuple[str, ...] = ()
 
+    def before_backward(self) -> None:
+        """Of a guest, see `Reducer`: a backward begins, or `skip()`, and nothing is sent. May raise on all ranks."""
+
     def begin(self, current: RoundState) -> None:
         """A round begins; nothing has left. Set this rank's control bits in `current.bits`.
 

@@ -15,7 +15,6 @@ from torchring.accelerators import accelerator_of
 from torchring.allreduce.contract import is_finite
 from torchring.allreduce.select import ALGORITHMS, OVERLAPS
 from torchring.errors import GradientError
-from torchring.generation import ProvisionalWorld
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.layout import Options
 from torchring.gradients.module_wrappers import WAY_OUT, explain, is_module_wrapper, sharded_by
@@ -118,7 +117,7 @@ def ignored_tensors(
         raise TypeError(f"ignore takes a list of names, modules and parameters, got a {type(ignore).__name__}")
     if ignore and model is None:
         raise ValueError("ignore takes parts of the model, so pass the model to torchring.wrap(), too")
-    if ignore and isinstance(world, ProvisionalWorld):
+    if ignore and world.is_provisional:
         raise ValueError("ignore does not work in elastic jobs, where new workers get all that others have")
     everything: dict[str, torch.Tensor | torch.nn.Module] = {}
     for found in () if model is None else (model.named_modules, model.named_parameters, model.named_buffers):

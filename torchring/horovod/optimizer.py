@@ -30,6 +30,7 @@ from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.local import LocalSync
 from torchring.gradients.participants.replicas import ReplicaCheck
 from torchring.gradients.reducer import Reducer
+from torchring.gradients.round import Participant
 from torchring.gradients.validation import parameters_of, sparse_parameters
 from torchring.horovod import mpi_ops
 from torchring.horovod.compression import BF16Compressor, Compression, Compressor, FP16Compressor, NoneCompressor
@@ -270,8 +271,8 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
     def _note_rounds(self) -> None:
         self._num_rounds_before = 0 if self._sync is None else self._sync.num_reductions
 
-    def _rejoin(self) -> None:
-        super()._rejoin()
+    def _rejoin(self, world: World | None = None, guests: Sequence[Participant] = ()) -> None:
+        super()._rejoin(world, guests)
         self._synchronized, self._num_rounds_before = False, 0
 
     # What torchring's optimizer asks of this class

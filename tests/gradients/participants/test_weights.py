@@ -18,10 +18,11 @@ from tests.support.harness import run_pooled, run_ranks
 from tests.support.scripts import Raises
 from tests.support.training import TINY_MB, attempt, small_model, values
 from torchring.default_world import default_world
+from torchring.elastic.worker.change import Change, ChangeOfRanks
 from torchring.errors import GradientError
-from torchring.generation import Change
 from torchring.gradients.participants import weights
 from torchring.gradients.round import ControlFields, decode_number, encode_number
+from torchring.optimizer import rejoin
 
 _STEPS = 4
 
@@ -325,8 +326,9 @@ class _Batch:
 
 def _change_of_ranks(rank: int, size: int) -> list[list[bool]]:
     (a, _), optimizer = _pair()
-    optimizer._sync.batches = batch = _Batch()
-    change, found = default_world().shared(Change), []
+    batch, world = _Batch(), default_world()
+    rejoin(optimizer, world, [ChangeOfRanks(world, batch)])
+    change, found = world.shared(Change), []
     for leaving in ((), (1,), (0, 1)):
         change.is_wanted, change.leaves = rank == 0 and bool(leaving), rank in leaving
         a.sum().backward()

@@ -16,10 +16,10 @@ from typing import Any, Concatenate, Final, NoReturn, ParamSpec, TypeVar
 
 from torchring.collectives.service import collectives_of
 from torchring.default_world import default_world
+from torchring.elastic.worker.change import Change
 from torchring.elastic.worker.state import GenerationOver, State
 from torchring.elastic.worker.worker import JobOverError, Worker, worker_of_process
 from torchring.errors import GradientError, PeerLostError, PeerTimeoutError, PlanMismatchError, RingError, TopologyError
-from torchring.generation import Change, ProvisionalWorld
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -79,7 +79,7 @@ def run(function: _Function[_P, _T]) -> _Function[_P, _T]:
 
 def _worker() -> Worker | None:
     worker = worker_of_process()
-    if worker is not None and not isinstance(default_world(), ProvisionalWorld):
+    if worker is not None and not default_world().is_provisional:
         raise RuntimeError(
             "an elastic job has one training function, and this process has called one already; call both from one"
         )

@@ -14,7 +14,7 @@ import sys
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
@@ -35,13 +35,13 @@ from torchring.collectives.join import Join
 from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.data.epoch import share_of
 from torchring.data.sampler import Sampler
+from torchring.elastic.worker.change import Change, ChangeOfRanks
 from torchring.elastic.worker.checkpoint import CheckpointWriter, copy_of, newest, newest_step
 from torchring.elastic.worker.worker import Worker
 from torchring.errors import PeerLostError, PlanMismatchError, RingError, in_step
-from torchring.generation import Change
 from torchring.gradients.validation import parameters_of
 from torchring.observe.recorder.forward import TransientHook, leave_no_trace
-from torchring.optimizer import DistributedOptimizer
+from torchring.optimizer import DistributedOptimizer, names_of, rejoin
 from torchring.sharding.checkpoint import gather_state, load_state
 from torchring.world import World
 
@@ -281,6 +281,18 @@ class State:
         if self._agreed is not None:
             raise self._agreed
 
+    def begin_backward(self) -> None:
+        """A backward of the first optimizer begins, or its `skip()`. May raise what ends the training function."""
+        self._is_between = False
+        if self._worker is not None and self._worker.seems_alone() and self._world is not None:
+            self._world.shared(Change).is_wanted = True
+        self._leave_if_agreed()
+
+    def change_is_agreed(self, *, all_leave: bool) -> None:
+        """The ranks are to change at the end of this step, or to leave, all of them: all ranks are told so in it."""
+        self._agreed = GenerationOver(all_leave=all_leave)
+        self._agreed_at = self._progress
+
     # Between generations
 
     def _enter(self, world: World, worker: Worker | None, *, has_failed: bool) -> None:
@@ -316,7 +328,7 @@ class State:
                 self._whole = {name: each.optimizer.state_dict() for name, each in self._sharded.items()}
             self._has_share = bool(self._sharded) and world.size > 1
             for i, optimizer in enumerate(self._optimizers):
-                optimizer._join_generation(world, _Batches(self, is_first=i == 0))
+                rejoin(optimizer, world, [ChangeOfRanks(world, self)] if i == 0 else [])
             self._deal_out(world, src)
         except PlanMismatchError as error:
             if is_new[world.rank] or not any(is_new):
@@ -654,27 +666,6 @@ class _Hook(TransientHook):
         self._call(*arguments)
 
 
-class _Batches:
-    """What a State wants to know of the backwards of one optimizer. See `gradients.participants.elastic.Batches`."""
-
-    def __init__(self, state: State, *, is_first: bool) -> None:
-        self._state = state
-        self._is_first = is_first
-
-    def begin_backward(self) -> None:
-        state = self._state
-        if self._is_first:
-            state._is_between = False
-            if state._worker is not None and state._worker.seems_alone() and state._world is not None:
-                state._world.shared(Change).is_wanted = True
-            state._leave_if_agreed()
-
-    def change_is_agreed(self, *, all_leave: bool) -> None:
-        if self._is_first:
-            self._state._agreed = GenerationOver(all_leave=all_leave)
-            self._state._agreed_at = self._state._progress
-
-
 class _Parameters:
     """The parameter groups of a State's optimizers, and which parameters require a gradient. Has a state dict."""
 
@@ -685,7 +676,7 @@ class _Parameters:
         self._places = {
             parameter: f"{each} of {name}"
             for name, optimizer in self._optimizers.items()
-            for parameter, each in optimizer._names.items()
+            for parameter, each in names_of(optimizer).items()
         }
         for name, module in state._modules.items():
             self._places |= {parameter: f"{name}.{each}" for each, parameter in module.named_parameters()}
@@ -694,7 +685,7 @@ class _Parameters:
         return {
             "groups": {name: list(map(self._group, each.param_groups)) for name, each in self._optimizers.items()},
             "names": {
-                name: [each._names.get(parameter, "") for parameter in parameters_of(each)]
+                name: [names_of(each).get(parameter, "") for parameter in parameters_of(each)]
                 for name, each in self._optimizers.items()
             },
             "requires_grad": {place: parameter.requires_grad for parameter, place in self._places.items()},
@@ -715,10 +706,29 @@ class _Parameters:
                         "the same model, and keep all modules in the State whose parameters are added later"
                     )
                 group["params"] = [parameters[place] for place in group["params"]]
-            optimizer._take_groups(groups, state_dict["names"][name])
+            _take_groups(optimizer, groups, state_dict["names"][name])
         for place, requires_grad in state_dict["requires_grad"].items():
             if place in parameters and parameters[place].requires_grad != requires_grad:
                 parameters[place].requires_grad_(requires_grad)
+
+
+def _take_groups(optimizer: DistributedOptimizer, groups: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+    """Take over these groups, options and names of parameters. Existing groups stay, as schedulers refer to them."""
+    own = optimizer.param_groups
+    of_both = zip(own, groups, strict=False)
+    alike = [[*map(id, mine["params"])] == [*map(id, its["params"])] for mine, its in of_both]
+    num_alike = [*alike, False].index(False)
+    if num_alike < max(len(own), len(groups)):
+        for parameter in [parameter for group in own[num_alike:] for parameter in group["params"]]:
+            optimizer.state.pop(parameter, None)
+        del own[num_alike:]
+        for group in groups[num_alike:]:
+            optimizer.optimizer.add_param_group(dict(group))
+        named = names_of(optimizer)
+        named.clear()
+        named.update(zip(parameters_of(optimizer), names, strict=True))
+    for mine, its in zip(own, groups, strict=True):
+        mine.update({key: value for key, value in its.items() if key != "params"})
 
 
 class _Rest:

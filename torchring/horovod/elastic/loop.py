@@ -13,6 +13,7 @@ from torchring.errors import GradientError, PeerLostError, PeerTimeoutError, Rin
 from torchring.horovod.elastic.state import State
 from torchring.horovod.elastic.worker import agree, current_worker
 from torchring.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from torchring.optimizer import rejoin
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -141,4 +142,4 @@ def _reset() -> None:
     hvd.shutdown()
     hvd.init()
     for optimizer in hvd.optimizer.live_optimizers():
-        optimizer._rejoin()
+        rejoin(optimizer)

@@ -18,7 +18,7 @@ from torchring.horovod.elastic.worker import NO_UPDATE as NO_UPDATE
 from torchring.horovod.elastic.worker import REMOVED as REMOVED
 from torchring.horovod.elastic.worker import agree, current_worker
 from torchring.horovod.exceptions import HostsUpdatedInterrupt
-from torchring.optimizer import DistributedOptimizer
+from torchring.optimizer import DistributedOptimizer, rejoin
 
 _V = TypeVar("_V")
 _LATER_SECONDS: Final = 0.001  # than what was announced before: clocks of hosts differ
@@ -196,7 +196,7 @@ class OptimizerStateHandler(_StateDictHandler[torch.optim.Optimizer]):
 
     def reset(self) -> None:
         if isinstance(self.value, DistributedOptimizer):
-            self.value._rejoin()
+            rejoin(self.value)
 
 
 class SamplerStateHandler(_StateDictHandler[ElasticSampler]):

@@ -18,10 +18,10 @@ import torch
 import torchring.horovod as hvd
 from torchring import default_world as worlds
 from torchring.collectives.service import collectives_of
+from torchring.elastic.worker.change import Change
 from torchring.elastic.worker.loop import Signals
 from torchring.elastic.worker.worker import JobOverError, Worker, worker_of_process
 from torchring.errors import TopologyError
-from torchring.generation import Change
 from torchring.rendezvous.environment import ELASTIC
 from torchring.world import World
 
