@@ -8,7 +8,7 @@ import pytest
 import torch
 
 # They take longest, so they begin first: at the end of a run with several processes, all have something to do.
-_LONG = ("allreduce/device", "kernels", "doctor", "launch", "docs/test_examples", "bench", "transport/test_mpi")
+_LONG = ("devices", "kernels", "doctor", "launch", "docs/test_examples", "bench", "transport/test_mpi")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,10 +18,10 @@ PACKAGE = ROOT / "torchring"
 # fmt: off
 ORDER = [
     "kernels", "rooms", "errors", "linux", "threads", "dynamo", "releases", "placement", "safe_files", "rendezvous",
-    "alone", "memory", "world", "accelerators", "observe", "interruption", "default_world", "transport",
-    "collectives", "allreduce", "optimizer_wrapper", "gradients", "sharding", "norms", "optimizer", "joining",
-    "recipes", "monitoring", "launch", "data", "elastic", "horovod", "accelerate", "transformers", "lightning",
-    "spark", "ray", "manifest", "doctor", "report", "cli", "__main__", "__init__", "bench",
+    "alone", "accelerators", "memory", "world", "observe", "interruption", "default_world", "transport",
+    "collectives", "allreduce", "devices", "optimizer_wrapper", "gradients", "sharding", "norms", "optimizer",
+    "joining", "recipes", "monitoring", "launch", "data", "elastic", "horovod", "accelerate", "transformers",
+    "lightning", "spark", "ray", "manifest", "doctor", "report", "cli", "__main__", "__init__", "bench",
 ]
 # fmt: on
 
@@ -152,14 +152,11 @@ CORE = (
     *("gradients/", "allreduce/", "collectives/", "memory/", "transport/", "kernels/"),
     *("rendezvous/rendezvous.py", "rendezvous/signed.py"),
 )
-ROOMS_WITHIN = (
-    *("gradients/participants/", "allreduce/device/", "transport/diagnosis/", "transport/mpi.py"),
-    *("memory/cuda.py", "memory/handover.py"),
-)
+ROOMS_WITHIN = (*("gradients/participants/", "transport/diagnosis/", "transport/mpi.py"),)
 # The core still imports these rooms: this set only shrinks.
 STILL_IMPORTED = {
-    *("allreduce/device/", "gradients/participants/", "observe/", "sharding/", "transport/diagnosis/"),
-    *("placement.py", "rendezvous/", "alone.py", "transport/mpi.py", "memory/"),
+    *("devices/", "gradients/participants/", "observe/", "sharding/", "transport/diagnosis/"),
+    *("placement.py", "rendezvous/", "alone.py", "transport/mpi.py"),
 }
 
 

@@ -15,6 +15,7 @@ through `gradients/`. Imports go one way: a folder imports only from the folders
     optimizer.py    wrap
     norms.py        SyncBatchNorm
     gradients/      from autograd to the optimizer's step
+    devices/        the same on GPUs: streams, memory that GPUs share, all-reduces
     allreduce/      sums a bucket over ranks
     collectives/    all_reduce, broadcast, ... for scripts
     transport/      messages between hosts                accelerators.py            devices with streams

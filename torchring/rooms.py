@@ -11,6 +11,7 @@ import importlib
 from typing import Any, Final
 
 _MODULES: Final = {
+    "cuda": "torchring.devices.cuda",
     "sharding": "torchring.sharding.step",
 }
 

@@ -37,7 +37,7 @@ from torchring.bench import measure
 from torchring.bench.gpu import buckets, kernels, sharding, streams, training
 from torchring.bench.gpu.timing import Case, Row, measured, text_of
 from torchring.bench.measure import Command
-from torchring.memory.cuda import OVERLAPPING_DEVICES
+from torchring.devices.symmetric_memory import OVERLAPPING_DEVICES
 
 _CASES: Final[dict[str, Callable[[], Iterable[Case]]]] = {
     "streams": streams.ranks_as_streams,

@@ -15,13 +15,13 @@ from torch.profiler import ProfilerActivity
 
 import torchring
 from torchring.accelerators import accelerator_of
-from torchring.allreduce.device.select import open_on_device
-from torchring.allreduce.device.stream import DeviceWire, OnStream
 from torchring.allreduce.select import Algorithm
 from torchring.bench import measure
 from torchring.bench.gpu.kernels import LISTS, Shapes
 from torchring.bench.gpu.timing import Case, Row, microseconds
 from torchring.default_world import default_world
+from torchring.devices.opening import open_on_device
+from torchring.devices.stream import DeviceWire, OnStream
 from torchring.gradients.plan import Compression
 from torchring.optimizer import DistributedOptimizer
 

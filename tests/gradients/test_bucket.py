@@ -14,7 +14,7 @@ import torch
 from tests.support.checks import assert_bitwise
 from tests.support.fake_device import FakeAccelerator
 from torchring.allreduce import NonFinite
-from torchring.allreduce.device.stream import NOTHING_FOUND
+from torchring.devices.stream import NOTHING_FOUND
 from torchring.errors import GradientError
 from torchring.gradients.bucket import COPY_ON_ARRIVAL_BYTES, Bucket, BucketState
 from torchring.gradients.ledger import GradientStatus, OptimizerLedger

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.support.fake_device import COMPUTE, FakeAccelerator
-from torchring import accelerators
-from torchring.accelerators import CudaMark, CudaStream
-from torchring.allreduce.device.stream import NOTHING_FOUND
+from torchring.devices import cuda
+from torchring.devices.cuda import CudaMark, CudaStream
+from torchring.devices.stream import NOTHING_FOUND
 from torchring.gradients import packing as packing_module
 from torchring.gradients.packing import DevicePacking, UnreadGradients
 from torchring.gradients.plan import ParameterSpec, build_plan
@@ -172,7 +172,7 @@ class _Event:
 @pytest.fixture
 def _events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", _Event)
-    monkeypatch.setattr(accelerators, "_spare_events", {})
+    monkeypatch.setattr(cuda, "_spare_events", {})
     _Event.made = 0
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import torchring
-from tests.allreduce.device.test_gpu import DEADLINE, SHARED, batch, make_model, pretend_hosts
+from tests.devices.test_gpu import DEADLINE, SHARED, batch, make_model, pretend_hosts
 from tests.sharding.test_on_device import ShardedSide
 from tests.sharding.test_step import _assert_equal_states
 from tests.support.harness import run_ranks

@@ -1,6 +1,6 @@
 """Sharded steps on a fake device, whose streams are as late as allowed, in kernels that are interpreted.
 
-As in allreduce/device/test_on_device.py, scenarios run one after the other in the same few processes.
+As in devices/test_on_device.py, scenarios run one after the other in the same few processes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.support.fake_device import COMPUTE, FakeAccelerator
 from tests.support.harness import run_ranks
 from tests.support.scripts import ON_DEVICES
 from tests.support.training import Side, assert_as_one_process, attempt
-from torchring.allreduce.device.engines import SharedMemoryEngine
+from torchring.devices.engines import SharedMemoryEngine
 from torchring.errors import PeerTimeoutError
 from torchring.memory import host as host_module
 from torchring.sharding import cut, pieces

@@ -29,10 +29,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchring.accelerators import ACCELERATORS, _open
+from torchring.devices.symmetric_memory import LonelyGroup, SymmetricGroup
 from torchring.errors import TopologyError
 from torchring.kernels import ChunkTable
 from torchring.kernels.lazy import Kernel
-from torchring.memory.cuda import LonelyGroup, SymmetricGroup
 from torchring.memory.host import HostGroup
 from torchring.rendezvous.rendezvous import Rendezvous
 
@@ -379,7 +379,7 @@ class FakeAccelerator:
 
 
 class _Group:
-    """The ranks of this host and their memory. See `torchring.memory.cuda.SymmetricGroup`."""
+    """The ranks of this host and their memory. See `torchring.devices.symmetric_memory.SymmetricGroup`."""
 
     num_processors = 144
 

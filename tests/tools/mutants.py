@@ -51,7 +51,7 @@ TESTS = {
     "torchring/gradients/group.py": ("gradients/test_hooks gradients/test_broken_off optimizer/test_contract", ""),
     "torchring/gradients/plan.py": ("gradients/test_plan gradients/test_bucket", ""),
     "torchring/gradients/bucket.py": (
-        "gradients/test_bucket gradients/test_launcher gradients/test_hooks allreduce/device/test_on_device",
+        "gradients/test_bucket gradients/test_launcher gradients/test_hooks devices/test_on_device",
         "",
     ),
     "torchring/gradients/ledger.py": (
@@ -78,18 +78,18 @@ TESTS = {
     ),
     "torchring/gradients/layout.py": (
         "gradients/test_hooks gradients/participants/test_weights gradients/participants/test_buffers "
-        "optimizer/test_semantics allreduce/device/test_on_device",
+        "optimizer/test_semantics devices/test_on_device",
         "not test_on_device or several_gpus_of_one_host",
     ),
     "torchring/gradients/participants/sparse.py": ("gradients/participants/test_sparse", ""),
     "torchring/gradients/agreement.py": (
         "gradients/test_hooks optimizer/test_options optimizer/test_semantics optimizer/test_contract "
-        "allreduce/device/test_device allreduce/device/test_device_faults allreduce/device/test_on_device",
+        "devices/test_device devices/test_device_faults devices/test_on_device",
         "not (test_contract or allreduce) or stats_say or a_round or broken_off or told_to_all_ranks",
     ),
     "torchring/gradients/round.py": (
         "gradients/test_plan gradients/test_bucket gradients/test_launcher gradients/test_hooks "
-        "gradients/participants/test_weights allreduce/device/test_on_device",
+        "gradients/participants/test_weights devices/test_on_device",
         "not test_on_device or torchring_leaves_out",
     ),
     "torchring/joining.py": ("test_joining", ""),

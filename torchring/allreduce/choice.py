@@ -1,6 +1,6 @@
 """The choice of an algorithm, and the measurement that decides it.
 
-`select.py` chooses for gradients on the CPU, `device/select.py` for gradients on GPUs.
+`select.py` chooses for gradients on the CPU, `devices/opening.py` for gradients on GPUs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Opens all-reduces for gradients on the CPU, and resolves algorithm="auto" and overlap="auto" for them.
 
-See `device/select.py` for gradients on GPUs.
+See `devices/opening.py` for gradients on GPUs.
 """
 
 from __future__ import annotations

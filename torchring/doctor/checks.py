@@ -9,10 +9,10 @@ from itertools import combinations
 from typing import Final
 
 from torchring import placement
+from torchring.devices.handover import why_no_handover
 from torchring.doctor.facts import usable_cores
 from torchring.doctor.report import Finding, RankFacts, Report
 from torchring.errors import ranks_in_words
-from torchring.memory.handover import why_no_handover
 
 # A rank's own Python and torch, before a model: 0.3 GiB.
 _NEEDED_BYTES_PER_RANK: Final = 512 << 20

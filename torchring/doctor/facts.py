@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from torchring import placement
+from torchring.devices.handover import describe_handover
 from torchring.doctor.report import RankFacts
 from torchring.launch.jobs import OWN_IMPORTS
 from torchring.linux import boot_id, create_memory, host_name
-from torchring.memory.handover import describe_handover
 from torchring.releases import installed_version
 from torchring.rendezvous.addresses import gloo_address, list_interfaces, resolve
 

@@ -45,7 +45,7 @@ class RankFacts:
     # [i][j]: whether atomic operations of GPU i on GPU j's memory are atomic for both
     gpu_atomics: list[list[bool]] = field(default_factory=list)
     triton_lacks: list[str] = field(default_factory=list)  # what compiling kernels takes, and is not there
-    handover: dict[str, str] = field(default_factory=dict)  # see `memory.handover.describe_handover`
+    handover: dict[str, str] = field(default_factory=dict)  # see `devices.handover.describe_handover`
     memfd_error: str | None = None  # why memfd_create fails here; None if it works
     has_gloo: bool = False
     has_nccl: bool = False

@@ -29,10 +29,10 @@ from torchring.allreduce.contract import (
     CombiningAllReduce,
     tag_mismatch,
 )
-from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream
-from torchring.allreduce.device.watchdog import has_come
 from torchring.allreduce.native import NativeWire
 from torchring.collectives.service import internal_collectives_of
+from torchring.devices.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream
+from torchring.devices.watchdog import has_come
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.packing import DevicePacking, HostPacking, MarkingPacking, Packing, UnreadGradients, slots_of
 from torchring.gradients.plan import BucketPlan, ParameterSpec, Plan

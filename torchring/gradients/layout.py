@@ -12,11 +12,11 @@ import torch
 from torchring.accelerators import accelerator_of
 from torchring.allreduce import AllReduce
 from torchring.allreduce.choice import Choice
-from torchring.allreduce.device.select import open_on_device
-from torchring.allreduce.device.stream import DeviceWire, OnStream
 from torchring.allreduce.native import NativeWire
 from torchring.allreduce.select import open_adasum, open_all_reduce, open_chosen
 from torchring.collectives.service import internal_collectives_of
+from torchring.devices.opening import open_on_device
+from torchring.devices.stream import DeviceWire, OnStream
 from torchring.gradients.agreement import Agreement, DeviceAgreement, HostAgreement, Timing, wires_of
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.launcher import Launcher

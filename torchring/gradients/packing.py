@@ -23,9 +23,10 @@ from typing import Final, Protocol, TypeVar
 
 import torch
 
-from torchring.accelerators import Accelerator, Mark, Stream, span
+from torchring.accelerators import Accelerator, Mark, Stream
 from torchring.allreduce.contract import first_non_finite
 from torchring.allreduce.native import NativeWire
+from torchring.devices.cuda import span
 from torchring.gradients.plan import BucketPlan
 from torchring.kernels import ChunkTable, reference
 from torchring.kernels.chunks import layout

@@ -15,9 +15,9 @@ from typing import Final, TypeAlias
 
 import torch
 
-from torchring.allreduce.device.stream import OnStream
 from torchring.collectives.join import Join
 from torchring.collectives.service import Collectives, collectives_of, internal_collectives_of
+from torchring.devices.stream import OnStream
 from torchring.dynamo import is_compiled_backward
 from torchring.errors import GradientError, PlanMismatchError, in_step, ranks_in_words, with_way_out
 from torchring.gradients.contract import Stats, Sync

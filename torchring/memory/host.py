@@ -66,7 +66,7 @@ class _Peer:
 class SharedBlock:
     """One allocation: `parts[i]` is the memory of the i-th rank of the group, mapped here, as a uint8 tensor.
 
-    The mapping lives as long as a tensor that views it. `multicast` is 0: see `memory.cuda.Block`.
+    The mapping lives as long as a tensor that views it. `multicast` is 0: see `devices.symmetric_memory.Block`.
     """
 
     parts: tuple[torch.Tensor, ...]

@@ -18,9 +18,9 @@ from dataclasses import replace
 
 import torch
 
-from torchring.allreduce.device.engines import BackendEngine, SharedMemoryEngine
-from torchring.allreduce.device.select import open_on_device
-from torchring.allreduce.device.stream import DeviceWire, OnStream
+from torchring.devices.engines import BackendEngine, SharedMemoryEngine
+from torchring.devices.opening import open_on_device
+from torchring.devices.stream import DeviceWire, OnStream
 from torchring.sharding.cut import Region
 from torchring.sharding.parameters import RegionMemory
 from torchring.world import World

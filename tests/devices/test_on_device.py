@@ -36,7 +36,7 @@ from tests.support.fake_device import COMPUTE, FakeAccelerator, FakeMark, FakeSt
 from tests.support.harness import run_ranks
 from tests.support.training import Script, Side, assert_as_one_process, attempt, batch, momentum, small_model, values
 from torchring.allreduce import choice
-from torchring.allreduce.device import engines, select
+from torchring.devices import engines, opening
 from torchring.gradients import plan as plan_module
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.layout import Options
@@ -490,7 +490,7 @@ _ONCE = {"_NUM_REPEATS": 1, "_NUM_WARM_UPS": 0, "_NUM_TURNS": 1}  # interpreted 
 def _measured(rank: int, size: int) -> Any:
     """What "auto" is on two hosts, of which one has two ranks."""
     host_module._host_identity = lambda: f"host {(0, 0, 1)[rank]}"
-    with FakeAccelerator().installed(), mock.patch.multiple(select, **_ONCE):
+    with FakeAccelerator().installed(), mock.patch.multiple(opening, **_ONCE):
         model = _model_of_singles()
         optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
         _steps(rank, model, optimizer, range(2))
@@ -507,7 +507,7 @@ def _half_open(rank: int, size: int) -> list[Any]:
             raise RuntimeError("NCCL: unhandled system error")
 
     found: list[Any] = []
-    with FakeAccelerator().installed() as accelerator, mock.patch.object(select, "all_reduce", connect):
+    with FakeAccelerator().installed() as accelerator, mock.patch.object(opening, "all_reduce", connect):
         model = _model_of_singles()
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         found.append(attempt(lambda: torchring.wrap(sgd, model, algorithm="hierarchical")))
@@ -578,11 +578,11 @@ def _measured_on_one_host(rank: int, size: int) -> list[Any]:
 
         with (
             make().installed() as accelerator,
-            mock.patch.multiple(select, FEWEST_MEASURED=2, **_ONCE),
+            mock.patch.multiple(opening, FEWEST_MEASURED=2, **_ONCE),
             mock.patch.object(plan_module, "_FEWEST_SHARING_GPUS", 2),
             mock.patch.object(choice, "seconds_together", time_together),
             mock.patch.object(engines, "prepare_direct", without_switch),
-            mock.patch.object(select, "all_reduce", connect),
+            mock.patch.object(opening, "all_reduce", connect),
         ):
             if problem is not None:
                 accelerator.open_backend = functools.partial(_fail_after, accelerator.open_backend, problem)
@@ -1037,7 +1037,7 @@ def test_ranks_fall_back_together() -> None:
 )
 def test_wires_that_are_measured_stand_for_the_bytes_of_all(sizes_mib: list[int], expected: list[int]) -> None:
     """A wire of 200 MiB would take the memory of six candidates; what is true of 32 MiB is true of it."""
-    sample = select._sample([(size << 18, torch.float32) for size in sizes_mib])
+    sample = opening._sample([(size << 18, torch.float32) for size in sizes_mib])
     assert [numel >> 18 for numel, _ in sample] == expected
 
 

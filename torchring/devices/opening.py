@@ -14,7 +14,9 @@ import torch
 
 from torchring.accelerators import Accelerator, Backend
 from torchring.allreduce.choice import Choice, check_one_host, in_words, measure_in_turns
-from torchring.allreduce.device.engines import (
+from torchring.allreduce.hierarchical import column_members, num_columns
+from torchring.collectives.service import internal_collectives_of
+from torchring.devices.engines import (
     BackendEngine,
     HierarchicalEngine,
     SharedMemoryEngine,
@@ -22,9 +24,7 @@ from torchring.allreduce.device.engines import (
     all_reduce,
     shut_down,
 )
-from torchring.allreduce.device.stream import Engine, OnStream
-from torchring.allreduce.hierarchical import column_members, num_columns
-from torchring.collectives.service import internal_collectives_of
+from torchring.devices.stream import Engine, OnStream
 from torchring.errors import PeerTimeoutError, RingError, TopologyError, in_step
 from torchring.rendezvous.signed import unsigned, within
 from torchring.world import World

@@ -19,7 +19,7 @@ from tests.support.checks import assert_same_on_all_ranks, digest
 from tests.support.fake_device import FakeAccelerator
 from tests.support.harness import patient, run_ranks
 from tests.support.training import attempt
-from torchring.allreduce.device import watchdog
+from torchring.devices import watchdog
 from torchring.errors import RingError
 from torchring.memory import host as host_module
 

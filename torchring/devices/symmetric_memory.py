@@ -21,8 +21,8 @@ from typing import Any, Final, Protocol, cast
 import torch
 import torch.distributed as dist
 
+from torchring.devices.handover import describe_handover, why_no_handover
 from torchring.errors import TopologyError, in_step
-from torchring.memory.handover import describe_handover, why_no_handover
 from torchring.memory.host import HostGroup
 from torchring.releases import release_of
 from torchring.rendezvous.rendezvous import Rendezvous

@@ -20,23 +20,15 @@ import torch
 import torch.distributed as dist
 
 from tests.support.fake_device import COMPUTE, FakeAccelerator, FakeStream, Race
-from torchring import accelerators
-from torchring.accelerators import ACCELERATORS, CudaAccelerator, accelerator_of, span
-from torchring.allreduce.device import engines, watchdog
-from torchring.allreduce.device.engines import BackendEngine, HierarchicalEngine, SharedMemoryEngine
-from torchring.allreduce.device.select import open_on_device
-from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream
+from torchring.accelerators import ACCELERATORS, accelerator_of
 from torchring.allreduce.select import open_all_reduce
-from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
-from torchring.gradients import agreement as agreement_module
-from torchring.gradients.agreement import DeviceAgreement, Timing, _first_finding
-from torchring.gradients.packing import DevicePacking, UnreadGradients, slots_of
-from torchring.gradients.plan import ParameterSpec, build_plan
-from torchring.gradients.round import ControlFields, RoundState
-from torchring.kernels import ChunkTable
-from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
-from torchring.memory import cuda
-from torchring.memory.cuda import (
+from torchring.devices import cuda, engines, symmetric_memory, watchdog
+from torchring.devices.cuda import CudaAccelerator, span
+from torchring.devices.engines import BackendEngine, HierarchicalEngine, SharedMemoryEngine
+from torchring.devices.handover import describe_handover, why_no_handover
+from torchring.devices.opening import open_on_device
+from torchring.devices.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream
+from torchring.devices.symmetric_memory import (
     CudaBlock,
     CudaGroup,
     ExchangeStore,
@@ -45,7 +37,14 @@ from torchring.memory.cuda import (
     register_group,
     share_memory,
 )
-from torchring.memory.handover import describe_handover, why_no_handover
+from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
+from torchring.gradients import agreement as agreement_module
+from torchring.gradients.agreement import DeviceAgreement, Timing, _first_finding
+from torchring.gradients.packing import DevicePacking, UnreadGradients, slots_of
+from torchring.gradients.plan import ParameterSpec, build_plan
+from torchring.gradients.round import ControlFields, RoundState
+from torchring.kernels import ChunkTable
+from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.world import World
 
@@ -64,7 +63,7 @@ def accelerator() -> Iterator[FakeAccelerator]:
 def test_a_cpu_is_no_device_that_works_in_streams() -> None:
     assert accelerator_of(CPU) is None
     assert accelerator_of(torch.device("meta")) is None
-    assert ACCELERATORS["cuda"] is CudaAccelerator
+    assert list(ACCELERATORS) == ["cuda"]
     with FakeAccelerator().installed() as accelerator:
         assert accelerator_of(CPU) is accelerator
     assert accelerator_of(CPU) is None
@@ -430,7 +429,7 @@ def test_the_word_that_stops_kernels_is_not_used_again(monkeypatch: pytest.Monke
         assert pin_memory
         return zeros(*size, **options)
 
-    monkeypatch.setattr(accelerators, "_host_words", [])
+    monkeypatch.setattr(cuda, "_host_words", [])
     monkeypatch.setattr(torch, "zeros", zeros_not_pinned)
     accelerator = object.__new__(CudaAccelerator)
     word = accelerator.host_word().fill_(1)
@@ -819,7 +818,7 @@ def _simulated_memory(monkeypatch: pytest.MonkeyPatch) -> _Allocations:
 
     allocations = _Allocations(4096)
     monkeypatch.setattr(c10d, "_SymmetricMemory", allocations)
-    monkeypatch.setattr(cuda, "register_group", mock.Mock())
+    monkeypatch.setattr(symmetric_memory, "register_group", mock.Mock())
     for name, stub in (("device", mock.MagicMock()), ("synchronize", mock.Mock()), ("empty_cache", mock.Mock())):
         monkeypatch.setattr(torch.cuda, name, stub)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -871,9 +870,9 @@ def test_the_smallest_gpu_and_ranks_that_share_one_count(monkeypatch: pytest.Mon
     """For the number of blocks, which is the same on all ranks."""
     gpus = {0: ("a", 132), 1: ("b", 60), 2: ("b", 60)}
     groups = mock.Mock()
-    monkeypatch.setattr(cuda, "CudaGroup", groups)
-    monkeypatch.setattr(cuda, "_unreachable", lambda device: [])
-    monkeypatch.setattr(cuda, "describe_handover", lambda: _HERE)
+    monkeypatch.setattr(symmetric_memory, "CudaGroup", groups)
+    monkeypatch.setattr(symmetric_memory, "_unreachable", lambda device: [])
+    monkeypatch.setattr(symmetric_memory, "describe_handover", lambda: _HERE)
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     store = dist.HashStore()
     here = threading.local()
@@ -998,7 +997,7 @@ def test_the_fake_keeps_to_the_contract() -> None:
     import inspect
 
     from tests.support.fake_device import FakeMark
-    from torchring.accelerators import CudaMark, CudaStream
+    from torchring.devices.cuda import CudaMark, CudaStream
 
     for real, fake in ((CudaAccelerator, FakeAccelerator), (CudaStream, FakeStream), (CudaMark, FakeMark)):
         for name, method in inspect.getmembers(real, inspect.isfunction):

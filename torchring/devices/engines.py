@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from torchring.accelerators import Accelerator, Backend
-from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire
 from torchring.allreduce.slices import slice_bounds
+from torchring.devices.stream import NOTHING_FOUND, DeviceWire
+from torchring.devices.symmetric_memory import Block, LonelyGroup, SymmetricGroup
 from torchring.errors import TopologyError, in_step
 from torchring.kernels import prepare_direct, prepare_ring
 from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
-from torchring.memory.cuda import Block, LonelyGroup, SymmetricGroup
 from torchring.transport.c10d import all_reduce_options
 
 _Options = TypeVar("_Options", bound=Any)

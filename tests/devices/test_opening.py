@@ -17,7 +17,7 @@ import torchring
 from tests.support.fake_device import FakeAccelerator
 from tests.support.harness import run_ranks
 from tests.support.training import attempt
-from torchring.allreduce.device import select
+from torchring.devices import opening
 from torchring.kernels.lazy import Kernel
 
 pytestmark = pytest.mark.sim
@@ -59,7 +59,7 @@ def _no_compiler(rank: int, culprits: tuple[int, ...]) -> Iterator[None]:
 def _ask_for_determinism(rank: int) -> list[bool]:
     """On one rank only."""
     shared: list[bool] = []
-    with FakeAccelerator().installed() as accelerator, mock.patch.object(select, "FEWEST_MEASURED", 2):
+    with FakeAccelerator().installed() as accelerator, mock.patch.object(opening, "FEWEST_MEASURED", 2):
         share = accelerator.share
 
         def noting(host: Any, rendezvous: Any, *, multicast: bool) -> Any:
@@ -84,7 +84,7 @@ def _stuck_while_measuring() -> Any:
 
     with (
         FakeAccelerator().installed(),
-        mock.patch.multiple(select, FEWEST_MEASURED=2, measure_in_turns=measure),
+        mock.patch.multiple(opening, FEWEST_MEASURED=2, measure_in_turns=measure),
     ):
         return _wrapped()
 
@@ -92,7 +92,7 @@ def _stuck_while_measuring() -> Any:
 def _stuck_while_connecting() -> Any:
     with (
         FakeAccelerator().installed(),
-        mock.patch.object(select, "all_reduce", lambda backend, buffer: backend._aborted.wait(60)),
+        mock.patch.object(opening, "all_reduce", lambda backend, buffer: backend._aborted.wait(60)),
     ):
         return _wrapped(algorithm="native")
 
@@ -104,7 +104,7 @@ def _choose(rank: int, size: int) -> dict[str, Any]:
         ("lose data", "lossy", {}),
         ("lose data, asked for", "lossy", {"algorithm": "ring"}),
     ):
-        with FakeAccelerator(memory=memory).installed(), mock.patch.object(select, "_TRIAL_SECONDS", 0.5):
+        with FakeAccelerator(memory=memory).installed(), mock.patch.object(opening, "_TRIAL_SECONDS", 0.5):
             found[name] = _wrapped(**options)
         torchring.shutdown()
     for name, culprits in (("no compiler", (0, 1)), ("no compiler on one", (1,))):

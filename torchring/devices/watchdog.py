@@ -17,7 +17,7 @@ from torchring.errors import PeerTimeoutError, RingError
 from torchring.memory.host import HostGroup
 
 if TYPE_CHECKING:
-    from torchring.allreduce.device.stream import OnStream
+    from torchring.devices.stream import OnStream
 
 _LOOK_SECONDS: Final = 0.1  # between two looks at the ranks that the device waits for
 _AFAR_SECONDS: Final = 2.0  # a device that waits for so long may wait for a rank of another host that is gone

@@ -27,7 +27,7 @@ from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, diges
 from tests.support.harness import run_ranks
 from tests.support.scripts import ON_DEVICES
 from tests.support.training import Script, Side, assert_as_one_process, momentum, small_model, train, values
-from torchring.accelerators import CudaAccelerator
+from torchring.devices.cuda import CudaAccelerator
 from torchring.errors import GradientError, PeerLostError, TopologyError
 from torchring.memory import host as host_module
 
@@ -219,7 +219,7 @@ def test_backends_between_hosts(algorithm: str, hosts: Sequence[int]) -> None:
 
 def reduce_sizes(rank: int, size: int, algorithm: str) -> None:
     from torchring.accelerators import accelerator_of
-    from torchring.allreduce.device.select import open_on_device
+    from torchring.devices.opening import open_on_device
 
     world = torchring.init()
     accelerator = accelerator_of(torch.device("cuda", 0))
@@ -484,7 +484,7 @@ def test_collectives_for_scripts() -> None:
 def test_nccl_engine_alone() -> None:
     """What several GPUs would need, as far as one goes."""
     from torchring.accelerators import accelerator_of
-    from torchring.allreduce.device.engines import BackendEngine
+    from torchring.devices.engines import BackendEngine
 
     accelerator = accelerator_of(torch.device("cuda", 0))
     assert accelerator is not None

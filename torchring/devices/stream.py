@@ -15,9 +15,10 @@ from typing import Final, Protocol
 
 import torch
 
-from torchring.accelerators import Accelerator, Mark, Stream, span
+from torchring.accelerators import Accelerator, Mark, Stream
 from torchring.allreduce.contract import TAGS_PER_ROUND, NonFinite
-from torchring.allreduce.device.watchdog import DeviceWatchdog
+from torchring.devices.cuda import span
+from torchring.devices.watchdog import DeviceWatchdog
 from torchring.errors import FirstFailure, PeerLostError, RingError
 from torchring.memory.host import HostGroup
 
@@ -37,7 +38,7 @@ class DeviceWire:
             NOTHING_FOUND.
         row: the row of this wire in `report`.
         memory: kept because the buffer lies in it.
-        multicast: the address of all ranks' buffers at once, see `memory.cuda.Block`; 0 if they have none.
+        multicast: the address of all ranks' buffers at once, see `devices.symmetric_memory.Block`; 0 if they have none.
         scale_first: inputs should be scaled where they are packed. A reduction with a scale would have to make
             a pass of its own for the scale, before it adds up.
         launches: prepared launches of the engine, by what they do.

@@ -1,1 +1,0 @@
-"""All-reduce in the streams of an accelerator."""
