@@ -36,10 +36,10 @@ from torchring.bench import measure, turns
 from torchring.bench.measure import Spread, stopped_by_signals
 from torchring.bench.models import MODELS, Batch, Workload
 from torchring.default_world import default_world
-from torchring.gradients.participants.data import DataCheck
-from torchring.gradients.participants.noise import NoiseScale
 from torchring.launch.arguments import duration
 from torchring.observe.services import recorder_of
+from torchring.participants.data import DataCheck
+from torchring.participants.noise import NoiseScale
 
 
 @dataclass

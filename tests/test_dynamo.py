@@ -18,9 +18,9 @@ import torchring
 from tests.support.checks import assert_bitwise
 from tests.support.harness import run_ranks
 from torchring.default_world import default_world
-from torchring.gradients.participants import recording
-from torchring.gradients.participants.recording import BurstWatch
 from torchring.observe.services import recorder_of
+from torchring.participants import recording
+from torchring.participants.recording import BurstWatch
 
 
 def _train(rank: int, compile: Callable[[Any], Any] | None) -> tuple[list[torch.Tensor], list[float]]:

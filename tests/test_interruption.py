@@ -22,9 +22,9 @@ import torchring
 from tests.support.harness import run_ranks, run_threads, wait_until
 from torchring.collectives.service import collectives_of
 from torchring.errors import RingError
-from torchring.gradients.participants import replicas
 from torchring.interruption import InterruptionGuard
 from torchring.memory import host as host_module
+from torchring.participants import replicas
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.world import World
 

@@ -40,11 +40,6 @@ from torchring.gradients.contract import Stats, Sync
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.layout import Options
 from torchring.gradients.local import LocalSync
-from torchring.gradients.participants.buffers import SyncBuffers, buffer_specs, check_choices
-from torchring.gradients.participants.ownership import Ownership
-from torchring.gradients.participants.recording import run_info
-from torchring.gradients.participants.replicas import ReplicaCheck
-from torchring.gradients.participants.weights import check_weight
 from torchring.gradients.plan import Compression
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.round import Participant
@@ -64,12 +59,17 @@ from torchring.gradients.validation import (
     spec_of,
     steps_exactly,
 )
+from torchring.gradients.weights import check_weight
 from torchring.observe.inputs import Inputs
 from torchring.observe.phases import OPTIMIZER
 from torchring.observe.recorder.forward import ForwardWatch
 from torchring.observe.recorder.recorder import Recorder
 from torchring.observe.services import recorder_of
 from torchring.optimizer_wrapper import OptimizerWrapper, with_held
+from torchring.participants.buffers import SyncBuffers, buffer_specs, check_choices
+from torchring.participants.ownership import Ownership
+from torchring.participants.recording import run_info
+from torchring.participants.replicas import ReplicaCheck
 from torchring.placement import WORKER_CORES, advice, numbers_in
 from torchring.sharding.checkpoint import gather_state, keep_share, load_state
 from torchring.sharding.distributed_checkpoint import make_state, shard_state

@@ -21,10 +21,10 @@ from torchring.bench.models import small
 from torchring.errors import RingError
 from torchring.gradients import layout
 from torchring.gradients.group import OptimizerGroup
-from torchring.gradients.participants.replicas import ReplicaCheck
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.validation import spec_of
 from torchring.observe.inputs import Inputs
+from torchring.participants.replicas import ReplicaCheck
 from torchring.world import World
 
 ROUNDS = 60

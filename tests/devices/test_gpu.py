@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import torchring
-from tests.gradients.participants import test_buffers
+from tests.participants import test_buffers
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, digest, exact_inputs
 from tests.support.harness import run_ranks
 from tests.support.scripts import ON_DEVICES

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 import torchring
 from tests import test_joining as test_join
-from tests.gradients.participants import test_buffers, test_weights
+from tests.gradients import test_weights
+from tests.participants import test_buffers
 from tests.support import scripts
 from tests.support.checks import (
     assert_bitwise,
@@ -41,11 +42,11 @@ from torchring.gradients import plan as plan_module
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.layout import Options
 from torchring.gradients.packing import DevicePacking
-from torchring.gradients.participants.replicas import ReplicaCheck
 from torchring.gradients.plan import ParameterSpec
 from torchring.gradients.reducer import Reducer
 from torchring.memory import host as host_module
 from torchring.observe.inputs import Inputs
+from torchring.participants.replicas import ReplicaCheck
 from torchring.world import World
 
 _SMALL_MB = 400 / 2**20  # two or three buckets of the models here

@@ -28,10 +28,7 @@ ENGINE = {
     *("world.py", "errors.py", "dynamo.py"),
 }
 WAITING = {"memory/host.py", "memory/semaphore.py"}
-PARTICIPANTS = {
-    *("weighing.py", "weights.py", "sparse.py", "ownership.py", "replicas.py", "recording.py", "data.py", "noise.py"),
-    "elastic.py",
-}
+PARTICIPANTS = {"sparse.py", "ownership.py", "replicas.py", "recording.py", "data.py", "noise.py"}
 
 # Of one step: zero_grad, forward, backward, step. These numbers only fall. A rank that waits takes more
 # calls, so the calls are those of the rank that takes fewer.
@@ -124,12 +121,12 @@ def test_the_way_of_a_gradient_is_short_and_is_the_one_that_is_listed() -> None:
         assert trace.deepest("_ended") <= 12, "the end of backward"
 
         way = {file.removeprefix("gradients/") for file in trace.files if file.startswith("gradients/")}
-        participants = {file.removeprefix("participants/") for file in way if file.startswith("participants/")}
-        assert participants == PARTICIPANTS
+        participants = {file for file in trace.files if file.startswith("participants/")}
+        assert participants == {f"participants/{file}" for file in PARTICIPANTS}
         doc = torchring.gradients.__doc__
         assert doc is not None
-        assert {file for file in way if "/" not in file} - {"round.py"} == listed(doc)
-        assert trace.files - WAITING - {f"gradients/{file}" for file in way} == ENGINE
+        assert way - {"round.py", "weighing.py", "weights.py"} == listed(doc)
+        assert trace.files - WAITING - {f"gradients/{file}" for file in way} - participants == ENGINE
 
         page = listed((ROOT / "docs" / "background" / "how-it-works.md").read_text(), "torchring/")
         assert page - trace.files == {"optimizer.py"}  # before the first backward

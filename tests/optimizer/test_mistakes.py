@@ -37,7 +37,7 @@ from tests.support.harness import run_pooled, run_ranks
 from tests.support.training import TINY_MB, Script, Side, attempt, batch, loss_on, momentum, small_model, train, values
 from torchring import world
 from torchring.errors import GradientError
-from torchring.gradients.participants import replicas
+from torchring.participants import replicas
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ TESTS = {
     "torchring/gradients/hooks.py": ("gradients/test_hooks gradients/test_backward", ""),
     "torchring/gradients/reducer.py": (
         "gradients/test_hooks optimizer/test_mistakes gradients/test_module_wrappers gradients/test_backward "
-        "gradients/participants/test_weights optimizer/test_semantics observe/test_recorder optimizer/test_options",
+        "gradients/test_weights optimizer/test_semantics observe/test_recorder optimizer/test_options",
         "not (test_recorder or test_options) or closure or another_model_or_option",
     ),
     "torchring/gradients/group.py": ("gradients/test_hooks gradients/test_broken_off optimizer/test_contract", ""),
@@ -55,33 +55,33 @@ TESTS = {
         "",
     ),
     "torchring/gradients/ledger.py": (
-        "gradients/test_bucket gradients/test_hooks optimizer/test_mistakes gradients/participants/test_weights",
+        "gradients/test_bucket gradients/test_hooks optimizer/test_mistakes gradients/test_weights",
         "",
     ),
     "torchring/gradients/launcher.py": ("gradients/test_launcher gradients/test_hooks gradients/test_broken_off", ""),
-    "torchring/gradients/participants/replicas.py": (
-        "gradients/participants/test_replicas optimizer/test_mistakes optimizer/test_semantics",
+    "torchring/participants/replicas.py": (
+        "participants/test_replicas optimizer/test_mistakes optimizer/test_semantics",
         "not test_semantics or default_device",
     ),
-    "torchring/gradients/participants/weights.py": (
-        "gradients/participants/test_weights elastic/test_batches",
+    "torchring/gradients/weights.py": (
+        "gradients/test_weights elastic/test_batches",
         "test_weights or the_weight_of_its_batch",
     ),
     "torchring/gradients/local.py": (
-        "gradients/test_local gradients/participants/test_weights observe/test_recorder optimizer/test_options",
+        "gradients/test_local gradients/test_weights observe/test_recorder optimizer/test_options",
         "not test_recorder or world_of_one or closure",
     ),
-    "torchring/gradients/participants/buffers.py": ("gradients/participants/test_buffers", ""),
-    "torchring/gradients/participants/weighing.py": (
-        "gradients/participants/test_weights horovod/test_optimizer elastic/test_batches",
+    "torchring/participants/buffers.py": ("participants/test_buffers", ""),
+    "torchring/gradients/weighing.py": (
+        "gradients/test_weights horovod/test_optimizer elastic/test_batches",
         "test_weights or what_a_script_does or the_weight_of_its_batch",
     ),
     "torchring/gradients/layout.py": (
-        "gradients/test_hooks gradients/participants/test_weights gradients/participants/test_buffers "
+        "gradients/test_hooks gradients/test_weights participants/test_buffers "
         "optimizer/test_semantics devices/test_on_device",
         "not test_on_device or several_gpus_of_one_host",
     ),
-    "torchring/gradients/participants/sparse.py": ("gradients/participants/test_sparse", ""),
+    "torchring/participants/sparse.py": ("participants/test_sparse", ""),
     "torchring/gradients/agreement.py": (
         "gradients/test_hooks optimizer/test_options optimizer/test_semantics optimizer/test_contract "
         "devices/test_device devices/test_device_faults devices/test_on_device",
@@ -89,14 +89,14 @@ TESTS = {
     ),
     "torchring/gradients/round.py": (
         "gradients/test_plan gradients/test_bucket gradients/test_launcher gradients/test_hooks "
-        "gradients/participants/test_weights devices/test_on_device",
+        "gradients/test_weights devices/test_on_device",
         "not test_on_device or torchring_leaves_out",
     ),
     "torchring/joining.py": ("test_joining", ""),
     "torchring/collectives/shared_memory.py": ("collectives/test_collectives", ""),
     "torchring/collectives/operations.py": ("collectives/test_collectives collectives/test_initial_state", ""),
     "torchring/collectives/signature.py": ("collectives/test_collectives", ""),
-    "torchring/collectives/digests.py": ("collectives/test_digests gradients/participants/test_replicas", ""),
+    "torchring/collectives/digests.py": ("collectives/test_digests participants/test_replicas", ""),
     "torchring/allreduce/direct.py": (
         "allreduce/test_allreduce allreduce/test_faults",
         "not (native or hierarchical)",

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from torchring.data.epoch import Pass, rank_and_size, share_of
-from torchring.gradients.participants.weights import unequal_shares
+from torchring.gradients.weights import unequal_shares
 from torchring.observe.loaders import living
 
 _LINE: Final = (

@@ -20,7 +20,6 @@ from torchring.devices.stream import DeviceWire, OnStream
 from torchring.gradients.agreement import Agreement, DeviceAgreement, HostAgreement, Timing, wires_of
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.launcher import Launcher
-from torchring.gradients.participants.buffers import SyncBuffers
 from torchring.gradients.plan import (
     LAST_BUCKET_BYTES,
     ParameterSpec,
@@ -31,6 +30,7 @@ from torchring.gradients.plan import (
 )
 from torchring.gradients.round import ControlFields
 from torchring.observe.flight_recorder.entries import Entry
+from torchring.participants.buffers import SyncBuffers
 from torchring.placement import PLACE
 from torchring.world import World
 

@@ -9,8 +9,8 @@ import torch
 from torchring.errors import GradientError
 from torchring.gradients.contract import Stats, Sync
 from torchring.gradients.ledger import SeenGradients, is_zero
-from torchring.gradients.participants.weights import ON_RESULTS
 from torchring.gradients.validation import is_finite_gradient
+from torchring.gradients.weights import ON_RESULTS
 from torchring.observe.phases import INPUT, OPTIMIZER
 from torchring.observe.services import recorder_of
 from torchring.world import World

@@ -26,19 +26,19 @@ from torchring.gradients.launcher import Launcher
 from torchring.gradients.layout import BucketLayout, Options
 from torchring.gradients.ledger import Ledger, OptimizerLedger, StaleGradients, note_stale
 from torchring.gradients.module_wrappers import ModuleWrappers, explain
-from torchring.gradients.participants.buffers import BufferSpec, BufferSync
-from torchring.gradients.participants.data import DataCheck
-from torchring.gradients.participants.noise import NoiseScale
-from torchring.gradients.participants.recording import RoundRecording
-from torchring.gradients.participants.replicas import ReplicaCheck
-from torchring.gradients.participants.sparse import SparseReduction
-from torchring.gradients.participants.weighing import Weighing, unfrozen
 from torchring.gradients.plan import ParameterSpec, describe
 from torchring.gradients.round import ControlFields, NonFiniteGradient, Participant, RoundPhase, RoundState
+from torchring.gradients.weighing import Weighing, unfrozen
 from torchring.interruption import InterruptionGuard
 from torchring.observe.inputs import Inputs
 from torchring.observe.phases import BACKWARD, BETWEEN, EXPOSED, INPUT, OPTIMIZER
 from torchring.observe.services import flight_recorder_of, recorder_of
+from torchring.participants.buffers import BufferSpec, BufferSync
+from torchring.participants.data import DataCheck
+from torchring.participants.noise import NoiseScale
+from torchring.participants.recording import RoundRecording
+from torchring.participants.replicas import ReplicaCheck
+from torchring.participants.sparse import SparseReduction
 from torchring.world import World
 
 _KINDS: Final = (*(Weighing, SparseReduction, BufferSync, ReplicaCheck, DataCheck, NoiseScale, RoundRecording),)

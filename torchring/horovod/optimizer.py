@@ -28,7 +28,6 @@ from torchring.errors import GradientError
 from torchring.gradients.contract import Sync
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.local import LocalSync
-from torchring.gradients.participants.replicas import ReplicaCheck
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.round import Participant
 from torchring.gradients.validation import parameters_of, sparse_parameters
@@ -36,6 +35,7 @@ from torchring.horovod import mpi_ops
 from torchring.horovod.compression import BF16Compressor, Compression, Compressor, FP16Compressor, NoneCompressor
 from torchring.horovod.context import ProcessSet, context, global_process_set, rocm_built
 from torchring.horovod.elastic.worker import current_worker
+from torchring.participants.replicas import ReplicaCheck
 from torchring.world import World
 
 _logger: Final = logging.getLogger("torchring")

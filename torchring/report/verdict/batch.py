@@ -1,4 +1,4 @@
-"""Says whether a larger batch still pays, by the gradient noise scale: see `gradients/participants/noise.py`."""
+"""Says whether a larger batch still pays, by the gradient noise scale: see `participants/noise.py`."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests.support.checks import assert_same_on_all_ranks, logged
 from tests.support.grids import grid
 from tests.support.harness import run_pooled
 from tests.support.training import TINY_MB, attempt
-from torchring.gradients.participants.buffers import BufferSync, buffer_specs
+from torchring.participants.buffers import BufferSync, buffer_specs
 
 _STEPS = 4
 

@@ -9,8 +9,8 @@ import torch
 
 import torchring
 from tests.support.harness import run_ranks
-from torchring.gradients.participants import replicas
 from torchring.gradients.round import ControlSums, RoundState
+from torchring.participants import replicas
 
 
 class CountingCheck(replicas.ReplicaCheck):

@@ -9,8 +9,8 @@ import torch
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import GradientError, in_step, ranks_in_words
 from torchring.gradients.ledger import OptimizerLedger, SeenGradients
-from torchring.gradients.participants.weights import ON_RESULTS, UNWEIGHED, Share, Weights, unequal_shares
 from torchring.gradients.round import Participant, RoundState
+from torchring.gradients.weights import ON_RESULTS, UNWEIGHED, Share, Weights, unequal_shares
 from torchring.world import World
 
 

@@ -31,8 +31,8 @@ from torchring.allreduce import AllReduce, NonFinite, Wire
 from torchring.collectives.digests import digests
 from torchring.collectives.operations import check_dense, check_writable
 from torchring.collectives.service import Collectives, collectives_of, internal_collectives_of
-from torchring.gradients.participants.replicas import STEPS_BETWEEN_CHECKS
 from torchring.gradients.round import Participant, RoundState
+from torchring.participants.replicas import STEPS_BETWEEN_CHECKS
 from torchring.world import World
 
 _logger: Final = logging.getLogger("torchring")

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 import torchring
 from tests.support.checks import logged
 from tests.support.harness import run_ranks
-from torchring.gradients.participants.data import DataCheck
 from torchring.gradients.round import ControlFields, RoundState
 from torchring.observe.inputs import Inputs
+from torchring.participants.data import DataCheck
 from torchring.world import World
 
 _BATCH = 4

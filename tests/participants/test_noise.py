@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import torchring
 from tests.support.harness import run_ranks
-from torchring.gradients.participants import data, noise
-from torchring.gradients.participants.noise import Rows
 from torchring.gradients.plan import ParameterSpec
+from torchring.participants import data, noise
+from torchring.participants.noise import Rows
 
 _NUM_ROUNDS = 150
 _LAST = _NUM_ROUNDS - 2  # is counted: what a round finds is told in the next one

@@ -20,7 +20,7 @@ from tests.support.training import TINY_MB, attempt, small_model, values
 from torchring.default_world import default_world
 from torchring.elastic.worker.change import Change, ChangeOfRanks
 from torchring.errors import GradientError
-from torchring.gradients.participants import weights
+from torchring.gradients import weights
 from torchring.gradients.round import ControlFields, decode_number, encode_number
 from torchring.optimizer import rejoin
 

@@ -13,9 +13,9 @@ from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, diges
 from tests.support.harness import run_pooled, run_ranks
 from torchring.errors import GradientError, RingError
 from torchring.gradients.ledger import GradientStatus
-from torchring.gradients.participants.sparse import SparseReduction
 from torchring.gradients.plan import ParameterSpec
 from torchring.gradients.round import RoundState
+from torchring.participants.sparse import SparseReduction
 
 ROWS, WIDTH = 7, 3
 
