@@ -17,8 +17,8 @@ PACKAGE = ROOT / "torchring"
 # From the cellar to the front door: what is in a room imports from its own room and from those before it.
 # fmt: off
 ORDER = [
-    "kernels", "rooms", "errors", "linux", "threads", "dynamo", "releases", "placement", "safe_files", "rendezvous",
-    "alone", "accelerators", "memory", "world", "observe", "interruption", "default_world", "transport",
+    "kernels", "rooms", "observer", "errors", "linux", "threads", "dynamo", "releases", "placement", "safe_files",
+    "rendezvous", "alone", "accelerators", "memory", "world", "observe", "interruption", "default_world", "transport",
     "collectives", "allreduce", "devices", "optimizer_wrapper", "gradients", "participants", "sharding", "norms",
     "optimizer", "joining", "recipes", "monitoring", "launch", "data", "elastic", "horovod", "accelerate",
     "transformers", "lightning", "spark", "ray", "manifest", "doctor", "report", "cli", "__main__", "__init__", "bench",
@@ -54,7 +54,7 @@ def upward(seen: set[tuple[str, str]]) -> list[tuple[str, str]]:
 def test_imports_go_one_way() -> None:
     seen = imports()
     cellar = {"kernels", "errors", "linux", "threads", "dynamo", "releases", "placement", "safe_files",
-              "optimizer_wrapper", "rooms"}  # fmt: skip
+              "optimizer_wrapper", "rooms", "observer"}  # fmt: skip
     assert {room for room, _ in seen} >= {*ORDER} - {*cellar, "__main__"}
     assert upward(seen) == [("gradients", "participants")]  # until participants are registered by rooms.py
     assert ("optimizer", "gradients") in seen  # and not the other way round
@@ -148,6 +148,7 @@ def test_the_search_for_top_level_kernels_can_fail(code: str, expected: bool) ->
 # The core, as paths of files and folders below `torchring/`; everything else is a room. `rooms.py` names the rooms.
 CORE = (
     *("optimizer.py", "optimizer_wrapper.py", "world.py", "default_world.py", "rooms.py", "errors.py", "threads.py"),
+    "observer.py",
     *("linux.py", "dynamo.py", "releases.py", "interruption.py", "safe_files.py", "accelerators.py"),
     *("gradients/", "allreduce/", "collectives/", "memory/", "transport/", "kernels/"),
     *("rendezvous/rendezvous.py", "rendezvous/signed.py"),

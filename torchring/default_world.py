@@ -22,8 +22,6 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from torchring.errors import PeerTimeoutError, RingError, TopologyError
-from torchring.observe.inputs import Switch
-from torchring.observe.services import observe
 from torchring.rendezvous.environment import (
     CHOICE,
     ELASTIC,
@@ -39,6 +37,7 @@ from torchring.rendezvous.frameworks import refuse_lone_tasks
 from torchring.rendezvous.rendezvous import blames_key
 from torchring.rendezvous.signed import signed, unsigned, within
 from torchring.rendezvous.store import mpi_world, open_store, unannounced_mpi
+from torchring.rooms import room
 from torchring.threads import is_done_within
 from torchring.world import DEFAULT_TIMEOUT_SECONDS, DEFAULT_WARNING_SECONDS, World
 
@@ -141,7 +140,7 @@ def init(
             DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds,
             DEFAULT_WARNING_SECONDS if stall_warning_seconds is None else stall_warning_seconds,
         )
-        _process.world.shared(Switch).is_on = check_data is not False
+        _process.world.check_data = check_data is not False
     else:
         _check_open_world(_process.world, backend, timeout_seconds, stall_warning_seconds, check_data)
     if process_group and _process.world.launcher == ELASTIC:
@@ -167,7 +166,7 @@ def _check_open_world(
     for name, wanted, own in (
         ("timeout_seconds", timeout_seconds, world.timeout_seconds),
         ("stall_warning_seconds", stall_warning_seconds, world.stall_warning_seconds),
-        ("check_data", check_data, world.shared(Switch).is_on),
+        ("check_data", check_data, world.check_data),
         ("backend", backend, world.backend),
     ):
         if wanted not in (None, "auto", own):
@@ -212,7 +211,7 @@ def _join(backend: Backend, timeout_seconds: float, stall_warning_seconds: float
     # Counted before it is open: a world that fails to open leaves keys behind, which the next world must not read.
     _process.num_inits += 1
     _process.join()
-    world = observe(
+    world = _observed(
         World(
             store,
             launch.rank,
@@ -250,7 +249,7 @@ def _before_generation(
         stall_warning_seconds=stall_warning_seconds,
         is_provisional=True,
     )
-    return observe(world)
+    return _observed(world)
 
 
 def open_generation(store: Store | None, rank: int, size: int) -> World:
@@ -264,7 +263,7 @@ def open_generation(store: Store | None, rank: int, size: int) -> World:
     """
     before = leave_generation()
     _process.num_inits += 1
-    world = observe(
+    world = _observed(
         World(
             store if size > 1 else None,
             rank,
@@ -275,7 +274,7 @@ def open_generation(store: Store | None, rank: int, size: int) -> World:
             stall_warning_seconds=before.stall_warning_seconds,
         )
     )
-    world.shared(Switch).is_on = before.shared(Switch).is_on
+    world.check_data = before.check_data
     os.environ[MEMBER] = membership(os.environ, os.getpid(), rank, size, world.local_rank)
     _process.world = world
     return world
@@ -289,9 +288,15 @@ def leave_generation() -> World:
         world, _process.world = _process.world, None
         options = (world.backend, world.timeout_seconds, world.stall_warning_seconds)
         _process.world = _before_generation(_launched(), *options)
-        _process.world.shared(Switch).is_on = world.shared(Switch).is_on
+        _process.world.check_data = world.check_data
         world.close()
     return _process.world
+
+
+def _observed(world: World) -> World:
+    """Let those who observe worlds listen to this one, which has just been opened. Collective. Returns `world`."""
+    room("observe").observe(world)
+    return world
 
 
 def shutdown() -> None:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from torchring.errors import RingError, with_way_out
-from torchring.observe.services import flight_recorder_of
 from torchring.world import World
 
 _T = TypeVar("_T")
@@ -31,7 +30,6 @@ class InterruptionGuard:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._recorder = flight_recorder_of(world)
         self._turn = threading.Lock()  # stays locked once the world is broken
         self._under_way: dict[int, str] = {}  # thread -> operation
 
@@ -73,9 +71,8 @@ class InterruptionGuard:
 
     def _name(self, thread: int, what: str) -> None:
         """Have messages about waits name the outermost operation that this thread is in."""
-        if (recorder := self._recorder) is not None:
-            recorder.operations.setdefault(thread, what)
+        self._world.observer.operations.setdefault(thread, what)
 
     def _unname(self, thread: int, what: str) -> None:
-        if (recorder := self._recorder) is not None and recorder.operations.get(thread) is what:
-            del recorder.operations[thread]
+        if (operations := self._world.observer.operations).get(thread) is what:
+            del operations[thread]

@@ -31,7 +31,7 @@ from torchring.default_world import default_world
 from torchring.errors import GradientError, TopologyError
 from torchring.gradients.group import OptimizerGroup
 from torchring.norms import SyncBatchNorm
-from torchring.observe.phases import BACKWARD, FORWARD
+from torchring.observer import BACKWARD, FORWARD
 from torchring.releases import check_release
 from torchring.rendezvous.environment import ELASTIC
 
@@ -331,10 +331,10 @@ class RingStrategy(_Ranks, DDPStrategy):
             return super().training_step(*arguments, **keywords)
         batch = arguments[0]
         recorder, inputs = ring._recorder, tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
-        recorder.enter(FORWARD)
+        recorder.phase(FORWARD, 0)
         recorder.num_samples += ring._inputs.see(inputs, keywords, recorder.num_loaders)
         loss = super().training_step(*arguments, **keywords)
-        recorder.enter(BACKWARD)
+        recorder.phase(BACKWARD, 0)
         return loss
 
     @contextlib.contextmanager

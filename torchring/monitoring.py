@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from torchring.default_world import default_world
-from torchring.observe.phases import Phase
 from torchring.observe.recorder.records import decode
 from torchring.observe.services import recorder_of
+from torchring.observer import Phase
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

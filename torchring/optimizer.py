@@ -61,10 +61,10 @@ from torchring.gradients.validation import (
 )
 from torchring.gradients.weights import check_weight
 from torchring.observe.inputs import Inputs
-from torchring.observe.phases import OPTIMIZER
 from torchring.observe.recorder.forward import ForwardWatch
 from torchring.observe.recorder.recorder import Recorder
 from torchring.observe.services import recorder_of
+from torchring.observer import OPTIMIZER
 from torchring.optimizer_wrapper import OptimizerWrapper, with_held
 from torchring.participants.buffers import SyncBuffers, buffer_specs, check_choices
 from torchring.participants.ownership import Ownership
@@ -870,7 +870,7 @@ class DistributedOptimizer(OptimizerWrapper):
         if not self._check_before_step(sync):
             raise _StepSkipped if self._is_stepping else GradientError(_STEPPED_PAST)
         sync.write_buffers()
-        recorder_of(sync.world).enter(OPTIMIZER)
+        sync.world.observer.phase(OPTIMIZER, sync.world.observer.num_steps)
         return mean_loss(loss, sync.world)  # None where the closure has called skip()
 
     def _check_before_step(self, sync: Sync) -> bool:

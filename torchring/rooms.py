@@ -12,6 +12,7 @@ from typing import Any, Final
 
 _MODULES: Final = {
     "cuda": "torchring.devices.cuda",
+    "observe": "torchring.observe.services",
     "sharding": "torchring.sharding.step",
 }
 

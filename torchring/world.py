@@ -30,6 +30,7 @@ from torchring.errors import (
     with_way_out,
 )
 from torchring.memory.host import HostGroup, connect
+from torchring.observer import Observers
 from torchring.placement import num_physical
 from torchring.releases import check_torch, installed_version
 from torchring.rendezvous.rendezvous import Rendezvous, ended_key
@@ -84,8 +85,8 @@ class World:
         num_reductions: number of reductions of gradients, by all optimizers of this rank.
         advice: what peers are told to do that still need this rank when its script has ended.
         failure: the error that broke this world. A broken world sends nothing more.
-        explain_absence: returns what the given ranks did last, for the error if they keep this rank waiting. Returns ""
-            unless the world is observed.
+        observer: hears what this rank does.
+        check_data: whether ranks look for mistakes in their data.
     """
 
     def __init__(
@@ -119,11 +120,12 @@ class World:
         self.backend = backend
         self.timeout_seconds = timeout_seconds
         self.stall_warning_seconds = stall_warning_seconds
+        self.check_data = True
 
         # From opening to failure or close
         self.is_open = True
         self.failure: RingError | None = None
-        self.explain_absence: Callable[[Sequence[int]], str] = lambda ranks: ""
+        self.observer = Observers()
         self.num_reductions = 0
         self.advice = _ADVICE
         self._pid = os.getpid()
@@ -256,7 +258,7 @@ class World:
             cause = RingError(text, rank=self.rank, peers=(self.rank,))
         try:
             if isinstance(cause, PeerTimeoutError) and not cause.explanation:
-                cause.explanation = self.explain_absence(cause.peers)
+                cause.explanation = self.observer.explain(cause.peers)
         finally:
             self.fail(cause)
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from tests.support.traces import MS, encode, simulate, write
-from torchring.observe.phases import Phase
 from torchring.observe.recorder import files
 from torchring.observe.recorder.files import FORMAT, TraceError, find, path_of, read
 from torchring.observe.recorder.records import RankTrace, RunInfo, decode
+from torchring.observer import Phase
 
 
 def test_a_step_is_cut_into_parts_without_gaps() -> None:

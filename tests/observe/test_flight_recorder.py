@@ -35,19 +35,17 @@ from torchring.observe.flight_recorder.call_sites import call_site_of
 from torchring.observe.flight_recorder.entries import (
     MEMORY_BYTES,
     CurrentWait,
-    Entry,
     EntryState,
     FlightRecorder,
     RankState,
-    Wait,
     key_of,
     read_state,
     want_stacks,
 )
 from torchring.observe.flight_recorder.monitor import StallMonitor
 from torchring.observe.flight_recorder.report import Peer, describe_ranks, describe_wait, missing_ranks
-from torchring.observe.phases import Phase
 from torchring.observe.services import monitor_of
+from torchring.observer import Phase, Wait
 from torchring.rendezvous.rendezvous import Rendezvous
 
 _LIMIT = 0.3
@@ -278,7 +276,7 @@ def test_a_rank_of_another_host_that_sends_nothing_more_is_silent(monkeypatch: p
         for rank, host in enumerate(hosts)
     )
     assert first.explain([1]) == "Rank 1 has not said yet what it is doing"
-    second.recorder.enter(Phase.OPTIMIZER, 8)
+    second.recorder.phase(Phase.OPTIMIZER, 8)
     second.tick()
     wait_until(lambda: "in step 8" in first.explain([1]), "the message of rank 1")
     assert "no sign of life" not in first.explain([1])
@@ -474,7 +472,7 @@ def test_no_signal_is_sent_to_a_process_that_would_die_of_it() -> None:
 
 def test_stacks_are_asked_for_once_in_each_stall() -> None:
     memory = memoryview(bytearray(MEMORY_BYTES))
-    recorder = FlightRecorder(memory)
+    recorder = FlightRecorder(memory, {})
     sent: list[int] = []
 
     def send(number: int) -> bool:
@@ -497,9 +495,10 @@ def test_stacks_are_asked_for_once_in_each_stall() -> None:
 def test_a_page_says_what_was_stamped() -> None:
     memory = memoryview(bytearray(MEMORY_BYTES))
     assert read_state(memory) is None
-    recorder = FlightRecorder(memory)
-    recorder.enter(Phase.BACKWARD, 1000)
-    entry = recorder.open_entry("gradients")
+    recorder = FlightRecorder(memory, {})
+    recorder.phase(Phase.BACKWARD, 1000)
+    entry = recorder.open_progress("gradients")
+    assert entry is not None
     entry.begin(4)
     seen: list[RankState | None] = []
 
@@ -511,13 +510,13 @@ def test_a_page_says_what_was_stamped() -> None:
     assert after is not None
     assert (during.pid, during.step, during.phase) == (os.getpid(), 1000, Phase.BACKWARD)
     assert during.call_site == "train.py:3 in main"
-    assert during.entries == {key_of("gradients"): EntryState(5, 0, True)}
+    assert during.entries == {key_of("gradients 1"): EntryState(5, 0, True)}
     assert during.waits is not None
     assert during.waits[0] == "the reduction of gradients (step 1000, bucket 2, first parameter a.weight)"
     assert during.waits[1] >= 1.0
     assert after.waits is None
     assert not after.entries[entry.key].waits
-    recorder.enter(Phase.INPUT, 1001)  # newer than the sample
+    recorder.phase(Phase.INPUT, 1001)  # newer than the sample
     latest = read_state(memory)
     assert latest is not None
     assert (latest.phase, latest.step) == (Phase.INPUT, 1001)
@@ -525,7 +524,7 @@ def test_a_page_says_what_was_stamped() -> None:
 
 def test_a_text_that_is_being_written_is_not_read() -> None:
     memory = memoryview(bytearray(MEMORY_BYTES))
-    recorder = FlightRecorder(memory)
+    recorder = FlightRecorder(memory, {})
     recorder.write_sample(Phase.INPUT, "train.py:3 in main", [])
     assert b"train.py" in bytes(memory)
     memory[bytes(memory).index(b"train.py")] = 0
@@ -536,27 +535,26 @@ def test_a_text_that_is_being_written_is_not_read() -> None:
 
 def test_a_page_has_room_for_many_tracks_and_takes_closed_ones_again() -> None:
     memory = memoryview(bytearray(MEMORY_BYTES))
-    recorder = FlightRecorder(memory)
+    recorder = FlightRecorder(memory, {})
 
     def keys() -> set[int]:
         state = read_state(memory)
         assert state is not None
         return set(state.entries)
 
-    entries = [recorder.open_numbered_entry("gradients") for _ in range(70)]
-    assert len({entry.key for entry in entries}) == 70
-    assert keys() == {entry.key for entry in entries[:64]}
-    assert entries[69].run("a private one", lambda: 5) == 5
-    recorder.close_entry(entries[69])
-    recorder.close_entry(entries[3])
-    another = recorder.open_entry("another")
-    assert keys() == {entry.key for entry in entries[:64] if entry is not entries[3]} | {another.key}
+    entries = [entry for _ in range(70) if (entry := recorder.open_progress("gradients"))]
+    assert len(keys()) == len(entries) == 64
+    assert keys() == {entry.key for entry in entries}
+    entries[3].close()
+    another = recorder.open_progress("another")
+    assert another is not None
+    assert keys() == {entry.key for entry in entries if entry is not entries[3]} | {another.key}
 
 
 def test_a_track_counts_operations_and_says_where_it_waits() -> None:
-    recorder = FlightRecorder(memoryview(bytearray(MEMORY_BYTES)))
-    entry = recorder.open_entry("collectives")
-    recorder.operations[threading.get_ident()] = "wrap()"
+    recorder = FlightRecorder(memoryview(bytearray(MEMORY_BYTES)), {threading.get_ident(): "wrap()"})
+    entry = recorder.open_progress("collectives")
+    assert entry is not None
 
     def operation() -> list[CurrentWait]:
         recorder.await_ranks((2,), 0.1)
@@ -715,7 +713,7 @@ def test_only_ranks_that_all_wait_are_locked() -> None:
 
 def test_a_long_call_site_keeps_its_line_and_a_longer_one_is_no_old_one() -> None:
     memory = memoryview(bytearray(MEMORY_BYTES))
-    recorder = FlightRecorder(memory)
+    recorder = FlightRecorder(memory, {})
     folder = "層" * 300
     code = compile("def f(): return look(thread)\nresult = f()", f"/{folder}/file.py", "exec")
     names: dict[str, object] = {"look": call_site_of, "thread": threading.get_ident()}
@@ -727,14 +725,6 @@ def test_a_long_call_site_keeps_its_line_and_a_longer_one_is_no_old_one() -> Non
         found = read_state(memory)
         assert found is not None
         assert found.call_site == kept
-
-
-def test_a_private_entry_is_no_trouble() -> None:
-    entry = Entry.private("alone")
-    with pytest.raises(ZeroDivisionError):
-        entry.run("a failure", lambda: 1 // 0)
-    assert entry.num_begun == 1
-    assert not entry.waiting_since
 
 
 # ---- the option

@@ -29,7 +29,6 @@ from tests.support.traces import decoded, write
 from torchring import default_world as world_module
 from torchring.observe import PROGRESS
 from torchring.observe.inputs import Inputs
-from torchring.observe.phases import BACKWARD, BETWEEN, EXPOSED, FORWARD, INPUT, OPTIMIZER, Phase
 from torchring.observe.recorder import process, writer
 from torchring.observe.recorder import recorder as recorder_module
 from torchring.observe.recorder.clocks import estimate, measure
@@ -45,6 +44,7 @@ from torchring.observe.recorder.records import (
     StepRecord,
 )
 from torchring.observe.services import recorder_of
+from torchring.observer import BACKWARD, BETWEEN, EXPOSED, FORWARD, INPUT, OPTIMIZER, Phase
 
 SIZES = (300, 300, 300)  # 360 kB a layer: copied on arrival
 
@@ -76,7 +76,7 @@ def test_the_recorder_keeps_the_parts_of_the_last_thousand_steps(monkeypatch: py
     for number in range(1003):
         for part, begin in ((FORWARD, 5), (BACKWARD, 9), (BACKWARD, 11), (EXPOSED, 20), (BETWEEN, 30), (OPTIMIZER, 31)):
             clock.now = 100 * number + begin
-            recorder.enter(part)
+            recorder.phase(part, 0)
         recorder.num_samples += 8
         recorder.add_round([0, 64, 1, 2, 3, 4, 5], 7, 6)
         clock.now = 100 * (number + 1)
@@ -105,7 +105,7 @@ def test_the_recorder_knows_how_long_its_thread_had_no_core(monkeypatch: pytest.
         nonlocal queued_ns
         for part in (FORWARD, BACKWARD, EXPOSED, BETWEEN, OPTIMIZER):
             queued_ns += part  # 3 of them before EXPOSED begins, and 4 until it ends
-            recorder.enter(part)
+            recorder.phase(part, 0)
         recorder.end_step()
         step = steps_of(recorder)[-1]
         return step.queued_ns, step.exposed_queued_ns
@@ -121,8 +121,8 @@ def test_the_recorder_knows_how_long_its_thread_had_no_core(monkeypatch: pytest.
 def test_a_step_of_very_many_micro_steps_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
     for _ in range(100_000):
-        recorder.enter(FORWARD)
-        recorder.enter(BACKWARD)
+        recorder.phase(FORWARD, 0)
+        recorder.phase(BACKWARD, 0)
     recorder.end_step()
     (step,) = steps_of(recorder)
     assert len(step.phases) < 2000
@@ -150,7 +150,7 @@ def test_time_in_a_data_loader_is_written_down(monkeypatch: pytest.MonkeyPatch) 
     process.watch(recorder)
     batches = iter(DataLoader(_Nested(clock), batch_size=1))
     next(batches)
-    recorder.enter(BETWEEN)
+    recorder.phase(BETWEEN, 0)
     next(batches)  # the rank would pass this time anyway
     recorder.end_step()
     iter(DataLoader(_Nested(clock)))  # gives no batch yet
@@ -532,7 +532,7 @@ def test_steps_get_the_times_of_the_device_when_it_has_come_to_their_end(monkeyp
     def run_step(host: int, device: int) -> None:
         for i, part in enumerate((FORWARD, BACKWARD, EXPOSED, BETWEEN, OPTIMIZER)):
             clock.now, stream.now = host + 1 + i, device + 100 * (i + 1)
-            recorder.enter(part)
+            recorder.phase(part, 0)
         reductions = [_Reduction(stream, device + 250, device + 380)]
         recorder.add_round([0, 64, 1, 1, 1, 1, 1], 0, 0, reductions)
         clock.now, stream.now = host + 10, device + 600
@@ -543,7 +543,7 @@ def test_steps_get_the_times_of_the_device_when_it_has_come_to_their_end(monkeyp
     stream.done_at = 600
     recorder._device.take_finished()
     clock.now, stream.now = 607, 600  # idle, as after loss.item(); what the device does next begins now
-    recorder.enter(FORWARD)
+    recorder.phase(FORWARD, 0)
     recorder.end_step()
     stream.done_at = 10_000
     run_step(607, 600)
@@ -565,7 +565,7 @@ def test_a_step_with_a_captured_graph_keeps_the_times_of_the_host(monkeypatch: p
     recorder.follow(stream)
     stream.capturing = True
     clock.now = 5
-    recorder.enter(FORWARD)
+    recorder.phase(FORWARD, 0)
     stream.capturing = False
     clock.now = 9
     recorder.end_step()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.support.traces import MS, shifted, simulate
-from torchring.observe.phases import Phase as Recorded
 from torchring.observe.recorder.records import (
     Arrivals,
     BucketRecord,
@@ -20,6 +19,7 @@ from torchring.observe.recorder.records import (
     RunInfo,
     StepRecord,
 )
+from torchring.observer import Phase as Recorded
 from torchring.report.model.merge import merge
 from torchring.report.model.network import Network
 from torchring.report.model.phases import Phase

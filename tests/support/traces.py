@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torchring.observe.phases import Phase
 from torchring.observe.recorder import files
 from torchring.observe.recorder.records import (
     Arrivals,
@@ -23,6 +22,7 @@ from torchring.observe.recorder.records import (
     decode,
     step_row,
 )
+from torchring.observer import Phase
 
 MS = 1_000_000
 MB = 1_000_000

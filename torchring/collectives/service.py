@@ -20,7 +20,6 @@ from torchring.dynamo import run_eagerly
 from torchring.errors import PeerLostError, PlanMismatchError, RingError, in_step
 from torchring.interruption import InterruptionGuard
 from torchring.memory.host import bytes_of, tensor_of
-from torchring.observe.services import flight_recorder_of
 from torchring.threads import SerialThread
 from torchring.transport.c10d import C10dTransport
 from torchring.world import World
@@ -50,8 +49,7 @@ class Collectives:
         self._calls = InterruptionGuard(world)
         self._in_background = InterruptionGuard(world)
         self._last: Future[Any] | None = None
-        recorder = flight_recorder_of(world)
-        self._entry = None if recorder is None else recorder.open_entry(name)
+        self._progress = world.observer.open_progress(name)
         self._join = world.shared(Join)
         world.on_close(self.close)
 
@@ -90,9 +88,7 @@ class Collectives:
         if torch.is_inference_mode_enabled():  # what the backend keeps has to be written outside, too
             with torch.inference_mode(False):
                 return self._operate(what, operation, arguments)
-        if self._entry is None:  # a world of one
-            return self._call(what, operation, arguments)
-        result: _T = self._entry.run(what, self._call, what, operation, arguments)
+        result: _T = self._progress.run(what, self._call, what, operation, arguments)
         return result
 
     def _call(self, what: str, operation: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:

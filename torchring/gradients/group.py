@@ -18,8 +18,7 @@ from torchring.gradients.hooks import BackwardWatch
 from torchring.gradients.loose import LooseOptimizers
 from torchring.gradients.reducer import ROUND, Members, Reducer
 from torchring.interruption import InterruptionGuard
-from torchring.observe.phases import EXPOSED
-from torchring.observe.services import recorder_of
+from torchring.observer import EXPOSED
 from torchring.world import World
 
 _END: Final = "the end of backward()"
@@ -69,7 +68,6 @@ class OptimizerGroup:
     def __init__(self, world: World) -> None:
         self.members = Members(world)
         self._world = world
-        self._recorder = recorder_of(world)
         self._norm_weights: set[float | None] = set()  # that SyncBatchNorm has used in the backward under way
         self._norm_watch = BackwardWatch(self._norms_ended, self._norm_weights.clear)
         self._loose = LooseOptimizers(self.members, self.owned) if world.size > 1 and world.rank == 0 else None
@@ -204,7 +202,7 @@ class OptimizerGroup:
     def _reduce_together(self) -> bool:
         """Collective: finish all members that a backward has reached on any rank. Returns whether any rank has data."""
         members = list(self.members)
-        self._recorder.enter(EXPOSED)
+        members[0].enter(EXPOSED)
         try:
             for member in members:
                 member.launch_own()
@@ -215,7 +213,7 @@ class OptimizerGroup:
                     member.launch_rest(backward)
             for member, want in zip(members, wants, strict=True):
                 if want:
-                    self._recorder.enter(EXPOSED)  # the member before has left it
+                    member.enter(EXPOSED)  # the member before has left it
                     member.finish_backward(reduces=want == 2)
             return some_have_data
         except BaseException:

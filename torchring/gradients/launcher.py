@@ -18,6 +18,7 @@ import math
 import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torchring.allreduce import TAGS_PER_ROUND, AllReduce, PendingReduction
@@ -27,8 +28,8 @@ from torchring.errors import GradientError, RingError
 from torchring.gradients.bucket import Bucket, BucketState
 from torchring.gradients.ledger import LOCAL, GradientStatus
 from torchring.gradients.round import Reducible, RoundPhase, RoundState
-from torchring.observe.flight_recorder.entries import Entry, Wait
 from torchring.observe.recorder.records import BUCKET_LENGTH, REDUCED, STARTED
+from torchring.observer import Progress, Wait
 
 
 class Launcher:
@@ -37,7 +38,7 @@ class Launcher:
     Args:
         all_reduce: reduces the buckets.
         mark_sparse: called with the index of a parameter that is in no bucket and has a new gradient.
-        entry: where other ranks see which buckets this rank has launched, and for which one it waits.
+        progress: says which buckets this rank has launched, and for which one it waits.
         waiting: the launchers with a launched bucket that still waits for this rank's part. One set for all optimizers
             that a backward may reach: their hooks help each other.
 
@@ -52,14 +53,14 @@ class Launcher:
         self,
         all_reduce: AllReduce[Any],
         mark_sparse: Callable[[int], None],
-        entry: Entry | None = None,
+        progress: Progress | None = None,
         waiting: set[Launcher] | None = None,
     ) -> None:
         self.buckets: list[Bucket] = []
         self._slots: dict[int, tuple[Bucket, int]] = {}  # by parameter index: its bucket, and its slot there
         self._all_reduce = all_reduce
         self._mark_sparse = mark_sparse
-        self._entry = entry or Entry.private("gradients")
+        self._progress = progress or Progress()
 
         # The round
         self.round = RoundState(0)
@@ -297,7 +298,7 @@ class Launcher:
         for bucket in self.buckets:
             bucket.ledger.settle_slices()
         current.phase = RoundPhase.OVER
-        self._entry.finish(current.next_number * TAGS_PER_ROUND - 1)
+        self._progress.finish(current.next_number * TAGS_PER_ROUND - 1)
         self._keep_order()
 
     def refuse_lost(self) -> None:
@@ -351,7 +352,7 @@ class Launcher:
         num_bytes = bucket.wire.tensor.nbytes
         self.round.times += (bucket.index, num_bytes, ready_at, packed_at or launched_at, launched_at, launched_at, 0)
         tag = self.round.number * TAGS_PER_ROUND + bucket.index
-        self._entry.begin(tag)
+        self._progress.begin(tag)
         with self._at(bucket):
             reduction = self._all_reduce.start(bucket.wire, scale=bucket.reduce_scale, tag=tag)
         self._pending.append((bucket, reduction))
@@ -379,23 +380,23 @@ class Launcher:
     def _at(self, bucket: Reducible) -> _At:
         """Inside, other ranks and warnings say that this rank waits for a bucket, and errors between ranks name it."""
         wait = Wait("the reduction of gradients", self.round.step, bucket.index, bucket.names[0])
-        return _At(self._entry.waiting(wait), self.round, bucket)
+        return _At(self._progress.waiting(wait), self.round, bucket)
 
 
 class _At:
     """See `Launcher._at`. A class, as a generator costs more, and each bucket enters this several times."""
 
-    __slots__ = ("_bucket", "_current", "_entry")
+    __slots__ = ("_bucket", "_current", "_waiting")
 
-    def __init__(self, entry: Entry, current: RoundState, bucket: Reducible) -> None:
-        self._entry = entry
+    def __init__(self, waiting: AbstractContextManager[None], current: RoundState, bucket: Reducible) -> None:
+        self._waiting = waiting
         self._current = current
         self._bucket = bucket
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._entry.__exit__()
+        self._waiting.__exit__(None, None, None)
         if isinstance(error, RingError):
             _locate(error, self._bucket, self._current)
 

@@ -29,7 +29,7 @@ from torchring.gradients.plan import (
     shifted,
 )
 from torchring.gradients.round import ControlFields
-from torchring.observe.flight_recorder.entries import Entry
+from torchring.observer import Progress
 from torchring.participants.buffers import SyncBuffers
 from torchring.placement import PLACE
 from torchring.world import World
@@ -73,7 +73,7 @@ class BucketLayout:
         control: the control bits, in the first bucket.
         first: the parameters that `open` is going to lay out.
         specs, parameters: lists of all that are laid out. They grow with `open` and `add`.
-        mark_sparse, entry, waiting: see `Launcher`.
+        mark_sparse, progress, waiting: see `Launcher`.
 
     Attributes:
         all_reduce: reduces wire buffers.
@@ -94,7 +94,7 @@ class BucketLayout:
         specs: list[ParameterSpec],
         parameters: list[torch.nn.Parameter],
         mark_sparse: Callable[[int], None],
-        entry: Entry | None,
+        progress: Progress,
         waiting: set[Launcher],
     ) -> None:
         self.specs = specs
@@ -114,7 +114,7 @@ class BucketLayout:
             self._bucket_mb = size
             self.first_plan = self.plan(first)
         world.on_failure(self.all_reduce)
-        self.launcher = Launcher(self.all_reduce, mark_sparse, entry, waiting)
+        self.launcher = Launcher(self.all_reduce, mark_sparse, progress, waiting)
         self.agreement: Agreement
         if isinstance(self.all_reduce, OnStream):
             self.agreement = DeviceAgreement(world, self.all_reduce, self.timing, control, self.specs, self.parameters)

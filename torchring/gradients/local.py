@@ -11,8 +11,7 @@ from torchring.gradients.contract import Stats, Sync
 from torchring.gradients.ledger import SeenGradients, is_zero
 from torchring.gradients.validation import is_finite_gradient
 from torchring.gradients.weights import ON_RESULTS
-from torchring.observe.phases import INPUT, OPTIMIZER
-from torchring.observe.services import recorder_of
+from torchring.observer import INPUT, OPTIMIZER
 from torchring.world import World
 
 
@@ -87,10 +86,10 @@ class LocalSync(Sync):
 
     def before_step(self) -> None:
         self.synchronize()
-        recorder_of(self.world).enter(OPTIMIZER)
+        self._enter(OPTIMIZER)
 
     def accept_parameters(self) -> None:
-        recorder_of(self.world).enter(INPUT)
+        self._enter(INPUT)
 
     def check_backward(self) -> None:
         self.world.refuse_provisional("step()")
@@ -100,8 +99,12 @@ class LocalSync(Sync):
         if not self._skips_non_finite or all(map(is_finite_gradient, self._parameters)):
             return True
         self.num_skipped_steps += 1
-        recorder_of(self.world).end_step()
+        self.world.observer.end_step()
         return False
+
+    def _enter(self, phase: int) -> None:
+        observer = self.world.observer
+        observer.phase(phase, observer.num_steps)
 
     def write_buffers(self) -> None:
         """The buffers are this rank's own."""
@@ -110,7 +113,7 @@ class LocalSync(Sync):
         """The buffers are this rank's own."""
 
     def has_stepped(self) -> None:
-        recorder_of(self.world).end_step()
+        self.world.observer.end_step()
 
     # Otherwise
 

@@ -31,8 +31,8 @@ from torchring.gradients.round import ControlFields, NonFiniteGradient, Particip
 from torchring.gradients.weighing import Weighing, unfrozen
 from torchring.interruption import InterruptionGuard
 from torchring.observe.inputs import Inputs
-from torchring.observe.phases import BACKWARD, BETWEEN, EXPOSED, INPUT, OPTIMIZER
-from torchring.observe.services import flight_recorder_of, recorder_of
+from torchring.observe.services import recorder_of
+from torchring.observer import BACKWARD, BETWEEN, EXPOSED, INPUT, OPTIMIZER
 from torchring.participants.buffers import BufferSpec, BufferSync
 from torchring.participants.data import DataCheck
 from torchring.participants.noise import NoiseScale
@@ -175,7 +175,7 @@ class Reducer(Sync):
     Attributes:
         parameters, specs: those that are reduced. They grow with `extend`.
         frozen: parameters that are reduced as soon as they require a gradient.
-        entry: where other ranks see how far the rounds are.
+        progress: says how far the rounds are.
         layout: the buckets.
         launcher: has the round under way, or the last one.
         ledger: what is known about the gradients.
@@ -220,7 +220,6 @@ class Reducer(Sync):
         self._members = members
         self._end_backward = end_backward
         self._recorder = recorder_of(world)
-        self._flight_recorder = flight_recorder_of(world)
 
         # Whether a backward reduces
         self.accumulate = options.accumulate
@@ -230,8 +229,7 @@ class Reducer(Sync):
 
         # The round. The script's collectives check: another rank may be calling one of those, instead of wrapping.
         self._check_agreement(specs, collectives_of(world), buffers)
-        recorder = self._flight_recorder
-        self.entry = recorder.open_numbered_entry("gradients") if recorder is not None else None
+        self.progress = world.observer.open_progress("gradients")
         self.specs: list[ParameterSpec] = []
         self.parameters: list[torch.nn.Parameter] = []
         self._sparse = SparseReduction(
@@ -240,7 +238,7 @@ class Reducer(Sync):
         self.layout = BucketLayout(
             *(world, options, self._control, specs, self.specs, self.parameters),
             self._sparse.mark_local,
-            self.entry,
+            self.progress,
             members.waiting,
         )
         self.launcher = self.layout.launcher
@@ -360,8 +358,7 @@ class Reducer(Sync):
         self.layout.all_reduce.close()
         for participant in self.participants:
             participant.close()
-        if self.entry is not None and self._flight_recorder is not None:
-            self._flight_recorder.close_entry(self.entry)
+        self.progress.close()
         note_stale(self._members.stale, self.parameters)
         if not self.in_backward:
             self.watch.close()  # the two refer to each other; a closed watch needs no garbage collector
@@ -374,7 +371,7 @@ class Reducer(Sync):
             for guest in self._guests:
                 guest.before_backward()
             self.weighing.refuse_unweighed()
-            self._enter(BACKWARD)
+            self.enter(BACKWARD)
             if self._members.are_several and self.specs[0].device.type == "cpu":
                 self._members.refuse_other_thread(thread := threading.get_ident())
                 self.thread = thread
@@ -432,7 +429,7 @@ class Reducer(Sync):
         else:
             members.skipped.add(self)
         self.in_backward, self.thread = False, 0
-        self._enter(BETWEEN if reduces else INPUT)
+        self.enter(BETWEEN if reduces else INPUT)
         self.weighing.end_zero_weight()
         if reduces:
             for participant in self.participants:
@@ -522,21 +519,21 @@ class Reducer(Sync):
             self.weighing.end_zero_weight()
             self._take_part(reduces=True)
             return
-        self._recorder.enter(EXPOSED)
+        self.enter(EXPOSED)
         with torch.no_grad():  # a graph on the gradients, of backward(create_graph=True), is cut here
             self._members.guard.run("synchronize()", self._synchronize)
-        self._recorder.enter(BETWEEN)
+        self.enter(BETWEEN)
 
     # Step
 
     def before_step(self) -> None:
-        self._enter(OPTIMIZER)
+        self.enter(OPTIMIZER)
         for participant in self.participants:
             participant.before_step()
         self._members.skipped.clear()
 
     def accept_parameters(self) -> None:
-        self._enter(INPUT)
+        self.enter(INPUT)
         for participant in self.participants:
             participant.moved()
 
@@ -549,9 +546,10 @@ class Reducer(Sync):
 
     def take_over(self, src: int) -> None:
         """Collective: this rank's parameters have become those of rank `src`, and no gradient is left."""
-        steps = torch.tensor([self.num_steps, self._recorder.num_steps], device="cpu")
+        observer = self.world.observer
+        steps = torch.tensor([self.num_steps, observer.num_steps], device="cpu")
         internal_collectives_of(self.world).broadcast(steps, src)
-        self.num_steps, self._recorder.num_steps = map(int, steps.tolist())
+        self.num_steps, observer.num_steps = map(int, steps.tolist())
         self._num_backwards = 0
         for participant in self.participants:
             participant.take_over(src)
@@ -632,17 +630,14 @@ class Reducer(Sync):
             step=self.num_steps,
         )
 
-    def _enter(self, phase: int) -> None:
-        """Record that a phase of a step begins. Other ranks see that, too."""
-        self._recorder.enter(phase)
-        if self._flight_recorder is not None:
-            self._flight_recorder.enter(phase, self.num_steps)
+    def enter(self, phase: int) -> None:
+        """A phase of a step begins."""
+        self.world.observer.phase(phase, self.num_steps)
 
     def _end_step(self) -> None:
-        self._recorder.enter(OPTIMIZER)
-        self._recorder.end_step()
-        if self._flight_recorder is not None:
-            self._flight_recorder.enter(INPUT, self.num_steps)
+        self.enter(OPTIMIZER)
+        self.world.observer.end_step()
+        self.enter(INPUT)
 
     def _next_reduces(self) -> bool:
         """Decide if the backward that begins now reduces. Raises GradientError if it could not be reduced right."""

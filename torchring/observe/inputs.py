@@ -17,7 +17,6 @@ import numpy.typing as npt
 import torch
 
 from torchring.accelerators import accelerator_of
-from torchring.world import World
 
 _NUM_VALUES: Final = 256  # of a tensor: images have edges of one colour, and texts end in padding
 _MOST_TENSORS: Final = 4  # of the model's arguments
@@ -46,13 +45,6 @@ class Batch(NamedTuple):
     num_tokens: int = 0
     digest: int | None = None
     is_repeated: bool = False
-
-
-class Switch:
-    """Of one world: whether ranks look for mistakes in their data, as `init` was told."""
-
-    def __init__(self, _: World) -> None:
-        self.is_on = True
 
 
 class Inputs:

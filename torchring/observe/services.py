@@ -37,9 +37,11 @@ def _open_monitor(world: World) -> StallMonitor | None:
     rendezvous, host = world.rendezvous, world.host
     if rendezvous is None or host is None:
         return None
-    monitor = StallMonitor(rendezvous, host, host.allocate(MEMORY_BYTES), world.stall_warning_seconds)
+    observer, limit = world.observer, world.stall_warning_seconds
+    monitor = StallMonitor(rendezvous, host, host.allocate(MEMORY_BYTES), limit, observer.operations)
     world.on_close(monitor.close)
-    world.explain_absence = monitor.explain
+    observer.listeners.append(monitor.recorder)
+    observer.explain = monitor.explain
     rendezvous.on_wait = host.on_wait = monitor.recorder.await_ranks
     return monitor
 
@@ -49,6 +51,7 @@ class _Recording:
 
     def __init__(self, world: World) -> None:
         self.recorder = Recorder()
+        world.observer.listeners.append(self.recorder)
         writer.add(self.recorder)
         world.on_failure(self)
         world.on_close(self.close)

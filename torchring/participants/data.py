@@ -20,7 +20,7 @@ from typing import Final
 
 from torchring.errors import ranks_in_words
 from torchring.gradients.round import MOST_BY_RANK, Participant, RoundState
-from torchring.observe.inputs import Batch, Inputs, Switch
+from torchring.observe.inputs import Batch, Inputs
 from torchring.observe.loaders import remedy_for_equal_epochs, remedy_for_equal_ranks, remedy_for_equal_workers
 from torchring.world import World
 
@@ -54,7 +54,7 @@ class DataCheck(Participant):
         self.batch = Batch()
         self._rank, self._size = world.rank, world.size
         self._inputs = inputs
-        self._inputs.is_on = self._is_on = world.shared(Switch).is_on
+        self._inputs.is_on = self._is_on = world.check_data
         self._inputs.take()  # what was seen before, maybe in a world of one, belongs to no round
         self._is_mean = is_mean
         self._recent: deque[int] = deque(maxlen=_IN_A_ROW)  # digests of this rank's batches

@@ -18,10 +18,10 @@ from torchring.gradients.bucket import Bucket
 from torchring.gradients.layout import BucketLayout
 from torchring.gradients.round import Participant, RoundState
 from torchring.linux import host_name, process_began_ns
-from torchring.observe.phases import EXPOSED
 from torchring.observe.recorder import clocks
 from torchring.observe.recorder.records import Arrivals, OptimizerRecord, ParameterRecord, RunInfo
 from torchring.observe.services import recorder_of
+from torchring.observer import EXPOSED
 from torchring.releases import installed_version
 from torchring.world import World
 
@@ -67,9 +67,8 @@ class RoundRecording(Participant):
             current.mark_ready = self._mark_ready
 
     def backward_is_over(self, current: RoundState) -> None:
-        """From here to the end of the round, communication is exposed."""
         self._backward_began = self._recorder.phase_began  # the last forward had ended, or the first gradient had come
-        self._recorder.enter(EXPOSED)
+        self._recorder.phase(EXPOSED, current.step)
 
     def reduced(self, current: RoundState) -> None:
         layout, recorder = self._layout, self._recorder

@@ -9,6 +9,7 @@ from torchring.collectives.service import internal_collectives_of
 from torchring.collectives.signature import Signature
 from torchring.errors import PlanMismatchError, ranks_in_words
 from torchring.gradients.group import OptimizerGroup
+from torchring.observe.flight_recorder.entries import Entry
 from torchring.observe.services import monitor_of
 from torchring.world import World
 
@@ -23,9 +24,8 @@ def begin_together(world: World, number: int, what: str, said: bytes = b"") -> l
 
     Raises PlanMismatchError on all ranks if others begin something else, or, on this host, another backward.
     """
-    positions = {
-        entry.key: entry.num_begun for member in world.shared(OptimizerGroup).members if (entry := member.entry)
-    }
+    entries = (member.progress for member in world.shared(OptimizerGroup).members)
+    positions = {entry.key: entry.num_begun for entry in entries if isinstance(entry, Entry)}
     next_look = time.monotonic() + _LOOK_SECONDS
 
     def look() -> bool:

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 import torchring
-from torchring.observe.phases import Phase
+from torchring.observer import Phase
 
 _PACKAGE: Final = f"{os.path.dirname(torchring.__file__)}{os.sep}"  # as code objects name it, links and all
 _TORCH: Final = f"{os.path.dirname(torch.__file__)}{os.sep}"

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, Final, NamedTuple, TypeVar
 
-from torchring.observe.phases import OPTIMIZER, Phase
+from torchring.observer import OPTIMIZER, Observer, Phase, Progress, Wait
 
 _T = TypeVar("_T")
 MEMORY_BYTES: Final = 8192
@@ -60,27 +60,8 @@ _PHASE_AT: Final = int(_Field.PHASE)  # a store through an enum takes three time
 _PHASE_SINCE_AT: Final = int(_Field.PHASE_SINCE)
 
 
-class Wait(NamedTuple):
-    """What a thread waits for. `parameter` is the first one of the bucket."""
-
-    operation: str
-    step: int | None = None
-    bucket: int | None = None
-    parameter: str = ""
-
-    def __str__(self) -> str:
-        where = []
-        if self.step is not None:
-            where.append(f"step {self.step}")
-        if self.bucket is not None:
-            where.append(f"bucket {self.bucket}")
-        if self.parameter:
-            where.append(f"first parameter {self.parameter}")
-        return f"{self.operation} ({', '.join(where)})" if where else self.operation
-
-
-class Entry:
-    """How far this rank has come in one sequence of operations.
+class Entry(Progress):
+    """How far this rank has come, where other ranks read it. See `Progress`.
 
     Attributes:
         key: equal on all ranks, and unlike that of other entries of this world.
@@ -88,21 +69,18 @@ class Entry:
         thread: the thread that waits.
     """
 
-    def __init__(self, name: str, words: memoryview, first: int) -> None:
+    def __init__(self, recorder: FlightRecorder, name: str, words: memoryview, first: int) -> None:
         self.key = key_of(name)
         self.wait = Wait(name)
         self.thread = 0
+        self._recorder = recorder
         self._words = words
+        self._first = first
         self._begun = first + _BEGUN
         self._finished = first + _FINISHED
         self._waiting_since = first + _WAITING_SINCE
         words[self._begun] = words[self._finished] = words[self._waiting_since] = 0
         words[first + _KEY] = self.key
-
-    @classmethod
-    def private(cls, name: str) -> Entry:
-        """An entry that no other rank reads."""
-        return cls(name, memoryview(bytearray(8 * _ENTRY_WORDS)).cast("q"), 0)
 
     @property
     def num_begun(self) -> int:
@@ -113,15 +91,12 @@ class Entry:
         return int(self._words[self._waiting_since])
 
     def begin(self, position: int) -> None:
-        """This rank has begun operation number `position`, and all before it."""
         self._words[self._begun] = position + 1
 
     def finish(self, position: int) -> None:
-        """Operation number `position`, and all before it, are over for this rank."""
         self._words[self._finished] = position + 1
 
     def waiting(self, wait: Wait) -> Entry:
-        """`with entry.waiting(wait):` a thread does what other ranks may keep it waiting in."""
         self.wait = wait
         self.thread = threading.get_ident()
         self._words[self._waiting_since] = time.monotonic_ns()
@@ -134,7 +109,6 @@ class Entry:
         self._words[self._waiting_since] = 0
 
     def run(self, what: str, operation: Callable[..., _T], *arguments: Any) -> _T:
-        """Run `operation(*arguments)`, the next operation of this sequence. Messages call the operation `what`."""
         position = self.num_begun
         self.begin(position)
         try:
@@ -143,23 +117,28 @@ class Entry:
         finally:
             self.finish(position)
 
+    def close(self) -> None:
+        """Make room for another entry."""
+        self._recorder.entries.remove(self)
+        self._words[self._first + _KEY] = 0
 
-class FlightRecorder:
+
+class FlightRecorder(Observer):
     """Where this rank says what it is doing, for the threads that train.
 
     Args:
         memory: MEMORY_BYTES bytes, zeroed, which other ranks may read.
+        operations: the outermost operation between ranks that each thread is in, by thread.
 
     Attributes:
         thread: the thread that trains.
         entries: the open ones.
-        operations: the outermost operation between ranks that each thread is in, by thread.
     """
 
-    def __init__(self, memory: memoryview) -> None:
+    def __init__(self, memory: memoryview, operations: Mapping[int, str]) -> None:
         self.thread = threading.get_ident()
         self.entries: list[Entry] = []
-        self.operations: dict[int, str] = {}
+        self._operations = operations
         self._text = memory[_TEXT:MEMORY_BYTES]
         self._words = memory[:_TEXT].cast("q")
         self._words[_Field.PID] = os.getpid()
@@ -168,35 +147,25 @@ class FlightRecorder:
         self._written = b""
         self._num_named: dict[str, int] = {}
 
-    def enter(self, phase: int, step: int) -> None:
-        """The training thread enters a phase of optimizer step `step`."""
+    def phase(self, phase: int, step: int) -> None:
         words = self._words
         words[_PHASE_SINCE_AT] = time.monotonic_ns()
         words[_PHASE_AT] = step << 8 | phase
         if phase == OPTIMIZER:  # parts of a backward may run on threads of autograd's
             self.thread = threading.get_ident()
 
-    def open_entry(self, name: str) -> Entry:
-        """A new entry. Ranks may open entries in different orders. If there are too many, nobody else reads it."""
+    def open_progress(self, name: str) -> Entry | None:
+        """A new entry, with a number behind its name. None if there are too many.
+
+        All ranks open entries of one name in the same order, and those of different names in any order.
+        """
+        number = self._num_named[name] = self._num_named.get(name, 0) + 1
         for first in _ENTRIES:
             if not self._words[first + _KEY]:
-                entry = Entry(name, self._words, first)
+                entry = Entry(self, f"{name} {number}", self._words, first)
                 self.entries.append(entry)
                 return entry
-        return Entry.private(name)
-
-    def open_numbered_entry(self, name: str) -> Entry:
-        """As `open_entry`, with a number behind the name. All ranks open entries of this name in the same order."""
-        number = self._num_named[name] = self._num_named.get(name, 0) + 1
-        return self.open_entry(f"{name} {number}")
-
-    def close_entry(self, entry: Entry) -> None:
-        """Make room for another entry."""
-        if entry in self.entries:
-            self.entries.remove(entry)
-            for first in _ENTRIES:
-                if self._words[first + _KEY] == entry.key:
-                    self._words[first + _KEY] = 0
+        return None
 
     def await_ranks(self, ranks: Sequence[int], seconds: float) -> None:
         """The calling thread has waited for `ranks` for `seconds`. Without ranks, its wait is over."""
@@ -221,13 +190,13 @@ class FlightRecorder:
         for entry in list(self.entries):
             since, wait, thread, position = entry.waiting_since, entry.wait, entry.thread, entry.num_begun - 1
             if since and since == entry.waiting_since:  # not a mixture of two waits
-                if not wait.parameter and (outer := self.operations.get(thread)) not in (None, wait.operation):
+                if not wait.parameter and (outer := self._operations.get(thread)) not in (None, wait.operation):
                     wait = wait._replace(operation=f"{outer} ({wait.operation})")
                 _, awaited = self._awaited.get(thread, (0, ()))
                 found.append(CurrentWait(entry.key, position, since, wait, awaited, thread == self.thread))
         in_entries = {entry.thread for entry in list(self.entries) if entry.waiting_since}
         for thread, (since, ranks) in list(self._awaited.items()):
-            what = self.operations.get(thread)
+            what = self._operations.get(thread)
             if not self.entries:  # the script has not called anything else yet
                 what = what or "torchring.init()"
             if thread not in in_entries and what is not None:  # else it is a helper of a thread that waits in an entry

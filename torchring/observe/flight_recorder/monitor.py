@@ -12,8 +12,9 @@ import os
 import socket
 import struct
 import time
+import types
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -75,12 +76,20 @@ class StallMonitor:
     Args:
         block: memory for the flight recorders of the ranks of this host, `entries.MEMORY_BYTES` each.
         limit: seconds of waiting after which this rank warns; 0 for never. Then there is no timer thread.
+        operations: see `FlightRecorder`.
 
     Attributes:
         recorder: the flight recorder of this rank.
     """
 
-    def __init__(self, rendezvous: Rendezvous, host: HostGroup, block: SharedBlock, limit: float) -> None:
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        host: HostGroup,
+        block: SharedBlock,
+        limit: float,
+        operations: Mapping[int, str] = types.MappingProxyType({}),
+    ) -> None:
         self._rank = rendezvous.rank
         self._limit = limit
         self._rendezvous = rendezvous
@@ -89,7 +98,7 @@ class StallMonitor:
             rank: memoryview(part.numpy())  # type: ignore[arg-type]  # numpy's stubs before 3.12 lack Buffer
             for rank, part in zip(host.ranks, block.parts, strict=True)
         }
-        self.recorder = FlightRecorder(self._memory[self._rank])
+        self.recorder = FlightRecorder(self._memory[self._rank], operations)
         self._has_warned: set[tuple[int, int]] = set()  # (key, since) of the waits under way
         self._prints_stacks = os.environ.get(STACKS) == "1"
         self._printed_for = 0

@@ -8,7 +8,7 @@ from typing import Final
 
 from torchring.errors import ranks_in_words
 from torchring.observe.flight_recorder.entries import CurrentWait, RankState
-from torchring.observe.phases import Phase
+from torchring.observer import Phase
 
 _SILENT_SECONDS: Final = 5.0  # timer threads run once a second
 _MOST_NAMED: Final = 8

@@ -11,8 +11,8 @@ from typing import Any, Final, NoReturn
 import torch
 
 from torchring.observe.inputs import Inputs
-from torchring.observe.phases import BACKWARD, FORWARD
 from torchring.observe.recorder.recorder import Recorder
+from torchring.observer import BACKWARD, FORWARD
 
 _watches: weakref.WeakKeyDictionary[torch.nn.Module, ForwardWatch] = weakref.WeakKeyDictionary()
 
@@ -130,10 +130,10 @@ class _Hook(TransientHook):
 
 
 def _begins(inputs: Inputs, recorder: Recorder, arguments: tuple[Any, ...]) -> None:
-    recorder.enter(FORWARD)
+    recorder.phase(FORWARD, 0)
     positional, keywords = arguments
     recorder.num_samples += inputs.see(positional, keywords, recorder.num_loaders)
 
 
 def _ends(recorder: Recorder, _: tuple[Any, ...]) -> None:
-    recorder.enter(BACKWARD)
+    recorder.phase(BACKWARD, 0)

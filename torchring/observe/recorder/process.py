@@ -18,9 +18,9 @@ from typing import Any, Final
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from torchring.observe.phases import INPUT
 from torchring.observe.recorder.cores import UNKNOWN, since
 from torchring.observe.recorder.recorder import Recorder
+from torchring.observer import INPUT
 
 _FULL: Final = 2  # generation of a collection that looks at all objects; others are short
 _CPU_TIME: Final = 2  # with the inverted process id, the number of the clock: as clock_getcpuclockid(3) makes it
@@ -35,7 +35,7 @@ def _timed(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(call)
     def timed(self: Any) -> Any:
         thread = threading.get_ident()
-        training = [each for each in list(_recorders) if each.thread == thread and each.phase == INPUT]
+        training = [each for each in list(_recorders) if each.thread == thread and each.in_phase == INPUT]
         waiting = [(each, each.loading_ns, each.loading_cpu_ns) for each in training]
         worked, began = time.thread_time_ns(), time.perf_counter_ns()
         try:

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Final
 
 from torchring.accelerators import Accelerator
-from torchring.observe.phases import EXPOSED, FORWARD, INPUT
 from torchring.observe.recorder.cores import UNKNOWN, CoreQueue, since
 from torchring.observe.recorder.device import DeviceTimes, Reduction
 from torchring.observe.recorder.records import (
@@ -28,6 +27,7 @@ from torchring.observe.recorder.records import (
     RunInfo,
     step_row,
 )
+from torchring.observer import EXPOSED, FORWARD, INPUT, Observer
 
 NUM_STEPS: Final = 1_000  # that are kept
 NUM_ARRIVALS: Final = 16
@@ -35,7 +35,7 @@ _MOST_STAMPS: Final = 2_048  # of one step; a script with more micro-steps gets 
 _MOST_NUMBERS: Final = BUCKET_LENGTH * 8_192  # about the buckets of one step: a script may never call step()
 
 
-class Recorder:
+class Recorder(Observer):
     """The last steps of one rank in one world. For the thread that trains; others may read."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Recorder:
         self.collecting_ns = 0
         self.num_loaders = 0  # that have begun, so far
         # The phase under way
-        self.phase = INPUT
+        self.in_phase = INPUT
         self.phase_began = time.perf_counter_ns()
         self._stamps = [INPUT, self.phase_began]  # phase, beginning; phase, beginning; ...
         self._device: DeviceTimes | None = None
@@ -70,12 +70,11 @@ class Recorder:
         self._queued_before_step = self._queued_before_exposed = UNKNOWN
         self._exposed_queued_ns = 0
 
-    def enter(self, phase: int) -> None:
-        """A phase of a step begins."""
-        if phase != self.phase and self.is_on and len(self._stamps) < _MOST_STAMPS:
-            if EXPOSED in (phase, self.phase) and self._device is None:
+    def phase(self, phase: int, step: int) -> None:
+        if phase != self.in_phase and self.is_on and len(self._stamps) < _MOST_STAMPS:
+            if EXPOSED in (phase, self.in_phase) and self._device is None:
                 self._note_exposed(begins=phase == EXPOSED)
-            self.phase = phase
+            self.in_phase = phase
             self.phase_began = time.perf_counter_ns()
             self._stamps.append(phase)
             self._stamps.append(self.phase_began)
@@ -131,7 +130,6 @@ class Recorder:
         self._packing_ns += packing_ns
 
     def end_step(self) -> None:
-        """The optimizer has stepped, or left the step out."""
         now = time.perf_counter_ns()
         stamps, buckets = self._stamps, self._buckets
         step = None
@@ -152,7 +150,7 @@ class Recorder:
         self.num_samples = self.loading_ns = self.collecting_ns = self._stall_ns = self._packing_ns = 0
         self.loading_cpu_ns = self.num_workers = -1
         self.thread = threading.get_ident()
-        self.phase, self.phase_began = INPUT, now
+        self.in_phase, self.phase_began = INPUT, now
         self._stamps = [INPUT, now]
         self._buckets = []
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from torchring.observe.phases import Phase
+from torchring.observer import Phase
 
 STEP_LENGTH: Final = 14  # without phases and buckets
 NUMBER, BEGIN, END, NUM_SAMPLES, STALL_NS, PACKING_NS, LOADING_NS = range(7)

@@ -8,8 +8,8 @@ from typing import Final
 
 import numpy as np
 
-from torchring.observe.phases import Phase as Recorded
 from torchring.observe.recorder.records import StepRecord
+from torchring.observer import Phase as Recorded
 from torchring.report.model.merge import Job
 from torchring.report.model.phases import PHASES, Phase
 from torchring.report.model.timing import Timing

@@ -9,7 +9,7 @@ from typing import Final
 class Phase(str, Enum):
     """What a rank does in a step. Phases add up to the duration of the step.
 
-    INPUT, FORWARD, BETWEEN, OPTIMIZER: as `torchring.observe.phases.Phase`.
+    INPUT, FORWARD, BETWEEN, OPTIMIZER: as `torchring.observer.Phase`.
     BACKWARD: without the time in which communication kept it waiting.
     WAITING: communication cannot go on, because another rank is late.
     COMMUNICATION: the rank stands still while gradients are being reduced; all ranks are there.

@@ -11,8 +11,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from torchring.observe.phases import Phase as Recorded
 from torchring.observe.recorder.records import BucketRecord, PhaseRecord, StepRecord
+from torchring.observer import Phase as Recorded
 from torchring.report.model.merge import Job
 
 Array = NDArray[Any]

@@ -11,8 +11,8 @@ from typing import Final
 import numpy as np
 
 from torchring.errors import ranks_in_words
-from torchring.observe.phases import Phase as Recorded
 from torchring.observe.recorder.records import RunInfo
+from torchring.observer import Phase as Recorded
 from torchring.report.model.merge import Job
 from torchring.report.model.phases import COMPUTING, PHASES, Phase, column
 from torchring.report.model.timing import Array, Spread, Timing, spread, tabulate

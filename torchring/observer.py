@@ -1,0 +1,150 @@
+"""What the core says about its work, while it works. Rooms listen: recorder, flight recorder, data check.
+
+The core calls `World.observer`, which passes each event on to those who listen in that world. Where nobody listens, an
+event is a call of an empty loop, or not even that. See `torchring.observe`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from enum import IntEnum
+from typing import Any, Final, NamedTuple, TypeVar
+
+_T = TypeVar("_T")
+
+
+class Phase(IntEnum):
+    """What a rank does. A step with several micro-steps has several INPUT, FORWARD and BACKWARD.
+
+    INPUT: everything from the end of a step to the beginning of forward: waiting for data, zero_grad(), logging.
+    FORWARD: the model that `wrap` was given computes. Without a model, forward is not told apart from INPUT.
+    BACKWARD: from the end of forward, so with the loss, until the last gradient is computed. Includes stalls for
+        buckets that are reduced meanwhile.
+    EXPOSED: all gradients are computed; backward waits for reductions.
+    BETWEEN: from the end of a backward that reduces to `step()`: unscaling, clipping, logging.
+    OPTIMIZER: inside `step()`.
+    """
+
+    INPUT = 0
+    FORWARD = 1
+    BACKWARD = 2
+    EXPOSED = 3
+    BETWEEN = 4
+    OPTIMIZER = 5
+
+
+INPUT, FORWARD, BACKWARD, EXPOSED, BETWEEN, OPTIMIZER = map(int, Phase)  # to look up a member of an enum takes 0.1 us
+
+# What happens to a bucket. COPYING and COPIED: a gradient is copied to the wire when it arrives. READY: the last
+# gradient has come, or backward is over. PACKED: all are in the wire. LAUNCHED: the bucket has left. STARTED, REDUCED:
+# the all-reduce begins to work on it, and has ended; without a thread, this rank begins and ends its own part.
+COPYING, COPIED, READY, PACKED, LAUNCHED, STARTED, REDUCED = range(7)
+BucketEvents = Callable[[int, int, int], None]
+"""Called with an event, the index of a bucket, and when it happened in ns of time.perf_counter_ns; 0 for now."""
+
+
+class Wait(NamedTuple):
+    """What a thread waits for. `parameter` is the first one of the bucket."""
+
+    operation: str
+    step: int | None = None
+    bucket: int | None = None
+    parameter: str = ""
+
+    def __str__(self) -> str:
+        where = []
+        if self.step is not None:
+            where.append(f"step {self.step}")
+        if self.bucket is not None:
+            where.append(f"bucket {self.bucket}")
+        if self.parameter:
+            where.append(f"first parameter {self.parameter}")
+        return f"{self.operation} ({', '.join(where)})" if where else self.operation
+
+
+class Progress:
+    """How far this rank has come in one sequence of operations, which all ranks begin in the same order.
+
+    Operations are counted by their position. Here nobody wants to know.
+    """
+
+    def begin(self, position: int) -> None:
+        """This rank has begun operation number `position`, and all before it."""
+
+    def finish(self, position: int) -> None:
+        """Operation number `position`, and all before it, are over for this rank."""
+
+    def waiting(self, wait: Wait) -> AbstractContextManager[None]:
+        """`with progress.waiting(wait):` a thread does what other ranks may keep it waiting in."""
+        return _NOTHING
+
+    def run(self, what: str, operation: Callable[..., _T], *arguments: Any) -> _T:
+        """Run `operation(*arguments)`, the next operation of this sequence. Messages call the operation `what`."""
+        return operation(*arguments)
+
+    def close(self) -> None:
+        """No operation comes any more."""
+
+
+_NOTHING: Final = contextlib.nullcontext()
+
+
+class Observer:
+    """Hears what this rank does in one world. On the threads that train."""
+
+    def phase(self, phase: int, step: int) -> None:
+        """The thread that trains enters a phase of optimizer step `step`."""
+
+    def forward(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        """A model that trains is given these arguments."""
+
+    def end_step(self) -> None:
+        """An optimizer has stepped, or left the step out."""
+
+    def connected(self, optimizer: Any) -> None:
+        """A `DistributedOptimizer` trains in this world from now on."""
+
+    def open_progress(self, name: str) -> Progress | None:
+        """A sequence of operations begins. None: this observer does not follow operations."""
+        return None
+
+
+class Observers(Observer):
+    """Passes events on to those who listen in one world.
+
+    Attributes:
+        listeners: those who listen.
+        operations: the outermost operation between ranks that each thread is in, by thread.
+        num_steps: how many steps this rank has made, with all optimizers.
+        explain: returns what the given ranks did last, for the error if they keep this rank waiting; "" if nobody
+            knows.
+    """
+
+    def __init__(self) -> None:
+        self.listeners: list[Observer] = []
+        self.operations: dict[int, str] = {}
+        self.num_steps = 0
+        self.explain: Callable[[Sequence[int]], str] = lambda ranks: ""
+
+    def phase(self, phase: int, step: int) -> None:
+        for each in self.listeners:
+            each.phase(phase, step)
+
+    def forward(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        for each in self.listeners:
+            each.forward(arguments, keywords)
+
+    def end_step(self) -> None:
+        self.num_steps += 1
+        for each in self.listeners:
+            each.end_step()
+
+    def connected(self, optimizer: Any) -> None:
+        for each in self.listeners:
+            each.connected(optimizer)
+
+    def open_progress(self, name: str) -> Progress:
+        found = (each.open_progress(name) for each in self.listeners)
+        return next(filter(None, found), None) or Progress()
