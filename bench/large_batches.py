@@ -19,7 +19,7 @@ Recipes. k is the factor of the batch; learning rates decay to 0 as a cosine:
 Each search has 4 values, a factor of 2 apart, and a seed that is not among the three.
 
 One process computes what k ranks would: for the mean, as one batch; for Adasum, as k micro-batches, one for each rank,
-combined for each parameter tensor as `torchring.wrap(..., op="adasum")` does. `check` compares that with 4 ranks.
+combined for each parameter tensor. `check` compares the mean with 4 ranks.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def train(
     model = task.model()
     optimizer: Any = task.optimizer(model, lr, is_layer_wise=recipe == "layers")
     if ranks > 1:
-        optimizer = torchring.wrap(optimizer, model, op="adasum" if recipe == "adasum" else "mean")
+        optimizer = torchring.wrap(optimizer, model)
     micro, steps = task.base, task.samples // (task.base * factor)
     warming = 0 if recipe in ("same", "rule") else max(1, round(WARM_UP * steps))
     scheduler: Any = CosineAnnealingLR(optimizer, steps - warming)
@@ -343,7 +343,7 @@ def check(tasks: Sequence[Task]) -> list[dict[str, Any]]:
 
 
 def _cases(tasks: Sequence[Task]) -> list[tuple[Task, str]]:
-    return [(task, recipe) for task in tasks for recipe in ("warm-up", "layers", "adasum")]
+    return [(task, recipe) for task in tasks for recipe in ("warm-up", "layers")]
 
 
 def _losses(task: Task, recipe: str) -> list[float]:

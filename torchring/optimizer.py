@@ -46,7 +46,6 @@ from torchring.gradients.round import Participant
 from torchring.gradients.validation import (
     GradientOp,
     OnNonfinite,
-    check_combined,
     check_free,
     check_options,
     check_same_parameters,
@@ -104,8 +103,7 @@ def wrap(
         optimizer: any torch.optim.Optimizer. Its parameters are on the CPU or on one GPU. It keeps its state.
         model: gives parameters their names in errors, shows which embeddings have sparse gradients, and has its buffers
             copied from rank 0, and kept equal after that.
-        op: "mean" or "sum" over ranks; or "adasum" (Maleki et al. 2021), for dense gradients on the CPU: for each
-            parameter the mean of gradients that are parallel, and the sum of those that are orthogonal.
+        op: "mean" or "sum" over ranks.
         compression: send gradients as "fp16" or "bf16". They are scaled before they are rounded, and added up in fp32.
             None sends them in their own dtype.
         bucket_mb: size of a bucket in MiB. The first bucket is at most 1 MiB. Default (None): 25, and for gradients on
@@ -243,8 +241,6 @@ class DistributedOptimizer(OptimizerWrapper):
             names = self._name_parameters(optimizer, model)
             ignored = ignored_tensors(ignore, model, names, world)
             check_free(names, world)
-            if options.op == "adasum":
-                check_combined(names, self._find_sparse(optimizer, model))
             refuse_part_of_state(optimizer)
             if options.shard:
                 check_shardable(optimizer)
@@ -438,7 +434,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
         Raises:
             TypeError: the weight is no number.
-            ValueError: the weight is out of range; op="sum" or op="adasum", which have no mean; this optimizer is
+            ValueError: the weight is out of range; op="sum"; this optimizer is
                 closed.
             GradientError: called twice before a backward, called inside one, or some of the backwards that are reduced
                 together have a weight and others have none. `backward()` raises GradientError on all ranks if some of
@@ -447,11 +443,6 @@ class DistributedOptimizer(OptimizerWrapper):
         value = check_weight(weight)
         if self._options.op == "sum":
             raise ValueError("weigh() takes op='mean'; with op='sum', multiply the loss by its weight")
-        if self._options.op == "adasum":
-            raise ValueError(
-                "weigh() takes op='mean'; op='adasum' combines gradients by their directions and lengths, and has no "
-                "mean to weigh. Give ranks batches of one size"
-            )
         self._live_sync().weigh(value)
 
     def skip(self) -> None:

@@ -1,5 +1,5 @@
 """One contract (`torchring/allreduce/contract.py`), and all all-reduces: direct, native over Gloo and in lanes over the
-fake, hierarchical with even and uneven hosts, what Adasum adds up; in the background and inline."""
+fake, hierarchical with even and uneven hosts; in the background and inline."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, asser
 from tests.support.fakes import FakeNetwork
 from tests.support.grids import grid
 from tests.support.harness import RanksFailed, run_threads, wait_until
-from torchring.allreduce.adasum import AdasumAllReduce
 from torchring.allreduce.contract import AllReduce, NonFinite, Wire, is_finite
 from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_members, num_columns
@@ -33,7 +32,7 @@ from torchring.transport.c10d import C10dTransport
 from torchring.transport.diagnosis import culprit as culprit_module
 from torchring.world import World
 
-KINDS = ("direct", "native-lanes", "hierarchical", "native", "adasum", "adasum-hosts")
+KINDS = ("direct", "native-lanes", "hierarchical", "native")
 INLINE = ("hierarchical-inline", "native-inline")  # the same, but `start` waits
 SHARED = ("direct", "hierarchical", "hierarchical-inline")  # sum in shared memory first
 HOSTS = {2: (0, 1), 3: (0, 0, 1), 5: (0, 1, 0, 1, 0)}  # of each rank, where there are several
@@ -41,7 +40,7 @@ WORLDS = (2, 3, 5)
 DTYPES = (torch.float32, torch.float64, torch.float16, BF16 := torch.bfloat16)
 MIB = 2**20
 
-every_all_reduce = grid("kind", KINDS, keep=lambda kind: kind != "adasum")
+every_all_reduce = pytest.mark.parametrize("kind", KINDS)
 every_world = pytest.mark.parametrize("size", WORLDS)
 # Every all-reduce in a world of 3, and the others where they differ: one peer, and hosts of 3 and 2 ranks.
 every_all_reduce_and_world = grid(
@@ -56,10 +55,7 @@ every_all_reduce_world_and_dtype = grid(
     WORLDS,
     DTYPES,
     keep=lambda kind, size, dtype: (
-        (size, dtype) == (3, torch.float32)
-        if kind.startswith("adasum")
-        else size
-        == (2 if dtype in (torch.float16, torch.float64) else 5 if (kind, dtype) == ("hierarchical", BF16) else 3)
+        size == (2 if dtype in (torch.float16, torch.float64) else 5 if (kind, dtype) == ("hierarchical", BF16) else 3)
     ),
 )
 
@@ -83,7 +79,7 @@ def run_all_reduces(
             world.close()
 
     with pytest.MonkeyPatch.context() as patch:
-        if kind.startswith("hierarchical") or kind == "adasum-hosts":
+        if kind.startswith("hierarchical"):
             patch.setattr(host_module, "_host_identity", lambda: _host_of(size))
         return run_threads(on_rank, size)
 
@@ -94,13 +90,6 @@ def _open(kind: str, world: World, fake: Any) -> AllReduce[Any]:
     assert world.host is not None
     if kind == "direct":
         return DirectAllReduce(world.host, poll_seconds=0.0)
-    if kind == "adasum":
-        return AdasumAllReduce(world.host, world.hosts, [None], poll_seconds=0.0)
-    if kind == "adasum-hosts":
-        members = column_members(world.hosts, world.rank)
-        lanes = [_transport(world, members or (world.rank,)) for _ in range(2)]
-        adasum = AdasumAllReduce(world.host, world.hosts, lanes if members else [None] * 2, poll_seconds=0.0)
-        return ThreadedAllReduce(adasum)
     if kind.startswith("hierarchical"):
         members = column_members(world.hosts, world.rank)
         transports = [_transport(world, members or (world.rank,)) for _ in range(2)]
@@ -493,12 +482,11 @@ def test_what_a_all_reduce_says_of_itself(kind: str) -> None:
             assert before <= began < ended <= time.perf_counter()
         return all_reduce.algorithm, all_reduce.in_background
 
-    in_background = kind in ("native-lanes", "native", "hierarchical", "adasum-hosts")
-    name = {"adasum": "direct", "adasum-hosts": "hierarchical"}.get(kind, kind.split("-")[0])
-    assert run_all_reduces(kind, 2, body) == [(name, in_background)] * 2
+    in_background = kind in ("native-lanes", "native", "hierarchical")
+    assert run_all_reduces(kind, 2, body) == [(kind.split("-")[0], in_background)] * 2
 
 
-@pytest.mark.parametrize("kind", ["native-lanes", "native", "hierarchical", "adasum-hosts"])
+@pytest.mark.parametrize("kind", ["native-lanes", "native", "hierarchical"])
 def test_in_the_background_start_waits_for_nobody(kind: str) -> None:
     has_started = threading.Event()
 

@@ -12,7 +12,7 @@ from tests.support.adasum import assert_adasum, exact_adasum
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks
 from tests.support.grids import grid
 from tests.support.harness import run_pooled
-from torchring.collectives.adasum import Combination, adasum, coefficients
+from torchring.collectives.adasum import adasum, coefficients, products
 from torchring.memory import host as host_module
 
 
@@ -54,25 +54,10 @@ def test_what_cancels_counts_as_zero() -> None:
 def test_hosts_are_combined_first() -> None:
     parts, hosts = _vectors(5, 300), ((0, 3), (1, 2, 4))
     wide = torch.stack(parts).double()
-    weights = coefficients((wide @ wide.T)[None], hosts)[0]
+    weights = coefficients(wide @ wide.T, hosts)
     torch.testing.assert_close(weights @ wide, exact_adasum(parts, hosts).value, rtol=1e-12, atol=1e-12)
-    four = (wide[:4] @ wide[:4].T)[None]
+    four = products(list(wide[:4].float()))
     torch.testing.assert_close(coefficients(four, ((0, 1), (2, 3))), coefficients(four), rtol=1e-14, atol=1e-14)
-
-
-def test_segments_are_combined_each_by_itself() -> None:
-    sizes = [0, 1, 3, 40_000, 0, 4095, 4096, 7, 33_000, 5, 0]
-    bounds = [0, *torch.tensor(sizes).cumsum(0).tolist()]
-    parts = _vectors(3, bounds[-1])
-    out = torch.full_like(parts[0], 7.0)
-    combination = Combination(parts, bounds, [out])
-    gram = combination.products()
-    assert combination.run(coefficients(gram)) is None
-    for segment in range(len(sizes)):
-        pieces = [part[bounds[segment] : bounds[segment + 1]] for part in parts]
-        wide = torch.stack(pieces).double()
-        torch.testing.assert_close(gram[segment], wide @ wide.T, rtol=1e-12, atol=1e-12)
-        assert_adasum(out[bounds[segment] : bounds[segment + 1]], pieces)
 
 
 def _all_reduce(rank: int, size: int, hosts: Sequence[int]) -> list[torch.Tensor]:

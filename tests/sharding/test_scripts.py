@@ -40,7 +40,6 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
     {"algorithm": "native"},
     {"overlap": "thread"},
     {"on_nonfinite": "skip"},
-    {"op": "adasum"},
 )
 
 

@@ -1,7 +1,7 @@
 """One training with the features of `pairs.py`: on ranks under torchring, and in one process without torchring.
 
 The one process has the batches of all ranks. It computes in fp64 what the documentation promises: one graph for all
-ranks, from it the gradient of the mean over what counts, or the Adasum of the ranks' gradients, and the mean of the
+ranks, from it the gradient of the mean over what counts, and the mean of the
 buffers of those ranks that take part.
 """
 
@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 
 import torchring
 import torchring.horovod as hvd
-from tests.support.adasum import exact_adasum
 from tests.support.checks import digest
 from tests.support.harness import run_ranks
 from tests.tools.pairs import PAIRS, REFUSED, Training, Ways, describe
@@ -310,7 +309,6 @@ class _Script:
         kinds = {"counter": "mean", "average": "mean", "own": None}
         buffers = training["buffers"]
         options: dict[str, Any] = {
-            "op": training["op"],
             "compression": None if training["wire"] == "own" else training["wire"],
             "bucket_mb": {"default": None, "tiny": 1e-4}[training["buckets"]],
             "accumulate": int(training["accumulate"]),
@@ -571,7 +569,7 @@ def _add_gradients(
     """Set each `.grad` to the mean, and change the ranks' buffers. Returns the ranks that take part."""
     parameters = [p for p in net.parameters() if p.requires_grad]
     divisor, counting = 0.0, set()
-    own: dict[int, dict[nn.Parameter, Tensor]] = {}  # by rank; those of all ranks together under 0 for a mean
+    total: dict[nn.Parameter, Tensor] = {}  # of all ranks
     moves: dict[int, list[tuple[Tensor, Tensor]]] = {}  # of SAM, by rank
     first = step.micros[0]
     for r in step.present if training["step"] == "sam" else ():
@@ -590,25 +588,19 @@ def _add_gradients(
             with _moved(moves.get(together[0], [])):
                 counts = [micro.counts(r) for r in together]
                 outputs = net.forward_all([batches[r][:2] for r in together], [buffers[r] for r in together], counts)
-                losses: dict[int, Tensor] = {}
+                losses = []
                 for r, output in zip(together, outputs, strict=True):
                     if micro.counts(r):
                         weight = 1.0 if micro.weights is None else micro.weights[r]
-                        owner = r if training["op"] == "adasum" else 0
-                        losses[owner] = losses.get(owner, 0.0) + weight * functional.mse_loss(output, batches[r][2])
+                        losses.append(weight * functional.mse_loss(output, batches[r][2]))
                         divisor += weight
                         counting.add(r)
-                for r, loss in losses.items():
-                    so_far = own.setdefault(r, {})
-                    for p, grad in _gradients(net, training, loss).items():
-                        so_far[p] = grad + so_far.get(p, 0.0)
+                if losses:
+                    for p, grad in _gradients(net, training, torch.stack(losses).sum()).items():
+                        total[p] = grad + total.get(p, 0.0)
     for p in parameters:
-        if not any(p in grads for grads in own.values()):
-            continue
-        if training["op"] == "adasum":
-            p.grad = _adasum(p, [own.get(r, {}).get(p) for r in range(NUM_RANKS)], training)
-        else:
-            p.grad = own[0][p] / (divisor if training["weights"] != "none" else len(counting))
+        if p in total:
+            p.grad = total[p] / (divisor if training["weights"] != "none" else len(counting))
     return sorted(counting)
 
 
@@ -629,17 +621,6 @@ def _moved(moves: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
     yield
     for (p, _), value in zip(moves, before, strict=True):
         p.data.copy_(value)
-
-
-def _adasum(parameter: Tensor, grads: Sequence[Tensor | None], training: Training) -> Tensor:
-    """Of complex numbers as pairs of real ones."""
-    parts = [torch.zeros_like(parameter) if grad is None else grad for grad in grads]
-    flat = [(torch.view_as_real(part) if part.is_complex() else part).detach().flatten() for part in parts]
-    hosts = [[r for r, host in enumerate(_HOSTS[training["hosts"]]) if host == name] for name in (0, 1)]
-    total = exact_adasum(flat, [members for members in hosts if members]).value
-    return (
-        torch.view_as_complex(total.view(*parameter.shape, 2)) if parameter.is_complex() else total.view_as(parameter)
-    )
 
 
 # The comparison

@@ -25,7 +25,6 @@ FEATURES: Final[Mapping[str, tuple[str, ...]]] = {
     "weights": ("none", "samples", "zero"),
     "skip": ("none", "one", "with forward"),
     "data": ("even", "join"),
-    "op": ("mean", "adasum"),
     # when gradients are reduced
     "accumulate": ("1", "2"),
     "local": ("none", "no_sync", "synchronize"),
@@ -98,12 +97,6 @@ REFUSED: Final[dict[Ways, tuple[str, str]]] = _table(
     ("shard=yes + step=sam", ("ValueError", "shard=True does not work with _Sam")),
     ("step=sam + nonfinite=skip", ("GradientError", "on_nonfinite='skip' cannot leave out a step of the wrapped")),
     ("shard=yes + layout=transposed", ("GradientError", "was replaced after torchring.wrap(..., shard=True)")),
-    ("op=adasum + weights=samples|zero", ("ValueError", "weigh() takes op='mean'; op='adasum' combines")),
-    (
-        "op=adasum + algorithm=ring|native",
-        ("ValueError", "op='adasum' takes algorithm='auto', 'direct', 'hierarchical'"),
-    ),
-    ("op=adasum + layers=sparse", ("ValueError", "op='adasum' takes dense gradients")),
     ("api=process set + weights=samples|zero", _NEEDS_ENGINE),
     ("api=process set + skip=one|with forward", _NEEDS_ENGINE),
 )
@@ -124,8 +117,6 @@ APART: Final[dict[Ways, str]] = _table(
     ("norm=sync + skip=one", _ENDED),
     ("norm=sync + skip=with forward", "forward without backward leaves the layers of the others waiting"),
     ("step=sam + norm=sync", "a rank's own ascent has parts of what the other ranks lose"),
-    ("op=adasum + norm=sync", "a rank's own gradient has parts of what the other ranks lose"),
-    ("api=horovod|process set + op=adasum", "Horovod's Adasum combines what steps change, not gradients"),
     ("api=horovod|process set + buckets=tiny", _NO_OPTION),
     ("api=horovod|process set + owned=ignored", _NO_OPTION),
     ("api=horovod|process set + shard=yes", _NO_OPTION),

@@ -42,7 +42,6 @@ _PART = [  # every feature, and what is quick
         "resume": "from one",
     },
     {
-        "op": "adasum",
         "skip": "one",
         "step": "sam",
         "accumulate": "2",

@@ -115,26 +115,6 @@ class VoidingAllReduce(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class CombinedSpec:
-    """A wire buffer of parameters that are combined each by itself, and of what is added up.
-
-    bounds: where each parameter begins, in order, and then the end of the last one. What lies behind is added up.
-    """
-
-    numel: int
-    dtype: torch.dtype
-    bounds: tuple[int, ...]
-
-
-@runtime_checkable
-class CombiningAllReduce(Protocol):
-    """An all-reduce that does not add parameters up."""
-
-    def open_combined(self, specs: Sequence[CombinedSpec]) -> Sequence[Any]:
-        """Collective: as `AllReduce.open_wires`, whose wires are added up."""
-
-
 class BlockingAllReduce(Protocol[W]):
     """An all-reduce that blocks until a wire is reduced. `ThreadedAllReduce` calls it, from one thread for each lane.
 

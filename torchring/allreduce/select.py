@@ -10,7 +10,6 @@ from typing import Any, Final, Literal, get_args
 
 import torch
 
-from torchring.allreduce.adasum import AdasumAllReduce
 from torchring.allreduce.choice import Choice, check_one_host, in_words, measure_in_turns
 from torchring.allreduce.contract import AllReduce
 from torchring.allreduce.direct import DirectAllReduce
@@ -19,7 +18,6 @@ from torchring.allreduce.native import NativeAllReduce
 from torchring.allreduce.threaded import ThreadedAllReduce
 from torchring.errors import TopologyError, in_step
 from torchring.memory.channel import POLL_SECONDS
-from torchring.transport.contract import Transport
 from torchring.transport.open import open_transport
 from torchring.world import World
 
@@ -112,31 +110,6 @@ def open_all_reduce(world: World, algorithm: str, overlap: str) -> AllReduce[Any
     if in_background:
         transports += [open_transport(world) for _ in range(NUM_LANES - 1)]
     return ThreadedAllReduce(NativeAllReduce(transports), in_background=in_background)
-
-
-def open_adasum(world: World, algorithm: str, overlap: str) -> tuple[AllReduce[Any], Choice]:
-    """Collective: the all-reduce for op="adasum", with "auto", "direct" or "hierarchical".
-
-    There is one algorithm. Across hosts it is called "hierarchical". Raises TopologyError for "direct" across hosts.
-    """
-    host = world.host
-    assert host is not None
-    if algorithm == "direct":
-        check_one_host(world, "algorithm='direct' takes one host")
-    name = "hierarchical" if len(world.hosts) > 1 else "direct"
-    in_background = _in_background(world, name, overlap)
-    transports: list[Transport | None] = [None]
-    if name == "hierarchical":
-        members = column_members(world.hosts, world.rank)
-        opened = [open_transport(world, members=members or (world.rank,)) for _ in range(NUM_LANES)]
-        for transport in opened if members is None else opened[0:0]:  # transports are opened by all ranks together
-            transport.close()
-        transports = [None if members is None else transport for transport in opened]
-    poll_seconds = 0.0 if in_background or name == "hierarchical" else POLL_SECONDS
-    adasum = AdasumAllReduce(host, world.hosts, transports, poll_seconds=poll_seconds)
-    is_stepwise = name == "direct" and not in_background
-    all_reduce = adasum if is_stepwise else ThreadedAllReduce(adasum, in_background=in_background)
-    return all_reduce, Choice(name, "op='adasum' has one algorithm")
 
 
 def _in_background(world: World, algorithm: str, overlap: str) -> bool:

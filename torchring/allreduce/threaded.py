@@ -17,13 +17,7 @@ from typing import Generic
 
 import torch
 
-from torchring.allreduce.contract import (
-    BlockingAllReduce,
-    CombinedSpec,
-    CombiningAllReduce,
-    NonFinite,
-    W,
-)
+from torchring.allreduce.contract import BlockingAllReduce, NonFinite, W
 from torchring.errors import FirstFailure, PeerLostError, RingError
 from torchring.threads import SerialThread
 
@@ -118,10 +112,6 @@ class ThreadedAllReduce(Generic[W]):
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[W]:
         return self._all_reduce.open_wires(specs)
-
-    def open_combined(self, specs: Sequence[CombinedSpec]) -> Sequence[W]:
-        assert isinstance(self._all_reduce, CombiningAllReduce)
-        return self._all_reduce.open_combined(specs)
 
     def start(self, wire: W, *, scale: float = 1.0, tag: int = 0) -> PendingInLane:
         return self._lanes.start(lambda lane: self._all_reduce.all_reduce(wire, scale=scale, tag=tag, lane=lane))

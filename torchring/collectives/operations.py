@@ -8,7 +8,7 @@ from typing import Final, Protocol
 import torch
 
 from torchring.accelerators import ACCELERATORS
-from torchring.collectives.adasum import Combination, coefficients
+from torchring.collectives.adasum import coefficients, products
 from torchring.collectives.combine import combine
 from torchring.collectives.signature import OPS, Signature, signature_of
 from torchring.kernels import reference
@@ -100,12 +100,12 @@ def all_reduce_adasum(
     """
     flat, size = plain(tensor).view(-1), sum(map(len, hosts))
     signature = signature_of("all_reduce", (tensor,), _DETAILS["adasum"])
-    gram = torch.zeros(1, size, size, dtype=torch.float64, device="cpu")
+    gram = torch.zeros(size, size, dtype=torch.float64, device="cpu")
     for chunk in torch.split(flat, _BATCH_BYTES // flat.itemsize):
         parts, _ = all_to_all(backend, chunk, even_shares(len(chunk), size), signature)
-        gram += Combination(parts, [0, len(parts[0])], []).products()
+        gram += products(parts)
     gram = torch.stack(all_gather(backend, gram, signature)).sum(0)
-    scaled = flat.to(reference.compute_dtype(flat.dtype, flat.dtype)).mul_(coefficients(gram, hosts)[0, rank].item())
+    scaled = flat.to(reference.compute_dtype(flat.dtype, flat.dtype)).mul_(coefficients(gram, hosts)[rank].item())
     backend.all_reduce((scaled,), "sum", signature)
     if scaled.data_ptr() != tensor.data_ptr():
         writable(tensor).copy_(scaled.view(tensor.shape))

@@ -25,8 +25,6 @@ import torch
 from torchring.accelerators import Mark, Stream
 from torchring.allreduce import TAGS_PER_ROUND, AllReduce, Wire
 from torchring.allreduce.contract import (
-    CombinedSpec,
-    CombiningAllReduce,
     tag_mismatch,
 )
 from torchring.allreduce.native import NativeWire
@@ -118,11 +116,7 @@ class Agreement(Protocol):
 
 
 class HostAgreement:
-    """For rounds that the host reduces. See `Agreement`.
-
-    Args:
-        combines: `all_reduce` combines the gradients of each parameter, instead of adding up all that is in a wire.
-    """
+    """For rounds that the host reduces. See `Agreement`."""
 
     knows_at_once = True
     reductions: Sequence[PendingOnStream] = ()
@@ -133,10 +127,7 @@ class HostAgreement:
         all_reduce: AllReduce[Any],
         timing: Timing,
         control: ControlFields,
-        *,
-        combines: bool = False,
     ) -> None:
-        self._combines = combines
         self.overlap = "thread" if all_reduce.in_background else "inline"
         self._world = world
         self._control = control
@@ -144,20 +135,7 @@ class HostAgreement:
         self._timing = timing
 
     def open_wires(self, plan: Plan) -> list[tuple[Wire, Callable[[float], Packing]]]:
-        if self._combines:
-            assert isinstance(self._all_reduce, CombiningAllReduce)
-            wires = self._all_reduce.open_combined(
-                [
-                    CombinedSpec(
-                        bucket.numel,
-                        bucket.wire_dtype,
-                        (*(slot.offset for slot in bucket.slots), bucket.flags_offset),
-                    )
-                    for bucket in plan.buckets
-                ]
-            )
-        else:
-            wires = self._all_reduce.open_wires(wires_of(plan))
+        wires = self._all_reduce.open_wires(wires_of(plan))
         return [(wire, self._packing(bucket, wire)) for bucket, wire in zip(plan.buckets, wires, strict=True)]
 
     def expect(self, specs: Sequence[ParameterSpec]) -> None:

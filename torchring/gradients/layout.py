@@ -13,7 +13,7 @@ from torchring.accelerators import accelerator_of
 from torchring.allreduce import AllReduce
 from torchring.allreduce.choice import Choice
 from torchring.allreduce.native import NativeWire
-from torchring.allreduce.select import open_adasum, open_all_reduce, open_chosen
+from torchring.allreduce.select import open_all_reduce, open_chosen
 from torchring.collectives.service import internal_collectives_of
 from torchring.devices.opening import open_on_device
 from torchring.devices.stream import DeviceWire, OnStream
@@ -54,7 +54,7 @@ class Options:
 
     @property
     def is_sum(self) -> bool:
-        """Whether gradients are added up over ranks, or combined, and not averaged."""
+        """Whether gradients are added up over ranks, and not averaged."""
         return self.op != "mean"
 
     def scale(self, world_size: int) -> float:
@@ -119,8 +119,7 @@ class BucketLayout:
         if isinstance(self.all_reduce, OnStream):
             self.agreement = DeviceAgreement(world, self.all_reduce, self.timing, control, self.specs, self.parameters)
         else:
-            combines = options.op == "adasum"
-            self.agreement = HostAgreement(world, self.all_reduce, self.timing, control, combines=combines)
+            self.agreement = HostAgreement(world, self.all_reduce, self.timing, control)
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -208,8 +207,6 @@ class BucketLayout:
         world, options, wires = self.world, self.options, wires_of(self.first_plan)
         if accelerator := accelerator_of(device):
             return open_on_device(world, options.algorithm, options.overlap, wires, accelerator)
-        if options.op == "adasum":
-            return open_adasum(world, options.algorithm, options.overlap)
         if options.algorithm == "auto":
             return open_chosen(world, options.overlap, wires)
         return open_all_reduce(world, options.algorithm, options.overlap), Choice(options.algorithm, "asked for")

@@ -226,7 +226,7 @@ class GradientLedger:
             if self._is_sum:
                 raise GradientError(
                     f"a gradient of bucket {self._bucket} ({self._names[0]} .. {self._names[-1]}) was written to after "
-                    "it was summed over ranks; with op='sum' or 'adasum', synchronize() would count it once per rank. "
+                    "it was summed over ranks; with op='sum', synchronize() would count it once per rank. "
                     "Call optimizer.zero_grad() before writing to it",
                     bucket=self._bucket,
                     parameters=self._names,
@@ -304,7 +304,7 @@ class GradientLedger:
         if self.status[slot] is REDUCED and grad is not None and self.is_settled(slot, grad):
             raise GradientError(
                 f"backward added to the gradient of {self._names[slot]}, which was summed over ranks before; with "
-                "op='sum' or 'adasum' it would be counted once per rank. Call optimizer.zero_grad() first, pass "
+                "op='sum' it would be counted once per rank. Call optimizer.zero_grad() first, pass "
                 "accumulate=n, or use optimizer.no_sync() for all backwards but the last",
                 bucket=self._bucket,
                 parameters=(self._names[slot],),

@@ -22,14 +22,24 @@ from torchring.gradients.plan import COMPRESSIONS, ParameterSpec
 from torchring.observe.loaders import living
 from torchring.world import World
 
-GradientOp = Literal["mean", "sum", "adasum"]
+GradientOp = Literal["mean", "sum"]
 OnNonfinite = Literal["raise", "skip", "ignore"]
 _OPS: Final = get_args(GradientOp)
-_COMBINING: Final = ("auto", "direct", "hierarchical")  # algorithms that op="adasum" takes
+# What an option took before, and what to use instead.
+_GONE: Final = {
+    (
+        "op",
+        "adasum",
+    ): "torchring.all_reduce(tensor, op='adasum') combines single tensors, torchring.horovod has Horovod's "
+    "Adasum, and torchring.recipes has LARS and LAMB for large batches",
+}
 
 
 def check_options(options: Options) -> None:
     """Raise ValueError for an option that does not exist. The error lists the options that do."""
+    for (name, gone), instead in _GONE.items():
+        if getattr(options, name) == gone:
+            raise ValueError(f"torchring.wrap takes no {name}={gone!r} any more: {instead}")
     for name, value, choices in (
         ("op", options.op, _OPS),
         ("compression", options.compression, tuple(COMPRESSIONS)),
@@ -45,9 +55,6 @@ def check_options(options: Options) -> None:
     if not isinstance(options.shard, bool):
         hint = "; no rank keeps another one's share any more, so pass True" if options.shard == "unmirrored" else ""
         raise ValueError(f"shard must be True or False, got {options.shard!r}{hint}")
-    if options.op == "adasum" and options.algorithm not in _COMBINING:
-        known = ", ".join(map(repr, _COMBINING))
-        raise ValueError(f"op='adasum' takes algorithm={known}, got {options.algorithm!r}, which adds gradients up")
     if not isinstance(options.accumulate, int) or options.accumulate < 1:
         raise ValueError(f"accumulate must be a whole number of micro-steps, 1 or more, got {options.accumulate!r}")
 
@@ -158,15 +165,6 @@ def sparse_parameters(modules: Iterable[torch.nn.Module]) -> set[torch.nn.Parame
     """The weights of layers built with sparse=True, whose gradients come as sparse tensors."""
     layers = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     return {cast(torch.nn.Parameter, m.weight) for m in modules if isinstance(m, layers) and m.sparse}
-
-
-def check_combined(names: Mapping[torch.nn.Parameter, str], sparse: Container[torch.nn.Parameter]) -> None:
-    """Raise ValueError for a parameter that op="adasum" does not take."""
-    for parameter, name in names.items():
-        if parameter.device.type != "cpu":
-            raise ValueError(f"op='adasum' takes gradients on the CPU, and {name} is on {parameter.device}")
-        if parameter in sparse:
-            raise ValueError(f"op='adasum' takes dense gradients; build the layer of {name} with sparse=False")
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
