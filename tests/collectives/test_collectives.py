@@ -20,7 +20,7 @@ import torchring
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, assert_within_rounding, exact_inputs
 from tests.support.grids import grid
 from tests.support.harness import RanksFailed, run_pooled, wait_until
-from torchring.collectives import operations, shared_memory
+from torchring.collectives import operations
 from torchring.collectives import service as collectives_module
 from torchring.collectives.service import collectives_of
 from torchring.collectives.shared_memory import _SMALL_BYTES, stage_bytes
@@ -161,34 +161,25 @@ def _delayed(rank: int, size: int, delayed: int, one_half: bool) -> int:
     goes on, and have announced their next barrier. Returns the number of wrong results."""
     torchring.barrier()
     backend: Any = collectives_of(default_world())._backend
-    incoming = [address for address, _ in backend._channel._incoming]
+    channel = backend._channel
+    meet, incoming = channel.barrier, [address for address, _ in channel._incoming]
 
-    def late(step: Callable[..., Any], *arguments: Any) -> Any:
+    def late_barrier() -> None:
+        meet()
         wait_until(lambda: all(semaphore.value(address) for address in incoming), "the peers' next barrier")
-        return step(*arguments)
-
-    def in_one_half(views_of: Callable[..., Any], *key: Any) -> Any:
-        return views_of(*key)[:1] * 2
 
     num_wrong, stage = 0, stage_bytes(size) // 4
     with pytest.MonkeyPatch.context() as patch:
         if one_half:
-            patch.setattr(backend, "_views_of", functools.partial(in_one_half, backend._views_of))
+            next_half = backend._next_half
+            patch.setattr(backend, "_next_half", lambda: 0 * next_half())
         if rank == delayed:
-            for name in ("_reduce", "_unpack", "_add_to_chain", "_copy_from_chain"):
-                patch.setattr(backend, name, functools.partial(late, getattr(backend, name)))
-        for numel in (
-            5,
-            2 * stage + 1,
-            stage + 7 * size,
-            5 * stage // 2,
-            (size + 4) * stage + 5,
-            5,
-        ):  # last chunks of any length
+            patch.setattr(channel, "barrier", late_barrier)
+        for numel in (5, 2 * stage + 1, stage + 7 * size, 5 * stage // 2, 5):  # last chunks of any length
             parts = [values(r, (numel,), torch.float32) for r in range(size)]
             result = torchring.all_reduce(parts[rank].clone(), "sum")
             num_wrong += not torch.equal(result, sum(parts, torch.zeros(1)))
-        torchring.barrier()
+    torchring.barrier()
     return num_wrong
 
 
@@ -201,29 +192,6 @@ def test_a_late_rank_reads_what_was_meant_for_it(size: int) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_late_rank_would_notice_if_memory_were_used_again_too_early(size: int) -> None:
     assert run(_delayed, size, True, 0, True)[0] > 0
-
-
-def _chain(rank: int, size: int) -> None:
-    """A chain adds in the same order as slices, with the same roundings."""
-    for dtype, op in itertools.product((*FLOATS, *INTEGERS), OPS):
-        if op == "mean" and not dtype.is_floating_point:
-            continue
-        for shapes in ([(1,)], [(5000,)], [(3,), (0,), (2, 5)], [(stage_bytes(size) // 2 + 7,), (9,)]):
-            parts = [_random(rank, dtype if dtype.is_floating_point else torch.float32).mul_(9).to(dtype)]
-            mine = [parts[0].repeat(math.prod(shape) // 30_000 + 1)[: math.prod(shape)].view(shape) for shape in shapes]
-            expected = [part.clone() for part in mine]
-            _all_reduce_together(expected, op)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(shared_memory, "_SMALL_BYTES", -1)
-                patch.setattr(shared_memory, "_CHAIN_FROM", -1)
-                _all_reduce_together(mine, op)
-            for result, wanted in zip(mine, expected, strict=True):
-                assert_bitwise(result, wanted, f"{op} of {dtype} {tuple(wanted.shape)}")
-
-
-@pytest.mark.parametrize("size", [3, 5])
-def test_a_chain_gives_the_bits_that_slices_give(size: int) -> None:
-    run(_chain, size, True)
 
 
 def _together(rank: int, size: int) -> None:

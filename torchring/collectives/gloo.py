@@ -36,16 +36,7 @@ class GlooCollectives:
     def lost_peer(self) -> RingError | None:
         return self._transport.lost_peer()
 
-    def all_reduce(self, parts: Sequence[torch.Tensor], op: str, signature: Signature) -> None:
-        if len(parts) == 1:
-            self._all_reduce(parts[0], op, signature)
-            return
-        data = torch.cat(list(parts)) if parts else torch.empty(0, device="cpu")
-        self._all_reduce(data, op, signature)
-        if parts:
-            torch._foreach_copy_(list(parts), list(torch.split(data, [part.numel() for part in parts])))
-
-    def _all_reduce(self, data: torch.Tensor, op: str, signature: Signature) -> None:
+    def all_reduce(self, data: torch.Tensor, op: str, signature: Signature) -> None:
         # Gloo's minimum and maximum keep or lose a NaN, depending on which rank holds it.
         may_lose = op in ("min", "max") and data.is_floating_point() and data.numel() > 0
         has_nan = any(row[0] for row in self._agree(signature, [int(may_lose and bool(data.amax().isnan()))]))

@@ -29,7 +29,7 @@ _EXCHANGE = Signature("all_gather_object")
 class Backend(Protocol):
     """Collectives on flat CPU tensors; see `SharedMemoryCollectives`."""
 
-    def all_reduce(self, parts: Sequence[torch.Tensor], op: str, signature: Signature) -> None: ...
+    def all_reduce(self, data: torch.Tensor, op: str, signature: Signature) -> None: ...
     def broadcast(self, data: torch.Tensor, src: int, signature: Signature) -> None: ...
     def all_gather(self, data: torch.Tensor, signature: Signature) -> list[torch.Tensor]: ...
     def exchange(
@@ -43,7 +43,7 @@ class Backend(Protocol):
 class SingleRank:
     """The backend of a world of one, where every collective returns what it was given."""
 
-    def all_reduce(self, parts: Sequence[torch.Tensor], op: str, signature: Signature) -> None:
+    def all_reduce(self, data: torch.Tensor, op: str, signature: Signature) -> None:
         """The mean, sum, minimum, maximum and product of one value is that value."""
 
     def broadcast(self, data: torch.Tensor, src: int, signature: Signature) -> None: ...
@@ -64,7 +64,7 @@ class SingleRank:
 
 def all_reduce(backend: Backend, tensor: torch.Tensor, op: str) -> torch.Tensor:
     flat = plain(tensor).view(-1)
-    backend.all_reduce((flat,), op, signature_of("all_reduce", (tensor,), _DETAILS[op]))
+    backend.all_reduce(flat, op, signature_of("all_reduce", (tensor,), _DETAILS[op]))
     if flat.data_ptr() != tensor.data_ptr():
         with torch.no_grad():
             writable(tensor).copy_(flat.view(tensor.shape))
@@ -73,17 +73,16 @@ def all_reduce(backend: Backend, tensor: torch.Tensor, op: str) -> torch.Tensor:
 
 @torch.no_grad()
 def all_reduce_together(backend: Backend, tensors: Sequence[torch.Tensor], op: str) -> None:
-    """Combine tensors over all ranks, in place, as if they were one tensor. This takes one exchange, not one for each.
+    """Combine tensors over all ranks, in place, by way of one copy of all. This takes one exchange, not one for each.
 
     tensors: have one dtype, and any shapes, strides and devices. `check_dense`, `check_writable`, `check_reducible`
         and `check_apart` accept them. May be empty.
     Raises PlanMismatchError if another rank passes other shapes, another dtype or another op.
     """
-    flat = [plain(tensor).view(-1) for tensor in tensors]
+    flat = torch.cat([plain(tensor).view(-1) for tensor in tensors]) if tensors else torch.empty(0, device="cpu")
     backend.all_reduce(flat, op, signature_of("all_reduce", tensors, _DETAILS[op]))
-    for tensor, part in zip(tensors, flat, strict=True):
-        if part.data_ptr() != tensor.data_ptr():
-            writable(tensor).copy_(part.view(tensor.shape))
+    for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        writable(tensor).copy_(part.view(tensor.shape))
 
 
 @torch.no_grad()
@@ -106,7 +105,7 @@ def all_reduce_adasum(
         gram += products(parts)
     gram = torch.stack(all_gather(backend, gram, signature)).sum(0)
     scaled = flat.to(reference.compute_dtype(flat.dtype, flat.dtype)).mul_(coefficients(gram, hosts)[rank].item())
-    backend.all_reduce((scaled,), "sum", signature)
+    backend.all_reduce(scaled, "sum", signature)
     if scaled.data_ptr() != tensor.data_ptr():
         writable(tensor).copy_(scaled.view(tensor.shape))
     return tensor
