@@ -60,8 +60,6 @@ count = torch.cuda.device_count()
 for one in range(count):
     reached = [other for other in range(count) if other != one and torch.cuda.can_device_access_peer(one, other)]
     print(one, torch.cuda.get_device_properties(one), "reaches", reached)
-memory, kind = torch._C._distributed_c10d._SymmetricMemory, torch._C._autograd.DeviceType.CUDA
-print("multicast", memory.has_multicast_support(kind, 0))
 print(inspect.getsource(symmetric.empty)[-700:])
 '
 machine="nvidia-smi; nvidia-smi topo -m; nvidia-smi -q -d CLOCK,POWER; cc --version; python3-config --includes

@@ -24,7 +24,6 @@ from torch import Tensor
 from . import reference
 from .launching import check, launch_options, num_blocks, poison, takes_ptx, tile_numel
 from .lazy import lazy_jit, triton_dtype
-from .multicast import VECTORS, check_multicast, order_aliases, reduce_in_switch
 from .reduce_slice import reduce_slice
 from .signals import MAX_BLOCKS, is_aborted, meet, words_of
 
@@ -34,8 +33,8 @@ if TYPE_CHECKING:
 
 # Slices of different ranks differ by a few elements. A different length must not compile another kernel.
 @lazy_jit(
-    do_not_specialize=("wires", "signals", "rank", "begin", "end", "numel", "multicast", "abort", "found"),
-    uses=(words_of, meet, is_aborted, poison, reduce_slice, reduce_in_switch, order_aliases),
+    do_not_specialize=("wires", "signals", "rank", "begin", "end", "numel", "abort", "found"),
+    uses=(words_of, meet, is_aborted, poison, reduce_slice),
 )
 @no_type_check
 def _direct_kernel(
@@ -46,7 +45,6 @@ def _direct_kernel(
     begin: tl.int64,  # this rank's slice; begins at a multiple of 64 bytes
     end: tl.int64,
     numel: tl.int64,
-    multicast: tl.int64,  # multicast address of the wire, a multiple of 64; 0 without MULTICAST
     scale: tl.float64,  # fp64 so that fp64 wires lose nothing
     abort,  # [1] int32 IN: in host memory
     found,  # [1] int32 IN and OUT; None without CHECK
@@ -55,7 +53,6 @@ def _direct_kernel(
     GATHER: tl.constexpr,
     SPREAD: tl.constexpr,
     CHECK: tl.constexpr,
-    MULTICAST: tl.constexpr,
     PTX: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -69,12 +66,7 @@ def _direct_kernel(
     else:  # what another library has summed before is half a sum if that was aborted, too
         met = 1 - is_aborted(abort, PTX)
     if met != 0:
-        if MULTICAST:
-            order_aliases()
-            reduce_in_switch(multicast, wire, begin, end, factor, found, GATHER, SPREAD, CHECK, TILE)
-            order_aliases()
-        else:
-            reduce_slice(wires, wire, rank, begin, end, factor, found, COMPUTE, NUM_RANKS, GATHER, SPREAD, CHECK, TILE)
+        reduce_slice(wires, wire, rank, begin, end, factor, found, COMPUTE, NUM_RANKS, GATHER, SPREAD, CHECK, TILE)
         if SPREAD and NUM_RANKS > 1:
             count += 1
             met = meet(signals, rank, count, abort, NUM_RANKS, PTX)
@@ -99,7 +91,6 @@ def direct(
     gather: bool = True,
     spread: bool = True,
     max_blocks: int = MAX_BLOCKS,
-    multicast: int = 0,
 ) -> None:
     """All wires' elements [begin, end) <- cast(scale * (wires[0] + wires[1] + ...)), added in rank order.
 
@@ -120,10 +111,6 @@ def direct(
         spreads, the caller may then change only the own slice of the own wire, as other ranks may still read the rest.
         Without `gather` the own slice is copied to the other ranks, unscaled.
     max_blocks: largest number of blocks, the same on all ranks. The pads must be made for at least as many.
-    multicast: the wire's multicast address on this device, a multiple of 64 bytes: NVLink's switch then adds and
-        copies, see `multicast.py` for what this does to the result. 0: the kernel does so itself. Either all ranks pass
-        an address or none does. All wires must reach to the next multiple of 16 bytes: the padding is overwritten.
-        Needs an NVIDIA GPU of compute capability 9.0; fp64 is not summed.
 
     The sum is fp32 (fp64 for fp64) and rounded once. Runs on the current stream, which may wait for the other ranks.
     The host does not wait. The caller keeps all tensors, and all ranks keep their wires, until all streams are past
@@ -144,7 +131,6 @@ def direct(
         gather=gather,
         spread=spread,
         max_blocks=max_blocks,
-        multicast=multicast,
     )()
 
 
@@ -163,7 +149,6 @@ def prepare_direct(
     gather: bool = True,
     spread: bool = True,
     max_blocks: int = MAX_BLOCKS,
-    multicast: int = 0,
 ) -> Callable[[], None]:
     """`direct` of these arguments as a function: checked now, launched on the current stream at each call.
 
@@ -180,9 +165,7 @@ def prepare_direct(
         raise ValueError(f"the slice must begin at a multiple of 64 bytes, got {begin} elements of {itemsize} bytes")
     if not (gather or spread):
         raise ValueError("gather and spread are both False: nothing is left to do")
-    if multicast:
-        check_multicast(wire, multicast, end)
-    tile = VECTORS * 16 // itemsize if multicast else tile_numel(itemsize, num_ranks)
+    tile = tile_numel(itemsize, num_ranks)
     launch: Callable[[], None] = _direct_kernel.prepare(
         wire.device,
         num_blocks(numel, itemsize, num_ranks, tile, max_blocks),
@@ -193,7 +176,6 @@ def prepare_direct(
         begin,
         end,
         numel,
-        multicast,
         scale,
         abort,
         found,
@@ -202,9 +184,8 @@ def prepare_direct(
         GATHER=gather,
         SPREAD=spread,
         CHECK=found is not None,
-        MULTICAST=multicast != 0,
         PTX=takes_ptx(wire.device),
-        TILE=VECTORS if multicast else tile,
+        TILE=tile,
         **launch_options(wire.device),
     )
     return launch

@@ -301,7 +301,10 @@ heavy = ["triton", "sklearn", "scipy", "rich", "mpi4py", "joblib", "pytest", "se
 print([name for name in heavy if name in sys.modules and name not in torch_itself])
 print([name for name in heavy[:1] + heavy[3:5] if name in sys.modules])
 print(torchring.is_initialized(), torch.distributed.is_initialized(), threading.active_count())
-from torchring.kernels import ChunkTable, accumulate, pack, unpack
+from torchring.kernels.accumulate import accumulate
+from torchring.kernels.chunks import ChunkTable
+from torchring.kernels.pack import pack
+from torchring.kernels.unpack import unpack
 table = ChunkTable([2], [0], wire_dtype=torch.float16, device="cpu")
 wire = torch.zeros(2, dtype=torch.float16)
 grad = torch.ones(2)

@@ -85,7 +85,7 @@ class Accelerator(Protocol):
     def synchronize(self) -> None:
         """Wait until the device has done all its work. For set-up and tests."""
 
-    def share(self, host: Any, rendezvous: Any, *, multicast: bool) -> Any:
+    def share(self, host: Any, rendezvous: Any) -> Any:
         """Collective: device memory that all ranks of this host reach, as a `devices.symmetric_memory.SymmetricGroup`.
 
         Raises TopologyError if they cannot reach it.

@@ -11,7 +11,7 @@ Each section runs in processes of its own, for a limited time, so that no sectio
     bucket     the host's time for packing, reducing and unpacking a bucket, and the number of launches and CUDA calls
     copy       device-to-device copies by size: the rate that the memory reaches
     kernels    pack and unpack as a share of a copy of the same bytes, and torch._foreach_copy_
-    allreduce  direct and ring between ranks, and NCCL and nvls if each rank has a GPU. Ranks that share one GPU take
+    allreduce  direct and ring between ranks, and NCCL if each rank has a GPU. Ranks that share one GPU take
                turns in slices of milliseconds: such times show that all-reduce works, and say nothing about NVLink
     sharding   training steps with shard=True, against the same steps without, between ranks as above
     one        direct of one rank of eight that waits for nobody, for profilers; only if it is asked for
@@ -71,11 +71,10 @@ def main() -> int:
     for section in options.sections:
         ways = [(1, "none")]
         if section == "allreduce":
-            of_gpus = ["native", *(["nvls"] if facts()["multicast"] else [])]
             ways = [
                 (ranks, algorithm)
                 for ranks in (2, 4, 8)[: 3 if num_gpus >= 8 else 2]
-                for algorithm in ["direct", "ring", *(of_gpus if ranks <= num_gpus else [])]
+                for algorithm in ["direct", "ring", *(["native"] if ranks <= num_gpus else [])]
             ]
         elif section == "sharding":
             ways = [(ranks, "auto") for ranks in (2, 4, 8) if ranks <= max(2, num_gpus)]
@@ -133,12 +132,9 @@ def facts() -> dict[str, Any]:
         "count": torch.cuda.device_count(),
         "processors": properties.multi_processor_count,
     }
-    found |= {"nccl": None, "multicast": False}
+    found["nccl"] = None
     with contextlib.suppress(RuntimeError, AttributeError, ImportError):
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    with contextlib.suppress(RuntimeError, AttributeError):
-        memory, kind = torch._C._distributed_c10d._SymmetricMemory, torch._C._autograd.DeviceType.CUDA
-        found["multicast"] = memory.has_multicast_support(kind, 0)
     return found
 
 

@@ -16,9 +16,13 @@ from torch import Tensor
 
 from torchring.bench.gpu.timing import Case, Row, gpu_seconds, shares, spreads
 from torchring.bench.models import Workload, gpt2, resnet
-from torchring.kernels import ChunkTable, pack, prepare_direct, reference, unpack
+from torchring.kernels import reference
+from torchring.kernels.chunks import ChunkTable
+from torchring.kernels.direct import prepare_direct
 from torchring.kernels.finite import NOT_FOUND
+from torchring.kernels.pack import pack
 from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
+from torchring.kernels.unpack import unpack
 
 Shapes = list[torch.Size]
 

@@ -31,7 +31,9 @@ import torch
 
 from torchring.allreduce.slices import slice_bounds
 from torchring.bench.gpu.timing import Case, Row, gpu_seconds, microseconds
-from torchring.kernels import prepare_direct, prepare_ring, reference
+from torchring.kernels import reference
+from torchring.kernels.direct import prepare_direct
+from torchring.kernels.ring import prepare_ring
 from torchring.kernels.signals import MAX_BLOCKS, block_words, signal_bytes
 
 ENVIRONMENT: Final = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # a hardware queue for each stream, so that none waits

@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from tests.support.fake_device import COMPUTE, FakeAccelerator, FakeStream, Race
 from torchring.accelerators import ACCELERATORS, accelerator_of
-from torchring.allreduce.select import open_all_reduce
 from torchring.devices import cuda, engines, symmetric_memory, watchdog
 from torchring.devices.cuda import CudaAccelerator, span
 from torchring.devices.engines import BackendEngine, HierarchicalEngine, SharedMemoryEngine
@@ -43,7 +42,7 @@ from torchring.gradients.agreement import DeviceAgreement, Timing, _first_findin
 from torchring.gradients.packing import DevicePacking, UnreadGradients, slots_of
 from torchring.gradients.plan import ParameterSpec, build_plan
 from torchring.gradients.round import ControlFields, RoundState
-from torchring.kernels import ChunkTable
+from torchring.kernels.chunks import ChunkTable
 from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.world import World
@@ -324,19 +323,11 @@ def test_an_engine_of_one_rank_on_a_backend(accelerator: FakeAccelerator) -> Non
     engine.close()
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "also"), [("ring", "'native'"), ("direct", "'hierarchical'"), ("nvls", "'hierarchical'")]
-)
+@pytest.mark.parametrize(("algorithm", "also"), [("ring", "'native'"), ("direct", "'hierarchical'")])
 def test_kernels_that_share_memory_take_one_host(accelerator: FakeAccelerator, algorithm: str, also: str) -> None:
     world: Any = SimpleNamespace(hosts=((0,), (1,)), rank=0)
     with pytest.raises(TopologyError, match=f"algorithm='{algorithm}'.* takes one host.*{also}"):
         open_on_device(world, algorithm, "auto", [], accelerator)
-
-
-def test_the_cpu_has_no_switch_that_adds_up() -> None:
-    world: Any = SimpleNamespace(rank=0)
-    with pytest.raises(TopologyError, match="takes gradients on GPUs, and these are on the CPU; use algorithm='auto'"):
-        open_all_reduce(world, "nvls", "auto")
 
 
 class _Backend:
@@ -638,15 +629,14 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> _Launches:
 class _Group:
     """The first of several ranks, whose memory no other rank has."""
 
-    def __init__(self, size: int, multicast: int = 0) -> None:
+    def __init__(self, size: int) -> None:
         self.ranks, self.index, self.size, self.num_processors = tuple(range(size)), 0, size, 144
-        self.multicast = multicast
         self.allocated: list[int] = []
 
     def allocate(self, num_bytes: int) -> CudaBlock:
         self.allocated.append(num_bytes)
         parts = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in self.ranks]
-        return CudaBlock(parts, 0, None, self.multicast)
+        return CudaBlock(parts, 0, None)
 
 
 def test_a_launch_is_prepared_once(accelerator: FakeAccelerator, launches: _Launches) -> None:
@@ -674,36 +664,6 @@ def test_only_a_kernel_that_waits_for_others_leaves_processors_to_backward(
             assert group.allocated == [signal_bytes(size, blocks)]
             engine.launch(engine.open_wires([(64, torch.float32)])[0], 0.5)
             assert launches.prepared[-1]["max_blocks"] == blocks
-
-
-def test_the_switch_adds_up_where_it_can(accelerator: FakeAccelerator, launches: _Launches) -> None:
-    """nvls: each wire has its place in the memory behind the multicast address. The switch knows no fp64."""
-    engine = SharedMemoryEngine("nvls", _Group(4, multicast=1 << 40), accelerator)
-    dtypes = (torch.float32, torch.float64, torch.bfloat16)
-    for wire in engine.open_wires([(100, dtype) for dtype in dtypes]):
-        engine.launch(wire, 0.25)
-    assert [each["multicast"] for each in launches.prepared] == [1 << 40, 0, (1 << 40) + 512 + 1024]
-    (wire,) = engine.open_wires([(5, torch.float16)])
-    wire.buffer.fill_(40_000.0)
-    engine.launch(wire, 0.5)
-    assert wire.scale_first
-    assert wire.buffer.tolist() == [20_000.0] * 5, "the switch would round the sum of two to infinity, before the scale"
-    assert launches.prepared[-1]["scale"] == 1.0
-    direct = SharedMemoryEngine("direct", _Group(4, multicast=1 << 40), accelerator)
-    direct.launch(direct.open_wires([(100, torch.float32)])[0], 0.25)
-    assert launches.prepared[-1]["multicast"] == 0, "direct adds in rank order"
-
-
-def test_nvls_says_what_it_lacks(accelerator: FakeAccelerator, launches: _Launches) -> None:
-    with pytest.raises(TopologyError, match=r"algorithm='nvls' takes GPUs .* use algorithm='auto' or 'direct'"):
-        SharedMemoryEngine("nvls", _Group(4), accelerator)
-    group = _Group(4, multicast=1 << 40)
-    engine = SharedMemoryEngine("nvls", group, accelerator)
-    group.multicast = 0
-    with pytest.warns(RuntimeWarning, match="no multicast address .* reduced directly"):
-        (wire,) = engine.open_wires([(100, torch.float32)])
-    engine.launch(wire, 0.25)
-    assert launches.prepared[-1]["multicast"] == 0
 
 
 def test_backends_results_are_looked_at(accelerator: FakeAccelerator, launches: _Launches) -> None:
@@ -776,9 +736,8 @@ def test_where_pytorch_puts_its_sockets(tmp_path: Path, monkeypatch: pytest.Monk
 class _Allocations:
     """In place of `_SymmetricMemory`."""
 
-    def __init__(self, multicast: int) -> None:
+    def __init__(self) -> None:
         self.calls: list[Any] = []
-        self.multicast_ptr = multicast
         self.is_full = threading.local()  # the GPU of this thread's rank
         self.environment: dict[str, str] = {}
 
@@ -797,31 +756,25 @@ class _Allocations:
         return torch.full(sizes, 10 + rank, dtype=dtype)
 
 
-@pytest.mark.parametrize(("capability", "multicast"), [((9, 0), 4096), ((8, 6), 0)])
-def test_memory_of_all_ranks_and_the_address_of_them_all(
-    capability: tuple[int, int], multicast: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From PyTorch's allocator itself; what can use a multicast address is told of it."""
+def test_memory_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From PyTorch's allocator itself."""
     allocations = _simulated_memory(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     emptied = mock.Mock(side_effect=lambda: allocations.calls.append("emptied"))
     monkeypatch.setattr(torch.cuda, "empty_cache", emptied)
     block = _cuda_group(dist.HashStore(), 0, 1).allocate(40)
     assert allocations.calls == ["emptied", ((48,), (1,), torch.uint8, CPU), "torchring/x"]
     assert [part.tolist() for part in block.parts] == [[0] * 40]
     assert block.own is block.parts[0]
-    assert block.multicast == multicast
 
 
 def _simulated_memory(monkeypatch: pytest.MonkeyPatch) -> _Allocations:
     from torch._C import _distributed_c10d as c10d
 
-    allocations = _Allocations(4096)
+    allocations = _Allocations()
     monkeypatch.setattr(c10d, "_SymmetricMemory", allocations)
     monkeypatch.setattr(symmetric_memory, "register_group", mock.Mock())
     for name, stub in (("device", mock.MagicMock()), ("synchronize", mock.Mock()), ("empty_cache", mock.Mock())):
         monkeypatch.setattr(torch.cuda, name, stub)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return allocations
 
 
@@ -829,7 +782,7 @@ def _cuda_group(store: dist.Store, index: int, size: int, **options: Any) -> Cud
     """Its rank `index`, a thread of this process."""
     host: Any = SimpleNamespace(ranks=tuple(range(size)), index=index)
     rendezvous = Rendezvous(store, index, size, 10.0)
-    return CudaGroup(host, rendezvous, CPU, "x", 132, **{"is_isolated": False, "multicast": False, **options})
+    return CudaGroup(host, rendezvous, CPU, "x", 132, **{"is_isolated": False, **options})
 
 
 def test_memory_that_one_rank_lacks_is_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -854,12 +807,14 @@ def test_memory_that_one_rank_lacks_is_refused_on_all(monkeypatch: pytest.Monkey
     assert allocations.calls.count("torchring/x") == 4, "nobody waits where somebody has nothing to show"
 
 
-def test_multicast_is_set_up_for_nvls_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multicast_is_not_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
     allocations = _simulated_memory(monkeypatch)
     for options, expected in (
         ({}, {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}),
-        ({"multicast": True}, {}),
-        ({"multicast": True, "is_isolated": True}, {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}),
+        (
+            {"is_isolated": True},
+            {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"},
+        ),
     ):
         _cuda_group(dist.HashStore(), 0, 1, **options).allocate(16)
         assert {name: v for name, v in allocations.environment.items() if name.startswith("TORCH_SYMM_MEM")} == expected
@@ -885,7 +840,7 @@ def test_the_smallest_gpu_and_ranks_that_share_one_count(monkeypatch: pytest.Mon
     def share(rank: int) -> None:
         here.rank = rank
         host: Any = SimpleNamespace(ranks=(0, 1, 2), size=3, rank=rank)
-        share_memory(host, Rendezvous(store, rank, 3, 10.0), torch.device("cuda", 0), multicast=False)
+        share_memory(host, Rendezvous(store, rank, 3, 10.0), torch.device("cuda", 0))
 
     with ThreadPoolExecutor(3) as threads:
         for pending in [threads.submit(share, rank) for rank in range(3)]:
@@ -952,7 +907,7 @@ def test_ranks_of_a_group_meet_at_barriers_of_symmetric_memory() -> None:
 
 
 def test_a_rank_that_is_alone_needs_nobody() -> None:
-    group = share_memory(None, None, CPU, multicast=False)
+    group = share_memory(None, None, CPU)
     assert isinstance(group, LonelyGroup)
     assert (group.ranks, group.index, group.size) == ((0,), 0, 1)
     block = group.allocate(48)

@@ -28,7 +28,7 @@ from tests.support.harness import run_ranks
 from tests.support.scripts import ON_DEVICES
 from tests.support.training import Script, Side, assert_as_one_process, momentum, small_model, train, values
 from torchring.devices.cuda import CudaAccelerator
-from torchring.errors import GradientError, PeerLostError, TopologyError
+from torchring.errors import GradientError, PeerLostError
 from torchring.memory import host as host_module
 
 pytestmark = pytest.mark.gpu
@@ -555,22 +555,6 @@ def test_a_ring_of_one_changes_nothing() -> None:
         assert_bitwise(ours.detach().cpu(), theirs.detach().cpu())
     optimizer.close()
     torchring.shutdown()
-
-
-def ask_for_the_switch(rank: int, size: int) -> str:
-    model = make_model()
-    try:
-        torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, algorithm="nvls")
-    except TopologyError as error:
-        return str(error)
-    finally:
-        torchring.shutdown()
-    return ""
-
-
-def test_ranks_that_share_a_gpu_have_no_switch_between_them() -> None:
-    for said in run_ranks(ask_for_the_switch, 2, env=SHARED, deadline=DEADLINE):
-        assert "algorithm='nvls' takes GPUs" in said
 
 
 def choose_among_four(rank: int, size: int, deterministic: bool) -> tuple[str, str]:

@@ -531,7 +531,6 @@ def test_first_difference_of_none() -> None:
     ("hosts", "algorithm", "on_device", "expected"),
     [
         ([4], "auto", True, 10.0),
-        ([8], "nvls", True, 10.0),
         ([4], "native", True, 25.0),
         ([3], "direct", True, 25.0),
         ([4, 4], "auto", True, 25.0),

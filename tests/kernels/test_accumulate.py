@@ -4,7 +4,7 @@ import torch
 from tests.support.checks import assert_bitwise
 from tests.support.grids import grid
 from tests.support.kernels import DTYPES, on_each_device, sum_in_order
-from torchring.kernels import accumulate
+from torchring.kernels.accumulate import accumulate
 
 
 def random_parts(num_parts: int, numel: int, dtype: torch.dtype, device: str, *, shift: int = 0) -> list[torch.Tensor]:

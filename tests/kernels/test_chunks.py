@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchring.kernels import ChunkTable, unpack
-from torchring.kernels.chunks import address_column, layout
+from torchring.kernels.chunks import ChunkTable, address_column, layout
+from torchring.kernels.unpack import unpack
 
 F32 = torch.float32
 

@@ -16,11 +16,13 @@ import torch
 from tests.support.driver import DEVICE, OnDevice, driver_of
 from tests.support.grids import grid
 from tests.support.kernels import B16, F16, F32, F64
-from torchring.kernels import ChunkTable, lazy, prepare_direct, prepare_ring, reference
+from torchring.kernels import lazy, reference
 from torchring.kernels.accumulate import _BLOCK, _accumulate_kernel
+from torchring.kernels.chunks import ChunkTable
+from torchring.kernels.direct import prepare_direct
 from torchring.kernels.launching import NUM_WARPS
-from torchring.kernels.multicast import VECTORS
 from torchring.kernels.pack import prepare_pack
+from torchring.kernels.ring import prepare_ring
 from torchring.kernels.unpack import prepare_unpack
 
 triton = pytest.importorskip("triton")
@@ -116,11 +118,10 @@ def build_direct(
     num_ranks: int = 4,
     check: bool = True,
     halves: str = "both",
-    multicast: bool = False,
 ) -> Any:
     with driver_of(gpu):
         halved = {"gather": halves != "spread", "spread": halves != "gather"}
-        share = {"begin": 32_768, "end": 65_536, "multicast": 4096 * multicast}
+        share = {"begin": 32_768, "end": 65_536}
         return compiled(prepare_direct(**_of_rank(dtype, num_ranks, check), **share, **halved))
 
 
@@ -218,12 +219,11 @@ def test_signalling_kernels_in_fp64(name: str, tmp_path: Path) -> None:
 
 
 _EVENTS = {
-    "store": re.compile(r"\bst\.global\b|\bmultimem\.st\b"),
+    "store": re.compile(r"\bst\.global\b"),
     "barrier": re.compile(r"\bbar(?:rier)?\.(?:cta\.)?(?:sync|red)\b"),
     "send": re.compile(r"\bst\.release\.sys\.global\b"),
     "look": re.compile(r"\bld\.acquire\.sys\.global\b"),
-    "load": re.compile(r"\bld\.global\.v4\b|\bmultimem\.ld_reduce\b"),
-    "alias": re.compile(r"\bfence\.proxy\.alias\b"),
+    "load": re.compile(r"\bld\.global\.v4\b"),
     "found": re.compile(r"\b(?:atom|red)\.global\.gpu\.relaxed\.min\.s32\b"),
     "atomic": re.compile(r"\b(?:atom|red)\.(?:\w+\.)*(?:global|sys|gpu)\b"),
 }
@@ -270,7 +270,6 @@ def test_a_missing_barrier_would_show() -> None:
         "send": "@mine st.release.sys.global.u32 [pad], %r7;",
         "look": "@eager ld.acquire.sys.global.s32 seen, [word];",
         "load": "@%p7 ld.global.v4.b32 { %r42, %r43, %r44, %r45 }, [ %rd47 + 0 ];",
-        "alias": "fence.proxy.alias;",
         "found": "@%p1 red.global.gpu.relaxed.min.s32 [ %rd26 + 0 ], %r7;",
         "atomic": "@%p1 atom.global.sys.release.exch.b32 %r6, [ %rd26 + 0 ], %r7;",
     }
@@ -297,23 +296,6 @@ def test_loads_of_all_ranks_are_under_way_at_once(dtype: torch.dtype, num_ranks:
 def test_loads_between_additions_are_not_counted() -> None:
     load, add = "LDG.E.128 R4, desc[UR6][R2.64] ;\n", "FADD R4, R5, R6 ;\n"
     assert loads_in_flight(add + 3 * load + add + 5 * load + add) == 3
-
-
-@grid(
-    "dtype, gpu", [F32, B16, F16], ["sm_90", "sm_100"], keep=lambda *point: point in ((B16, "sm_90"), (F32, "sm_100"))
-)
-def test_the_switch_adds_and_copies(dtype: torch.dtype, gpu: str, tmp_path: Path) -> None:
-    compiled = build_direct(dtype, gpu, multicast=True)
-    ptx = compiled.asm["ptx"]
-    kind = {F32: "add.v4.f32", B16: "add.acc::f32.v4.bf16x2", F16: "add.acc::f32.v4.f16x2"}[dtype]
-    assert len(re.findall(rf"\bmultimem\.ld_reduce\.relaxed\.sys\.global\.{kind} ", ptx)) == VECTORS // 256
-    assert len(re.findall(r"\bmultimem\.st\.relaxed\.sys\.global\.v4\.f32 ", ptx)) == VECTORS // 256
-    # Accesses by the multicast address are ordered with signals by a fence of their own.
-    events = [event for event in events_in(ptx) if event in ("send", "look", "alias", "load", "store")]
-    runs = [event for i, event in enumerate(events) if event != events[i - 1]]
-    assert runs[:8] == ["send", "look", "alias", "load", "store", "alias", "send", "look"]
-    assert unordered(events_in(ptx)) == []
-    assert spilled_bytes(compiled, tmp_path) == 0
 
 
 @pytest.mark.parametrize("name", SIGNALLING)

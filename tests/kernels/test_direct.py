@@ -20,7 +20,8 @@ from tests.support.kernel_ranks import (
     words,
 )
 from tests.support.kernels import F16, F32, NAN, PTX, needs_interpreter, sum_in_order, where_ranks_signal
-from torchring.kernels import prepare_direct, reference
+from torchring.kernels import reference
+from torchring.kernels.direct import prepare_direct
 from torchring.kernels.finite import NOT_FOUND
 from torchring.kernels.launching import num_blocks
 from torchring.kernels.signals import signal_bytes

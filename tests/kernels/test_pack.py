@@ -6,9 +6,9 @@ import torch
 from tests.support.checks import assert_bitwise
 from tests.support.grids import grid
 from tests.support.kernels import DTYPES, INF, NAN, on_each_device, sum_in_order
-from torchring.kernels import ChunkTable, pack
-from torchring.kernels.chunks import layout
+from torchring.kernels.chunks import ChunkTable, layout
 from torchring.kernels.finite import NOT_FOUND
+from torchring.kernels.pack import pack
 
 NUMELS = [0, 1, 3, 4095, 4096, 4097, 8209, 0, 17]
 

@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-import torchring.kernels
 from tests.support.checks import assert_bitwise
 from tests.support.grids import grid
 from tests.support.kernels import B16, DTYPES, F16, sum_in_order
@@ -175,9 +174,3 @@ def test_fp32_parts_need_no_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
         reference.accumulate(parts, out, scale=0.5)
     with pytest.raises(AssertionError, match="allocated"):
         reference.accumulate(parts, parts[2], scale=0.5)
-
-
-def test_public_names() -> None:
-    names = ["ChunkTable", "accumulate", "direct", "pack", "prepare_direct", "prepare_ring", "ring", "unpack"]
-    assert torchring.kernels.__all__ == names
-    assert all(callable(getattr(torchring.kernels, name)) for name in torchring.kernels.__all__)

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchring.accelerators import ACCELERATORS, _open
 from torchring.devices.symmetric_memory import LonelyGroup, SymmetricGroup
 from torchring.errors import TopologyError
-from torchring.kernels import ChunkTable
+from torchring.kernels.chunks import ChunkTable
 from torchring.kernels.lazy import Kernel
 from torchring.memory.host import HostGroup
 from torchring.rendezvous.rendezvous import Rendezvous
@@ -248,7 +248,7 @@ class FakeAccelerator:
             stream.do_all()
             stream.seen = dict.fromkeys({COMPUTE, *(noted.stream for noted in self._noted)}, self.clock)
 
-    def share(self, host: HostGroup | None, rendezvous: Rendezvous | None, *, multicast: bool) -> SymmetricGroup:
+    def share(self, host: HostGroup | None, rendezvous: Rendezvous | None) -> SymmetricGroup:
         if self.problem:
             raise TopologyError(self.problem)
         if host is None or host.size == 1:

@@ -17,8 +17,9 @@ from tests.support.checks import assert_bitwise, assert_same_on_all_ranks
 from tests.support.kernels import B16, F16, F32, F64, INF, NAN, PTX
 from tests.support.ptx import Memory, ptx_in_kernels
 from torchring.allreduce.slices import slice_bounds
-from torchring.kernels import direct, ring
+from torchring.kernels.direct import direct
 from torchring.kernels.finite import NOT_FOUND
+from torchring.kernels.ring import ring
 from torchring.kernels.signals import MAX_BLOCKS, block_words, signal_bytes
 from torchring.memory.host import connect
 from torchring.rendezvous.rendezvous import Rendezvous
@@ -236,7 +237,7 @@ def slice_of(place: Place, todo: Round) -> tuple[int, int]:
     return [*slice_bounds(todo.numel, num_slices, todo.dtype.itemsize), *[(0, 0)] * place.num_ranks][place.rank]
 
 
-def launch_direct(place: Place, todo: Round, *, gather: bool = True, spread: bool = True, multicast: int = 0) -> None:
+def launch_direct(place: Place, todo: Round, *, gather: bool = True, spread: bool = True) -> None:
     begin, end = slice_of(place, todo)
     with place.instructions():
         direct(
@@ -253,7 +254,6 @@ def launch_direct(place: Place, todo: Round, *, gather: bool = True, spread: boo
             gather=gather,
             spread=spread,
             max_blocks=todo.max_blocks,
-            multicast=multicast,
         )
 
 

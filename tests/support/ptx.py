@@ -30,7 +30,6 @@ import torch
 from torchring.kernels.launching import NUM_WARPS
 
 NUM_THREADS = 32 * NUM_WARPS
-SWITCH = 1 << 56  # the multicast address of all wires
 _GARBAGE = 0xA5A5_A5A5_A5A5_A5A5
 _WIDTHS = {"pred": 1, "r": 32, "l": 64}
 
@@ -48,11 +47,10 @@ class Access(NamedTuple):
 
 
 class Memory:
-    """The tensors that inline PTX may touch by address, and the wires behind the multicast address."""
+    """The tensors that inline PTX may touch by address."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], wires: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._regions = [(tensor.data_ptr(), _bytes_of(tensor)) for tensor in tensors]
-        self._wires = [_bytes_of(wire) for wire in wires]
 
     def load(self, addresses: np.ndarray, width: int) -> np.ndarray:
         cells = [self._cell(int(address), width) for address in addresses]
@@ -62,13 +60,6 @@ class Memory:
         for address, value in zip(addresses, values, strict=True):
             words, index = self._cell(int(address), width)
             words[index] = int(value) % 2**width
-
-    def of_all_ranks(self, addresses: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
-        """Each rank's wire as uint32, and [threads, 4] indices of the words at multicast addresses."""
-        offsets = addresses.astype(np.int64) - SWITCH
-        if not self._wires or (offsets % 16).any() or (offsets < 0).any() or (offsets + 16 > len(self._wires[0])).any():
-            raise PtxError("no wire, or no multiple of 16 bytes, at this multicast address")
-        return [wire.view(np.uint32) for wire in self._wires], offsets[:, None] // 4 + np.arange(4)
 
     def _cell(self, address: int, width: int) -> tuple[np.ndarray, int]:
         for begin, region in self._regions:
@@ -245,33 +236,6 @@ class _Threads:
         self.note(opcode, at, values)
         self.memory.store(at, width, values)
 
-    def _multimem(self, opcode: str, suffixes: list[str], operands: tuple[str, ...]) -> None:
-        what, *qualifiers, kind = suffixes
-        if qualifiers[:3] != ["relaxed", "sys", "global"] or qualifiers[-1] != "v4":
-            raise ValueError("not the multimem that kernels use")
-        names = [name.strip() for name in operands[what == "st"].strip("{}").split(",")]
-        at = self.addresses(operands[what != "st"])
-        wires, index = self.memory.of_all_ranks(at)
-        if len(names) != 4:
-            raise PtxError(f"{opcode} moves four words")
-        if what == "st":
-            if qualifiers[3:] != ["v4"] or kind != "f32":
-                raise ValueError("not the multimem.st that kernels use")
-            words = np.stack([self.read(name, kind)[self.active] for name in names], 1).astype(np.uint32)
-            for wire in wires:
-                wire[index] = words
-        else:
-            dtype = {"f32": torch.float32, "bf16x2": torch.bfloat16, "f16x2": torch.float16}[kind]
-            if qualifiers[3:] != (["add", "v4"] if kind == "f32" else ["add", "acc::f32", "v4"]):
-                raise ValueError("not the multimem.ld_reduce that kernels use")
-            parts = [torch.from_numpy(wire[index].view(np.int32)).view(dtype).float() for wire in wires]
-            total = torch.stack(parts).sum(0).to(dtype).view(torch.int32).numpy().view(np.uint32)
-            for name, column in zip(names, total.T, strict=True):
-                values = np.zeros(self.num_threads, np.uint64)
-                values[self.active] = column
-                self.write(name, "b32", values)
-        self.note(opcode, at, np.zeros(0))
-
     def _bar(self, opcode: str, suffixes: list[str], operands: tuple[str, ...]) -> None:
         if not self.active.all():
             raise PtxError(f"some threads do not come to {opcode}")
@@ -293,11 +257,6 @@ class _Threads:
                 raise PtxError("nanosleep takes a millisecond at most")
             self.note(opcode, pauses[:0], pauses)
             time.sleep(3e-4)  # and not the 400 ns of a GPU: whoever is to send a signal may need this core
-
-    def _fence(self, opcode: str, suffixes: list[str], operands: tuple[str, ...]) -> None:
-        if suffixes != ["proxy", "alias"] or operands or not self.active.all():
-            raise ValueError("not the fence that kernels use")
-        self.log.append(Access(opcode))
 
 
 def _width(kind: str) -> int:
@@ -375,14 +334,14 @@ class InlinePtx:
 
 @contextmanager
 def ptx_in_kernels(memory: Memory | InlinePtx) -> Iterator[InlinePtx]:
-    """Interpreted `direct` and `ring` run as on an NVIDIA GPU: with inline PTX, and multicast where it is asked for."""
+    """Interpreted `direct` and `ring` run as on an NVIDIA GPU: with inline PTX."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     inline = memory if isinstance(memory, InlinePtx) else InlinePtx(memory)
     direct, ring = (sys.modules[f"torchring.kernels.{name}"] for name in ("direct", "ring"))
     with (
         mock.patch.object(InterpreterBuilder, "create_inline_asm", lambda _, *arguments: inline(*arguments)),
-        mock.patch.multiple(direct, takes_ptx=lambda device: True, check_multicast=lambda *_: None),
+        mock.patch.multiple(direct, takes_ptx=lambda device: True),
         mock.patch.multiple(ring, takes_ptx=lambda device: True),
     ):
         yield inline

@@ -29,8 +29,8 @@ from torchring.transport.c10d import C10dTransport
 
 pytestmark = needs_hosts
 
-# "direct" and "nvls" need one host, and "ring" is "native".
-_ACROSS_HOSTS = [name for name in ALGORITHMS if name not in ("direct", "nvls", "ring")]
+# "direct" needs one host, and "ring" is "native".
+_ACROSS_HOSTS = [name for name in ALGORITHMS if name not in ("direct", "ring")]
 _NAMED = [name for name in _ACROSS_HOSTS if name != "auto"]
 _LAYOUTS = {"2x1": (1, 1), "2x2": (2, 2), "2+1": (2, 1), "2+1+3": (2, 1, 3)}
 _SIZES = (1, 7, 1000, 70_001, 30_000)  # elements; the middle of a bucket, its edge, and beyond

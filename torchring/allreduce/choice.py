@@ -25,7 +25,7 @@ class Choice:
     """The algorithm that "auto" has chosen for certain wires.
 
     Attributes:
-        algorithm: "direct", "ring", "hierarchical", "native" or "nvls".
+        algorithm: "direct", "ring", "hierarchical" or "native".
         reason: a sentence.
         seconds: time of each candidate for the sample. Empty if there was one candidate.
     """

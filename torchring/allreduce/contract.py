@@ -77,7 +77,7 @@ class AllReduce(Protocol[W]):
 
     @property
     def algorithm(self) -> str:
-        """The name in `stats()`: "direct", "ring", "hierarchical", "native" or "nvls"."""
+        """The name in `stats()`: "direct", "ring", "hierarchical" or "native"."""
 
     @property
     def in_background(self) -> bool:

@@ -16,12 +16,11 @@ from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_members, num_columns
 from torchring.allreduce.native import NativeAllReduce
 from torchring.allreduce.threaded import ThreadedAllReduce
-from torchring.errors import TopologyError, in_step
 from torchring.memory.channel import POLL_SECONDS
 from torchring.transport.open import open_transport
 from torchring.world import World
 
-Algorithm = Literal["auto", "direct", "ring", "hierarchical", "native", "nvls"]
+Algorithm = Literal["auto", "direct", "ring", "hierarchical", "native"]
 ALGORITHMS: Final = get_args(Algorithm)
 Overlap = Literal["auto", "inline", "thread"]
 OVERLAPS: Final = get_args(Overlap)
@@ -83,11 +82,8 @@ def open_all_reduce(world: World, algorithm: str, overlap: str) -> AllReduce[Any
     With overlap="auto", direct reductions proceed in calls of the thread that runs backward if ranks times threads fill
     the cores: a second thread would only take turns with that thread. "native" proceeds on Gloo's threads. Other
     reductions proceed on threads: while a thread waits for the network, backward has the core. "ring" is "native": the
-    engine's all-reduce is a ring. Raises TopologyError for "direct" across hosts, and for "nvls".
+    engine's all-reduce is a ring. Raises TopologyError for "direct" across hosts.
     """
-    if algorithm == "nvls":
-        text = "algorithm='nvls' takes gradients on GPUs, and these are on the CPU; use algorithm='auto'"
-        raise in_step(TopologyError(text, rank=world.rank))
     host = world.host
     assert host is not None
     in_background = _in_background(world, algorithm, overlap)

@@ -134,8 +134,8 @@ class CudaAccelerator:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
-    def share(self, host: HostGroup | None, rendezvous: Rendezvous | None, *, multicast: bool) -> SymmetricGroup:
-        return share_memory(host, rendezvous, self.device, multicast=multicast)
+    def share(self, host: HostGroup | None, rendezvous: Rendezvous | None) -> SymmetricGroup:
+        return share_memory(host, rendezvous, self.device)
 
     def open_backend(self, store: Store, rank: int, size: int, timeout_seconds: float) -> Backend:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

@@ -1,6 +1,6 @@
 """Engines that launch reductions on a device.
 
-`direct`, `ring` and `nvls` are one kernel each, in memory that the GPUs of one host share. Between hosts, or where GPUs
+`direct` and `ring` are one kernel each, in memory that the GPUs of one host share. Between hosts, or where GPUs
 do not reach each other's memory, torch.distributed's backend (NCCL) moves the bytes: `native` is its own all-reduce,
 `hierarchical` its all-reduce between the two halves of direct.
 """
@@ -8,7 +8,6 @@ do not reach each other's memory, torch.distributed's backend (NCCL) moves the b
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -22,9 +21,9 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 from torchring.accelerators import Accelerator, Backend
 from torchring.allreduce.slices import slice_bounds
 from torchring.devices.stream import NOTHING_FOUND, DeviceWire
-from torchring.devices.symmetric_memory import Block, LonelyGroup, SymmetricGroup
-from torchring.errors import TopologyError, in_step
-from torchring.kernels import prepare_direct, prepare_ring
+from torchring.devices.symmetric_memory import LonelyGroup, SymmetricGroup
+from torchring.kernels.direct import prepare_direct
+from torchring.kernels.ring import prepare_ring
 from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
 from torchring.transport.c10d import all_reduce_options
 
@@ -35,17 +34,11 @@ _WAITING_SHARE: Final = 6  # one block for so many processors; a block that wait
 
 
 class SharedMemoryEngine:
-    """direct, ring or nvls, a kernel each, in memory shared by the devices of `group`. See `Engine`.
-
-    nvls is direct in which the switch between the devices adds up, and sends the sum to all ranks. Each sum is computed
-    once, for one rank, so all ranks hold the same bits. But the switch adds in an order of its own: the bits may differ
-    from those of direct, and from one run to the next. Wires of fp64, which the switch does not add, use direct.
+    """direct or ring, a kernel each, in memory shared by the devices of `group`. See `Engine`.
 
     Args:
-        algorithm: "direct", "ring", "nvls", or "hierarchical" for the part of a `HierarchicalEngine`.
+        algorithm: "direct", "ring", or "hierarchical" for the part of a `HierarchicalEngine`.
         num_slices: number of slices that a buffer is cut into. Rank r has slice r; the ranks beyond have none.
-
-    Raises TopologyError for "nvls" if the memory of `group` has no multicast address.
     """
 
     def __init__(
@@ -62,22 +55,11 @@ class SharedMemoryEngine:
             else _BLOCKS_PER_PROCESSOR * accelerator.num_processors
         )
         self._pads = group.allocate(signal_bytes(group.size, self._max_blocks))
-        if algorithm == "nvls" and not self.can_multicast:
-            text = (
-                "algorithm='nvls' takes GPUs of the Hopper generation or newer behind an NVSwitch that adds up (NVLink "
-                "SHARP), and PyTorch found no such switch; use algorithm='auto' or 'direct'"
-            )
-            raise in_step(TopologyError(text, rank=group.ranks[group.index]))
         self._signals = _addresses(self._pads.parts, accelerator.device)
         # Pinned host memory: whoever aborts may be on another thread than the one that launches, must not wait for what
         # the device does, and calls nothing of CUDA's. Kernels that wait look at it now and then.
         self._abort = accelerator.host_word()
         accelerator.synchronize()
-
-    @property
-    def can_multicast(self) -> bool:
-        """True if the memory of this group supports "nvls"."""
-        return self._pads.multicast != 0
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[DeviceWire]:
         lengths = [-(-numel * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for numel, dtype in specs]
@@ -92,16 +74,11 @@ class SharedMemoryEngine:
             parts = [part[start : start + numel * dtype.itemsize].view(dtype) for part in block.parts]
             own = parts[self.group.index]
             addresses, bounds = _addresses(parts, own.device), self._bounds(numel, dtype)
-            multicast = self._multicast(block, start, dtype)
-            # The switch rounds the sum to 16 bits before a kernel can scale it: fp16 might overflow where the result
-            # would fit.
-            scale_first = multicast != 0 and dtype.itemsize == 2
-            wires.append(DeviceWire(own.data, own, addresses, bounds, report, i, block, multicast, scale_first))
+            wires.append(DeviceWire(own.data, own, addresses, bounds, report, i, block))
         self._accelerator.synchronize()
         return wires
 
     def launch(self, wire: DeviceWire, scale: float) -> None:
-        scale = _scale_now(wire, scale)
         if self.algorithm == "ring":
             self._launch(wire, ("ring", scale), lambda: self._prepare_ring(wire, scale))
         else:
@@ -138,22 +115,13 @@ class SharedMemoryEngine:
             wire.addresses, self._signals, wire.buffer,
             rank=self.group.index, num_ranks=self.group.size, begin=begin, end=end, scale=scale,
             abort=self._abort, found=wire.found_in_result, gather=gather, spread=spread,
-            max_blocks=self._max_blocks, multicast=wire.multicast,
+            max_blocks=self._max_blocks,
         )  # fmt: skip
 
     def _bounds(self, numel: int, dtype: torch.dtype) -> tuple[int, int]:
         if self.group.index >= self._num_slices:
             return 0, 0
         return slice_bounds(numel, self._num_slices, dtype.itemsize)[self.group.index]
-
-    def _multicast(self, block: Block, start: int, dtype: torch.dtype) -> int:
-        if self.algorithm != "nvls" or dtype == torch.float64:
-            return 0
-        if not block.multicast:  # on all ranks: PyTorch sees to that
-            text = "PyTorch found no multicast address for torchring's buffers any more; they are reduced directly"
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
-            return 0
-        return block.multicast + start
 
 
 class BackendEngine:
@@ -179,7 +147,9 @@ class BackendEngine:
     def launch(self, wire: DeviceWire, scale: float) -> None:
         if not wire.buffer.numel():
             return
-        scale = _scale_now(wire, scale)  # 16-bit sums might overflow where the result would fit
+        if wire.scale_first and scale != 1.0:  # packing has not scaled: 16-bit sums might overflow
+            wire.buffer.mul_(scale)
+            scale = 1.0
         all_reduce(self._backend, wire.buffer)
         self._alone.direct(wire, scale, spread=False)  # scales, and looks for values that are not finite
 
@@ -234,14 +204,6 @@ class HierarchicalEngine:
         self._shared.close()
         if self._column is not None:
             shut_down(self._column)
-
-
-def _scale_now(wire: DeviceWire, scale: float) -> float:
-    """Scale the inputs if that has to come first, and packing has not done so. Returns the scale that is left."""
-    if scale == 1.0 or not wire.scale_first:
-        return scale
-    wire.buffer.mul_(scale)
-    return 1.0
 
 
 def all_reduce(backend: Backend, buffer: torch.Tensor) -> None:

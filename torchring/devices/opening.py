@@ -49,10 +49,10 @@ def open_on_device(
     """Collective: the all-reduce for buckets on a device that works in streams, and why this all-reduce was chosen.
 
     "auto" is "native" where every host has one rank, or GPUs of a host do not reach each other's memory. On one host it
-    is "direct" for up to 3 GPUs. For more GPUs, torchring measures "direct" against "native", and "nvls" where that is
-    to be had; on several hosts with several GPUs each, "hierarchical" against "native". It measures wires of the sizes
-    in `specs`, and leaves out "native" if some have 16 bits. It measures nothing in PyTorch's deterministic mode, where
-    a run must not differ from the last one. With overlap="inline" the stream that computes waits for each bucket.
+    is "direct" for up to 3 GPUs. For more GPUs, torchring measures "direct" against "native"; on several hosts with
+    several GPUs each, "hierarchical" against "native". It measures wires of the sizes in `specs`, and nothing if some
+    have 16 bits, or in PyTorch's deterministic mode, where a run must not differ from the last one. With
+    overlap="inline" the stream that computes waits for each bucket.
     Raises TopologyError, on all ranks, where the GPUs of some cannot do what `algorithm` takes.
     """
     if algorithm != "auto":
@@ -68,7 +68,7 @@ def open_on_device(
     )
     measures = measures and not is_deterministic
     try:
-        all_reduce = _open_engine(world, ours, overlap, accelerator, multicast=measures and ours == "direct")
+        all_reduce = _open_engine(world, ours, overlap, accelerator)
     except TopologyError as error:  # on all ranks
         try:
             native = _open_engine(world, "native", overlap, accelerator)
@@ -83,9 +83,11 @@ def open_on_device(
     is_narrow = any(numel and dtype.itemsize == 2 for numel, dtype in specs)
     if is_narrow:
         why += ", where 16-bit values are added in fp32 (the backend's own all-reduce adds them in 16 bits)"
-    all_reduces = {ours: all_reduce, **_rivals(world, all_reduce, overlap, accelerator, with_native=not is_narrow)}
-    if len(all_reduces) == 1:
-        return all_reduce, Choice(ours, why if is_narrow else f"{why}, and the backend does not connect")
+        return all_reduce, Choice(ours, why)
+    try:
+        all_reduces = {ours: all_reduce, "native": _open_engine(world, "native", overlap, accelerator)}
+    except TopologyError:  # NCCL does not connect ranks that share a GPU
+        return all_reduce, Choice(ours, f"{why}, and the backend does not connect")
     seconds = _measure(world, all_reduces, sample, accelerator)
     best = min(all_reduces, key=lambda name: seconds[name])
     for name, other in all_reduces.items():
@@ -98,31 +100,13 @@ def open_on_device(
     return all_reduces[best], Choice(best, f"{why}; {measured}", seconds)
 
 
-def _rivals(
-    world: World, all_reduce: OnStream, overlap: str, accelerator: Accelerator, *, with_native: bool
-) -> dict[str, OnStream]:
-    """Collective: other all-reduces that could take the place of `all_reduce`. The same on all ranks."""
-    rivals = {}
-    engine = all_reduce.engine
-    if isinstance(engine, SharedMemoryEngine) and engine.can_multicast:
-        with contextlib.suppress(TopologyError):
-            nvls = _together(world, lambda: SharedMemoryEngine("nvls", engine.group, accelerator))
-            rivals["nvls"] = _tried_on_stream(world, nvls, overlap, accelerator)
-    if with_native:
-        with contextlib.suppress(TopologyError):  # NCCL does not connect ranks that share a GPU
-            rivals["native"] = _open_engine(world, "native", overlap, accelerator)
-    return rivals
-
-
-def _open_engine(
-    world: World, algorithm: str, overlap: str, accelerator: Accelerator, *, multicast: bool = False
-) -> OnStream:
-    """Collective. `multicast`: "nvls" is to share the memory of "direct"."""
-    if algorithm in ("direct", "nvls"):
-        check_one_host(world, f"algorithm={algorithm!r} takes one host")
+def _open_engine(world: World, algorithm: str, overlap: str, accelerator: Accelerator) -> OnStream:
+    """Collective."""
+    if algorithm == "direct":
+        check_one_host(world, "algorithm='direct' takes one host")
     elif algorithm == "ring":
         check_one_host(world, "algorithm='ring' on GPUs takes one host", also="'native'")
-    engine = _engine(world, algorithm, accelerator, multicast=multicast or algorithm == "nvls")
+    engine = _engine(world, algorithm, accelerator)
     return _tried_on_stream(world, engine, overlap, accelerator)
 
 
@@ -170,13 +154,13 @@ def _tried_on_stream(world: World, engine: Engine, overlap: str, accelerator: Ac
     return all_reduce
 
 
-def _engine(world: World, algorithm: str, accelerator: Accelerator, *, multicast: bool) -> Engine:
+def _engine(world: World, algorithm: str, accelerator: Accelerator) -> Engine:
     """Collective. Raises TopologyError on all ranks if a rank cannot open the engine."""
-    if algorithm in ("direct", "ring", "nvls", "hierarchical"):
+    if algorithm in ("direct", "ring", "hierarchical"):
         num_slices = num_columns(world.hosts) if algorithm == "hierarchical" else None
 
         def share() -> SharedMemoryEngine:
-            group = accelerator.share(world.host, world.rendezvous, multicast=multicast)
+            group = accelerator.share(world.host, world.rendezvous)
             return SharedMemoryEngine(algorithm, group, accelerator, num_slices)
 
         shared = _together(world, share)

@@ -38,7 +38,6 @@ class DeviceWire:
             NOTHING_FOUND.
         row: the row of this wire in `report`.
         memory: kept because the buffer lies in it.
-        multicast: the address of all ranks' buffers at once, see `devices.symmetric_memory.Block`; 0 if they have none.
         scale_first: inputs should be scaled where they are packed. A reduction with a scale would have to make
             a pass of its own for the scale, before it adds up.
         launches: prepared launches of the engine, by what they do.
@@ -51,7 +50,6 @@ class DeviceWire:
     report: torch.Tensor
     row: int
     memory: object = None
-    multicast: int = 0
     scale_first: bool = False
     launches: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
 

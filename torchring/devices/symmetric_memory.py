@@ -37,16 +37,12 @@ class Block(Protocol):
 
     Attributes:
         own: the part of this rank.
-        multicast: an address at which the same bytes of all parts lie: a store writes to all parts, and a reducing load
-            adds them up, in the switch between the GPUs (NVLink SHARP). 0 where GPUs or switch cannot do so.
     """
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]: ...
     @property
     def own(self) -> torch.Tensor: ...
-    @property
-    def multicast(self) -> int: ...
 
 
 class SymmetricGroup(Protocol):
@@ -72,9 +68,8 @@ class SymmetricGroup(Protocol):
 class CudaBlock:
     """See `Block`. The mapping lives as long as this object, or a tensor that views the own part."""
 
-    def __init__(self, parts: Sequence[torch.Tensor], index: int, handle: object, multicast: int = 0) -> None:
+    def __init__(self, parts: Sequence[torch.Tensor], index: int, handle: object) -> None:
         self.parts = tuple(parts)
-        self.multicast = multicast
         self._index = index
         self._handle = handle  # kept alive: the peers' mappings live as long as the handle
 
@@ -91,8 +86,6 @@ class CudaGroup:
         num_processors: see `SymmetricGroup`.
         is_isolated: several ranks see different GPUs under the same number, as CUDA_VISIBLE_DEVICES arranges.
             PyTorch takes such GPUs for one GPU, and refuses unless it is told that ranks may share a GPU.
-        multicast: memory gets multicast addresses, if the GPUs have them. Setting these up fails, or hangs, on some
-            machines (pytorch#195596).
     """
 
     def __init__(
@@ -104,14 +97,12 @@ class CudaGroup:
         num_processors: int,
         *,
         is_isolated: bool,
-        multicast: bool,
     ) -> None:
         self.ranks, self.index = host.ranks, host.index
         self.num_processors = num_processors
-        # As PyTorch looks at them in an allocation. What the user has set stays.
-        self._environment = {OVERLAPPING_DEVICES: "1"} if is_isolated else {}
-        if not multicast:
-            self._environment[NO_MULTICAST] = "1"
+        # As PyTorch looks at them in an allocation. What the user has set stays. Nobody uses multicast addresses, and
+        # setting them up fails, or hangs, on some machines (pytorch#195596).
+        self._environment = {NO_MULTICAST: "1"} | ({OVERLAPPING_DEVICES: "1"} if is_isolated else {})
         self._device = device
         self._rendezvous = rendezvous
         store = within(rendezvous.store, f"symmetric/{name}")
@@ -154,10 +145,7 @@ class CudaGroup:
                 own if index == self.index else handle.get_buffer(index, (length,), torch.uint8)
                 for index in range(self.size)
             ]
-            # Instructions on multicast addresses came with Hopper.
-            can_multicast = torch.cuda.get_device_capability(self._device) >= (9, 0)
-        multicast = handle.multicast_ptr if can_multicast else 0
-        return CudaBlock([part[:num_bytes] for part in parts], self.index, handle, multicast)
+        return CudaBlock([part[:num_bytes] for part in parts], self.index, handle)
 
     def _raise_together(self, problem: str, num_bytes: int) -> None:
         """Collective: raise if a rank has a problem. The others would wait for it in symmetric memory's rendezvous."""
@@ -185,13 +173,10 @@ class LonelyGroup:
         return CudaBlock([torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)], 0, None)
 
 
-def share_memory(
-    host: HostGroup | None, rendezvous: Rendezvous | None, device: torch.device, *, multicast: bool
-) -> SymmetricGroup:
+def share_memory(host: HostGroup | None, rendezvous: Rendezvous | None, device: torch.device) -> SymmetricGroup:
     """Symmetric memory between the ranks of this host, each on its `device`. Collective among all ranks of the world.
 
-    `multicast`: see `CudaGroup`. Raises TopologyError on all ranks of the world if the GPUs of some host do not reach
-    each other's memory.
+    Raises TopologyError on all ranks of the world if the GPUs of some host do not reach each other's memory.
     """
     if host is None or rendezvous is None or host.size == 1:
         if rendezvous is not None:  # ranks of other hosts wait for this one in both all-gathers
@@ -215,7 +200,6 @@ def share_memory(
             group = CudaGroup(
                 *(host, rendezvous, device, cards[host.ranks[0]]["name"], least),
                 is_isolated=is_isolated,
-                multicast=multicast,
             )
             group.allocate(16)  # raises if the memory cannot be mapped
         except Exception as error:  # whatever goes wrong in alpha software, NCCL is still to be had

@@ -160,7 +160,7 @@ def check_gpus(report: Report) -> Iterator[Finding]:
         yield Finding(
             "note",
             "GPUs",
-            'gradients of a model on a GPU: "auto" is direct (from 4 GPUs on the fastest of direct, nvls and native) '
+            'gradients of a model on a GPU: "auto" is direct (from 4 GPUs on the faster of direct and native) '
             "where all ranks reach each other's memory, else the backend's own or hierarchical; the table is the CPU's",
         )
     elif report.ranks:

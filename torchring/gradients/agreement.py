@@ -36,7 +36,7 @@ from torchring.gradients.packing import DevicePacking, HostPacking, MarkingPacki
 from torchring.gradients.plan import BucketPlan, ParameterSpec, Plan
 from torchring.gradients.round import ControlFields, NonFiniteGradient, RoundState
 from torchring.gradients.views import CAN_SWAP
-from torchring.kernels import ChunkTable
+from torchring.kernels.chunks import ChunkTable
 from torchring.memory.heap import give_back, keep_freed
 from torchring.world import World
 

@@ -17,7 +17,7 @@ class Stats:
     """The cost of communication so far, on one rank.
 
     Attributes:
-        algorithm: "direct", "ring", "hierarchical", "native" or "nvls"; "none" in a world of one rank.
+        algorithm: "direct", "ring", "hierarchical" or "native"; "none" in a world of one rank.
         reason: why this algorithm was chosen, as a sentence, with the times that "auto" has measured. In a job
             that `torchring run` has started, also where this rank runs, and why. If all
             gradients arrive together, as those of a model that is compiled as a whole, a sentence says so.

@@ -28,8 +28,8 @@ from torchring.allreduce.contract import first_non_finite
 from torchring.allreduce.native import NativeWire
 from torchring.devices.cuda import span
 from torchring.gradients.plan import BucketPlan
-from torchring.kernels import ChunkTable, reference
-from torchring.kernels.chunks import layout
+from torchring.kernels import reference
+from torchring.kernels.chunks import ChunkTable, layout
 from torchring.kernels.pack import prepare_pack
 from torchring.kernels.unpack import prepare_unpack
 

@@ -32,6 +32,7 @@ _GONE: Final = {
         "adasum",
     ): "torchring.all_reduce(tensor, op='adasum') combines single tensors, torchring.horovod has Horovod's "
     "Adasum, and torchring.recipes has LARS and LAMB for large batches",
+    ("algorithm", "nvls"): "algorithm='native' has NCCL's all-reduce, which takes the sums of an NVSwitch by itself",
 }
 
 

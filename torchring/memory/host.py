@@ -66,12 +66,11 @@ class _Peer:
 class SharedBlock:
     """One allocation: `parts[i]` is the memory of the i-th rank of the group, mapped here, as a uint8 tensor.
 
-    The mapping lives as long as a tensor that views it. `multicast` is 0: see `devices.symmetric_memory.Block`.
+    The mapping lives as long as a tensor that views it.
     """
 
     parts: tuple[torch.Tensor, ...]
     index: int
-    multicast: int = 0
 
     @property
     def own(self) -> torch.Tensor:

@@ -54,7 +54,7 @@ class DeviceExchange:
             memories.append(memory := RegionMemory(region, own, ()))
             factor = region.dtype.itemsize // wire.tensor.itemsize
             start, stop = region.bounds[self._rank]
-            self._wires[memory] = replace(wire, bounds=(start * factor, stop * factor), multicast=0)
+            self._wires[memory] = replace(wire, bounds=(start * factor, stop * factor))
         self.start(memories)  # zeros: kernels are compiled, and NCCL connects, now and not in a step
         return memories
 
