@@ -157,7 +157,7 @@ ROOMS_WITHIN = ("transport/diagnosis/", "transport/mpi.py")
 # The core still imports these rooms: this set only shrinks.
 STILL_IMPORTED = {
     *("devices/", "participants/", "observe/", "sharding/", "transport/diagnosis/"),
-    *("placement.py", "rendezvous/", "alone.py", "transport/mpi.py"),
+    *("alone.py", "transport/mpi.py"),
 }
 
 

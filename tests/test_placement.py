@@ -8,14 +8,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
-from torchring import optimizer, placement
+from torchring import placement
 from torchring.placement import advice, bind, describe, in_words, numbers_in, share_of, topology_of
 
 
@@ -169,17 +166,15 @@ def test_a_rank_starts_where_it_is_told() -> None:
 
 
 def test_wrap_says_so_and_moves_workers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    world: Any = SimpleNamespace(rank=0, local_size=2, num_cores=16, num_physical_cores=8)
     monkeypatch.setenv(placement.WORKER_CORES, "2-3")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(optimizer, "_said", set())
+    monkeypatch.setattr(placement, "_said", set())
     with (
         caplog.at_level(logging.WARNING, "torchring"),
         mock.patch.object(os, "register_at_fork") as register,
         mock.patch.object(os, "sched_setaffinity") as move,
     ):
-        for world.rank in (2, 0, 0):
-            optimizer._look_at_cores(world)
+        for rank in (2, 0, 0):
+            placement.look_at_cores((2, 1, 16, 8), speaks=rank == 0)
         register.call_args.kwargs["after_in_child"]()
     assert [record.message.partition(" (")[0] for record in caplog.records] == [
         "the 2 ranks of this host compute with one thread each and may use 8 cores; set OMP_NUM_THREADS=4"

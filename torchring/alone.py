@@ -41,7 +41,7 @@ def say_if_alone(has_watched: bool) -> None:
         has_watched: this module was imported before the script could build a DDP or FSDP.
     """
     world = sys.modules.get("torchring.default_world")
-    if world is not None and world._process.num_inits:
+    if world is not None and world._process.pid is not None:
         return  # this process has joined a world
     if os.getpid() != _imported_by or getattr(sys, "last_value", None) is not None or not _has_built_graphs():
         return  # this process is a fork of one that may have joined a world, has failed, or has not trained

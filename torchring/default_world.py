@@ -6,44 +6,21 @@ The first function that needs other ranks opens the world.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import math
-import multiprocessing
 import os
 import sys
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
-import torch.distributed as dist
-from torch.distributed import Store
 
-from torchring.errors import PeerTimeoutError, RingError, TopologyError
-from torchring.rendezvous.environment import (
-    CHOICE,
-    ELASTIC,
-    MEMBER,
-    LaunchEnvironment,
-    check_group,
-    membership,
-    read_environment,
-    secret_of_group,
-    started_by_member,
-)
-from torchring.rendezvous.frameworks import refuse_lone_tasks
-from torchring.rendezvous.rendezvous import blames_key
-from torchring.rendezvous.signed import signed, unsigned, within
-from torchring.rendezvous.store import mpi_world, open_store, unannounced_mpi
+from torchring.errors import PeerTimeoutError, RingError
 from torchring.rooms import room
-from torchring.threads import is_done_within
 from torchring.world import DEFAULT_TIMEOUT_SECONDS, DEFAULT_WARNING_SECONDS, World
 
 Backend = Literal["auto", "gloo", "mpi"]
 BACKENDS: Final = get_args(Backend)
-_SCRIPTS_GROUP: Final = "torch.distributed"  # in place of a launcher: the script has made a process group
 
 
 @dataclass
@@ -54,32 +31,13 @@ class _Process:
         world: the default world, while one is open.
         pid: of the process that joined; None before the first world.
         forked: why this process cannot join: it was forked from a rank.
-        store: where the ranks of this launch meet.
-        launch: the launch to which `store` belongs. Spark starts several, one after the other, in the same process.
-        num_inits: number of worlds so far, of this launch. It names the keys of the next one.
-        process_group: the default process group of torch.distributed, if init() made it.
-        group_store: of that group, which does not keep a store of Python's alive.
-        num_groups: number of process groups that init() has made in this launch.
     """
 
     world: World | None = None
     pid: int | None = None
     forked: RingError | None = None
-    store: Store | None = None
-    launch: LaunchEnvironment | None = None
-    num_inits: int = 0
-    process_group: dist.ProcessGroup | None = None
-    group_store: Store | None = None
-    num_groups: int = 0
-
-    def join(self) -> None:
-        """This process becomes a rank, and says at exit how its script has ended."""
-        if self.pid is None:
-            atexit.register(_leave_at_exit)
-        self.pid = os.getpid()
 
     def after_fork(self) -> None:  # called after that of `world.py`, so a world of several ranks has its failure by now
-        self.store = None  # its connection is the parent's
         if self.world is not None and self.world.size == 1:
             self.world = None  # the child may become a rank
         if self.world is not None:
@@ -135,22 +93,27 @@ def init(
     if stall_warning_seconds is not None and not 0 <= stall_warning_seconds < math.inf:
         raise ValueError(f"stall_warning_seconds must be finite and not negative, got {stall_warning_seconds!r}")
     if _process.world is None:
-        _process.world = _join(
+        world: World = room("meeting").open_world(
             backend,
             DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds,
             DEFAULT_WARNING_SECONDS if stall_warning_seconds is None else stall_warning_seconds,
         )
-        _process.world.check_data = check_data is not False
+        world.check_data = check_data is not False
+        become(world)
     else:
-        _check_open_world(_process.world, backend, timeout_seconds, stall_warning_seconds, check_data)
-    if process_group and _process.world.launcher == ELASTIC:
-        raise TopologyError(
-            "process_group=True does not work in an elastic job, because torch.distributed's process group keeps its "
-            "ranks; use torchring's collectives, and torchring.elastic.Sampler"
-        )
+        world = _process.world
+        _check_open_world(world, backend, timeout_seconds, stall_warning_seconds, check_data)
     if process_group:
-        _make_process_group(_process.world)
-    return _process.world
+        room("meeting").make_process_group(world)
+    return world
+
+
+def become(world: World) -> None:
+    """`world`, which has just been opened, is the default world from now on."""
+    if _process.pid is None:
+        atexit.register(_leave_at_exit)
+    _process.pid = os.getpid()
+    _process.world = world
 
 
 def _check_open_world(
@@ -161,8 +124,7 @@ def _check_open_world(
     check_data: bool | None,
 ) -> None:
     """Raise unless `world`, which is open, is what init() was asked for."""
-    if world.size == 1 and world.launcher != ELASTIC:
-        _refuse_to_stay_alone()
+    room("meeting").refuse_to_stay_alone(world)
     for name, wanted, own in (
         ("timeout_seconds", timeout_seconds, world.timeout_seconds),
         ("stall_warning_seconds", stall_warning_seconds, world.stall_warning_seconds),
@@ -176,139 +138,11 @@ def _check_open_world(
             )
 
 
-def _join(backend: Backend, timeout_seconds: float, stall_warning_seconds: float) -> World:
-    """Open the world that the launcher, or the script's process group, describes. Collective."""
-    launch = _launched()
-    if launch.launcher == "none" and os.environ.get(CHOICE) != "none":
-        refuse_lone_tasks()
-    if launch.launcher == ELASTIC:
-        return _before_generation(launch, backend, timeout_seconds, stall_warning_seconds)
-    if launch.member_pid is not None and getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise TopologyError(
-            f"this process (pid {os.getpid()}) is a worker that rank {launch.rank} has started by spawn or forkserver, "
-            "such as a DataLoader's, and runs the script from its top again. Put what the script does under "
-            '`if __name__ == "__main__":`',
-            rank=launch.rank,
-        )
-    if launch.member_pid is not None:
-        raise TopologyError(
-            f"this process (pid {os.getpid()}) was started by rank {launch.rank} (pid {launch.member_pid}), which "
-            "takes part already; it can ask for rank() and size(), but only the rank itself can reduce or exchange "
-            f"tensors. If this process is to train by itself, set {CHOICE}=none in its environment",
-            rank=launch.rank,
-        )
-    if launch.launcher == _SCRIPTS_GROUP:
-        base: Store | None = signed(dist.distributed_c10d._get_default_store(), launch.secret)
-        store_host = None
-    else:
-        base = launcher_store(launch, timeout_seconds)
-        store_host = None if launch.store_is_hosted else 0
-    if backend == "mpi":
-        if launch.launcher == "none":
-            raise TopologyError("backend='mpi' needs a script that mpirun started; `mpirun -np 1` will do for one rank")
-        mpi_world(launch.launcher, launch.rank, launch.size, instead="init without backend='mpi'")
-    store = within(base, f"torchring/{_process.num_inits}") if base is not None else None
-    # Counted before it is open: a world that fails to open leaves keys behind, which the next world must not read.
-    _process.num_inits += 1
-    _process.join()
-    world = _observed(
-        World(
-            store,
-            launch.rank,
-            launch.size,
-            local_rank=launch.local_rank,
-            timeout_seconds=timeout_seconds,
-            launcher=launch.launcher,
-            store_host=store_host,
-            backend="gloo" if backend == "auto" else backend,
-            job=launch.job,
-            is_one_host=launch.is_one_host,
-            stall_warning_seconds=stall_warning_seconds,
-        )
-    )
-    if world.size > 1:
-        os.environ[MEMBER] = membership(os.environ, os.getpid(), world.rank, world.size, world.local_rank)
-    return world
-
-
-def _before_generation(
-    launch: LaunchEnvironment, backend: str, timeout_seconds: float, stall_warning_seconds: float
-) -> World:
-    """The world of a worker of an elastic job until `torchring.elastic.run` opens a generation."""
-    if backend == "mpi":
-        raise TopologyError("backend='mpi' does not work in an elastic job, whose ranks change; leave it out")
-    _process.join()
-    os.environ[MEMBER] = membership(os.environ, os.getpid(), launch.rank, launch.size, launch.local_rank or 0)
-    world = World(
-        None,
-        launch.rank,
-        1,
-        local_rank=launch.local_rank,
-        timeout_seconds=timeout_seconds,
-        launcher=launch.launcher,
-        stall_warning_seconds=stall_warning_seconds,
-        is_provisional=True,
-    )
-    return _observed(world)
-
-
-def open_generation(store: Store | None, rank: int, size: int) -> World:
-    """Make the world of a generation of an elastic job the default world, with the options of init(). Collective.
-
-    Args:
-        store: shared by the ranks of this generation only.
-
-    Raises:
-        RingError: a rank is lost, or does not come.
-    """
-    before = leave_generation()
-    _process.num_inits += 1
-    world = _observed(
-        World(
-            store if size > 1 else None,
-            rank,
-            size,
-            local_rank=before.local_rank,
-            timeout_seconds=before.timeout_seconds,
-            launcher=before.launcher,
-            stall_warning_seconds=before.stall_warning_seconds,
-        )
-    )
-    world.check_data = before.check_data
-    os.environ[MEMBER] = membership(os.environ, os.getpid(), rank, size, world.local_rank)
-    _process.world = world
-    return world
-
-
-def leave_generation() -> World:
-    """Close the world of a generation. Returns the provisional world that is the default world from then on."""
-    if _process.world is None:
-        return init()
-    if not _process.world.is_provisional:
-        world, _process.world = _process.world, None
-        options = (world.backend, world.timeout_seconds, world.stall_warning_seconds)
-        _process.world = _before_generation(_launched(), *options)
-        _process.world.check_data = world.check_data
-        world.close()
-    return _process.world
-
-
-def _observed(world: World) -> World:
-    """Let those who observe worlds listen to this one, which has just been opened. Collective. Returns `world`."""
-    room("observe").observe(world)
-    return world
-
-
 def shutdown() -> None:
     """Leave the world. All ranks may call `init()` again. Does nothing if no world is open."""
     if _process.world is not None:
         world, _process.world = _process.world, None
-        os.environ.pop(MEMBER, None)
         world.close()
-    group, _process.process_group = _process.process_group, None
-    if group is not None and dist.group.WORLD is group and _process.pid == os.getpid():
-        dist.destroy_process_group()
-        _process.group_store = None
 
 
 def leave(reason: str) -> None:
@@ -331,20 +165,14 @@ def default_world() -> World:
     """The world that the module-level functions act on. Joins the world if this process has not joined yet."""
     if _process.world is None:
         return init()
-    if _process.world.size == 1 and _process.world.launcher != ELASTIC:
-        _refuse_to_stay_alone()
+    if _process.world.size == 1:
+        room("meeting").refuse_to_stay_alone(_process.world)
     return _process.world
 
 
-def _refuse_to_stay_alone() -> None:
-    """Raise TopologyError if this process joined a world of one, and has become one of several ranks since."""
-    launch = _launched()
-    if launch.size > 1:
-        raise TopologyError(
-            f"this process is rank {launch.rank} of {launch.size} by now, but it joined a world of size 1 before, when "
-            "it was alone, and would train alone. Call torchring.shutdown() after init_process_group(), or call "
-            "nothing of torchring's before init_process_group()"
-        )
+def _launched() -> Any:
+    """This process, as its launcher describes it: a `LaunchEnvironment`."""
+    return room("meeting").launched()
 
 
 def rank() -> int:
@@ -358,7 +186,7 @@ def rank() -> int:
 def size() -> int:
     """Number of processes that train together. Waits for no other rank."""
     world = _process.world
-    return _launched().size if world is None or world.is_provisional else world.size
+    return int(_launched().size) if world is None or world.is_provisional else world.size
 
 
 def local_rank() -> int:
@@ -367,7 +195,7 @@ def local_rank() -> int:
     Waits for the other ranks only where the launcher gives none.
     """
     if _process.world is None and (said := _launched().local_rank) is not None:
-        return said
+        return int(said)
     return default_world().local_rank
 
 
@@ -405,80 +233,6 @@ def device() -> torch.device:
     return torch.device("cuda", local_rank() % torch.cuda.device_count())
 
 
-def _launched() -> LaunchEnvironment:
-    """Describe this process: by the script's process group, the rank that started it, or the launcher."""
-    if dist.is_available() and dist.is_initialized():
-        check_group(os.environ, dist.get_world_size())
-        local_rank = int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None
-        size = dist.get_world_size()
-        secret, is_one_host = secret_of_group(os.environ, size), os.environ.get("LOCAL_WORLD_SIZE") == str(size)
-        return LaunchEnvironment(
-            _SCRIPTS_GROUP, dist.get_rank(), size, local_rank, is_one_host=is_one_host, secret=secret
-        )
-    if parent := started_by_member(os.environ, os.getpid()):
-        return parent
-    launch = read_environment(os.environ)
-    return (unannounced_mpi(os.environ) or launch) if launch.launcher == "none" else launch
-
-
-def _make_process_group(world: World) -> None:
-    """Make torch.distributed's default process group, unless there is one. Collective."""
-    if dist.is_initialized():
-        return
-    name = f"process_group/{_process.num_groups}"
-    _process.num_groups += 1
-    store: Store = dist.HashStore()
-    if world.rendezvous is not None:
-        world.rendezvous.all_gather(name, b"")  # names an absent rank, as torch.distributed does not
-        store = within(world.rendezvous.store, name)
-    has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
-    _process.group_store = store = unsigned(store) if has_nccl else store
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
-        store=store,
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timedelta(seconds=world.timeout_seconds),
-    )
-    _process.process_group = dist.group.WORLD
-    if world.rendezvous is not None:  # a rank that goes on to shutdown() would break off connections of the others
-        world.rendezvous.all_gather(name, b"")
-
-
-def launcher_store(launch: LaunchEnvironment, timeout_seconds: float) -> Store | None:
-    """The store at which the ranks meet. A later init() uses the same store, unless this is another launch by then."""
-    is_another = _process.launch is None or _meeting(_process.launch) != _meeting(launch)
-    if _process.store is None or is_another:
-        tcp = open_store(launch, timeout_seconds)
-        if tcp is None:
-            return None
-        if is_another:  # its ranks may have had other numbers of worlds before
-            _process.launch, _process.num_inits, _process.num_groups = launch, 0, 0
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        _process.store = within(signed(tcp, launch.secret), f"torchring/attempt{attempt}")
-    return _process.store
-
-
-def forget_store() -> None:
-    """Close the store of this launch, where this process may listen. Call this after `shutdown`."""
-    _process.store = _process.launch = None
-
-
-def _meeting(launch: LaunchEnvironment) -> object:
-    """What two launches do not have alike. A script may change LOCAL_RANK, or spell MASTER_ADDR in another way."""
-    return launch.master and launch.master[1], launch.key_values, launch.over_mpi, launch.job, launch.secret
-
-
-def _blame(world: World, peers: Sequence[int]) -> None:
-    """Tell `torchring run`, whose agent hosts the store, that these ranks have failed before this one."""
-    store, launch = _process.store, _process.launch
-    is_told = launch is not None and launch.secret and launch.store_is_hosted
-    if is_told and store is not None and world.rendezvous is not None and peers and world.rank not in peers:
-        key, text = blames_key(world.rank), ",".join(map(str, peers))
-        with contextlib.suppress(dist.DistError):  # the agent has ended
-            is_done_within(world.rendezvous.start(lambda _: store.set(key, text)), 1.0)
-
-
 def _leave_at_exit() -> None:
     """Tell the peers that this script has ended, and why: the peers may still wait for this rank.
 
@@ -493,7 +247,7 @@ def _leave_at_exit() -> None:
     if error is not None:
         _process.world.say_why_it_ends(f"its script ended with {type(error).__name__}: {error}", has_failed=True)
         if isinstance(error, RingError) and not isinstance(error, PeerTimeoutError):
-            _blame(_process.world, error.peers)
+            room("meeting").blame(_process.world, error.peers)
     else:  # after sys.exit(1), too, of which Python keeps no trace
         _process.world.say_why_it_ends("its script had ended")
     if "mpi4py.MPI" in sys.modules:

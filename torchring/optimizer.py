@@ -11,7 +11,6 @@ import functools
 import inspect
 import itertools
 import logging
-import os
 import sys
 import time
 import weakref
@@ -69,7 +68,7 @@ from torchring.participants.buffers import SyncBuffers, buffer_specs, check_choi
 from torchring.participants.ownership import Ownership
 from torchring.participants.recording import run_info
 from torchring.participants.replicas import ReplicaCheck
-from torchring.placement import WORKER_CORES, advice, numbers_in
+from torchring.rooms import room
 from torchring.sharding.checkpoint import gather_state, keep_share, load_state
 from torchring.sharding.distributed_checkpoint import make_state, shard_state
 from torchring.sharding.step import Shards, check_shardable, refuse_closure, refuse_part_of_state, say_cost
@@ -77,7 +76,6 @@ from torchring.world import World
 
 _T = TypeVar("_T")
 _logger: Final = logging.getLogger("torchring")
-_said: Final[set[str]] = set()  # advice on cores
 
 
 def wrap(
@@ -164,17 +162,6 @@ def wrap(
         free_gradients=free_gradients,
         ignore=ignore,
     )
-
-
-def _look_at_cores(world: World) -> None:
-    """Say once what keeps the ranks of this host from its cores. Keep workers of data loaders off those of a rank."""
-    cores = world.num_cores, world.num_physical_cores, os.cpu_count() or 1
-    text = advice(world.local_size, torch.get_num_threads(), *cores)
-    if text and world.rank == 0 and text not in _said:  # of other hosts, the same would be said
-        _said.add(text)
-        _logger.warning("%s", text)
-    if left := os.environ.get(WORKER_CORES):
-        os.register_at_fork(after_in_child=functools.partial(os.sched_setaffinity, 0, numbers_in(left)))
 
 
 class DistributedOptimizer(OptimizerWrapper):
@@ -272,7 +259,8 @@ class DistributedOptimizer(OptimizerWrapper):
             if options.shard:
                 self._shard(world)
             if not any(accelerator_of(parameter.device) for parameter in names):
-                world.shared(_look_at_cores)
+                numbers = world.local_size, torch.get_num_threads(), world.num_cores, world.num_physical_cores
+                room("placement").look_at_cores(numbers, speaks=world.rank == 0)
         elif world.is_provisional:
             self._needs_state = True
             self._connect_with_first_gradient()

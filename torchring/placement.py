@@ -15,6 +15,7 @@ Ranks of a host decide alike, because each reads the same facts: the cores that 
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Iterable
@@ -23,6 +24,9 @@ from pathlib import Path
 MODES = ("core", "numa", "none")  # and "auto"
 PLACE = "TORCHRING_PLACE"  # where the rank runs and why, a sentence
 WORKER_CORES = "TORCHRING_WORKER_CORES"  # for the processes that load the rank's data
+
+_said: set[str] = set()
+
 
 Core = tuple[int, ...]
 """The logical cores of one physical core."""
@@ -136,6 +140,24 @@ def advice(num_ranks: int, threads: int, num_cores: int, num_physical_cores: int
         more += " (torchrun sets it to 1), or start them by `torchring run`"
         return f"{ranks} {compute} and may use {num_physical_cores} cores; {more}"
     return ""
+
+
+def look_at_cores(numbers: tuple[int, int, int, int], *, speaks: bool) -> None:
+    """Say once what keeps the ranks of this host from its cores. Keep workers of data loaders off those of a rank.
+
+    Args:
+        numbers: of ranks, threads and cores, as for `advice`, but for those of the machine.
+        speaks: of ranks of other hosts, the same would be said.
+    """
+    text = advice(*numbers, os.cpu_count() or 1)
+    if text and speaks and text not in _said:
+        import logging  # takes as long as to start a rank
+
+        _said.add(text)
+        logging.getLogger("torchring").warning("%s", text)
+    if (left := os.environ.get(WORKER_CORES)) and left not in _said:
+        _said.add(left)
+        os.register_at_fork(after_in_child=functools.partial(os.sched_setaffinity, 0, numbers_in(left)))
 
 
 def in_words(numbers: Iterable[int]) -> str:

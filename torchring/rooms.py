@@ -13,6 +13,9 @@ from typing import Any, Final
 _MODULES: Final = {
     "cuda": "torchring.devices.cuda",
     "observe": "torchring.observe.services",
+    "elastic": "torchring.elastic.worker.generation",
+    "meeting": "torchring.launch.meeting",
+    "placement": "torchring.placement",
     "sharding": "torchring.sharding.step",
 }
 

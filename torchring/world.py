@@ -31,9 +31,9 @@ from torchring.errors import (
 )
 from torchring.memory.host import HostGroup, connect
 from torchring.observer import Observers
-from torchring.placement import num_physical
 from torchring.releases import check_torch, installed_version
 from torchring.rendezvous.rendezvous import Rendezvous, ended_key
+from torchring.rooms import room
 
 _logger: Final = logging.getLogger("torchring")
 check_torch(torch.__version__)
@@ -189,7 +189,8 @@ class World:
     @functools.cached_property
     def num_physical_cores(self) -> int:
         """The same, without hardware threads of one core."""
-        return num_physical(self._cores)
+        number: int = room("placement").num_physical(self._cores)
+        return number
 
     @property
     def node_rank(self) -> int:

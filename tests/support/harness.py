@@ -498,8 +498,8 @@ def _serve(rank: int, world_size: int, channel: connection.Connection) -> None:
             answer, exit_code = _answer(payload, rank, world_size, environ)
             if exit_code == 0 and (left := _left_in_process(before)):
                 answer = pickle.dumps((None, (f"left behind: {'; '.join(left)}", "")))
-            world: Any = sys.modules["torchring.default_world"]
-            channel.send((world._process.num_inits, world._process.num_groups))
+            meeting: Any = sys.modules["torchring.launch.meeting"]
+            channel.send((meeting.meetings.num_worlds, meeting.meetings.num_groups))
             channel.send_bytes(answer)
 
 

@@ -364,7 +364,7 @@ def test_ranks_end_when_the_tests_are_killed(tmp_path: Path, fresh: bool, monkey
 def _pooled(rank: int, world_size: int, how: str) -> int:
     """Rank 1 does what `how` says; returns the process id."""
     import torchring
-    from torchring import default_world
+    from torchring.launch.meeting import meetings
     from torchring.memory import host
 
     torchring.init()
@@ -383,9 +383,9 @@ def _pooled(rank: int, world_size: int, how: str) -> int:
         elif how == "process group":  # by itself: it opens files, starts threads, and sets the excepthook
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         elif how == "worlds":
-            default_world._process.num_inits += 1
+            meetings.num_worlds += 1
         elif how == "groups":
-            default_world._process.num_groups += 1
+            meetings.num_groups += 1
         elif how == "exit":
             os._exit(3)
         elif how == "hang":

@@ -24,6 +24,7 @@ from torchring.doctor import probe
 from torchring.doctor.facts import gather, listening_addresses
 from torchring.doctor.report import ChoiceFacts, PathFacts, RankFacts, Report, StoreFacts, read
 from torchring.errors import RingError, TopologyError, ranks_in_words
+from torchring.launch.meeting import launcher_store
 from torchring.rendezvous.addresses import resolve
 from torchring.rendezvous.environment import LaunchEnvironment
 from torchring.rendezvous.rendezvous import Rendezvous
@@ -51,7 +52,7 @@ def take_part(
     report = Report(launch.launcher, launch.size, timeout_seconds, backend=engine)
     report.ranks.append(gather(launch.rank, joins_mpi=launch.over_mpi or backend == "mpi"))
     try:
-        store = worlds.launcher_store(launch, timeout_seconds)
+        store = launcher_store(launch, timeout_seconds)
     except RingError as error:
         if launch.rank != 0:
             raise

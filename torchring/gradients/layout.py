@@ -31,7 +31,7 @@ from torchring.gradients.plan import (
 from torchring.gradients.round import ControlFields
 from torchring.observer import Progress
 from torchring.participants.buffers import SyncBuffers
-from torchring.placement import PLACE
+from torchring.rooms import room
 from torchring.world import World
 
 
@@ -142,7 +142,7 @@ class BucketLayout:
     @property
     def reason(self) -> str:
         """Why this algorithm was chosen, and where this rank runs."""
-        return "; ".join(filter(None, (self.choice.reason, os.environ.get(PLACE, ""))))
+        return "; ".join(filter(None, (self.choice.reason, os.environ.get(room("placement").PLACE, ""))))
 
     @property
     def bucket_bytes(self) -> int:

@@ -15,8 +15,9 @@ import ray.train
 from ray.train.torch import TorchConfig, prepare_model
 from ray.train.torch.config import TorchConfigContextManager
 
-from torchring.default_world import _process, leave
+from torchring.default_world import leave
 from torchring.errors import TopologyError
+from torchring.launch.meeting import meetings
 
 
 @dataclass
@@ -52,7 +53,7 @@ def _loop() -> Iterator[None]:
         prepare.__defaults__ = defaults
     # Only where the loop has not failed: otherwise, Ray ends the other workers, so that only the cause is reported.
     num_workers = ray.train.get_context().get_world_size()
-    if num_workers > 1 and not _process.num_inits:
+    if num_workers > 1 and not meetings.num_worlds:
         raise TopologyError(
             f"the training loop has ended without torchring.wrap, so each of the {num_workers} workers has trained "
             "alone: with TorchringConfig, prepare_model adds no DistributedDataParallel. Wrap the optimizer, or leave "

@@ -22,6 +22,7 @@ from torch.distributed import TCPStore
 
 from torchring import default_world
 from torchring.errors import RingError
+from torchring.launch.meeting import forget_store
 from torchring.linux import host_name
 from torchring.rendezvous.environment import CHOICE, JOB
 from torchring.rendezvous.store import host_on
@@ -159,7 +160,7 @@ def _as_rank(call: Call, task: BarrierTaskContext, hosts: Sequence[str], order: 
     default_world.leave("its function had returned")
     _leave()
     _wait_for_peers(store, address, said[order[0]]["port"], len(order))
-    default_world.forget_store()  # or this worker would listen at the port until its next job
+    forget_store()  # or this worker would listen at the port until its next job
     os.environ.clear()
     os.environ.update(before)
 

@@ -17,10 +17,10 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 from torch.distributed import Store
 
-from torchring.default_world import leave_generation, open_generation
 from torchring.elastic import protocol
 from torchring.elastic.protocol import Beat, Broken, Card, Generation, Invitation, WorkerState
 from torchring.elastic.worker.change import Change
+from torchring.elastic.worker.generation import leave_generation, open_generation
 from torchring.errors import PeerLostError, TopologyError
 from torchring.observe.flight_recorder.entries import FlightRecorder
 from torchring.observe.services import flight_recorder_of
