@@ -22,10 +22,11 @@ from tests.support.harness import is_running, patient, wait_until
 from torchring.elastic.driver import actions as a
 from torchring.elastic.driver import hosts as hosts_module
 from torchring.elastic.driver import store as store_module
-from torchring.elastic.driver.cooldown import Cooldown
-from torchring.elastic.driver.coordinator import UNLIMITED, Coordinator, Limits
+from torchring.elastic.driver.coordinator import Coordinator
 from torchring.elastic.driver.driver import Driver
+from torchring.elastic.driver.endings import Cooldown
 from torchring.elastic.driver.store import DriverStore, Listener
+from torchring.elastic.driver.workers import UNLIMITED, Limits
 from torchring.elastic.protocol import (
     BROKEN,
     CALL,

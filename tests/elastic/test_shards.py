@@ -33,7 +33,7 @@ from tests.elastic.test_elastic import (
 )
 from tests.support.elastic_job import NOTES, ElasticJob, is_last, note
 from tests.support.harness import patient
-from torchring.elastic.worker import state as states
+from torchring.elastic.worker import shares
 from torchring.elastic.worker import worker as workers
 from torchring.elastic.worker.checkpoint import newest
 from torchring.sharding import checkpoint, exchange, step
@@ -96,7 +96,7 @@ def _patch(points: list[str]) -> None:
     before(exchange.Exchange, "start", "in the step")
     before(exchange.Exchange, "finish", "in the exchange")
     before(checkpoint, "tell_pieces", "while state is gathered")
-    before(states, "load_state", "while state is dealt out")
+    before(shares, "load_state", "while state is dealt out")
 
 
 def train_worker(
@@ -255,7 +255,7 @@ def check_saved(folder: Path, make: Kind, num_steps: int) -> None:
     assert step == num_steps
     found = [
         torch.as_tensor(v)
-        for _, e in sorted(saved["stateful"]["optimizer"]["state"].items())
+        for _, e in sorted(saved["optimizers"]["optimizer"]["state"].items())
         for _, v in sorted(e.items())
     ]
     for mine, wanted in zip(found, expected(make, num_steps)[1], strict=True):

@@ -312,28 +312,17 @@ def test_skipping_with_micro_steps_and_with_several_optimizers() -> None:
         assert found == [[6.5, 6.5], [], *[[4.0, 4.0]] * 3, *[[3.0, 3.0], [5.0, 5.0]] * 3]
 
 
-class _Batch:
-    """An elastic job that is told of a change."""
-
-    def __init__(self) -> None:
-        self.agreed: list[bool] = []
-
-    def begin_backward(self) -> None: ...
-
-    def change_is_agreed(self, *, all_leave: bool) -> None:
-        self.agreed.append(all_leave)
-
-
 def _change_of_ranks(rank: int, size: int) -> list[list[bool]]:
     (a, _), optimizer = _pair()
-    batch, world = _Batch(), default_world()
-    rejoin(optimizer, world, [ChangeOfRanks(world, batch)])
+    agreed: list[bool] = []
+    world = default_world()
+    rejoin(optimizer, world, [ChangeOfRanks(world, lambda: None, agreed.append)])
     change, found = world.shared(Change), []
     for leaving in ((), (1,), (0, 1)):
         change.is_wanted, change.leaves = rank == 0 and bool(leaving), rank in leaving
         a.sum().backward()
-        found.append(list(batch.agreed))
-        batch.agreed.clear()
+        found.append(list(agreed))
+        agreed.clear()
     return found
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from torchring import cli
-from torchring.elastic.driver.coordinator import UNLIMITED, Limits
 from torchring.elastic.driver.hosts import Hosts
+from torchring.elastic.driver.workers import UNLIMITED, Limits
 from torchring.horovod.settings import Settings, read_settings
 from torchring.launch.horovodrun import add_options
 from torchring.launch.hosts import Host

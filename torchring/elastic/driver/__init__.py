@@ -2,8 +2,8 @@
 decides which workers train together.
 
     hosts.py        which hosts there are: fixed ones, those of a file, those that a script prints
-    cooldown.py     how long a slot is left out where workers fail
-    losses.py       when losses of workers show that the script is wrong
+    workers.py      what is known of a worker, and the limits that the user sets
+    endings.py      when losses show that the script is wrong, or a slot; how far the job is from its end
     coordinator.py  decides who starts, who belongs to a generation, and when the job is over; no input or output
     actions.py      what the coordinator has the driver do
     store.py        the store through which driver and workers talk

@@ -11,112 +11,25 @@ ended, and without those that have not come 30 s after there were enough.
 
 from __future__ import annotations
 
-import enum
 import random
 import signal
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 from torchring.elastic.driver.actions import Action, Break, Call, Exit, Forget, Over, Publish, Say, Send, Start
-from torchring.elastic.driver.cooldown import Cooldown
-from torchring.elastic.driver.losses import Losses
+from torchring.elastic.driver.endings import Cooldown, Ending, Losses
+from torchring.elastic.driver.workers import UNLIMITED, Limits, Stage, Worker, how_it_ended
 from torchring.elastic.protocol import BEAT_SECONDS, Beat, Broken, Card, Generation
 from torchring.launch.hosts import Host
 
-UNLIMITED: Final = 1 << 30
 _LONGEST_GAP: Final = BEAT_SECONDS  # seconds between two ticks; what goes beyond does not count: the driver was stopped
 _JOIN_SECONDS: Final = 0.5  # that a new worker waits for others that are starting
 _STRAGGLER_SECONDS: Final = 30.0  # that a first generation waits for more workers once there are enough
 _LEAVE_SECONDS: Final = 300.0  # for a member to leave a generation after the first has, and then to end
-_PROOF_SECONDS: Final = 5.0  # of running that prove a worker whose number of steps is unknown
 _MISSED_SECONDS: Final = 3 * BEAT_SECONDS  # of silence, after which a worker is lost if others have lost a connection
 _STEADY_SECONDS: Final = 60.0  # after which a failure has nothing to do with earlier ones
 _GOODBYE_SECONDS: Final = 30.0  # for workers to end by themselves when the job is over
 _FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The limits that the user sets.
-
-    Attributes:
-        size: number of workers to begin with; UNLIMITED for as many as there are slots.
-        min_size, max_size: fewest and most workers that train.
-        elastic_timeout: seconds that the job waits for `min_size` workers, and for a worker to come.
-        heartbeat_timeout: seconds of silence after which a worker is killed.
-        stall_timeout: seconds after which a worker is killed that does not move while others wait for it; None: never.
-        reset_limit: number of generations that may follow the first one; None for any number.
-        cooldown: shortest and longest time in seconds for which a slot is left out where workers fail.
-    """
-
-    size: int
-    min_size: int = 1
-    max_size: int = UNLIMITED
-    elastic_timeout: float = 600.0  # Horovod's
-    heartbeat_timeout: float = 10.0
-    stall_timeout: float | None = None
-    reset_limit: int | None = None
-    cooldown: tuple[float, float] = (1.0, 600.0)
-
-
-class Stage(enum.IntEnum):
-    """The stage of the current generation. A generation only moves forward, and may skip stages."""
-
-    PUBLISHED = 1  # its members open a world together
-    RUNNING = 2  # they train
-    BROKEN = 3  # a member is lost: the others are told at once, and meet
-    CALLED = 4  # a member has left, or new workers wait: the others are told, and meet at the end of their step
-    LEFT = 5  # each member has met, has ended, or is about to end: the next generation can begin
-
-
-@dataclass(eq=False)
-class _Worker:
-    number: int
-    host: str
-    slot: int
-    started_at: float
-    # What it says
-    card: Card = field(default_factory=lambda: Card("starting"))
-    changed_at: float = 0.0  # when its state changed last
-    beat: Beat | None = None
-    beat_at: float = 0.0
-    moved_at: float = 0.0  # when it was seen to make progress, or to begin to wait
-    pid: int | None = None
-    # What the driver knows of it
-    rank: int = -1  # in the last generation that it belonged to
-    code: int | None = None  # its exit code
-    lost: str = ""  # how it ended, or why it was killed or given up
-    is_killed: bool = False
-    is_broken_off: bool = False  # the others know that it is lost
-    is_dismissed: bool = False  # the driver has told it to end
-
-    @property
-    def is_lost(self) -> bool:
-        return self.code is not None or bool(self.lost)
-
-    @property
-    def is_going(self) -> bool:
-        return self.card.state in ("leaving", "finished")
-
-    @property
-    def name(self) -> str:
-        return f"worker {self.number} on {self.host}"
-
-    @property
-    def end(self) -> str:
-        """Text for people that says how it has gone."""
-        if self.is_dismissed:
-            return f"{self.name} was told to end"
-        if self.is_going:
-            return f"{self.name} {'left' if self.card.state == 'leaving' else 'has finished'}"
-        return f"{self.name} {self.lost}"
-
-    def has_worked(self, clock: float) -> bool:
-        """True if it has made steps."""
-        if self.beat is not None and self.beat.made >= 0:
-            return self.beat.made > 0
-        return self.card.state == "running" and clock - self.changed_at > _PROOF_SECONDS
 
 
 class Coordinator:
@@ -142,7 +55,7 @@ class Coordinator:
 
         # Hosts and workers
         self._slots: dict[str, int] = {}  # by host
-        self._workers: dict[int, _Worker] = {}  # those whose processes run, and members
+        self._workers: dict[int, Worker] = {}  # those whose processes run, and members
         self._num_started = 0
         self._num_started_anew = 0  # since all workers were started anew
         self._is_anew = True  # no generation has begun since then
@@ -161,20 +74,13 @@ class Coordinator:
         self._short_since: float | None = 0.0  # since when there have been too few workers
         self._has_said_short = False
         self._enough_since: float | None = None
-
-        # The end
-        self._is_finishing = False  # a worker has finished
-        self._final_code = 0  # of the first process of the current generation that failed
-        self._code: int | None = None  # of the driver
-        self._over_at: float | None = None
-        self._is_hurried = False  # workers were told to end at last
-        self._num_signals = 0
+        self._end = Ending()
 
     @property
     def is_settled(self) -> bool:
         """True if nothing is about to happen: a generation runs, or workers start, and nobody waits."""
         is_quiet = self.stage in (Stage.RUNNING, Stage.LEFT) and not self._in_state("meeting")
-        return is_quiet and self._over_at is None
+        return is_quiet and self._end.began_at is None
 
     # What has happened
 
@@ -213,10 +119,10 @@ class Coordinator:
         worker.code = code
         is_member = number in self.generation.workers
         is_known = bool(worker.lost) and worker.rank >= 0
-        worker.lost = worker.lost or _how_it_ended(code, worker, is_ssh)
+        worker.lost = worker.lost or how_it_ended(code, worker, is_ssh)
         if is_member and worker.card.state != "leaving":
-            self._final_code = self._final_code or code
-        if worker.is_dismissed or worker.card.state == "finished" or self._over_at is not None:
+            self._end.failed_code = self._end.failed_code or code
+        if worker.is_dismissed or worker.card.state == "finished" or self._end.began_at is not None:
             return
         from_outside = code - 128 in _FROM_OUTSIDE
         if worker.card.state != "leaving":
@@ -227,52 +133,52 @@ class Coordinator:
 
     def note_signal(self, number: int) -> None:
         """The driver was told to end. The second signal kills the workers."""
-        self._num_signals += 1
+        self._end.num_signals += 1
         for_workers = signal.SIGTERM if number == signal.SIGHUP else number  # they write checkpoints at SIGTERM
-        if self._num_signals == 1 and self._over_at is None:
+        if self._end.num_signals == 1 and self._end.began_at is None:
             reason = f"torchring run was told to end by {signal.Signals(number).name}"
             self._over(reason, 128 + number, for_workers)
-        elif self._num_signals == 1:
-            self._code = 128 + number
+        elif self._end.num_signals == 1:
+            self._end.code = 128 + number
             self._send_all(for_workers)
-        elif self._num_signals == 2:
+        elif self._end.num_signals == 2:
             self._send_all(signal.SIGKILL)
 
     def tick(self, now: float) -> list[Action]:
         """Decide what is to be done now. The caller carries it out before the next call."""
         self._clock += max(0.0, min(now - self._now, _LONGEST_GAP))
         self._now = now
-        if self._over_at is None:
+        if self._end.began_at is None:
             self._kill_silent()
             self._kill_stuck()
             self._break()
             self._dismiss()
             self._form()
-        if self._over_at is None:
+        if self._end.began_at is None:
             self._start_workers()
             self._call()
             self._judge_script()
         self._forget()
-        if self._over_at is not None:
+        if self._end.began_at is not None:
             self._wait_for_ends()
         actions, self._actions = self._actions, []
         return actions
 
     # Workers
 
-    def _living(self) -> list[_Worker]:
+    def _living(self) -> list[Worker]:
         return [worker for worker in self._workers.values() if not worker.is_lost]
 
-    def _running_processes(self) -> list[_Worker]:
+    def _running_processes(self) -> list[Worker]:
         return [worker for worker in self._workers.values() if worker.code is None]
 
-    def _members(self) -> list[_Worker]:
+    def _members(self) -> list[Worker]:
         return [self._workers[number] for number in self.generation.workers]
 
-    def _in_state(self, state: str) -> list[_Worker]:
+    def _in_state(self, state: str) -> list[Worker]:
         return [worker for worker in self._living() if worker.card.state == state and not worker.is_dismissed]
 
-    def _has_left(self, worker: _Worker) -> bool:
+    def _has_left(self, worker: Worker) -> bool:
         """True if a member has left the current generation by itself."""
         return worker.card.generation >= self.generation.number and worker.card.state != "running"
 
@@ -282,7 +188,7 @@ class Coordinator:
     def _send_all(self, number: int) -> None:
         self._actions += [Send(worker.number, number) for worker in self._running_processes()]
 
-    def _kill(self, worker: _Worker, why: str) -> None:
+    def _kill(self, worker: Worker, why: str) -> None:
         worker.lost, worker.is_killed = f"{why}, and was killed", True
         self._actions.append(Send(worker.number, signal.SIGKILL))
 
@@ -370,7 +276,7 @@ class Coordinator:
         if self.stage is Stage.PUBLISHED and all(worker.card.state == "running" for worker in members):
             self.stage = Stage.RUNNING
         finished = [worker for worker in members if worker.card.state == "finished"]
-        self._is_finishing = self._is_finishing or bool(finished)
+        self._end.is_near = self._end.is_near or bool(finished)
         staying = [worker for worker in members if not worker.is_lost and not self._has_left(worker)]
         if staying:
             if len(staying) < len(members):
@@ -404,7 +310,7 @@ class Coordinator:
             return
         self._publish(meeting)
 
-    def _wait_for_leaving(self, staying: Sequence[_Worker]) -> None:
+    def _wait_for_leaving(self, staying: Sequence[Worker]) -> None:
         self._left_at = self._clock if self._left_at is None else self._left_at
         given_up = {rank for worker in self._members() if self._has_left(worker) for rank in worker.card.given_up}
         for worker in staying:
@@ -432,7 +338,7 @@ class Coordinator:
         going = [worker.end for worker in self._members() if worker.is_going and not worker.is_broken_off]
         return [*self._gone, *going]
 
-    def _publish(self, meeting: Sequence[_Worker]) -> None:
+    def _publish(self, meeting: Sequence[Worker]) -> None:
         # Workers that have belonged to a generation come first, in the order of ranks.
         order = sorted(meeting, key=lambda worker: (worker.rank < 0, worker.rank, worker.number))
         numbers = tuple(worker.number for worker in order)
@@ -442,7 +348,7 @@ class Coordinator:
         for rank, worker in enumerate(order):
             worker.rank, worker.is_broken_off = rank, False
         self._broken_ranks, self._gone = (), []
-        self._final_code, self._is_anew = 0, False
+        self._end.failed_code, self._is_anew = 0, False
         if self._losses.has_stepped:
             self._losses.first = None
         self._short_since = self._enough_since = None
@@ -455,7 +361,7 @@ class Coordinator:
         where = "; ".join(f"{host}: {', '.join(workers)}" for host, workers in by_host.items())
         self._say(f"generation {self.generation.number} begins, {number} ({where}), because {reason}")
 
-    def _reason(self, order: Sequence[_Worker]) -> str:
+    def _reason(self, order: Sequence[Worker]) -> str:
         """Why there is a new generation, of these workers."""
         if not self.generation.number:
             return "the job starts"
@@ -467,7 +373,7 @@ class Coordinator:
 
     def _call(self) -> None:
         """Have the members meet at the end of their step, if one has left, or if workers wait that are not members."""
-        if self.stage >= Stage.CALLED or self._is_finishing:
+        if self.stage >= Stage.CALLED or self._end.is_near:
             return
         if not any(map(self._has_left, self._members())):
             if self.stage is Stage.BROKEN or not self._may_change():
@@ -487,7 +393,7 @@ class Coordinator:
 
     def _start_workers(self) -> None:
         num_slots = sum(self._slots.values())
-        if self._is_finishing or not self._may_change() or not num_slots:
+        if self._end.is_near or not self._may_change() or not num_slots:
             return
         if not self._num_started_anew:
             self.size = self.limits.size if self.limits.size < UNLIMITED else max(num_slots, self.limits.min_size)
@@ -500,7 +406,7 @@ class Coordinator:
                     break
                 if (host, slot) not in taken and self._cooldown.is_over((host, slot), self._clock):
                     room -= 1
-                    worker = _Worker(self._num_started, host, slot, self._clock, changed_at=self._clock)
+                    worker = Worker(self._num_started, host, slot, self._clock, changed_at=self._clock)
                     self._workers[worker.number] = worker
                     self._num_started += 1
                     self._num_started_anew += 1
@@ -517,7 +423,7 @@ class Coordinator:
             return 0
         return self.limits.min_size - len(meeting)
 
-    def _note_failure(self, worker: _Worker, *, is_ssh: bool, from_outside: bool) -> None:
+    def _note_failure(self, worker: Worker, *, is_ssh: bool, from_outside: bool) -> None:
         """Leave the slot of a worker out for a while if workers fail there again and again, or the host for ssh."""
         where: Hashable = worker.host if is_ssh else (worker.host, worker.slot)
         if worker.has_worked(self._clock) and (from_outside or self._clock - worker.started_at > _STEADY_SECONDS):
@@ -565,8 +471,8 @@ class Coordinator:
 
     def _over(self, reason: str, code: int | None, number: int | None = None) -> None:
         """End the job. `code` is None if the training has finished. `number`: the signal that workers get."""
-        self._over_at = self._clock
-        self._code = code
+        self._end.began_at = self._clock
+        self._end.code = code
         if code is not None:
             checkpoint = self._losses.checkpoint
             self._say(f"{reason}; the newest checkpoint is {checkpoint}" if checkpoint else reason)
@@ -578,21 +484,10 @@ class Coordinator:
     def _wait_for_ends(self) -> None:
         left = self._running_processes()
         if not left:
-            self._actions.append(Exit(self._final_code if self._code is None else self._code))
+            self._actions.append(Exit(self._end.failed_code if self._end.code is None else self._end.code))
             return
         self._break()
-        if self._over_at is not None and not self._is_hurried and self._clock - self._over_at > _GOODBYE_SECONDS:
-            self._is_hurried = True  # but a script may do more after the training
+        end = self._end
+        if end.began_at is not None and not end.is_hurried and self._clock - end.began_at > _GOODBYE_SECONDS:
+            end.is_hurried = True  # but a script may do more after the training
             self._actions += [Send(worker.number, signal.SIGTERM) for worker in left if worker.card.state != "finished"]
-
-
-def _how_it_ended(code: int, worker: _Worker, is_ssh: bool) -> str:
-    if is_ssh:
-        return "could not be started, or ended with exit code 255: see what ssh says above"
-    try:
-        if code > 128:
-            return f"was killed by {signal.Signals(code - 128).name}"
-    except ValueError:
-        pass
-    early = " before it came to torchring.elastic.run" if worker.card.state == "starting" else ""
-    return f"ended with exit code {code}{early}"

@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Final
 
 from torchring.elastic.driver.actions import Action, Break, Exit, Forget, Over, Publish, Say, Send, Start
-from torchring.elastic.driver.coordinator import Coordinator, Limits
+from torchring.elastic.driver.coordinator import Coordinator
 from torchring.elastic.driver.hosts import Hosts
 from torchring.elastic.driver.store import DriverStore, Listener
+from torchring.elastic.driver.workers import Limits
 from torchring.elastic.protocol import Beat, Card, Invitation, beat_key, card_key
 from torchring.errors import TopologyError
 from torchring.launch.hosts import LaunchError, why_no_loopback

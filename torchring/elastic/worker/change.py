@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 from torchring.gradients.round import Participant, RoundState
 from torchring.world import World
@@ -21,26 +21,24 @@ class Change:
         self.leaves = False
 
 
-class Job(Protocol):
-    """What `ChangeOfRanks` tells of backwards, see `State`."""
-
-    def begin_backward(self) -> None: ...
-
-    def change_is_agreed(self, *, all_leave: bool) -> None: ...
-
-
 class ChangeOfRanks(Participant):
-    """Agrees with the other ranks that the ranks of this world are to change."""
+    """Agrees with the other ranks that the ranks of this world are to change.
+
+    Args:
+        before_backward: called before each backward, and before `skip()`. May raise what ends the training function.
+        agreed: called on all ranks in the same round: the ranks are to change; or all of them are to leave, if True.
+    """
 
     bits = ("wants_change", "leaves")
 
-    def __init__(self, world: World, job: Job) -> None:
-        self._job = job
+    def __init__(self, world: World, before_backward: Callable[[], object], agreed: Callable[[bool], object]) -> None:
+        self._before_backward = before_backward
+        self._agreed = agreed
         self._size = world.size
         self._change = world.shared(Change)
 
     def before_backward(self) -> None:
-        self._job.begin_backward()
+        self._before_backward()
 
     def begin(self, current: RoundState) -> None:
         current.bits["wants_change"] = self._change.is_wanted
@@ -49,4 +47,4 @@ class ChangeOfRanks(Participant):
     def finished(self, current: RoundState) -> None:
         num_leaving = current.sums["leaves"]
         if current.sums["wants_change"] or num_leaving:
-            self._job.change_is_agreed(all_leave=num_leaving == self._size)
+            self._agreed(num_leaving == self._size)

@@ -117,7 +117,7 @@ def _run(state: State, call: Callable[[], _T], worker: Worker, signals: Signals)
     """With a driver: in one generation after the other."""
     signals.on_signal(worker.ask_to_leave)
     if (theirs := worker.fetch_layout()) is not None:
-        state._check_layout(json.loads(theirs))
+        state._parts.check_layout(json.loads(theirs))
     left: dict[str, Any] = {"reason": ""}  # why this rank has left its generation
     has_failed = False  # this rank returns to its last commit
     saves = False  # this rank writes the last checkpoint, if the job is over

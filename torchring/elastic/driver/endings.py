@@ -1,16 +1,44 @@
-"""Counts the workers that a job loses, and decides when the script is at fault, so that new workers would be lost too.
+"""What ends a job, or keeps a slot out of it: losses without a step in between, failures in a slot, and the end itself.
 
-A job may lose any number of workers, as long as it makes new steps in between.
+A job may lose any number of workers, as long as it makes new steps in between. Where workers fail again and again, the
+slot is left out, as by Horovod's blacklist with a cooldown. The first failure leaves the slot in use. The second
+failure in a row leaves the slot out for a second, the third for two, and so on up to ten minutes, each time with
+jitter: slots that fail for the same reason shall not all come back at the same moment.
 """
 
 from __future__ import annotations
 
+import random
+from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Final
 
 _STORM_SECONDS: Final = 60.0  # for which signals from outside may end worker after worker
 _LIVES: Final = 3  # losses of all workers, one after another, without a new step
 _LOSSES_PER_SLOT: Final = 3  # losses in a row without a step, after which the script is taken to be wrong
 _FEWEST_SLOTS: Final = 4  # that this is counted for
+_JITTER: Final = 0.25  # of a delay is random
+
+
+@dataclass
+class Ending:
+    """How far the job is from its end.
+
+    Attributes:
+        is_near: a worker has finished.
+        began_at: when the job was over; None before.
+        code: exit code of the driver; None if the training has finished.
+        failed_code: of the first process of the current generation that failed.
+        is_hurried: workers were told to end at last.
+        num_signals: number of signals that the driver has got.
+    """
+
+    is_near: bool = False
+    began_at: float | None = None
+    code: int | None = None
+    failed_code: int = 0
+    is_hurried: bool = False
+    num_signals: int = 0
 
 
 class Losses:
@@ -88,3 +116,42 @@ class Losses:
         memory by the same signal, again and again.
         """
         return self._are_from_outside and now - self._since < _STORM_SECONDS
+
+
+class Cooldown:
+    """Counts failures, of slots or of whole hosts.
+
+    Args:
+        shortest, longest: seconds for which a slot is left out, after its second failure in a row, and at most.
+        randomness: where the jitter comes from.
+    """
+
+    def __init__(self, shortest: float, longest: float, randomness: random.Random) -> None:
+        self._shortest = shortest
+        self._longest = longest
+        self._random = randomness
+        self._failures: dict[Hashable, int] = {}
+        self._until: dict[Hashable, float] = {}
+
+    def fail(self, slot: Hashable, now: float) -> float:
+        """Note that a worker has failed there. Returns for how many seconds the slot is left out."""
+        failures = self._failures[slot] = self._failures.get(slot, 0) + 1
+        if failures == 1:
+            return 0.0
+        delay = min(self._longest, self._shortest * 2.0 ** min(failures - 2, 40))
+        delay *= 1 - _JITTER * self._random.random()
+        self._until[slot] = now + delay
+        return delay
+
+    def succeed(self, slot: Hashable) -> None:
+        """Note that a worker has done well there: earlier failures count no more."""
+        self._failures.pop(slot, None)
+        self._until.pop(slot, None)
+
+    def is_over(self, slot: Hashable, now: float) -> bool:
+        """Return True if the slot may be used."""
+        return now >= self._until.get(slot, now)
+
+    def failures(self, slot: Hashable) -> int:
+        """Number of failures in a row."""
+        return self._failures.get(slot, 0)

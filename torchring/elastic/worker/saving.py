@@ -1,0 +1,126 @@
+"""When a State writes checkpoints, and what it says when it loads one."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+from torchring.collectives.join import Join
+from torchring.collectives.service import internal_collectives_of
+from torchring.elastic.worker.checkpoint import CheckpointWriter, copy_of, newest, newest_step
+from torchring.elastic.worker.parts import FORMAT, Parts, command, difference
+from torchring.world import World
+
+_EVERY: Final = timedelta(minutes=5)
+
+_log = logging.getLogger("torchring.elastic")
+
+
+class Saving:
+    """The checkpoints of a State. Without a folder, nothing is written, and there are none.
+
+    Args:
+        every: number of steps, or time, between two checkpoints.
+
+    Attributes:
+        folder: where they are.
+    """
+
+    def __init__(self, parts: Parts, folder: str | Path | None, every: int | timedelta | None) -> None:
+        if every is not None and not (timedelta() < every if isinstance(every, timedelta) else every >= 1):
+            raise ValueError(f"every must be a number of steps, 1 or more, or a positive timedelta, got {every!r}")
+        self.folder = None if folder is None else Path(folder)
+        self._parts = parts
+        self._every = _EVERY if every is None else every
+        self._writer: CheckpointWriter | None = None
+        self.begin()
+
+    @property
+    def newest(self) -> str:
+        """Path of the newest checkpoint that this rank has written; "" for none."""
+        return str((self._writer and self._writer.newest) or "")
+
+    def newest_step(self) -> int:
+        """Number of steps of the newest checkpoint in the folder; -1 for none."""
+        step = None if self.folder is None else newest_step(self.folder)
+        return -1 if step is None else step
+
+    def begin(self) -> None:
+        """The interval begins now."""
+        self._saved_at = (self._parts.counters.steps, time.monotonic())
+
+    def open(self) -> None:
+        """This rank is the one that writes."""
+        if self.folder is not None and self._writer is None:
+            self._writer = CheckpointWriter(self.folder)
+
+    def load_newest(self) -> bool:
+        """Become what the newest checkpoint has. Returns False if there is none.
+
+        Raises:
+            ValueError: it is of another model.
+        """
+        found = None if self.folder is None else newest(self.folder)
+        if found is None:
+            return False
+        step, everything = found
+        if everything.get("format") != FORMAT:
+            raise ValueError(f"the checkpoint of step {step} in {self.folder} is of another version of torchring")
+        mine = self._parts.layout()
+        if everything["layout"] != mine:
+            saved_has, mine_has = difference(everything["layout"], mine)
+            raise ValueError(
+                f"the checkpoint of step {step} in {self.folder} is of another model or State: it has {saved_has}, "
+                f"the script has {mine_has}; use another folder, or remove the checkpoints"
+            )
+        self._parts.become(everything)
+        age = timedelta(seconds=round(time.time() - everything["time"]))
+        doubt = (
+            "; a job with another command line has written it: if that job has nothing to do with this one, end this "
+            "job, and give it another folder"
+        )
+        _log.warning(
+            "training goes on from the checkpoint of step %d in %s, which is %s old%s",
+            *(step, self.folder, age, doubt if everything["command"] != command() else ""),
+        )
+        return True
+
+    def write_if_due(self, world: World) -> None:
+        """Collective if an optimizer has shard=True, else of rank 0."""
+        is_sharded = bool(self._parts.sharded)
+        if self.folder is None or (world.rank != 0 and not is_sharded):
+            return
+        if is_sharded and world.shared(Join).is_open:  # ranks that have ended do not come here
+            return
+        now, (steps, at) = self._parts.counters.steps, self._saved_at
+        if isinstance(self._every, int):
+            is_due = now >= steps + self._every
+        else:
+            is_due = now > steps and time.monotonic() >= at + self._every.total_seconds()
+            if is_sharded and world.size > 1:  # by the clock of rank 0
+                is_due = internal_collectives_of(world).any_rank(is_due and world.rank == 0)
+        if is_due:
+            self.begin()
+            everything = self._parts.everything()
+            if self._writer is not None:
+                self._writer.write(now, copy_of(everything))
+
+    def save_now(self, everything: Callable[[], dict[str, Any]]) -> str:
+        """Write a checkpoint, unless the newest has this step. Returns its path; "" without a folder, or on failure."""
+        if self.folder is None:
+            return ""
+        self.open()
+        assert self._writer is not None
+        steps = self._parts.counters.steps
+        try:
+            self._writer.flush(60.0)
+            if self.newest_step() != steps:
+                self._writer.write_now(steps, everything())
+        except Exception as error:
+            _log.warning("no checkpoint was written to %s: %s", self.folder, error)
+            return ""
+        return self.newest

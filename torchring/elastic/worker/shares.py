@@ -1,0 +1,81 @@
+"""Optimizers with shard=True in a State: their state is gathered where ranks part, and dealt out where they meet."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from torchring.collectives.service import collectives_of, internal_collectives_of
+from torchring.elastic.worker.worker import Worker
+from torchring.errors import RingError
+from torchring.optimizer import DistributedOptimizer
+from torchring.sharding.checkpoint import gather_state, load_state
+from torchring.world import World
+
+_log = logging.getLogger("torchring.elastic")
+
+
+class Shares:
+    """The state of optimizers with shard=True. Without such optimizers, nothing happens.
+
+    Attributes:
+        sharded: the optimizers, by name.
+        is_part: their state was dealt out: what this rank has of it is not the whole.
+    """
+
+    def __init__(self, sharded: Mapping[str, DistributedOptimizer]) -> None:
+        self.sharded = sharded
+        self.is_part = False
+        self._whole: dict[str, dict[str, Any]] = {}  # their state_dicts, on the rank that deals them out
+
+    def become_whole(self) -> None:
+        """The ranks have parted: the optimizers get the whole state, if this rank was given it, or none."""
+        for name, optimizer in self.sharded.items():
+            if (shards := optimizer._drop_shards()) is not None:
+                shards.release()
+            if self.is_part:
+                optimizer.optimizer.state = defaultdict(dict)
+                if self._whole:
+                    optimizer.optimizer.load_state_dict(self._whole[name])
+        self.is_part = self.is_part and not self._whole
+        self._whole = {}
+
+    def cut(self, world: World, *, keeps: bool) -> None:
+        """The optimizers are about to be cut among the ranks of `world`. `keeps`: this rank deals out what it has."""
+        if keeps:
+            self._whole = {name: each.optimizer.state_dict() for name, each in self.sharded.items()}
+        self.is_part = bool(self.sharded) and world.size > 1
+
+    def deal_out(self, world: World, src: int, *, has_stepped: bool) -> None:
+        """Collective: give each rank its share of what rank `src` has."""
+        if self.sharded and world.size > 1:
+            for name, optimizer in self.sharded.items():
+                assert optimizer._shards is not None
+                load_state(optimizer._shards, self._whole[name] if world.rank == src else None, src)
+                optimizer._shards.has_said = has_stepped
+            collectives_of(world).barrier()  # until then, rank `src` may have to do this once more
+        self._whole = {}
+
+    def part(self, world: World, worker: Worker | None, *, all_leave: bool) -> None:
+        """Collective, where ranks change: a rank that stays gets the whole state.
+
+        If the job may be over, rank 0 gets it, which writes the last checkpoint.
+        """
+        if not self.sharded or world.size == 1:
+            return
+        try:
+            leaves = worker is not None and worker.leaves
+            is_over = worker is None or all_leave or worker.is_over(asks=leaves)
+            said = internal_collectives_of(world).all_gather_bytes(bytes([is_over, leaves]))
+            staying = [rank for rank, (_, leaves) in enumerate(said) if not leaves]
+            heir = 0 if any(is_over for is_over, _ in said) or not staying else staying[0]
+            for name, optimizer in self.sharded.items():
+                assert optimizer._shards is not None
+                whole = gather_state(optimizer._shards, keeps=world.rank == heir)
+                if whole is not None:
+                    self._whole[name] = whole
+        except RingError as error:  # a rank is lost meanwhile
+            self._whole = {}
+            _log.warning("ranks part without the optimizer's state: %s", error)
