@@ -65,10 +65,10 @@ def leave_generation() -> World:
     if not is_initialized():
         return init()
     world = default_world()
-    if not world.is_provisional:
-        left = world
-        left.close()
-        world = open_provisional(launched(), left.backend, left.timeout_seconds, left.stall_warning_seconds)
-        world.check_data = left.check_data
-        become(world)
-    return world
+    if world.is_provisional:
+        return world
+    world.close()
+    provisional = open_provisional(launched(), world.backend, world.timeout_seconds, world.stall_warning_seconds)
+    provisional.check_data = world.check_data
+    become(provisional)
+    return provisional
