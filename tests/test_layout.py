@@ -18,9 +18,9 @@ PACKAGE = ROOT / "torchring"
 # fmt: off
 ORDER = [
     "kernels", "rooms", "observer", "errors", "linux", "threads", "dynamo", "releases", "placement", "safe_files",
-    "rendezvous", "alone", "accelerators", "memory", "world", "observe", "interruption", "default_world", "transport",
-    "collectives", "allreduce", "devices", "optimizer_wrapper", "gradients", "participants", "sharding", "norms",
-    "optimizer", "joining", "recipes", "monitoring", "launch", "data", "elastic", "horovod", "accelerate",
+    "rendezvous", "alone", "accelerators", "memory", "world", "observe", "interruption", "default_world", "meeting",
+    "transport", "collectives", "allreduce", "devices", "optimizer_wrapper", "gradients", "participants", "sharding",
+    "norms", "optimizer", "joining", "recipes", "monitoring", "launch", "data", "elastic", "horovod", "accelerate",
     "transformers", "lightning", "spark", "ray", "manifest", "doctor", "report", "cli", "__main__", "__init__", "bench",
 ]
 # fmt: on

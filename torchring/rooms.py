@@ -14,7 +14,7 @@ _MODULES: Final = {
     "cuda": "torchring.devices.cuda",
     "observe": "torchring.observe.services",
     "elastic": "torchring.elastic.worker.generation",
-    "meeting": "torchring.launch.meeting",
+    "meeting": "torchring.meeting",
     "placement": "torchring.placement",
     "sharding": "torchring.sharding.step",
 }

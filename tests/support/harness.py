@@ -498,7 +498,7 @@ def _serve(rank: int, world_size: int, channel: connection.Connection) -> None:
             answer, exit_code = _answer(payload, rank, world_size, environ)
             if exit_code == 0 and (left := _left_in_process(before)):
                 answer = pickle.dumps((None, (f"left behind: {'; '.join(left)}", "")))
-            meeting: Any = sys.modules["torchring.launch.meeting"]
+            meeting: Any = sys.modules["torchring.meeting"]
             channel.send((meeting.meetings.num_worlds, meeting.meetings.num_groups))
             channel.send_bytes(answer)
 

@@ -364,7 +364,7 @@ def test_ranks_end_when_the_tests_are_killed(tmp_path: Path, fresh: bool, monkey
 def _pooled(rank: int, world_size: int, how: str) -> int:
     """Rank 1 does what `how` says; returns the process id."""
     import torchring
-    from torchring.launch.meeting import meetings
+    from torchring.meeting import meetings
     from torchring.memory import host
 
     torchring.init()

@@ -24,7 +24,7 @@ from torchring.doctor import probe
 from torchring.doctor.facts import gather, listening_addresses
 from torchring.doctor.report import ChoiceFacts, PathFacts, RankFacts, Report, StoreFacts, read
 from torchring.errors import RingError, TopologyError, ranks_in_words
-from torchring.launch.meeting import launcher_store
+from torchring.meeting import launcher_store
 from torchring.rendezvous.addresses import resolve
 from torchring.rendezvous.environment import LaunchEnvironment
 from torchring.rendezvous.rendezvous import Rendezvous

@@ -17,7 +17,7 @@ from ray.train.torch.config import TorchConfigContextManager
 
 from torchring.default_world import leave
 from torchring.errors import TopologyError
-from torchring.launch.meeting import meetings
+from torchring.meeting import meetings
 
 
 @dataclass

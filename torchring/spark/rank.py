@@ -22,8 +22,8 @@ from torch.distributed import TCPStore
 
 from torchring import default_world
 from torchring.errors import RingError
-from torchring.launch.meeting import forget_store
 from torchring.linux import host_name
+from torchring.meeting import forget_store
 from torchring.rendezvous.environment import CHOICE, JOB
 from torchring.rendezvous.store import host_on
 from torchring.spark.reports import Reporter, copied_output

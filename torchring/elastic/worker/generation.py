@@ -6,7 +6,7 @@ from torch.distributed import Store
 
 from torchring.default_world import become, default_world, init, is_initialized
 from torchring.errors import TopologyError
-from torchring.launch.meeting import enter, launched, meetings
+from torchring.meeting import enter, launched, meetings
 from torchring.observe.services import observe
 from torchring.rendezvous.environment import LaunchEnvironment
 from torchring.world import World

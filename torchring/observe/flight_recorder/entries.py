@@ -118,9 +118,10 @@ class Entry(Progress):
             self.finish(position)
 
     def close(self) -> None:
-        """Make room for another entry."""
-        self._recorder.entries.remove(self)
-        self._words[self._first + _KEY] = 0
+        """Make room for another entry. A second call does nothing."""
+        if self in self._recorder.entries:
+            self._recorder.entries.remove(self)
+            self._words[self._first + _KEY] = 0
 
 
 class FlightRecorder(Observer):
