@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from torch.utils.data import Sampler as TorchSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -310,11 +310,3 @@ def test_a_batch_sampler_that_yields_other_batches_than_were_saved() -> None:
     sampler.load_state_dict({**sampler.state_dict(), "position": 3})
     with pytest.raises(ValueError, match="no batch begins after 3 samples of epoch 0"):
         list(sampler)
-
-
-def test_batches_that_a_data_loader_would_batch_again() -> None:
-    sampler = Sampler(range(6), batch_size=2)
-    loader = DataLoader(TensorDataset(torch.arange(6)), 2, sampler=sampler)
-    next(iter(loader))
-    with pytest.raises(ValueError, match=r"use DataLoader\(dataset, batch_sampler=sampler\)"):
-        sampler.weight()

@@ -79,7 +79,7 @@ def test_the_newest_that_waits_is_written(tmp_path: Path) -> None:
     writer, gate = CheckpointWriter(tmp_path, keep=9), _Gate()
     writer.write(1, {"gate": gate, **_state(1)})
     assert gate.reached.wait(_PATIENCE_SECONDS)
-    torn = tmp_path / f"step-000000001.{os.getpid()}-01234567.tmp"  # of a writer that was killed
+    torn = tmp_path / ".step-000000001.pt.0123456789abcdef.tmp"  # of a writer that was killed
     torn.touch()
     other = CheckpointWriter(tmp_path, keep=9)
     assert not torn.exists()

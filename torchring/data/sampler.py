@@ -9,11 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Final
 
 import torch
-from torch.utils.data import DataLoader
 
 from torchring.data.epoch import Pass, rank_and_size, share_of
 from torchring.gradients.weights import unequal_shares
-from torchring.observe.loaders import living
 
 _LINE: Final = (
     "call optimizer.weigh(sampler.weight()) once for each batch of the loop, before its forward and backward: it makes "
@@ -179,8 +177,6 @@ class Sampler(torch.utils.data.Sampler[Any]):
         current = self._current()
         if not self._knows_batches:
             raise ValueError(_NO_BATCHES)
-        if not self._is_counted and self._yields_batches:
-            self._refuse_batches_of_batches()
         if current is None:
             raise ValueError("weight() is that of a batch, and the sampler has drawn none: call it in the loop")
         is_next, number = number is None, current.num_asked if number is None else number
@@ -295,13 +291,6 @@ class Sampler(torch.utils.data.Sampler[Any]):
     @property
     def _knows_batches(self) -> bool:
         return self._yields_batches or self._global_batch is not None
-
-    def _refuse_batches_of_batches(self) -> None:
-        if any(each.sampler is self and each.batch_size is not None for each in living(DataLoader)):
-            raise ValueError(
-                "the sampler yields batches, which a DataLoader(batch_size=..., sampler=...) would batch again: use "
-                "DataLoader(dataset, batch_sampler=sampler)"
-            )
 
     def _way_out(self) -> str:
         return _LINE if self._knows_batches else _NO_BATCHES

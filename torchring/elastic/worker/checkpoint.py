@@ -14,22 +14,20 @@ import fcntl
 import logging
 import os
 import re
-import secrets
 import threading
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, cast
 
 import torch
 from torch.utils._pytree import tree_map
 
-from torchring.safe_files import reading, warn_of_owner
+from torchring.safe_files import reading, replacing, warn_of_owner
 from torchring.threads import end_at_exit
 
 _log: Final = logging.getLogger("torchring.elastic")
 _NAME: Final = re.compile(r"step-(\d{9,})\.pt")
-_TEMPORARY: Final = re.compile(r"step-\d{9,}\.\d+-[0-9a-f]{8}\.tmp")
 _EXIT_SECONDS: Final = 10.0
 
 
@@ -209,25 +207,18 @@ def _check(file: BinaryIO) -> None:
 
 def _write(directory: Path, step: int, state: Mapping[str, Any]) -> Path:
     path = directory / f"step-{step:09}.pt"
-    temporary = directory / f"{path.stem}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
-    try:
-        with temporary.open("xb+") as file:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _save(dict(state), file)
-            file.seek(0)  # flushes
-            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-            if unsafe:
-                raise TypeError(
-                    f"the state holds {', '.join(sorted(unsafe))}, which torch.load(weights_only=True) does not load; "
-                    "keep numbers, strings, tensors, lists and dicts in it"
-                )
-            os.fsync(file.fileno())
-            temporary.rename(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path, "wb+") as file:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _save(dict(state), cast("BinaryIO", file))
+        file.seek(0)  # flushes
+        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(cast("BinaryIO", file))
+        if unsafe:
+            raise TypeError(
+                f"the state holds {', '.join(sorted(unsafe))}, which torch.load(weights_only=True) does not load; "
+                "keep numbers, strings, tensors, lists and dicts in it"
+            )
+        os.fsync(file.fileno())
     with contextlib.suppress(OSError):  # some file systems cannot
         descriptor = os.open(directory, os.O_RDONLY)
         try:
@@ -251,11 +242,10 @@ def _save(state: dict[str, Any], file: BinaryIO) -> None:
 
 def _remove_torn(directory: Path) -> None:
     """Remove temporary files that no living process writes."""
-    for path in directory.iterdir():
-        if _TEMPORARY.fullmatch(path.name):
-            with contextlib.suppress(OSError), reading(path) as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
+    for path in directory.glob(".step-*.pt.*.tmp"):
+        with contextlib.suppress(OSError), reading(path) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
 
 
 def _found(directory: str | os.PathLike[str]) -> list[tuple[int, Path]]:

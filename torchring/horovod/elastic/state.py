@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import queue
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import torch
 
 import torchring.horovod as hvd
+from torchring.elastic.worker.checkpoint import copy_of
 from torchring.horovod.elastic.sampler import ElasticSampler
 from torchring.horovod.elastic.worker import ADDED as ADDED
 from torchring.horovod.elastic.worker import NO_UPDATE as NO_UPDATE
@@ -174,11 +174,11 @@ class _StateDictHandler(StateHandler[_V]):
         self.save()
 
     def save(self) -> None:
-        self._saved = _to_host(self.value.state_dict())  # type: ignore[attr-defined]
+        self._saved = copy_of(self.value.state_dict())  # type: ignore[attr-defined]
 
     def restore(self) -> None:
         # A copy: optimizers go on to use tensors that they are given, and would change what is saved.
-        self.value.load_state_dict(_to_host(self._saved))  # type: ignore[attr-defined]
+        self.value.load_state_dict(copy_of(self._saved))  # type: ignore[attr-defined]
 
 
 class ModelStateHandler(_StateDictHandler[torch.nn.Module]):
@@ -283,19 +283,6 @@ class TorchState(ObjectState):
         if name in self._handlers:
             self._handlers[name].set_value(value)
         super().__setattr__(name, value)
-
-
-def _to_host(state: Any) -> Any:
-    """A copy of a state dict whose tensors are in host memory."""
-    if isinstance(state, torch.Tensor):
-        return state.detach().to("cpu", copy=True)
-    if isinstance(state, Mapping):
-        copied = OrderedDict((key, _to_host(value)) for key, value in state.items())
-        copied.__dict__.update(getattr(state, "__dict__", {}))  # a module's has versions there
-        return copied
-    if type(state) in (list, tuple):
-        return type(state)(map(_to_host, state))
-    return copy.deepcopy(state)
 
 
 def _copied(value: Any) -> Any:
