@@ -40,7 +40,7 @@ _COMMANDS: Final = {
     "doctor": ("torchring.doctor", "say what this machine offers, and what is wrong"),
     "report": ("torchring.report.command", "say what bounds a job, from its trace"),
     "top": ("torchring.report.show.top", "show how a job goes that is being traced"),
-    "manifest": ("torchring.manifest.command", "write an sbatch script or objects for Kubernetes from a job file"),
+    "manifest": ("torchring.manifest.manifest", "write an sbatch script or objects for Kubernetes from a job file"),
 }
 _BENCH: Final = Path(__file__).with_name("bench")
 _NEW_SECONDS: Final = 60.0  # from the making of a folder to its lock, at most

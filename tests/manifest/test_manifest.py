@@ -12,7 +12,7 @@ import yaml
 
 from torchring import cli
 from torchring.launch.hosts import LaunchError
-from torchring.manifest.job import parse_job
+from torchring.manifest.job_file import parse_job
 
 JOB = {"name": "digits", "command": "python train.py --text 'two words'", "workers": 2, "cpus": 8}
 

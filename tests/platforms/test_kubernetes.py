@@ -13,7 +13,7 @@ import yaml
 
 from tests.support.commands import free_port
 from tests.support.harness import patient
-from torchring.manifest.job import Job
+from torchring.manifest.job_file import Job
 from torchring.manifest.kubernetes import KINDS, indexed_job, jobset, objects, to_yaml
 
 pytestmark = pytest.mark.platforms

@@ -307,7 +307,7 @@ def test_twenty_workers_with_a_tenth_of_a_cpu_fit_onto_two() -> None:
 def test_what_cannot_be_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     from ray import cloudpickle
 
-    from torchring.ray.rank import Rank
+    from torchring.ray.actor import Rank
 
     monkeypatch.setenv("RANK", "0")
     for name in ("MASTER_ADDR", "MASTER_PORT"):

@@ -21,7 +21,7 @@ from tests.platforms.slurm import Cluster, why_no_slurm
 from tests.support import commands
 from tests.support.documents import snippet
 from torchring.errors import TopologyError
-from torchring.manifest.job import Job
+from torchring.manifest.job_file import Job
 from torchring.manifest.slurm import sbatch_script
 from torchring.rendezvous.environment import read_environment
 from torchring.rendezvous.frameworks import refuse_lone_tasks

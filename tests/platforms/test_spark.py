@@ -81,7 +81,7 @@ echo '{{"name": "gpu", "addresses": ["'$n'"]}}'
         for name, value in options.items():
             builder = builder.config(name, value)
         session = builder.getOrCreate()
-        patch.setattr("torchring.spark.job._REGISTRATION_SECONDS", patient(60.0))
+        patch.setattr("torchring.spark.barrier._REGISTRATION_SECONDS", patient(60.0))
         yield session
         session.stop()
 
@@ -179,17 +179,17 @@ def test_a_barrier_stage_of_the_scripts_own_is_an_error(spark: Any) -> None:
 
 
 def test_a_rank_that_raises_is_named_with_its_traceback(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchring.spark import job
+    from torchring.spark import barrier
 
     expected = (
         r"^rank 1 of 2 \(pid \d+ on .*\) failed:\n(?s:.*)in _train\n(?s:.*)ValueError: this rank fails on purpose"
     )
     with pytest.raises(RuntimeError, match=expected):
-        job.run(_train, (0.1,), {"fails": 1}, num_proc=2)
-    call = job.Call  # and where executors cannot connect to the driver
-    monkeypatch.setattr(job, "Call", lambda payload, driver, *a, **k: call(payload, ("127.0.0.1", 1), *a, **k))
+        barrier.run(_train, (0.1,), {"fails": 1}, num_proc=2)
+    call = barrier.Call  # and where executors cannot connect to the driver
+    monkeypatch.setattr(barrier, "Call", lambda payload, driver, *a, **k: call(payload, ("127.0.0.1", 1), *a, **k))
     with pytest.raises(RuntimeError, match=rf"{expected}$"):
-        job.run(_train, (0.1,), {"fails": 1}, num_proc=2)
+        barrier.run(_train, (0.1,), {"fails": 1}, num_proc=2)
 
 
 def test_a_rank_that_is_killed_is_named(spark: Any) -> None:
@@ -200,7 +200,7 @@ def test_a_rank_that_is_killed_is_named(spark: Any) -> None:
 
 
 def test_the_scripts_of_the_page(spark: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    from torchring.spark import job
+    from torchring.spark import barrier
 
     names = _run("## The smallest script")
     assert list(names["state"]) == ["weight", "bias"]
@@ -212,9 +212,9 @@ def test_the_scripts_of_the_page(spark: Any, capfd: pytest.CaptureFixture[str]) 
     with pytest.raises(
         ValueError, match=r"rank 0 sees 64 of the 65 rows that Spark has written to file:/.* do not share"
     ):
-        job._train_on(fitted["train"], fitted["path"], 65)
+        barrier._train_on(fitted["train"], fitted["path"], 65)
     with pytest.raises(Exception, match="already exists"):
-        job.fit(fitted["df"], fitted["train"], fitted["path"])
+        barrier.fit(fitted["df"], fitted["train"], fitted["path"])
 
     assert _run("## Databricks notebooks with HorovodRunner")["weight"].shape == (1, 4)
     shown = capfd.readouterr().out
@@ -303,7 +303,7 @@ def test_what_cannot_work_is_refused_at_once(spark: Any, monkeypatch: pytest.Mon
         return attempt(lambda: run(fn, (0.1,), **options))
 
     assert "num_proc must be 1 or more, got 0" in refused(num_proc=0)
-    monkeypatch.setattr("torchring.spark.job._REGISTRATION_SECONDS", 0.0)  # all executors have come
+    monkeypatch.setattr("torchring.spark.barrier._REGISTRATION_SECONDS", 0.0)  # all executors have come
     said = refused(num_proc=5)
     assert said.startswith("ValueError: num_proc=5, but Spark has 2 task slots (master local-cluster[2,1,1024])")
     assert "cannot send test_what_cannot_work_is_refused_at_once.<locals>.<lambda>" in refused(
@@ -365,6 +365,6 @@ def test_strangers_at_the_port_of_the_driver_are_sent_away(
 
 
 def test_ranks_of_a_host_are_neighbours() -> None:
-    from torchring.spark.rank import order_by_host
+    from torchring.spark.barrier_task import order_by_host
 
     assert order_by_host(["b", "a", "b", "c", "a"]) == [0, 2, 1, 4, 3]

@@ -13,7 +13,7 @@ import torch
 from tests.support.traces import MS, simulate
 from torchring.gradients.plan import ParameterSpec, build_plan
 from torchring.observe.recorder.records import Arrivals, ParameterRecord, RankTrace, RunInfo
-from torchring.report.model.layout import layout_between_hosts, layout_with, nominal_bytes, ready_shares
+from torchring.report.model.bucket_layout import layout_between_hosts, layout_with, nominal_bytes, ready_shares
 from torchring.report.model.merge import Job, merge
 from torchring.report.model.network import Network, fit
 from torchring.report.model.scaling import (

@@ -436,12 +436,12 @@ def test_nothing_is_unpickled_or_evaluated_but_objects_that_the_script_sends() -
         # functions that the user's driver sends to workers of Ray and tasks of Spark, and what they return
         ("ray/job.py", "run: cloudpickle.dumps"),
         ("ray/job.py", "_results: pickle.loads"),
-        ("ray/rank.py", "call: pickle.loads"),
-        ("ray/rank.py", "call: cloudpickle.dumps"),
-        ("spark/job.py", "pickled: cloudpickle.dumps"),
-        ("spark/job.py", "run: pickle.loads"),
-        ("spark/rank.py", "_result: pickle.loads"),
-        ("spark/rank.py", "_result: cloudpickle.dumps"),
+        ("ray/actor.py", "call: pickle.loads"),
+        ("ray/actor.py", "call: cloudpickle.dumps"),
+        ("spark/barrier.py", "pickled: cloudpickle.dumps"),
+        ("spark/barrier.py", "run: pickle.loads"),
+        ("spark/barrier_task.py", "_result: pickle.loads"),
+        ("spark/barrier_task.py", "_result: cloudpickle.dumps"),
         ("spark/horovod.py", "_with_aliases: pickle.loads"),
         # a State of the user's objects
         ("horovod/elastic/state.py", "__init__: hvd.broadcast_object"),
@@ -513,7 +513,7 @@ def test_security_md_says_what_is_there() -> None:
         for name in ("_TOKEN_BYTES", "_TOKEN_SECONDS", "_MOST_STRANGERS")
     )
     assert f"it reads {size / 1024:g} KiB, waits {seconds:g} s, and keeps {most:g}" in page
-    for launcher in ("launch/launcher.py", "elastic/driver/driver.py", "spark/rank.py", "ray/job.py"):
+    for launcher in ("launch/launcher.py", "elastic/driver/driver.py", "spark/barrier_task.py", "ray/job.py"):
         assert re.search(r"\bJOB: (secret|call\.token)", (PACKAGE / launcher).read_text()), launcher
     for path in re.findall(r"`(tests/[^`]+)`", page):
         assert (PACKAGE.parent / path).is_file()

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from torchring.launch.hosts import LaunchError
-from torchring.manifest.job import GRACE_SECONDS, Job
+from torchring.manifest.job_file import GRACE_SECONDS, Job
 
 _PORT: Final = 29500
 _MOST_RESTARTS: Final = 100  # each begins with the newest checkpoint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from torchring.manifest.job import GRACE_SECONDS, Job
+from torchring.manifest.job_file import GRACE_SECONDS, Job
 
 
 def sbatch_script(job: Job) -> str:

@@ -1,7 +1,7 @@
 """Training on a Ray cluster: `run` calls a function on several workers, and `TorchringConfig` is for Ray Train.
 
 job.py     run
-rank.py    the actor that is a rank
+actor.py   the actor that is a rank
 train.py   TorchringConfig, imported when used: ray.train takes seconds
 """
 

@@ -28,7 +28,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from torchring.errors import PeerLostError, TopologyError
-from torchring.ray.rank import Rank
+from torchring.ray.actor import Rank
 from torchring.rendezvous.environment import JOB
 
 _T = TypeVar("_T")

@@ -2,10 +2,10 @@
 
 losses = torchring.spark.run(train, args=(10,), num_proc=4)
 
-job.py      run, fit: on the driver
-rank.py     a task becomes a rank, and stops being one
-reports.py  what the ranks tell the driver: output, tracebacks, and by their silence that they are dead
-horovod.py  HorovodRunner, and run as horovod.spark has it
+barrier.py       run, fit: on the driver
+barrier_task.py  a task becomes a rank, and stops being one
+reports.py       what the ranks tell the driver: output, tracebacks, and by their silence that they are dead
+horovod.py       HorovodRunner, and run as horovod.spark has it
 """
 
 import importlib
@@ -17,7 +17,7 @@ from torchring.releases import check_release
 _version = importlib.import_module("pyspark").__version__ if importlib.util.find_spec("pyspark") else None
 check_release("pyspark", (3, 5), (4, 4), "spark", _version)
 
+from torchring.spark.barrier import fit, run  # noqa: E402
 from torchring.spark.horovod import HorovodRunner, log_to_driver  # noqa: E402
-from torchring.spark.job import fit, run  # noqa: E402
 
 __all__ = ["HorovodRunner", "fit", "log_to_driver", "run"]

@@ -12,9 +12,9 @@ from typing import Any, Final, TypeVar
 
 from torchring.horovod import aliases
 from torchring.horovod import run as run_here
-from torchring.spark import rank
-from torchring.spark.job import pickled
-from torchring.spark.job import run as run_on_spark
+from torchring.spark import barrier_task
+from torchring.spark.barrier import pickled
+from torchring.spark.barrier import run as run_on_spark
 
 _T = TypeVar("_T")
 _VERBOSITIES: Final = ("all", "log_callback_only")
@@ -64,8 +64,8 @@ def _with_aliases(payload: bytes) -> Any:
 
 def log_to_driver(message: str) -> None:
     """Print a line on the driver, from any rank: sparkdl.horovod.log_to_driver."""
-    if rank.reporter is not None and rank.reporter.socket is not None:
-        rank.reporter.say(output=str(message))
+    if barrier_task.reporter is not None and barrier_task.reporter.socket is not None:
+        barrier_task.reporter.say(output=str(message))
     else:
         print(message, flush=True)
 

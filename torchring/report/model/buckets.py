@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from torchring.observe.recorder.records import RunInfo
-from torchring.report.model.layout import nominal_bytes, ready_shares
+from torchring.report.model.bucket_layout import nominal_bytes, ready_shares
 from torchring.report.model.merge import Job
 from torchring.report.model.timing import Array, Spread, Timing, spread
 from torchring.report.model.waits import Critical

@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from torchring.report.model.cores import num_workers, threads_of
+from torchring.report.model.core_time import num_workers, threads_of
 from torchring.report.model.merge import Job
 from torchring.report.model.phases import Phase, column
 from torchring.report.model.timing import Array, Timing, typical

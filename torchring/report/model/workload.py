@@ -10,8 +10,8 @@ import numpy as np
 
 from torchring.observe.recorder.records import RunInfo
 from torchring.report.model import network
+from torchring.report.model.bucket_layout import Layout, layout_between_hosts
 from torchring.report.model.buckets import bus_bytes
-from torchring.report.model.layout import Layout, layout_between_hosts
 from torchring.report.model.merge import Job
 from torchring.report.model.network import Network
 from torchring.report.model.phases import Phase, column

@@ -13,8 +13,8 @@ from typing import Final
 import numpy as np
 
 from torchring.observe.recorder.records import RunInfo
-from torchring.report.model.cores import is_crowded, sharing, threads_of
-from torchring.report.model.layout import layout_with
+from torchring.report.model.bucket_layout import layout_with
+from torchring.report.model.core_time import is_crowded, sharing, threads_of
 from torchring.report.model.loading import HANDING_OVER_MS
 from torchring.report.model.phases import COMPUTING, Phase, column
 from torchring.report.model.scaling import Links, Workload, exposed_ms

@@ -1,8 +1,8 @@
 """Makes the analysis of a job from its traces.
 
 `timing.py` puts the steps into arrays. `waits.py` finds out who waits for whom, and `verdict.py` what bounds the job.
-`buckets.py` and `network.py` look at communication; `layout.py`, `workload.py` and `scaling.py` predict what would be
-different.
+`buckets.py` and `network.py` look at communication; `bucket_layout.py`, `workload.py` and `scaling.py` predict what
+would be different.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from torchring.observe.recorder.records import RunInfo
 from torchring.report.model import buckets as of_buckets
 from torchring.report.model import lanes, waits
-from torchring.report.model.cores import who_has_them
+from torchring.report.model.core_time import who_has_them
 from torchring.report.model.loading import find_loading
 from torchring.report.model.merge import Job
 from torchring.report.model.network import Network

@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from torchring.report.model.cores import Queue, find_queue
+from torchring.report.model.core_time import Queue, find_queue
 from torchring.report.model.phases import COMPUTING, PHASES, Phase, column
 from torchring.report.model.timing import Array, Timing, typical
 from torchring.report.model.waits import Critical, knows_forward

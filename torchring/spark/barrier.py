@@ -1,4 +1,4 @@
-"""`run` and `fit`: the driver's side of a job. See rank.py for that of its tasks."""
+"""`run` and `fit`: the driver's side of a job. See barrier_task.py for that of its tasks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
-from torchring.spark.rank import FAILED, Call, take_part
+from torchring.spark.barrier_task import FAILED, Call, take_part
 from torchring.spark.reports import Reports
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Final
 
 from torchring.launch.arguments import Parser
 from torchring.launch.hosts import LaunchError
-from torchring.manifest.job import read_job
+from torchring.manifest.job_file import read_job
 from torchring.manifest.kubernetes import KINDS, objects, to_yaml
 from torchring.manifest.slurm import sbatch_script
 from torchring.safe_files import replacing
