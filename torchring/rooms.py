@@ -11,6 +11,8 @@ import importlib
 from typing import Any, Final
 
 _MODULES: Final = {
+    "diagnosis": "torchring.transport.diagnosis.gloo",
+    "mpi": "torchring.transport.mpi",
     "cuda": "torchring.devices.cuda",
     "observe": "torchring.observe.services",
     "elastic": "torchring.elastic.worker.generation",

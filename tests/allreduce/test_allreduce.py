@@ -1,4 +1,4 @@
-"""One contract (`torchring/allreduce/contract.py`), and all all-reduces: direct, native over Gloo and in lanes over the
+"""One contract (`torchring/allreduce/contract.py`), and all all-reduces: direct, native over Gloo and over the
 fake, hierarchical with even and uneven hosts; in the background and inline."""
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from tests.support.harness import RanksFailed, run_threads, wait_until
 from torchring.allreduce.contract import AllReduce, NonFinite, Wire, is_finite
 from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_members, num_columns
-from torchring.allreduce.native import NativeAllReduce
+from torchring.allreduce.native import NativeAllReduce, PendingNative
 from torchring.allreduce.records import MAX_PENDING
 from torchring.allreduce.slices import ALIGNMENT_BYTES, BLOCK_BYTES, slice_bounds
-from torchring.allreduce.threaded import ThreadedAllReduce
 from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError
 from torchring.memory import host as host_module
 from torchring.transport.c10d import C10dTransport
 from torchring.transport.diagnosis import culprit as culprit_module
 from torchring.world import World
 
-KINDS = ("direct", "native-lanes", "hierarchical", "native")
+KINDS = ("direct", "fake", "hierarchical", "native")
 INLINE = ("hierarchical-inline", "native-inline")  # the same, but `start` waits
 SHARED = ("direct", "hierarchical", "hierarchical-inline")  # sum in shared memory first
 HOSTS = {2: (0, 1), 3: (0, 0, 1), 5: (0, 1, 0, 1, 0)}  # of each rank, where there are several
@@ -68,9 +67,8 @@ def run_all_reduces(
 
     def on_rank(rank: int, size: int, store: dist.Store) -> Any:
         # Only the fake does without a world.
-        world = World(store, rank, 1 if kind == "native-lanes" else size, timeout_seconds=timeout_seconds)
-        fakes = [[network.transport(rank, f"{i}/{lane}") for lane in range(2)] for i in range(num_all_reduces)]
-        all_reduces = [_open(kind, world, transports) for transports in fakes]
+        world = World(store, rank, 1 if kind == "fake" else size, timeout_seconds=timeout_seconds)
+        all_reduces = [_open(kind, world, network.transport(rank, str(i))) for i in range(num_all_reduces)]
         try:
             return body(rank, *all_reduces)
         finally:
@@ -85,8 +83,8 @@ def run_all_reduces(
 
 
 def _open(kind: str, world: World, fake: Any) -> AllReduce[Any]:
-    if kind == "native-lanes":
-        return ThreadedAllReduce(NativeAllReduce(fake))
+    if kind == "fake":
+        return NativeAllReduce(fake)
     assert world.host is not None
     if kind == "direct":
         return DirectAllReduce(world.host, poll_seconds=0.0)
@@ -99,8 +97,7 @@ def _open(kind: str, world: World, fake: Any) -> AllReduce[Any]:
             transports if members else [],
             in_background=kind == "hierarchical",
         )
-    all_reduce = NativeAllReduce([_transport(world)])
-    return all_reduce if kind == "native" else ThreadedAllReduce(all_reduce, in_background=False)
+    return NativeAllReduce(_transport(world), in_background=kind == "native")
 
 
 def _transport(world: World, members: Sequence[int] | None = None) -> C10dTransport:
@@ -482,11 +479,11 @@ def test_what_a_all_reduce_says_of_itself(kind: str) -> None:
             assert before <= began < ended <= time.perf_counter()
         return all_reduce.algorithm, all_reduce.in_background
 
-    in_background = kind in ("native-lanes", "native", "hierarchical")
-    assert run_all_reduces(kind, 2, body) == [(kind.split("-")[0], in_background)] * 2
+    in_background = kind in ("fake", "native", "hierarchical")
+    assert run_all_reduces(kind, 2, body) == [(kind.replace("fake", "native").split("-")[0], in_background)] * 2
 
 
-@pytest.mark.parametrize("kind", ["native-lanes", "native", "hierarchical"])
+@pytest.mark.parametrize("kind", ["fake", "native", "hierarchical"])
 def test_in_the_background_start_waits_for_nobody(kind: str) -> None:
     has_started = threading.Event()
 
@@ -504,18 +501,18 @@ def test_in_the_background_start_waits_for_nobody(kind: str) -> None:
 
 def test_the_suite_notices_a_all_reduce_that_forgets_a_rank() -> None:
     class Forgetful(NativeAllReduce):
-        def all_reduce(self, wire: Any, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
-            if self._transports[0].rank == 0:
+        def start(self, wire: Any, *, scale: float = 1.0, tag: int = 0) -> PendingNative:
+            if self._transport.rank == 0:
                 wire.tensor.zero_()
-            return super().all_reduce(wire, scale=scale, tag=tag, lane=lane)
+            return super().start(wire, scale=scale, tag=tag)
 
     network = FakeNetwork(2)
 
     def on_rank(rank: int, size: int, _: dist.Store) -> None:
-        all_reduce = Forgetful([network.transport(rank)])
+        all_reduce = Forgetful(network.transport(rank))
         (wire,) = all_reduce.open_wires([(64, torch.float32)])
         wire.tensor.copy_(part_of(rank, 64, torch.float32))
-        all_reduce.all_reduce(wire)
+        all_reduce.start(wire).wait()
         assert_bitwise(wire.tensor, exact_sum(64, torch.float32, 2, 1.0))
 
     with pytest.raises(RanksFailed, match="elements differ"):
@@ -688,10 +685,10 @@ def test_threads_end_where_an_earlier_reduction_has_failed() -> None:
             pending[0].wait()
 
     run_all_reduces("hierarchical", 3, body)
-    lanes = [thread for thread in threading.enumerate() if thread.name.startswith("torchring-lane")]
-    for lane in lanes:
-        lane.join(5.0)
-    assert not any(lane.is_alive() for lane in lanes)
+    threads = [t for t in threading.enumerate() if t.name in ("torchring-sums", "torchring-ends")]
+    for thread in threads:
+        thread.join(5.0)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 # ---- schedules

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from torchring.allreduce import TAGS_PER_ROUND, AllReduce, NonFinite, Wire
-from torchring.allreduce.threaded import ThreadedAllReduce
-from torchring.errors import GradientError, PeerLostError, RingError
+from torchring.allreduce.threaded import PendingOnThread, ThreadedAllReduce
+from torchring.errors import FirstFailure, GradientError, PeerLostError, RingError
 from torchring.gradients.bucket import Bucket, BucketState
 from torchring.gradients.launcher import Launcher, union_length
 from torchring.gradients.ledger import GradientStatus
@@ -36,7 +36,6 @@ class RecordingAllReduce:
 
     algorithm: str = "recording"
     in_background: bool = False
-    num_lanes: int = 1
     order: list[int] = field(default_factory=list)
     tags: list[int] = field(default_factory=list)
     threads: list[str] = field(default_factory=list)
@@ -49,7 +48,12 @@ class RecordingAllReduce:
         buffers = [torch.zeros(numel, dtype=dtype) for numel, dtype in specs]
         return [PlainWire(buffer.data, buffer) for buffer in buffers]
 
-    def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
+    failure: FirstFailure = field(default_factory=FirstFailure)
+
+    def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> Any:
+        return PendingOnThread(None, lambda: self.all_reduce(wire, scale=scale, tag=tag), self.failure)
+
+    def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> NonFinite | None:
         assert isinstance(wire, PlainWire)
         if self.gate is not None:
             assert self.gate.wait(20)
@@ -140,9 +144,7 @@ def opened(
     count: int, *, threaded: bool, per_bucket: int = 1, all_reduce: RecordingAllReduce | None = None
 ) -> Iterator[tuple[Launcher, RecordingAllReduce]]:
     all_reduce = all_reduce if all_reduce is not None else RecordingAllReduce()
-    staged: AllReduce[Any] = ThreadedAllReduce(all_reduce, in_background=threaded)
-    if isinstance(all_reduce, StagedRecorder):
-        staged = all_reduce
+    staged: AllReduce[Any] = ThreadedAllReduce(all_reduce) if threaded else all_reduce
     try:
         yield open_launcher(open_buckets(all_reduce, count, per_bucket), staged), all_reduce
     finally:
@@ -176,7 +178,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def reduce_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "torchring-lane-0"}
+    return {thread for thread in threading.enumerate() if thread.name == "torchring-reductions"}
 
 
 @pytest.mark.parametrize("threaded", [False, True])
@@ -219,7 +221,7 @@ def test_a_thread_reduces_while_backward_goes_on() -> None:
         gate.set()
         finish(launcher)
         assert all_reduce.order == [0, 1, 2]
-        assert set(all_reduce.threads) == {"torchring-lane-0"}
+        assert set(all_reduce.threads) == {"torchring-reductions"}
 
 
 def test_a_thread_does_not_wait_for_finish() -> None:
@@ -391,9 +393,7 @@ def test_what_was_noted_when_a_backward_is_broken_off_is_local() -> None:
 
 def test_a_gradient_that_is_in_no_bucket_is_passed_on() -> None:
     all_reduce, passed = RecordingAllReduce(), list[int]()
-    launcher = open_launcher(
-        open_buckets(all_reduce, 2), ThreadedAllReduce(all_reduce, in_background=False), passed.append
-    )
+    launcher = open_launcher(open_buckets(all_reduce, 2), all_reduce, passed.append)
     launcher.mark_ready(2)
     launcher.mark_local(7)
     assert passed == [2, 7]
@@ -441,9 +441,7 @@ def test_hands_the_bucket_what_the_all_reduce_found(threaded: bool) -> None:
 
 def test_the_all_reduce_gets_the_buckets_scale() -> None:
     all_reduce = RecordingAllReduce()
-    launcher = open_launcher(
-        open_buckets(all_reduce, 2, scale=0.25), ThreadedAllReduce(all_reduce, in_background=False)
-    )
+    launcher = open_launcher(open_buckets(all_reduce, 2, scale=0.25), all_reduce)
     begin(launcher, round_number=0, step=0, hold=False)
     for bucket in launcher.buckets:
         pack(bucket)
@@ -593,7 +591,7 @@ def check_located(error: PeerLostError, *, bucket: int, step: int) -> None:
     )
 
 
-def test_a_lane_survives_a_failure_that_is_not_the_all_reduces() -> None:
+def test_a_thread_survives_a_failure_that_is_not_the_all_reduces() -> None:
     all_reduce = RecordingAllReduce(fail_at={0: ValueError("not between ranks")})
     with opened(3, threaded=True, all_reduce=all_reduce) as (launcher, _):
         begin(launcher, round_number=0, step=0, hold=False)
@@ -621,8 +619,8 @@ def test_a_failure_of_the_bucket_comes_out_of_finish_too() -> None:
     (plan,) = build_plan([spec], bucket_bytes=0, compression="fp16").buckets
     (wire,) = all_reduce.open_wires([(plan.numel, plan.wire_dtype)])
     all_reduce.gate = threading.Event()
-    lanes = ThreadedAllReduce(all_reduce)
-    launcher = open_launcher([Bucket(plan, wire, [spec], [parameter], scale=1.0)], lanes)
+    threaded = ThreadedAllReduce(all_reduce)
+    launcher = open_launcher([Bucket(plan, wire, [spec], [parameter], scale=1.0)], threaded)
     begin(launcher, round_number=0, step=0, hold=False)
     pack(launcher.buckets[0])
     launcher.advance()
@@ -630,7 +628,7 @@ def test_a_failure_of_the_bucket_comes_out_of_finish_too() -> None:
     all_reduce.gate.set()
     with pytest.raises(GradientError, match="the gradient of w was taken away"):
         finish(launcher)
-    lanes.close()
+    threaded.close()
 
 
 # Times and threads
@@ -671,7 +669,7 @@ def test_a_threads_time_is_exposed_only_in_finish() -> None:
 def test_a_thread_begins_with_its_first_reduction_and_ends_on_close() -> None:
     before = reduce_threads()
     with opened(1, threaded=True) as (launcher, _):
-        assert reduce_threads() == before, "a lane's thread begins with its first reduction"
+        assert reduce_threads() == before, "the thread begins with its first reduction"
         begin(launcher, round_number=0, step=0, hold=False)
         pack(launcher.buckets[0])
         finish(launcher)
@@ -772,23 +770,11 @@ def test_a_round_that_was_broken_off_lands_before_the_next_begins() -> None:
         assert not launcher.has_launched
 
 
-def test_lanes_take_turns() -> None:
-    all_reduce = RecordingAllReduce(num_lanes=2)
-    with opened(4, threaded=True, all_reduce=all_reduce) as (launcher, _):
-        begin(launcher, round_number=0, step=0, hold=False)
-        for bucket in launcher.buckets:
-            pack(bucket)
-            launcher.advance()
-        finish(launcher)
-        ran_in = dict(zip(all_reduce.order, all_reduce.threads, strict=True))
-        assert ran_in == {index: f"torchring-lane-{index % 2}" for index in range(4)}
-
-
 @pytest.mark.parametrize(
     ("spans", "length"),
     [([], 0), ([(1, 3)], 2), ([(0, 2), (1, 3), (5, 6)], 4), ([(5, 6), (0, 10)], 10), ([(0, 1), (1, 2)], 2)],
 )
-def test_what_is_under_way_in_lanes_is_busy_once(spans: list[tuple[float, float]], length: float) -> None:
+def test_what_is_under_way_at_a_time_is_busy_once(spans: list[tuple[float, float]], length: float) -> None:
     assert union_length(spans) == length
 
 
@@ -800,9 +786,9 @@ def test_every_flight_lands_though_a_bucket_before_it_fails() -> None:
     plans = build_plan(specs, bucket_bytes=0, compression="fp16").buckets
     wires = all_reduce.open_wires([(plan.numel, plan.wire_dtype) for plan in plans])
     all_reduce.gate = threading.Event()
-    lanes = ThreadedAllReduce(all_reduce)
+    threaded = ThreadedAllReduce(all_reduce)
     buckets = [Bucket(p, w, specs, parameters, scale=1.0) for p, w in zip(plans, wires, strict=True)]
-    launcher = open_launcher(buckets, lanes)
+    launcher = open_launcher(buckets, threaded)
     begin(launcher, round_number=0, step=0, hold=False)
     for bucket in buckets:
         pack(bucket)
@@ -812,7 +798,7 @@ def test_every_flight_lands_though_a_bucket_before_it_fails() -> None:
     with pytest.raises(GradientError, match="was taken away"):
         finish(launcher)
     assert len(all_reduce.order) == 2
-    lanes.close()
+    threaded.close()
 
 
 @pytest.mark.parametrize("where", ["advance", "land"])

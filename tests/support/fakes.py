@@ -6,9 +6,12 @@ whoever changes one before `wait` has returned is found out.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -40,17 +43,17 @@ class FakeNetwork:
             self.changed.notify_all()
 
 
-class Done:
-    """A transfer that has ended."""
+@dataclass
+class FakeSum:
+    """See `Transfer`."""
 
-    def wait(self) -> None: ...
+    wait: Callable[[], object]
 
 
 class FakeTransport:
     """See `Transport`."""
 
     engine = "fake"
-    proceeds_alone = False
 
     def __init__(self, network: FakeNetwork, rank: int, stream: str) -> None:
         self._num_gathers = 0
@@ -68,24 +71,28 @@ class FakeTransport:
     def sums(self, dtype: torch.dtype) -> bool:
         return dtype in (torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-    def start_all_reduce(self, tensor: torch.Tensor) -> Done:
+    def start_all_reduce(self, tensor: torch.Tensor) -> FakeSum:
         if not tensor.is_contiguous() or not self.sums(tensor.dtype):
             raise ValueError(f"the fake does not add up {tensor.dtype} with strides {tensor.stride()}")
-        parts = self._gather(tensor)
-        tensor.copy_(torch.stack(parts).sum(0))
-        return Done()
+        gather = self._start_gather(tensor)
+        return FakeSum(functools.cache(lambda: tensor.copy_(torch.stack(gather()).sum(0))))
 
     def all_gather(self, number: int) -> list[int]:
-        return [int(part) for part in self._gather(torch.tensor(number))]
+        return [int(part) for part in self._start_gather(torch.tensor(number))()]
 
-    def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def _start_gather(self, tensor: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
+        """Gives `tensor` to all ranks. Returns a function that waits for theirs."""
+        with self._network.changed:
+            parts = self._network.gathered[self._stream, self._num_gathers]
+            self._num_gathers += 1
+            parts[self.rank] = tensor.clone()
+            self._network.changed.notify_all()
+        return lambda: self._gather(parts)
+
+    def _gather(self, parts: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         network = self._network
         started = time.monotonic()
         with network.changed:
-            parts = network.gathered[self._stream, self._num_gathers]
-            self._num_gathers += 1
-            parts[self.rank] = tensor.clone()
-            network.changed.notify_all()
 
             def missing() -> list[int]:
                 return [rank for rank in self.members if rank not in parts]

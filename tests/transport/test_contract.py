@@ -318,20 +318,20 @@ def test_native_reduces_over_every_transport(kind: str) -> None:
 
 
 def _native(meet: Meet, transport: Transport) -> Any:
-    all_reduce = NativeAllReduce([transport])
+    all_reduce = NativeAllReduce(transport)
     with pytest.raises(ValueError, match=f"{transport.engine} does not reduce torch.complex64 between hosts"):
         all_reduce.open_wires([(4, torch.float32), (4, torch.complex64)])
     (wire,) = all_reduce.open_wires([(5000, torch.float32)])
     wire.tensor.copy_(exact_inputs(5000, torch.float32, transport.rank))
-    assert all_reduce.all_reduce(wire, scale=0.5) is None
+    assert all_reduce.start(wire, scale=0.5).wait() is None
     result = wire.tensor.clone()
     wire.tensor.fill_(1.0)
     if transport.rank == 1:
         wire.tensor[17] = torch.nan
-    own = all_reduce.all_reduce(wire, tag=1)
+    own = all_reduce.start(wire, tag=1).wait()
     wire.tensor.zero_()
     wire.tensor[3] = 3e38  # finite; the sum is not
-    overflow = all_reduce.all_reduce(wire, tag=2)
+    overflow = all_reduce.start(wire, tag=2).wait()
     assert isinstance(own, NonFinite)
     assert isinstance(overflow, NonFinite)
     meet()

@@ -115,29 +115,6 @@ class VoidingAllReduce(Protocol):
         """
 
 
-class BlockingAllReduce(Protocol[W]):
-    """An all-reduce that blocks until a wire is reduced. `ThreadedAllReduce` calls it, from one thread for each lane.
-
-    Each lane reduces in the order of its calls, which is the same on every rank. Other methods: see `AllReduce`.
-    """
-
-    @property
-    def algorithm(self) -> str: ...
-
-    @property
-    def num_lanes(self) -> int:
-        """Number of wires that can be reduced at a time."""
-
-    def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[W]: ...
-
-    def all_reduce(self, wire: W, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
-        """`AllReduce.start` and `PendingReduction.wait` in one call, in a lane: 0 <= lane < num_lanes."""
-
-    def fail(self, error: RingError) -> None: ...
-
-    def close(self) -> None: ...
-
-
 def is_finite(tensor: torch.Tensor) -> bool:
     """True if all values are finite. Takes one pass, and a second pass only if the sum of finite values overflows."""
     if tensor.dtype.itemsize > 2:

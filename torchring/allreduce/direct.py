@@ -122,7 +122,7 @@ class PendingDirect:
 
 
 class DirectAllReduce:
-    """All-reduce in shared memory, opened by all ranks of `group` together. See `AllReduce` and `BlockingAllReduce`.
+    """All-reduce in shared memory, opened by all ranks of `group` together. See `AllReduce`.
 
     Args:
         group: the ranks of this host.
@@ -131,7 +131,6 @@ class DirectAllReduce:
 
     algorithm = "direct"
     in_background = False
-    num_lanes = 1
 
     def __init__(self, group: HostGroup, *, poll_seconds: float) -> None:
         self._group = group
@@ -146,9 +145,6 @@ class DirectAllReduce:
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[SharedWire]:
         slices = self._host.slices
         return [slices.wire(parts) for parts in slices.allocate(specs)]
-
-    def all_reduce(self, wire: SharedWire, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
-        return self.start(wire, scale=scale, tag=tag).wait()
 
     def start(self, wire: SharedWire, *, scale: float = 1.0, tag: int = 0) -> PendingDirect:
         self._failure.raise_if_set()

@@ -30,7 +30,7 @@ from torchring.allreduce.contract import NonFinite
 from torchring.allreduce.native import EngineSum, check_dtypes
 from torchring.allreduce.records import MAX_PENDING, VOID, ReductionRecords
 from torchring.allreduce.slices import SharedWire, Slices
-from torchring.allreduce.threaded import PendingInLane
+from torchring.allreduce.threaded import PendingOnThread
 from torchring.errors import FirstFailure, RingError
 from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup
@@ -127,8 +127,8 @@ class PendingHierarchical:
         self._result: NonFinite | None = None
         self._number = host.records.begin(tag)
         host.packed.announce()
-        self._begun = PendingInLane(host.summing, self._guarded(self._begin), host.failure)
-        self._part = PendingInLane(host.ending, self._guarded(self._end), host.failure)
+        self._begun = PendingOnThread(host.summing, self._guarded(self._begin), host.failure)
+        self._part = PendingOnThread(host.ending, self._guarded(self._end), host.failure)
         host.pending.append(self)
 
     def advance(self) -> bool:
@@ -216,8 +216,8 @@ class HierarchicalAllReduce:
         self._host = _Host(
             group,
             transports,
-            SerialThread("torchring-lane-sums") if in_background else None,
-            SerialThread("torchring-lane-ends") if in_background else None,
+            SerialThread("torchring-sums") if in_background else None,
+            SerialThread("torchring-ends") if in_background else None,
             packed=Channel(group, poll_seconds=0.0, grace_seconds=0.0 if in_background else _GRACE_SECONDS),
             done=Channel(group, poll_seconds=0.0, grace_seconds=_GRACE_SECONDS),
             records=ReductionRecords(group),

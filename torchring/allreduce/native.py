@@ -1,10 +1,10 @@
 """Native all-reduce: the packed bucket is handed to the engine's own collective (Gloo, MPI).
 
-Where the engine has threads of its own, as Gloo does, a bucket leaves in the hook that has filled it, and nobody waits
-before the end of backward. Ranks do not compare tags, which would be a message in front of every bucket. All ranks
-start the buckets of a round in plan order. A rank that has broken a round off voids the buckets that are left, before
-it begins another round. So the n-th reduction is that of the same bucket on all ranks. A rank that voids a bucket sends
-a NaN, so that all ranks look for the origin of the NaN, and find out.
+The engine has threads of its own, so a bucket leaves in the hook that has filled it, and nobody waits before the end of
+backward. Ranks do not compare tags, which would be a message in front of every bucket. All ranks start the buckets of a
+round in plan order. A rank that has broken a round off voids the buckets that are left, before it begins another round.
+So the n-th reduction is that of the same bucket on all ranks. A rank that voids a bucket sends a NaN, so that all ranks
+look for the origin of the NaN, and find out.
 
 Gloo's all-reduce is a ring: each link carries 2(N-1)/N of the buffer. 16-bit values are rounded once per hop, so the
 error of an element is at most (N-1) u sum|x| with u the unit roundoff of the wire dtype.
@@ -25,7 +25,6 @@ from torchring.allreduce.contract import (
     broken_off,
     first_non_finite,
     is_finite,
-    tag_mismatch,
 )
 from torchring.errors import RingError, in_step
 from torchring.transport.contract import Transport
@@ -155,7 +154,7 @@ class PendingNative:
         return True
 
     def contribute(self) -> None:
-        """Do nothing: the engine proceeds by itself, or in `wait`."""
+        """Do nothing: the engine proceeds by itself."""
 
     def wait(self) -> NonFinite | None:
         if self.span is None:
@@ -165,48 +164,39 @@ class PendingNative:
 
 
 class NativeAllReduce:
-    """The engine's own all-reduce. See `AllReduce`, where the engine proceeds by itself; else `BlockingAllReduce`.
+    """The engine's own all-reduce. See `AllReduce`.
 
     Args:
-        transports: one for each lane. `start` uses the first one.
+        in_background: whether reductions go on after `start` has returned. If not, `start` waits for them.
     """
 
     algorithm = "native"
-    in_background = True
 
-    def __init__(self, transports: Sequence[Transport]) -> None:
-        self._transports = transports
-        self.num_lanes = len(transports)
+    def __init__(self, transport: Transport, *, in_background: bool = True) -> None:
+        self._transport = transport
+        self.in_background = in_background
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[NativeWire]:
-        check_dtypes(self._transports[0], specs)
+        check_dtypes(self._transport, specs)
         wholes = [torch.zeros(numel + 1, dtype=dtype, device="cpu") for numel, dtype in specs]
         return [NativeWire(whole.data[:-1], whole) for whole in wholes]
 
     def start(self, wire: NativeWire, *, scale: float = 1.0, tag: int = 0) -> PendingNative:
-        return PendingNative(wire, scale, self._transports[0])
+        return self._start(PendingNative(wire, scale, self._transport))
 
     def void(self, wire: NativeWire) -> PendingNative:
-        return PendingNative(wire, 1.0, self._transports[0], is_void=True)
+        return self._start(PendingNative(wire, 1.0, self._transport, is_void=True))
 
-    def all_reduce(self, wire: NativeWire, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
-        transport = self._transports[lane]
-        try:
-            for rank, other in enumerate(transport.all_gather(tag)):
-                if other != tag:
-                    raise tag_mismatch(transport.rank, tag, rank, other)
-            return PendingNative(wire, scale, transport).wait()
-        except RingError as error:
-            self.fail(error)  # in the other lanes, too
-            raise
+    def _start(self, pending: PendingNative) -> PendingNative:
+        if not self.in_background:
+            pending.wait()
+        return pending
 
     def fail(self, error: RingError) -> None:
-        for transport in self._transports:
-            transport.fail(error)
+        self._transport.fail(error)
 
     def close(self) -> None:
-        for transport in self._transports:
-            transport.close()
+        self._transport.close()
 
 
 def check_dtypes(transport: Transport, specs: Sequence[tuple[int, torch.dtype]]) -> None:

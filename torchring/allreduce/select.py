@@ -25,8 +25,6 @@ ALGORITHMS: Final = get_args(Algorithm)
 Overlap = Literal["auto", "inline", "thread"]
 OVERLAPS: Final = get_args(Overlap)
 
-NUM_LANES: Final = 2  # buckets that cross the network at a time
-
 _SAMPLE_BYTES: Final = 2 << 20  # of each wire that is measured, at most
 _NUM_SAMPLES: Final = 3  # wires at a time
 _NUM_TURNS: Final = 3
@@ -80,7 +78,7 @@ def open_all_reduce(world: World, algorithm: str, overlap: str) -> AllReduce[Any
     """Collective: the all-reduce for an algorithm other than "auto".
 
     With overlap="auto", direct reductions proceed in calls of the thread that runs backward if ranks times threads fill
-    the cores: a second thread would only take turns with that thread. "native" proceeds on Gloo's threads. Other
+    the cores: a second thread would only take turns with that thread. "native" proceeds on the engine's threads. Other
     reductions proceed on threads: while a thread waits for the network, backward has the core. "ring" is "native": the
     engine's all-reduce is a ring. Raises TopologyError for "direct" across hosts.
     """
@@ -89,7 +87,7 @@ def open_all_reduce(world: World, algorithm: str, overlap: str) -> AllReduce[Any
     in_background = _in_background(world, algorithm, overlap)
     if algorithm == "direct":
         check_one_host(world, "algorithm='direct' takes one host")
-        # A lane must not poll: it would take turns with the thread that computes.
+        # A thread must not poll: it would take turns with the thread that computes.
         direct = DirectAllReduce(host, poll_seconds=0.0 if in_background else POLL_SECONDS)
         return ThreadedAllReduce(direct) if in_background else direct
     if algorithm == "hierarchical":
@@ -100,12 +98,7 @@ def open_all_reduce(world: World, algorithm: str, overlap: str) -> AllReduce[Any
                 transport.close()
         columns = columns if members is not None else []
         return HierarchicalAllReduce(host, num_columns(world.hosts), columns, in_background=in_background)
-    transports = [open_transport(world)]
-    if in_background and transports[0].proceeds_alone:
-        return NativeAllReduce(transports)
-    if in_background:
-        transports += [open_transport(world) for _ in range(NUM_LANES - 1)]
-    return ThreadedAllReduce(NativeAllReduce(transports), in_background=in_background)
+    return NativeAllReduce(open_transport(world), in_background=in_background)
 
 
 def _in_background(world: World, algorithm: str, overlap: str) -> bool:

@@ -25,6 +25,9 @@ from typing import Final
 
 import torch
 
+from torchring.collectives import operations
+from torchring.collectives.operations import Backend
+from torchring.collectives.signature import signature_of
 from torchring.kernels import reference
 
 _BLOCK: Final = 32 * 1024  # elements: the copies of two ranks in fp64 fit the L2 cache
@@ -85,3 +88,27 @@ def adasum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     for part, weight in zip(flat, coefficients(products(flat)).tolist(), strict=True):
         total.add_(part.to(wide), alpha=weight)
     return total.to(flat[0].dtype).view(parts[0].shape)
+
+
+@torch.no_grad()
+def all_reduce(backend: Backend, tensor: torch.Tensor, rank: int, hosts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Each rank computes the scalar products of a slice. Then each scales its tensor, and they are added up.
+
+    Chunks are small, so that the allocator has memory for them: new memory takes longer than what is done with it.
+
+    Args:
+        rank: this rank.
+        hosts: the ranks of each host.
+    """
+    flat, size = operations.plain(tensor).view(-1), sum(map(len, hosts))
+    signature = signature_of("all_reduce", (tensor,), operations.DETAILS["adasum"])
+    gram = torch.zeros(size, size, dtype=torch.float64, device="cpu")
+    for chunk in torch.split(flat, operations.BATCH_BYTES // flat.itemsize):
+        parts, _ = operations.all_to_all(backend, chunk, operations.even_shares(len(chunk), size), signature)
+        gram += products(parts)
+    gram = torch.stack(operations.all_gather(backend, gram, signature)).sum(0)
+    scaled = flat.to(reference.compute_dtype(flat.dtype, flat.dtype)).mul_(coefficients(gram, hosts)[rank].item())
+    backend.all_reduce(scaled, "sum", signature)
+    if scaled.data_ptr() != tensor.data_ptr():
+        operations.writable(tensor).copy_(scaled.view(tensor.shape))
+    return tensor

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 
-from torchring.collectives import operations
+from torchring.collectives import adasum, operations
 from torchring.collectives.operations import Backend
 from torchring.collectives.service import collectives_of
 from torchring.collectives.signature import ELEMENTWISE_OPS, ElementwiseOp, Op, signature_of
@@ -85,7 +85,7 @@ def all_reduce(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) ->
     operations.check_reducible(tensor, op)
     if op == "adasum":
         world = default_world()
-        return _dispatch("all_reduce", tensor, async_op, operations.all_reduce_adasum, tensor, world.rank, world.hosts)
+        return _dispatch("all_reduce", tensor, async_op, adasum.all_reduce, tensor, world.rank, world.hosts)
     return _dispatch("all_reduce", tensor, async_op, operations.all_reduce, tensor, op)
 
 

@@ -8,20 +8,18 @@ from typing import Final, Protocol
 import torch
 
 from torchring.accelerators import ACCELERATORS
-from torchring.collectives.adasum import coefficients, products
 from torchring.collectives.combine import combine
 from torchring.collectives.signature import OPS, Signature, signature_of
-from torchring.kernels import reference
 from torchring.memory.host import bytes_of
 
-_BATCH_BYTES: Final = 8 << 20
+BATCH_BYTES: Final = 8 << 20
 _REDUCIBLE = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
 )  # fmt: skip
 
 
-_DETAILS = {op: f"op={op!r}" for op in OPS}
+DETAILS = {op: f"op={op!r}" for op in OPS}
 _BARRIER = Signature("barrier")
 _EXCHANGE = Signature("all_gather_object")
 
@@ -64,7 +62,7 @@ class SingleRank:
 
 def all_reduce(backend: Backend, tensor: torch.Tensor, op: str) -> torch.Tensor:
     flat = plain(tensor).view(-1)
-    backend.all_reduce(flat, op, signature_of("all_reduce", (tensor,), _DETAILS[op]))
+    backend.all_reduce(flat, op, signature_of("all_reduce", (tensor,), DETAILS[op]))
     if flat.data_ptr() != tensor.data_ptr():
         with torch.no_grad():
             writable(tensor).copy_(flat.view(tensor.shape))
@@ -80,35 +78,9 @@ def all_reduce_together(backend: Backend, tensors: Sequence[torch.Tensor], op: s
     Raises PlanMismatchError if another rank passes other shapes, another dtype or another op.
     """
     flat = torch.cat([plain(tensor).view(-1) for tensor in tensors]) if tensors else torch.empty(0, device="cpu")
-    backend.all_reduce(flat, op, signature_of("all_reduce", tensors, _DETAILS[op]))
+    backend.all_reduce(flat, op, signature_of("all_reduce", tensors, DETAILS[op]))
     for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
         writable(tensor).copy_(part.view(tensor.shape))
-
-
-@torch.no_grad()
-def all_reduce_adasum(
-    backend: Backend, tensor: torch.Tensor, rank: int, hosts: Sequence[Sequence[int]]
-) -> torch.Tensor:
-    """Each rank computes the scalar products of a slice. Then each scales its tensor, and they are added up.
-
-    Chunks are small, so that the allocator has memory for them: new memory takes longer than what is done with it.
-
-    Args:
-        rank: this rank.
-        hosts: the ranks of each host.
-    """
-    flat, size = plain(tensor).view(-1), sum(map(len, hosts))
-    signature = signature_of("all_reduce", (tensor,), _DETAILS["adasum"])
-    gram = torch.zeros(size, size, dtype=torch.float64, device="cpu")
-    for chunk in torch.split(flat, _BATCH_BYTES // flat.itemsize):
-        parts, _ = all_to_all(backend, chunk, even_shares(len(chunk), size), signature)
-        gram += products(parts)
-    gram = torch.stack(all_gather(backend, gram, signature)).sum(0)
-    scaled = flat.to(reference.compute_dtype(flat.dtype, flat.dtype)).mul_(coefficients(gram, hosts)[rank].item())
-    backend.all_reduce(scaled, "sum", signature)
-    if scaled.data_ptr() != tensor.data_ptr():
-        writable(tensor).copy_(scaled.view(tensor.shape))
-    return tensor
 
 
 @torch.no_grad()
@@ -127,13 +99,13 @@ def broadcast_together(backend: Backend, tensors: Sequence[torch.Tensor], src: i
     batch: list[torch.Tensor] = []
     num_bytes = 0
     for tensor in [*tensors, None]:
-        if batch and (tensor is None or num_bytes + tensor.nbytes > _BATCH_BYTES):
+        if batch and (tensor is None or num_bytes + tensor.nbytes > BATCH_BYTES):
             flat = torch.cat([bytes_of(plain(small)) for small in batch])
             broadcast(backend, flat, src)
             if not is_src:
                 hand_out(flat, batch)
             batch, num_bytes = [], 0
-        if tensor is not None and tensor.nbytes > _BATCH_BYTES:
+        if tensor is not None and tensor.nbytes > BATCH_BYTES:
             broadcast(backend, tensor, src)
         elif tensor is not None:
             batch.append(tensor)

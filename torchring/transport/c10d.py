@@ -23,12 +23,10 @@ from torchring.errors import FirstFailure, PeerTimeoutError, RingError, Topology
 from torchring.memory.host import HostGroup
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.rendezvous.signed import within
+from torchring.rooms import room
 from torchring.threads import SerialThread, at_last, is_done_within
-from torchring.transport.contract import closed, contiguous_bytes
-from torchring.transport.diagnosis import gloo_links
-from torchring.transport.diagnosis.culprit import Culprits
-from torchring.transport.diagnosis.endpoints import Endpoint, cannot_connect, check_endpoints, own_endpoint
-from torchring.transport.diagnosis.sockets import Links, open_sockets
+from torchring.transport import gloo_links
+from torchring.transport.contract import Diagnosis, closed, contiguous_bytes
 
 _T = TypeVar("_T")
 _INTERRUPTIBLE_SECONDS: Final = 0.1
@@ -55,7 +53,6 @@ class C10dTransport:
     """
 
     engine = "Gloo"
-    proceeds_alone = True
 
     def __init__(
         self,
@@ -76,7 +73,7 @@ class C10dTransport:
         self._under_way: set[C10dTransfer] = set()  # kept alive: Gloo reads and writes the memory of their tensors
         self._pid = os.getpid()
         # Failures
-        self._culprits = Culprits(rendezvous, name, host, self.members)
+        self._diagnosis: Diagnosis = room("diagnosis").GlooDiagnosis(rendezvous, name, host, self.members)
         self._failure = FirstFailure()
         self._failing = threading.RLock()
         self._is_closed = False
@@ -85,22 +82,16 @@ class C10dTransport:
         self._seconds_still = 0.0  # for so long this process did not run during the last wait
         weakref.finalize(self, self._waiter.close).atexit = False
         # All ranks are known to be here before Gloo connects, so that an absent rank is reported by name.
-        endpoints = [
-            Endpoint.decode(text) for text in rendezvous.all_gather(f"transport/{name}", own_endpoint().encode())
-        ]
         try:
-            check_endpoints(self.rank, endpoints)
+            self._diagnosis.check_endpoints()
         except TopologyError as error:
             self.fail(error)
             raise
-        before = open_sockets()
-        self._group = self.guard(lambda: self._connect(rendezvous, endpoints), None)
-        self._links = Links(before)
-        # No rank closes its links while others are still connecting: Gloo takes that for a failure.
-        self._links.match(self.rank, rendezvous.all_gather(f"transport/{name}/connected", self._links.own_ends()))
+        self._group = self.guard(lambda: self._connect(rendezvous), None)
+        self._diagnosis.note_links()
         _transports.add(self)
 
-    def _connect(self, rendezvous: Rendezvous, endpoints: Sequence[Endpoint]) -> Backend:
+    def _connect(self, rendezvous: Rendezvous) -> Backend:
         """Gloo connects all ranks with each other, or none. A rank that fails tells the others, which would wait."""
         # Kept alive: a group that connects at first use (TORCH_GLOO_LAZY_INIT) calls it later.
         self._store = store = within(rendezvous.store, f"transport/{self._name}/gloo/{self.members[0]}")
@@ -115,15 +106,15 @@ class C10dTransport:
             except dist.DistError:  # the store
                 raise
             except RuntimeError as failure:
-                error = failure if isinstance(failure, RingError) else self._culprits.seen_by_the_host(others)
+                error = failure if isinstance(failure, RingError) else self._diagnosis.seen_by_the_host(others)
                 if error is None:
-                    error = cannot_connect(self.rank, endpoints, failure)
+                    error = self._diagnosis.cannot_connect(failure)
                     with contextlib.suppress(RingError):
                         rendezvous.give_up(error)
                 raise self.fail(error) from failure
             if time.monotonic() > end:  # Gloo's own timeout does not cover its waits for the store
                 raise RuntimeError("timed out")
-            if (lost := self._culprits.seen_by_the_host(others)) is not None:
+            if (lost := self._diagnosis.seen_by_the_host(others)) is not None:
                 raise self.fail(lost)
             try:
                 rendezvous.with_timeout(_LATE_SECONDS).raise_if_given_up()
@@ -216,17 +207,15 @@ class C10dTransport:
                 if self._is_closed:
                     raise closed(self._failure.error, self.rank) from failure
                 timed_out = gloo_links.has_timed_out(failure)
-                ends = [] if self._group is None else self.members
-                gone = [rank for rank in ends if rank != self.rank and self._links.is_open(rank) is False]
-                self._culprits.suspect(peer, timed_out=timed_out)
+                self._diagnosis.suspect(peer, timed_out=timed_out)
                 if peer is None and self._group is not None:
                     # Ranks that wait for innocent ranks must notice, too, or they are taken for the culprit.
                     gloo_links.close_links(self._group, self._place, self.size)
                 seconds = time.monotonic() - started
                 if self._seconds_still > self._timeout_seconds / 2:
-                    error = self._culprits.signed(self._culprits.stood_still(self._seconds_still), seconds)
+                    error = self._diagnosis.signed(self._diagnosis.stood_still(self._seconds_still), seconds)
                 else:
-                    error = self._culprits.explain(peer, seconds, timed_out=timed_out, closed=gone)
+                    error = self._diagnosis.explain(peer, seconds, timed_out=timed_out)
                 raise self.fail(error) from failure
 
     def interruptible(self, wait: Callable[[], object], peer: int | None) -> None:
@@ -286,11 +275,11 @@ class C10dTransport:
         for other in self.members if peer is None else (peer,):
             if other == self.rank:
                 continue
-            is_open = self._links.is_open(other)
+            is_open = self._diagnosis.is_open(other)
             if is_open is None and probes and (group := self._group) is not None:  # another thread may close it
                 broken = gloo_links.find_failure(group, self.members.index(other))
                 del group
-            elif is_open is False and (peer is not None or self._links.seconds_silent() > _SILENT_SECONDS):
+            elif is_open is False and (peer is not None or self._diagnosis.seconds_silent() > _SILENT_SECONDS):
                 broken = RuntimeError(f"the connection to rank {other} is closed")
             else:
                 continue
@@ -301,13 +290,13 @@ class C10dTransport:
     def lost_peer(self) -> RingError | None:
         """The error if a peer has closed its connection. Sends nothing, and breaks nothing. From any thread."""
         for peer in self.members:
-            if peer != self.rank and not self._is_closed and self._links.is_open(peer) is False:
-                return self._culprits.explain(peer, 0.0, timed_out=False)
+            if peer != self.rank and not self._is_closed and self._diagnosis.is_open(peer) is False:
+                return self._diagnosis.explain(peer, 0.0, timed_out=False)
         return None
 
     def fail(self, error: RingError) -> RingError:
         if self._failure.set(error):
-            self._culprits.report(error)
+            self._diagnosis.report(error)
         self.close()
         return error
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torchring.rooms import room
 from torchring.transport.c10d import C10dTransport
 from torchring.transport.contract import Transport
-from torchring.transport.mpi import MpiTransport
 from torchring.world import World
 
 
@@ -19,7 +19,7 @@ def open_transport(world: World, name: str | None = None, members: Sequence[int]
     """
     assert world.rendezvous is not None, "a world of one sends nothing"
     name = world.next_channel_name() if name is None else name
-    kind = MpiTransport if world.backend == "mpi" else C10dTransport
+    kind = room("mpi").MpiTransport if world.backend == "mpi" else C10dTransport
     transport: Transport = kind(world.rendezvous, name, world.host, members=members)
     world.on_failure(transport)
     return transport

@@ -52,6 +52,9 @@ class Culprits:
         self._host = host
         self._others = [rank for rank in range(rendezvous.size) if rank != rendezvous.rank]
         self._peers = self._others if members is None else [rank for rank in members if rank != rendezvous.rank]
+        # Peers whose links were closed when this rank's wait failed, before this rank closed its own. A live rank says
+        # whom it suspects before it closes links.
+        self._closed: list[int] = []
 
     def report(self, error: RingError) -> None:
         """Leave `error` for the peers."""
@@ -80,15 +83,13 @@ class Culprits:
         """Tell the peers that this rank has closed its end."""
         self._leave("left", b"")
 
-    def explain(self, peer: int | None, seconds: float, *, timed_out: bool, closed: Sequence[int] = ()) -> RingError:
+    def explain(self, peer: int | None, seconds: float, *, timed_out: bool) -> RingError:
         """Find the cause of a failed wait.
 
         Args:
             peer: the rank whose transfer failed. None after a collective, which does not say whose transfer failed.
             seconds: time that this rank has waited.
             timed_out: the wait was too long; else a link broke.
-            closed: after a collective, the peers whose links were closed before this rank closed its own. A live rank
-                says whom it suspects before it closes links.
         """
         if peer is None and len(self._peers) == 1:
             peer = self._peers[0]
@@ -96,7 +97,7 @@ class Culprits:
             error = self.seen_by_the_host(self._others)
             if error is None:
                 if peer is None:
-                    culprits, timed_out = self._silent_ones(timed_out, closed)
+                    culprits, timed_out = self._silent_ones(timed_out)
                 else:
                     culprit, timed_out = self._end_of_chain(peer, timed_out)
                     culprits = [culprit]
@@ -211,7 +212,7 @@ class Culprits:
                 return suspect, timed_out
             suspect = following
 
-    def _silent_ones(self, timed_out: bool, closed: Sequence[int]) -> tuple[list[int], bool]:
+    def _silent_ones(self, timed_out: bool) -> tuple[list[int], bool]:
         """The culprits after a collective failed: the ranks that do not report the failure.
 
         Also returns whether the wait of any rank was too long. All links are closed by now, so every live rank has
@@ -231,7 +232,7 @@ class Culprits:
             if not silent and timed_out and not waited_too_long:
                 raise self._was_late(self._peers)
             waited = time.monotonic() - started
-            gone = [rank for rank in silent if rank in closed]
+            gone = [rank for rank in silent if rank in self._closed]
             if gone and not timed_out and waited >= _BROKEN_GRACE_SECONDS:
                 return gone, timed_out
             if not silent or waited >= _GRACE_SECONDS:

@@ -1,4 +1,4 @@
-"""Gloo does what `transport/diagnosis/gloo_links.py` relies on, and says so in the words that are looked for there."""
+"""Gloo does what `transport/gloo_links.py` relies on, and says so in the words that are looked for there."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from torch.distributed import ProcessGroupGloo
 
 from tests.support.harness import run_threads
 from torchring.rendezvous.rendezvous import Rendezvous
-from torchring.transport import c10d
-from torchring.transport.diagnosis import gloo_links
+from torchring.transport import c10d, gloo_links
 
 LONG = timedelta(seconds=20)
 Meet = Callable[[], object]

@@ -2,7 +2,7 @@
 
 Each function uses a side effect of a call that Gloo does have. The comment in the function names the source file of the
 side effect, of https://github.com/pytorch/gloo or of torch. A test fails if a release of torch changes one:
-tests/transport/diagnosis/test_gloo_links.py.
+tests/transport/test_gloo_links.py.
 """
 
 from __future__ import annotations
