@@ -35,7 +35,9 @@ _OPTIONS = (
     "free_gradients: 'None' = None)"
 )
 SIGNATURES = {
-    "DistributedOptimizer": f"{_OPTIONS} -> 'None'",
+    "DistributedOptimizer": (
+        "(optimizer: 'Optimizer', model: 'torch.nn.Module | None' = None, **options: 'Any') -> 'None'"
+    ),
     "GradientError": _ERROR,
     "PeerLostError": _ERROR,
     "PeerTimeoutError": _ERROR,

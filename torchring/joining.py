@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from torchring.collectives.initial_state import (
-    broadcast_optimizer_state,
     broadcast_parameters,
     broadcast_state,
     check_sendable,
@@ -158,8 +157,5 @@ def _take_over(optimizer: DistributedOptimizer, src: int) -> None:
     of_model = model.named_parameters() if model is not None else ()
     others = {name: p.data for name, p in of_model if p not in names and p not in optimizer._ignored}
     broadcast_parameters({**others, **{name: p.data for p, name in names.items()}}, src)
-    if optimizer._shards is None:
-        broadcast_optimizer_state(optimizer.optimizer, src)
-    else:  # each rank has its share, from the same steps
-        optimizer._shards.take_over(src)
+    optimizer._take_over(src)
     sync.take_over(src)

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 import torchring
+from torchring.collectives.initial_state import is_sharded
 from torchring.default_world import default_world
 from torchring.errors import GradientError, TopologyError
 from torchring.gradients.group import OptimizerGroup
@@ -34,6 +35,7 @@ from torchring.norms import SyncBatchNorm
 from torchring.observer import BACKWARD, FORWARD
 from torchring.releases import check_release
 from torchring.rendezvous.environment import ELASTIC
+from torchring.rooms import room
 
 _is_old_name: Final = importlib.util.find_spec("lightning") is None or (
     "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
@@ -108,7 +110,8 @@ def _wrapped(optimizer: Any, model: torch.nn.Module, options: dict[str, Any]) ->
     if isinstance(optimizer, torchring.DistributedOptimizer):
         return optimizer
     # LearningRateMonitor names learning rates by the optimizer's class.
-    kind = type(type(optimizer).__name__, (_ClosureFirst,), {})
+    bases = (_ClosureFirst, room("sharding").ShardedOptimizer) if options.get("shard") is True else (_ClosureFirst,)
+    kind = type(type(optimizer).__name__, bases, {})
     return kind(optimizer, model, **options)  # type: ignore[no-any-return]
 
 
@@ -363,7 +366,7 @@ class RingStrategy(_Ranks, DDPStrategy):
         trainer = self.lightning_module._trainer if self.lightning_module is not None else None
         has_failed = trainer is None or trainer.state.status == "interrupted"
         for ring in self._rings:
-            whole = ring.state_dict() if ring._shards is not None and not has_failed else None
+            whole = ring.state_dict() if is_sharded(ring) and not has_failed else None
             ring.close()
             if whole is not None:  # of rank 0, which saves checkpoints
                 ring.optimizer.load_state_dict(whole)

@@ -9,12 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import itertools
 import logging
-import sys
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Final, NoReturn, TypeVar, overload
 
@@ -53,6 +51,7 @@ from torchring.gradients.validation import (
     named_parameters,
     parameters_of,
     refuse_left,
+    refuse_part_of_state,
     sparse_parameters,
     spec_of,
     steps_exactly,
@@ -69,9 +68,6 @@ from torchring.participants.ownership import Ownership
 from torchring.participants.recording import run_info
 from torchring.participants.replicas import ReplicaCheck
 from torchring.rooms import room
-from torchring.sharding.checkpoint import gather_state, keep_share, load_state
-from torchring.sharding.distributed_checkpoint import make_state, shard_state
-from torchring.sharding.step import Shards, check_shardable, refuse_closure, refuse_part_of_state, say_cost
 from torchring.world import World
 
 _T = TypeVar("_T")
@@ -146,22 +142,10 @@ def wrap(
         PeerLostError: another rank died.
         PeerTimeoutError: another rank did not call `wrap` within the timeout.
     """
-    return DistributedOptimizer(
-        optimizer,
-        model,
-        op=op,
-        compression=compression,
-        bucket_mb=bucket_mb,
-        accumulate=accumulate,
-        algorithm=algorithm,
-        overlap=overlap,
-        on_nonfinite=on_nonfinite,
-        sync_buffers=sync_buffers,
-        sync_initial_state=sync_initial_state,
-        shard=shard,
-        free_gradients=free_gradients,
-        ignore=ignore,
-    )
+    given = dict(locals())
+    refuse_left(given.pop("free_gradients"))
+    kind: type[DistributedOptimizer] = room("sharding").ShardedOptimizer if shard is True else DistributedOptimizer
+    return kind(**given)
 
 
 class DistributedOptimizer(OptimizerWrapper):
@@ -177,33 +161,12 @@ class DistributedOptimizer(OptimizerWrapper):
 
     _has_stepped = False
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        model: torch.nn.Module | None = None,
-        *,
-        op: GradientOp = "mean",
-        compression: Compression | None = None,
-        bucket_mb: float | None = None,
-        accumulate: int = 1,
-        algorithm: Algorithm = "auto",
-        overlap: Overlap = "auto",
-        on_nonfinite: OnNonfinite = "raise",
-        sync_buffers: SyncBuffers = "mean",
-        sync_initial_state: bool = True,
-        shard: bool = False,
-        ignore: Sequence[str | torch.nn.Module | torch.Tensor] = (),
-        free_gradients: None = None,
-    ) -> None:
-        refuse_left(free_gradients)
+    def __init__(self, optimizer: Optimizer, model: torch.nn.Module | None = None, **options: Any) -> None:
         world = self._find_world()
         world.shared(Join).refuse("wrap()")
-        options = Options(
-            *(op, compression, bucket_mb, accumulate, algorithm, overlap, on_nonfinite, sync_buffers),
-            shard,
-        )
-        group = world.shared(OptimizerGroup)
-        group.guard.run("wrap()", self._open, world, optimizer, model, options, sync_initial_state, ignore)
+        own = {name: options.pop(name) for name in ("sync_initial_state", "ignore") if name in options}
+        guard = world.shared(OptimizerGroup).guard
+        guard.run("wrap()", functools.partial(self._open, **own), world, optimizer, model, Options(**options))
 
     def _open(
         self,
@@ -211,8 +174,8 @@ class DistributedOptimizer(OptimizerWrapper):
         optimizer: Optimizer,
         model: torch.nn.Module | None,
         options: Options,
-        sync_initial_state: bool,
-        ignore: Sequence[str | torch.nn.Module | torch.Tensor],
+        sync_initial_state: bool = True,
+        ignore: Sequence[str | torch.nn.Module | torch.Tensor] = (),
     ) -> None:
         """Collective: find out whether all ranks can wrap their optimizers, and connect them."""
         world.shared(OptimizerGroup).release_dead()
@@ -229,10 +192,7 @@ class DistributedOptimizer(OptimizerWrapper):
             ignored = ignored_tensors(ignore, model, names, world)
             check_free(names, world)
             refuse_part_of_state(optimizer)
-            if options.shard:
-                check_shardable(optimizer)
-                if world.is_provisional and any(accelerator_of(p.device) for p in names):
-                    raise ValueError("shard=True in elastic jobs takes parameters on the CPU; leave shard out")
+            self._check(optimizer, options, world)
             if sync_initial_state and model is not None:
                 of_model = (*model.named_parameters(), *model.named_buffers())
                 own = {name: each for name, each in of_model if each not in ignored}
@@ -256,8 +216,6 @@ class DistributedOptimizer(OptimizerWrapper):
                 broadcast_optimizer_state(optimizer)
         if world.size > 1:
             self._agree(world)
-            if options.shard:
-                self._shard(world)
             if not any(accelerator_of(parameter.device) for parameter in names):
                 numbers = world.local_size, torch.get_num_threads(), world.num_cores, world.num_physical_cores
                 room("placement").look_at_cores(numbers, speaks=world.rank == 0)
@@ -265,7 +223,12 @@ class DistributedOptimizer(OptimizerWrapper):
             self._needs_state = True
             self._connect_with_first_gradient()
 
-    # What torchring.horovod's optimizer overrides
+    # What torchring.horovod's optimizer overrides, or that of torchring.sharding
+
+    def _check(self, optimizer: Optimizer, options: Options, world: World) -> None:
+        """Raise ValueError for an optimizer of the script with which this class does not work."""
+        if options.shard:
+            raise ValueError("DistributedOptimizer() takes no shard=True; call torchring.wrap(..., shard=True)")
 
     _replica_check: ClassVar[type[ReplicaCheck]] = ReplicaCheck
 
@@ -320,8 +283,6 @@ class DistributedOptimizer(OptimizerWrapper):
         """
         closure = self._prepare_step(closure)
         sync = self._live_sync()
-        if closure is not None and self._shards is not None:
-            refuse_closure()
         sync.before_step()
         before = None
         if closure is not None:
@@ -336,8 +297,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self._has_stepped = True
         self._is_stepping = True
         try:
-            run = functools.partial(self._step_wrapped, closure)
-            result = run(*args, **kwargs) if self._shards is None else self._shards.step(run, *args, **kwargs)
+            result = self._step_wrapped(closure, *args, **kwargs)
         except _StepSkipped:
             if before is not None:
                 before.restore()
@@ -518,19 +478,18 @@ class DistributedOptimizer(OptimizerWrapper):
         if self._sync is None:
             return
 
-        def share() -> None:
-            broadcast_parameters({self._names[parameter]: parameter.data for parameter in added})
-            sync.extend(added)
-            if self._shards is not None:
-                self._shards.extend()
+        sync.world.shared(OptimizerGroup).guard.run("add_param_group()", self._extend, added)
 
-        sync.world.shared(OptimizerGroup).guard.run("add_param_group()", share)
+    def _extend(self, added: list[torch.nn.Parameter]) -> None:
+        """Collective: reduce the gradients of more parameters."""
+        broadcast_parameters({self._names[parameter]: parameter.data for parameter in added})
+        self._live_sync().extend(added)
 
     def state_dict(self, *, all_ranks: bool = False) -> dict[str, Any]:
         """The state of the wrapped optimizer. A script without torchring can load it, and the other way round.
 
         With shard=True, collective: rank 0 gets the whole state of all parameters, and the other ranks get None.
-        torch.distributed.checkpoint gets the whole from all ranks together: its tensors have the elements of this rank.
+        For torch.distributed.checkpoint, see `torchring.sharding.DistributedState`.
 
         Args:
             all_ranks: all ranks get the whole state.
@@ -539,23 +498,7 @@ class DistributedOptimizer(OptimizerWrapper):
             PlanMismatchError: with shard=True, another rank did not call this.
             GradientError: with shard=True, called inside `backward()`.
         """
-        asks = sys._getframe(1)
-        module = str(asks.f_globals.get("__name__"))
-        if self._shards is None:
-            # dcp.load() loads what is there. A file of dcp.save() has to have it.
-            if module.startswith(f"{_CHECKPOINTS}state_dict_") and not self.optimizer.state:
-                make_state(self)
-            return self.optimizer.state_dict()
-        self._refuse_in_backward("state_dict()")
-        if module.startswith(_CHECKPOINTS):
-            if not getattr(asks.f_locals.get("info"), "full_state_dict", False):  # of StateDictOptions
-                state = shard_state(self._shards)
-                if state["state"] or module == f"{_CHECKPOINTS}state_dict":  # which has made a state
-                    return state
-                make_state(self)
-                return shard_state(self._shards)
-            all_ranks = True
-        return gather_state(self._shards, keeps=all_ranks or self._shards.world.rank == 0)  # type: ignore[return-value]
+        return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
         """Load a state into the wrapped optimizer. All ranks must load the same state.
@@ -565,15 +508,11 @@ class DistributedOptimizer(OptimizerWrapper):
         Raises:
             ValueError: the state belongs to another model; with shard=True, some ranks have a state, others have none.
         """
-        if self._shards is None:
-            self.optimizer.load_state_dict(dict(state_dict or {}))
-            return
-        self._refuse_in_backward("load_state_dict()")
-        load_state(self._shards, state_dict)
+        self.optimizer.load_state_dict(dict(state_dict or {}))
 
-    def _refuse_in_backward(self, what: str) -> None:
-        if self._sync is not None and self._sync.in_backward:
-            raise GradientError(f"{what} was called inside backward(); call it after backward() has returned")
+    def _take_over(self, src: int) -> None:
+        """Collective: the state of the wrapped optimizer becomes that of rank `src`."""
+        broadcast_optimizer_state(self.optimizer, src)
 
     def close(self) -> None:
         """Remove the hooks from the parameters and release buffers. All ranks should call this at the same point.
@@ -583,9 +522,6 @@ class DistributedOptimizer(OptimizerWrapper):
         if self._sync is not None:
             self._sync.world.shared(Join).refuse("close()")
         self._disconnect()
-        if (shards := self._shards) is not None:
-            shards.close()
-            self._drop_shards()
         self._forward_watch.close()
         self._is_closed = True
 
@@ -599,11 +535,6 @@ class DistributedOptimizer(OptimizerWrapper):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._shards is not None:
-            raise TypeError(
-                "an optimizer with shard=True has its state on all ranks together, so it cannot be copied or pickled; "
-                "use state_dict()"
-            )
         return {
             "optimizer": self.optimizer,
             "options": self._options,
@@ -643,7 +574,6 @@ class DistributedOptimizer(OptimizerWrapper):
         # What reduces: `_sync` if it is connected to other ranks, else `_local`
         self._sync: Reducer | None = None
         self._local: LocalSync = self._make_local()
-        self._shards: Shards | None = None
         self._needs_state = False  # of torchring.elastic, before it can connect
         self._is_closed = False
 
@@ -693,35 +623,6 @@ class DistributedOptimizer(OptimizerWrapper):
         self._watch_wrapped()
         self._record(world)
         return self._sync
-
-    def _shard(self, world: World) -> None:
-        """Collective: keep the state of this rank's share, of what all ranks have alike."""
-        keep_share(self._cut(world), dict(self.optimizer.state))
-        world.shared(say_cost)
-
-    def _cut(self, world: World) -> Shards:
-        """Collective: cut the parameters among the ranks. The state is as it was."""
-        assert self._sync is not None
-        self._shards = Shards(
-            *(world, self.optimizer, self._names, self._sparse, next(world.shared(_numbers))),
-            *(self._follow_step, self._sync.layout.all_reduce),
-        )
-        self._sync.follower = self._shards.name, weakref.WeakMethod(self._shards.follow)
-        return self._shards
-
-    def _follow_step(self) -> None:
-        """Step what the wrapped optimizer has got, inside a step of all ranks."""
-        self._is_stepping = True
-        assert self._sync is not None
-        self._sync.write_buffers()
-        try:
-            self._step_wrapped(None)
-        finally:
-            self._is_stepping = False
-
-    def _drop_shards(self) -> Shards | None:
-        shards, self._shards = self._shards, None
-        return shards
 
     def _connect_with_first_gradient(self) -> None:
         """Connect when the first gradient arrives: a copy is made on one rank at a time, and used on all ranks."""
@@ -785,10 +686,7 @@ class DistributedOptimizer(OptimizerWrapper):
             self._record(world)
             self.zero_grad()
             if world.size > 1 and not self._is_closed:
-                group = world.shared(OptimizerGroup)
-                group.guard.run("wrap()", self._agree, world, guests)
-                if self._options.shard:
-                    group.guard.run("wrap()", self._cut, world)
+                world.shared(OptimizerGroup).guard.run("wrap()", self._agree, world, guests)
         elif not self._is_closed:
             self._connect_with_first_gradient()
 
@@ -886,7 +784,6 @@ def rejoin(optimizer: DistributedOptimizer, world: World | None = None, guests: 
     optimizer._rejoin(world, guests)
 
 
-_CHECKPOINTS: Final = "torch.distributed.checkpoint."
 _MOST_LEFT_OUT: Final = 16  # steps, by a GradScaler, until its scale is 1: in a world of one nobody counts backwards
 _STEPPED_PAST: Final = (
     "a gradient is not finite, and on_nonfinite='skip' cannot leave out a step of the wrapped optimizer itself; call "
@@ -899,11 +796,6 @@ class _StepSkipped(BaseException):
 
 
 def _no_model() -> None: ...
-
-
-def _numbers(_: World) -> Iterator[int]:
-    """Numbers the sharded optimizers of a world."""
-    return itertools.count()
 
 
 def _recorder_of(owner: weakref.ref[DistributedOptimizer]) -> Callable[[], Recorder | None]:

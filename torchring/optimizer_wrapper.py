@@ -107,8 +107,7 @@ class OptimizerWrapper(Optimizer):
             """Whatever else the wrapped optimizer offers publicly."""
             if name.startswith("_") or "optimizer" not in self.__dict__:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            value, shards = getattr(self.__dict__["optimizer"], name), self.__dict__.get("_shards")
-            return value if shards is None else shards.of_optimizer(name, value)
+            return getattr(self.__dict__["optimizer"], name)
 
         def __setattr__(self, name: str, value: Any) -> None:
             """Set a switch of the wrapped optimizer (`optimizer.acc_stats = True`) there, where its step looks."""

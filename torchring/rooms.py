@@ -18,7 +18,7 @@ _MODULES: Final = {
     "elastic": "torchring.elastic.worker.generation",
     "meeting": "torchring.meeting",
     "placement": "torchring.placement",
-    "sharding": "torchring.sharding.step",
+    "sharding": "torchring.sharding.optimizer",
 }
 
 

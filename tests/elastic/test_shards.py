@@ -37,6 +37,7 @@ from torchring.elastic.worker import shares
 from torchring.elastic.worker import worker as workers
 from torchring.elastic.worker.checkpoint import newest
 from torchring.sharding import checkpoint, exchange, step
+from torchring.sharding.optimizer import ShardedOptimizer
 
 Kind = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
@@ -96,7 +97,7 @@ def _patch(points: list[str]) -> None:
     before(exchange.Exchange, "start", "in the step")
     before(exchange.Exchange, "finish", "in the exchange")
     before(checkpoint, "tell_pieces", "while state is gathered")
-    before(shares, "load_state", "while state is dealt out")
+    before(shares, "deal_out", "while state is dealt out")
 
 
 def train_worker(
@@ -154,7 +155,7 @@ def train_worker(
 
 
 def whole_state(optimizer: Any) -> list[torch.Tensor]:
-    sharded = isinstance(optimizer, torchring.DistributedOptimizer) and optimizer._shards is not None
+    sharded = isinstance(optimizer, ShardedOptimizer)
     found = optimizer.state_dict(all_ranks=True) if sharded else optimizer.state_dict()
     return [torch.as_tensor(value) for _, entry in sorted(found["state"].items()) for _, value in sorted(entry.items())]
 

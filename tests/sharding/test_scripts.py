@@ -19,6 +19,7 @@ import torchring
 from tests.support.checks import assert_same_on_all_ranks
 from tests.support.harness import run_pooled
 from torchring.errors import GradientError, RingError
+from torchring.sharding import DistributedState
 from torchring.sharding.step import Shards
 
 
@@ -256,7 +257,7 @@ def _loaded(rank: int, size: int, folder: str) -> None:
         if act is dcp.save:
             _backward(net)
             optimizer.step()
-        act({"optimizer": optimizer}, checkpoint_id=folder)
+        act({"optimizer": DistributedState(optimizer)}, checkpoint_id=folder)
         states.append(optimizer.state_dict()["state"])
     assert states[0].keys() == states[1].keys() != set()
     for entry, other in zip(*(state.values() for state in states), strict=True):

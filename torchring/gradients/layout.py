@@ -37,16 +37,16 @@ from torchring.world import World
 
 @dataclass(frozen=True)
 class Options:
-    """The user's choices in `wrap`; equal on all ranks."""
+    """The user's choices in `wrap`; equal on all ranks. `check_options` says what each may be."""
 
-    op: str
-    compression: str | None
-    bucket_mb: float | None
-    accumulate: int
-    algorithm: str
-    overlap: str
+    op: str = "mean"
+    compression: str | None = None
+    bucket_mb: float | None = None
+    accumulate: int = 1
+    algorithm: str = "auto"
+    overlap: str = "auto"
     on_nonfinite: str = "raise"
-    sync_buffers: SyncBuffers = None
+    sync_buffers: SyncBuffers = "mean"
     shard: bool = False
 
     def __str__(self) -> str:

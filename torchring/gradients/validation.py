@@ -182,6 +182,20 @@ def refuse_left(free_gradients: object) -> None:
         )
 
 
+def refuse_part_of_state(optimizer: Optimizer) -> None:
+    """Raise ValueError if the optimizer has state that an earlier `wrap(..., shard=True)` has left."""
+    own = set(parameters_of(optimizer))
+    if any(isinstance(key, torch.Tensor) and key not in own for key in optimizer.state):
+        raise ValueError(PART_OF_STATE)
+
+
+PART_OF_STATE: Final = (
+    "this optimizer has the state of a part of the parameters only, as torchring.wrap(..., shard=True) has left it; "
+    "call its load_state_dict() with what state_dict() of the wrapped optimizer returned before close(), or build a "
+    "new optimizer"
+)
+
+
 def check_free(names: Mapping[torch.nn.Parameter, str], world: World) -> None:
     """Raise ValueError if another optimizer of `world` or a module wrapper reduces one of the parameters."""
     group = world.shared(OptimizerGroup)

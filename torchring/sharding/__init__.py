@@ -15,3 +15,5 @@
 
 Source: ZeRO stage 1 (Rajbhandari et al., 2020, arXiv:1910.02054).
 """
+
+from torchring.sharding.optimizer import DistributedState as DistributedState

@@ -22,7 +22,7 @@ from torchring.collectives.service import internal_collectives_of
 from torchring.devices.stream import OnStream
 from torchring.errors import GradientError, RingError, in_step, ranks_in_words
 from torchring.gradients.group import OptimizerGroup
-from torchring.gradients.validation import parameters_of
+from torchring.gradients.validation import PART_OF_STATE
 from torchring.gradients.views import CAN_SWAP
 from torchring.sharding.cut import Candidate, assign_whole, cut_elements
 from torchring.sharding.device import DeviceExchange
@@ -40,11 +40,6 @@ _logger: Final = logging.getLogger("torchring")
 _PAST: Final = (
     "the optimizer that torchring.wrap(..., shard=True) was given has the state of a part of the parameters only, so "
     "{what} of its own would be wrong; call {what} of the optimizer that torchring.wrap has returned"
-)
-_CLOSED: Final = (
-    "this optimizer has the state of a part of the parameters only, as torchring.wrap(..., shard=True) has left it; "
-    "call its load_state_dict() with what state_dict() of the wrapped optimizer returned before close(), or build a "
-    "new optimizer"
 )
 
 
@@ -486,7 +481,7 @@ class Shards:
 
     def _refuse(self, what: str) -> None:
         if not self._is_under_way:
-            raise GradientError(_CLOSED if self._is_closed else _PAST.format(what=what), rank=self.world.rank)
+            raise GradientError(PART_OF_STATE if self._is_closed else _PAST.format(what=what), rank=self.world.rank)
 
     def _accept_state(self) -> None:
         """A whole state is loaded into the optimizer."""
@@ -546,13 +541,6 @@ def check_shardable(optimizer: Optimizer) -> None:
         raise ValueError(f"shard=True takes PyTorch 2.12 or newer, and this is {torch.__version__}; leave shard out")
     refuse_patched(optimizer)
     kind_of(optimizer)
-
-
-def refuse_part_of_state(optimizer: Optimizer) -> None:
-    """Raise ValueError if the optimizer has state that an earlier `wrap(..., shard=True)` has left."""
-    own = set(parameters_of(optimizer))
-    if any(isinstance(key, torch.Tensor) and key not in own for key in optimizer.state):
-        raise ValueError(_CLOSED)
 
 
 def say_cost(world: World) -> None:

@@ -23,6 +23,7 @@ from torchring.elastic.worker.checkpoint import copy_of
 from torchring.errors import PlanMismatchError
 from torchring.gradients.validation import parameters_of
 from torchring.optimizer import DistributedOptimizer, names_of
+from torchring.sharding.optimizer import ShardedOptimizer
 
 FORMAT: Final = 2  # of checkpoints
 
@@ -63,7 +64,7 @@ class Parts:
         self._global_batch = global_batch
         self.modules = {name: each for name, each in given.items() if isinstance(each, torch.nn.Module)}
         self.optimizers = {name: each for name, each in given.items() if isinstance(each, DistributedOptimizer)}
-        self.sharded = {name: each for name, each in self.optimizers.items() if each._options.shard}
+        self.sharded = {n: each for n, each in self.optimizers.items() if isinstance(each, ShardedOptimizer)}
         self.others = {
             name: each
             for name, each in given.items()

@@ -10,8 +10,7 @@ from typing import Any
 from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.elastic.worker.worker import Worker
 from torchring.errors import RingError
-from torchring.optimizer import DistributedOptimizer
-from torchring.sharding.checkpoint import gather_state, load_state
+from torchring.sharding.optimizer import ShardedOptimizer, deal_out, gather, release
 from torchring.world import World
 
 _log = logging.getLogger("torchring.elastic")
@@ -25,7 +24,7 @@ class Shares:
         is_part: their state was dealt out: what this rank has of it is not the whole.
     """
 
-    def __init__(self, sharded: Mapping[str, DistributedOptimizer]) -> None:
+    def __init__(self, sharded: Mapping[str, ShardedOptimizer]) -> None:
         self.sharded = sharded
         self.is_part = False
         self._whole: dict[str, dict[str, Any]] = {}  # their state_dicts, on the rank that deals them out
@@ -33,8 +32,7 @@ class Shares:
     def become_whole(self) -> None:
         """The ranks have parted: the optimizers get the whole state, if this rank was given it, or none."""
         for name, optimizer in self.sharded.items():
-            if (shards := optimizer._drop_shards()) is not None:
-                shards.release()
+            release(optimizer)
             if self.is_part:
                 optimizer.optimizer.state = defaultdict(dict)
                 if self._whole:
@@ -52,9 +50,8 @@ class Shares:
         """Collective: give each rank its share of what rank `src` has."""
         if self.sharded and world.size > 1:
             for name, optimizer in self.sharded.items():
-                assert optimizer._shards is not None
-                load_state(optimizer._shards, self._whole[name] if world.rank == src else None, src)
-                optimizer._shards.has_said = has_stepped
+                whole = self._whole[name] if world.rank == src else None
+                deal_out(optimizer, whole, src, has_stepped=has_stepped)
             collectives_of(world).barrier()  # until then, rank `src` may have to do this once more
         self._whole = {}
 
@@ -72,9 +69,7 @@ class Shares:
             staying = [rank for rank, (_, leaves) in enumerate(said) if not leaves]
             heir = 0 if any(is_over for is_over, _ in said) or not staying else staying[0]
             for name, optimizer in self.sharded.items():
-                assert optimizer._shards is not None
-                whole = gather_state(optimizer._shards, keeps=world.rank == heir)
-                if whole is not None:
+                if (whole := gather(optimizer, keeps=world.rank == heir)) is not None:
                     self._whole[name] = whole
         except RingError as error:  # a rank is lost meanwhile
             self._whole = {}
