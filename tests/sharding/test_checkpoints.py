@@ -344,12 +344,7 @@ def _dies_while_gathering(rank: int, size: int, folder: str) -> str:
     torchring.barrier()
     if rank == 1:
         kind: Any = type(internal_collectives_of(optimizer._shards.world))
-        own = kind.all_gather
-
-        def die(self: Any, tensor: Tensor) -> Any:  # with moments, so after the ranks have begun
-            return os.kill(os.getpid(), signal.SIGKILL) if tensor.is_floating_point() else own(self, tensor)
-
-        kind.all_gather = die
+        kind.broadcast_together = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # after the ranks have begun
     return attempt(optimizer.state_dict)
 
 

@@ -13,56 +13,55 @@ from torchring.sharding.kinds import Kind, cost_of, kind_of
 
 
 def _candidates(*numels: int, **options: Any) -> list[Candidate]:
-    return [Candidate(i, 0, numel, torch.float32, cost=float(numel), **options) for i, numel in enumerate(numels)]
+    return [Candidate(i, numel, torch.float32, cost=float(numel), **options) for i, numel in enumerate(numels)]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
-def test_every_element_belongs_to_one_rank(num_ranks: int) -> None:
+@pytest.mark.parametrize("full_bytes", [64 << 20, 1000])
+def test_every_element_belongs_to_one_rank(num_ranks: int, full_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchring.sharding.cut._FULL_BYTES", full_bytes)
+    numels = (100_000, 7, 1, 70_001, 300)
     for cut in (cut_elements, assign_whole):
-        regions = cut(_candidates(100_000, 7, 1, 70_001, 300), num_ranks)
-        for region in regions:
-            owned = torch.zeros(region.numel, dtype=torch.int64)
-            for start, stop in region.bounds:
+        flats = cut(_candidates(*numels), num_ranks)
+        assert len(flats) == (5 if cut is assign_whole else 1 if full_bytes > 1000 else 3)
+        for flat in flats:
+            owned = torch.zeros(flat.numel, dtype=torch.int64)
+            for start, stop in flat.bounds:
                 owned[start:stop] += 1
             assert (owned == 1).all()
-            ends = [0]
-            for member in region.members:
-                assert member.offset * 4 % 64 == 0
-                assert member.offset >= ends[-1]
-                ends.append(member.offset + member.numel)
-            assert ends[-1] == region.numel
-        assert sorted(m.parameter for region in regions for m in region.members) == list(range(5))
+            end = 0
+            for index, (start, stop) in flat.spans.items():
+                assert start * 4 % 64 == 0
+                assert start >= end
+                assert stop - start == numels[index]
+                end = stop
+            assert end == flat.numel
+        assert sorted(index for flat in flats for index in flat.spans) == list(range(5))
 
 
-def test_large_parameters_are_cut_and_small_ones_share() -> None:
-    regions = cut_elements(_candidates(100_000, 7, 1, 70_001, 300), 2)
-    assert sorted([m.parameter for m in region.members] for region in regions) == [[0], [1, 2, 4], [3]]
-    assert regions[0].bounds == ((0, 50_000), (50_000, 100_000))
-
-
-def test_groups_dtypes_and_frozen_parameters_stay_apart() -> None:
-    regions = cut_elements(
+def test_dtypes_and_frozen_parameters_stay_apart() -> None:
+    flats = cut_elements(
         [
-            Candidate(0, 0, 5, torch.float32),
-            Candidate(1, 1, 5, torch.float32),
-            Candidate(2, 1, 5, torch.bfloat16),
-            Candidate(3, 1, 5, torch.float32, is_trained=False),
-            Candidate(4, 1, 5, torch.float32),
+            Candidate(0, 5, torch.float32),
+            Candidate(1, 5, torch.bfloat16),
+            Candidate(2, 5, torch.float32, is_trained=False),
+            Candidate(3, 5, torch.float32),
         ],
         2,
     )
-    assert [[m.parameter for m in region.members] for region in regions] == [[0], [1, 4], [2], [3]]
+    assert [[*flat.spans] for flat in flats] == [[0, 3], [1], [2]]
 
 
 def test_whole_parameters_are_balanced_by_cost() -> None:
     costs = [8.0, 7.0, 6.0, 5.0, 4.0]
-    candidates = [Candidate(i, 0, 10, torch.float32, cost=cost) for i, cost in enumerate(costs)]
-    candidates.append(Candidate(5, 0, 10, torch.float32, is_trained=False, cost=100.0))
+    candidates = [Candidate(i, 10, torch.float32, cost=cost) for i, cost in enumerate(costs)]
+    candidates.append(Candidate(5, 10, torch.float32, is_trained=False, cost=100.0))
     loads = [0.0, 0.0]
-    for region in assign_whole(candidates, 2):
-        owner = next(rank for rank, (start, stop) in enumerate(region.bounds) if stop > start)
-        if region.members[0].parameter < 5:
-            loads[owner] += costs[region.members[0].parameter]
+    for flat in assign_whole(candidates, 2):
+        owner = next(rank for rank, (start, stop) in enumerate(flat.bounds) if stop > start)
+        (index,) = flat.spans
+        if index < 5:
+            loads[owner] += costs[index]
     assert sorted(loads) == [13.0, 17.0]
 
 

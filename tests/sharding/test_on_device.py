@@ -36,7 +36,7 @@ from tests.support.training import Side, assert_as_one_process, attempt
 from torchring.devices.engines import SharedMemoryEngine
 from torchring.errors import PeerTimeoutError
 from torchring.memory import host as host_module
-from torchring.sharding import cut, pieces
+from torchring.sharding import cut, shard
 from torchring.sharding.device import DeviceExchange
 
 pytestmark = pytest.mark.sim
@@ -58,10 +58,9 @@ class ShardedSide(Side):
 
 
 @contextmanager
-def _small_pieces() -> Iterator[None]:
-    """Several regions, and several pieces in a slice."""
-    small = mock.patch.object(cut, "_SMALL_BYTES_ON_DEVICE", 2048)
-    with small, mock.patch.object(pieces, "_MOST_BYTES_ON_DEVICE", 1024):
+def _small_shards() -> Iterator[None]:
+    """Several pieces of memory, and several shards of a parameter."""
+    with mock.patch.object(cut, "_FULL_BYTES", 2048), mock.patch.object(shard, "_MOST_BYTES_ON_DEVICE", 1024):
         yield
 
 
@@ -80,11 +79,11 @@ def _as_without_shard(
     host_module._host_identity = lambda: f"host {hosts[rank]}"
     trained = []
     for kind in kinds:
-        with FakeAccelerator(mode).installed() as accelerator, _small_pieces():
+        with FakeAccelerator(mode).installed() as accelerator, _small_shards():
             outcomes = []
-            for shard in (False, True):
+            for is_sharded in (False, True):
                 net = _Small()
-                options: dict[str, Any] = {"algorithm": algorithm, "shard": shard}
+                options: dict[str, Any] = {"algorithm": algorithm, "shard": is_sharded}
                 optimizer = torchring.wrap(_KINDS[kind](_groups(net)), net, **options)
                 _train(net, optimizer, range(3))
                 state = optimizer.state_dict()
@@ -92,7 +91,7 @@ def _as_without_shard(
                 accelerator.calls.clear()
                 _train(net, optimizer, range(3, 5))
                 waits = accelerator.calls["synchronize"]
-                final = optimizer.state_dict(all_ranks=shard)
+                final = optimizer.state_dict(all_ranks=is_sharded)
                 outcomes.append((_parameters(net), final, waits))
                 optimizer.close()
             (plain, expected, plain_waits), (sharded, found, waits) = outcomes

@@ -216,7 +216,7 @@ def _refused(rank: int, size: int) -> None:
     patched.step = lambda *_: None  # type: ignore[assignment]
     refuse("was replaced in the instance", ValueError, lambda: torchring.wrap(patched, net, shard=True))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchring.sharding.step.CAN_SWAP", False)
+        patch.setattr("torchring.sharding.optimizer.CAN_SWAP", False)
         sgd = torch.optim.SGD(net.parameters(), lr=0.1)
         refuse("takes PyTorch 2.12 or newer", ValueError, lambda: torchring.wrap(sgd, net, shard=True))
 

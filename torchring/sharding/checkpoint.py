@@ -1,14 +1,12 @@
 """Ordinary checkpoints of a sharded optimizer: the whole state, by parameter, as the plain optimizer has it.
 
-A checkpoint knows no region, slice or number of ranks. So any number of ranks can go on from it, and a plain optimizer,
-too. Beside the result, a rank holds a few MiB of each rank while state is gathered, and the tensor of one parameter
-while state is handed out.
+A checkpoint knows no shard and no number of ranks. So any number of ranks can go on from it, and a plain optimizer,
+too. State is gathered and dealt out parameter by parameter: beside the result, a rank holds the state of one.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar, cast
 
@@ -18,23 +16,35 @@ from torchring.collectives.initial_state import fill_outline, load_plain, outlin
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import in_step, ranks_in_words
 from torchring.memory.heap import trim
-from torchring.sharding.cut import Region
-from torchring.sharding.kinds import Kind
-from torchring.sharding.pieces import Part, Piece, copy_of, flat, is_scalar, laid_out_as, piece_bytes
+from torchring.sharding.kinds import SCALARS, Kind
+from torchring.sharding.shard import Shard, by_parameter, flat, laid_out_as
 from torchring.sharding.shard_tensor import ShardTensor
 from torchring.sharding.step import Shards, num_bytes_of
 from torchring.sharding.together import begin_together
 
-_BYTES_AT_ONCE: Final = 4 << 20  # of each rank; or one piece
 _BYTES_BETWEEN_TRIMS: Final = 64 << 20
 
 _V = TypeVar("_V")
-Entry = dict[str, Any]  # the state of one parameter
+Entry = dict[str, Any]  # the state of one parameter, or of one shard
 State = dict[torch.Tensor, Entry]
-Outlines = dict[int, Entry]  # by index of the parameter: without the values of tensors that have its shape
-Tensors = dict[int, dict[str, torch.Tensor]]  # by index of the parameter and place in its state
-Row = list[tuple[int, int, Entry]]  # of pieces in a region: first element, length, outline
-Fetch = Callable[[int, str, torch.Tensor], torch.Tensor]
+Tensors = dict[str, torch.Tensor]  # of an entry, by their places in it
+Outline = Entry  # an entry whose tensors have no values, but those that `is_scalar`
+Rows = dict[int, list[tuple[int, int, Outline]]]  # the shards of a rank that have state, by parameter: start, stop
+
+
+def is_scalar(key: str, value: Any) -> bool:
+    """Whether an optimizer that steps elements keeps this once for each tensor, and not for each element."""
+    return key in SCALARS or not isinstance(value, torch.Tensor)
+
+
+def outline(kind: Kind, entry: Entry, tensors: Tensors) -> Outline:
+    """The outline of an entry. Its tensors are put into `tensors`."""
+    if kind is Kind.WHOLE:
+        return cast(Outline, outline_of(entry, "", tensors))
+    return {k: v if is_scalar(k, v) else outline_of(v, k, tensors) for k, v in entry.items()}
+
+
+# Gathering
 
 
 def gather_state(shards: Shards, *, keeps: bool) -> dict[str, Any] | None:
@@ -43,136 +53,63 @@ def gather_state(shards: Shards, *, keeps: bool) -> dict[str, Any] | None:
     In host memory: a device has room for a share, and maybe not for the whole.
     """
     begin_together(shards.world, shards.number, "state_dict()")
-    gather = _gather_elements if shards.kind is Kind.ELEMENTS else _gather_whole
+    state, collectives = shards.optimizer.state, internal_collectives_of(shards.world)
+    everybody, mine = tell(shards)
     found: State = {}
     num_bytes = 0
-    for parameter, entry in gather(shards, keeps=keeps):
-        found[parameter] = entry
+    for index, parameter in enumerate(shards.parameters):
+        for rank, theirs in enumerate(everybody):
+            entries: list[tuple[int, int, Entry]] = []
+            tensors: list[torch.Tensor] = []
+            for start, stop, its in theirs.get(index, ()):
+                wanted: Tensors = {}
+                own = mine[index, start] if rank == shards.world.rank else {}
+                entries.append((start, stop, fill_outline(its, "", own, wanted)))
+                tensors += wanted.values()
+            if tensors:
+                collectives.broadcast_together(tensors, rank)
+            for start, stop, entry in entries if keeps else ():
+                _add(shards.kind, found.setdefault(parameter, {}), entry, parameter, start, stop)
         # What was received leaves holes between the results.
-        if (num_bytes := num_bytes + num_bytes_of(entry)) > _BYTES_BETWEEN_TRIMS:
+        if (num_bytes := num_bytes + num_bytes_of(found.get(parameter))) > _BYTES_BETWEEN_TRIMS:
             num_bytes = 0
             trim()
-    for parameter in shards.everywhere:
-        if parameter in shards.optimizer.state:
-            found[parameter] = _on_host(shards.optimizer.state[parameter])
     if not keeps:
         return None
+    found.update({p: on_host(state[p]) for p in shards.everywhere if p in state})
     with shards.whole_state({p: found[p] for p in shards.parameters if p in found}):
         return shards.optimizer.state_dict()
 
 
-def _gather_elements(shards: Shards, *, keeps: bool) -> Iterator[tuple[torch.nn.Parameter, Entry]]:
-    """Collective: the state of each parameter that is cut. Nothing unless this rank `keeps` it."""
-    collectives = internal_collectives_of(shards.world)
-    pieces_at_once = max(1, _BYTES_AT_ONCE // piece_bytes(shards.accelerator is not None))
-    state, mine = shards.optimizer.state, pieces_with_state(shards)
-    everybody = tell_pieces(shards, mine)
-    for index, memory in enumerate(shards.memories):
-        region = memory.region
-        rows = [theirs.get(index, []) for theirs in everybody]
-        entries = {
-            parameter: _room_for(outline, shards.parameters[parameter])
-            for parameter, outline in (outlines_in(region, rows) if keeps else {}).items()
-        }
-        keys = {key: value.dtype for row in rows for *_, outline in row for key, value in outline.items()
-                if not is_scalar(key, value)}  # fmt: skip
-        for key, dtype in sorted(keys.items()):
-            own = [state[piece.tensor][key] for piece in mine[index] if key in state[piece.tensor]]
-            places = [[(start, length) for start, length, outline in row if key in outline] for row in rows]
-            for first in range(0, max(map(len, places)), pieces_at_once):
-                batch = slice(first, first + pieces_at_once)
-                nothing = torch.empty(0, dtype=dtype, device="cpu")
-                gathered = collectives.all_gather(torch.cat([nothing, *(part.cpu() for part in own[batch])]))
-                for rank, data in enumerate(gathered if keeps else ()):
-                    for start, length in places[rank][batch]:
-                        _hand_out(region, start, data[:length], key, entries)
-                        data = data[length:]
-        for parameter, entry in entries.items():
-            yield shards.parameters[parameter], entry
+def tell(shards: Shards) -> tuple[list[Rows], dict[tuple[int, int], Tensors]]:
+    """Collective: which shards have which state, by rank. And the tensors of this rank's, by parameter and start."""
+    said: Rows = {}
+    mine: dict[tuple[int, int], Tensors] = {}
+    for shard in shards.shards:
+        if shard.tensor in shards.optimizer.state:
+            its = outline(
+                shards.kind, shards.optimizer.state[shard.tensor], mine.setdefault((shard.index, shard.start), {})
+            )
+            said.setdefault(shard.index, []).append((shard.start, shard.stop, its))
+    gathered = internal_collectives_of(shards.world).all_gather_bytes(save_plain(said))
+    return [load_plain(text) for text in gathered], mine
 
 
-def pieces_with_state(shards: Shards) -> Mapping[int, list[Piece]]:
-    """This rank's pieces that have state, by region."""
-    mine = defaultdict[int, list[Piece]](list)
-    for piece in shards.pieces:
-        if piece.tensor in shards.optimizer.state:
-            mine[piece.region].append(piece)
-    return mine
+def _add(kind: Kind, whole: Entry, entry: Entry, parameter: torch.Tensor, start: int, stop: int) -> None:
+    """Add the entry of elements [start, stop) to the entry of the whole parameter."""
+    if kind is Kind.WHOLE:
+        whole.update(on_host(entry))
+        return
+    for key, value in entry.items():
+        if is_scalar(key, value):
+            whole[key] = value
+            continue
+        if key not in whole:
+            whole[key] = torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype, device="cpu")
+        flat(whole[key])[start:stop] = value
 
 
-def tell_pieces(shards: Shards, mine: Mapping[int, list[Piece]]) -> list[dict[int, Row]]:
-    """Collective: which pieces have which state, by rank and region."""
-    state = shards.optimizer.state
-    said = {
-        region: [(piece.start, piece.tensor.numel(), _outline_of_elements(state[piece.tensor])) for piece in pieces]
-        for region, pieces in mine.items()
-    }
-    collectives = internal_collectives_of(shards.world)
-    return [load_plain(text) for text in collectives.all_gather_bytes(save_plain(said))]
-
-
-def outlines_in(region: Region, rows: Sequence[Row]) -> Outlines:
-    """What state the parameters of a region have."""
-    outlines: Outlines = {}
-    for start, length, outline in itertools.chain.from_iterable(rows):
-        for member in region.members:
-            if start < member.offset + member.numel and start + length > member.offset:
-                outlines.setdefault(member.parameter, outline)
-    return outlines
-
-
-def _outline_of_elements(entry: Entry) -> Entry:
-    return {
-        key: value
-        if is_scalar(key, value)
-        else torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        for key, value in entry.items()
-    }
-
-
-def _room_for(outline: Entry, parameter: torch.Tensor) -> Entry:
-    """The state of a parameter whose tensors are still to be filled. Shares none with parameters of the same piece."""
-    shape, stride = parameter.shape, parameter.stride()
-    return {
-        key: copy_of(value)
-        if is_scalar(key, value)
-        else torch.empty_strided(shape, stride, dtype=value.dtype, device="cpu")
-        for key, value in outline.items()
-    }
-
-
-def _hand_out(region: Region, start: int, data: torch.Tensor, key: str, entries: Mapping[int, Entry]) -> None:
-    """Copy `data`, which begins at element `start` of the region, to the states of the parameters there."""
-    for member in region.members:
-        begin, end = max(start, member.offset), min(start + len(data), member.offset + member.numel)
-        if begin < end:
-            target = flat(entries[member.parameter][key])
-            target[begin - member.offset : end - member.offset] = data[begin - start : end - start]
-
-
-def _gather_whole(shards: Shards, *, keeps: bool) -> Iterator[tuple[torch.nn.Parameter, Entry]]:
-    """Collective: the state of each parameter that one rank owns. Nothing unless this rank `keeps` it."""
-    collectives = internal_collectives_of(shards.world)
-    everybody, tensors = tell_whole(shards)
-    for index, parameter in enumerate(shards.parameters):
-        for owner, theirs in enumerate(everybody):
-            if index in theirs:
-                wanted: dict[str, torch.Tensor] = {}
-                entry = fill_outline(theirs[index], "", tensors.get(index, {}), wanted)
-                collectives.broadcast_together(wanted.values(), owner)
-                if keeps:
-                    yield parameter, _on_host(entry)
-
-
-def tell_whole(shards: Shards) -> tuple[list[Outlines], Tensors]:
-    """Collective: the outlines of what each rank owns, and the tensors of this rank."""
-    tensors: Tensors = {}
-    said: Outlines = {}
-    for region, (piece,) in pieces_with_state(shards).items():
-        index = shards.memories[region].region.members[0].parameter
-        said[index] = outline_of(shards.optimizer.state[piece.tensor], "", tensors.setdefault(index, {}))
-    collectives = internal_collectives_of(shards.world)
-    return [load_plain(text) for text in collectives.all_gather_bytes(save_plain(said))], tensors
+# Dealing out
 
 
 def load_state(shards: Shards, state_dict: Mapping[str, Any] | None, src: int = 0) -> None:
@@ -201,34 +138,72 @@ def load_state(shards: Shards, state_dict: Mapping[str, Any] | None, src: int = 
         except Exception as error:
             problem = error
     collectives.raise_together(problem, "could not load its optimizer's state")
-    if not missing:
-        keep_share(shards, entries)
-        if state_dict is not None and state_dict["state"]:
-            shards.keep_an_entry()
-        return
-    tensors: Tensors = {}
-    text = b""
-    if world.rank == src:
+    if missing:
         with shards.whole_state({}):
-            groups = optimizer.state_dict()["param_groups"]
-        text = save_plain({"groups": groups, "outlines": _outlines(shards, entries, tensors)})
-    sent = load_plain(collectives.broadcast_bytes(text, src))
-    if world.rank != src:
-        with shards.whole_state({}):
-            optimizer.load_state_dict({"state": {}, "param_groups": sent["groups"]})
+            groups = save_plain(optimizer.state_dict()["param_groups"]) if world.rank == src else b""
+            groups = load_plain(collectives.broadcast_bytes(groups, src))
+            if world.rank != src:
+                optimizer.load_state_dict({"state": {}, "param_groups": groups})
+    deal_out(shards, entries, src if missing else None)
+    if state_dict is not None and state_dict["state"]:
+        shards.keep_an_entry()
 
-    room = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def fetch(parameter: int, place: str, like: torch.Tensor) -> torch.Tensor:
-        nonlocal room
-        if world.rank == src:
-            return collectives.broadcast(tensors[parameter][place], src)
-        if room.numel() < like.nbytes:
-            room = torch.empty(like.nbytes, dtype=torch.uint8, device="cpu")
-        received = room[: like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
-        return collectives.broadcast(received, src)
+@torch.no_grad()
+def deal_out(shards: Shards, entries: Mapping[torch.Tensor, Entry], src: int | None = None) -> None:
+    """Make this rank's share of a state the state of the optimizer.
 
-    build(shards, sent["outlines"], fetch)
+    Args:
+        entries: of whole parameters, in host memory.
+        src: collective: only this rank has them. By default, all have.
+    """
+    tensors: dict[int, Tensors] = {}
+    indices = {index: p for index, p in enumerate(shards.parameters) if p in entries}
+    outlines = {i: outline(shards.kind, entries[p], tensors.setdefault(i, {})) for i, p in indices.items()}
+    collectives = internal_collectives_of(shards.world)
+    if src is not None:
+        outlines = load_plain(collectives.broadcast_bytes(save_plain(outlines), src))
+    shards.optimizer.state.clear()
+    trim()
+    own = by_parameter(shards.shards)
+    groups = {parameter: group for group in shards.optimizer.param_groups for parameter in group["params"]}
+    for index, parameter in enumerate(shards.parameters):
+        if index not in outlines:
+            continue
+        if src is None:
+            entry = entries[parameter]
+        else:
+            wanted: Tensors = {}
+            entry = fill_outline(outlines[index], "", tensors.get(index, {}), wanted)
+            collectives.broadcast_together(wanted.values(), src)
+        _keep(shards, parameter, groups[parameter], entry, own.get(index, []))
+    if outlines:
+        shards.keep_an_entry()
+
+
+def _keep(
+    shards: Shards, parameter: torch.nn.Parameter, group: Mapping[str, Any], entry: Entry, own: Sequence[Shard]
+) -> None:
+    """Give this rank's shards, or a parameter that every rank steps, their state."""
+    has_steps = group.get("fused") or group.get("capturable")
+
+    def placed(key: object, value: torch.Tensor) -> torch.Tensor:
+        """A copy, where `Optimizer.load_state_dict` puts it."""
+        return value.clone() if key == "step" and not has_steps else value.to(parameter.device, copy=True)
+
+    if parameter in shards.everywhere:
+        shards.optimizer.state[parameter] = mapped(entry, placed)
+    for shard in own:
+        part = entry if shards.kind is Kind.WHOLE else {k: _part(k, v, shard) for k, v in entry.items()}
+        shards.optimizer.state[shard.tensor] = mapped(part, placed)
+
+
+def _part(key: str, value: Any, shard: Shard) -> Any:
+    if is_scalar(key, value):
+        return value
+    if isinstance(value, ShardTensor):
+        return value.elements[shard.start - value.first : shard.stop - value.first]
+    return flat(laid_out_as(value, shard.parameter))[shard.start : shard.stop]
 
 
 def _loaded(shards: Shards, state_dict: Mapping[str, Any]) -> State:
@@ -252,154 +227,40 @@ def _loaded(shards: Shards, state_dict: Mapping[str, Any]) -> State:
                 group["params"] = parameters
 
 
-def keep_share(shards: Shards, entries: Mapping[torch.Tensor, Entry]) -> None:
-    """Make this rank's share of a state, which all ranks have, the state of the optimizer."""
-    tensors: Tensors = {}
-    build(shards, _outlines(shards, entries, tensors), lambda parameter, place, _: tensors[parameter][place])
+def on_host(entry: Entry) -> Entry:
+    return mapped(entry, lambda _, value: value.cpu())
 
 
-def _outlines(shards: Shards, entries: Mapping[torch.Tensor, Entry], tensors: Tensors) -> Outlines:
-    """Outlines of the states of parameters. Their tensors, by place, go to `tensors`."""
-    outlines: Outlines = {}
-    for index, parameter in enumerate(shards.parameters):
-        if parameter in entries:
-            entry, own = entries[parameter], tensors.setdefault(index, {})
-            if shards.kind is Kind.ELEMENTS and parameter not in shards.everywhere:
-                outlines[index] = _outline_of_elements(entry)
-                own.update({key: value for key, value in entry.items() if not is_scalar(key, value)})
-            else:
-                outlines[index] = outline_of(entry, "", own)
-    return outlines
-
-
-@torch.no_grad()
-def build(shards: Shards, outlines: Outlines, fetch: Fetch) -> None:
-    """Replace the state of this rank's pieces.
-
-    Args:
-        fetch: returns a tensor of a parameter, which is good until the next call. May be collective.
-    """
-    state = shards.optimizer.state
-    state.clear()
-    trim()
-    shards.reset_pieces()
-    if shards.kind is Kind.ELEMENTS:
-        _make_room(shards, outlines)
-    wanted = _parts_of(shards)
-    everywhere = shards.everywhere
-    groups = {parameter: group for group in shards.optimizer.param_groups for parameter in group["params"]}
-    for index, parameter in enumerate(shards.parameters):
-        if (outline := outlines.get(index)) is None:
-            continue
-        if shards.kind is Kind.ELEMENTS and parameter not in everywhere:
-            for key in [key for key, value in outline.items() if not is_scalar(key, value)]:
-                whole = fetch(index, key, outline[key])
-                if isinstance(whole, ShardTensor):
-                    first, data = whole.first, whole.elements
-                else:
-                    first, data = 0, flat(laid_out_as(whole, parameter))
-                for tensor, part in wanted[parameter]:
-                    target = state[tensor][key][part.place : part.place + part.numel]
-                    target.copy_(data[part.start - first : part.stop - first])
-            continue
-        is_mine = parameter in everywhere or bool(wanted[parameter])
-        places: dict[str, torch.Tensor] = {}
-        entry = fill_outline(outline, "", {}, places)
-        for place, target in places.items():
-            data = fetch(index, place, target)
-            if is_mine:
-                target.copy_(data)
-        if is_mine:
-            state[parameter] = _on_device(entry, parameter, groups[parameter])
-    if outlines:
-        shards.keep_an_entry()
-
-
-def _parts_of(shards: Shards) -> Mapping[torch.Tensor, list[tuple[torch.Tensor, Part]]]:
-    """What this rank steps of each parameter, with the tensors of the pieces."""
-    parts = defaultdict[torch.Tensor, list[tuple[torch.Tensor, Part]]](list)
-    for piece in shards.pieces:
-        for part in piece.parts:
-            parts[part.parameter].append((piece.tensor, part))
-    return parts
-
-
-def _make_room(shards: Shards, outlines: Outlines) -> None:
-    """Give each piece the state that its parameters have in common. Pieces whose parameters differ are split."""
-    indices = {parameter: index for index, parameter in enumerate(shards.parameters)}
-
-    def split(given: list[Piece]) -> list[Piece]:
-        pieces = []
-        for piece in given:
-            own = [outlines.get(indices[part.parameter]) for part in piece.parts]
-            pieces += [piece] if all(_are_alike(own[0], other) for other in own[1:]) else piece.split()
-        return pieces
-
-    shards.pieces = split(shards.pieces)
-    for piece in shards.pieces:
-        if (outline := outlines.get(indices[piece.parts[0].parameter])) is not None:
-            entry = {
-                key: copy_of(value)
-                if is_scalar(key, value)
-                else torch.zeros(piece.tensor.numel(), dtype=value.dtype, device=piece.tensor.device)
-                for key, value in outline.items()
-            }
-            group = shards.optimizer.param_groups[piece.group]
-            shards.optimizer.state[piece.tensor] = _on_device(entry, piece.parts[0].parameter, group)
-
-
-def _on_host(entry: Entry) -> Entry:
-    return _mapped(entry, lambda _, value: value.cpu())
-
-
-def _on_device(entry: Entry, parameter: torch.nn.Parameter, group: Mapping[str, Any]) -> Entry:
-    """The entry, with its tensors where `Optimizer.load_state_dict` puts them for a parameter of this group."""
-    has_steps = group.get("fused") or group.get("capturable")
-    return _mapped(entry, lambda key, value: value if key == "step" and not has_steps else value.to(parameter.device))
-
-
-def _mapped(value: _V, function: Callable[[object, torch.Tensor], torch.Tensor], key: object = None) -> _V:
+def mapped(value: _V, function: Callable[[object, torch.Tensor], torch.Tensor], key: object = None) -> _V:
     """A copy of a state in which `function` replaces the tensors, given the key of each."""
     result: Any = value
     if isinstance(value, torch.Tensor):
         result = function(key, value)
     elif isinstance(value, dict):
-        result = {name: _mapped(item, function, name) for name, item in value.items()}
+        result = {name: mapped(item, function, name) for name, item in value.items()}
     elif isinstance(value, (list, tuple)):
-        result = type(value)(_mapped(item, function) for item in value)
+        result = type(value)(mapped(item, function) for item in value)
     return cast(_V, result)
 
 
-def _are_alike(one: Entry | None, other: Entry | None) -> bool:
-    """Whether two parameters have the same state, but for what each element has."""
-    if one is None or other is None:
-        return one is other
-    if one.keys() != other.keys():
-        return False
-    return all(
-        bool(torch.equal(value, other[key])) if isinstance(value, torch.Tensor) else value == other[key]
-        for key, value in one.items()
-        if is_scalar(key, value)
-    )
+# What does not fit
 
 
-def _saved_parameters(
-    shards: Shards, state_dict: Mapping[str, Any]
-) -> Iterator[tuple[Any, torch.nn.Parameter, str]]:  # fmt: skip
-    """The key of each parameter in the state, the parameter, and its name."""
-    saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-    return zip(saved, shards.parameters, shards.names, strict=False)  # torch says what differs
+def _saved_parameters(shards: Shards, state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, int]]:
+    """The key of each parameter in the state, and its index."""
+    saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+    return zip(saved, range(len(shards.parameters)), strict=False)  # torch says what differs
 
 
 def _check_shapes(shards: Shards, state_dict: Mapping[str, Any]) -> None:
     """Raise ValueError if a state belongs to a parameter of another shape. torch would notice in the next step."""
-    for index, parameter, name in _saved_parameters(shards, state_dict):
-        for key, value in state_dict["state"].get(index, {}).items():
-            is_element_wise = shards.kind is Kind.ELEMENTS and not is_scalar(key, value)
-            if is_element_wise and value.shape != parameter.shape:
+    for saved, index in _saved_parameters(shards, state_dict):
+        shape = shards.parameters[index].shape
+        for key, value in state_dict["state"].get(saved, {}).items():
+            if shards.kind is Kind.ELEMENTS and not is_scalar(key, value) and value.shape != shape:
                 raise ValueError(
-                    f"{key} of {name} has the shape {tuple(value.shape)} in this state, and the parameter has "
-                    f"{tuple(parameter.shape)}; the state belongs to another model"
+                    f"{key} of {shards.names[index]} has the shape {tuple(value.shape)} in this state, and the "
+                    f"parameter has {tuple(shape)}; the state belongs to another model"
                 )
 
 
@@ -410,40 +271,42 @@ def _own_shards(shards: Shards, state_dict: Mapping[str, Any], *, is_shared: boo
     Args:
         is_shared: all ranks pass a state.
     """
-    states, parts = dict(state_dict["state"]), _parts_of(shards)
+    states, own = dict(state_dict["state"]), by_parameter(shards.shards)
     has_state = any(shards.optimizer.state.values())
-    for index, parameter, name in _saved_parameters(shards, state_dict):
-        if index not in states:
+    for saved, index in _saved_parameters(shards, state_dict):
+        if saved not in states:
             continue
-        if has_state and not states[index]:
+        if has_state and not states[saved]:
             raise ValueError(
-                f"the state has no values for {name}. With shard=True, set_optimizer_state_dict() takes no state that "
-                "was saved with flatten_optimizer_state_dict=True; leave that option out, when saving, too"
+                f"the state has no values for {shards.names[index]}. With shard=True, set_optimizer_state_dict() takes "
+                "no state that was saved with flatten_optimizer_state_dict=True; leave that option out, when saving "
+                "too"
             )
-        own = [part for _, part in parts[parameter]] if is_shared else None
-        if own or shards.kind is Kind.ELEMENTS or not is_shared or parameter in shards.everywhere:
-            states[index] = _own_part(states[index], parameter, own, shards.kind)
+        parameter = shards.parameters[index]
+        steps = own.get(index, []) if is_shared else None
+        if steps or shards.kind is Kind.ELEMENTS or not is_shared or parameter in shards.everywhere:
+            states[saved] = _own_part(states[saved], parameter, steps, shards.kind)
         else:  # another rank owns it
-            del states[index]
+            del states[saved]
     return states
 
 
-def _own_part(value: Any, parameter: torch.Tensor, own: Sequence[Part] | None, kind: Kind) -> Any:
-    """The state of one parameter, of which this rank steps the parts `own`. None: other ranks need this state, too."""
-    if isinstance(value, dict):
-        return {key: _own_part(item, parameter, own, kind) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_own_part(item, parameter, own, kind) for item in value)
-    if not isinstance(value, ShardTensor):
-        return value
-    if own is not None and kind is Kind.WHOLE and value.elements.numel() == value.numel():
-        return value.whole()
-    if kind is Kind.ELEMENTS and own is not None and value.stride() == parameter.stride():
-        stop = value.first + value.elements.numel()
-        if all(value.first <= part.start and part.stop <= stop for part in own):
+def _own_part(entry: Any, parameter: torch.Tensor, own: Sequence[Shard] | None, kind: Kind) -> Any:
+    """The state of one parameter, of which this rank steps `own`. None: other ranks need this state, too."""
+
+    def checked(_: object, value: torch.Tensor) -> torch.Tensor:
+        if not isinstance(value, ShardTensor):
             return value
-    raise ValueError(
-        "this rank has only a part of this state, which get_optimizer_state_dict() has sharded for "
-        "torch.distributed.checkpoint: save it there, and load it from there, on all ranks; or load what state_dict() "
-        "of the optimizer has returned"
-    )
+        if own is not None and kind is Kind.WHOLE and value.elements.numel() == value.numel():
+            return value.whole()
+        if own is not None and kind is Kind.ELEMENTS and value.stride() == parameter.stride():
+            stop = value.first + value.elements.numel()
+            if all(value.first <= shard.start and shard.stop <= stop for shard in own):
+                return value
+        raise ValueError(
+            "this rank has only a part of this state, which torchring.sharding.DistributedState has cut for "
+            "torch.distributed.checkpoint: save it there, and load it from there, on all ranks; or load what "
+            "state_dict() of the optimizer has returned"
+        )
+
+    return mapped(entry, checked)

@@ -21,8 +21,8 @@ import torch
 from torchring.devices.engines import BackendEngine, SharedMemoryEngine
 from torchring.devices.opening import open_on_device
 from torchring.devices.stream import DeviceWire, OnStream
-from torchring.sharding.cut import Region
-from torchring.sharding.parameters import RegionMemory
+from torchring.sharding.cut import Flat
+from torchring.sharding.parameters import FlatMemory
 from torchring.world import World
 
 
@@ -42,23 +42,23 @@ class DeviceExchange:
             world.on_failure(all_reduce)
             self._opened = all_reduce
         self._all_reduce = all_reduce
-        self._wires: dict[RegionMemory, DeviceWire] = {}
+        self._wires: dict[FlatMemory, DeviceWire] = {}
         (self._meeting,) = all_reduce.open_wires([(1, torch.float32)])
 
-    def allocate(self, regions: Sequence[Region]) -> list[RegionMemory]:
-        """Collective: memory for regions, of which nothing is stepped yet."""
+    def allocate(self, flats: Sequence[Flat]) -> list[FlatMemory]:
+        """Collective: memory, of which nothing is stepped yet."""
         memories = []
-        wires = self._all_reduce.open_wires([_spec(region) for region in regions])
-        for region, wire in zip(regions, wires, strict=True):
-            own = wire.tensor.view(region.dtype)[: region.numel]
-            memories.append(memory := RegionMemory(region, own, ()))
-            factor = region.dtype.itemsize // wire.tensor.itemsize
-            start, stop = region.bounds[self._rank]
+        wires = self._all_reduce.open_wires([_spec(flat) for flat in flats])
+        for flat, wire in zip(flats, wires, strict=True):
+            own = wire.tensor.view(flat.dtype)[: flat.numel]
+            memories.append(memory := FlatMemory(flat, own, ()))
+            factor = flat.dtype.itemsize // wire.tensor.itemsize
+            start, stop = flat.bounds[self._rank]
             self._wires[memory] = replace(wire, bounds=(start * factor, stop * factor))
         self.start(memories)  # zeros: kernels are compiled, and NCCL connects, now and not in a step
         return memories
 
-    def start(self, memories: Sequence[RegionMemory]) -> None:
+    def start(self, memories: Sequence[FlatMemory]) -> None:
         """Give all ranks the slices that each rank has stepped, before later work on the current stream."""
         if memories:
             self._all_reduce.run(lambda: self._launch(memories), self._meeting.report)
@@ -73,7 +73,7 @@ class DeviceExchange:
         if self._opened is not None:
             self._opened.close()
 
-    def _launch(self, memories: Sequence[RegionMemory]) -> None:
+    def _launch(self, memories: Sequence[FlatMemory]) -> None:
         engine = self._all_reduce.engine
         if isinstance(engine, SharedMemoryEngine):
             engine.direct(self._meeting, 1.0, spread=False)
@@ -81,19 +81,19 @@ class DeviceExchange:
             if isinstance(engine, SharedMemoryEngine):
                 engine.direct(self._wires[memory], 1.0, gather=False)
             elif isinstance(engine, BackendEngine):
-                engine.gather(self._wires[memory], _owner(memory.region))
+                engine.gather(self._wires[memory], _owner(memory.flat))
 
 
-def _spec(region: Region) -> tuple[int, torch.dtype]:
-    """(elements, dtype) of a wire for the region. The backend gathers equally long slices: the last ends in a gap."""
-    real = region.dtype.to_real()
-    numel = region.numel
-    if _owner(region) is None:
-        numel = len(region.bounds) * (region.bounds[0][1] - region.bounds[0][0])
-    return numel * region.dtype.itemsize // real.itemsize, real
+def _spec(flat: Flat) -> tuple[int, torch.dtype]:
+    """(elements, dtype) of a wire for the flat. The backend gathers equally long slices: the last ends in a gap."""
+    real = flat.dtype.to_real()
+    numel = flat.numel
+    if _owner(flat) is None:
+        numel = len(flat.bounds) * (flat.bounds[0][1] - flat.bounds[0][0])
+    return numel * flat.dtype.itemsize // real.itemsize, real
 
 
-def _owner(region: Region) -> int | None:
-    """The rank that steps the whole region, if there is one."""
-    ranks = [rank for rank, (start, stop) in enumerate(region.bounds) if stop > start]
+def _owner(flat: Flat) -> int | None:
+    """The rank that steps the whole memory, if there is one."""
+    ranks = [rank for rank, (start, stop) in enumerate(flat.bounds) if stop > start]
     return ranks[0] if len(ranks) == 1 else None

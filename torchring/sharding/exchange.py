@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 
 from torchring.memory.channel import Channel
-from torchring.sharding.cut import Region
-from torchring.sharding.parameters import RegionMemory, host_memory
+from torchring.sharding.cut import Flat
+from torchring.sharding.parameters import FlatMemory, host_memory
 from torchring.transport.contract import Transfer
 from torchring.transport.open import open_transport
 from torchring.world import World
@@ -29,7 +29,7 @@ class Exchange:
         self._host = world.host
         self._rank = world.rank
         self._left = Channel(world.host)
-        self._receives: list[tuple[RegionMemory, int, Transfer]] = []
+        self._receives: list[tuple[FlatMemory, int, Transfer]] = []
         self._sends: list[Transfer] = []
         self._transport = open_transport(world) if world.num_nodes > 1 else None
         mine, index = world.hosts[world.node_rank], world.host.index
@@ -39,11 +39,11 @@ class Exchange:
             rank for members in others for i, rank in enumerate(members) if mine[i % len(mine)] == world.rank
         ]
 
-    def allocate(self, regions: Sequence[Region]) -> list[RegionMemory]:
-        """Collective: memory for regions."""
-        return host_memory(regions, self._host)
+    def allocate(self, flats: Sequence[Flat]) -> list[FlatMemory]:
+        """Collective: memory that is shared."""
+        return host_memory(flats, self._host)
 
-    def start(self, memories: Sequence[RegionMemory]) -> None:
+    def start(self, memories: Sequence[FlatMemory]) -> None:
         """Begin to give all ranks the slices that this rank has stepped. In the same order on all ranks.
 
         Every rank has called this, or waits to be allowed to, so that its parameters may be written.
@@ -80,12 +80,12 @@ class Exchange:
             self._transport.close()
 
 
-def _slice(buffer: torch.Tensor, memory: RegionMemory, rank: int) -> torch.Tensor:
-    start, stop = memory.region.bounds[rank]
+def _slice(buffer: torch.Tensor, memory: FlatMemory, rank: int) -> torch.Tensor:
+    start, stop = memory.flat.bounds[rank]
     return buffer[start:stop]
 
 
-def _copy_to_peers(memory: RegionMemory, rank: int) -> None:
+def _copy_to_peers(memory: FlatMemory, rank: int) -> None:
     """Copy the slice of `rank` from this rank's memory to that of its peers."""
     own = _slice(memory.own, memory, rank)
     if own.numel():

@@ -1,4 +1,4 @@
-"""Step hooks of the script on an optimizer that steps pieces: they run around the step, and see whole parameters."""
+"""Step hooks of the script on an optimizer that steps shards: they run around the step, and see whole parameters."""
 
 from __future__ import annotations
 

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.optim import Optimizer
 
 from torchring.accelerators import accelerator_of
-from torchring.errors import GradientError
+from torchring.errors import GradientError, in_step
 from torchring.gradients.layout import Options
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.round import Participant
+from torchring.gradients.views import CAN_SWAP
 from torchring.optimizer import DistributedOptimizer
 from torchring.optimizer_wrapper import OptimizerWrapper
-from torchring.sharding.checkpoint import gather_state, keep_share, load_state
+from torchring.sharding import checkpoint
 from torchring.sharding.distributed_checkpoint import make_state, shard_state
-from torchring.sharding.step import Shards, check_shardable, refuse_closure, say_cost
+from torchring.sharding.hooks import refuse_patched
+from torchring.sharding.kinds import kind_of
+from torchring.sharding.step import Shards
 from torchring.world import World
+
+_logger: Final = logging.getLogger("torchring")
 
 
 class ShardedOptimizer(DistributedOptimizer):
@@ -30,7 +36,7 @@ class ShardedOptimizer(DistributedOptimizer):
     _shards: Shards | None = None  # None in a world of one rank
 
     def _check(self, optimizer: Optimizer, options: Options, world: World) -> None:
-        check_shardable(optimizer)
+        _check_shardable(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if world.is_provisional and any(accelerator_of(p.device) for p in parameters):
             raise ValueError("shard=True in elastic jobs takes parameters on the CPU; leave shard out")
@@ -38,8 +44,8 @@ class ShardedOptimizer(DistributedOptimizer):
     def _open(self, world: World, *args: Any, **kwargs: Any) -> None:
         super()._open(world, *args, **kwargs)
         if self._shards is not None:  # all ranks have the same state
-            keep_share(self._shards, dict(self.optimizer.state))
-            world.shared(say_cost)
+            checkpoint.deal_out(self._shards, dict(self.optimizer.state))
+            world.shared(_say_cost)
 
     def _agree(self, world: World, guests: Sequence[Participant] = ()) -> Reducer:
         """Collective: also cut the parameters among the ranks. The state is as it was."""
@@ -58,7 +64,7 @@ class ShardedOptimizer(DistributedOptimizer):
 
     def _prepare_step(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         if closure is not None and self._shards is not None:
-            refuse_closure()
+            _refuse_closure()
         return closure
 
     def _step_wrapped(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
@@ -79,14 +85,14 @@ class ShardedOptimizer(DistributedOptimizer):
         if self._shards is None:
             return super().state_dict()
         self._refuse_in_backward("state_dict()")
-        return gather_state(self._shards, keeps=all_ranks or self._shards.world.rank == 0)  # type: ignore[return-value]
+        return checkpoint.gather_state(self._shards, keeps=all_ranks or self._shards.world.rank == 0)  # type: ignore[return-value]
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
         if self._shards is None:
             super().load_state_dict(state_dict)
             return
         self._refuse_in_backward("load_state_dict()")
-        load_state(self._shards, state_dict)
+        checkpoint.load_state(self._shards, state_dict)
 
     def _parts(self) -> dict[str, Any]:
         if self._shards is None:
@@ -130,6 +136,32 @@ def _numbers(_: World) -> Iterator[int]:
     return itertools.count()
 
 
+def _check_shardable(optimizer: Optimizer) -> None:
+    """Raise ValueError if shard=True does not work with this optimizer, or with this PyTorch."""
+    if not CAN_SWAP:
+        raise ValueError(f"shard=True takes PyTorch 2.12 or newer, and this is {torch.__version__}; leave shard out")
+    refuse_patched(optimizer)
+    kind_of(optimizer)
+
+
+def _say_cost(world: World) -> None:
+    if world.rank == 0 and world.num_nodes > 1:
+        _logger.warning(
+            "between hosts, shard=True sends 1.5 times the bytes: whole gradients, and then parameters. If the network "
+            "limits your steps, leave shard out. If you need less memory, use FSDP2 "
+            "(torch.distributed.fsdp.fully_shard) in place of torchring.wrap"
+        )
+
+
+def _refuse_closure() -> None:
+    raise in_step(
+        ValueError(
+            "step(closure) does not work with shard=True: a closure may evaluate the model while parameters are "
+            "stepped in parts. Call backward() first, and then step()"
+        )
+    )
+
+
 class DistributedState(OptimizerWrapper):
     """What torch.distributed.checkpoint saves and loads in place of an optimizer that `wrap` has returned.
 
@@ -166,6 +198,8 @@ class DistributedState(OptimizerWrapper):
         """Step the optimizer: get_state_dict() does so before there is state, with learning rates of 0."""
         return self._step_wrapped(closure)
 
+    step.hooked = True  # type: ignore[attr-defined]  # the optimizer's own step() runs all hooks
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See `DistributedOptimizer.zero_grad`."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
@@ -182,13 +216,13 @@ class DistributedState(OptimizerWrapper):
 def gather(optimizer: ShardedOptimizer, *, keeps: bool) -> dict[str, Any] | None:
     """Collective: the whole state_dict on ranks that keep it, None on the others."""
     assert optimizer._shards is not None
-    return gather_state(optimizer._shards, keeps=keeps)
+    return checkpoint.gather_state(optimizer._shards, keeps=keeps)
 
 
 def deal_out(optimizer: ShardedOptimizer, state: dict[str, Any] | None, src: int, *, has_stepped: bool) -> None:
     """Collective: each rank keeps its share of the whole state, which rank `src` has."""
     assert optimizer._shards is not None
-    load_state(optimizer._shards, state, src)
+    checkpoint.load_state(optimizer._shards, state, src)
     optimizer._shards.has_said = has_stepped
 
 

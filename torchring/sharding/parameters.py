@@ -16,21 +16,21 @@ from torchring.accelerators import accelerator_of
 from torchring.gradients.views import CAN_SWAP, gradient_view, num_owners, storage_of
 from torchring.kernels.chunks import DTYPES
 from torchring.memory.host import HostGroup
-from torchring.sharding.cut import Region
+from torchring.sharding.cut import Flat
 
 _NUM_OWNERS: Final = num_owners(storage_of(torch.nn.Parameter(torch.empty(1, device="cpu"))))
 
 
-class RegionMemory:
-    """The memory of one region.
+class FlatMemory:
+    """The memory of one `Flat`.
 
     Attributes:
-        own: [numel] of the region's dtype; this rank's parameters.
+        own: [numel] of its dtype; this rank's parameters.
         peers: the same of the other ranks of the host, where the host writes them.
     """
 
-    def __init__(self, region: Region, own: torch.Tensor, peers: Sequence[torch.Tensor]) -> None:
-        self.region = region
+    def __init__(self, flat: Flat, own: torch.Tensor, peers: Sequence[torch.Tensor]) -> None:
+        self.flat = flat
         self.own = own
         self.peers = peers
 
@@ -57,32 +57,31 @@ def _fills_storage(parameter: torch.Tensor) -> bool:
     )
 
 
-def host_memory(regions: Sequence[Region], host: HostGroup) -> list[RegionMemory]:
-    """Collective: memory for regions, shared by the ranks of this host."""
-    block = host.allocate(sum(_padded(region.num_bytes) for region in regions))
+def host_memory(flats: Sequence[Flat], host: HostGroup) -> list[FlatMemory]:
+    """Collective: memory that the ranks of this host share."""
+    block = host.allocate(sum(_padded(flat.num_bytes) for flat in flats))
     memories, start = [], 0
-    for region in regions:
-        views = [part[start : start + region.num_bytes].view(region.dtype) for part in block.parts]
+    for flat in flats:
+        views = [part[start : start + flat.num_bytes].view(flat.dtype) for part in block.parts]
         own = views.pop(host.index)
-        memories.append(RegionMemory(region, own, views))
-        start += _padded(region.num_bytes)
+        memories.append(FlatMemory(flat, own, views))
+        start += _padded(flat.num_bytes)
     return memories
 
 
-def move(parameters: Sequence[torch.nn.Parameter], memories: Sequence[RegionMemory]) -> list[torch.Tensor]:
-    """Move the members of all regions to these memories. Tensors that share their memory move with them.
+@torch.no_grad()
+def move(parameters: Sequence[torch.nn.Parameter], memories: Sequence[FlatMemory]) -> list[torch.Tensor]:
+    """Move parameters to these memories. Tensors that share their memory move with them.
 
     Returns what has to stay allocated: numpy's arrays may still point there.
     """
     kept = []
     for memory in memories:
-        for member in memory.region.members:
-            parameter = parameters[member.parameter]
-            place = memory.own[member.offset : member.offset + member.numel]
-            view = gradient_view(place, parameter.shape, parameter.stride(), parameter.dtype)
+        for index, (start, stop) in memory.flat.spans.items():
+            parameter = parameters[index]
+            view = gradient_view(memory.own[start:stop], parameter.shape, parameter.stride(), parameter.dtype)
             has_others = num_owners(storage_of(parameter)) > _NUM_OWNERS
-            with torch.no_grad():
-                view.copy_(parameter)
+            view.copy_(parameter)
             parameter.untyped_storage()._swap_data_ptr_(view.untyped_storage())  # type: ignore[attr-defined]
             if has_others and parameter.is_cpu:
                 kept.append(view)  # has the memory that the parameter had

@@ -88,8 +88,8 @@ class ShardTensor(torch.Tensor):
         else:
             raise NotImplementedError(
                 f"{func}: this tensor is a part of the state of an optimizer with shard=True, for "
-                "torch.distributed.checkpoint. Outside of it, use what state_dict() of the optimizer returns; of "
-                "get_optimizer_state_dict(), ask for StateDictOptions(full_state_dict=True)"
+                "torch.distributed.checkpoint. Outside of it, use what state_dict(all_ranks=True) of the optimizer "
+                "returns"
             )
         return cls(like.shape, like.stride(), like.first, elements)
 

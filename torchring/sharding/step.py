@@ -23,16 +23,14 @@ from torchring.devices.stream import OnStream
 from torchring.errors import GradientError, RingError, in_step, ranks_in_words
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.validation import PART_OF_STATE
-from torchring.gradients.views import CAN_SWAP
 from torchring.sharding.cut import Candidate, assign_whole, cut_elements
 from torchring.sharding.device import DeviceExchange
 from torchring.sharding.exchange import Exchange
 from torchring.sharding.hooks import refuse_patched, run_after, run_before, without_hooks
 from torchring.sharding.kinds import Kind, cost_of, kind_of, plain_values
-from torchring.sharding.parameters import RegionMemory, movable, move
-from torchring.sharding.pieces import Piece, cut_pieces, piece_bytes, whole_piece
+from torchring.sharding.parameters import FlatMemory, movable, move
+from torchring.sharding.shard import Shard, cut_shards, whole_shards
 from torchring.sharding.together import begin_together
-from torchring.sharding.variants import advice_on_fused
 from torchring.world import World
 
 _T = TypeVar("_T")
@@ -46,7 +44,7 @@ _PAST: Final = (
 class Shards:
     """This rank's share of the parameters and of the state of one optimizer. Opening it is collective.
 
-    `optimizer.state` has an entry for each piece that this rank steps. Parameters that cannot be cut are stepped by
+    `optimizer.state` has an entry for each shard that this rank steps. Parameters that cannot be cut are stepped by
     every rank: those with sparse gradients, and those that are parts of a larger tensor.
 
     Args:
@@ -60,8 +58,8 @@ class Shards:
     Attributes:
         kind: how the optimizer is cut.
         parameters, names: all parameters, in the order of the parameter groups, and their names.
-        memories: of the regions.
-        pieces: what this rank steps, by region.
+        memories: of all parameters that are cut.
+        shards: what this rank steps of them.
         everywhere: the parameters that every rank steps.
         accelerator: of the parameters; None on the CPU.
         has_said: rank 0 has logged what there is to save.
@@ -82,15 +80,15 @@ class Shards:
         self.kind = kind_of(optimizer)
         self.parameters: list[torch.nn.Parameter] = []
         self.names: list[str] = []
-        self.memories: list[RegionMemory] = []
-        self.pieces: list[Piece] = []
+        self.memories: list[FlatMemory] = []
+        self.shards: list[Shard] = []
         self.everywhere: dict[torch.nn.Parameter, None] = {}
         self.accelerator = all_reduce.accelerator if isinstance(all_reduce, OnStream) else None
         self._names = names
         self._sparse = sparse
         self._kept: list[torch.Tensor] = []  # memory that the parameters had, where others may still read it
         self._addresses: list[int] = []
-        self._groups: list[frozenset[torch.nn.Parameter]] = []  # when they were cut
+        self._group_of: dict[torch.nn.Parameter, int] = {}  # when they were cut
         self._num_looks = 0  # steps after which `_refuse_differences` may look
         self._exchange = DeviceExchange(world, all_reduce) if isinstance(all_reduce, OnStream) else Exchange(world)
         world.on_close(self._exchange.close)
@@ -115,44 +113,28 @@ class Shards:
     def extend(self) -> None:
         """Collective: cut the parameters that the optimizer has got since."""
         first = len(self.parameters)
-        groups = [(g, p) for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]][first:]
-        self.parameters += [parameter for _, parameter in groups]
-        self.names += [self._names[parameter] for _, parameter in groups]
-        movable = self._movable([parameter for _, parameter in groups])
+        added = [p for group in self.optimizer.param_groups for p in group["params"]][first:]
+        self.parameters += added
+        self.names += [self._names[parameter] for parameter in added]
+        self._group_of = {p: g for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         candidates = []
-        for index, (group, parameter) in enumerate(groups, start=first):
-            if movable[index - first]:
-                cost = cost_of(parameter, self.optimizer.param_groups[group], self.optimizer)
-                trained = parameter.requires_grad
-                candidates.append(Candidate(index, group, parameter.numel(), parameter.dtype, trained, cost))
+        for index, (parameter, can_move) in enumerate(zip(added, self._movable(added), strict=True), start=first):
+            if can_move:
+                cost = cost_of(parameter, self.optimizer.param_groups[self._group_of[parameter]], self.optimizer)
+                candidates.append(Candidate(index, parameter.numel(), parameter.dtype, parameter.requires_grad, cost))
             else:
                 self.everywhere[parameter] = None
-        if self.kind is Kind.WHOLE:
-            regions = assign_whole(candidates, self.world.size)
-        else:
-            regions = cut_elements(candidates, self.world.size, on_device=self.accelerator is not None)
-        memories = self._exchange.allocate(regions)
+        cut = assign_whole if self.kind is Kind.WHOLE else cut_elements
+        memories = self._exchange.allocate(cut(candidates, self.world.size))
         self._kept += move(self.parameters, memories)
+        self.memories += memories
         for memory in memories:
-            self.memories.append(memory)
-            self._add_pieces_of(len(self.memories) - 1)
+            if self.kind is Kind.WHOLE:
+                self.shards += whole_shards(memory, self.world.rank, self.parameters)
+            else:
+                on_device = self.accelerator is not None
+                self.shards += cut_shards(memory, self.world.rank, self.parameters, on_device=on_device)
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
-        self._groups = [frozenset(group["params"]) for group in self.optimizer.param_groups]
-
-    def _add_pieces_of(self, index: int) -> None:
-        self.pieces += self._pieces_of(index, self.world.rank)
-
-    def _pieces_of(self, index: int, rank: int) -> list[Piece]:
-        """A rank's pieces of a region, as they are at first."""
-        where = index, self.memories[index], rank, self.parameters, self.names
-        if self.kind is Kind.WHOLE:
-            return whole_piece(*where)
-        pieces = cut_pieces(*where, most_bytes=piece_bytes(self.accelerator is not None))
-        # Fused kernels compute the end of a tensor, which fills no vector, with other instructions than the rest. So
-        # there each parameter keeps its end. A fused step of many tensors costs little more than that of one. Nor does
-        # any step on a device, where gradients need not be copied side by side then.
-        groups, on_device = self.optimizer.param_groups, self.accelerator is not None
-        return [part for p in pieces for part in (p.split() if on_device or groups[p.group].get("fused") else (p,))]
 
     def _movable(self, parameters: Sequence[torch.nn.Parameter]) -> list[bool]:
         """Collective: which parameters all ranks can move to shared memory."""
@@ -176,7 +158,7 @@ class Shards:
     # A step
 
     def step(self, run: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
-        """Collective: call `run`, which steps the optimizer, for this rank's pieces, and give all ranks the results.
+        """Collective: call `run`, which steps the optimizer, for this rank's shards, and give all ranks the results.
 
         On the thread that calls `step()`. Raises GradientError on all ranks if gradients are there on some ranks only.
 
@@ -193,7 +175,7 @@ class Shards:
         self._refuse_changes()
         if ended := self._members.announce(self.name):
             self._share_gradients(min({*range(self.world.size)}.difference(ended)))
-        result = self._step_pieces(functools.partial(run, *passed[1:], **kwargs))
+        result = self._step_shards(functools.partial(run, *passed[1:], **kwargs))
         with self._breaking_off("step()"):
             run_after(self.optimizer, passed, kwargs)
         return result
@@ -214,13 +196,13 @@ class Shards:
 
     @torch.no_grad()
     def _call(self, method: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
-        """Collective: call a method of the optimizer for this rank's pieces, and give all ranks the results."""
+        """Collective: call a method of the optimizer for this rank's shards, and give all ranks the results."""
         name = f"{method.__name__}()"
         self.world.shared(Join).refuse(name)
         self._refuse_changes()
         begin_together(self.world, self.number, name)
         with self._breaking_off(name):
-            with self._in_place(self.pieces, self.everywhere):
+            with self._in_place():
                 result = method(*args, **kwargs)
             self._exchange.start(self.memories)
             self._exchange.finish()
@@ -228,13 +210,13 @@ class Shards:
         return result
 
     def follow(self, said: Sequence[bytes]) -> None:
-        """Collective, on a rank that has ended: step its pieces as the others do."""
+        """Collective, on a rank that has ended: step its shards as the others do."""
         own = [parameter.grad for parameter in self.parameters]
         try:
             self._share_gradients(next(rank for rank, theirs in enumerate(said) if theirs))
             step = self._step()
             assert step is not None  # torchring.join holds the optimizer
-            self._step_pieces(step)
+            self._step_shards(step)
         finally:
             for parameter, grad in zip(self.parameters, own, strict=True):
                 parameter.grad = grad
@@ -272,13 +254,15 @@ class Shards:
             for group, options in zip(self.optimizer.param_groups, theirs, strict=True):
                 group.update(options)
 
-    def _step_pieces(self, run: Callable[[], _T]) -> _T:
+    def _step_shards(self, run: Callable[[], _T]) -> _T:
         self._enter()
         with self._breaking_off("step()"):
             stepped = [p.grad is not None for p in self.parameters]
-            changed = [memory for memory in self.memories if any(stepped[m.parameter] for m in memory.region.members)]
-            self.pieces = self._with_gradients(self.pieces)
-            with self._in_place(self.pieces, self.everywhere):
+            changed = [m for m in self.memories if any(stepped[index] for index in m.flat.spans)]
+            with self._in_place():
+                with torch.no_grad():
+                    for shard in self.shards:
+                        shard.take_gradient(self.names[shard.index])
                 result = run()
             self._exchange.start(changed)
             self._exchange.finish()
@@ -291,50 +275,26 @@ class Shards:
         self._refuse_differences()
         return result
 
-    def _by_group(self, pieces: Sequence[Piece]) -> list[list[torch.Tensor]]:
-        tensors: list[list[torch.Tensor]] = [[] for _ in self.optimizer.param_groups]
-        for piece in pieces:
-            tensors[piece.group].append(piece.tensor)
-        return tensors
-
     @contextmanager
-    def _in_place(self, pieces: Sequence[Piece], everywhere: Collection[torch.nn.Parameter]) -> Iterator[None]:
-        """Inside, the optimizer's groups hold these pieces, and parameters, in place of all parameters."""
-        whole = [group["params"] for group in self.optimizer.param_groups]
+    def _in_place(self) -> Iterator[None]:
+        """Inside, the optimizer's groups hold this rank's shards in place of the parameters that are cut."""
+        groups = self.optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        own: list[list[torch.Tensor]] = [[] for _ in groups]
+        for shard in self.shards:
+            own[self._group_of[shard.parameter]].append(shard.tensor)
         try:
-            for group, parameters, own in zip(self.optimizer.param_groups, whole, self._by_group(pieces), strict=True):
-                group["params"] = [*own, *(p for p in parameters if p in everywhere)] if everywhere else own
+            for group, parameters, tensors in zip(groups, whole, own, strict=True):
+                group["params"] = [*tensors, *(p for p in parameters if p in self.everywhere)]
             self._is_under_way = True
             with without_hooks(self.optimizer):
                 yield
         finally:
             self._is_under_way = False
-            for group, parameters in zip(self.optimizer.param_groups, whole, strict=True):
+            for group, parameters in zip(groups, whole, strict=True):
                 group["params"] = parameters
-            self._drop_gradients(pieces)
-
-    def _drop_gradients(self, pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
-            piece.drop_gradient()
-
-    @torch.no_grad()
-    def _with_gradients(self, given: list[Piece]) -> list[Piece]:
-        """The pieces, each with its gradient. A piece is split if only some of its parameters have a gradient."""
-        if all(piece.take_gradient() for piece in given):
-            return given
-        pieces = []
-        for piece in given:
-            if piece.take_gradient():
-                pieces.append(piece)
-                continue
-            parts = piece.split()
-            if piece.tensor in (state := self.optimizer.state):
-                for part, its in zip(parts, piece.split_state(state.pop(piece.tensor)), strict=True):
-                    state[part.tensor] = its
-            for part in parts:
-                part.take_gradient()
-            pieces += parts
-        return pieces
+            for shard in self.shards:
+                shard.drop_gradient()
 
     def _enter(self) -> None:
         """Collective: from here on, other ranks write to this rank's parameters."""
@@ -348,26 +308,27 @@ class Shards:
             raise in_step(GradientError(text, rank=self.world.rank, peers=others))
 
     def _refuse_changes(self) -> None:
-        """Raise an error if the script has changed what pieces know nothing of."""
+        """Raise an error if the script has changed what shards know nothing of."""
         refuse_patched(self.optimizer)
         self._refuse_moved()
-        for group, then in zip(self.optimizer.param_groups, self._groups, strict=True):
-            if others := then.symmetric_difference(group["params"]):
-                name = next(self._names[parameter] for parameter in self.parameters if parameter in others)
-                raise GradientError(
-                    f"{name} is in another parameter group than when torchring.wrap(..., shard=True) cut it. Leave "
-                    "parameters where they are, and change the options of groups. Or, on all ranks: keep "
-                    "state_dict(all_ranks=True), close() this optimizer, load the state into the plain optimizer, move "
-                    "parameters there, and wrap it again",
-                    rank=self.world.rank,
-                    parameters=(name,),
-                )
+        group_of = {p: g for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        if group_of != self._group_of:
+            pairs = zip(self.parameters, self.names, strict=True)
+            name = next((n for p, n in pairs if group_of.get(p) != self._group_of[p]), "a parameter")
+            raise GradientError(
+                f"{name} is in another parameter group than when torchring.wrap(..., shard=True) cut it. Leave "
+                "parameters where they are, and change the options of groups. Or, on all ranks: keep "
+                "state_dict(all_ranks=True), close() this optimizer, load the state into the plain optimizer, move "
+                "parameters there, and wrap it again",
+                rank=self.world.rank,
+                parameters=(name,),
+            )
 
     def _refuse_entry(self, key: object) -> None:
-        """Raise GradientError if the script changes the state of a parameter, which is kept by pieces."""
+        """Raise GradientError if the script changes the state of a parameter, which is kept by shards."""
         if not isinstance(key, torch.nn.Parameter) or key not in self._names or key in self.everywhere:
             return
-        if not any(piece.tensor is key for piece in self.pieces):
+        if not any(shard.tensor is key for shard in self.shards):
             raise GradientError(
                 f"the state of {self._names[key]} cannot be changed through optimizer.state, as shard=True keeps it "
                 "by the slices of ranks. On all ranks: change what state_dict(all_ranks=True) returns, and pass that "
@@ -385,7 +346,7 @@ class Shards:
         self._num_looks += 1
         if self.kind is not Kind.WHOLE or self._num_looks & (self._num_looks - 1):
             return
-        groups = {piece.group for piece in self.pieces}
+        groups = {self._group_of[shard.parameter] for shard in self.shards}
         mine = json.dumps(plain_values(self.optimizer, groups) if groups else {}).encode()
         first: dict[str, tuple[int, str]] = {}
         said: Sequence[bytes] = ()
@@ -420,7 +381,7 @@ class Shards:
         )
 
     def _say_what_it_saves(self) -> None:
-        """Collective, after the first step: say what state there is, and what a fused optimizer would save."""
+        """Collective, after the first step: say what state there is."""
         state = self.optimizer.state
         shared = sum(map(num_bytes_of, (state.get(p) for p in self.everywhere)))
         mine = sum(map(num_bytes_of, state.values()))
@@ -431,8 +392,6 @@ class Shards:
             self.keep_an_entry()
         if self.world.rank == 0 and total:
             _logger.warning("optimizer state: %.4g -> %.4g MB per rank", total / 1e6, most / 1e6)
-            if self.accelerator is None and (text := advice_on_fused(self.optimizer)):
-                _logger.warning("%s", text)
 
     # The end, and what goes past it
 
@@ -454,12 +413,6 @@ class Shards:
         self.optimizer.state = defaultdict(dict, self.optimizer.state)
         self._exchange.close()
 
-    def reset_pieces(self) -> None:
-        """Forget which pieces were split."""
-        self.pieces = []
-        for index in range(len(self.memories)):
-            self._add_pieces_of(index)
-
     @contextmanager
     def whole_state(self, state: dict[torch.Tensor, Any] | None = None) -> Iterator[None]:
         """Inside, `optimizer.state` is the given one, of whole parameters; or what a load leaves there."""
@@ -477,7 +430,7 @@ class Shards:
                 self._guard_state()
 
     def _guard_state(self) -> None:
-        self.optimizer.state = PieceState(self.optimizer.state, self._refuse_entry)
+        self.optimizer.state = ShardState(self.optimizer.state, self._refuse_entry)
 
     def _refuse(self, what: str) -> None:
         if not self._is_under_way:
@@ -492,7 +445,7 @@ class Shards:
             self._refuse("load_state_dict()")
 
 
-class PieceState(defaultdict[torch.Tensor, Any]):
+class ShardState(defaultdict[torch.Tensor, Any]):
     """The state of an optimizer. `refuse` raises an error for a key whose entry the script may not change.
 
     To look up such a key gives an empty entry, as torch.distributed.checkpoint expects.
@@ -516,7 +469,7 @@ class PieceState(defaultdict[torch.Tensor, Any]):
         return super().pop(key, *default)
 
     def __reduce__(self) -> Any:
-        """A copy belongs to no optimizer that steps pieces."""
+        """A copy belongs to no optimizer that steps shards."""
         return defaultdict, (dict,), None, None, iter(self.items())
 
 
@@ -533,32 +486,6 @@ class _StateOf:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for i, entry in state_dict.items():
             self._shards.optimizer.state[list(self._shards.everywhere)[int(i)]] = entry
-
-
-def check_shardable(optimizer: Optimizer) -> None:
-    """Raise ValueError if shard=True does not work with this optimizer, or with this PyTorch."""
-    if not CAN_SWAP:
-        raise ValueError(f"shard=True takes PyTorch 2.12 or newer, and this is {torch.__version__}; leave shard out")
-    refuse_patched(optimizer)
-    kind_of(optimizer)
-
-
-def say_cost(world: World) -> None:
-    if world.rank == 0 and world.num_nodes > 1:
-        _logger.warning(
-            "between hosts, shard=True sends 1.5 times the bytes: whole gradients, and then parameters. If the network "
-            "limits your steps, leave shard out. If you need less memory, use FSDP2 "
-            "(torch.distributed.fsdp.fully_shard) in place of torchring.wrap"
-        )
-
-
-def refuse_closure() -> None:
-    raise in_step(
-        ValueError(
-            "step(closure) does not work with shard=True: a closure may evaluate the model while parameters are "
-            "stepped in parts. Call backward() first, and then step()"
-        )
-    )
 
 
 def num_bytes_of(value: Any) -> int:
