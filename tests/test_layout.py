@@ -19,8 +19,8 @@ PACKAGE = ROOT / "torchring"
 ORDER = [
     "kernels", "rooms", "observer", "errors", "linux", "threads", "dynamo", "releases", "placement", "safe_files",
     "rendezvous", "alone", "accelerators", "memory", "world", "observe", "interruption", "default_world", "meeting",
-    "transport", "collectives", "allreduce", "devices", "optimizer_wrapper", "gradients", "participants",
-    "norms", "optimizer", "sharding", "joining", "recipes", "monitoring", "launch", "data", "elastic", "horovod", "accelerate",
+    "transport", "collectives", "allreduce", "devices", "optimizer_wrapper", "gradients", "participants", "norms",
+    "optimizer", "sharding", "joining", "recipes", "monitoring", "launch", "data", "elastic", "horovod", "accelerate",
     "transformers", "lightning", "spark", "ray", "manifest", "doctor", "report", "cli", "__main__", "__init__", "bench",
 ]
 # fmt: on
