@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import torchring
-from torchring.elastic.worker.change import Change
+from torchring.elastic.worker.membership import MembershipChange
 from torchring.elastic.worker.state import GenerationOver
 from torchring.world import World
 
@@ -90,7 +90,7 @@ def test_a_world_of_one_is_left_where_a_forward_or_a_closure_begins() -> None:
     state = torchring.elastic.State(**parts())
     model, optimizer, world = state.model, state.optimizer, entered(state)
     loss = model(torch.ones(1, 2)).sum()
-    world.shared(Change).is_wanted = True
+    world.shared(MembershipChange).is_wanted = True
     loss.backward()
     optimizer.step()  # whoever has unscaled the gradients may go on
     with pytest.raises(GenerationOver):
@@ -98,10 +98,10 @@ def test_a_world_of_one_is_left_where_a_forward_or_a_closure_begins() -> None:
     model.weight.sum().backward()
     with pytest.raises(GenerationOver):  # no forward was seen
         optimizer.step()
-    entered(state).shared(Change).is_wanted = False
+    entered(state).shared(MembershipChange).is_wanted = False
 
     def closure() -> torch.Tensor:
-        world.shared(Change).is_wanted = True
+        world.shared(MembershipChange).is_wanted = True
         loss = model(torch.ones(1, 2)).sum()
         loss.backward()
         return loss

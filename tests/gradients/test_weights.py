@@ -18,7 +18,7 @@ from tests.support.harness import run_pooled, run_ranks
 from tests.support.scripts import Raises
 from tests.support.training import TINY_MB, attempt, small_model, values
 from torchring.default_world import default_world
-from torchring.elastic.worker.change import Change, ChangeOfRanks
+from torchring.elastic.worker.membership import MembershipChange, MembershipVote
 from torchring.errors import GradientError
 from torchring.gradients import weights
 from torchring.gradients.round import ControlFields, decode_number, encode_number
@@ -316,8 +316,8 @@ def _change_of_ranks(rank: int, size: int) -> list[list[bool]]:
     (a, _), optimizer = _pair()
     agreed: list[bool] = []
     world = default_world()
-    rejoin(optimizer, world, [ChangeOfRanks(world, lambda: None, agreed.append)])
-    change, found = world.shared(Change), []
+    rejoin(optimizer, world, [MembershipVote(world, lambda: None, agreed.append)])
+    change, found = world.shared(MembershipChange), []
     for leaving in ((), (1,), (0, 1)):
         change.is_wanted, change.leaves = rank == 0 and bool(leaving), rank in leaving
         a.sum().backward()

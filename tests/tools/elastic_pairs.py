@@ -24,7 +24,7 @@ import torchring
 from tests.support.elastic_job import ElasticJob, Slots, note
 from tests.tools.pairs import Pairs, Training
 from torchring.elastic.worker import worker as workers
-from torchring.elastic.worker.change import Change
+from torchring.elastic.worker.membership import MembershipChange
 
 FEATURES: Final[Mapping[str, tuple[str, ...]]] = {
     "shares": ("equal", "unequal"),
@@ -234,7 +234,7 @@ def _let_happen(event: str, state: Any, script: _Script) -> None:
     note(happens=event)
     if event in ("joined", "resumed"):
         end = time.monotonic() + _PATIENCE
-        while not state._world.shared(Change).is_wanted:
+        while not state._world.shared(MembershipChange).is_wanted:
             assert time.monotonic() < end, "the driver does not say that ranks are to change"
             time.sleep(0.005)
     elif torchring.rank() == 1:

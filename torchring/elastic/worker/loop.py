@@ -16,7 +16,7 @@ from typing import Any, Concatenate, Final, NoReturn, ParamSpec, TypeVar
 
 from torchring.collectives.service import collectives_of
 from torchring.default_world import default_world
-from torchring.elastic.worker.change import Change
+from torchring.elastic.worker.membership import MembershipChange
 from torchring.elastic.worker.state import GenerationOver, State
 from torchring.elastic.worker.worker import JobOverError, Worker, worker_of_process
 from torchring.errors import GradientError, PeerLostError, PeerTimeoutError, PlanMismatchError, RingError, TopologyError
@@ -89,7 +89,7 @@ def _worker() -> Worker | None:
 def _run_once(state: State, call: Callable[[], _T], signals: Signals) -> _T:
     """Without a driver."""
     world = default_world()
-    change = world.shared(Change)
+    change = world.shared(MembershipChange)
 
     def leave() -> None:
         change.leaves = change.is_wanted = True

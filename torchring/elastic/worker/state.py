@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from torchring.collectives.service import collectives_of
 from torchring.data.epoch import share_of
 from torchring.data.sampler import Sampler
-from torchring.elastic.worker.change import Change, ChangeOfRanks
 from torchring.elastic.worker.checkpoint import copy_of
+from torchring.elastic.worker.membership import MembershipChange, MembershipVote
 from torchring.elastic.worker.parts import Parts
 from torchring.elastic.worker.saving import Saving
 from torchring.elastic.worker.shares import Shares
@@ -197,7 +197,7 @@ class State:
     def _before_backward(self) -> None:
         self._is_between = False
         if self._worker is not None and self._worker.seems_alone() and self._world is not None:
-            self._world.shared(Change).is_wanted = True
+            self._world.shared(MembershipChange).is_wanted = True
         self._leave_if_agreed()
 
     def _note_agreed(self, all_leave: bool) -> None:
@@ -234,7 +234,7 @@ class State:
         if self._is_in_closure:
             return
         world = self._world
-        if world is not None and world.size == 1 and (change := world.shared(Change)).is_wanted:
+        if world is not None and world.size == 1 and (change := world.shared(MembershipChange)).is_wanted:
             self._agreed = GenerationOver(all_leave=change.leaves)
         if self._agreed is not None:
             raise self._agreed
@@ -304,7 +304,7 @@ class State:
             optimizer.zero_grad()
         src = self._share(world, rows)
         self._shares.cut(world, keeps=self._is_fresh or world.rank == src)
-        guests = [ChangeOfRanks(world, self._before_backward, self._note_agreed)]
+        guests = [MembershipVote(world, self._before_backward, self._note_agreed)]
         for optimizer in self._optimizers:
             rejoin(optimizer, world, guests)
             guests = []

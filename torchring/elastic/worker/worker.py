@@ -19,8 +19,8 @@ from torch.distributed import Store
 
 from torchring.elastic import protocol
 from torchring.elastic.protocol import Beat, Broken, Card, Generation, Invitation, WorkerState
-from torchring.elastic.worker.change import Change
 from torchring.elastic.worker.generation import leave_generation, open_generation
+from torchring.elastic.worker.membership import MembershipChange
 from torchring.errors import PeerLostError, TopologyError
 from torchring.observe.flight_recorder.entries import FlightRecorder
 from torchring.observe.services import flight_recorder_of
@@ -65,7 +65,6 @@ class Worker:
         self._pid = os.getpid()
         self._changed = threading.Condition()  # guards what both threads use
         self._world: World | None = None  # of the current generation
-        self._change: Change | None = None  # of that world
         self._flight_recorder: FlightRecorder | None = None  # of that world
         # From the main thread to the driver
         self._card = Card("starting")
@@ -121,7 +120,7 @@ class Worker:
         world = open_generation(within(self._store_of_worlds, protocol.world_prefix(newest.number)), rank, size)
         self._say("running")
         with self._changed:
-            self._world, self._change = world, world.shared(Change)
+            self._world = world
             self._flight_recorder = flight_recorder_of(world)
             self._pass_on()
         return world
@@ -129,7 +128,7 @@ class Worker:
     def leave(self) -> None:
         """Close the world of this generation."""
         with self._changed:
-            self._world = self._change = self._flight_recorder = None
+            self._world = self._flight_recorder = None
         leave_generation()
 
     @property
@@ -167,8 +166,8 @@ class Worker:
     def ask_to_leave(self) -> None:
         """End at the end of this step. From a signal handler, too."""
         self.leaves = True
-        change = self._change
-        if change is not None:
+        if (world := self._world) is not None:
+            change = world.shared(MembershipChange)
             change.leaves = change.is_wanted = True
 
     def say_goodbye(self, reason: str) -> None:
@@ -270,9 +269,9 @@ class Worker:
 
     def _pass_on(self) -> None:
         """Tell the world what the driver has said."""
-        world, change = self._world, self._change
-        if world is None or change is None:
+        if (world := self._world) is None:
             return
+        change = world.shared(MembershipChange)
         if self._over or self.leaves or self._call >= self.generation:
             change.is_wanted = True
             change.leaves = self.leaves

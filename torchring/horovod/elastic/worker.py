@@ -18,8 +18,8 @@ import torch
 import torchring.horovod as hvd
 from torchring import default_world as worlds
 from torchring.collectives.service import collectives_of
-from torchring.elastic.worker.change import Change
 from torchring.elastic.worker.loop import Signals
+from torchring.elastic.worker.membership import MembershipChange
 from torchring.elastic.worker.worker import JobOverError, Worker, worker_of_process
 from torchring.errors import TopologyError
 from torchring.rendezvous.environment import ELASTIC
@@ -97,7 +97,7 @@ class ElasticWorker:
 
     def changes(self) -> int:
         """The change that the driver has announced since this worker has joined: REMOVED, ADDED, or NO_UPDATE."""
-        change = worlds.default_world().shared(Change)
+        change = worlds.default_world().shared(MembershipChange)
         if change.leaves:
             return REMOVED
         return ADDED if change.is_wanted else NO_UPDATE

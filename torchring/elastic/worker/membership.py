@@ -1,4 +1,4 @@
-"""How ranks of a world agree to change: one of them wants it, and all hear of it in the same round."""
+"""How ranks of a world agree on a membership change: one of them wants it, and all hear of it in the same round."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torchring.gradients.round import Participant, RoundState
 from torchring.world import World
 
 
-class Change:
-    """A change of ranks that this rank has heard of. `world.shared(Change)` is that of a world.
+class MembershipChange:
+    """A change of ranks that this rank has heard of. `world.shared(MembershipChange)` is that of a world.
 
     Attributes:
         is_wanted: at the end of a step, the ranks of this world are to meet anew, or to end.
@@ -21,7 +21,7 @@ class Change:
         self.leaves = False
 
 
-class ChangeOfRanks(Participant):
+class MembershipVote(Participant):
     """Agrees with the other ranks that the ranks of this world are to change.
 
     Args:
@@ -35,7 +35,7 @@ class ChangeOfRanks(Participant):
         self._before_backward = before_backward
         self._agreed = agreed
         self._size = world.size
-        self._change = world.shared(Change)
+        self._change = world.shared(MembershipChange)
 
     def before_backward(self) -> None:
         self._before_backward()
