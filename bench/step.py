@@ -13,7 +13,7 @@ Rivals, at their best settings:
     ddp        DistributedDataParallel(model, gradient_as_bucket_view=True) over Gloo
     horovod    hvd.DistributedOptimizer over MPI, cycle time 0.1 ms (if it can be imported)
     alone      no communication at all
-    unrecorded as torchring, with its recorder turned off; the stamps of buckets stay: only with --rivals unrecorded
+    recorded   as torchring, with its recorder, as for a trace: only with --rivals recorded
     unwatched  as torchring, without data check and noise scale: only with --rivals unwatched
 At the end all rivals must have the same weights, to within rounding. "alone" must have other weights.
 """
@@ -37,8 +37,8 @@ from torchring.bench.measure import Spread, stopped_by_signals
 from torchring.bench.models import MODELS, Batch, Workload
 from torchring.default_world import default_world
 from torchring.launch.arguments import duration
-from torchring.observe.services import recorder_of
-from torchring.participants.data import DataCheck
+from torchring.observe.data_check import DataCheck
+from torchring.observe.recorder.writer import recorder_of
 from torchring.participants.noise import NoiseScale
 
 
@@ -88,10 +88,10 @@ def main() -> int:
 
 
 def compare(name: str, ranks: int, seconds: float, most: int, chosen: Sequence[str] | None = None) -> dict[str, Any]:
-    """Time the rivals on one model; by default all but "unrecorded" and "unwatched"."""
+    """Time the rivals on one model; by default all but "recorded" and "unwatched"."""
     if chosen is None:
         chosen = [
-            *(rival for rival in RIVALS if rival not in ("unrecorded", "unwatched")),
+            *(rival for rival in RIVALS if rival not in ("recorded", "unwatched")),
             *(["horovod"] if measure.has_horovod() else []),
         ]
     rivals = list(dict.fromkeys(["torchring", "alone", *chosen]))
@@ -176,16 +176,14 @@ def with_torchring(model: torch.nn.Module) -> Trainer:
     return Trainer(model, torchring.wrap(sgd(model), model), [])
 
 
-def without_recorder(model: torch.nn.Module) -> Trainer:
-    trainer = with_torchring(model)
-    trainer.optimizer._forward_watch.close()
-    recorder_of(default_world()).is_on = False
-    return trainer
+def with_recorder(model: torch.nn.Module) -> Trainer:
+    recorder_of(default_world())
+    return with_torchring(model)
 
 
 def without_data_check_and_noise(model: torch.nn.Module) -> Trainer:
     trainer = with_torchring(model)
-    trainer.optimizer._inputs.is_on = False
+    trainer.optimizer._forward_watch.inputs.is_on = False
     reducer = trainer.optimizer._sync
     reducer.participants = [each for each in reducer.participants if not isinstance(each, (DataCheck, NoiseScale))]
     return trainer
@@ -216,7 +214,7 @@ RIVALS: dict[str, Wrap] = {
     "torchring.horovod": with_api_of_horovod,
     "ddp": with_ddp,
     "alone": without_communication,
-    "unrecorded": without_recorder,
+    "recorded": with_recorder,
     "unwatched": without_data_check_and_noise,
 }
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from torchring.participants.recording import BurstWatch
 
 import torchring
 from tests.support.checks import assert_bitwise
@@ -20,7 +21,6 @@ from tests.support.harness import run_ranks
 from torchring.default_world import default_world
 from torchring.observe.services import recorder_of
 from torchring.participants import recording
-from torchring.participants.recording import BurstWatch
 
 
 def _train(rank: int, compile: Callable[[Any], Any] | None) -> tuple[list[torch.Tensor], list[float]]:

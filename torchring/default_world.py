@@ -156,6 +156,11 @@ def leave(reason: str) -> None:
     shutdown()
 
 
+def open_world() -> World | None:
+    """The default world, if this process has joined one."""
+    return _process.world
+
+
 def is_initialized() -> bool:
     """Whether this process has joined a world."""
     return _process.world is not None

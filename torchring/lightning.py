@@ -32,7 +32,6 @@ from torchring.default_world import default_world
 from torchring.errors import GradientError, TopologyError
 from torchring.gradients.group import OptimizerGroup
 from torchring.norms import SyncBatchNorm
-from torchring.observer import BACKWARD, FORWARD
 from torchring.releases import check_release
 from torchring.rendezvous.environment import ELASTIC
 from torchring.rooms import room
@@ -333,11 +332,10 @@ class RingStrategy(_Ranks, DDPStrategy):
         if ring is None or not torch.is_grad_enabled():
             return super().training_step(*arguments, **keywords)
         batch = arguments[0]
-        recorder, inputs = ring._recorder, tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
-        recorder.phase(FORWARD, 0)
-        recorder.num_samples += ring._inputs.see(inputs, keywords, recorder.num_loaders)
+        inputs = tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
+        ring._forward_watch.begin(inputs, keywords)
         loss = super().training_step(*arguments, **keywords)
-        recorder.phase(BACKWARD, 0)
+        ring._forward_watch.end()
         return loss
 
     @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from torchring.default_world import default_world
 from torchring.observe.recorder.records import decode
-from torchring.observe.services import recorder_of
+from torchring.observe.recorder.writer import recorder_of
 from torchring.observer import Phase
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ _HELP: Final = {
     "rank": "Number of this rank.",
     "world_size": "Number of ranks.",
     "steps_total": "Optimizer steps of this rank.",
-    "samples_total": "Samples that forward was given on this rank, from the second step on.",
-    "reduced_bytes_total": "Bytes that this rank has contributed to reductions of gradients.",
+    "samples_total": "Samples that forward was given on this rank, since metrics() was called first.",
+    "reduced_bytes_total": "Bytes that this rank has contributed to reductions, since metrics() was called first.",
     "steps_per_second": "Optimizer steps a second.",
     "batch_samples": "Samples of all ranks in a reduction.",
     "noise_scale_samples": "Gradient noise scale: far below it, a larger batch still pays.",
@@ -47,10 +47,10 @@ def metrics() -> dict[str, float]:
     """Figures about this rank's training, by name. Sends nothing. Takes 2 to 15 ms, more with many buckets.
 
     Names are those of Prometheus, with the unit at the end. Seconds are means over the last 100 steps at most, and
-    those of the phases add up to `torchring_step_seconds`. Names that end in _total count since `init()`; in an elastic
-    job, since ranks have changed. Samples of the first step are not counted, because the model is watched from the
-    second step on. Before the first step there are no seconds. The noise scale is left out as long as it is unknown or
-    not finite, see `Stats`.
+    those of the phases add up to `torchring_step_seconds`. The first call begins to record, unless the job is traced:
+    there are no seconds before the next step, and samples and bytes count from there on. Steps count since `init()`; in
+    an elastic job, since ranks have changed. The noise scale is left out as long as it is unknown or not finite, see
+    `Stats`.
 
         torchring_rank  torchring_world_size
         torchring_steps_total  torchring_samples_total  torchring_reduced_bytes_total
@@ -66,7 +66,7 @@ def metrics() -> dict[str, float]:
     found: dict[str, float] = {
         "rank": world.rank,
         "world_size": world.size,
-        "steps_total": recorder.num_steps,
+        "steps_total": world.observer.num_steps,
         "samples_total": recorder.num_samples_before,
         "reduced_bytes_total": recorder.num_bytes,
     }

@@ -7,6 +7,7 @@ event is a call of an empty loop, or not even that. See `torchring.observe`.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import IntEnum
@@ -40,9 +41,23 @@ INPUT, FORWARD, BACKWARD, EXPOSED, BETWEEN, OPTIMIZER = map(int, Phase)  # to lo
 # What happens to a bucket. COPYING and COPIED: a gradient is copied to the wire when it arrives. READY: the last
 # gradient has come, or backward is over. PACKED: all are in the wire. LAUNCHED: the bucket has left. STARTED, REDUCED:
 # the all-reduce begins to work on it, and has ended; without a thread, this rank begins and ends its own part.
-COPYING, COPIED, READY, PACKED, LAUNCHED, STARTED, REDUCED = range(7)
+# OVER, of no bucket: backward is over.
+COPYING, COPIED, READY, PACKED, LAUNCHED, STARTED, REDUCED, OVER = range(8)
 BucketEvents = Callable[[int, int, int], None]
 """Called with an event, the index of a bucket, and when it happened in ns of time.perf_counter_ns; 0 for now."""
+
+
+class Wrapped(NamedTuple):
+    """A `DistributedOptimizer` that trains in a world.
+
+    names: of its parameters. options: how it was wrapped, as text. wrapped_at: in ns of time.perf_counter_ns.
+    reducer: None in a world of one.
+    """
+
+    names: Mapping[Any, str]
+    options: Mapping[str, str]
+    wrapped_at: int
+    reducer: Any
 
 
 class Wait(NamedTuple):
@@ -97,14 +112,17 @@ class Observer:
     def phase(self, phase: int, step: int) -> None:
         """The thread that trains enters a phase of optimizer step `step`."""
 
-    def forward(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-        """A model that trains is given these arguments."""
+    def forward(self, num_samples: int | None) -> None:
+        """A model that trains begins its forward, with this number of samples. None: it has ended its forward."""
 
-    def end_step(self) -> None:
-        """An optimizer has stepped, or left the step out."""
+    def end_step(self, number: int) -> None:
+        """An optimizer has made step `number` of this world, or left it out."""
 
-    def connected(self, optimizer: Any) -> None:
-        """A `DistributedOptimizer` trains in this world from now on."""
+    def noise(self, batch_size: float, noise_scale: float | None) -> None:
+        """The gradient noise scale was measured, in samples."""
+
+    def connected(self, wrapped: Wrapped) -> None:
+        """An optimizer trains in this world from now on."""
 
     def open_progress(self, name: str) -> Progress | None:
         """A sequence of operations begins. None: this observer does not follow operations."""
@@ -124,6 +142,7 @@ class Observers(Observer):
 
     def __init__(self) -> None:
         self.listeners: list[Observer] = []
+        self._optimizers: list[weakref.WeakMethod[Callable[[], Wrapped]]] = []
         self.operations: dict[int, str] = {}
         self.num_steps = 0
         self.explain: Callable[[Sequence[int]], str] = lambda ranks: ""
@@ -132,18 +151,33 @@ class Observers(Observer):
         for each in self.listeners:
             each.phase(phase, step)
 
-    def forward(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+    def forward(self, num_samples: int | None) -> None:
         for each in self.listeners:
-            each.forward(arguments, keywords)
+            each.forward(num_samples)
 
-    def end_step(self) -> None:
+    def count_step(self) -> None:
+        """An optimizer has stepped, or left the step out."""
         self.num_steps += 1
         for each in self.listeners:
-            each.end_step()
+            each.end_step(self.num_steps - 1)
 
-    def connected(self, optimizer: Any) -> None:
+    def noise(self, batch_size: float, noise_scale: float | None) -> None:
         for each in self.listeners:
-            each.connected(optimizer)
+            each.noise(batch_size, noise_scale)
+
+    def connect(self, describe: Callable[[], Wrapped]) -> None:
+        """An optimizer trains in this world from now on. `describe`: a method of it, which is referred to weakly."""
+        self._optimizers = [each for each in self._optimizers if each() is not None]
+        self._optimizers.append(weakref.WeakMethod(describe))
+        for each in self.listeners:
+            each.connected(describe())
+
+    def add(self, listener: Observer) -> None:
+        """`listener` listens from now on."""
+        self.listeners.append(listener)
+        for each in self._optimizers:
+            if (describe := each()) is not None:
+                listener.connected(describe())
 
     def open_progress(self, name: str) -> Progress:
         found = (each.open_progress(name) for each in self.listeners)

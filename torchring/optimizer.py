@@ -57,15 +57,10 @@ from torchring.gradients.validation import (
     steps_exactly,
 )
 from torchring.gradients.weights import check_weight
-from torchring.observe.inputs import Inputs
-from torchring.observe.recorder.forward import ForwardWatch
-from torchring.observe.recorder.recorder import Recorder
-from torchring.observe.services import recorder_of
-from torchring.observer import OPTIMIZER
+from torchring.observer import OPTIMIZER, Observers, Wrapped
 from torchring.optimizer_wrapper import OptimizerWrapper, with_held
 from torchring.participants.buffers import SyncBuffers, buffer_specs, check_choices
 from torchring.participants.ownership import Ownership
-from torchring.participants.recording import run_info
 from torchring.participants.replicas import ReplicaCheck
 from torchring.rooms import room
 from torchring.world import World
@@ -209,7 +204,6 @@ class DistributedOptimizer(OptimizerWrapper):
         self._initialise(optimizer, options, names, sparse, model, ignored)
         self._wrapped_at = time.perf_counter_ns()
         self._num_rounds_at_wrap = world.num_reductions
-        self._record(world)
         if sync_initial_state:
             broadcast_parameters(shared if model is not None else {name: p.data for p, name in names.items()})
             if not is_sharded(optimizer):  # or else each rank has loaded its part
@@ -219,7 +213,9 @@ class DistributedOptimizer(OptimizerWrapper):
             if not any(accelerator_of(parameter.device) for parameter in names):
                 numbers = world.local_size, torch.get_num_threads(), world.num_cores, world.num_physical_cores
                 room("placement").look_at_cores(numbers, speaks=world.rank == 0)
-        elif world.is_provisional:
+            return
+        self._observe(world)
+        if world.is_provisional:
             self._needs_state = True
             self._connect_with_first_gradient()
 
@@ -583,11 +579,10 @@ class DistributedOptimizer(OptimizerWrapper):
         self._is_stepping = False  # by `step()` of this class
 
         # What is recorded
-        self._recorder: Recorder | None = None
+        self._observer: Observers | None = None
         self._wrapped_at = 0
         self._num_rounds_at_wrap = 0  # of the world, before `wrap`
-        self._inputs = Inputs()
-        self._forward_watch: ForwardWatch = ForwardWatch(model, _recorder_of(weakref.ref(self)), self._inputs)
+        self._forward_watch: Any = room("forward").ForwardWatch(model, _observer_of(weakref.ref(self)))
 
     def _connect(self, world: World) -> Reducer:
         """Collective: reduce with the ranks of `world` from now on."""
@@ -613,15 +608,14 @@ class DistributedOptimizer(OptimizerWrapper):
                 is_sharded=bool(self._options.shard) or is_sharded(self.optimizer),
             ),
             ownership=ownership,
-            guests=guests,
-            inputs=self._inputs,
+            guests=[*guests, *self._observing(world)],
             buffers=buffers,
             frozen=[p for p in parameters if not p.requires_grad],
             spec_of=functools.partial(spec_of, self._names, self._sparse),
             owner=self,
         )
         self._watch_wrapped()
-        self._record(world)
+        self._observe(world)
         return self._sync
 
     def _connect_with_first_gradient(self) -> None:
@@ -647,21 +641,23 @@ class DistributedOptimizer(OptimizerWrapper):
             if p.requires_grad
         ]
 
-    def _record(self, world: World) -> None:
-        """Record the steps in `world` from now on."""
-        self._recorder = recorder = recorder_of(world)
-        for parameter in self._names:
-            if accelerator := accelerator_of(parameter.device):
-                recorder.follow(accelerator)
-                break
+    def _observing(self, world: World) -> Iterator[Participant]:
+        """What observes its rounds on all ranks alike."""
+        yield room("data_check").DataCheck(world, self._forward_watch.inputs, is_mean=self._options.op == "mean")
+        if world.num_nodes > 1:
+            yield room("recorder").ClockComparison(world)
+
+    def _observe(self, world: World) -> None:
+        """Let those who observe `world` see the steps."""
+        self._observer = world.observer
+        world.observer.connect(self._describe)
+
+    def _describe(self) -> Wrapped:
         options = {each.name: str(getattr(self._options, each.name)) for each in dataclasses.fields(self._options)}
         options["model"] = "None" if self._model is _no_model else "given"
         options["optimizer"] = type(self.optimizer).__name__
         options["fused"] = str(bool(self.optimizer.defaults.get("fused")))
-        layout = None if self._sync is None else self._sync.layout
-        recorder.run_info = run_info(
-            world, self._names, options, layout, wrapped_at=self._wrapped_at, before=recorder.run_info
-        )
+        return Wrapped(self._names, options, self._wrapped_at, self._sync)
 
     def _drop_early_hooks(self) -> None:
         for handle in self._early_handles:
@@ -683,9 +679,10 @@ class DistributedOptimizer(OptimizerWrapper):
         self._disconnect()
         if world is not None:
             self._needs_state = False
-            self._record(world)
             self.zero_grad()
-            if world.size > 1 and not self._is_closed:
+            if world.size == 1:
+                self._observe(world)
+            elif not self._is_closed:
                 world.shared(OptimizerGroup).guard.run("wrap()", self._agree, world, guests)
         elif not self._is_closed:
             self._connect_with_first_gradient()
@@ -798,12 +795,12 @@ class _StepSkipped(BaseException):
 def _no_model() -> None: ...
 
 
-def _recorder_of(owner: weakref.ref[DistributedOptimizer]) -> Callable[[], Recorder | None]:
-    """Looks up the recorder of an optimizer that may be gone."""
+def _observer_of(owner: weakref.ref[DistributedOptimizer]) -> Callable[[], Observers | None]:
+    """Looks up who observes the world of an optimizer that may be gone."""
 
-    def look_up() -> Recorder | None:
+    def look_up() -> Observers | None:
         alive = owner()
-        return None if alive is None else alive._recorder
+        return None if alive is None else alive._observer
 
     return look_up
 

@@ -23,7 +23,6 @@ from torchring.gradients import layout
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.validation import spec_of
-from torchring.observe.inputs import Inputs
 from torchring.participants.replicas import ReplicaCheck
 from torchring.world import World
 
@@ -91,7 +90,6 @@ def hooked(model: torch.nn.Module, all_reduce: NoOpAllReduce) -> Iterator[Reduce
             *(world, specs, list(names), options, group.members),
             end_backward=group.end_backward,
             replicas=ReplicaCheck(world, names),
-            inputs=Inputs(),
             spec_of=lambda parameter: spec_of(names, set(), parameter),
             owner=owner,
         )

@@ -22,6 +22,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+from torchring.observe.recorder.forward import ForwardWatch
 
 import torchring
 from tests.support.harness import run_pooled, run_ranks
@@ -33,7 +34,6 @@ from torchring.observe.recorder import process, writer
 from torchring.observe.recorder import recorder as recorder_module
 from torchring.observe.recorder.clocks import estimate, measure
 from torchring.observe.recorder.files import find, live_path_of, path_of, read
-from torchring.observe.recorder.forward import ForwardWatch
 from torchring.observe.recorder.recorder import Recorder
 from torchring.observe.recorder.records import (
     Arrivals,

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, TensorDataset
+from torchring.participants.data import DataCheck
 
 import torchring
 from tests.support.checks import logged
 from tests.support.harness import run_ranks
 from torchring.gradients.round import ControlFields, RoundState
 from torchring.observe.inputs import Inputs
-from torchring.participants.data import DataCheck
 from torchring.world import World
 
 _BATCH = 4

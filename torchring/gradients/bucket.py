@@ -12,7 +12,6 @@ from __future__ import annotations
 import enum
 import math
 import operator
-import time
 from collections.abc import Callable, Container, Sequence
 from typing import Final
 
@@ -34,6 +33,7 @@ from torchring.gradients.views import (
     referenced_beside_grad,
     storage_of,
 )
+from torchring.observer import COPIED, COPYING, PACKED, READY
 
 
 class BucketState(enum.Enum):
@@ -69,9 +69,6 @@ class Bucket:
         copies_on_arrival: for each slot, whether `mark_ready` copies the gradient at once.
         only_counts: for each slot, whether `mark_ready` does nothing but count, unless the bucket is full.
         reduce_scale: the factor that the all-reduce applies to the sum.
-        ready_at, packed_at: when the last gradient of this round had come, and when all were in the wire buffer, in
-            nanoseconds of time.perf_counter_ns.
-        packing_ns: how long this rank has copied gradients of this round to the wire buffer.
     """
 
     def __init__(
@@ -138,7 +135,6 @@ class Bucket:
         self.round = RoundState(0)
         self.state = BucketState.IDLE
         self.non_finite: NonFinite | None = None
-        self.ready_at = self.packed_at = self.packing_ns = 0
         self._has_arrived = [False] * len(plan.slots)
         self._num_missing = len(plan.slots)
         self._missing: list[int] = []  # slots that had not arrived when backward ended
@@ -181,11 +177,13 @@ class Bucket:
         elif self.packing.takes_once and self.copies_on_arrival[slot]:
             raise self._came_again(slot, "packed")
         if self.copies_on_arrival[slot]:
-            started = time.perf_counter_ns()
+            if (tell := self.round.events) is not None:
+                tell(COPYING, self.index, 0)
             self._pack((slot,))
             if self.packing.takes_once:
                 self._copied[slot] = self._views[slot]._version
-            self.packing_ns += time.perf_counter_ns() - started
+            if tell is not None:
+                tell(COPIED, self.index, 0)
         return self._num_missing == 0 and self._pack_rest()
 
     def mark_noted(self, slots: Sequence[int]) -> bool:
@@ -207,7 +205,8 @@ class Bucket:
         A parameter whose gradient holds nothing new is flagged 0. If the flag is 0 on every rank, `.grad` stays as it
         is.
         """
-        self.ready_at = time.perf_counter_ns()
+        if (tell := self.round.events) is not None:
+            tell(READY, self.index, 0)
         if self.state is BucketState.IDLE:
             self._move(BucketState.FILLING)
         self.flags.fill_(1)
@@ -331,7 +330,6 @@ class Bucket:
         self._num_missing = len(self.names)
         self._missing, self._kept, self._packed, self._copied, self._left = [], {}, {}, {}, {}
         self._inputs.clear()
-        self.packing_ns = 0
         self._is_abandoned = False
         self.packing.reset()
 
@@ -423,8 +421,10 @@ class Bucket:
 
     def _pack_rest(self) -> bool:
         """Copy the gradients that were only counted on arrival. Returns True: the bucket is PACKED."""
+        tell = self.round.events
         if self._num_missing == 0:
-            self.ready_at = time.perf_counter_ns()
+            if tell is not None:
+                tell(READY, self.index, 0)
             self.flags.fill_(1)
         arrived = [slot for slot, here in enumerate(self._has_arrived) if here]
         self._pack([slot for slot in arrived if not self.copies_on_arrival[slot]])
@@ -443,8 +443,8 @@ class Bucket:
             elements = self.plan.control.encode(self.round.bits, self.plan.wire_dtype)
             self._control.copy_(torch.tensor(elements, dtype=torch.float64, device="cpu"))
         self._move(BucketState.PACKED)
-        self.packed_at = time.perf_counter_ns()
-        self.packing_ns += self.packed_at - self.ready_at
+        if tell is not None:
+            tell(PACKED, self.index, 0)
         return True
 
     def _pack(self, slots: Sequence[int]) -> None:

@@ -28,8 +28,7 @@ from torchring.errors import GradientError, RingError
 from torchring.gradients.bucket import Bucket, BucketState
 from torchring.gradients.ledger import LOCAL, GradientStatus
 from torchring.gradients.round import Reducible, RoundPhase, RoundState
-from torchring.observe.recorder.records import BUCKET_LENGTH, REDUCED, STARTED
-from torchring.observer import Progress, Wait
+from torchring.observer import LAUNCHED, OVER, REDUCED, STARTED, Progress, Wait
 
 
 class Launcher:
@@ -190,11 +189,6 @@ class Launcher:
             grad = bucket.parameters[slot].grad
         return grad is not None and bucket.ledger.is_settled(slot, grad)
 
-    def packing_ns(self, index: int) -> int:
-        """Time in which this rank has copied gradients of the bucket of parameter `index`, in this round."""
-        place = self._slots.get(index)
-        return 0 if place is None else place[0].packing_ns
-
     def advance(self, *, is_over: bool = False) -> None:
         """Launch the buckets that may go now, and do this rank's part of those that have left, if nobody is late.
 
@@ -209,21 +203,23 @@ class Launcher:
             if current.is_unordered and not is_over and len(self._pending) >= MAX_PENDING:
                 break  # `start` would wait for ranks that may wait for this rank, in another optimizer's round
             current.num_launched += 1
-            self._launch(bucket, bucket.ready_at, bucket.packed_at)
+            self._launch(bucket)
         if not self._pending:
             return
         started = time.perf_counter()
         pending = self._pending
         while self._num_advanced < len(pending):
             launched, reduction = pending[self._num_advanced]
-            self._note_start(self._num_advanced)
+            if (tell := current.events) is not None:
+                tell(STARTED, launched.index, 0)
             try:
                 if not reduction.advance():
                     break
             except RingError as error:
                 _locate(error, launched, current)
                 raise
-            self._note_end(self._num_advanced)
+            if tell is not None:
+                tell(REDUCED, launched.index, 0)
             self._num_advanced += 1
         if self._num_advanced < len(pending):
             self._waiting.add(self)
@@ -236,7 +232,9 @@ class Launcher:
         current = self.round
         if current.is_filled:
             return
-        current.is_filled, current.stall_seconds = True, current.exposed_seconds
+        current.is_filled = True
+        if current.events is not None:
+            current.events(OVER, -1, 0)
         for bucket in self.buckets:
             if bucket.state in (BucketState.IDLE, BucketState.FILLING):
                 bucket.fill_missing()
@@ -247,7 +245,7 @@ class Launcher:
         self.advance(is_over=True)
         if (extra := self.round.extra) is not None:
             extra.index = len(self.buckets)
-            self._launch(extra, time.perf_counter_ns(), 0)
+            self._launch(extra)
 
     def wait(self, *, discard: bool = False) -> None:
         """Return when every bucket that has left is REDUCED. Raises what went wrong.
@@ -259,17 +257,21 @@ class Launcher:
         pending, self._pending = self._pending, []
         num_advanced, self._num_advanced = self._num_advanced, 0
         self._waiting.discard(self)
-        for number, (bucket, reduction) in enumerate(pending[num_advanced:], start=num_advanced):
-            self._note_start(number)
+        tell = self.round.events
+        for bucket, reduction in pending[num_advanced:]:
+            if tell is not None:
+                tell(STARTED, bucket.index, 0)
             with self._at(bucket):
                 reduction.contribute()
-            self._note_end(number)
+            if tell is not None:
+                tell(REDUCED, bucket.index, 0)
         problem: GradientError | None = None
-        for number, (bucket, reduction) in enumerate(pending):
+        for bucket, reduction in pending:
             with self._at(bucket):
                 non_finite = reduction.wait()
-            if reduction.span is not None:
-                self._note_span(number, *reduction.span)
+            if tell is not None and reduction.span is not None:  # a thread has reduced the bucket
+                for event, seconds in zip((STARTED, REDUCED), reduction.span, strict=True):
+                    tell(event, bucket.index, int(seconds * 1e9))
             if discard or problem is not None:
                 continue
             try:
@@ -292,7 +294,6 @@ class Launcher:
     def close_round(self) -> None:
         """Every bucket is REDUCED, and ranks agree about the round: every gradient gets its result."""
         current = self.round
-        current.packing_ns = sum(bucket.packing_ns for bucket in self.buckets)
         for bucket in self.buckets:
             bucket.close_round()
         for bucket in self.buckets:
@@ -345,31 +346,17 @@ class Launcher:
         if self._order_so_far is not None:
             self.ready_order, self._order_so_far = self._order_so_far, None
 
-    def _launch(self, bucket: Reducible, ready_at: int, packed_at: int) -> None:
+    def _launch(self, bucket: Reducible) -> None:
         bucket.begin_reduce()
         started = time.perf_counter()
-        launched_at = int(started * 1e9)
-        num_bytes = bucket.wire.tensor.nbytes
-        self.round.times += (bucket.index, num_bytes, ready_at, packed_at or launched_at, launched_at, launched_at, 0)
+        if (tell := self.round.events) is not None:
+            tell(LAUNCHED, bucket.index, 0)
         tag = self.round.number * TAGS_PER_ROUND + bucket.index
         self._progress.begin(tag)
         with self._at(bucket):
             reduction = self._all_reduce.start(bucket.wire, scale=bucket.reduce_scale, tag=tag)
         self._pending.append((bucket, reduction))
         self.stood_still(time.perf_counter() - started)
-
-    def _note_start(self, number: int) -> None:
-        """This rank does its part of the n-th bucket that has left, unless it has to wait for others once more."""
-        self.round.times[BUCKET_LENGTH * number + STARTED] = time.perf_counter_ns()
-
-    def _note_end(self, number: int) -> None:
-        """This rank's part of the n-th bucket that has left is done."""
-        self.round.times[BUCKET_LENGTH * number + REDUCED] = time.perf_counter_ns()
-
-    def _note_span(self, number: int, started: float, ended: float) -> None:
-        """A thread has reduced the n-th bucket that has left."""
-        start, times = BUCKET_LENGTH * number, self.round.times
-        times[start + STARTED], times[start + REDUCED] = int(started * 1e9), int(ended * 1e9)
 
     def stood_still(self, seconds: float) -> None:
         """Backward stood still for that long, in calls of the all-reduce, or because it waits for other ranks."""

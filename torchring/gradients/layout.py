@@ -82,7 +82,6 @@ class BucketLayout:
         agreement: how ranks agree at the end of a round, on the host or with a device.
         timing: how long rounds took.
         first_plan: the plan that `open` uses.
-        finding: why hardly any communication is hidden, if the reason is known: a sentence, or "".
     """
 
     def __init__(
@@ -102,7 +101,6 @@ class BucketLayout:
         self.world = world
         self.options = options
         self.timing = Timing()
-        self.finding = ""
         self._control = control
         device = first[0].device
         ranks, on_device = (world.size, world.num_nodes), accelerator_of(device) is not None

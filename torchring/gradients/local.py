@@ -99,7 +99,7 @@ class LocalSync(Sync):
         if not self._skips_non_finite or all(map(is_finite_gradient, self._parameters)):
             return True
         self.num_skipped_steps += 1
-        self.world.observer.end_step()
+        self.world.observer.count_step()
         return False
 
     def _enter(self, phase: int) -> None:
@@ -113,7 +113,7 @@ class LocalSync(Sync):
         """The buffers are this rank's own."""
 
     def has_stepped(self) -> None:
-        self.world.observer.end_step()
+        self.world.observer.count_step()
 
     # Otherwise
 

@@ -17,9 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchring.dynamo import run_eagerly
 from torchring.gradients.hooks import BackwardWatch
-from torchring.gradients.module_wrappers import sharded_by
+from torchring.gradients.module_wrappers import living, sharded_by
 from torchring.gradients.reducer import Members
-from torchring.observe.loaders import living
 from torchring.optimizer_wrapper import OptimizerWrapper
 from torchring.participants.ownership import Ownership
 

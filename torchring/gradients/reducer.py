@@ -30,18 +30,14 @@ from torchring.gradients.plan import ParameterSpec, describe
 from torchring.gradients.round import ControlFields, NonFiniteGradient, Participant, RoundPhase, RoundState
 from torchring.gradients.weighing import Weighing, unfrozen
 from torchring.interruption import InterruptionGuard
-from torchring.observe.inputs import Inputs
-from torchring.observe.services import recorder_of
 from torchring.observer import BACKWARD, BETWEEN, EXPOSED, INPUT, OPTIMIZER
 from torchring.participants.buffers import BufferSpec, BufferSync
-from torchring.participants.data import DataCheck
 from torchring.participants.noise import NoiseScale
-from torchring.participants.recording import RoundRecording
 from torchring.participants.replicas import ReplicaCheck
 from torchring.participants.sparse import SparseReduction
 from torchring.world import World
 
-_KINDS: Final = (*(Weighing, SparseReduction, BufferSync, ReplicaCheck, DataCheck, NoiseScale, RoundRecording),)
+_KINDS: Final = (*(Weighing, SparseReduction, BufferSync, ReplicaCheck, NoiseScale),)
 
 
 def control_fields(world: World, guests: Sequence[Participant]) -> ControlFields:
@@ -165,7 +161,6 @@ class Reducer(Sync):
         end_backward: called when a backward that has reached this reducer is about to return.
         replicas: says in every round whether somebody wrote to the parameters.
         ownership: looks for parameters that nobody reduces, if there is a model.
-        inputs: sees what the model is given.
         guests: participants that a room sends; they come before the others.
         buffers: those of the model that `options.sync_buffers` is about.
         frozen: parameters of the optimizer that do not require a gradient. Looked at again after each backward.
@@ -199,7 +194,6 @@ class Reducer(Sync):
         *,
         end_backward: Callable[[Reducer], None],
         replicas: ReplicaCheck,
-        inputs: Inputs,
         ownership: Sequence[Participant] = (),
         guests: Sequence[Participant] = (),
         buffers: Sequence[BufferSpec] = (),
@@ -219,7 +213,6 @@ class Reducer(Sync):
         self._guests = guests
         self._members = members
         self._end_backward = end_backward
-        self._recorder = recorder_of(world)
 
         # Whether a backward reduces
         self.accumulate = options.accumulate
@@ -245,7 +238,6 @@ class Reducer(Sync):
         self.ledger = OptimizerLedger(partial(_ledgers, self.launcher, self._sparse))
         self._found_before: NonFiniteGradient | None = None  # as `non_finite`, before the round under way
         self.layout.open(specs, parameters)
-        recording = RoundRecording(world, self.layout)
         self.weighing = Weighing(
             world,
             self.parameters,
@@ -263,11 +255,11 @@ class Reducer(Sync):
             follow = all_reduce.stream.follow if isinstance(all_reduce, OnStream) else _nothing
             self._buffers = BufferSync(world, buffers, all_reduce, device, follow)
             self.participants.append(self._buffers)
-        self.participants += [*ownership, replicas, DataCheck(world, inputs, is_mean=options.op == "mean"), recording]
+        self.participants += [*ownership, replicas]
         self._noise: NoiseScale | None = None
         if world.size > 1 and options.op in ("mean", "sum"):
             self._noise = NoiseScale(
-                *(world, self.specs, self.parameters, self.launcher.holds_result, self._recorder),
+                *(world, self.specs, self.parameters, self.launcher.holds_result),
                 is_sum=options.is_sum,
             )
             self.participants.append(self._noise)
@@ -324,7 +316,7 @@ class Reducer(Sync):
         hidden = timing.total_busy_ms - timing.total_exposed_ms
         return Stats(
             algorithm=layout.all_reduce.algorithm,
-            reason="; ".join(filter(None, (layout.reason, layout.finding))),
+            reason=layout.reason,
             overlap=layout.agreement.overlap,
             num_buckets=len(layout.buckets),
             bytes_per_step=layout.current_plan.num_bytes,
@@ -636,7 +628,7 @@ class Reducer(Sync):
 
     def _end_step(self) -> None:
         self.enter(OPTIMIZER)
-        self.world.observer.end_step()
+        self.world.observer.count_step()
         self.enter(INPUT)
 
     def _next_reduces(self) -> bool:
@@ -744,6 +736,7 @@ class Reducer(Sync):
         """Backward is over: launch what has not left. In the same order of optimizers on all ranks."""
         current = self.round
         current.backward = backward
+        self.enter(EXPOSED)
         for participant in self.participants:
             participant.backward_is_over(current)
         self.layout.agreement.backward_is_over()

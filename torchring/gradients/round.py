@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 
 from torchring.allreduce import NonFinite
+from torchring.observer import BucketEvents
 
 FRACTION_BITS: Final = 16  # of a number among the control bits, in a wire of 16 bits
 NUMBER_BITS: Final = 48
@@ -201,6 +202,7 @@ class RoundState:
         factor: this rank's gradients are multiplied by it in the wire buffer.
         bits: control bits and numbers of this rank, by name.
         extra: leaves after all buckets, if there is anything.
+        events: if given, hears what happens to each bucket.
         mark_ready: if given, called by all hooks, with the index of a parameter that has its gradient.
         looks: by parameter, what its hook calls first, with its index: `.grad` is this rank's own then.
 
@@ -213,9 +215,6 @@ class RoundState:
         busy_seconds: time in which something was being reduced, waiting for peers included.
         exposed_seconds: the part of `busy_seconds` during which backward stood still.
         is_filled: whether backward is over on this rank, and every bucket has its gradients.
-        stall_seconds: the part of `exposed_seconds` before the last gradient was computed.
-        packing_ns: time in which this rank has copied gradients to wire buffers.
-        times: a row for each bucket that has left, see `torchring.observe.recorder.records`.
     """
 
     # What this rank is about to do
@@ -231,6 +230,7 @@ class RoundState:
     bits: dict[str, float] = field(default_factory=dict)
     extra: Reducible | None = None
     mark_ready: Callable[[int], None] | None = None
+    events: BucketEvents | None = None
     looks: dict[int, Callable[[int], None]] = field(default_factory=dict)
 
     # What has become of it
@@ -244,9 +244,6 @@ class RoundState:
     busy_seconds: float = 0.0
     exposed_seconds: float = 0.0
     is_filled: bool = False
-    stall_seconds: float = 0.0
-    packing_ns: int = 0
-    times: list[int] = field(default_factory=list)
 
     @property
     def next_number(self) -> int:

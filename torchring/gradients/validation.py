@@ -17,9 +17,8 @@ from torchring.allreduce.select import ALGORITHMS, OVERLAPS
 from torchring.errors import GradientError
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.layout import Options
-from torchring.gradients.module_wrappers import WAY_OUT, explain, is_module_wrapper, sharded_by
+from torchring.gradients.module_wrappers import WAY_OUT, explain, is_module_wrapper, living, sharded_by
 from torchring.gradients.plan import COMPRESSIONS, ParameterSpec
-from torchring.observe.loaders import living
 from torchring.world import World
 
 GradientOp = Literal["mean", "sum"]

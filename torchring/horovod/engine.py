@@ -122,17 +122,16 @@ class CollectiveEngine:
         outer, rendezvous = self.world, self.world.rendezvous
         if outer.rank in ranks:
             assert rendezvous is not None
-            world = observe(
-                World(
-                    within(rendezvous.store, f"horovod/set{self._num_sets}") if len(ranks) > 1 else None,
-                    ranks.index(outer.rank),
-                    len(ranks),
-                    timeout_seconds=outer.timeout_seconds,
-                    launcher=outer.launcher,
-                    backend=outer.backend,
-                    stall_warning_seconds=outer.stall_warning_seconds,
-                )
+            world = World(
+                within(rendezvous.store, f"horovod/set{self._num_sets}") if len(ranks) > 1 else None,
+                ranks.index(outer.rank),
+                len(ranks),
+                timeout_seconds=outer.timeout_seconds,
+                launcher=outer.launcher,
+                backend=outer.backend,
+                stall_warning_seconds=outer.stall_warning_seconds,
             )
+            observe(world)
             self.planes[process_set] = Plane(world, ranks, Collectives(world, "horovod", is_scripts=False).run)
         return process_set
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import threading
 import weakref
 import zlib
 from collections import deque
@@ -17,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from torchring.accelerators import accelerator_of
+from torchring.observe.loading import Loading
 
 _NUM_VALUES: Final = 256  # of a tensor: images have edges of one colour, and texts end in padding
 _MOST_TENSORS: Final = 4  # of the model's arguments
@@ -60,6 +62,7 @@ class Inputs:
 
     def __init__(self) -> None:
         self.is_on = False
+        self.loading = Loading()
         self._num_loaders = 0
         self._num_left = _NUM_FIRST  # batches to look at
         self._num_taken = 0
@@ -73,13 +76,10 @@ class Inputs:
         self._is_on_device = False
         self._before: tuple[int | None, ...] = ()
 
-    def see(self, inputs: tuple[Any, ...], keywords: Mapping[str, Any], num_loaders: int = 0) -> int:
-        """The model is about to get these arguments. Returns the number of samples.
-
-        Args:
-            num_loaders: how many DataLoaders have begun.
-        """
-        if num_loaders != self._num_loaders:
+    def see(self, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> int:
+        """The model is about to get these arguments. Returns the number of samples."""
+        self.loading.thread = threading.get_ident()
+        if (num_loaders := self.loading.num_loaders) != self._num_loaders:
             self._num_loaders, self._num_left = num_loaders, max(self._num_left, _NUM_OF_EPOCH)
         first: torch.Tensor | None = None
         with contextlib.suppress(Exception):  # whatever a script passes, this look must not end the training

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-_T = TypeVar("_T")
+from torchring.gradients.module_wrappers import living
 
 
 def remedy_for_equal_ranks(rank: int, size: int) -> str:
@@ -69,11 +68,6 @@ def remedy_for_equal_workers() -> str:
                 "pass torchring.data.shard(dataset), which gives each worker its part"
             )
     return ""
-
-
-def living(kind: type[_T]) -> list[_T]:
-    """The objects of a class that this process has. Takes 20 ms and more, so only where something may be wrong."""
-    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
 
 
 def _loaders() -> list[DataLoader[Any]]:

@@ -1,25 +1,24 @@
-"""The services that observe a world: a recorder and a flight recorder. `World.shared` opens one of each."""
+"""Who observes a world: a flight recorder if it has several ranks, and a recorder if somebody has asked for one."""
 
 from __future__ import annotations
 
-from torchring.errors import RingError
+import os
+import sys
+
+from torchring.observe import PROGRESS, TRACE
 from torchring.observe.flight_recorder.entries import MEMORY_BYTES, FlightRecorder
 from torchring.observe.flight_recorder.monitor import StallMonitor
-from torchring.observe.recorder import writer
-from torchring.observe.recorder.recorder import Recorder
 from torchring.world import World
 
 
-def observe(world: World) -> World:
-    """Begin to observe `world`, which has just been opened. Collective. Returns `world`."""
+def observe(world: World) -> None:
+    """Begin to observe `world`, which has just been opened. Collective."""
     monitor_of(world)
-    recorder_of(world)
-    return world
+    writer = sys.modules.get("torchring.observe.recorder.writer")
+    if os.environ.get(TRACE) or os.environ.get(PROGRESS) or (writer is not None and writer.is_writing()):
+        from torchring.observe.recorder.writer import recorder_of
 
-
-def recorder_of(world: World) -> Recorder:
-    """Writes down the steps of this rank."""
-    return world.shared(_Recording).recorder
+        recorder_of(world)
 
 
 def flight_recorder_of(world: World) -> FlightRecorder | None:
@@ -40,24 +39,7 @@ def _open_monitor(world: World) -> StallMonitor | None:
     observer, limit = world.observer, world.stall_warning_seconds
     monitor = StallMonitor(rendezvous, host, host.allocate(MEMORY_BYTES), limit, observer.operations)
     world.on_close(monitor.close)
-    observer.listeners.append(monitor.recorder)
+    observer.add(monitor.recorder)
     observer.explain = monitor.explain
     rendezvous.on_wait = host.on_wait = monitor.recorder.await_ranks
     return monitor
-
-
-class _Recording:
-    """The recorder of a world. Its trace is written when the world breaks or closes."""
-
-    def __init__(self, world: World) -> None:
-        self.recorder = Recorder()
-        world.observer.listeners.append(self.recorder)
-        writer.add(self.recorder)
-        world.on_failure(self)
-        world.on_close(self.close)
-
-    def fail(self, error: RingError) -> None:
-        writer.note_end(self.recorder, str(error))
-
-    def close(self) -> None:
-        writer.note_end(self.recorder)

@@ -27,7 +27,6 @@ import torch
 from torchring.accelerators import accelerator_of
 from torchring.gradients.plan import ParameterSpec
 from torchring.gradients.round import Participant, RoundState
-from torchring.observe.recorder.recorder import Recorder
 from torchring.world import World
 
 ROUNDS_BETWEEN_SAMPLES: Final = 16
@@ -76,7 +75,6 @@ class NoiseScale(Participant):
         world: has more than one rank.
         specs, parameters: those that are reduced; may grow.
         holds_result: whether a parameter has a gradient that an earlier round has reduced.
-        recorder: is told what was measured.
         is_sum: whether gradients are added up over ranks, and not averaged.
 
     Attributes:
@@ -92,7 +90,6 @@ class NoiseScale(Participant):
         specs: Sequence[ParameterSpec],
         parameters: Sequence[torch.nn.Parameter],
         holds_result: Callable[[int], bool],
-        recorder: Recorder,
         *,
         is_sum: bool,
     ) -> None:
@@ -100,7 +97,7 @@ class NoiseScale(Participant):
         self._specs = specs
         self._parameters = parameters
         self._holds_result = holds_result
-        self._recorder = recorder
+        self._observer = world.observer
         self._scale = 1 / world.size if is_sum else 1.0
         self._num_specs = 0  # of which the windows are
         self._windows: list[list[Rows]] = []
@@ -191,7 +188,7 @@ class NoiseScale(Participant):
         self._signal[window] += ((size * large - small) / (size - 1) - self._signal[window]) * share
         noise = (small - large) * size / (size - 1) * sample.batch
         self._noise[window] += (noise - self._noise[window]) * share
-        self._recorder.noise_scale, self._recorder.batch_size = self.noise_scale, self.batch_size
+        self._observer.noise(self.batch_size, self.noise_scale)
 
     def _cut(self) -> None:
         self._num_specs = len(self._specs)

@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 
 from torchring.errors import GradientError
 from torchring.gradients.ledger import StaleGradients, is_zero, note_stale
-from torchring.gradients.module_wrappers import WAY_OUT, sharded_by
+from torchring.gradients.module_wrappers import WAY_OUT, living, sharded_by
 from torchring.gradients.round import Participant, RoundState
-from torchring.observe.loaders import living
 from torchring.participants.replicas import STEPS_BETWEEN_CHECKS
 
 _MOST_NAMES: Final = 3

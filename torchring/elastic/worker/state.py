@@ -28,7 +28,7 @@ from torchring.elastic.worker.saving import Saving
 from torchring.elastic.worker.shares import Shares
 from torchring.elastic.worker.worker import Worker
 from torchring.errors import PeerLostError, PlanMismatchError, RingError, in_step
-from torchring.observe.recorder.forward import TransientHook, leave_no_trace
+from torchring.observe.forward import TransientHook, leave_no_trace
 from torchring.optimizer import DistributedOptimizer, rejoin
 from torchring.world import World
 

@@ -87,10 +87,10 @@ class DeviceTimes:
         """A round has started these reductions, in this order."""
         self._reductions += reductions
 
-    def end_step(self, step: array[int] | None, now: int) -> None:
-        """A step has ended. `step`: its row, with a bucket for each reduction; may be None."""
+    def end_step(self, step: array[int], now: int) -> None:
+        """A step has ended. `step`: its row, with a bucket for each reduction."""
         self.mark(now)
-        if step is not None and self._is_complete and len(self._marks) == step[NUM_PHASES] + 1:
+        if self._is_complete and len(self._marks) == step[NUM_PHASES] + 1:
             self._unfinished.append(_Step(step, self._marks, self._recorded, self._reductions))
             self._marks, self._recorded = self._marks[-1:], self._recorded[-1:]
             self._reductions = []

@@ -1,4 +1,4 @@
-"""Records the steps of a rank while training runs. Always on.
+"""Records the steps of a rank while training runs, where a trace or `metrics()` was asked for.
 
 A stamp is a look at the clock and two appended integers, 0.2 us. A step has about a dozen stamps, and five for each
 bucket. Finished steps are kept as arrays of integers, which the garbage collector does not look at.
@@ -6,7 +6,6 @@ bucket. Finished steps are kept as arrays of integers, which the garbage collect
 
 from __future__ import annotations
 
-import threading
 import time
 from array import array
 from collections import deque
@@ -15,6 +14,8 @@ from dataclasses import replace
 from typing import Final
 
 from torchring.accelerators import Accelerator
+from torchring.dynamo import has_compiled
+from torchring.observe.loading import Loading
 from torchring.observe.recorder.cores import UNKNOWN, CoreQueue, since
 from torchring.observe.recorder.device import DeviceTimes, Reduction
 from torchring.observe.recorder.records import (
@@ -27,7 +28,7 @@ from torchring.observe.recorder.records import (
     RunInfo,
     step_row,
 )
-from torchring.observer import EXPOSED, FORWARD, INPUT, Observer
+from torchring.observer import BACKWARD, EXPOSED, FORWARD, INPUT, Observer
 
 NUM_STEPS: Final = 1_000  # that are kept
 NUM_ARRIVALS: Final = 16
@@ -36,14 +37,16 @@ _MOST_NUMBERS: Final = BUCKET_LENGTH * 8_192  # about the buckets of one step: a
 
 
 class Recorder(Observer):
-    """The last steps of one rank in one world. For the thread that trains; others may read."""
+    """The last steps of one rank in one world. For the thread that trains; others may read.
 
-    def __init__(self) -> None:
-        self.is_on = True  # benchmarks turn the recorder off, to find out what it costs
+    Args:
+        num_steps: how many steps this rank has made before.
+    """
+
+    def __init__(self, num_steps: int = 0) -> None:
         self.run_info: RunInfo | None = None  # None as long as no optimizer was wrapped
-        self.thread = threading.get_ident()  # that trains
         # The steps that have ended
-        self.num_steps = 0
+        self.num_steps = num_steps
         self.num_samples_before = 0  # that forward was given in these steps
         self.num_bytes = 0  # that this rank has contributed to reductions
         self.arrivals: deque[Arrivals] = deque(maxlen=NUM_ARRIVALS)  # of gradients, in a few backwards
@@ -51,16 +54,13 @@ class Recorder(Observer):
         self.noise_scale: float | None = None  # of gradients, in samples
         self.clock: list[ClockOffset] = []  # how this host's clock compares with that of rank 0's host, over time
         self._steps: deque[array[int]] = deque(maxlen=NUM_STEPS)
-        # The step under way, as in a `StepRecord`. `forward.py` and `process.py` set these.
+        # The step under way, as in a `StepRecord`
         self.num_samples = 0
-        self.loading_ns = 0
-        self.loading_cpu_ns = -1
-        self.num_workers = -1
-        self.collecting_ns = 0
-        self.num_loaders = 0  # that have begun, so far
+        self.loading = Loading()
         # The phase under way
         self.in_phase = INPUT
         self.phase_began = time.perf_counter_ns()
+        self.backward_began = self.phase_began  # the end of the last forward, or the first gradient of the backward
         self._stamps = [INPUT, self.phase_began]  # phase, beginning; phase, beginning; ...
         self._device: DeviceTimes | None = None
         self._stall_ns = 0
@@ -71,10 +71,13 @@ class Recorder(Observer):
         self._exposed_queued_ns = 0
 
     def phase(self, phase: int, step: int) -> None:
-        if phase != self.in_phase and self.is_on and len(self._stamps) < _MOST_STAMPS:
+        if phase != self.in_phase and len(self._stamps) < _MOST_STAMPS:
+            if phase == EXPOSED:
+                self.backward_began = self.phase_began
             if EXPOSED in (phase, self.in_phase) and self._device is None:
                 self._note_exposed(begins=phase == EXPOSED)
             self.in_phase = phase
+            self.loading.counts = phase == INPUT
             self.phase_began = time.perf_counter_ns()
             self._stamps.append(phase)
             self._stamps.append(self.phase_began)
@@ -97,15 +100,6 @@ class Recorder(Observer):
         # Phases of a device's step are not what this thread does meanwhile.
         return queued, exposed if self._device is None and queued != UNKNOWN else UNKNOWN
 
-    def last_input(self) -> tuple[int, bool]:
-        """When INPUT has begun last, in nanoseconds, and whether a forward has been seen since."""
-        is_forward_known = False
-        for i in range(len(self._stamps) - 2, 0, -2):
-            if self._stamps[i] == INPUT:
-                return self._stamps[i + 1], is_forward_known
-            is_forward_known = is_forward_known or self._stamps[i] == FORWARD
-        return self._stamps[1], is_forward_known
-
     def follow(self, device: Accelerator) -> None:
         """From now on, times are those at which the work of `device` is done."""
         if self._device is None:
@@ -121,7 +115,7 @@ class Recorder(Observer):
             stall_ns, packing_ns: as in a `StepRecord`.
             reductions: the reductions of these buckets, on a device.
         """
-        if not self.is_on or len(self._buckets) + len(buckets) > _MOST_NUMBERS:
+        if len(self._buckets) + len(buckets) > _MOST_NUMBERS:
             return
         if self._device is not None:
             self._device.add_reductions(reductions)
@@ -129,27 +123,31 @@ class Recorder(Observer):
         self._stall_ns += stall_ns
         self._packing_ns += packing_ns
 
-    def end_step(self) -> None:
+    def forward(self, num_samples: int | None) -> None:
+        self.phase(FORWARD if num_samples is not None else BACKWARD, 0)
+        self.num_samples += num_samples or 0
+
+    def noise(self, batch_size: float, noise_scale: float | None) -> None:
+        self.batch_size, self.noise_scale = batch_size, noise_scale
+
+    def end_step(self, number: int) -> None:
         now = time.perf_counter_ns()
-        stamps, buckets = self._stamps, self._buckets
-        step = None
-        if self.is_on:
-            own = (
-                *(self.num_steps, stamps[1], now, self.num_samples, self._stall_ns, self._packing_ns),
-                *(self.loading_ns, self.loading_cpu_ns, self.num_workers),
-                *self._queued_ns(),
-                self.collecting_ns,
-            )
-            step = step_row(own, stamps, buckets)
-            self._steps.append(step)
+        stamps, buckets, loading = self._stamps, self._buckets, self.loading
+        own = (
+            *(number, stamps[1], now, self.num_samples, self._stall_ns, self._packing_ns),
+            *(loading.loading_ns, loading.loading_cpu_ns, loading.num_workers),
+            *self._queued_ns(),
+            loading.collecting_ns,
+        )
+        step = step_row(own, stamps, buckets)
+        self._steps.append(step)
         if self._device is not None:
             self._device.end_step(step, now)
         self.num_bytes += sum(buckets[NUM_BYTES::BUCKET_LENGTH])
         self.num_samples_before += self.num_samples
-        self.num_steps += 1
-        self.num_samples = self.loading_ns = self.collecting_ns = self._stall_ns = self._packing_ns = 0
-        self.loading_cpu_ns = self.num_workers = -1
-        self.thread = threading.get_ident()
+        self.num_steps = number + 1
+        self.num_samples = self._stall_ns = self._packing_ns = 0
+        loading.begin_step()
         self.in_phase, self.phase_began = INPUT, now
         self._stamps = [INPUT, now]
         self._buckets = []
@@ -175,6 +173,7 @@ class Recorder(Observer):
             written_at=time.time(),
             batch_size=self.batch_size,
             noise_scale=-1.0 if self.noise_scale is None else self.noise_scale,
+            is_compiled=has_compiled(),
         )
         steps = [step for step in self.last_steps(count) if step[NUMBER] >= first]
         num_dropped = steps[0][NUMBER] if steps else self.num_steps

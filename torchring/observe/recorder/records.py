@@ -163,7 +163,7 @@ class RunInfo:
     overlap: str = "inline"
     batch_size: float = 0.0  # samples of all ranks in a reduction; 0 if unknown
     noise_scale: float = -1.0  # of gradients, in samples; infinite if noise hides the gradient, -1 if unknown
-    finding: str = ""  # the reason why hardly any communication is hidden, a sentence; "" if none is known
+    is_compiled: bool = False  # torch.compile has compiled something
     options: dict[str, str] = field(default_factory=dict)  # other arguments of `wrap`, by name, as text
     bucket_bytes: tuple[int, ...] = ()  # of each bucket of the last plan
     parameters: tuple[ParameterRecord, ...] = ()  # in the order of registration

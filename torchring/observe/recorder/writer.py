@@ -15,12 +15,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from torchring.default_world import open_world
+from torchring.errors import RingError
 from torchring.linux import is_caught
-from torchring.observe import PROGRESS, TRACE
-from torchring.observe.recorder import files, process
+from torchring.observe import PROGRESS, TRACE, loading
+from torchring.observe.recorder import files
 from torchring.observe.recorder.recorder import Recorder
 from torchring.observe.recorder.records import ENDED_WELL
+from torchring.observe.recorder.rounds import WorldRecorder
 from torchring.threads import PeriodicThread, at_last
+from torchring.world import World
 
 _LIVE_SECONDS: Final = 2.0
 _LIVE_STEPS: Final = 50
@@ -114,26 +118,41 @@ def _takes_signal() -> bool:
     return is_main and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL and not is_caught(signal.SIGUSR1)
 
 
-def add(recorder: Recorder) -> None:
-    """Write the traces of `recorder`, whose world has just been opened, if the environment asks for traces."""
-    _recorders.add(recorder)
-    process.watch(recorder)
-    global _writer
-    if _writer is not None:
-        return
-    if os.environ.get(TRACE):
-        start(os.environ[TRACE])
-    elif os.environ.get(PROGRESS):
-        _writer = TraceWriter(Path(os.environ[PROGRESS]), is_for_progress=True)
+class _Recording:
+    """The recorder of a world, from now on. Its trace is written when the world breaks or closes."""
+
+    def __init__(self, world: World) -> None:
+        self.recorder = recorder = WorldRecorder(world)
+        _recorders.add(recorder)
+        loading.watch(recorder.loading)
+        world.observer.add(recorder)
+        world.on_failure(self)
+        world.on_close(self.close)
+        global _writer
+        if _writer is None and os.environ.get(TRACE):
+            start(os.environ[TRACE])
+        elif _writer is None and os.environ.get(PROGRESS):
+            _writer = TraceWriter(Path(os.environ[PROGRESS]), is_for_progress=True)
+
+    def fail(self, error: RingError) -> None:
+        if _writer is not None:
+            _writer.write(self.recorder, str(error))
+
+    def close(self) -> None:
+        if _writer is not None:
+            _writer.write(self.recorder)
+        _recorders.discard(self.recorder)  # a later world writes to the same file
+        loading.forget(self.recorder.loading)
 
 
-def note_end(recorder: Recorder, ended_by: str = "end") -> None:
-    """Write the trace of `recorder`, whose world has ended or broken, if traces are written."""
-    if _writer is not None:
-        _writer.write(recorder, ended_by)
-    if ended_by == "end":
-        _recorders.discard(recorder)  # a later world writes to the same file
-        process.forget(recorder)
+def recorder_of(world: World) -> Recorder:
+    """Writes down the steps of this rank in `world`, from the first call on."""
+    return world.shared(_Recording).recorder
+
+
+def is_writing() -> bool:
+    """Whether worlds that are opened now are to be recorded."""
+    return _writer is not None
 
 
 def start(folder: str | os.PathLike[str], *, is_of_block: bool = False) -> TraceWriter:
@@ -178,6 +197,8 @@ def trace(folder: str | os.PathLike[str]) -> Iterator[None]:
     if _writer is not None and _writer.folder == Path(folder).absolute():  # the environment asks for the same
         yield
         return
+    if (world := open_world()) is not None:
+        recorder_of(world)
     before = _writer  # whose thread goes on
     writer = start(folder, is_of_block=True)
     ended_by = "end"

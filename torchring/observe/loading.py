@@ -1,7 +1,7 @@
 """Notices what keeps a rank from training, apart from its own code: a DataLoader, and Python's garbage collector.
 
 PyTorch has no public way to see when a DataLoader gives a batch. So `__iter__` of DataLoaders and `__next__` of their
-iterators are wrapped while there is a recorder. That adds 4 us to a batch, and 2 us for each worker. `gc.callbacks`
+iterators are wrapped while somebody wants to know. That adds 4 us to a batch, and 2 us for each worker. `gc.callbacks`
 tells of full collections.
 """
 
@@ -19,24 +19,44 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from torchring.observe.recorder.cores import UNKNOWN, since
-from torchring.observe.recorder.recorder import Recorder
-from torchring.observer import INPUT
 
 _FULL: Final = 2  # generation of a collection that looks at all objects; others are short
 _CPU_TIME: Final = 2  # with the inverted process id, the number of the clock: as clock_getcpuclockid(3) makes it
 _workers_ns: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 _collection_began = 0
 
 
+class Loading:
+    """What was seen in one thread since `begin_step`, as in a `StepRecord`. `watch` makes this module write it down.
+
+    Attributes:
+        counts: whether the thread does nothing else now that takes as long.
+        num_loaders: how many DataLoaders have begun, since ever.
+    """
+
+    def __init__(self) -> None:
+        self.num_loaders = 0
+        self.counts = True
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        self.thread = threading.get_ident()
+        self.counts = True
+        self.loading_ns = self.collecting_ns = 0
+        self.loading_cpu_ns = self.num_workers = -1
+
+
+_watched: weakref.WeakSet[Loading] = weakref.WeakSet()
+
+
 def _timed(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A method of a DataLoader, or of its iterator, that tells recorders how long it takes."""
+    """A method of a DataLoader, or of its iterator, that says how long it takes."""
 
     @functools.wraps(call)
     def timed(self: Any) -> Any:
         thread = threading.get_ident()
-        training = [each for each in list(_recorders) if each.thread == thread and each.in_phase == INPUT]
-        waiting = [(each, each.loading_ns, each.loading_cpu_ns) for each in training]
+        found = [each for each in list(_watched) if each.thread == thread and each.counts]
+        waiting = [(each, each.loading_ns, each.loading_cpu_ns) for each in found]
         worked, began = time.thread_time_ns(), time.perf_counter_ns()
         try:
             return call(self)
@@ -45,14 +65,14 @@ def _timed(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
             gives = isinstance(self, _BaseDataLoaderIter)
             if waiting and gives and self._num_workers:
                 worked = _since_last_batch(self)
-            for recorder, before, cpu_before in waiting:  # not `+=`: the data set may read another DataLoader
-                recorder.loading_ns = before + took
+            for each, before, cpu_before in waiting:  # not `+=`: the data set may read another DataLoader
+                each.loading_ns = before + took
                 if gives:
-                    recorder.num_workers = self._num_workers
+                    each.num_workers = self._num_workers
                 else:
-                    recorder.num_loaders += 1
+                    each.num_loaders += 1
                 if worked != UNKNOWN:
-                    recorder.loading_cpu_ns = max(0, cpu_before) + worked
+                    each.loading_cpu_ns = max(0, cpu_before) + worked
 
     return timed
 
@@ -81,30 +101,30 @@ def _note_collection(phase: str, info: dict[str, int]) -> None:
     if phase == "start":
         _collection_began = now
     elif _collection_began:
-        for recorder in list(_recorders):  # other threads stand still, too
-            recorder.collecting_ns += now - _collection_began
+        for each in list(_watched):  # other threads stand still, too
+            each.collecting_ns += now - _collection_began
 
 
-def watch(recorder: Recorder) -> None:
-    """Tell `recorder` from now on."""
-    if not _recorders:
+def watch(loading: Loading) -> None:
+    """Write to `loading` from now on."""
+    if not _watched:
         if DataLoader.__iter__ is _begin:  # a script may have put in its own
             DataLoader.__iter__ = _timed_begin  # type: ignore[method-assign]
         _BaseDataLoaderIter.__next__ = _timed_load  # type: ignore[method-assign, assignment]
         if _note_collection not in gc.callbacks:
             gc.callbacks.append(_note_collection)
-    weakref.finalize(recorder, _unwrap).atexit = False  # of a world that was dropped and not closed
-    _recorders.add(recorder)
+    weakref.finalize(loading, _unwrap).atexit = False  # of a world that was dropped and not closed
+    _watched.add(loading)
 
 
-def forget(recorder: Recorder) -> None:
-    """Tell `recorder` no more. After the last recorder, nothing is wrapped."""
-    _recorders.discard(recorder)
+def forget(loading: Loading) -> None:
+    """Write to `loading` no more. When nobody wants to know, nothing is wrapped."""
+    _watched.discard(loading)
     _unwrap()
 
 
 def _unwrap() -> None:
-    if _recorders:
+    if _watched:
         return
     if DataLoader.__iter__ is _timed_begin:
         DataLoader.__iter__ = _begin  # type: ignore[method-assign]

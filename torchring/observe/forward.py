@@ -5,33 +5,34 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NoReturn
 
 import torch
 
 from torchring.observe.inputs import Inputs
-from torchring.observe.recorder.recorder import Recorder
-from torchring.observer import BACKWARD, FORWARD
+from torchring.observer import Observers
 
 _watches: weakref.WeakKeyDictionary[torch.nn.Module, ForwardWatch] = weakref.WeakKeyDictionary()
 
 
 class ForwardWatch:
-    """Tells a recorder of each forward with which a model trains, from `start` on.
+    """Tells those who observe a world of each forward with which a model trains, from `start` on.
 
     A new watch takes over from an earlier one of the model. A scripted model takes no hooks.
 
     Args:
         model: the model that gets the hooks, if there is one.
-        recorder: returns the recorder of the world in which the model trains now; None if there is nothing to record.
+        observers: returns those of the world in which the model trains now; None if there is no world.
+
+    Attributes:
         inputs: sees what the model is given.
     """
 
-    def __init__(self, model: torch.nn.Module | None, recorder: Callable[[], Recorder | None], inputs: Inputs) -> None:
+    def __init__(self, model: torch.nn.Module | None, observers: Callable[[], Observers | None]) -> None:
+        self.inputs = Inputs()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._recorder = recorder
-        self._inputs = inputs
+        self._observers = observers
         self._model = None if model is None or isinstance(model, torch.jit.ScriptModule) else weakref.ref(model)
 
     def start(self) -> None:
@@ -49,12 +50,20 @@ class ForwardWatch:
             earlier.close()
         _watches[model] = self
         self._handles = [
-            model.register_forward_pre_hook(
-                _Hook(self._recorder, functools.partial(_begins, self._inputs)), with_kwargs=True
-            ),
-            model.register_forward_hook(_Hook(self._recorder, _ends)),
+            model.register_forward_pre_hook(_Hook(self.begin), with_kwargs=True),
+            model.register_forward_hook(_Hook(self.end)),
         ]
         leave_no_trace(model)
+
+    def begin(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        """The model begins its forward, with these arguments."""
+        if (observers := self._observers()) is not None:
+            observers.forward(self.inputs.see(arguments, keywords))
+
+    def end(self, *_: Any) -> None:
+        """The model has ended its forward."""
+        if (observers := self._observers()) is not None:
+            observers.forward(None)
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -113,27 +122,14 @@ def _state_of(reference: weakref.ref[torch.nn.Module]) -> Any:
 
 
 class _Hook(TransientHook):
-    """Tells a recorder when a model that trains is called."""
+    """Calls `tell` when a model that trains is called."""
 
-    def __init__(
-        self, recorder: Callable[[], Recorder | None], tell: Callable[[Recorder, tuple[Any, ...]], None]
-    ) -> None:
-        self._recorder = recorder
+    def __init__(self, tell: Callable[..., None]) -> None:
         self._tell = tell
 
     def __call__(self, module: torch.nn.Module, *arguments: Any) -> None:
         # A look at the clock would break the graph, or become a constant of it.
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return
-        if torch.is_grad_enabled() and (recorder := self._recorder()) is not None:
-            self._tell(recorder, arguments)
-
-
-def _begins(inputs: Inputs, recorder: Recorder, arguments: tuple[Any, ...]) -> None:
-    recorder.phase(FORWARD, 0)
-    positional, keywords = arguments
-    recorder.num_samples += inputs.see(positional, keywords, recorder.num_loaders)
-
-
-def _ends(recorder: Recorder, _: tuple[Any, ...]) -> None:
-    recorder.phase(BACKWARD, 0)
+        if torch.is_grad_enabled():
+            self._tell(*arguments)

@@ -20,6 +20,7 @@ from typing import Final
 
 from torchring.errors import ranks_in_words
 from torchring.gradients.round import MOST_BY_RANK, Participant, RoundState
+from torchring.observe import loading
 from torchring.observe.inputs import Batch, Inputs
 from torchring.observe.loaders import remedy_for_equal_epochs, remedy_for_equal_ranks, remedy_for_equal_workers
 from torchring.world import World
@@ -55,6 +56,8 @@ class DataCheck(Participant):
         self._rank, self._size = world.rank, world.size
         self._inputs = inputs
         self._inputs.is_on = self._is_on = world.check_data
+        if self._is_on:
+            loading.watch(inputs.loading)
         self._inputs.take()  # what was seen before, maybe in a world of one, belongs to no round
         self._is_mean = is_mean
         self._recent: deque[int] = deque(maxlen=_IN_A_ROW)  # digests of this rank's batches
@@ -91,6 +94,9 @@ class DataCheck(Participant):
             )
             if self._sizes.is_uneven and not self._finding[0]:
                 self._finding = UNEVEN, self._sizes.describe()
+
+    def close(self) -> None:
+        loading.forget(self._inputs.loading)
 
     def _compare(self, digests: Sequence[int]) -> None:
         own, digest = digests[self._rank], self.batch.digest

@@ -1,0 +1,252 @@
+"""Writes down the run and an optimizer's rounds, in the recorder of its world."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import torch
+
+from torchring.accelerators import accelerator_of
+from torchring.collectives.service import internal_collectives_of
+from torchring.gradients.bucket import Bucket
+from torchring.gradients.layout import BucketLayout
+from torchring.gradients.round import Participant, RoundState
+from torchring.linux import host_name, process_began_ns
+from torchring.observe.recorder import clocks
+from torchring.observe.recorder.recorder import Recorder
+from torchring.observe.recorder.records import REDUCED as REDUCED_AT
+from torchring.observe.recorder.records import STARTED as STARTED_AT
+from torchring.observe.recorder.records import (
+    Arrivals,
+    OptimizerRecord,
+    ParameterRecord,
+    RunInfo,
+)
+from torchring.observer import COPIED, COPYING, LAUNCHED, OVER, PACKED, READY, STARTED, Wrapped
+from torchring.releases import installed_version
+from torchring.world import World
+
+_MOST_OPTIMIZERS: Final = 16  # that are kept in mind: a script may wrap one again and again
+_ROUNDS_BETWEEN_CLOCKS: Final = 500  # clocks drift by some microseconds a second
+
+
+class WorldRecorder(Recorder):
+    """Records the steps of this rank in `world`."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world.observer.num_steps)
+        self._world = world
+
+    def connected(self, wrapped: Wrapped) -> None:
+        for parameter in wrapped.names:
+            if accelerator := accelerator_of(parameter.device):
+                self.follow(accelerator)
+                break
+        layout = None
+        if wrapped.reducer is not None:
+            layout = wrapped.reducer.layout
+            wrapped.reducer.participants.append(RoundRecording(self, layout))
+        self.run_info = run_info(self._world, wrapped, layout, self.run_info)
+
+
+class ClockComparison(Participant):
+    """Finds out how far the clock of this host is ahead, for the ranks that record. In worlds of several hosts.
+
+    Ranks compare their clocks together, now and then, while one of them wants to know.
+    """
+
+    bits = ("wants_clocks",)
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._compare_at = 0
+        self._is_wanted = False
+
+    def begin(self, current: RoundState) -> None:
+        recorders = [each for each in self._world.observer.listeners if isinstance(each, Recorder)]
+        # A rank whose backward has raised at its end never comes to the end of a round that its peers do.
+        if self._is_wanted and not current.is_unordered and current.number >= self._compare_at:
+            self._compare_at = current.number + _ROUNDS_BETWEEN_CLOCKS
+            exchange = internal_collectives_of(self._world).all_gather_bytes
+            offset = clocks.measure(exchange, is_same_host=self._world.rank in self._world.hosts[0])
+            for recorder in recorders:
+                recorder.clock.append(offset)
+        current.bits["wants_clocks"] = bool(recorders)
+
+    def agreed(self, current: RoundState) -> None:
+        self._is_wanted = current.sums["wants_clocks"] > 0
+
+
+class RoundTimes:
+    """When the buckets of a round were reduced. `note` is called with each event, see `torchring.observer`.
+
+    Attributes:
+        rows: a row for each bucket that has left, one after the other, see `records.py`.
+        stall_ns, packing_ns: as in a `StepRecord`.
+        early_packing_ns: the same, before backward was over.
+        arrivals: of gradients, in nanoseconds by parameter index; -1 for none. Without stalls and copies until then.
+    """
+
+    def __init__(self, current: RoundState, layout: BucketLayout, num_parameters: int) -> None:
+        self.rows: list[int] = []
+        self.stall_ns = self.packing_ns = self.early_packing_ns = 0
+        self.arrivals = [-1] * num_parameters
+        self._current = current
+        self._layout = layout
+        self._since: dict[int, int] = {}  # by bucket: when a copy has begun, or the last gradient has come
+        self._packed: dict[int, int] = {}
+        self._starts: dict[int, int] = {}  # by bucket: where its row begins
+
+    def note(self, event: int, index: int, at: int) -> None:
+        now = at or time.perf_counter_ns()
+        if event in (COPYING, READY):
+            self._since[index] = now
+        elif event in (COPIED, PACKED):
+            self.packing_ns += now - self._since[index]
+            self._packed[index] = now
+        elif event == LAUNCHED:
+            self._starts[index] = len(self.rows)
+            buckets, extra = self._layout.buckets, self._current.extra
+            bucket = buckets[index] if index < len(buckets) or extra is None else extra
+            ready, packed = self._since.get(index, now), self._packed.get(index, now)
+            self.rows += (index, bucket.wire.tensor.nbytes, ready, packed, now, now, 0)
+        elif event == OVER:
+            self.early_packing_ns = self.packing_ns
+            self.stall_ns = int(self._current.exposed_seconds * 1e9)
+        else:
+            self.rows[self._starts[index] + (STARTED_AT if event == STARTED else REDUCED_AT)] = now
+
+    def mark_ready(self, index: int) -> None:
+        """As `Launcher.mark_ready`, and note the time."""
+        if index < len(self.arrivals):
+            exposed_ns = int(self._current.exposed_seconds * 1e9)
+            self.arrivals[index] = time.perf_counter_ns() - self.packing_ns - exposed_ns
+        self._layout.launcher.mark_ready(index)
+
+
+class RoundRecording(Participant):
+    """Writes down where the time of one optimizer's rounds went, when gradients came, and the plan."""
+
+    def __init__(self, recorder: Recorder, layout: BucketLayout) -> None:
+        self._recorder = recorder
+        self._layout = layout
+        self._noted: tuple[Sequence[Bucket], str] = layout.buckets, layout.reason
+        # The round
+        self._times: RoundTimes | None = None
+        self._backward_began = 0
+
+    def begin(self, current: RoundState) -> None:
+        self._note_plan()
+        # Few, as writing them down takes time
+        has_arrivals = 2 <= current.number < 6 or current.number % 64 == 63
+        has_arrivals = has_arrivals and current.mark_ready is None and not current.is_unordered
+        num_parameters = len(self._layout.specs) if has_arrivals else 0
+        self._times = times = RoundTimes(current, self._layout, num_parameters)
+        current.events = times.note
+        if has_arrivals:
+            current.mark_ready = times.mark_ready
+
+    def backward_is_over(self, current: RoundState) -> None:
+        self._backward_began = self._recorder.backward_began
+
+    def reduced(self, current: RoundState) -> None:
+        recorder, began = self._recorder, self._backward_began
+        times, self._times = self._times, None
+        if times is None:  # recording has begun in the midst of the round
+            return
+        if any(at >= 0 for at in times.arrivals):
+            length = recorder.phase_began - began - times.stall_ns - times.early_packing_ns
+            ready = tuple(at if at < 0 else max(0, at - began) for at in times.arrivals)
+            recorder.arrivals.append(Arrivals(recorder.num_steps, max(0, length), ready))
+        recorder.add_round(times.rows, times.stall_ns, times.packing_ns, self._layout.agreement.reductions)
+
+    def finished(self, current: RoundState) -> None:
+        self._note_plan()
+
+    def _note_plan(self) -> None:
+        """Write down how the buckets are laid out, and why, if that has changed."""
+        layout, known = self._layout, self._recorder.run_info
+        now = layout.buckets, layout.reason
+        if known is None or (now[0] is self._noted[0] and now[1] == self._noted[1]):
+            return
+        self._noted = now
+        sizes = tuple(bucket.plan.num_bytes for bucket in layout.buckets)
+        records = _parameter_records(layout)
+        own = _sizes_by_name(records)
+        if _sizes_by_name(known.parameters) <= own:  # parameters may have been added
+            self._recorder.run_info = replace(known, reason=layout.reason, bucket_bytes=sizes, parameters=records)
+            return
+        others = tuple(
+            OptimizerRecord(sizes, records) if _sizes_by_name(other.parameters) <= own else other
+            for other in known.others
+        )
+        self._recorder.run_info = replace(known, others=others)
+
+
+def run_info(world: World, wrapped: Wrapped, layout: BucketLayout | None, before: RunInfo | None) -> RunInfo:
+    """Describe this rank, and the optimizer that is wrapped now.
+
+    Args:
+        layout: its buckets; None if it has none.
+        before: describes the optimizers that were wrapped before.
+    """
+    names = wrapped.names
+    devices = {parameter.device for parameter in names}
+    device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
+    found = RunInfo(
+        rank=world.rank,
+        size=world.size,
+        local_rank=world.local_rank,
+        local_size=world.local_size,
+        node_rank=world.node_rank,
+        host=host_name(),
+        pid=os.getpid(),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        num_cores=world.num_cores,
+        num_threads=torch.get_num_threads(),
+        process_began=process_began_ns(),
+        wrapped=wrapped.wrapped_at,
+        reason="a world of one sends nothing",
+        options=dict(wrapped.options),
+        parameters=tuple(_record_of(name, p.numel(), p.dtype, -1) for p, name in names.items() if p.requires_grad),
+        versions={
+            "torchring": installed_version("torchring") or "unknown",
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    )
+    if layout is not None:
+        found = replace(
+            found,
+            algorithm=layout.all_reduce.algorithm,
+            reason=layout.reason,
+            overlap=layout.agreement.overlap,
+            bucket_bytes=tuple(bucket.plan.num_bytes for bucket in layout.buckets),
+            parameters=_parameter_records(layout),
+        )
+    if before is None:
+        return found
+    others = (OptimizerRecord(before.bucket_bytes, before.parameters), *before.others)  # the last one first
+    own = _sizes_by_name(found.parameters)
+    kept = [other for other in others if other.parameters and _sizes_by_name(other.parameters) != own]
+    return replace(found, others=tuple(kept[: _MOST_OPTIMIZERS - 1]))
+
+
+def _sizes_by_name(parameters: Sequence[ParameterRecord]) -> set[tuple[str, int]]:
+    return {(parameter.name, parameter.num_bytes) for parameter in parameters}
+
+
+def _parameter_records(layout: BucketLayout) -> tuple[ParameterRecord, ...]:
+    buckets = {slot.parameter: bucket.index for bucket in layout.buckets for slot in bucket.plan.slots}
+    return tuple(
+        _record_of(spec.name, spec.numel, spec.dtype, buckets.get(index, -1)) for index, spec in enumerate(layout.specs)
+    )
+
+
+def _record_of(name: str, numel: int, dtype: torch.dtype, bucket: int) -> ParameterRecord:
+    return ParameterRecord(name, numel * dtype.itemsize, bucket, str(dtype).removeprefix("torch."))
