@@ -14,11 +14,12 @@ import torch
 import torchring
 from torchring import monitoring
 from torchring.default_world import default_world
-from torchring.observe.services import recorder_of
+from torchring.observe.recorder.writer import recorder_of
 
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    torchring.metrics()  # begins to record
     model = torch.nn.Linear(4, 4)
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
     for _ in range(3):

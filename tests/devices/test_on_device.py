@@ -45,7 +45,6 @@ from torchring.gradients.packing import DevicePacking
 from torchring.gradients.plan import ParameterSpec
 from torchring.gradients.reducer import Reducer
 from torchring.memory import host as host_module
-from torchring.observe.inputs import Inputs
 from torchring.participants.replicas import ReplicaCheck
 from torchring.world import World
 
@@ -661,7 +660,6 @@ def _alone(rank: int, size: int) -> list[Any]:
                 *(world, specs, parameters, options, group.members),
                 end_backward=group.end_backward,
                 replicas=replicas,
-                inputs=Inputs(),
                 spec_of=pytest.fail,
                 owner=owner,
             )

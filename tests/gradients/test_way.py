@@ -23,12 +23,11 @@ PACKAGE = ROOT / "torchring"
 ENGINE = {
     *("allreduce/direct.py", "allreduce/records.py", "allreduce/slices.py", "allreduce/contract.py"),
     *("kernels/reference.py", "memory/channel.py", "memory/heap.py", "interruption.py"),
-    *("observe/recorder/recorder.py", "observe/recorder/cores.py", "observe/flight_recorder/entries.py"),
-    "observe/inputs.py",
+    *("observer.py", "observe/flight_recorder/entries.py", "observe/inputs.py", "observe/data_check.py"),
     *("world.py", "errors.py", "dynamo.py"),
 }
 WAITING = {"memory/host.py", "memory/semaphore.py"}
-PARTICIPANTS = {"sparse.py", "ownership.py", "replicas.py", "recording.py", "data.py", "noise.py"}
+PARTICIPANTS = {"sparse.py", "ownership.py", "replicas.py", "noise.py"}
 
 # Of one step: zero_grad, forward, backward, step. These numbers only fall. A rank that waits takes more
 # calls, so the calls are those of the rank that takes fewer.

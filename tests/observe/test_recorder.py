@@ -28,10 +28,10 @@ import torchring
 from tests.support.harness import run_pooled, run_ranks
 from tests.support.traces import decoded, write
 from torchring import default_world as world_module
-from torchring.observe import PROGRESS
-from torchring.observe.inputs import Inputs
-from torchring.observe.recorder import process, writer
+from torchring.observe import PROGRESS, loading
+from torchring.observe.forward import ForwardWatch
 from torchring.observe.recorder import recorder as recorder_module
+from torchring.observe.recorder import writer
 from torchring.observe.recorder.clocks import estimate, measure
 from torchring.observe.recorder.files import find, live_path_of, path_of, read
 from torchring.observe.recorder.recorder import Recorder
@@ -43,8 +43,8 @@ from torchring.observe.recorder.records import (
     RunInfo,
     StepRecord,
 )
-from torchring.observe.services import recorder_of
-from torchring.observer import BACKWARD, BETWEEN, EXPOSED, FORWARD, INPUT, OPTIMIZER, Phase
+from torchring.observe.recorder.writer import recorder_of
+from torchring.observer import BACKWARD, BETWEEN, EXPOSED, FORWARD, INPUT, OPTIMIZER, Observers, Phase
 
 SIZES = (300, 300, 300)  # 360 kB a layer: copied on arrival
 
@@ -80,7 +80,7 @@ def test_the_recorder_keeps_the_parts_of_the_last_thousand_steps(monkeypatch: py
         recorder.num_samples += 8
         recorder.add_round([0, 64, 1, 2, 3, 4, 5], 7, 6)
         clock.now = 100 * (number + 1)
-        recorder.end_step()
+        recorder.end_step(number)
     steps = steps_of(recorder)
     assert [step.number for step in steps] == list(range(3, 1003))
     last = steps[-1]
@@ -90,9 +90,6 @@ def test_the_recorder_keeps_the_parts_of_the_last_thousand_steps(monkeypatch: py
     assert (recorder.num_steps, recorder.num_bytes, recorder.num_samples_before) == (1003, 64 * 1003, 8 * 1003)
     trace, _ = recorder.trace()
     assert trace.num_dropped == 3
-    recorder.is_on = False
-    recorder.end_step()
-    assert (len(steps_of(recorder)), recorder.num_steps) == (1000, 1004)
 
 
 def test_the_recorder_knows_how_long_its_thread_had_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +103,7 @@ def test_the_recorder_knows_how_long_its_thread_had_no_core(monkeypatch: pytest.
         for part in (FORWARD, BACKWARD, EXPOSED, BETWEEN, OPTIMIZER):
             queued_ns += part  # 3 of them before EXPOSED begins, and 4 until it ends
             recorder.phase(part, 0)
-        recorder.end_step()
+        recorder.end_step(recorder.num_steps)
         step = steps_of(recorder)[-1]
         return step.queued_ns, step.exposed_queued_ns
 
@@ -123,7 +120,7 @@ def test_a_step_of_very_many_micro_steps_is_cut_off(monkeypatch: pytest.MonkeyPa
     for _ in range(100_000):
         recorder.phase(FORWARD, 0)
         recorder.phase(BACKWARD, 0)
-    recorder.end_step()
+    recorder.end_step(recorder.num_steps)
     (step,) = steps_of(recorder)
     assert len(step.phases) < 2000
     assert sum(step.ns_in(part) for part in Phase) == step.end - step.begin
@@ -145,25 +142,25 @@ class _Nested(torch.utils.data.Dataset[int]):
 
 def test_time_in_a_data_loader_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, recorder = Clock(), Recorder()
-    monkeypatch.setattr(process, "time", clock)
+    monkeypatch.setattr(loading, "time", clock)
     before = torch.utils.data.dataloader._BaseDataLoaderIter.__next__
-    process.watch(recorder)
+    loading.watch(recorder.loading)
     batches = iter(DataLoader(_Nested(clock), batch_size=1))
     next(batches)
     recorder.phase(BETWEEN, 0)
     next(batches)  # the rank would pass this time anyway
-    recorder.end_step()
+    recorder.end_step(recorder.num_steps)
     iter(DataLoader(_Nested(clock)))  # gives no batch yet
     elsewhere = threading.Thread(target=next, args=(batches,))
     elsewhere.start()
     elsewhere.join()
-    recorder.end_step()
+    recorder.end_step(recorder.num_steps)
     next(batches)
     next(batches, None)
-    recorder.end_step()
-    loading = [(step.loading_ns, step.loading_cpu_ns, step.num_workers) for step in steps_of(recorder)]
-    assert loading == [(50, 100, 0), (0, 0, -1), (50, 100, 0)]
-    process.forget(recorder)
+    recorder.end_step(recorder.num_steps)
+    found = [(step.loading_ns, step.loading_cpu_ns, step.num_workers) for step in steps_of(recorder)]
+    assert found == [(50, 100, 0), (0, 0, -1), (50, 100, 0)]
+    loading.forget(recorder.loading)
     assert torch.utils.data.dataloader._BaseDataLoaderIter.__next__ is before
 
 
@@ -175,33 +172,33 @@ def test_the_work_of_workers_is_that_of_their_processes() -> None:
         _workers = (Worker(), Worker())
 
     batches, before = Batches(), time.process_time_ns()
-    assert process._since_last_batch(batches) == -1, "nothing is known of what was before"
+    assert loading._since_last_batch(batches) == -1, "nothing is known of what was before"
     while time.process_time_ns() < before + 1_000_000:
         pass
-    worked = process._since_last_batch(batches)
+    worked = loading._since_last_batch(batches)
     assert 0 < worked <= 2 * (time.process_time_ns() - before)
     Worker.pid = 2**22 + 1  # more than there can be
-    assert process._since_last_batch(batches) == -1
+    assert loading._since_last_batch(batches) == -1
 
 
 def test_full_garbage_collections_are_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, recorder = Clock(), Recorder()
     clock.now = 1
-    monkeypatch.setattr(process, "time", clock)
+    monkeypatch.setattr(loading, "time", clock)
 
     def look(phase: str, info: dict[str, int]) -> None:
         clock.now += 30 * (phase == "start")
 
-    process.watch(recorder)
+    loading.watch(recorder.loading)
     gc.callbacks.append(look)
     try:
         gc.collect()
         gc.collect(1)
     finally:
         gc.callbacks.remove(look)
-    process.forget(recorder)
+    loading.forget(recorder.loading)
     gc.collect()
-    recorder.end_step()
+    recorder.end_step(recorder.num_steps)
     assert [step.collecting_ns for step in steps_of(recorder)] == [30]
 
 
@@ -211,7 +208,7 @@ def _model() -> nn.Sequential:
 
 
 def _train(rank: int, size: int, options: dict[str, Any], micros: int) -> tuple[RankTrace, int, list[float]]:
-    model = _model()
+    model, recorder = _model(), recorder_of(torchring.init())
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model, **options)
     for _ in range(8):
         optimizer.zero_grad()
@@ -220,7 +217,6 @@ def _train(rank: int, size: int, options: dict[str, Any], micros: int) -> tuple[
         with torch.no_grad():
             model(torch.ones(7, SIZES[0]))  # no part of training
         optimizer.step()
-    recorder = recorder_of(world_module.default_world())
     return decoded(*recorder.trace()), optimizer.stats().bytes_per_step, list(torchring.metrics().values())
 
 
@@ -278,7 +274,7 @@ def test_a_world_of_one(tmp_path: Path) -> None:
 
 
 def _closure(rank: int, size: int) -> list[list[int]]:
-    model = _model()
+    model, recorder = _model(), recorder_of(torchring.init())
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model)
 
     def closure() -> torch.Tensor:
@@ -289,8 +285,7 @@ def _closure(rank: int, size: int) -> list[list[int]]:
 
     for _ in range(2):
         optimizer.step(closure)
-    steps = steps_of(recorder_of(world_module.default_world()))
-    return [[part.phase for part in step.phases] for step in steps]
+    return [[part.phase for part in step.phases] for step in steps_of(recorder)]
 
 
 def test_what_an_optimizer_does_after_its_closure_is_the_optimizers() -> None:
@@ -301,9 +296,9 @@ def test_what_an_optimizer_does_after_its_closure_is_the_optimizers() -> None:
 
 def test_inputs_without_a_shape_are_not_counted() -> None:
     model = nn.Identity()
-    watch = ForwardWatch(model, lambda: recorder, Inputs())
-    watch.start()
-    recorder = Recorder()
+    observers, recorder = Observers(), Recorder()
+    observers.add(recorder)
+    ForwardWatch(model, lambda: observers).start()
     model(torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)]))
     model(torch.tensor(1.0))
     model("text")
@@ -318,13 +313,13 @@ def test_a_script_that_never_steps_does_not_fill_the_memory() -> None:
 
 
 def _skips(rank: int, size: int) -> int:
-    model = _model()
+    model, recorder = _model(), recorder_of(torchring.init())
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model, on_nonfinite="skip")
     for factor in (1.0, float("nan"), 1.0):
         optimizer.zero_grad()
         (model(torch.ones(5, SIZES[0])).square().mean() * factor).backward()
         optimizer.step()
-    return recorder_of(world_module.default_world()).num_steps
+    return recorder.num_steps
 
 
 def test_a_step_that_is_left_out_is_a_step() -> None:
@@ -332,7 +327,7 @@ def test_a_step_that_is_left_out_is_a_step() -> None:
 
 
 def test_hooks_do_not_follow_a_model_to_copies_and_files() -> None:
-    model = _model()
+    model, recorder = _model(), recorder_of(torchring.init())
     own = model.register_forward_hook(print)
     plain = pickle.dumps(model)
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model)
@@ -342,17 +337,17 @@ def test_hooks_do_not_follow_a_model_to_copies_and_files() -> None:
     names = [{argument for _, argument, _ in pickletools.genops(file)} for file in (plain, pickled)]
     assert {"print", "OrderedDict"} < {name for name in names[1] if isinstance(name, str)} <= names[0]
     own.remove()
-    before = recorder_of(world_module.default_world()).num_samples
+    before = recorder.num_samples
     for other in (copy.deepcopy(model), pickle.loads(pickled)):
         other(torch.ones(3, SIZES[0]))
-    assert recorder_of(world_module.default_world()).num_samples == before
+    assert recorder.num_samples == before
     model(torch.ones(3, SIZES[0]))
-    assert recorder_of(world_module.default_world()).num_samples == before + 3
+    assert recorder.num_samples == before + 3
     torch.compile(model, fullgraph=True, backend="eager")(torch.ones(3, SIZES[0]))
     again = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model)  # the first one is not closed
     again.step()
     model(torch.ones(3, SIZES[0]))
-    assert recorder_of(world_module.default_world()).num_samples == 3, "each forward since the last step counts once"
+    assert recorder.num_samples == 3, "each forward since the last step counts once"
     with pytest.raises(RuntimeError, match=r"optimizer\.close\(\) first"):
         torch.jit.script(model)
     optimizer.close()
@@ -421,7 +416,7 @@ def test_what_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogC
     (tmp_path / "file").write_text("")
     recorder = Recorder()
     recorder.run_info = RunInfo()
-    recorder.end_step()
+    recorder.end_step(recorder.num_steps)
     with caplog.at_level(logging.WARNING, "torchring"), torchring.trace(tmp_path / "file" / "folder"):
         assert writer._writer is not None
         for _ in range(3):
@@ -432,6 +427,7 @@ def test_what_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogC
 
 
 def _wraps_two(rank: int, size: int, folder: Path) -> tuple[RunInfo, tuple[int, ...]]:
+    recorder = recorder_of(torchring.init())
     models = _model(), nn.Linear(4, 4, dtype=torch.bfloat16)
     first, second = (torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model) for model in models)
     for model, optimizer in zip(models, (first, second), strict=True):
@@ -439,7 +435,7 @@ def _wraps_two(rank: int, size: int, folder: Path) -> tuple[RunInfo, tuple[int, 
             weight = next(model.parameters())
             model(torch.ones(5, weight.shape[1], dtype=weight.dtype)).sum().backward()
             optimizer.step()
-    trace = decoded(*recorder_of(world_module.default_world()).trace())
+    trace = decoded(*recorder.trace())
     return read(write(folder, trace)).run_info, tuple(bucket.num_bytes for bucket in trace.steps[1].buckets)
 
 
@@ -536,7 +532,7 @@ def test_steps_get_the_times_of_the_device_when_it_has_come_to_their_end(monkeyp
         reductions = [_Reduction(stream, device + 250, device + 380)]
         recorder.add_round([0, 64, 1, 1, 1, 1, 1], 0, 0, reductions)
         clock.now, stream.now = host + 10, device + 600
-        recorder.end_step()
+        recorder.end_step(recorder.num_steps)
 
     run_step(0, 0)
     assert steps_of(recorder) == ()
@@ -544,7 +540,7 @@ def test_steps_get_the_times_of_the_device_when_it_has_come_to_their_end(monkeyp
     recorder._device.take_finished()
     clock.now, stream.now = 607, 600  # idle, as after loss.item(); what the device does next begins now
     recorder.phase(FORWARD, 0)
-    recorder.end_step()
+    recorder.end_step(recorder.num_steps)
     stream.done_at = 10_000
     run_step(607, 600)
     first, *_, last = steps_of(recorder)
@@ -568,6 +564,6 @@ def test_a_step_with_a_captured_graph_keeps_the_times_of_the_host(monkeypatch: p
     recorder.phase(FORWARD, 0)
     stream.capturing = False
     clock.now = 9
-    recorder.end_step()
+    recorder.end_step(recorder.num_steps)
     (step,) = steps_of(recorder)
     assert [(part.begin, part.end) for part in step.phases] == [(0, 5), (5, 9)]

@@ -20,6 +20,7 @@ import torchring
 from tests.support.checks import logged
 from tests.support.harness import run_ranks
 from torchring.gradients.round import ControlFields, RoundState
+from torchring.observe.data_check import DataCheck
 from torchring.observe.inputs import Inputs
 from torchring.world import World
 
@@ -238,9 +239,7 @@ def test_mistakes_are_found_and_others_are_not_accused() -> None:
 
 def watch(size: int, reads: Callable[[int, int], int], *, is_on: bool = True) -> list[list[str]]:
     """What each of `size` ranks logs in 20 rounds, if rank r reads batch reads(r, step)."""
-    worlds = [
-        SimpleNamespace(rank=rank, size=size, shared=lambda _: SimpleNamespace(is_on=is_on)) for rank in range(size)
-    ]
+    worlds = [SimpleNamespace(rank=rank, size=size, check_data=is_on) for rank in range(size)]
     every_inputs = [Inputs() for _ in worlds]
     checks = [DataCheck(cast(World, w), inputs, is_mean=True) for w, inputs in zip(worlds, every_inputs, strict=True)]
     texts: list[list[str]] = [[] for _ in worlds]
@@ -311,7 +310,7 @@ def test_a_look_at_inputs_leaves_them_as_they_are() -> None:
 
 def test_what_was_seen_before_the_ranks_met_belongs_to_no_round() -> None:
     """As in an elastic job that had one rank for a while."""
-    world = SimpleNamespace(rank=0, size=2, shared=lambda _: SimpleNamespace(is_on=True))
+    world = SimpleNamespace(rank=0, size=2, check_data=True)
     inputs = Inputs()
     for _ in range(100):
         inputs.see((torch.randn(4, 8),), {})

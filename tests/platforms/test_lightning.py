@@ -23,7 +23,8 @@ from tests.support.documents import ROOT, snippet
 from tests.support.harness import patient, run_ranks
 from tests.support.training import attempt
 from torchring.default_world import default_world
-from torchring.observe.services import recorder_of
+from torchring.observe.recorder.writer import recorder_of
+from torchring.observer import Phase
 from torchring.rendezvous.environment import ELASTIC
 
 pytestmark = pytest.mark.platforms
@@ -57,7 +58,7 @@ def modules() -> types.SimpleNamespace:
             return loss
 
         def on_after_backward(self) -> None:
-            self.is_forward_known.append(recorder_of(default_world()).last_input()[1])
+            self.is_forward_known.append(int(Phase.FORWARD) in recorder_of(default_world())._stamps[::2])
 
         def validation_step(self, batch: Any, _: int) -> None:
             self.log("val", nn.functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)

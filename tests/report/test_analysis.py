@@ -365,12 +365,14 @@ def test_a_parameter_for_which_its_bucket_waits_is_named() -> None:
 
 
 def test_a_model_compiled_as_a_whole_shows_what_is_exposed_and_why() -> None:
-    run_info = RunInfo(
-        algorithm="ring", overlap="thread", size=2, local_size=1, finding="all gradients arrive together"
-    )
+    run_info = RunInfo(algorithm="ring", overlap="thread", size=2, local_size=1, is_compiled=True)
+    parameters = tuple(ParameterRecord(name, 4, i) for i, name in enumerate("ab"))
+    run_info = dataclasses.replace(run_info, parameters=parameters, bucket_bytes=(4, 4))
     traces = one_step(run_info=run_info, of_ranks=[[(60, 90), (60, 120)]] * 2)
-    analysis = analyse(merge(traces))
-    assert "All gradients arrive together." in analysis.problems
+    for first, is_told in ((57, True), (50, False)):
+        arrivals = Arrivals(0, 60 * MS, (60 * MS, first * MS))
+        analysis = analyse(merge([dataclasses.replace(trace, arrivals=(arrivals,)) for trace in traces]))
+        assert any("All gradients arrive together" in problem for problem in analysis.problems) == is_told
     assert analysis.verdict.kind == "communication"
 
 

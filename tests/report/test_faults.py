@@ -22,7 +22,7 @@ from tests.support.traces import decoded
 from torchring import default_world as world_module
 from torchring.bench.netns import Network
 from torchring.observe.recorder.records import RankTrace
-from torchring.observe.services import recorder_of
+from torchring.observe.recorder.writer import recorder_of
 from torchring.report.model.merge import merge
 from torchring.report.verdict.analysis import analyse
 from torchring.report.verdict.findings import Analysis
@@ -93,6 +93,7 @@ def _train(rank: int, size: int, fault: str, num_steps: int, options: dict[str, 
     if fault == "small buckets":
         widths = [16] * 50
     model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
+    recorder_of(torchring.init())
     kind = _SlowSGD if fault == "optimizer" else torch.optim.SGD
     optimizer = torchring.wrap(kind(model.parameters(), lr=1e-3), model, **options)
     samples = torch.ones(512 if fault in ("", "straggler", "input") else 16, widths[0])

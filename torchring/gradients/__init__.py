@@ -13,8 +13,9 @@ The way of a gradient, in reading order:
     agreement.py    what all ranks know at the end of a round: used parameters, NaN, control bits
     layout.py       lays the buckets out anew, if that is due
 
-Everything else that takes part in a round is a participant, in `participants/`: weights, sparse gradients, buffers, the
-checks that ranks hold the same parameters and read data of their own, the noise scale, recording, and elastic jobs. A
+Everything else that takes part in a round is a participant, in `participants/`, `observe/` or `elastic/`: weights,
+sparse gradients, buffers, the checks that ranks hold the same parameters and read data of their own, the noise scale,
+recording, and elastic jobs. What happens to a step and its buckets is said to `World.observer`, see `observer.py`. A
 participant registers control bits by name, and the reducer calls it at fixed points of the round: see
 `round.Participant`. To add a feature, add a file there and a line in `Reducer`.
 

@@ -11,14 +11,15 @@ from torchring.observe.flight_recorder.monitor import StallMonitor
 from torchring.world import World
 
 
-def observe(world: World) -> None:
-    """Begin to observe `world`, which has just been opened. Collective."""
+def observe(world: World) -> World:
+    """Begin to observe `world`, which has just been opened. Collective. Returns `world`."""
     monitor_of(world)
     writer = sys.modules.get("torchring.observe.recorder.writer")
     if os.environ.get(TRACE) or os.environ.get(PROGRESS) or (writer is not None and writer.is_writing()):
         from torchring.observe.recorder.writer import recorder_of
 
         recorder_of(world)
+    return world
 
 
 def flight_recorder_of(world: World) -> FlightRecorder | None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from torchring.report.model.change import find_change
 from torchring.report.model.layout import ready_shares
+from torchring.report.model.phases import Phase, column
 from torchring.report.model.timing import typical
 from torchring.report.verdict.findings import Verdict
 from torchring.report.verdict.situation import Situation
@@ -88,4 +89,10 @@ def _arrive_together(situation: Situation) -> bool:
     run_info, shares = situation.run_info, ready_shares(situation.job)
     if not run_info.is_compiled or run_info.overlap == "inline" or len(run_info.bucket_bytes) < 2 or shares is None:
         return False
-    return situation.costs.is_forward_known and bool(np.nanmax(shares) - np.nanmin(shares) <= _LONGEST_BURST)
+    if np.isfinite(shares).sum() < 2:
+        return False
+    spread = float(np.nanmax(shares) - np.nanmin(shares))
+    if not situation.costs.is_forward_known:  # a whole graph leaves out the hooks: backward begins with a gradient
+        before, backward = (np.median(situation.cycle[..., column(each)]) for each in (Phase.INPUT, Phase.BACKWARD))
+        spread *= float(backward / max(before + backward, 1e-9))
+    return spread <= _LONGEST_BURST
