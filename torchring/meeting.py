@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from torchring.errors import TopologyError
-from torchring.observe.services import observe
 from torchring.rendezvous.environment import (
     CHOICE,
     ELASTIC,
@@ -104,7 +103,7 @@ def open_world(backend: str, timeout_seconds: float, stall_warning_seconds: floa
     store = within(base, f"torchring/{meetings.num_worlds}") if base is not None else None
     # Counted before it is open: a world that fails to open leaves keys behind, which the next world must not read.
     meetings.num_worlds += 1
-    world = observe(
+    world: World = room("observe").observe(
         World(
             store,
             launch.rank,

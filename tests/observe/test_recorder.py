@@ -22,7 +22,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from torchring.observe.recorder.forward import ForwardWatch
 
 import torchring
 from tests.support.harness import run_pooled, run_ranks

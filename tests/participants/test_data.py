@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, TensorDataset
-from torchring.participants.data import DataCheck
 
 import torchring
 from tests.support.checks import logged

@@ -7,8 +7,8 @@ from typing import Final
 
 import numpy as np
 
+from torchring.report.model.bucket_layout import ready_shares
 from torchring.report.model.change import find_change
-from torchring.report.model.layout import ready_shares
 from torchring.report.model.phases import Phase, column
 from torchring.report.model.timing import typical
 from torchring.report.verdict.findings import Verdict
