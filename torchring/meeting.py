@@ -103,7 +103,7 @@ def open_world(backend: str, timeout_seconds: float, stall_warning_seconds: floa
     store = within(base, f"torchring/{meetings.num_worlds}") if base is not None else None
     # Counted before it is open: a world that fails to open leaves keys behind, which the next world must not read.
     meetings.num_worlds += 1
-    world: World = room("observe").observe(
+    world = room("observe").observe(
         World(
             store,
             launch.rank,
