@@ -6,8 +6,9 @@ too. State is gathered and dealt out parameter by parameter: beside the result, 
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar, cast
 
 import torch
@@ -132,8 +133,7 @@ def load_state(shards: Shards, state_dict: Mapping[str, Any] | None, src: int = 
     problem: Exception | None = None
     if state_dict is not None:
         try:
-            _check_shapes(shards, state_dict)
-            state = _own_shards(shards, state_dict, is_shared=not missing)
+            state = _fitting(shards, state_dict, is_shared=not missing)
             entries = _loaded(shards, {**state_dict, "state": state})
         except Exception as error:
             problem = error
@@ -246,67 +246,59 @@ def mapped(value: _V, function: Callable[[object, torch.Tensor], torch.Tensor], 
 # What does not fit
 
 
-def _saved_parameters(shards: Shards, state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, int]]:
-    """The key of each parameter in the state, and its index."""
-    saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-    return zip(saved, range(len(shards.parameters)), strict=False)  # torch says what differs
-
-
-def _check_shapes(shards: Shards, state_dict: Mapping[str, Any]) -> None:
-    """Raise ValueError if a state belongs to a parameter of another shape. torch would notice in the next step."""
-    for saved, index in _saved_parameters(shards, state_dict):
-        shape = shards.parameters[index].shape
-        for key, value in state_dict["state"].get(saved, {}).items():
-            if shards.kind is Kind.ELEMENTS and not is_scalar(key, value) and value.shape != shape:
-                raise ValueError(
-                    f"{key} of {shards.names[index]} has the shape {tuple(value.shape)} in this state, and the "
-                    f"parameter has {tuple(shape)}; the state belongs to another model"
-                )
-
-
-def _own_shards(shards: Shards, state_dict: Mapping[str, Any], *, is_shared: bool) -> dict[Any, Any]:
+def _fitting(shards: Shards, state_dict: Mapping[str, Any], *, is_shared: bool) -> dict[Any, Any]:
     """The states by parameter. Of what torch.distributed.checkpoint has loaded, this rank's whole parameters are plain
-    tensors then. Raises ValueError if a state has other elements than this rank steps.
+    tensors then. Raises ValueError if a state does not fit the model, or has other elements than this rank steps.
 
     Args:
         is_shared: all ranks pass a state.
     """
     states, own = dict(state_dict["state"]), by_parameter(shards.shards)
     has_state = any(shards.optimizer.state.values())
-    for saved, index in _saved_parameters(shards, state_dict):
-        if saved not in states:
+    saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+    for index, (key, parameter) in enumerate(zip(saved, shards.parameters, strict=False)):  # torch says what differs
+        if key not in states:
             continue
-        if has_state and not states[saved]:
+        name, entry, steps = shards.names[index], states[key], own.get(index, [])
+        if has_state and not entry:
             raise ValueError(
-                f"the state has no values for {shards.names[index]}. With shard=True, set_optimizer_state_dict() takes "
-                "no state that was saved with flatten_optimizer_state_dict=True; leave that option out, when saving "
-                "too"
+                f"the state has no values for {name}. With shard=True, set_optimizer_state_dict() takes no state that "
+                "was saved with flatten_optimizer_state_dict=True; leave that option out, when saving, too"
             )
-        parameter = shards.parameters[index]
-        steps = own.get(index, []) if is_shared else None
-        if steps or shards.kind is Kind.ELEMENTS or not is_shared or parameter in shards.everywhere:
-            states[saved] = _own_part(states[saved], parameter, steps, shards.kind)
-        else:  # another rank owns it
-            del states[saved]
+        if shards.kind is Kind.WHOLE:
+            if is_shared and not steps and parameter not in shards.everywhere:  # another rank owns it
+                del states[key]
+                continue
+        else:
+            _check_shapes(entry, parameter, name)
+        states[key] = mapped(entry, functools.partial(_own, shards.kind, parameter, steps if is_shared else None))
     return states
 
 
-def _own_part(entry: Any, parameter: torch.Tensor, own: Sequence[Shard] | None, kind: Kind) -> Any:
-    """The state of one parameter, of which this rank steps `own`. None: other ranks need this state, too."""
+def _check_shapes(entry: Entry, parameter: torch.Tensor, name: str) -> None:
+    """Raise ValueError if a state belongs to a parameter of another shape. torch would notice in the next step."""
+    for key, value in entry.items():
+        if not is_scalar(key, value) and value.shape != parameter.shape:
+            raise ValueError(
+                f"{key} of {name} has the shape {tuple(value.shape)} in this state, and the parameter has "
+                f"{tuple(parameter.shape)}; the state belongs to another model"
+            )
 
-    def checked(_: object, value: torch.Tensor) -> torch.Tensor:
-        if not isinstance(value, ShardTensor):
+
+def _own(
+    kind: Kind, parameter: torch.Tensor, steps: Sequence[Shard] | None, _: object, value: torch.Tensor
+) -> torch.Tensor:
+    """A tensor in the state of a parameter, of which this rank `steps` shards. None: others need this state, too."""
+    if not isinstance(value, ShardTensor):
+        return value
+    if steps is not None and kind is Kind.WHOLE and value.elements.numel() == value.numel():
+        return value.whole()
+    if steps is not None and kind is Kind.ELEMENTS and value.stride() == parameter.stride():
+        stop = value.first + value.elements.numel()
+        if all(value.first <= shard.start and shard.stop <= stop for shard in steps):
             return value
-        if own is not None and kind is Kind.WHOLE and value.elements.numel() == value.numel():
-            return value.whole()
-        if own is not None and kind is Kind.ELEMENTS and value.stride() == parameter.stride():
-            stop = value.first + value.elements.numel()
-            if all(value.first <= shard.start and shard.stop <= stop for shard in own):
-                return value
-        raise ValueError(
-            "this rank has only a part of this state, which torchring.sharding.DistributedState has cut for "
-            "torch.distributed.checkpoint: save it there, and load it from there, on all ranks; or load what "
-            "state_dict() of the optimizer has returned"
-        )
-
-    return mapped(entry, checked)
+    raise ValueError(
+        "this rank has only a part of this state, which torchring.sharding.DistributedState has cut for "
+        "torch.distributed.checkpoint: save it there, and load it from there, on all ranks; or load what state_dict() "
+        "of the optimizer has returned"
+    )

@@ -66,9 +66,6 @@ class DeviceExchange:
     def finish(self) -> None:
         """Nothing to do: later work on the current stream waits."""
 
-    def wait(self) -> None:
-        """Nothing to do."""
-
     def close(self) -> None:
         if self._opened is not None:
             self._opened.close()

@@ -62,11 +62,6 @@ class Exchange:
 
     def finish(self) -> None:
         """Return when this rank's memory is complete: on all ranks, all slices have been started."""
-        self.wait()
-        self._left.barrier()
-
-    def wait(self) -> None:
-        """Wait for the messages of slices that have been started."""
         receives, self._receives = self._receives, []
         for memory, sender, transfer in receives:
             transfer.wait()
@@ -74,6 +69,7 @@ class Exchange:
         sends, self._sends = self._sends, []
         for transfer in sends:
             transfer.wait()
+        self._left.barrier()
 
     def close(self) -> None:
         if self._transport is not None:
