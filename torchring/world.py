@@ -32,7 +32,7 @@ from torchring.errors import (
 from torchring.memory.host import HostGroup, connect
 from torchring.observer import Observers
 from torchring.releases import check_torch, installed_version
-from torchring.rendezvous.rendezvous import Rendezvous, ended_key
+from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.rooms import room
 
 _logger: Final = logging.getLogger("torchring")
@@ -286,9 +286,6 @@ class World:
         error = PeerLostError(f"{reason}, after {count}{advice}", peers=(self.rank,))
         if self.host is not None:
             self.host.report_failure(error)
-        if self.rendezvous is not None and not self.shares_memory:
-            with contextlib.suppress(RingError):  # the store may be gone
-                self.rendezvous.with_timeout(_GOODBYE_SECONDS).publish_once(ended_key(self.rank), encode_error(error))
 
     @property
     def is_forked(self) -> bool:

@@ -34,7 +34,8 @@ from torchring.collectives.service import Collectives
 from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError, RingError
 from torchring.memory import host as host_module
 from torchring.memory.channel import Channel
-from torchring.memory.host import ErrorPages, HostGroup, SharedBlock, connect, partition
+from torchring.memory.host import HostGroup, connect, partition
+from torchring.memory.noticeboard import Noticeboard
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.world import World
 
@@ -498,7 +499,7 @@ def test_no_peer_can_shrink_or_grow_a_block(monkeypatch: pytest.MonkeyPatch, is_
         group.allocate(4096)
 
     run_groups(2, body)
-    assert refused.count(0) == 8  # two blocks (one holds last words) x two ranks x own and peer's
+    assert refused.count(0) == 8  # two blocks (one holds notices) x two ranks x own and peer's
     assert refused.count(8192) == 8
 
 
@@ -806,7 +807,7 @@ def test_a_reported_failure_stops_those_who_wait_and_names_its_cause() -> None:
 
 
 @pytest.mark.parametrize("text", ["ä" * 3000, "\U0001f980" * 3000, '"\\' * 3000, ""])
-def test_last_words_of_any_length_and_alphabet(text: str) -> None:
+def test_notices_of_any_length_and_alphabet(text: str) -> None:
     def body(group: HostGroup) -> Any:
         if group.rank == 1:
             group.report_failure(PeerTimeoutError(text, peers=(1,)))
@@ -821,17 +822,18 @@ def test_last_words_of_any_length_and_alphabet(text: str) -> None:
     assert run_groups(2, body)[0] == (1,)
 
 
-def test_last_words_that_are_seen_in_part_are_not_read_yet() -> None:
+def test_a_notice_that_is_seen_in_part_is_not_read_yet() -> None:
     """A CPU that orders memory weakly may show the stores of another core in any order."""
-    written, seen = (torch.zeros(ErrorPages.NUM_BYTES, dtype=torch.uint8) for _ in range(2))
-    ErrorPages(SharedBlock((written,), 0), (0,)).write(0, b"the last words of rank 0")
-    pages = ErrorPages(SharedBlock((seen,), 0), (0,))
-    assert pages.read(0) is None
+    written, seen = (torch.zeros(Noticeboard.PAGE_BYTES, dtype=torch.uint8) for _ in range(2))
+    rendezvous = Rendezvous(dist.HashStore(), 0, 1, 5.0)
+    Noticeboard(rendezvous, [0], [written]).post(PeerLostError("no power", peers=(0,)))
+    notices = Noticeboard(rendezvous, [0], [seen])
+    assert notices.read(0) is None
     for part in (slice(0, 4), slice(4, 8), slice(8, 20)):
         seen[part] = written[part]
-        assert pages.read(0) is None
+        assert notices.read(0) is None
     seen.copy_(written)
-    assert pages.read(0) == b"the last words of rank 0"
+    assert "no power" in str(notices.read(0))
 
 
 def test_a_rank_of_a_closed_group_is_lost() -> None:

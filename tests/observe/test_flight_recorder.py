@@ -270,7 +270,7 @@ def test_a_stopped_rank_is_said_to_be_stopped() -> None:
 
 def test_a_rank_of_another_host_that_sends_nothing_more_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    hosts = [HostGroup(rank, [], 5.0) for rank in range(2)]
+    hosts = [HostGroup(Rendezvous(store, rank, 2, 5.0), []) for rank in range(2)]
     first, second = (
         StallMonitor(Rendezvous(store, rank, 2, 5.0), host, host.allocate(MEMORY_BYTES), 1000.0)
         for rank, host in enumerate(hosts)

@@ -22,7 +22,6 @@ import socket
 import struct
 import time
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
@@ -35,18 +34,16 @@ from torchring.errors import (
     PlanMismatchError,
     RingError,
     TopologyError,
-    decode_error,
-    encode_error,
     ranks_in_words,
 )
 from torchring.linux import boot_id, create_memory, network_id, open_process
 from torchring.memory.links import Listener, credentials, meet
 from torchring.memory.mapping import map_block
+from torchring.memory.noticeboard import Noticeboard
 from torchring.rendezvous.rendezvous import Rendezvous
 
 _POLL_SECONDS: Final = 0.05  # between two looks of a waiting rank at whether its peers are alive
 _GRANT: Final = struct.Struct("=qq")  # serial number of the block, bytes
-_WORDS: Final = struct.Struct("=2I")  # checksum and length of last words
 _NOBODY: Final = 65534  # the kernel's default for users that a namespace does not map
 _ALL_USERS: Final = 2**32 - 1
 _logger: Final = logging.getLogger("torchring")
@@ -84,20 +81,21 @@ class HostGroup:
         ranks: their world ranks, ascending. Always contains `rank`.
         index: position of this rank in `ranks`.
         on_wait: see `Rendezvous`.
+        notices: why ranks have failed or left.
     """
 
-    def __init__(self, rank: int, peers: Sequence[_Peer], timeout_seconds: float) -> None:
-        self.rank = rank
+    def __init__(self, rendezvous: Rendezvous, peers: Sequence[_Peer]) -> None:
+        rank = self.rank = rendezvous.rank
         self.ranks = tuple(sorted([rank, *(peer.rank for peer in peers)]))
         self.index = self.ranks.index(rank)
-        self.timeout_seconds = timeout_seconds
+        self.timeout_seconds = rendezvous.timeout_seconds
         self.on_wait: Callable[[Sequence[int], float], None] | None = None
         self._peers = {peer.rank: peer for peer in peers}
         self._num_blocks = 0
         self._is_closed = False
         self._aborted: RingError | None = None
-        self._errors: ErrorPages | None = None  # until allocate() has returned, which looks for errors, too
-        self._errors = ErrorPages(self.allocate(ErrorPages.NUM_BYTES), self.ranks)
+        self.notices: Noticeboard | None = None  # until allocate() has returned, which looks for notices, too
+        self.notices = Noticeboard(rendezvous, self.ranks, self.allocate(Noticeboard.PAGE_BYTES).parts)
         _groups.add(self)
 
     @property
@@ -149,13 +147,12 @@ class HostGroup:
         """
         needed = [rank for rank in needed if rank in self._peers]
         lost = self._lost(needed)
-        reports = {rank: text for rank in needed if self._errors and (text := self._errors.read(rank))}
-        culprits = sorted(lost - reports.keys())
-        if culprits:
-            names = ", ".join(f"rank {rank} (pid {self._peers[rank].pid})" for rank in culprits)
-            raise PeerLostError(f"{names} on this host died or exited", rank=self.rank, peers=culprits)
-        for rank, text in reports.items():
-            error = decode_error(text, rank)
+        said = {rank: error for rank in needed if self.notices and (error := self.notices.read(rank)) is not None}
+        died = sorted(lost - said.keys())
+        if died:
+            names = ", ".join(f"rank {rank} (pid {self._peers[rank].pid})" for rank in died)
+            raise PeerLostError(f"{names} on this host died or exited", rank=self.rank, peers=died)
+        for error in said.values():
             error.rank = self.rank
             raise error
 
@@ -173,9 +170,9 @@ class HostGroup:
         return {rank_of[descriptor] for descriptor, _ in poll.poll(0)}
 
     def report_failure(self, error: RingError) -> None:
-        """Write `error` where waiting peers find it. The peers then stop, too, and name the same cause."""
-        if self._errors:
-            self._errors.write(self.index, encode_error(error))
+        """Leave `error` for ranks that wait, here and on other hosts. They stop, too, and name the same cause."""
+        if self.notices is not None:
+            self.notices.post(error)
 
     def abort(self, error: RingError) -> None:
         """Make the threads of this rank that wait in `wait_until`, now or later, raise `error`. From any thread."""
@@ -289,31 +286,6 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-class ErrorPages:
-    """One page of shared memory per rank. A failing rank writes its error there, for the peers that wait for it."""
-
-    NUM_BYTES: Final = 4096
-
-    def __init__(self, block: SharedBlock, ranks: Sequence[int]) -> None:
-        self._pages = {rank: part.numpy() for rank, part in zip(ranks, block.parts, strict=True)}
-        self._ranks = tuple(ranks)
-
-    def write(self, index: int, text: bytes) -> None:
-        page = self._pages[self._ranks[index]]
-        if page[: _WORDS.size].any():  # later errors are consequences of the first
-            return
-        text = text[: len(page) - _WORDS.size]
-        page[_WORDS.size : _WORDS.size + len(text)] = list(text)
-        page[: _WORDS.size] = list(_WORDS.pack(zlib.crc32(text), len(text)))
-
-    def read(self, rank: int) -> bytes | None:
-        """None if the rank has not failed, or if its error is on the way: another core may see it in any order."""
-        page = self._pages[rank]
-        checksum, length = _WORDS.unpack(page[: _WORDS.size].tobytes())
-        text = page[_WORDS.size : _WORDS.size + length].tobytes()
-        return text if length and zlib.crc32(text) == checksum else None
-
-
 def connect(rendezvous: Rendezvous) -> HostGroup:
     """Collective: find the ranks with which this rank can share memory, and open the sockets to them.
 
@@ -359,7 +331,7 @@ def connect(rendezvous: Rendezvous) -> HostGroup:
     for r in links.keys() - set(members):
         links[r].close()
     peers = [_peer(r, links[r]) for r in members if r != rank]
-    return HostGroup(rank, peers, rendezvous.timeout_seconds)
+    return HostGroup(rendezvous, peers)
 
 
 def _given_up(rendezvous: Rendezvous, text: str) -> TopologyError:

@@ -1,7 +1,7 @@
 """Ranks find each other through a key-value store. Calls have deadlines, and errors name the missing rank.
 
 The store is torch.distributed's: a TCPStore between processes, a HashStore between threads. The store carries
-addresses, descriptions of plans and last words of ranks, never gradients.
+addresses, descriptions of plans and notices of ranks, never gradients.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _LOOK_SECONDS: Final = 0.25  # between two looks at the process of a rank that i
 _STAY_SECONDS: Final = 1.0  # how long the store outlives a world that was given up, so that every rank learns why
 
 
-def ended_key(rank: int) -> str:
-    """The key under which a rank says that its script has ended, and why."""
-    return f"ended/{rank}"
+def notice_key(rank: int) -> str:
+    """The key under which a rank says why it has failed or left; see `Noticeboard`."""
+    return f"notice/{rank}"
 
 
 def blames_key(rank: int) -> str:
@@ -172,8 +172,8 @@ class Rendezvous:
         for rank in ranks:
             token, _, who = self._claim_of(rank).partition(" ")
             if has_ended(token.partition("/")[2]):
-                if self.is_published(ended_key(rank)):
-                    return decode_error(self.fetch(ended_key(rank), rank), rank)
+                if self.is_published(notice_key(rank)):
+                    return decode_error(self.fetch(notice_key(rank), rank), rank)
                 text = f"rank {rank} ({who}) has ended, in torchring.init() or after it. Its own output may say why"
                 return PeerLostError(text, rank=self.rank, peers=(rank,))
         return None

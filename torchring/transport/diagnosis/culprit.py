@@ -1,9 +1,9 @@
 """Finds the rank that is at fault when a transfer fails. Ranks leave messages for each other in the store.
 
 A rank whose wait fails first writes down the peer that it waited for (its "suspect"). When the rank has found out the
-cause, it writes down its error ("last words"). So other ranks name the rank that failed first, and not the ranks that
-stopped because of it. Last words belong to a channel; suspects to the whole world, because rank a may wait for rank b
-in one channel while rank b waits for rank c in another.
+cause, it puts its error on the noticeboard. So other ranks name the rank that failed first, and not the ranks that
+stopped because of it. Both belong to the whole world, because rank a may wait for rank b in one channel while rank b
+waits for rank c in another.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from torchring.errors import PeerLostError, PeerTimeoutError, RingError, decode_error, encode_error, ranks_in_words
+from torchring.errors import PeerLostError, PeerTimeoutError, RingError, encode_error, ranks_in_words
 from torchring.memory.host import HostGroup
-from torchring.rendezvous.rendezvous import Rendezvous, ended_key
+from torchring.memory.noticeboard import Noticeboard
+from torchring.rendezvous.rendezvous import Rendezvous, notice_key
 
-# After a timeout, how long to look for the last words of the suspect. If the suspect was waiting for another rank, the
+# After a timeout, how long to look for a notice of the suspect. If the suspect was waiting for another rank, the
 # suspect's timeout comes at about the same moment.
 _GRACE_SECONDS: Final = 2.0
 # After a link broke. The other end may have timed out: then Gloo closes all links before torchring can say why.
@@ -50,6 +51,7 @@ class Culprits:
         self._timeout_seconds = rendezvous.timeout_seconds
         self._name = name
         self._host = host
+        self._notices = (host and host.notices) or Noticeboard(rendezvous)
         self._others = [rank for rank in range(rendezvous.size) if rank != rendezvous.rank]
         self._peers = self._others if members is None else [rank for rank in members if rank != rendezvous.rank]
         # Peers whose links were closed when this rank's wait failed, before this rank closed its own. A live rank says
@@ -58,12 +60,15 @@ class Culprits:
 
     def report(self, error: RingError) -> None:
         """Leave `error` for the peers."""
-        self._leave("last_words", encode_error(error))
-        if self._host is not None:
-            self._host.report_failure(error)
+        self._notices.post(error)
+        key = notice_key(self._rendezvous.rank)
+        with contextlib.suppress(RingError):  # the store may be gone
+            self._rendezvous.publish_once(
+                key, encode_error(error)
+            )  # on one host, too, where the store may be left alone
         lost = error.peers if isinstance(error, (PeerLostError, PeerTimeoutError)) else ()
         survivors = [rank for rank in self._others if rank not in lost]
-        self._rendezvous.stay_until_published([self._key("last_words", rank) for rank in survivors], _STAY_SECONDS)
+        self._rendezvous.stay_until_published([notice_key(rank) for rank in survivors], _STAY_SECONDS)
 
     def suspect(self, peer: int | None, *, timed_out: bool) -> None:
         """Tell the peers which rank this rank waited for.
@@ -77,11 +82,12 @@ class Culprits:
         """
         with contextlib.suppress(RingError):
             text = f"{-1 if peer is None else peer} {int(timed_out)}"
-            self._rendezvous.publish_once(self._key("suspect", self._rendezvous.rank), text.encode())
+            self._rendezvous.publish_once(_suspect_key(self._rendezvous.rank), text.encode())
 
     def say_goodbye(self) -> None:
         """Tell the peers that this rank has closed its end."""
-        self._leave("left", b"")
+        with contextlib.suppress(RingError):
+            self._rendezvous.publish(self._left_key(self._rendezvous.rank), b"")
 
     def explain(self, peer: int | None, seconds: float, *, timed_out: bool) -> RingError:
         """Find the cause of a failed wait.
@@ -102,7 +108,7 @@ class Culprits:
                     culprit, timed_out = self._end_of_chain(peer, timed_out)
                     culprits = [culprit]
                 error = self._fault_of(culprits, timed_out)
-        except RingError as found:  # last words of a rank, or the store is gone with the rank that hosted it
+        except RingError as found:  # the notice of a rank, or the store is gone with the rank that hosted it
             error = found
             if not found.peers and peer is not None:  # the store is gone, and the launcher hosted it
                 error = self._fault_of([peer], timed_out)
@@ -114,22 +120,17 @@ class Culprits:
         if timed_out:
             text = f"{names} did not answer within {self._timeout_seconds:g} s"
             with contextlib.suppress(RingError):
-                if all(self._rendezvous.is_published(self._key("suspect", rank)) for rank in culprits):
+                if all(self._rendezvous.is_published(_suspect_key(rank)) for rank in culprits):
                     text += _NETWORK
             return PeerTimeoutError(text, peers=culprits)
         for rank in culprits:
             with contextlib.suppress(RingError):
-                if (ended := self._said_at_its_end(rank)) is not None:
-                    return ended
+                if (notice := self._notices.read(rank)) is not None:
+                    return notice
         where: list[str] = []
         with contextlib.suppress(RingError):
             where = sorted({self._rendezvous.host_of(rank) for rank in culprits} - {""})
         return PeerLostError(f"{names}{' on ' * bool(where)}{', '.join(where)} died or exited", peers=culprits)
-
-    def _said_at_its_end(self, rank: int) -> RingError | None:
-        """The reason that the script of `rank` gave for its end. None if it did not end, or gave no reason."""
-        key = ended_key(rank)
-        return decode_error(self._rendezvous.fetch(key, rank), rank) if self._rendezvous.is_published(key) else None
 
     def stood_still(self, seconds: float) -> RingError:
         """The error if this rank's wait was too long because this process did not run."""
@@ -172,11 +173,9 @@ class Culprits:
         """
         try:
             for rank in suspects:
-                if (words := self._look_up("last_words", rank, 0.0)) is not None:
-                    return decode_error(words, rank)
-                if self._look_up("left", rank, 0.0) is not None:
-                    if (ended := self._said_at_its_end(rank)) is not None:
-                        return ended
+                if (notice := self._notices.read(rank)) is not None:
+                    return notice
+                if self._rendezvous.is_published(self._left_key(rank)):
                     text = f"rank {rank} closed its end; it called shutdown() or close(), or exited"
                     return PeerLostError(text, peers=(rank,))
         except PeerTimeoutError:  # the store does not answer: says nothing about the peers, and may not last
@@ -188,8 +187,8 @@ class Culprits:
     def _end_of_chain(self, suspect: int, timed_out: bool) -> tuple[int, bool]:
         """The rank that keeps all others waiting: the first in the chain of suspects that suspects no rank.
 
-        Also returns whether a wait along the chain was too long: then links broke because of that wait. Raises the last
-        words of a rank in the chain, or that a rank in the chain waited too long for this rank.
+        Also returns whether a wait along the chain was too long: then links broke because of that wait. Raises the
+        notice of a rank in the chain, or that a rank in the chain waited too long for this rank.
         """
         waited_too_long = timed_out
         lives = self._host is not None and suspect in self._host.ranks  # `seen_by_the_host` has found no failure
@@ -197,9 +196,9 @@ class Culprits:
         deadline = started + (_GRACE_SECONDS if timed_out or lives else _BROKEN_GRACE_SECONDS)
         seen = {self._rendezvous.rank}
         while True:
-            if (words := self._look_up("last_words", suspect, 0.0)) is not None:
-                raise decode_error(words, suspect)
-            answer = self._look_up("suspect", suspect, deadline)
+            if (notice := self._notices.read(suspect)) is not None:
+                raise notice
+            answer = self._suspect_of(suspect, deadline)
             seen.add(suspect)
             if answer is None:
                 return suspect, timed_out
@@ -216,17 +215,17 @@ class Culprits:
         """The culprits after a collective failed: the ranks that do not report the failure.
 
         Also returns whether the wait of any rank was too long. All links are closed by now, so every live rank has
-        noticed. Raises the last words of the first rank that has found out the cause, or that all others waited too
-        long for this rank.
+        noticed. Raises the notice of the first rank that has found out the cause, or that all others waited too long
+        for this rank.
         """
         waited_too_long = timed_out
         started = time.monotonic()
         silent = list(self._peers)
         while True:
             for rank in self._peers:
-                if (words := self._look_up("last_words", rank, 0.0)) is not None:
-                    raise decode_error(words, rank)
-            answers = {rank: self._look_up("suspect", rank, 0.0) for rank in silent}
+                if (notice := self._notices.read(rank)) is not None:
+                    raise notice
+            answers = {rank: self._suspect_of(rank, 0.0) for rank in silent}
             timed_out = timed_out or any(answer is not None and answer.endswith(b"1") for answer in answers.values())
             silent = [rank for rank, answer in answers.items() if answer is None]
             if not silent and timed_out and not waited_too_long:
@@ -239,17 +238,17 @@ class Culprits:
                 return silent, timed_out
             time.sleep(_PAUSE_SECONDS)
 
-    def _look_up(self, what: str, rank: int, deadline: float) -> bytes | None:
-        key = self._key(what, rank)
+    def _suspect_of(self, rank: int, deadline: float) -> bytes | None:
+        key = _suspect_key(rank)
         while not self._rendezvous.is_published(key):
             if time.monotonic() >= deadline:
                 return None
             time.sleep(_PAUSE_SECONDS)
         return self._rendezvous.fetch(key, rank)
 
-    def _leave(self, what: str, text: bytes) -> None:
-        with contextlib.suppress(RingError):  # the store may be gone
-            self._rendezvous.publish(self._key(what, self._rendezvous.rank), text)
+    def _left_key(self, rank: int) -> str:
+        return f"transport/{self._name}/left/{rank}"
 
-    def _key(self, what: str, rank: int) -> str:
-        return f"transport/suspect/{rank}" if what == "suspect" else f"transport/{self._name}/{what}/{rank}"
+
+def _suspect_key(rank: int) -> str:
+    return f"transport/suspect/{rank}"
