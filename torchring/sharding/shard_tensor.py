@@ -58,7 +58,7 @@ class ShardTensor(torch.Tensor):
 
     Attributes:
         first: index of the first of the elements, in memory order.
-        elements: [n]; shared with the optimizer's state where that lies in one tensor.
+        elements: [n]; a copy, if the optimizer steps elements.
     """
 
     first: int

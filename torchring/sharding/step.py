@@ -414,20 +414,16 @@ class Shards:
         self._exchange.close()
 
     @contextmanager
-    def whole_state(self, state: dict[torch.Tensor, Any] | None = None) -> Iterator[None]:
-        """Inside, `optimizer.state` is the given one, of whole parameters; or what a load leaves there."""
+    def whole_state(self, state: Mapping[torch.Tensor, Any]) -> Iterator[None]:
+        """Inside, `optimizer.state` is the given one, of whole parameters."""
         mine = self.optimizer.state
-        if state is not None:
-            self.optimizer.state = defaultdict(dict, state)
+        self.optimizer.state = defaultdict(dict, state)
         self._is_under_way = True
         try:
             yield
         finally:
             self._is_under_way = False
-            if state is not None:
-                self.optimizer.state = mine
-            else:
-                self._guard_state()
+            self.optimizer.state = mine
 
     def _guard_state(self) -> None:
         self.optimizer.state = ShardState(self.optimizer.state, self._refuse_entry)
