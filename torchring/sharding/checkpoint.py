@@ -1,7 +1,8 @@
 """Ordinary checkpoints of a sharded optimizer: the whole state, by parameter, as the plain optimizer has it.
 
 A checkpoint knows no shard and no number of ranks. So any number of ranks can go on from it, and a plain optimizer,
-too. State is gathered and dealt out parameter by parameter: beside the result, a rank holds the state of one.
+too. Beside the result, a rank holds 64 MiB while state is gathered, and the state of one parameter while it is dealt
+out.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torchring.sharding.shard_tensor import ShardTensor
 from torchring.sharding.step import Shards, num_bytes_of
 from torchring.sharding.together import begin_together
 
-_BYTES_BETWEEN_TRIMS: Final = 64 << 20
+_BYTES_AT_ONCE: Final = 64 << 20  # that are gathered; or one shard
 
 _V = TypeVar("_V")
 Entry = dict[str, Any]  # the state of one parameter, or of one shard
@@ -57,24 +58,24 @@ def gather_state(shards: Shards, *, keeps: bool) -> dict[str, Any] | None:
     state, collectives = shards.optimizer.state, internal_collectives_of(shards.world)
     everybody, mine = tell(shards)
     found: State = {}
-    num_bytes = 0
-    for index, parameter in enumerate(shards.parameters):
-        for rank, theirs in enumerate(everybody):
-            entries: list[tuple[int, int, Entry]] = []
+    for rank, theirs in enumerate(everybody):
+        rows = [(index, *row) for index, its in theirs.items() for row in its][::-1]
+        while rows:
+            batch: list[tuple[torch.Tensor, int, int, Entry]] = []
             tensors: list[torch.Tensor] = []
-            for start, stop, its in theirs.get(index, ()):
+            num_bytes = 0
+            while rows and num_bytes < _BYTES_AT_ONCE:
+                index, start, stop, its = rows.pop()
                 wanted: Tensors = {}
                 own = mine[index, start] if rank == shards.world.rank else {}
-                entries.append((start, stop, fill_outline(its, "", own, wanted)))
+                batch.append((shards.parameters[index], start, stop, fill_outline(its, "", own, wanted)))
                 tensors += wanted.values()
-            if tensors:
-                collectives.broadcast_together(tensors, rank)
-            for start, stop, entry in entries if keeps else ():
+                num_bytes += num_bytes_of(wanted)
+            collectives.broadcast_together(tensors, rank)
+            for parameter, start, stop, entry in batch if keeps else ():
                 _add(shards.kind, found.setdefault(parameter, {}), entry, parameter, start, stop)
-        # What was received leaves holes between the results.
-        if (num_bytes := num_bytes + num_bytes_of(found.get(parameter))) > _BYTES_BETWEEN_TRIMS:
-            num_bytes = 0
-            trim()
+            del tensors, batch
+            trim()  # what was received leaves holes between the results
     if not keeps:
         return None
     found.update({p: on_host(state[p]) for p in shards.everywhere if p in state})
