@@ -273,6 +273,7 @@ def _refused(rank: int, size: int) -> None:
     ):
         net, plain = _wide()
         refuse(says, lambda plain=plain, net=net, options=options: torchring.wrap(plain, net, **options))
+    refuse("call torchring.wrap(..., shard=True)", lambda: torchring.DistributedOptimizer(plain, net, shard=True))
     net, _ = _wide()
     refuse(
         "looks at all parameters together", lambda: torchring.wrap(torch.optim.LBFGS(net.parameters()), net, shard=True)
