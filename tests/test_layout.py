@@ -18,10 +18,11 @@ PACKAGE = ROOT / "torchring"
 # fmt: off
 ORDER = [
     "kernels", "rooms", "observer", "errors", "linux", "threads", "dynamo", "releases", "placement", "safe_files",
-    "rendezvous", "alone", "accelerators", "memory", "world", "interruption", "default_world", "meeting", "transport",
-    "collectives", "allreduce", "devices", "optimizer_wrapper", "gradients", "participants", "observe", "norms",
-    "optimizer", "sharding", "joining", "recipes", "monitoring", "launch", "data", "elastic", "horovod", "accelerate",
-    "transformers", "lightning", "spark", "ray", "manifest", "doctor", "report", "cli", "__main__", "__init__", "bench",
+    "rendezvous", "accelerators", "memory", "world", "interruption", "default_world", "meeting", "transport",
+    "collectives", "allreduce", "devices", "optimizer_wrapper", "gradients", "participants", "observe", "alone",
+    "norms", "optimizer", "sharding", "joining", "recipes", "monitoring", "launch", "data", "elastic", "horovod",
+    "accelerate", "transformers", "lightning", "spark", "ray", "manifest", "doctor", "report", "cli", "__main__",
+    "__init__", "bench",
 ]
 # fmt: on
 

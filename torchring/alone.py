@@ -11,24 +11,12 @@ from typing import Final
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.module import register_module_module_registration_hook
 
-from torchring.dynamo import run_eagerly
 from torchring.errors import TopologyError
+from torchring.gradients.module_wrappers import MODULE_WRAPPERS  # which counts from now on
 from torchring.rendezvous.environment import JOB, read_environment, started_by_member
 
 _imported_by: Final = os.getpid()
-_num_reducing = 0  # modules that reduce gradients by themselves: DistributedDataParallel, FullyShardedDataParallel
-
-
-@run_eagerly
-def _notice(module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
-    """A submodule is assigned to `module`. In the constructor of DDP or FSDP, the submodule is the model."""
-    global _num_reducing
-    _num_reducing += type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel")
-
-
-register_module_module_registration_hook(_notice)
 
 
 def say_if_alone(has_watched: bool) -> None:
@@ -49,7 +37,7 @@ def say_if_alone(has_watched: bool) -> None:
     has_group = dist.is_available() and (
         dist.is_initialized() or getattr(dist.distributed_c10d, "_default_pg_init_method", None) is not None
     )
-    if has_group and (not has_watched or _num_reducing or _has_used_fully_shard()):
+    if has_group and (not has_watched or MODULE_WRAPPERS.num_built or _has_used_fully_shard()):
         return  # the script may reduce gradients without torchring
     try:
         launch = started_by_member(os.environ, os.getpid()) or read_environment(os.environ)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp import ShardingStrategy as Shard
-from torch.nn.modules import module as module_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import torchring
@@ -230,9 +229,8 @@ def _no_mistakes(rank: int, world_size: int) -> dict[str, float]:
     return {case.__name__: _largest_error(case, model, rank, world_size) for case in cases}
 
 
-def _all_cases(rank: int, world_size: int) -> tuple[dict[str, str], dict[str, float], int]:
+def _all_cases(rank: int, world_size: int) -> tuple[dict[str, str], dict[str, float]]:
     gc.freeze()  # what was imported: each case collects garbage, which takes 0.2 s otherwise
-    num_hooks = len(module_hooks._global_module_registration_hooks)  # torchring.alone has one
     dist.init_process_group("gloo")
     problems = {}
     for name in _MISTAKES:
@@ -243,11 +241,11 @@ def _all_cases(rank: int, world_size: int) -> tuple[dict[str, str], dict[str, fl
     fine = _no_mistakes(rank, world_size)
     torchring.shutdown()
     dist.destroy_process_group()
-    return problems, fine, len(module_hooks._global_module_registration_hooks) - num_hooks
+    return problems, fine
 
 
 def test_ddp_and_fsdp() -> None:
-    for problems, fine, num_hooks_left in run_ranks(_all_cases, 2):
+    for problems, fine in run_ranks(_all_cases, 2):
         for name, (kind, *fragments) in _MISTAKES.items():
             problem = problems[name]
             assert problem.startswith(f"{kind}: "), f"{name}: {problem or 'no error'}"
@@ -255,4 +253,3 @@ def test_ddp_and_fsdp() -> None:
                 assert fragment in problem, f"{name}: {fragment!r} is not in {problem}"
         assert fine
         assert all(error < 1e-12 for error in fine.values()), fine
-        assert num_hooks_left == 0

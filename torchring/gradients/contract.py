@@ -19,8 +19,7 @@ class Stats:
     Attributes:
         algorithm: "direct", "ring", "hierarchical" or "native"; "none" in a world of one rank.
         reason: why this algorithm was chosen, as a sentence, with the times that "auto" has measured. In a job
-            that `torchring run` has started, also where this rank runs, and why. If all
-            gradients arrive together, as those of a model that is compiled as a whole, a sentence says so.
+            that `torchring run` has started, also where this rank runs, and why.
         overlap: "inline" or "thread"; on a GPU "inline" or "stream".
         num_buckets: number of buckets in the current plan.
         bytes_per_step: bytes that this rank contributes to one reduction, after compression.

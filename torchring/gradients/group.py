@@ -288,4 +288,3 @@ class OptimizerGroup:
         self._norm_watch.close()
         if self._loose is not None:
             self._loose.close()
-        self.members.module_wrappers.close()

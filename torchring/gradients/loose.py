@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchring.dynamo import run_eagerly
 from torchring.gradients.hooks import BackwardWatch
-from torchring.gradients.module_wrappers import living, sharded_by
+from torchring.gradients.module_wrappers import MODULE_WRAPPERS, living, sharded_by
 from torchring.gradients.reducer import Members
 from torchring.optimizer_wrapper import OptimizerWrapper
 from torchring.participants.ownership import Ownership
@@ -95,7 +95,7 @@ class LooseOptimizers:
                 for p in group["params"]
             )
             or any(watch.watches(parameter) for watch in watches)
-            or self._members.module_wrappers.first_shared([parameter]) is not None
+            or MODULE_WRAPPERS.first_shared([parameter]) is not None
             or sharded_by(parameter) is not None
         )
 

@@ -33,20 +33,19 @@ WAY_OUT: Final = (
 
 
 class ModuleWrappers:
-    """The DDP and FSDP instances of this process that are alive.
+    """The DDP and FSDP instances of this process that are alive. There is one object of this class, `MODULE_WRAPPERS`.
 
     Attributes:
-        num_built: how many instances were built since this object exists.
+        num_built: how many instances were built since this module was imported.
     """
 
     def __init__(self) -> None:
         self.num_built = 0
         self._alive: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._handle = register_module_module_registration_hook(self._notice)
-        self._find()
+        register_module_module_registration_hook(self._notice)
 
-    def _find(self) -> None:
-        """Find the instances that were built before this object existed."""
+    def find(self) -> None:
+        """Find the instances that were built before this module was imported."""
         kinds = tuple(_with_subclasses(_kinds()))
         self._alive.update(found for found in gc.get_referrers(*kinds) if type(found) in kinds)
 
@@ -58,10 +57,6 @@ class ModuleWrappers:
         gc.collect()  # a module wrapper that the script has dropped is no mistake
         return self._first_shared(parameters)
 
-    def close(self) -> None:
-        """Stop watching."""
-        self._handle.remove()
-
     def _first_shared(self, parameters: Sequence[torch.Tensor]) -> tuple[int, str] | None:
         reducers = {id(p): type(wrapper).__name__ for wrapper in list(self._alive) for p in _reduced_by(wrapper)}
         return next(((i, reducers[id(p)]) for i, p in enumerate(parameters) if id(p) in reducers), None)
@@ -72,6 +67,9 @@ class ModuleWrappers:
         if isinstance(module, _kinds()):
             self._alive.add(module)
             self.num_built += 1
+
+
+MODULE_WRAPPERS: Final = ModuleWrappers()
 
 
 def explain(name: str, kind: str) -> str:

@@ -25,7 +25,7 @@ from torchring.gradients.hooks import BackwardWatch, attach_hooks, make_hook
 from torchring.gradients.launcher import Launcher
 from torchring.gradients.layout import BucketLayout, Options
 from torchring.gradients.ledger import Ledger, OptimizerLedger, StaleGradients, note_stale
-from torchring.gradients.module_wrappers import ModuleWrappers, explain
+from torchring.gradients.module_wrappers import MODULE_WRAPPERS, explain
 from torchring.gradients.plan import ParameterSpec, describe
 from torchring.gradients.round import ControlFields, NonFiniteGradient, Participant, RoundPhase, RoundState
 from torchring.gradients.weighing import Weighing, unfrozen
@@ -66,7 +66,6 @@ class Members:
 
     Attributes:
         guard: runs what takes several collectives, and must not be left between two of them.
-        module_wrappers: the DDP and FSDP instances of this process. None of them may reduce a member's parameters.
         has_ended: whether this rank's data has ended, inside `torchring.join`.
         is_skipping: whether this rank takes part in a backward of the others without one of its own.
         skipper: the member whose `skip()` is under way.
@@ -77,7 +76,7 @@ class Members:
 
     def __init__(self, world: World) -> None:
         self.guard = InterruptionGuard(world)
-        self.module_wrappers = ModuleWrappers()
+        MODULE_WRAPPERS.find()
         self.has_ended = False
         self.is_skipping = False
         self.skipper: Reducer | None = None
@@ -275,7 +274,7 @@ class Reducer(Sync):
         self.watch = BackwardWatch(partial(end_backward, self), self.abandon_backward)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._hooked: list[int] = []  # what identifies the parameters, which torch.utils.swap_tensors changes
-        self._num_wrappers_seen = -1  # ModuleWrappers.num_built when these parameters were checked last
+        self._num_wrappers_seen = -1  # MODULE_WRAPPERS.num_built when these parameters were checked last
         members.add(self)
         self._attach()
 
@@ -659,14 +658,13 @@ class Reducer(Sync):
 
     def _refuse_module_wrappers(self) -> None:
         """Raise GradientError if a DDP or FSDP reduces one of these parameters, too, whenever it was built."""
-        wrappers = self._members.module_wrappers
-        if self._num_wrappers_seen == wrappers.num_built:
+        if self._num_wrappers_seen == MODULE_WRAPPERS.num_built:
             return
-        if shared := wrappers.first_shared(self.parameters):
+        if shared := MODULE_WRAPPERS.first_shared(self.parameters):
             index, kind = shared
             name = self.specs[index].name
             raise GradientError(explain(name, kind), rank=self.world.rank, parameters=(name,), step=self.num_steps)
-        self._num_wrappers_seen = wrappers.num_built
+        self._num_wrappers_seen = MODULE_WRAPPERS.num_built
 
     def _begin(self, *, reduces: bool) -> None:
         self.launcher.refuse_lost()

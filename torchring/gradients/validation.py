@@ -17,7 +17,7 @@ from torchring.allreduce.select import ALGORITHMS, OVERLAPS
 from torchring.errors import GradientError
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.layout import Options
-from torchring.gradients.module_wrappers import WAY_OUT, explain, is_module_wrapper, living, sharded_by
+from torchring.gradients.module_wrappers import MODULE_WRAPPERS, WAY_OUT, explain, is_module_wrapper, living, sharded_by
 from torchring.gradients.plan import COMPRESSIONS, ParameterSpec
 from torchring.world import World
 
@@ -202,7 +202,7 @@ def check_free(names: Mapping[torch.nn.Parameter, str], world: World) -> None:
         taken = next(name for p, name in names.items() if any(p is other for other in owner.parameters))
         raise ValueError(f"{taken} belongs to another DistributedOptimizer; call close() on that one first")
     trainable = [parameter for parameter in names if parameter.requires_grad]
-    if shared := group.members.module_wrappers.first_shared(trainable):
+    if shared := MODULE_WRAPPERS.first_shared(trainable):
         index, kind = shared
         raise ValueError(explain(names[trainable[index]], kind))
 
