@@ -18,11 +18,6 @@ _PAIRWISE: Final[dict[str, Callable[..., torch.Tensor]]] = {
 }
 
 
-def accumulate(total: torch.Tensor, part: torch.Tensor, op: str) -> None:
-    """total <- total op part. `total` has at least 32 bits. The mean is to be divided at the end."""
-    _PAIRWISE[op](total, part, out=total)
-
-
 def combine(parts: Sequence[torch.Tensor], out: torch.Tensor, op: str) -> None:
     """out <- parts[0] op parts[1] op ..., of one dtype, in list order. 16-bit values are combined in fp32, and rounded
     once. `out` may be one of the first two parts, and must not overlap the others. Checks nothing, as it is called for
@@ -42,7 +37,7 @@ def combine(parts: Sequence[torch.Tensor], out: torch.Tensor, op: str) -> None:
         total.copy_(parts[0])
         later = parts[1:]
     for part in later:
-        accumulate(total, part, op)
+        pairwise(total, part, out=total)
     if op == "mean" and out.numel():
         total.mul_(1.0 / len(parts))
     if total is not out:

@@ -28,7 +28,7 @@ import torch
 from torchring.collectives.combine import combine
 from torchring.collectives.signature import Signature, mismatch
 from torchring.memory.channel import Channel
-from torchring.memory.host import HostGroup, as_words
+from torchring.memory.host import HostGroup, as_words, tensor_of
 
 # One half of a staging buffer has 256 KiB for each rank: each slice is large enough to be worth the calls, and all
 # halves fit the caches. Two ranks, which pass everything once, gain from larger ones. See bench/NOTES.md.
@@ -150,14 +150,10 @@ class SharedMemoryCollectives:
         finally:
             self._channel.meanwhile = None
         gathered = [bytes(stage[: min(size, room)]) for stage, size in zip(stages, sizes, strict=True)]
-        for start in range(room, max(sizes), room):
-            stages = self._bytes[self._next_half()]
-            piece = data[start : start + room]
-            stages[me][: len(piece)] = piece
-            self._meet(None)
-            for rank, stage in enumerate(stages):
-                gathered[rank] += stage[: max(0, min(sizes[rank] - start, room))]
-        return gathered
+        if max(sizes) <= room:
+            return gathered
+        rests = self.all_gather(tensor_of(data[room:]), signature)
+        return [start + rest.numpy().tobytes() for start, rest in zip(gathered, rests, strict=True)]
 
     def all_to_all(self, pieces: Sequence[torch.Tensor], signature: Signature) -> list[torch.Tensor]:
         """Send the uint8 `pieces[r]`, of any length, to rank r. Returns what each rank sent to this rank."""

@@ -79,7 +79,6 @@ class C10dTransport:
         self._is_closed = False
         # Waits that may have to be left behind
         self._waiter = SerialThread(f"torchring-{name}-waiter")
-        self._seconds_still = 0.0  # for so long this process did not run during the last wait
         weakref.finalize(self, self._waiter.close).atexit = False
         # All ranks are known to be here before Gloo connects, so that an absent rank is reported by name.
         try:
@@ -212,11 +211,7 @@ class C10dTransport:
                     # Ranks that wait for innocent ranks must notice, too, or they are taken for the culprit.
                     gloo_links.close_links(self._group, self._place, self.size)
                 seconds = time.monotonic() - started
-                if self._seconds_still > self._timeout_seconds / 2:
-                    error = self._diagnosis.signed(self._diagnosis.stood_still(self._seconds_still), seconds)
-                else:
-                    error = self._diagnosis.explain(peer, seconds, timed_out=timed_out)
-                raise self.fail(error) from failure
+                raise self.fail(self._diagnosis.explain(peer, seconds, timed_out=timed_out)) from failure
 
     def interruptible(self, wait: Callable[[], object], peer: int | None) -> None:
         """Call `wait` on a thread that can be left behind: Ctrl-C gets through, and a broken link is noticed."""
@@ -248,14 +243,8 @@ class C10dTransport:
         pause = _FIRST_LOOK_SECONDS
         broken: RuntimeError | None = None
         probe_at = time.monotonic() + pause
-        self._seconds_still = 0.0
         while True:
-            patience = _INTERRUPTIBLE_SECONDS if broken is None else _DIGEST_SECONDS
-            woken_at = time.monotonic() + patience
-            is_done = is_done_within(patience)
-            if (late := time.monotonic() - woken_at) > _LATE_SECONDS:
-                self._seconds_still += late
-            if is_done:
+            if is_done_within(_INTERRUPTIBLE_SECONDS if broken is None else _DIGEST_SECONDS):
                 return
             if self._is_closed:
                 raise closed(self._failure.error, self.rank)

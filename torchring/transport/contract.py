@@ -91,9 +91,6 @@ class Diagnosis(Protocol):
     def explain(self, peer: int | None, seconds: float, *, timed_out: bool) -> RingError:
         """The cause of a failed wait for `peer`, which took `seconds`. If not `timed_out`, a link broke."""
 
-    def stood_still(self, seconds: float) -> RingError:
-        """The error if a wait was too long because this process did not run."""
-
     def signed(self, error: RingError, seconds: float) -> RingError:
         """Add to `error` that this rank raises it, and after how long."""
 

@@ -52,7 +52,7 @@ _SUMMED: Final = {
     torch.bfloat16: "UINT16_T",
 }
 
-_serialised = threading.RLock()  # where MPI takes one thread at a time
+_lock = threading.RLock()  # MPI may take one thread at a time, and no call of it waits
 _open: weakref.WeakSet[MpiTransport] = weakref.WeakSet()
 # (request, tensor) of transfers that could not be cancelled: MPI may still read or write the tensor's memory.
 _abandoned: list[tuple[Any, torch.Tensor]] = []
@@ -98,12 +98,11 @@ class MpiTransport:
         _check_ranks(self.rank, [json.loads(text) for text in texts])
         self._mpi = mpi
         self.mpi_error: type[Exception] = mpi.Exception
-        self._lock = _serialised if mpi.Query_thread() < mpi.THREAD_MULTIPLE else threading.RLock()
-        with self._lock:
+        with _lock:
             self._communicator, opening = parent.Idup()
         MpiTransfer(self, opening, torch.empty(0, device="cpu"), None).wait()
         if self.members != tuple(range(rendezvous.size)):
-            with self._lock:
+            with _lock:
                 whole = self._communicator
                 self._communicator = whole.Create_group(whole.Get_group().Incl(self.members))
                 whole.Free()
@@ -154,7 +153,7 @@ class MpiTransport:
         if os.getpid() != self._pid:  # a forked child: transfers are the parent's
             self._is_closed = True
             return
-        with self._lock:
+        with _lock:
             if self._is_closed:
                 return
             self._is_closed = True
@@ -173,7 +172,7 @@ class MpiTransport:
 
     def is_done(self, transfer: MpiTransfer) -> bool:
         """Does not wait. Raises if the transport was closed meanwhile, or MPI says that the transfer failed."""
-        with self._lock:
+        with _lock:
             if transfer.is_done:
                 return True
             self._check_open()
@@ -219,7 +218,7 @@ class MpiTransport:
     def _start(
         self, operation: Callable[[], Any], data: torch.Tensor, peer: int | None, *, is_receive: bool = False
     ) -> MpiTransfer:
-        with self._lock:
+        with _lock:
             self._check_open()
             request = self._guard(operation, peer) if data.numel() else self._mpi.REQUEST_NULL
             transfer = MpiTransfer(self, request, data, peer, is_receive=is_receive)

@@ -132,14 +132,6 @@ class Culprits:
             where = sorted({self._rendezvous.host_of(rank) for rank in culprits} - {""})
         return PeerLostError(f"{names}{' on ' * bool(where)}{', '.join(where)} died or exited", peers=culprits)
 
-    def stood_still(self, seconds: float) -> RingError:
-        """The error if this rank's wait was too long because this process did not run."""
-        return PeerTimeoutError(
-            f"this process did not run for {seconds:.0f} s: it was stopped (SIGSTOP, a suspended machine) or given no "
-            f"processor; a rank that keeps the others waiting for {self._timeout_seconds:g} s is given up",
-            peers=(self._rendezvous.rank,),
-        )
-
     def _was_late(self, waiting: Sequence[int]) -> RingError:
         """The error if the ranks `waiting` waited too long for this rank."""
         return PeerTimeoutError(
