@@ -356,7 +356,7 @@ def _broadcast_together(rank: int, size: int) -> None:
     parts.append(torch.nn.Parameter(values(rank, (5, 5), torch.float32)))
     addresses, versions = [part.data_ptr() for part in parts], [part._version for part in parts]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operations, "_BATCH_BYTES", MESSAGE)
+        patch.setattr(operations, "BATCH_BYTES", MESSAGE)
         collectives_module.collectives_of(default_world()).broadcast_together(parts, size - 1)
     assert [part.data_ptr() for part in parts] == addresses
     if rank != size - 1:
