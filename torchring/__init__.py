@@ -34,7 +34,6 @@ Words that are used throughout, beside those of PyTorch and MPI:
     round       one reduction of all buckets of an optimizer
     host        a machine, or that part of one whose ranks can share memory
     channel     signals between the ranks of a host
-    lane        one of several threads, each of which reduces one wire after the other
 """
 
 from typing import TYPE_CHECKING

@@ -194,7 +194,7 @@ class World:
 
     @property
     def node_rank(self) -> int:
-        return next(i for i, members in enumerate(self.hosts) if self.rank in members)
+        return next(i for i, ranks in enumerate(self.hosts) if self.rank in ranks)
 
     @property
     def local_size(self) -> int:

@@ -21,7 +21,7 @@ from tests.support.grids import grid
 from tests.support.harness import RanksFailed, run_threads, wait_until
 from torchring.allreduce.contract import AllReduce, NonFinite, Wire, is_finite
 from torchring.allreduce.direct import DirectAllReduce
-from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_members, num_columns
+from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_ranks, num_columns
 from torchring.allreduce.native import NativeAllReduce, PendingNative
 from torchring.allreduce.records import MAX_PENDING
 from torchring.allreduce.slices import ALIGNMENT_BYTES, BLOCK_BYTES, slice_bounds
@@ -89,20 +89,20 @@ def _open(kind: str, world: World, fake: Any) -> AllReduce[Any]:
     if kind == "direct":
         return DirectAllReduce(world.host, poll_seconds=0.0)
     if kind.startswith("hierarchical"):
-        members = column_members(world.hosts, world.rank)
-        transports = [_transport(world, members or (world.rank,)) for _ in range(2)]
+        ranks = column_ranks(world.hosts, world.rank)
+        transports = [_transport(world, ranks or (world.rank,)) for _ in range(2)]
         return HierarchicalAllReduce(
             world.host,
             num_columns(world.hosts),
-            transports if members else [],
+            transports if ranks else [],
             in_background=kind == "hierarchical",
         )
     return NativeAllReduce(_transport(world), in_background=kind == "native")
 
 
-def _transport(world: World, members: Sequence[int] | None = None) -> C10dTransport:
+def _transport(world: World, ranks: Sequence[int] | None = None) -> C10dTransport:
     assert world.rendezvous is not None
-    return C10dTransport(world.rendezvous, world.next_channel_name(), world.host, members=members)
+    return C10dTransport(world.rendezvous, world.next_channel_name(), world.host, ranks=ranks)
 
 
 def _host_of(size: int) -> str:

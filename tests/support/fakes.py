@@ -58,7 +58,7 @@ class FakeTransport:
     def __init__(self, network: FakeNetwork, rank: int, stream: str) -> None:
         self._num_gathers = 0
         self.rank = rank
-        self.members = tuple(range(network.size))
+        self.ranks = tuple(range(network.size))
         self._network = network
         self._stream = stream
 
@@ -95,7 +95,7 @@ class FakeTransport:
         with network.changed:
 
             def missing() -> list[int]:
-                return [rank for rank in self.members if rank not in parts]
+                return [rank for rank in self.ranks if rank not in parts]
 
             def gone() -> list[int]:
                 return [r for r in missing() if r in network.dead or (self._stream, r) in network.closed]
@@ -106,7 +106,7 @@ class FakeTransport:
                 raise PeerLostError("peers are gone", rank=self.rank, peers=lost, seconds=seconds)
             if late := missing():
                 raise PeerTimeoutError("no answer", rank=self.rank, peers=late, seconds=seconds)
-            return [parts[rank] for rank in self.members]
+            return [parts[rank] for rank in self.ranks]
 
     def fail(self, error: RingError) -> RingError:
         self.close()

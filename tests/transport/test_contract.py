@@ -72,7 +72,7 @@ def run_transports(
         transports = [
             network.transport(rank, name)
             if kind == "fake"
-            else C10dTransport(world, name, members=_group_of(rank, groups))
+            else C10dTransport(world, name, ranks=_group_of(rank, groups))
             for world, name in zip(worlds, names, strict=True)
         ]
         return _run_and_close(body, Rendezvous(store, rank, size, 20.0), transports)
@@ -91,7 +91,7 @@ def _on_mpi_rank(
 ) -> Any:
     worlds = [Rendezvous(dist.PrefixStore(name, store), rank, communicator.size, timeout_seconds) for name in names]
     transports = [
-        MpiTransport(world, name, members=_group_of(rank, groups), communicator=communicator)
+        MpiTransport(world, name, ranks=_group_of(rank, groups), communicator=communicator)
         for world, name in zip(worlds, names, strict=True)
     ]
     return _run_and_close(body, Rendezvous(store, rank, communicator.size, 20.0), transports)
@@ -113,7 +113,7 @@ def _run_and_close(body: Callable[..., Any], meeting: Rendezvous, transports: li
 
 
 def _rank_and_size(_: Meet, transport: Transport) -> tuple[int, int]:
-    return transport.rank, len(transport.members)
+    return transport.rank, len(transport.ranks)
 
 
 def _in_order(_: Meet, transport: Transport) -> list[int]:
@@ -197,7 +197,7 @@ def test_a_ring(kind: str) -> None:
 
 
 def _ring(_: Meet, transport: Transport) -> list[int]:
-    rank, size = transport.rank, len(transport.members)
+    rank, size = transport.rank, len(transport.ranks)
     token, seen = torch.tensor([rank]), []
     for _ in range(size):
         incoming = torch.empty_like(token)

@@ -48,13 +48,13 @@ def num_columns(hosts: Sequence[Sequence[int]]) -> int:
     return min(map(len, hosts))
 
 
-def column_members(hosts: Sequence[Sequence[int]], rank: int) -> tuple[int, ...] | None:
+def column_ranks(hosts: Sequence[Sequence[int]], rank: int) -> tuple[int, ...] | None:
     """The owners of the column of `rank`, one of each host; None beyond the columns.
 
     Example: hosts (0, 1), (2, 3), (4,): ranks 0, 2, 4 make the only column, ranks 1 and 3 have none.
     """
-    place = next(members.index(rank) for members in hosts if rank in members)
-    return tuple(members[place] for members in hosts) if place < num_columns(hosts) else None
+    place = next(host.index(rank) for host in hosts if rank in host)
+    return tuple(host[place] for host in hosts) if place < num_columns(hosts) else None
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class EngineSum:
     """One all-reduce of the engine that has been started, and the look for NaN and infinity in its result.
 
     Args:
-        buffer: [n] on the members of `transport`. `wait` leaves scale * sum in it.
+        buffer: [n] on the ranks of `transport`. `wait` leaves scale * sum in it.
         suspect: the origin of the first NaN or infinity in this rank's `buffer`, None if there is none.
         is_marked: the last element of `buffer` is a mark, see `NativeWire`. Otherwise all ranks look at the result.
         lookups: the transport on which ranks look for the origin of a NaN. By default `transport`: then all ranks have
@@ -83,7 +83,7 @@ class EngineSum:
         if _VOID in suspects:
             if set(suspects) == {_VOID}:
                 return None
-            raise lookups.fail(broken_off(lookups.rank, lookups.members[suspects.index(_VOID)]))
+            raise lookups.fail(broken_off(lookups.rank, lookups.ranks[suspects.index(_VOID)]))
         for suspect in suspects:
             if suspect != _NO_SUSPECT:
                 return NonFinite(*divmod(suspect, _ELEMENTS))
@@ -139,7 +139,7 @@ class PendingNative:
         if looks and not is_void:
             if scale != 1.0:
                 buffer.mul_(scale)
-            wire.look(len(transport.members))
+            wire.look(len(transport.ranks))
         is_marked = looks or wire.scale_first
         # Without a mark: the sum replaces what this rank has contributed.
         element = wire.suspect if is_marked else first_non_finite(buffer)

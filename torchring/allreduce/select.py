@@ -13,7 +13,7 @@ import torch
 from torchring.allreduce.choice import Choice, check_one_host, in_words, measure_in_turns
 from torchring.allreduce.contract import AllReduce
 from torchring.allreduce.direct import DirectAllReduce
-from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_members, num_columns
+from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_ranks, num_columns
 from torchring.allreduce.native import NativeAllReduce
 from torchring.allreduce.threaded import ThreadedAllReduce
 from torchring.memory.channel import POLL_SECONDS
@@ -91,12 +91,12 @@ def open_all_reduce(world: World, algorithm: str, overlap: str) -> AllReduce[Any
         direct = DirectAllReduce(host, poll_seconds=0.0 if in_background else POLL_SECONDS)
         return ThreadedAllReduce(direct) if in_background else direct
     if algorithm == "hierarchical":
-        members = column_members(world.hosts, world.rank)
-        columns = [open_transport(world, members=members or (world.rank,)) for _ in range(2)]
-        if members is None:  # transports are opened by all ranks together
+        ranks = column_ranks(world.hosts, world.rank)
+        columns = [open_transport(world, ranks=ranks or (world.rank,)) for _ in range(2)]
+        if ranks is None:  # transports are opened by all ranks together
             for transport in columns:
                 transport.close()
-        columns = columns if members is not None else []
+        columns = columns if ranks is not None else []
         return HierarchicalAllReduce(host, num_columns(world.hosts), columns, in_background=in_background)
     return NativeAllReduce(open_transport(world), in_background=in_background)
 

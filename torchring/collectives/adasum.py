@@ -48,8 +48,8 @@ def coefficients(gram: torch.Tensor, hosts: Sequence[Sequence[int]] = ()) -> tor
         return torch.ones_like(gram[0])
     if len(hosts) > 1:
         level = gram.new_zeros(len(hosts), len(gram))
-        for host, members in enumerate(map(list, hosts)):
-            level[host, members] = coefficients(gram[members][:, members])
+        for host, ranks in enumerate(map(list, hosts)):
+            level[host, ranks] = coefficients(gram[ranks][:, ranks])
     else:
         level = torch.eye(len(gram), dtype=gram.dtype, device="cpu")
     while (end := len(level) // 2 * 2) > 0:

@@ -14,7 +14,7 @@ import torch
 
 from torchring.accelerators import Accelerator, Backend
 from torchring.allreduce.choice import Choice, check_one_host, in_words, measure_in_turns
-from torchring.allreduce.hierarchical import column_members, num_columns
+from torchring.allreduce.hierarchical import column_ranks, num_columns
 from torchring.collectives.service import internal_collectives_of
 from torchring.devices.engines import (
     BackendEngine,
@@ -166,7 +166,7 @@ def _engine(world: World, algorithm: str, accelerator: Accelerator) -> Engine:
         shared = _together(world, share)
         if algorithm != "hierarchical":
             return shared
-        return HierarchicalEngine(shared, _backend(world, column_members(world.hosts, world.rank), accelerator))
+        return HierarchicalEngine(shared, _backend(world, column_ranks(world.hosts, world.rank), accelerator))
     backend = _backend(world, tuple(range(world.size)), accelerator)
     assert backend is not None
     return BackendEngine(backend, accelerator)

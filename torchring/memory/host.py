@@ -313,9 +313,9 @@ def connect(rendezvous: Rendezvous) -> HostGroup:
     mine = {"links": sorted(links), "why": [troubles[rank]] if rank in troubles else list(why.values())}
     said = [json.loads(text) for text in rendezvous.all_gather("reachable", json.dumps(mine).encode())]
     groups = partition([other["links"] for other in said])
-    members = next(group for group in groups if rank in group)
-    if rendezvous.is_one_host and len(members) < rendezvous.size and rank not in troubles:
-        others = ranks_in_words(set(range(rendezvous.size)) - set(members))
+    ranks = next(group for group in groups if rank in group)
+    if rendezvous.is_one_host and len(ranks) < rendezvous.size and rank not in troubles:
+        others = ranks_in_words(set(range(rendezvous.size)) - set(ranks))
         raise _given_up(
             rendezvous,
             f"the launcher says that all ranks run on this machine, but rank {rank} cannot share memory with {others}: "
@@ -323,14 +323,14 @@ def connect(rendezvous: Rendezvous) -> HostGroup:
             "user may have come in its place. If ranks are to run in containers with networks or users of their own, "
             "unset LOCAL_WORLD_SIZE, or what the launcher has in place of it",
         )
-    if rank == neighbours[0] and len(members) < len(neighbours) and network_id():
+    if rank == neighbours[0] and len(ranks) < len(neighbours) and network_id():
         reasons = [reason for r in neighbours for reason in said[r]["why"]]
         if len(kinds := sorted({cards[r]["host"].partition(", ")[2] for r in neighbours})) > 1:
             reasons.append(f"their C libraries differ ({' and '.join(kinds)})")
         _warn_of_neighbours([group for group in groups if group[0] in neighbours], reasons)
-    for r in links.keys() - set(members):
+    for r in links.keys() - set(ranks):
         links[r].close()
-    peers = [_peer(r, links[r]) for r in members if r != rank]
+    peers = [_peer(r, links[r]) for r in ranks if r != rank]
     return HostGroup(rendezvous, peers)
 
 

@@ -49,7 +49,7 @@ class C10dTransport:
         rendezvous: the world's store.
         name: name of the channel; unique in this world, the same on every rank.
         host: the ranks of this host; known to be alive or not.
-        members: the ranks to connect; by default all. Ranks may be in different groups, each in one.
+        ranks: the ranks to connect; by default all. Ranks may be in different groups, each in one.
     """
 
     engine = "Gloo"
@@ -60,12 +60,12 @@ class C10dTransport:
         name: str,
         host: HostGroup | None = None,
         *,
-        members: Sequence[int] | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         self.rank = rendezvous.rank
-        self.members = tuple(range(rendezvous.size) if members is None else members)
-        self.size = len(self.members)
-        self._place = self.members.index(self.rank)  # the rank in Gloo's group
+        self.ranks = tuple(range(rendezvous.size) if ranks is None else ranks)
+        self.size = len(self.ranks)
+        self._place = self.ranks.index(self.rank)  # the rank in Gloo's group
         self._timeout_seconds = rendezvous.timeout_seconds
         self._name = name
         # Gloo
@@ -73,7 +73,7 @@ class C10dTransport:
         self._under_way: set[C10dTransfer] = set()  # kept alive: Gloo reads and writes the memory of their tensors
         self._pid = os.getpid()
         # Failures
-        self._diagnosis: Diagnosis = room("diagnosis").GlooDiagnosis(rendezvous, name, host, self.members)
+        self._diagnosis: Diagnosis = room("diagnosis").GlooDiagnosis(rendezvous, name, host, self.ranks)
         self._failure = FirstFailure()
         self._failing = threading.RLock()
         self._is_closed = False
@@ -93,7 +93,7 @@ class C10dTransport:
     def _connect(self, rendezvous: Rendezvous) -> Backend:
         """Gloo connects all ranks with each other, or none. A rank that fails tells the others, which would wait."""
         # Kept alive: a group that connects at first use (TORCH_GLOO_LAZY_INIT) calls it later.
-        self._store = store = within(rendezvous.store, f"transport/{self._name}/gloo/{self.members[0]}")
+        self._store = store = within(rendezvous.store, f"transport/{self._name}/gloo/{self.ranks[0]}")
         timeout = timedelta(seconds=rendezvous.timeout_seconds)
         others = [rank for rank in range(rendezvous.size) if rank != self.rank]
         connecting = self._waiter.submit(lambda: ProcessGroupGloo(store, self._place, self.size, timeout))
@@ -124,12 +124,12 @@ class C10dTransport:
 
     def send(self, tensor: torch.Tensor, peer: int) -> C10dTransfer:
         data = contiguous_bytes(tensor)
-        place = self.members.index(peer)
+        place = self.ranks.index(peer)
         return self._start(lambda group: group.send([data], place, gloo_links.TAG) if data.numel() else None, peer)
 
     def receive(self, tensor: torch.Tensor, peer: int) -> C10dTransfer:
         data = contiguous_bytes(tensor)
-        place = self.members.index(peer)
+        place = self.ranks.index(peer)
         return self._start(lambda group: group.recv([data], place, gloo_links.TAG) if data.numel() else None, peer)
 
     def sums(self, dtype: torch.dtype) -> bool:
@@ -261,12 +261,12 @@ class C10dTransport:
 
         In a collective, a peer that has done its part may have left while others still send.
         """
-        for other in self.members if peer is None else (peer,):
+        for other in self.ranks if peer is None else (peer,):
             if other == self.rank:
                 continue
             is_open = self._diagnosis.is_open(other)
             if is_open is None and probes and (group := self._group) is not None:  # another thread may close it
-                broken = gloo_links.find_failure(group, self.members.index(other))
+                broken = gloo_links.find_failure(group, self.ranks.index(other))
                 del group
             elif is_open is False and (peer is not None or self._diagnosis.seconds_silent() > _SILENT_SECONDS):
                 broken = RuntimeError(f"the connection to rank {other} is closed")
@@ -278,7 +278,7 @@ class C10dTransport:
 
     def lost_peer(self) -> RingError | None:
         """The error if a peer has closed its connection. Sends nothing, and breaks nothing. From any thread."""
-        for peer in self.members:
+        for peer in self.ranks:
             if peer != self.rank and not self._is_closed and self._diagnosis.is_open(peer) is False:
                 return self._diagnosis.explain(peer, 0.0, timed_out=False)
         return None

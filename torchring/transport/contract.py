@@ -29,7 +29,7 @@ class Transport(Protocol):
     def rank(self) -> int: ...
 
     @property
-    def members(self) -> tuple[int, ...]:
+    def ranks(self) -> tuple[int, ...]:
         """The ranks that this transport connects, this rank included."""
 
     @property

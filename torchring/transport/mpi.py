@@ -63,7 +63,7 @@ class MpiTransport:
 
     Args:
         rendezvous, name, host: see `Culprits`.
-        members: the ranks to connect; by default all. Ranks may be in different groups, each in one.
+        ranks: the ranks to connect; by default all. Ranks may be in different groups, each in one.
         communicator: an mpi4py communicator of exactly the world's ranks, in the same order; COMM_WORLD by default. The
             transport makes a communicator of its own, so that other messages cannot match these transfers.
     """
@@ -76,13 +76,13 @@ class MpiTransport:
         name: str,
         host: HostGroup | None = None,
         *,
-        members: Sequence[int] | None = None,
+        ranks: Sequence[int] | None = None,
         communicator: Any = None,
     ) -> None:
         self.rank = rendezvous.rank
-        self.members = tuple(range(rendezvous.size) if members is None else members)
+        self.ranks = tuple(range(rendezvous.size) if ranks is None else ranks)
         self._timeout_seconds = rendezvous.timeout_seconds
-        self._culprits = Culprits(rendezvous, name, host, self.members)
+        self._culprits = Culprits(rendezvous, name, host, self.ranks)
         self._under_way: set[MpiTransfer] = set()
         self._pid = os.getpid()
         self._failure = FirstFailure()
@@ -101,23 +101,23 @@ class MpiTransport:
         with _lock:
             self._communicator, opening = parent.Idup()
         MpiTransfer(self, opening, torch.empty(0, device="cpu"), None).wait()
-        if self.members != tuple(range(rendezvous.size)):
+        if self.ranks != tuple(range(rendezvous.size)):
             with _lock:
                 whole = self._communicator
-                self._communicator = whole.Create_group(whole.Get_group().Incl(self.members))
+                self._communicator = whole.Create_group(whole.Get_group().Incl(self.ranks))
                 whole.Free()
         self._communicator.Set_errhandler(mpi.ERRORS_RETURN)
         _open.add(self)
 
     def send(self, tensor: torch.Tensor, peer: int) -> MpiTransfer:
         data = contiguous_bytes(tensor)
-        place = self.members.index(peer)
+        place = self.ranks.index(peer)
         return self._start(lambda: self._communicator.Isend(self._buffer(data), place), data, peer)
 
     def receive(self, tensor: torch.Tensor, peer: int) -> MpiTransfer:
         data = contiguous_bytes(tensor)
         return self._start(
-            lambda: self._communicator.Irecv(self._buffer(data), self.members.index(peer)), data, peer, is_receive=True
+            lambda: self._communicator.Irecv(self._buffer(data), self.ranks.index(peer)), data, peer, is_receive=True
         )
 
     def sums(self, dtype: torch.dtype) -> bool:
@@ -135,8 +135,8 @@ class MpiTransport:
         return transfer
 
     def all_gather(self, number: int) -> list[int]:
-        numbers = torch.zeros(len(self.members), dtype=torch.int64, device="cpu")
-        numbers[self.members.index(self.rank)] = number
+        numbers = torch.zeros(len(self.ranks), dtype=torch.int64, device="cpu")
+        numbers[self.ranks.index(self.rank)] = number
         mpi = self._mpi
         self._start(
             lambda: self._communicator.Iallgather(mpi.IN_PLACE, [self._buffer(numbers), 1, mpi.INT64_T]), numbers, None
@@ -203,7 +203,7 @@ class MpiTransport:
 
     def _trouble(self, peer: int | None, *, asks_the_store: bool) -> RingError | None:
         """The reason why the wait for `peer`, or for all ranks (None), may never end. None if no reason is known."""
-        suspects = [rank for rank in self.members if rank != self.rank] if peer is None else [peer]
+        suspects = [rank for rank in self.ranks if rank != self.rank] if peer is None else [peer]
         error = self._culprits.seen_by_the_host(suspects)
         return self._culprits.heard_from(suspects) if error is None and asks_the_store else error
 

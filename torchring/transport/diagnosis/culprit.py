@@ -40,11 +40,11 @@ class Culprits:
         rendezvous: the world's store.
         name: name of the channel; unique in this world, the same on every rank.
         host: the ranks of this host; known to be alive or not.
-        members: the ranks of the channel; by default all.
+        ranks: those of the channel; by default all.
     """
 
     def __init__(
-        self, rendezvous: Rendezvous, name: str, host: HostGroup | None, members: Sequence[int] | None = None
+        self, rendezvous: Rendezvous, name: str, host: HostGroup | None, ranks: Sequence[int] | None = None
     ) -> None:
         # With a short timeout: the connection to the store may be cut, too.
         self._rendezvous = rendezvous.with_timeout(_GRACE_SECONDS)
@@ -53,7 +53,7 @@ class Culprits:
         self._host = host
         self._notices = (host and host.notices) or Noticeboard(rendezvous)
         self._others = [rank for rank in range(rendezvous.size) if rank != rendezvous.rank]
-        self._peers = self._others if members is None else [rank for rank in members if rank != rendezvous.rank]
+        self._peers = self._others if ranks is None else [rank for rank in ranks if rank != rendezvous.rank]
         # Peers whose links were closed when this rank's wait failed, before this rank closed its own. A live rank says
         # whom it suspects before it closes links.
         self._closed: list[int] = []
