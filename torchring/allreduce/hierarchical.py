@@ -36,6 +36,8 @@ from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup
 from torchring.threads import SerialThread
 from torchring.transport.contract import Transport
+from torchring.transport.open import open_transport
+from torchring.world import World
 
 # A rank of another host that keeps a column waiting is named by the owners of that column. Ranks of this host that wait
 # for the column wait for so much longer, to hear of that name.
@@ -253,3 +255,15 @@ class HierarchicalAllReduce:
         shared, (start, stop) = host.slices.wire(parts), host.slices.bounds(parts[0])
         others = tuple(part[start:stop] for i, part in enumerate(parts) if i != me)
         return HierarchicalWire(shared, start, parts[me][start:stop], others)
+
+
+def open_hierarchical(world: World, *, in_background: bool) -> HierarchicalAllReduce:
+    """Collective: an all-reduce in the world's hosts and between them, with transports of its own."""
+    assert world.host is not None
+    ranks = column_ranks(world.hosts, world.rank)
+    columns = [open_transport(world, ranks=ranks or (world.rank,)) for _ in range(2)]
+    if ranks is None:  # transports are opened by all ranks together
+        for transport in columns:
+            transport.close()
+    columns = columns if ranks is not None else []
+    return HierarchicalAllReduce(world.host, num_columns(world.hosts), columns, in_background=in_background)

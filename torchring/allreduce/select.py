@@ -13,11 +13,8 @@ import torch
 from torchring.allreduce.choice import Choice, check_one_host, in_words, measure_in_turns
 from torchring.allreduce.contract import AllReduce
 from torchring.allreduce.direct import DirectAllReduce
-from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_ranks, num_columns
-from torchring.allreduce.native import NativeAllReduce
 from torchring.allreduce.threaded import ThreadedAllReduce
 from torchring.memory.channel import POLL_SECONDS
-from torchring.transport.open import open_transport
 from torchring.world import World
 
 Algorithm = Literal["auto", "direct", "ring", "hierarchical", "native"]
@@ -82,22 +79,21 @@ def open_all_reduce(world: World, algorithm: str, overlap: str) -> AllReduce[Any
     reductions proceed on threads: while a thread waits for the network, backward has the core. "ring" is "native": the
     engine's all-reduce is a ring. Raises TopologyError for "direct" across hosts.
     """
-    host = world.host
-    assert host is not None
     in_background = _in_background(world, algorithm, overlap)
     if algorithm == "direct":
         check_one_host(world, "algorithm='direct' takes one host")
         # A thread must not poll: it would take turns with the thread that computes.
-        direct = DirectAllReduce(host, poll_seconds=0.0 if in_background else POLL_SECONDS)
+        assert world.host is not None
+        direct = DirectAllReduce(world.host, poll_seconds=0.0 if in_background else POLL_SECONDS)
         return ThreadedAllReduce(direct) if in_background else direct
+    # Imported here: a job on one host needs neither.
     if algorithm == "hierarchical":
-        ranks = column_ranks(world.hosts, world.rank)
-        columns = [open_transport(world, ranks=ranks or (world.rank,)) for _ in range(2)]
-        if ranks is None:  # transports are opened by all ranks together
-            for transport in columns:
-                transport.close()
-        columns = columns if ranks is not None else []
-        return HierarchicalAllReduce(host, num_columns(world.hosts), columns, in_background=in_background)
+        from torchring.allreduce.hierarchical import open_hierarchical
+
+        return open_hierarchical(world, in_background=in_background)
+    from torchring.allreduce.native import NativeAllReduce
+    from torchring.transport.open import open_transport
+
     return NativeAllReduce(open_transport(world), in_background=in_background)
 
 

@@ -15,6 +15,7 @@ from torchring.errors import RingError
 from torchring.kernels import reference
 from torchring.memory.host import tensor_of
 from torchring.transport.c10d import C10dTransport, all_reduce_options
+from torchring.world import World
 
 _REDUCE_OPS = {
     "mean": dist.ReduceOp.SUM,
@@ -27,14 +28,19 @@ _LEAST_WORDS = 16  # that travel with a signature
 _NATIVE_DTYPES = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64)
 
 
+def open_gloo(world: World, name: str) -> tuple[GlooCollectives, Callable[[], RingError | None]]:
+    """Collective: collectives between hosts, and a function that tells if a peer is gone."""
+    assert world.rendezvous is not None
+    transport = C10dTransport(world.rendezvous, name, world.host)
+    world.on_failure(transport)
+    return GlooCollectives(transport), transport.lost_peer
+
+
 class GlooCollectives:
     """The methods of `SharedMemoryCollectives`, over Gloo. `transport` belongs to this object."""
 
     def __init__(self, transport: C10dTransport) -> None:
         self._transport = transport
-
-    def lost_peer(self) -> RingError | None:
-        return self._transport.lost_peer()
 
     def all_reduce(self, data: torch.Tensor, op: str, signature: Signature) -> None:
         # Gloo's minimum and maximum keep or lose a NaN, depending on which rank holds it.

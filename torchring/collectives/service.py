@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 
 from torchring.collectives import operations
-from torchring.collectives.gloo import GlooCollectives
 from torchring.collectives.join import Join
 from torchring.collectives.operations import Backend, SingleRank
 from torchring.collectives.shared_memory import SharedMemoryCollectives
@@ -21,7 +20,6 @@ from torchring.errors import PeerLostError, PlanMismatchError, RingError, in_ste
 from torchring.interruption import InterruptionGuard
 from torchring.memory.host import bytes_of, tensor_of
 from torchring.threads import SerialThread
-from torchring.transport.c10d import C10dTransport
 from torchring.world import World
 
 _T = TypeVar("_T")
@@ -45,6 +43,7 @@ class Collectives:
             self._backend = SingleRank()
         elif world.shares_memory and world.host is not None:
             self._backend = SharedMemoryCollectives(world.host)
+        self._find_lost_peer: Callable[[], RingError | None] = lambda: None
         self._background = SerialThread(f"torchring-{name}")
         self._calls = InterruptionGuard(world)
         self._in_background = InterruptionGuard(world)
@@ -94,10 +93,9 @@ class Collectives:
     def _call(self, what: str, operation: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
         world = self.world
         if self._backend is None:
-            assert world.rendezvous is not None
-            transport = C10dTransport(world.rendezvous, self._name, world.host)
-            world.on_failure(transport)
-            self._backend = GlooCollectives(transport)
+            from torchring.collectives.gloo import open_gloo  # a job on one host does not need it
+
+            self._backend, self._find_lost_peer = open_gloo(world, self._name)
         try:
             return operation(self._backend, *arguments)
         except PeerLostError as error:
@@ -111,7 +109,7 @@ class Collectives:
 
     def lost_peer(self) -> RingError | None:
         """The error if a rank of another host is gone, as far as these collectives know. From any thread."""
-        return self._backend.lost_peer() if isinstance(self._backend, GlooCollectives) else None
+        return self._find_lost_peer()
 
     def close(self) -> None:
         self._background.close()
