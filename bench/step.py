@@ -36,10 +36,10 @@ from torchring.bench import measure, turns
 from torchring.bench.measure import Spread, stopped_by_signals
 from torchring.bench.models import MODELS, Batch, Workload
 from torchring.default_world import default_world
+from torchring.gradients.round import overridden
 from torchring.launch.arguments import duration
 from torchring.observe.data_check import DataCheck
 from torchring.observe.recorder.writer import recorder_of
-from torchring.participants.noise import NoiseScale
 
 
 @dataclass
@@ -181,11 +181,12 @@ def with_recorder(model: torch.nn.Module) -> Trainer:
     return with_torchring(model)
 
 
-def without_data_check_and_noise(model: torch.nn.Module) -> Trainer:
+def without_data_check(model: torch.nn.Module) -> Trainer:
     trainer = with_torchring(model)
     trainer.optimizer._forward_watch.inputs.is_on = False
     reducer = trainer.optimizer._sync
-    reducer.participants = [each for each in reducer.participants if not isinstance(each, (DataCheck, NoiseScale))]
+    rest = [each for each in reducer.participants if not isinstance(each, DataCheck)]
+    reducer._on_begin, reducer._on_reduced = overridden(rest, "on_begin"), overridden(rest, "on_reduced")
     return trainer
 
 
@@ -215,7 +216,7 @@ RIVALS: dict[str, Wrap] = {
     "ddp": with_ddp,
     "alone": without_communication,
     "recorded": with_recorder,
-    "unwatched": without_data_check_and_noise,
+    "unwatched": without_data_check,
 }
 
 

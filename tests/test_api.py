@@ -32,6 +32,7 @@ _OPTIONS = (
     "sync_buffers: 'SyncBuffers' = 'mean', sync_initial_state: 'bool' = True, "
     "shard: 'bool' = False, "
     "ignore: 'Sequence[str | torch.nn.Module | torch.Tensor]' = (), "
+    "noise_scale: 'bool' = False, "
     "free_gradients: 'None' = None)"
 )
 SIGNATURES = {

@@ -10,11 +10,12 @@ import dataclasses
 import functools
 import inspect
 import logging
+import os
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Final, NoReturn, TypeVar, overload
+from typing import Any, Final, NoReturn, TypeVar, overload
 
 import torch
 from torch.optim import Optimizer
@@ -32,18 +33,17 @@ from torchring.collectives.service import collectives_of
 from torchring.default_world import default_world
 from torchring.dynamo import run_eagerly
 from torchring.errors import GradientError
-from torchring.gradients.closures import Snapshot, mean_loss
-from torchring.gradients.contract import Stats, Sync
-from torchring.gradients.group import OptimizerGroup
-from torchring.gradients.layout import Options
+from torchring.gradients.closures import mean_loss, refuse_closure
+from torchring.gradients.contract import Setup, Stats, Sync
+from torchring.gradients.group import OptimizerGroup, check_free
+from torchring.gradients.layout import Options, SyncBuffers
 from torchring.gradients.local import LocalSync
 from torchring.gradients.plan import Compression
 from torchring.gradients.reducer import Reducer
-from torchring.gradients.round import Participant
+from torchring.gradients.round import Guest, Participant
 from torchring.gradients.validation import (
     GradientOp,
     OnNonfinite,
-    check_free,
     check_options,
     check_same_parameters,
     ignored_tensors,
@@ -53,16 +53,12 @@ from torchring.gradients.validation import (
     refuse_left,
     refuse_part_of_state,
     sparse_parameters,
-    spec_of,
     steps_exactly,
 )
 from torchring.gradients.weights import check_weight
 from torchring.observer import OPTIMIZER, Observers, Wrapped
 from torchring.optimizer_wrapper import OptimizerWrapper, with_held
-from torchring.participants.buffers import SyncBuffers, buffer_specs, check_choices
-from torchring.participants.ownership import Ownership
-from torchring.participants.replicas import ReplicaCheck
-from torchring.rooms import room
+from torchring.rooms import participants, room
 from torchring.world import World
 
 _T = TypeVar("_T")
@@ -84,6 +80,7 @@ def wrap(
     sync_initial_state: bool = True,
     shard: bool = False,
     ignore: Sequence[str | torch.nn.Module | torch.Tensor] = (),
+    noise_scale: bool = False,
     free_gradients: None = None,
 ) -> DistributedOptimizer:
     """Make `optimizer` average its gradients over all ranks while `backward()` runs. Collective.
@@ -124,6 +121,8 @@ def wrap(
         ignore: parameters, buffers and modules of `model`, or their names, that belong to this rank: experts, for
             example. They are neither copied from rank 0, nor reduced, nor compared. `optimizer` must not have them:
             train them with an optimizer of their own that is not wrapped. Ranks may ignore different ones.
+        noise_scale: measure the gradient noise scale while gradients are reduced, see `Stats`. A script that is traced
+            as a whole does, too.
         free_gradients: has left torchring; True raises ValueError.
 
     Returns:
@@ -159,6 +158,7 @@ class DistributedOptimizer(OptimizerWrapper):
     def __init__(self, optimizer: Optimizer, model: torch.nn.Module | None = None, **options: Any) -> None:
         world = self._find_world()
         world.shared(Join).refuse("wrap()")
+        options["noise_scale"] = options.get("noise_scale", False) or bool(os.environ.get("TORCHRING_TRACE"))
         own = {name: options.pop(name) for name in ("sync_initial_state", "ignore") if name in options}
         guard = world.shared(OptimizerGroup).guard
         guard.run("wrap()", functools.partial(self._open, **own), world, optimizer, model, Options(**options))
@@ -179,8 +179,7 @@ class DistributedOptimizer(OptimizerWrapper):
         shared: Mapping[str, torch.Tensor] = {}  # copied from rank 0
         problem: Exception | None = None
         try:
-            check_options(options)
-            check_choices(options.sync_buffers, model)
+            check_options(options, model)
             if isinstance(optimizer, DistributedOptimizer):
                 raise ValueError("this optimizer is distributed already; wrap the plain one, once")
             names = self._name_parameters(optimizer, model)
@@ -226,8 +225,6 @@ class DistributedOptimizer(OptimizerWrapper):
         if options.shard:
             raise ValueError("DistributedOptimizer() takes no shard=True; call torchring.wrap(..., shard=True)")
 
-    _replica_check: ClassVar[type[ReplicaCheck]] = ReplicaCheck
-
     def _find_world(self) -> World:
         """The ranks that reduce together."""
         return default_world()
@@ -238,6 +235,10 @@ class DistributedOptimizer(OptimizerWrapper):
     def _find_sparse(self, optimizer: Optimizer, model: torch.nn.Module | None) -> set[torch.nn.Parameter]:
         """The parameters whose gradients are sparse."""
         return sparse_parameters(model.modules() if model is not None else ())
+
+    def _find_participants(self, setup: Setup) -> list[type[Participant]]:
+        """What takes part in reductions."""
+        return participants(setup)
 
     def _prepare_step(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         """Called when a step begins. Returns the closure to use."""
@@ -275,18 +276,19 @@ class DistributedOptimizer(OptimizerWrapper):
 
         Raises:
             GradientError: a gradient is not reduced or not finite, or parameters differ between ranks.
-            ValueError: this optimizer is closed, or a closure is given inside `torchring.join`.
+            ValueError: this optimizer is closed; or a closure is given inside `torchring.join`, with shard=True, or
+                with on_nonfinite="skip".
         """
         closure = self._prepare_step(closure)
         sync = self._live_sync()
         sync.before_step()
-        before = None
         if closure is not None:
             sync.world.shared(Join).refuse("step(closure)")
+            if self._options.on_nonfinite == "skip" and not self._only_creates_state():
+                refuse_closure()
             if not self._only_creates_state():
                 sync.world.refuse_provisional("step()")
             closure = functools.partial(self._evaluate, closure, sync)
-            before = Snapshot(self.optimizer) if self._options.on_nonfinite == "skip" else None
         elif not self._only_creates_state() and not self._check_before_step(sync):
             return None
         lacks_state = not (self._has_stepped or self.optimizer.state or self._only_creates_state())
@@ -294,11 +296,6 @@ class DistributedOptimizer(OptimizerWrapper):
         self._is_stepping = True
         try:
             result = self._step_wrapped(closure, *args, **kwargs)
-        except _StepSkipped:
-            if before is not None:
-                before.restore()
-                sync.accept_parameters()
-            return None
         finally:
             self._is_stepping = False
         sync.has_stepped()
@@ -333,7 +330,7 @@ class DistributedOptimizer(OptimizerWrapper):
             if optimizer is None or sync is None or sync.is_closed:
                 return None
             if optimizer._is_stepping:
-                sync.write_buffers()
+                sync.agree_on_step()
                 return None
             num_steps[stepped] = sync.num_steps
             sync.before_step()
@@ -343,7 +340,7 @@ class DistributedOptimizer(OptimizerWrapper):
                 return (args[0], functools.partial(optimizer._evaluate, closure, sync), *args[2:]), kwargs
             if not optimizer._only_creates_state() and not optimizer._check_before_step(sync):
                 raise GradientError(_STEPPED_PAST)
-            sync.write_buffers()
+            sync.agree_on_step()
             return None
 
         @run_eagerly
@@ -588,32 +585,18 @@ class DistributedOptimizer(OptimizerWrapper):
         """Collective: reduce with the ranks of `world` from now on."""
         return world.shared(OptimizerGroup).guard.run("wrap()", self._agree, world)
 
-    def _agree(self, world: World, guests: Sequence[Participant] = ()) -> Reducer:
+    def _agree(self, world: World, guests: Sequence[Guest] = ()) -> Reducer:
         """Collective: agree on a plan with the other ranks and hook the parameters."""
-        parameters = list(self._names)
-        trainable = [p for p in parameters if p.requires_grad]
-        specs = [spec_of(self._names, self._sparse, p) for p in trainable]
-        model = self._model()
-        buffers = [] if model is None else buffer_specs(model, self._options.sync_buffers, self._ignored)
         group = world.shared(OptimizerGroup)
-        owned, kind, stale = group.owned, type(self.optimizer).__name__, group.members.stale
-        ownership = (
-            [] if model is None else [Ownership(model, self._names, kind, owned, self._ignored, stale, world.rank)]
+        setup = Setup(
+            *(world, self.optimizer, self._model(), self._names, self._sparse, self._ignored, self._options),
+            inputs=self._forward_watch.inputs,
+            is_sharded=bool(self._options.shard) or is_sharded(self.optimizer),
+            owned=group.owned,
+            stale=group.members.stale,
         )
-        self._sync = Reducer(
-            *(world, specs, trainable, self._options, group.members),
-            end_backward=group.end_backward,
-            replicas=self._replica_check(
-                *(world, self._names, self.optimizer, model),
-                is_sharded=bool(self._options.shard) or is_sharded(self.optimizer),
-            ),
-            ownership=ownership,
-            guests=[*guests, *self._observing(world)],
-            buffers=buffers,
-            frozen=[p for p in parameters if not p.requires_grad],
-            spec_of=functools.partial(spec_of, self._names, self._sparse),
-            owner=self,
-        )
+        kinds, end_backward = self._find_participants(setup), group.end_backward
+        self._sync = Reducer(setup, group.members, kinds, end_backward=end_backward, guests=guests, owner=self)
         self._watch_wrapped()
         self._observe(world)
         return self._sync
@@ -640,12 +623,6 @@ class DistributedOptimizer(OptimizerWrapper):
             for p in self._names
             if p.requires_grad
         ]
-
-    def _observing(self, world: World) -> Iterator[Participant]:
-        """What observes its rounds on all ranks alike."""
-        yield room("data_check").DataCheck(world, self._forward_watch.inputs, is_mean=self._options.op == "mean")
-        if world.num_nodes > 1:
-            yield room("recorder").ClockComparison(world)
 
     def _observe(self, world: World) -> None:
         """Let those who observe `world` see the steps."""
@@ -674,7 +651,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self._local.close()
         self._local = self._make_local()
 
-    def _rejoin(self, world: World | None = None, guests: Sequence[Participant] = ()) -> None:
+    def _rejoin(self, world: World | None = None, guests: Sequence[Guest] = ()) -> None:
         """See `rejoin`."""
         self._disconnect()
         if world is not None:
@@ -742,8 +719,8 @@ class DistributedOptimizer(OptimizerWrapper):
         with torch.enable_grad():
             loss = closure()
         if not self._check_before_step(sync):
-            raise _StepSkipped if self._is_stepping else GradientError(_STEPPED_PAST)
-        sync.write_buffers()
+            raise GradientError(_STEPPED_PAST)
+        sync.agree_on_step()
         sync.world.observer.phase(OPTIMIZER, sync.world.observer.num_steps)
         return mean_loss(loss, sync.world)  # None where the closure has called skip()
 
@@ -770,7 +747,7 @@ def names_of(optimizer: DistributedOptimizer) -> dict[torch.nn.Parameter, str]:
     return optimizer._names
 
 
-def rejoin(optimizer: DistributedOptimizer, world: World | None = None, guests: Sequence[Participant] = ()) -> None:
+def rejoin(optimizer: DistributedOptimizer, world: World | None = None, guests: Sequence[Guest] = ()) -> None:
     """Reduce with the ranks of another world from now on.
 
     Args:
@@ -786,10 +763,6 @@ _STEPPED_PAST: Final = (
     "a gradient is not finite, and on_nonfinite='skip' cannot leave out a step of the wrapped optimizer itself; call "
     "step() of the optimizer that torchring.wrap has returned"
 )
-
-
-class _StepSkipped(BaseException):
-    """Leaves the wrapped optimizer's step() from within its closure. Not an Exception, which an optimizer may catch."""
 
 
 def _no_model() -> None: ...

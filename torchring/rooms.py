@@ -8,16 +8,17 @@ imported when it is first asked for. To remove a feature, delete its room and it
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 _MODULES: Final = {
     "diagnosis": "torchring.transport.diagnosis.gloo",
     "mpi": "torchring.transport.mpi",
+    "buffers": "torchring.participants.buffers",
     "cuda": "torchring.devices.cuda",
-    "data_check": "torchring.observe.data_check",
+    "loose optimizers": "torchring.participants.loose",
     "forward": "torchring.observe.forward",
     "observe": "torchring.observe.services",
-    "recorder": "torchring.observe.recorder.rounds",
     "elastic": "torchring.elastic.worker.generation",
     "meeting": "torchring.meeting",
     "placement": "torchring.placement",
@@ -32,3 +33,20 @@ def room(name: str) -> Any:
         KeyError: there is no such room.
     """
     return importlib.import_module(_MODULES[name])
+
+
+# What takes part in reductions: module, class, and whether an optimizer needs it, by its `gradients.contract.Setup`.
+_PARTICIPANTS: Final[Sequence[tuple[str, str, Callable[[Any], bool]]]] = (
+    ("torchring.participants.sparse", "SparseReduction", lambda setup: bool(setup.sparse)),
+    ("torchring.participants.buffers", "BufferSync", lambda setup: setup.has_buffers),
+    ("torchring.participants.ownership", "Ownership", lambda setup: setup.model is not None),
+    ("torchring.participants.replicas", "ReplicaCheck", lambda setup: True),
+    ("torchring.observe.data_check", "DataCheck", lambda setup: setup.checks_data),
+    ("torchring.observe.recorder.rounds", "ClockComparison", lambda setup: setup.world.num_nodes > 1),
+    ("torchring.participants.noise", "NoiseScale", lambda setup: setup.options.noise_scale),
+)
+
+
+def participants(setup: Any) -> list[Any]:
+    """The classes of what takes part in the reductions of an optimizer. In one order, alike on all ranks."""
+    return [getattr(importlib.import_module(module), name) for module, name, wanted in _PARTICIPANTS if wanted(setup)]

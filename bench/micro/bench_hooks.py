@@ -20,10 +20,10 @@ from torchring.bench.micro.conftest import Remark
 from torchring.bench.models import small
 from torchring.errors import RingError
 from torchring.gradients import layout
+from torchring.gradients.contract import Setup
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.reducer import Reducer
-from torchring.gradients.validation import spec_of
-from torchring.participants.replicas import ReplicaCheck
+from torchring.rooms import participants
 from torchring.world import World
 
 ROUNDS = 60
@@ -81,18 +81,14 @@ def hooked(model: torch.nn.Module, all_reduce: NoOpAllReduce) -> Iterator[Reduce
     """Register torchring's hooks on all parameters, as `wrap` does."""
     world, owner = World(None, 0, 1), Owner()
     names = {parameter: name for name, parameter in model.named_parameters()}
-    specs = [spec_of(names, set(), parameter) for parameter in names]
+    sgd = torch.optim.SGD(names, lr=0.1)
     options = layout.Options("mean", None, 25.0, 1, "direct", "inline")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "open_all_reduce", lambda *_: all_reduce)
         group = world.shared(OptimizerGroup)
-        reducer = Reducer(
-            *(world, specs, list(names), options, group.members),
-            end_backward=group.end_backward,
-            replicas=ReplicaCheck(world, names),
-            spec_of=lambda parameter: spec_of(names, set(), parameter),
-            owner=owner,
-        )
+        setup = Setup(world, sgd, None, names, set(), set(), options, None, False, group.owned, {})
+        kinds, end_backward = participants(setup), group.end_backward
+        reducer = Reducer(setup, group.members, kinds, end_backward=end_backward, owner=owner)
     try:
         yield reducer
     finally:

@@ -39,13 +39,13 @@ from tests.support.training import Script, Side, assert_as_one_process, attempt,
 from torchring.allreduce import choice
 from torchring.devices import engines, opening
 from torchring.gradients import plan as plan_module
+from torchring.gradients.contract import Setup
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.layout import Options
 from torchring.gradients.packing import DevicePacking
-from torchring.gradients.plan import ParameterSpec
 from torchring.gradients.reducer import Reducer
 from torchring.memory import host as host_module
-from torchring.participants.replicas import ReplicaCheck
+from torchring.rooms import participants
 from torchring.world import World
 
 _SMALL_MB = 400 / 2**20  # two or three buckets of the models here
@@ -649,20 +649,13 @@ def _alone(rank: int, size: int) -> list[Any]:
         with FakeAccelerator().installed():
             world = World(None, 0, 1)
             parameters = [nn.Parameter(torch.zeros(70)), nn.Parameter(torch.zeros(3))]
-            specs = [
-                ParameterSpec(f"p{i}", tuple(p.shape), p.stride(), p.dtype, p.device, False)
-                for i, p in enumerate(parameters)
-            ]
+            names = {p: f"p{i}" for i, p in enumerate(parameters)}
             options = Options("mean", "fp16", 25.0, 1, algorithm, "auto")
             owner, group = nn.Module(), world.shared(OptimizerGroup)
-            replicas = ReplicaCheck(world, {p: spec.name for p, spec in zip(parameters, specs, strict=True)})
-            reducer = Reducer(
-                *(world, specs, parameters, options, group.members),
-                end_backward=group.end_backward,
-                replicas=replicas,
-                spec_of=pytest.fail,
-                owner=owner,
-            )
+            sgd = torch.optim.SGD(parameters, lr=0.1)
+            setup = Setup(world, sgd, None, names, set(), set(), options, None, False, group.owned, {})
+            kinds, end_backward = participants(setup), group.end_backward
+            reducer = Reducer(setup, group.members, kinds, end_backward=end_backward, owner=owner)
             for step in range(2):
                 for p in parameters:
                     p.grad = None
@@ -679,7 +672,7 @@ def _signals(rank: int, size: int) -> list[Any]:
     """Equal batches on all ranks, and a noise scale from gradients that never change: warnings, stats, races."""
     with FakeAccelerator().installed() as accelerator, logged() as lines:
         model = nn.Linear(4, 2)
-        optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.0), model)
+        optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.0), model, noise_scale=True)
         for step in range(150):
             optimizer.zero_grad()
             batch = torch.randn(4, 4, generator=torch.Generator().manual_seed(step if step < 20 else rank))

@@ -154,7 +154,8 @@ def opened(
 def open_launcher(
     buckets: Sequence[Bucket], all_reduce: AllReduce[Any], mark_sparse: Callable[[int], None] = pytest.fail
 ) -> Launcher:
-    launcher = Launcher(all_reduce, mark_sparse)
+    launcher = Launcher(all_reduce)
+    launcher.mark_sparse = mark_sparse
     launcher.install(buckets)
     return launcher
 

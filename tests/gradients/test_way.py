@@ -27,7 +27,7 @@ ENGINE = {
     *("world.py", "errors.py", "dynamo.py"),
 }
 WAITING = {"memory/host.py", "memory/semaphore.py"}
-PARTICIPANTS = {"sparse.py", "ownership.py", "replicas.py", "noise.py"}
+PARTICIPANTS = {"ownership.py", "replicas.py"}
 
 # Of one step: zero_grad, forward, backward, step. These numbers only fall. A rank that waits takes more
 # calls, so the calls are those of the rank that takes fewer.

@@ -246,14 +246,14 @@ def watch(size: int, reads: Callable[[int, int], int], *, is_on: bool = True) ->
         rounds = [RoundState(step) for _ in worlds]
         for rank, (inputs, check, current) in enumerate(zip(every_inputs, checks, rounds, strict=True)):
             inputs.see((torch.randn(4, 8, generator=seeded(reads(rank, step))),), {})
-            check.begin(current)
+            check.on_begin(current)
         fields = [ControlFields((), DataCheck.numbers, DataCheck.by_rank, rank, size) for rank in range(size)]
         wires = [field.encode(current.bits, torch.bfloat16) for field, current in zip(fields, rounds, strict=True)]
         total = (torch.tensor(wires, dtype=torch.bfloat16) / size).sum(0, dtype=torch.bfloat16)
         for rank, (check, current) in enumerate(zip(checks, rounds, strict=True)):
             current.sums = fields[0].decode((total.double() * size).tolist(), torch.bfloat16)
             with logged() as lines:
-                check.finished(current)
+                check.on_reduced(current)
             texts[rank] += lines
     return texts
 
@@ -315,7 +315,7 @@ def test_what_was_seen_before_the_ranks_met_belongs_to_no_round() -> None:
         inputs.see((torch.randn(4, 8),), {})
     check, current = DataCheck(cast(World, world), inputs, is_mean=True), RoundState(0)
     inputs.see((torch.randn(4, 8),), {})
-    check.begin(current)
+    check.on_begin(current)
     assert current.bits["num_samples"] == 4
 
 

@@ -46,7 +46,7 @@ def _loss(model: nn.Module, batch: Tensor, kind: str = "", micro: int = 0) -> Te
 
 def _train(rank: int, size: int, kind: str, options: dict[str, Any]) -> torchring.Stats:
     model = _model(30_000 if kind == "windows" else 5)
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.0), model, **options)
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.0), model, noise_scale=True, **options)
     accumulate = options.get("accumulate", 1)
     for round_ in range(_NUM_ROUNDS):
         optimizer.zero_grad()

@@ -267,13 +267,13 @@ def _accumulated_directly(rank: int, world_size: int, is_sum: bool) -> None:
     assert sparse.unsettled() == ("table", GradientStatus.LOCAL.value)
     sparse.mark_local(0)
     assert sparse.unsettled() == ("table", GradientStatus.LOCAL.value)
-    sparse.reduced(RoundState(0))
+    sparse.on_message(RoundState(0))
     assert sparse.unsettled() is None
     expected = torch.zeros(ROWS, WIDTH)
     expected[:world_size] = 2.0 if is_sum else 2.0 / world_size
     assert_bitwise(parameter.grad.to_dense(), expected)
     reduced = parameter.grad
-    sparse.reduced(RoundState(0))
+    sparse.on_message(RoundState(0))
     assert parameter.grad is reduced  # nothing new on any rank
     if is_sum:
         with pytest.raises(GradientError, match="summed over ranks before"):
@@ -286,14 +286,14 @@ def _accumulated_directly(rank: int, world_size: int, is_sum: bool) -> None:
     parameter.grad = local(float("nan") if rank == 1 else 1.0)
     sparse.mark_local(0)
     current = RoundState(0)
-    sparse.reduced(current)
+    sparse.on_message(current)
     found = current.non_finite
     assert found is not None
     assert (found.rank, found.name) == (1, "table")
     assert found.tensor() is parameter.grad
     parameter.grad = local(1.0)
     current = RoundState(0)
-    sparse.reduced(current)
+    sparse.on_message(current)
     assert current.non_finite is None
 
 

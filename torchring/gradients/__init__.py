@@ -3,7 +3,8 @@
 The way of a gradient, in reading order:
 
     hooks.py        autograd has accumulated a gradient, and calls the gradient's hook; backward() is about to return
-    reducer.py      the first gradient of a backward: does it reduce? Begins a round, which `round.py` describes
+    reducer.py      the first gradient of a backward: does it reduce?
+    reductions.py   begins and finishes a round, which `round.py` describes
     launcher.py     finds the gradient's bucket, and launches full buckets in plan order
     bucket.py       counts and packs gradients, and gives them back reduced
     packing.py      copies gradients to the wire buffer, and back
@@ -13,11 +14,11 @@ The way of a gradient, in reading order:
     agreement.py    what all ranks know at the end of a round: used parameters, NaN, control bits
     layout.py       lays the buckets out anew, if that is due
 
-Everything else that takes part in a round is a participant, in `participants/`, `observe/` or `elastic/`: weights,
-sparse gradients, buffers, the checks that ranks hold the same parameters and read data of their own, the noise scale,
-recording, and elastic jobs. What happens to a step and its buckets is said to `World.observer`, see `observer.py`. A
-participant registers control bits by name, and the reducer calls it at fixed points of the round: see
-`round.Participant`. To add a feature, add a file there and a line in `Reducer`.
+Everything else that takes part in a round is a participant, in `participants/`, `observe/` or `elastic/`: sparse
+gradients, buffers, the checks that ranks hold the same parameters and read data of their own, the noise scale,
+recording, and elastic jobs. A participant registers control bits by name, and overrides what it needs of four methods:
+see `round.Participant`. To add a feature, add a file there and a line in `rooms.py`. Weights are part of each round:
+`weighing.py`. What happens to a step and its buckets is said to `World.observer`, see `observer.py`.
 
 Decided beforehand, as data: `plan.py`. In a world of one rank: `local.py`.
 """

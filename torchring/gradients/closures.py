@@ -1,16 +1,21 @@
-"""Steps that take a closure: the loss that it returns, and how to undo such a step."""
+"""Steps that take a closure."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from torchring.collectives.service import internal_collectives_of
-from torchring.gradients.validation import parameters_of
 from torchring.world import World
+
+
+def refuse_closure() -> None:
+    raise ValueError(
+        "step(closure) does not work with on_nonfinite='skip': an optimizer that evaluates a closure may have moved "
+        "parameters before a gradient is not finite. Pass on_nonfinite='raise' or 'ignore' to torchring.wrap; or call "
+        "backward() first, and then step() without a closure"
+    )
 
 
 def mean_loss(loss: Any, world: World) -> Any:
@@ -24,29 +29,3 @@ def mean_loss(loss: Any, world: World) -> Any:
         return None
     mean = total / num_losses
     return torch.full_like(loss.detach(), mean) if isinstance(loss, torch.Tensor) else mean
-
-
-class Snapshot:
-    """The parameters, state and hyperparameters of an optimizer as they are now, before a step that may be left out.
-
-    LBFGS moves parameters before it evaluates the closure again.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._parameters = [(parameter, parameter.detach().clone()) for parameter in parameters_of(optimizer)]
-        self._state = {key: copy.deepcopy(value) for key, value in optimizer.state.items()}
-        self._groups = [
-            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Undo what has happened since."""
-        for parameter, value in self._parameters:
-            parameter.copy_(value)
-        self._optimizer.state.clear()
-        self._optimizer.state.update(self._state)
-        for group, before in zip(self._optimizer.param_groups, self._groups, strict=True):
-            group.update(before)

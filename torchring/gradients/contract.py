@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch.optim import Optimizer
 
+from torchring.gradients.layout import BucketLayout, Options
+from torchring.gradients.ledger import StaleGradients
+from torchring.gradients.plan import ParameterSpec
 from torchring.world import World
 
 
@@ -32,11 +36,12 @@ class Stats:
         mean_exposed_ms: mean of exposed_ms over the same reductions.
         overlap_ratio: share of the communication that `backward()` hid, from 0 to 1, over the same reductions.
         num_skipped_steps: number of steps that on_nonfinite="skip" has left out.
-        batch_size: samples of all ranks in a reduction, as a mean over the latest: the first dimension of the first
-            tensor that the model gets. 0 if `wrap` was given no model, or its forward is not seen.
-        noise_scale: the gradient noise scale, in samples (McCandlish et al. 2018): if batch_size is far below it, a
-            larger batch still pays. Infinite if noise hides the gradient. None in the first 129 reductions, in a world
-            of one, without batch_size, and with free_gradients.
+        batch_size: with noise_scale=True, samples of all ranks in a reduction, as a mean over the latest: the first
+            dimension of the first tensor that the model gets. 0 if `wrap` was given no model, or its forward is not
+            seen.
+        noise_scale: with noise_scale=True, the gradient noise scale, in samples (McCandlish et al. 2018): if batch_size
+            is far below it, a larger batch still pays. Infinite if noise hides the gradient. None in the first 129
+            reductions, in a world of one, and without batch_size.
     """
 
     algorithm: str
@@ -53,6 +58,92 @@ class Stats:
     num_skipped_steps: int = 0
     batch_size: float = 0.0
     noise_scale: float | None = None
+
+
+class MeasuresNoise(Protocol):
+    """The participant that measures the gradient noise scale. See `Stats`."""
+
+    batch_size: float
+
+    @property
+    def noise_scale(self) -> float | None: ...
+
+
+def stats_of(layout: BucketLayout, num_reductions: int, num_skipped_steps: int, noise: MeasuresNoise | None) -> Stats:
+    """The cost of communication so far."""
+    timing = layout.timing
+    layout.agreement.poll()
+    num_timed = max(timing.num_timed, 1)
+    hidden = timing.total_busy_ms - timing.total_exposed_ms
+    return Stats(
+        algorithm=layout.all_reduce.algorithm,
+        reason=layout.reason,
+        overlap=layout.agreement.overlap,
+        num_buckets=len(layout.buckets),
+        bytes_per_step=layout.current_plan.num_bytes,
+        num_reductions=num_reductions,
+        communication_ms=timing.last_busy_ms,
+        exposed_ms=timing.last_exposed_ms,
+        mean_communication_ms=timing.total_busy_ms / num_timed,
+        mean_exposed_ms=timing.total_exposed_ms / num_timed,
+        overlap_ratio=max(0.0, hidden / timing.total_busy_ms) if timing.total_busy_ms else 0.0,
+        num_skipped_steps=num_skipped_steps,
+        batch_size=0.0 if noise is None else noise.batch_size,
+        noise_scale=None if noise is None else noise.noise_scale,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Setup:
+    """What `wrap` was given, for those who take part in reductions. Not to be kept: it refers to the model.
+
+    Attributes:
+        optimizer: the wrapped optimizer.
+        names: of its parameters, in its order; may grow.
+        sparse: its parameters whose gradients are sparse.
+        ignored: parameters and buffers of `model` that belong to this rank.
+        inputs: sees what the model is given.
+        is_sharded: each rank has the optimizer state of other parameters.
+        owned: returns the ids of the parameters of all wrapped optimizers.
+        stale: gradients of an earlier training, or of an optimizer that is closed.
+    """
+
+    world: World
+    optimizer: Optimizer
+    model: torch.nn.Module | None
+    names: Mapping[torch.nn.Parameter, str]
+    sparse: Collection[torch.nn.Parameter]
+    ignored: Collection[torch.Tensor]
+    options: Options
+    inputs: Any
+    is_sharded: bool
+    owned: Callable[[], Container[int]]
+    stale: StaleGradients
+
+    @property
+    def checks_data(self) -> bool:
+        """Whether ranks compare, or count, what they train on."""
+        return self.model is not None and (self.world.check_data or self.options.noise_scale)
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether the model has buffers that `wrap` was not told to leave alone."""
+        model, choices = self.model, self.options.sync_buffers
+        return model is not None and choices is not None and any(True for _ in model.buffers())
+
+
+def spec_of(
+    names: Mapping[torch.nn.Parameter, str], sparse: Collection[torch.nn.Parameter], parameter: torch.nn.Parameter
+) -> ParameterSpec:
+    """Describe a parameter for the plan."""
+    return ParameterSpec(
+        names[parameter],
+        tuple(parameter.shape),
+        parameter.stride(),
+        parameter.dtype,
+        parameter.device,
+        parameter in sparse,
+    )
 
 
 class Sync(Protocol):
@@ -105,8 +196,8 @@ class Sync(Protocol):
     def check_gradients(self) -> bool:
         """Before a step: raise GradientError if a gradient is known to be wrong. Returns whether to make the step."""
 
-    def write_buffers(self) -> None:
-        """Give the model's buffers what the last reduction has found."""
+    def agree_on_step(self) -> None:
+        """All ranks make this step, or all leave it out. May be called several times in a step."""
 
     def sync_buffers(self) -> None:
         """Collective: make the model's buffers equal as they are now."""

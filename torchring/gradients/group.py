@@ -6,19 +6,23 @@ import contextlib
 import gc
 import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 
+from torchring.collectives.join import Join
 from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.errors import GradientError, PlanMismatchError, RingError, in_step, ranks_in_words
 from torchring.gradients.hooks import BackwardWatch
-from torchring.gradients.loose import LooseOptimizers
-from torchring.gradients.reducer import ROUND, Members, Reducer
+from torchring.gradients.launcher import Launcher
+from torchring.gradients.ledger import StaleGradients
+from torchring.gradients.module_wrappers import MODULE_WRAPPERS, explain
+from torchring.gradients.reducer import Follow, Reducer
 from torchring.interruption import InterruptionGuard
 from torchring.observer import EXPOSED
+from torchring.rooms import room
 from torchring.world import World
 
 _END: Final = "the end of backward()"
@@ -29,6 +33,8 @@ _UNLIKE_NO_SYNC: Final = (
 _HAS_DATA: Final = struct.Struct("?")
 _REACHED: Final = struct.Struct("<B?H")
 _MOST_LEFT_BEHIND: Final = 2**16 - 1
+ROUND: Final = b"backward()"
+"""What a rank announces at the beginning of a round, see `Members.announce`."""
 
 
 class _Reached(NamedTuple):
@@ -42,6 +48,94 @@ class _Reached(NamedTuple):
     wants: int
     is_in_no_sync: bool
     num_left_behind: int
+
+
+class Members:
+    """The reducers of one world, in the order in which their optimizers were wrapped, and what they know together.
+
+    Attributes:
+        guard: runs what takes several collectives, and must not be left between two of them.
+        has_ended: whether this rank's data has ended, inside `torchring.join`.
+        is_skipping: whether this rank takes part in a backward of the others without one of its own.
+        skipper: the member whose `skip()` is under way.
+        skipped: members that `skip()` of another one has reached, since a step or zero_grad() of any optimizer.
+        stale: of an earlier training, or of an optimizer that is closed.
+        waiting: see `Launcher`.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.guard = InterruptionGuard(world)
+        MODULE_WRAPPERS.find()
+        self.has_ended = False
+        self.is_skipping = False
+        self.skipper: Reducer | None = None
+        self.skipped: set[Reducer] = set()
+        self.stale: StaleGradients = {}
+        self.waiting: set[Launcher] = set()
+        self._world = world
+        self._reducers: list[Reducer] = []
+
+    def __iter__(self) -> Iterator[Reducer]:
+        return iter(list(self._reducers))
+
+    @property
+    def are_several(self) -> bool:
+        return len(self._reducers) > 1
+
+    @property
+    def followers(self) -> dict[bytes, Follow]:
+        """Of the optimizers whose step needs all ranks: what a rank that has ended does then, by name."""
+        return dict(each.follower for each in self._reducers if each.follower is not None)
+
+    def advance(self) -> bool:
+        """Do this rank's part of the buckets that have left, where nobody is late. Returns whether some still wait."""
+        for launcher in tuple(self.waiting):
+            launcher.advance()
+        return bool(self.waiting)
+
+    def add(self, reducer: Reducer) -> None:
+        self._reducers.append(reducer)
+
+    def remove(self, reducer: Reducer) -> None:
+        if reducer in self._reducers:
+            self._reducers.remove(reducer)
+        self.skipped.discard(reducer)
+        self.waiting.discard(reducer.launcher)
+
+    @contextlib.contextmanager
+    def skipping(self, skipper: Reducer | None = None) -> Iterator[None]:
+        """Members that a backward of other ranks reaches are absent on this rank."""
+        self.is_skipping, self.skipper = True, skipper
+        try:
+            yield
+        finally:
+            self.is_skipping, self.skipper = False, None
+
+    def announce(self, what: bytes = ROUND) -> list[int]:
+        """Collective, inside `torchring.join`, where steps need all ranks: say what comes. Returns who has ended."""
+        if self.has_ended or not (self.followers and self._world.shared(Join).is_open):
+            return []
+        said = internal_collectives_of(self._world).all_gather_bytes(what)
+        if others := [rank for rank, theirs in enumerate(said) if theirs not in (b"", what)]:
+            theirs = said[others[0]].decode()
+            text = f"{ranks_in_words(others)} called {theirs} where this rank called {what.decode()}"
+            raise in_step(PlanMismatchError(text, rank=self._world.rank, peers=others))
+        return [rank for rank, theirs in enumerate(said) if not theirs]
+
+    def refuse_other_thread(self, thread: int) -> None:
+        """Raise GradientError if a backward begins in `thread` while one of another thread is under way.
+
+        Breaks the world, where that other thread may be waiting. A device runs all hooks in one thread.
+        """
+        if not any(member.in_backward and member.thread not in (0, thread) for member in self._reducers):
+            return
+        error = GradientError(
+            "two threads run backward() at the same time, each with an optimizer of its own; ranks could not tell the "
+            "backwards apart. Let one thread train all models, or take turns, in the same order on all ranks",
+            rank=self._world.rank,
+        )
+        self._world.break_off("backward()", error)
+        raise error
 
 
 class OptimizerGroup:
@@ -70,7 +164,9 @@ class OptimizerGroup:
         self._world = world
         self._norm_weights: set[float | None] = set()  # that SyncBatchNorm has used in the backward under way
         self._norm_watch = BackwardWatch(self._norms_ended, self._norm_weights.clear)
-        self._loose = LooseOptimizers(self.members, self.owned) if world.size > 1 and world.rank == 0 else None
+        self._loose: Any = None
+        if world.size > 1 and world.rank == 0:
+            self._loose = room("loose optimizers").LooseOptimizers(self.members, self.owned)
         world.on_close(self.close)
 
     @property
@@ -207,10 +303,9 @@ class OptimizerGroup:
             for member in members:
                 member.launch_own()
             wants, some_have_data = self._agree(members)
-            backward = object()
             for member, want in zip(members, wants, strict=True):
                 if want == 2:
-                    member.launch_rest(backward)
+                    member.launch_rest()
             for member, want in zip(members, wants, strict=True):
                 if want:
                     member.enter(EXPOSED)  # the member before has left it
@@ -288,3 +383,15 @@ class OptimizerGroup:
         self._norm_watch.close()
         if self._loose is not None:
             self._loose.close()
+
+
+def check_free(names: Mapping[torch.nn.Parameter, str], world: World) -> None:
+    """Raise ValueError if another optimizer of `world` or a module wrapper reduces one of the parameters."""
+    group = world.shared(OptimizerGroup)
+    for owner in group.owners_of(names):
+        taken = next(name for p, name in names.items() if any(p is other for other in owner.parameters))
+        raise ValueError(f"{taken} belongs to another DistributedOptimizer; call close() on that one first")
+    trainable = [parameter for parameter in names if parameter.requires_grad]
+    if shared := MODULE_WRAPPERS.first_shared(trainable):
+        index, kind = shared
+        raise ValueError(explain(names[trainable[index]], kind))

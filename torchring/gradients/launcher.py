@@ -36,13 +36,13 @@ class Launcher:
 
     Args:
         all_reduce: reduces the buckets.
-        mark_sparse: called with the index of a parameter that is in no bucket and has a new gradient.
         progress: says which buckets this rank has launched, and for which one it waits.
         waiting: the launchers with a launched bucket that still waits for this rank's part. One set for all optimizers
             that a backward may reach: their hooks help each other.
 
     Attributes:
         buckets: in plan order.
+        mark_sparse: called with the index of a parameter that is in no bucket and has a new gradient.
         round: the round under way, or the last one.
         ready_order: the order in which the gradients of the first round became ready, by parameter index. None while
             that round is still to be finished, and after `forget_order`.
@@ -51,14 +51,13 @@ class Launcher:
     def __init__(
         self,
         all_reduce: AllReduce[Any],
-        mark_sparse: Callable[[int], None],
         progress: Progress | None = None,
         waiting: set[Launcher] | None = None,
     ) -> None:
         self.buckets: list[Bucket] = []
+        self.mark_sparse: Callable[[int], None] = _refuse_unknown
         self._slots: dict[int, tuple[Bucket, int]] = {}  # by parameter index: its bucket, and its slot there
         self._all_reduce = all_reduce
-        self._mark_sparse = mark_sparse
         self._progress = progress or Progress()
 
         # The round
@@ -152,7 +151,7 @@ class Launcher:
             self._order_so_far.append(index)
         place = self._slots.get(index)
         if place is None:
-            self._mark_sparse(index)
+            self.mark_sparse(index)
             return
         bucket, slot = place
         is_full = bucket.mark_ready(slot) or is_full
@@ -177,7 +176,7 @@ class Launcher:
         """Parameter `index` has its gradient, in a backward that does not reduce. From the parameter's hook."""
         place = self._slots.get(index)
         if place is None:
-            self._mark_sparse(index)
+            self.mark_sparse(index)
         else:
             place[0].ledger.mark_local(place[1])
 
@@ -368,6 +367,10 @@ class Launcher:
         """Inside, other ranks and warnings say that this rank waits for a bucket, and errors between ranks name it."""
         wait = Wait("the reduction of gradients", self.round.step, bucket.index, bucket.names[0])
         return _At(self._progress.waiting(wait), self.round, bucket)
+
+
+def _refuse_unknown(index: int) -> None:
+    raise AssertionError(f"parameter {index} is in no bucket")
 
 
 class _At:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -30,9 +30,11 @@ from torchring.gradients.plan import (
 )
 from torchring.gradients.round import ControlFields
 from torchring.observer import Progress
-from torchring.participants.buffers import SyncBuffers
 from torchring.rooms import room
 from torchring.world import World
+
+BufferChoice: TypeAlias = Literal["mean", "rank0"] | None
+SyncBuffers: TypeAlias = BufferChoice | Mapping[str, BufferChoice]
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Options:
     on_nonfinite: str = "raise"
     sync_buffers: SyncBuffers = "mean"
     shard: bool = False
+    noise_scale: bool = False
 
     def __str__(self) -> str:
         return ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(self))
@@ -73,7 +76,7 @@ class BucketLayout:
         control: the control bits, in the first bucket.
         first: the parameters that `open` is going to lay out.
         specs, parameters: lists of all that are laid out. They grow with `open` and `add`.
-        mark_sparse, progress, waiting: see `Launcher`.
+        progress, waiting: see `Launcher`.
 
     Attributes:
         all_reduce: reduces wire buffers.
@@ -92,7 +95,6 @@ class BucketLayout:
         first: Sequence[ParameterSpec],
         specs: list[ParameterSpec],
         parameters: list[torch.nn.Parameter],
-        mark_sparse: Callable[[int], None],
         progress: Progress,
         waiting: set[Launcher],
     ) -> None:
@@ -112,7 +114,7 @@ class BucketLayout:
             self._bucket_mb = size
             self.first_plan = self.plan(first)
         world.on_failure(self.all_reduce)
-        self.launcher = Launcher(self.all_reduce, mark_sparse, progress, waiting)
+        self.launcher = Launcher(self.all_reduce, progress, waiting)
         self.agreement: Agreement
         if isinstance(self.all_reduce, OnStream):
             self.agreement = DeviceAgreement(world, self.all_reduce, self.timing, control, self.specs, self.parameters)

@@ -106,8 +106,8 @@ class LocalSync(Sync):
         observer = self.world.observer
         observer.phase(phase, observer.num_steps)
 
-    def write_buffers(self) -> None:
-        """The buffers are this rank's own."""
+    def agree_on_step(self) -> None:
+        """Nobody else takes part."""
 
     def sync_buffers(self) -> None:
         """The buffers are this rank's own."""

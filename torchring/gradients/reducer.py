@@ -1,7 +1,7 @@
-"""Owns the rounds of one optimizer: begins one with a backward that reduces, ends it, and refuses bad steps.
+"""The backwards and steps of one optimizer: which backwards are reduced, and which steps are refused.
 
 A backward reduces or it does not, decided when its first gradient arrives: every `accumulate`-th backward outside
-`no_sync()` reduces. A round is one reduction of all buckets. What else takes part in a round is a `Participant`.
+`no_sync()` reduces.
 """
 
 from __future__ import annotations
@@ -11,264 +11,79 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+if TYPE_CHECKING:
+    from torchring.gradients.group import Members
 from torchring.collectives.join import Join
-from torchring.collectives.service import Collectives, collectives_of, internal_collectives_of
-from torchring.devices.stream import OnStream
+from torchring.collectives.service import internal_collectives_of
 from torchring.dynamo import is_compiled_backward
-from torchring.errors import GradientError, PlanMismatchError, in_step, ranks_in_words, with_way_out
-from torchring.gradients.contract import Stats, Sync
+from torchring.errors import GradientError, in_step
+from torchring.gradients.contract import Setup, Stats, Sync, stats_of
 from torchring.gradients.hooks import BackwardWatch, attach_hooks, make_hook
-from torchring.gradients.launcher import Launcher
-from torchring.gradients.layout import BucketLayout, Options
-from torchring.gradients.ledger import Ledger, OptimizerLedger, StaleGradients, note_stale
+from torchring.gradients.ledger import note_stale
 from torchring.gradients.module_wrappers import MODULE_WRAPPERS, explain
-from torchring.gradients.plan import ParameterSpec, describe
-from torchring.gradients.round import ControlFields, NonFiniteGradient, Participant, RoundPhase, RoundState
-from torchring.gradients.weighing import Weighing, unfrozen
-from torchring.interruption import InterruptionGuard
+from torchring.gradients.reductions import Reductions
+from torchring.gradients.round import (
+    Guest,
+    Participant,
+    overridden,
+)
+from torchring.gradients.validation import refuse_backward, refuse_non_finite, refuse_thawed, refuse_unsettled
+from torchring.gradients.weighing import unfrozen
 from torchring.observer import BACKWARD, BETWEEN, EXPOSED, INPUT, OPTIMIZER
-from torchring.participants.buffers import BufferSpec, BufferSync
-from torchring.participants.noise import NoiseScale
-from torchring.participants.replicas import ReplicaCheck
-from torchring.participants.sparse import SparseReduction
-from torchring.world import World
-
-_KINDS: Final = (*(Weighing, SparseReduction, BufferSync, ReplicaCheck, NoiseScale),)
-
-
-def control_fields(world: World, guests: Sequence[Participant]) -> ControlFields:
-    """The control bits of a round: those of the participants, and three of the reducer.
-
-    has_unfrozen: a parameter that was frozen requires a gradient. is_absent: the rank takes part without a gradient,
-    and does not count. has_ended: the rank has no data left, inside `torchring.join`.
-    """
-    kinds: Sequence[type[Participant] | Participant] = (*_KINDS, *guests)
-    return ControlFields(
-        ("has_unfrozen", "is_absent", "has_ended", *(name for kind in kinds for name in kind.bits)),
-        tuple(name for kind in kinds for name in kind.numbers),
-        tuple(name for kind in kinds for name in kind.by_rank),
-        world.rank,
-        world.size,
-    )
-
 
 Follow: TypeAlias = weakref.WeakMethod[Callable[[Sequence[bytes]], None]]
-ROUND: Final = b"backward()"
-"""What a rank announces at the beginning of a round, see `Members.announce`."""
 
 
-class Members:
-    """The reducers of one world, in the order in which their optimizers were wrapped, and what they know together.
-
-    Attributes:
-        guard: runs what takes several collectives, and must not be left between two of them.
-        has_ended: whether this rank's data has ended, inside `torchring.join`.
-        is_skipping: whether this rank takes part in a backward of the others without one of its own.
-        skipper: the member whose `skip()` is under way.
-        skipped: members that `skip()` of another one has reached, since a step or zero_grad() of any optimizer.
-        stale: of an earlier training, or of an optimizer that is closed.
-        waiting: see `Launcher`.
-    """
-
-    def __init__(self, world: World) -> None:
-        self.guard = InterruptionGuard(world)
-        MODULE_WRAPPERS.find()
-        self.has_ended = False
-        self.is_skipping = False
-        self.skipper: Reducer | None = None
-        self.skipped: set[Reducer] = set()
-        self.stale: StaleGradients = {}
-        self.waiting: set[Launcher] = set()
-        self._world = world
-        self._reducers: list[Reducer] = []
-
-    def __iter__(self) -> Iterator[Reducer]:
-        return iter(list(self._reducers))
-
-    @property
-    def are_several(self) -> bool:
-        return len(self._reducers) > 1
-
-    @property
-    def followers(self) -> dict[bytes, Follow]:
-        """Of the optimizers whose step needs all ranks: what a rank that has ended does then, by name."""
-        return dict(each.follower for each in self._reducers if each.follower is not None)
-
-    def advance(self) -> bool:
-        """Do this rank's part of the buckets that have left, where nobody is late. Returns whether some still wait."""
-        for launcher in tuple(self.waiting):
-            launcher.advance()
-        return bool(self.waiting)
-
-    def add(self, reducer: Reducer) -> None:
-        self._reducers.append(reducer)
-
-    def remove(self, reducer: Reducer) -> None:
-        if reducer in self._reducers:
-            self._reducers.remove(reducer)
-        self.skipped.discard(reducer)
-        self.waiting.discard(reducer.launcher)
-
-    @contextmanager
-    def skipping(self, skipper: Reducer | None = None) -> Iterator[None]:
-        """Members that a backward of other ranks reaches are absent on this rank."""
-        self.is_skipping, self.skipper = True, skipper
-        try:
-            yield
-        finally:
-            self.is_skipping, self.skipper = False, None
-
-    def announce(self, what: bytes = ROUND) -> list[int]:
-        """Collective, inside `torchring.join`, where steps need all ranks: say what comes. Returns who has ended."""
-        if self.has_ended or not (self.followers and self._world.shared(Join).is_open):
-            return []
-        said = internal_collectives_of(self._world).all_gather_bytes(what)
-        if others := [rank for rank, theirs in enumerate(said) if theirs not in (b"", what)]:
-            theirs = said[others[0]].decode()
-            text = f"{ranks_in_words(others)} called {theirs} where this rank called {what.decode()}"
-            raise in_step(PlanMismatchError(text, rank=self._world.rank, peers=others))
-        return [rank for rank, theirs in enumerate(said) if not theirs]
-
-    def refuse_other_thread(self, thread: int) -> None:
-        """Raise GradientError if a backward begins in `thread` while one of another thread is under way.
-
-        Breaks the world, where that other thread may be waiting. A device runs all hooks in one thread.
-        """
-        if not any(member.in_backward and member.thread not in (0, thread) for member in self._reducers):
-            return
-        error = GradientError(
-            "two threads run backward() at the same time, each with an optimizer of its own; ranks could not tell the "
-            "backwards apart. Let one thread train all models, or take turns, in the same order on all ranks",
-            rank=self._world.rank,
-        )
-        self._world.break_off("backward()", error)
-        raise error
-
-
-class Reducer(Sync):
-    """The backwards, rounds and steps of one optimizer. Opening it is collective.
+class Reducer(Reductions, Sync):
+    """The backwards and steps of one optimizer, beside its reductions. Opening it is collective.
 
     Args:
-        world: has more than one rank.
-        specs, parameters: those that require a gradient, in registration order.
-        options: see `Options`.
-        members: the reducers of this world.
+        setup: what is reduced. Its world has more than one rank.
+        members: the reducers of that world.
+        kinds: what takes part in a round beside weights, in this order.
         end_backward: called when a backward that has reached this reducer is about to return.
-        replicas: says in every round whether somebody wrote to the parameters.
-        ownership: looks for parameters that nobody reduces, if there is a model.
         guests: participants that a room sends; they come before the others.
-        buffers: those of the model that `options.sync_buffers` is about.
-        frozen: parameters of the optimizer that do not require a gradient. Looked at again after each backward.
-        spec_of: what the plan needs to know of a parameter.
         owner: the optimizer; referred to weakly.
 
     Attributes:
-        parameters, specs: those that are reduced. They grow with `extend`.
-        frozen: parameters that are reduced as soon as they require a gradient.
-        progress: says how far the rounds are.
-        layout: the buckets.
-        launcher: has the round under way, or the last one.
-        ledger: what is known about the gradients.
-        weighing: gives gradients their weights.
-        participants: what takes part in a round, in this order on all ranks.
         follower: see `Members.followers`. Called with what each rank has announced.
         failure: the error that ended the last backward between ranks. Gradients are worth nothing after it.
-        num_steps: how many optimizer steps this rank has made.
         in_backward: whether a backward of these parameters is under way.
         thread: runs the hooks of that backward, if its parameters are on the CPU; else 0.
-        on_ready: what hooks call, by parameter.
     """
 
     def __init__(
         self,
-        world: World,
-        specs: Sequence[ParameterSpec],
-        parameters: Sequence[torch.nn.Parameter],
-        options: Options,
+        setup: Setup,
         members: Members,
+        kinds: Sequence[type[Participant]],
         *,
         end_backward: Callable[[Reducer], None],
-        replicas: ReplicaCheck,
-        ownership: Sequence[Participant] = (),
-        guests: Sequence[Participant] = (),
-        buffers: Sequence[BufferSpec] = (),
-        frozen: Sequence[torch.nn.Parameter] = (),
-        spec_of: Callable[[torch.nn.Parameter], ParameterSpec],
+        guests: Sequence[Guest] = (),
         owner: object,
     ) -> None:
-        self.world = world
+        super().__init__(setup, members, kinds, guests)
         self.owner = weakref.ref(owner)
-        self.num_steps = 0
         self.failure: BaseException | None = None
         self.is_closed = False
         self.follower: tuple[bytes, Follow] | None = None
-        self._options = options
-        self.frozen = list(frozen)
-        self._spec_of = spec_of
         self._guests = guests
-        self._members = members
         self._end_backward = end_backward
+        self._weights = self.weighing.weights
 
         # Whether a backward reduces
-        self.accumulate = options.accumulate
+        self.accumulate = setup.options.accumulate
         self._num_backwards = 0  # since the last reduction, without those inside no_sync()
-
-        self._control = control_fields(world, guests)
-
-        # The round. The script's collectives check: another rank may be calling one of those, instead of wrapping.
-        self._check_agreement(specs, collectives_of(world), buffers)
-        self.progress = world.observer.open_progress("gradients")
-        self.specs: list[ParameterSpec] = []
-        self.parameters: list[torch.nn.Parameter] = []
-        self._sparse = SparseReduction(
-            world, self.specs, self.parameters, options.scale(world.size), is_sum=options.is_sum
-        )
-        self.layout = BucketLayout(
-            *(world, options, self._control, specs, self.specs, self.parameters),
-            self._sparse.mark_local,
-            self.progress,
-            members.waiting,
-        )
-        self.launcher = self.layout.launcher
-        self.ledger = OptimizerLedger(partial(_ledgers, self.launcher, self._sparse))
-        self._found_before: NonFiniteGradient | None = None  # as `non_finite`, before the round under way
-        self.layout.open(specs, parameters)
-        self.weighing = Weighing(
-            world,
-            self.parameters,
-            self.frozen,
-            self.ledger,
-            is_sum=options.is_sum,
-            mark_local=self.launcher.mark_local,
-        )
-        self._weights = self.weighing.weights
-        self._weights.expect(self.layout.wire_dtypes)
-        self.participants: list[Participant] = [*guests, self.weighing, self._sparse]
-        self._buffers: BufferSync | None = None
-        if buffers:
-            all_reduce, device = self.layout.all_reduce, specs[0].device
-            follow = all_reduce.stream.follow if isinstance(all_reduce, OnStream) else _nothing
-            self._buffers = BufferSync(world, buffers, all_reduce, device, follow)
-            self.participants.append(self._buffers)
-        self.participants += [*ownership, replicas]
-        self._noise: NoiseScale | None = None
-        if world.size > 1 and options.op in ("mean", "sum"):
-            self._noise = NoiseScale(
-                *(world, self.specs, self.parameters, self.launcher.holds_result),
-                is_sum=options.is_sum,
-            )
-            self.participants.append(self._noise)
 
         # The backward under way
         self.in_backward = False
         self.thread = 0
         self._reduces = False
         self._has_round = False  # that backward
-        self.on_ready: Sequence[Callable[[int], None]] = ()
 
         # Hooks and what else calls back
         self.watch = BackwardWatch(partial(end_backward, self), self.abandon_backward)
@@ -277,21 +92,6 @@ class Reducer(Sync):
         self._num_wrappers_seen = -1  # MODULE_WRAPPERS.num_built when these parameters were checked last
         members.add(self)
         self._attach()
-
-    @property
-    def round(self) -> RoundState:
-        """The round under way, or the last one."""
-        return self.launcher.round
-
-    @property
-    def num_reductions(self) -> int:
-        """Number of reductions so far. The last one counts when it is over, or when the next begins."""
-        return self.round.number + (self.round.phase is RoundPhase.OVER)
-
-    @property
-    def non_finite(self) -> NonFiniteGradient | None:
-        """The first NaN or infinity in the last round, if there was one."""
-        return self.round.non_finite
 
     @property
     def wants_reduction(self) -> bool:
@@ -309,26 +109,7 @@ class Reducer(Sync):
         return self.weighing.batch_weight(in_backward=self.in_backward)
 
     def stats(self) -> Stats:
-        layout, timing = self.layout, self.layout.timing
-        layout.agreement.poll()
-        num_timed = max(timing.num_timed, 1)
-        hidden = timing.total_busy_ms - timing.total_exposed_ms
-        return Stats(
-            algorithm=layout.all_reduce.algorithm,
-            reason=layout.reason,
-            overlap=layout.agreement.overlap,
-            num_buckets=len(layout.buckets),
-            bytes_per_step=layout.current_plan.num_bytes,
-            num_reductions=self.num_reductions,
-            communication_ms=timing.last_busy_ms,
-            exposed_ms=timing.last_exposed_ms,
-            mean_communication_ms=timing.total_busy_ms / num_timed,
-            mean_exposed_ms=timing.total_exposed_ms / num_timed,
-            overlap_ratio=max(0.0, hidden / timing.total_busy_ms) if timing.total_busy_ms else 0.0,
-            num_skipped_steps=self.num_skipped_steps,
-            batch_size=0.0 if self._noise is None else self._noise.batch_size,
-            noise_scale=None if self._noise is None else self._noise.noise_scale,
-        )
+        return stats_of(self.layout, self.num_reductions, self.num_skipped_steps, self.noise)
 
     def extend(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.frozen += parameters
@@ -347,8 +128,9 @@ class Reducer(Sync):
         self._members.remove(self)
         self.launcher.close()
         self.layout.all_reduce.close()
-        for participant in self.participants:
-            participant.close()
+        self.weighing.end_zero_weight()
+        for close in overridden(self.participants, "close"):
+            close()
         self.progress.close()
         note_stale(self._members.stale, self.parameters)
         if not self.in_backward:
@@ -368,7 +150,7 @@ class Reducer(Sync):
                 self.thread = thread
             self.weighing.arrived = self.parameters[index]
             try:
-                if self._options.is_sum and self.ledger.holds_results():
+                if self.options.is_sum and self.ledger.holds_results():
                     self.ledger.notice_zeroing(self.parameters[index])
                 self._begin(reduces=self._next_reduces())
             finally:
@@ -383,12 +165,8 @@ class Reducer(Sync):
                 self.launcher.fill_rest()
                 self.launcher.advance()
 
-    def launch_rest(self, backward: object = None) -> None:
-        """A backward that is to reduce these parameters on some rank is over on all ranks: launch what has not left.
-
-        Args:
-            backward: see `RoundState`.
-        """
+    def launch_rest(self) -> None:
+        """A backward that is to reduce these parameters on some rank is over on all ranks: launch what has not left."""
         if self._members.is_skipping and not self.in_backward:
             self._leave_out()
         if not self.wants_reduction:  # only other ranks got as far as to begin
@@ -396,8 +174,9 @@ class Reducer(Sync):
         self._count_noted()
         with self._failing():
             if not self._has_round:
-                self._begin_round(is_unordered=True)
-            self._launch_rest(backward)
+                self.begin_reduction(is_unordered=True)
+                self._has_round = True
+            self.launch_all()
 
     def finish_backward(self, *, reduces: bool) -> None:
         """A backward that reached these parameters on some rank is over. With `reduces`, `launch_rest` was called."""
@@ -406,10 +185,10 @@ class Reducer(Sync):
             self._leave_out()
         if reduces:
             with self._failing():
-                self._finish_round()
+                self.finish_reduction()
                 if self.round.sums["has_unfrozen"]:
                     self._adopt_unfrozen()
-                    self._reduce_again()
+                    self.reduce_again()
             self._num_backwards = 0
             self._weights.reset()
         else:
@@ -423,8 +202,8 @@ class Reducer(Sync):
         self.enter(BETWEEN if reduces else INPUT)
         self.weighing.end_zero_weight()
         if reduces:
-            for participant in self.participants:
-                participant.finished(self.round)
+            for on_reduced in self._on_reduced:
+                on_reduced(self.round)
 
     def abandon_backward(self) -> None:
         """The backward under way has raised (out of memory, an error in a custom function): drop its round."""
@@ -519,46 +298,47 @@ class Reducer(Sync):
 
     def before_step(self) -> None:
         self.enter(OPTIMIZER)
-        for participant in self.participants:
-            participant.before_step()
+        for on_step in self._on_step:
+            on_step("before")
         self._members.skipped.clear()
+
+    def agree_on_step(self) -> None:
+        for on_step in self._on_step:
+            on_step("agreed")
 
     def accept_parameters(self) -> None:
         self.enter(INPUT)
-        for participant in self.participants:
-            participant.moved()
+        for on_step in self._on_step:
+            on_step("after")
 
     def has_stepped(self) -> None:
-        for participant in self.participants:
-            participant.moved()
-        self.write_buffers()
+        for on_step in self._on_step:
+            on_step("after")
+        self.agree_on_step()
         self.num_steps += 1
         self._end_step()
 
     def take_over(self, src: int) -> None:
         """Collective: this rank's parameters have become those of rank `src`, and no gradient is left."""
-        observer = self.world.observer
-        steps = torch.tensor([self.num_steps, observer.num_steps], device="cpu")
+        steps = torch.tensor([self.num_steps, self.world.observer.num_steps], device="cpu")
         internal_collectives_of(self.world).broadcast(steps, src)
-        self.num_steps, observer.num_steps = map(int, steps.tolist())
+        self.num_steps, self.world.observer.num_steps = map(int, steps.tolist())
         self._num_backwards = 0
-        for participant in self.participants:
-            participant.take_over(src)
-
-    def write_buffers(self) -> None:
-        for participant in self.participants:
-            participant.stepping()
+        for on_step in self._on_step:
+            on_step("after")
+        if self.buffers is not None:
+            self.buffers.take_over(src)
 
     def sync_buffers(self) -> None:
         if self.in_backward:
             raise GradientError("sync_buffers() was called inside backward(); call it after backward() has returned")
         self.world.shared(Join).refuse("sync_buffers()")
-        if self._buffers is not None:
+        if self.buffers is not None:
             with torch.inference_mode(False):
-                self._members.guard.run("sync_buffers()", self._buffers.synchronize)
+                self._members.guard.run("sync_buffers()", self.buffers.synchronize)
 
     def can_skip_alone(self) -> bool:
-        return self._options.on_nonfinite != "skip" or self.layout.agreement.knows_at_once
+        return self.options.on_nonfinite != "skip" or self.layout.agreement.knows_at_once
 
     def check_backward(self) -> None:
         if self.world.is_forked:
@@ -573,33 +353,14 @@ class Reducer(Sync):
             )
 
     def check_gradients(self) -> bool:
-        rank, policy = self.world.rank, self._options.on_nonfinite
+        rank, step, policy = self.world.rank, self.num_steps, self.options.on_nonfinite
         for parameter in self.frozen:
             if parameter.requires_grad and parameter.grad is not None:
-                name = self._spec_of(parameter).name
-                raise GradientError(
-                    f"{name} was frozen and has a gradient now that has never been reduced; call "
-                    "optimizer.synchronize() before step()",
-                    rank=rank,
-                    parameters=(name,),
-                )
+                refuse_thawed(self._spec_of(parameter).name, rank)
         self.launcher.refuse_lost()
         if unsettled := self.ledger.first_unsettled():
-            name, state = unsettled
-            advice = "Call optimizer.synchronize() before step() to reduce what is local"
-            if self._hooked != [parameter._cdata for parameter in self.parameters]:
-                state = "is this rank's own"
-                advice = (
-                    "torchring's hooks are gone: parameters were exchanged, as load_state_dict() does after "
-                    "torch.__future__.set_swap_module_params_on_conversion(True). close() this optimizer and call "
-                    "torchring.wrap() again, on all ranks"
-                )
-            raise GradientError(
-                f"the gradient of {name} {state}; stepping on it would let the ranks drift apart. {advice}",
-                rank=rank,
-                parameters=(name,),
-                step=self.num_steps,
-            )
+            are_hooked = self._hooked == [parameter._cdata for parameter in self.parameters]
+            refuse_unsettled(*unsettled, are_hooked=are_hooked, rank=rank, step=step)
         if policy == "ignore":
             return True
         found = self.non_finite
@@ -607,19 +368,12 @@ class Reducer(Sync):
             found = self.layout.agreement.find_non_finite()
         if found is None or not found.is_still_there():
             return True
-        if policy == "skip":
-            self.num_skipped_steps += 1
-            self.write_buffers()
-            self._end_step()
-            return False
-        culprit, name, _ = found
-        raise GradientError(
-            f"the gradient of {name} is not finite; {found.origin(self._options.compression)}",
-            rank=rank,
-            peers=() if culprit is None else (culprit,),
-            parameters=(name,),
-            step=self.num_steps,
-        )
+        if policy == "raise":
+            refuse_non_finite(found, self.options.compression, rank=rank, step=step)
+        self.num_skipped_steps += 1
+        self.agree_on_step()
+        self._end_step()
+        return False
 
     def enter(self, phase: int) -> None:
         """A phase of a step begins."""
@@ -632,28 +386,11 @@ class Reducer(Sync):
 
     def _next_reduces(self) -> bool:
         """Decide if the backward that begins now reduces. Raises GradientError if it could not be reduced right."""
-        if self.failure is not None:
-            failure = str(self.failure) or type(self.failure).__name__
-            raise GradientError(with_way_out(f"an earlier backward failed: {failure}")) from self.failure
-        if is_compiled_backward():
-            raise GradientError(
-                "compiled autograd runs this backward() and does not say when it ends, so gradients would never be "
-                "reduced. Set torch._dynamo.config.compiled_autograd = False; torch.compile works without it"
-            )
         self._refuse_module_wrappers()
         reduces = self._no_sync_depth == 0 and self._num_backwards + 1 >= self.accumulate
-        if reduces and torch.is_grad_enabled():
-            raise GradientError(
-                "backward(create_graph=True) leaves a graph on the gradients that averaging would cut. Run it inside "
-                "optimizer.no_sync(), and call optimizer.synchronize() afterwards; or take inner gradients with "
-                "torch.autograd.grad(..., create_graph=True), and call backward() for the outer loss"
-            )
-        if self.layout.agreement.is_captured():
-            raise GradientError(
-                "backward() is being captured into a CUDA graph, whose replays would reduce without torchring's "
-                "checks and bookkeeping. Capture the model with torch.cuda.make_graphed_callables, whose gradients "
-                "arrive outside the graph, or capture nothing but the forward pass"
-            )
+        is_captured = self.layout.agreement.is_captured()
+        if self.failure is not None or is_captured or is_compiled_backward() or (reduces and torch.is_grad_enabled()):
+            refuse_backward(self.failure, is_captured=is_captured, reduces=reduces)
         return reduces
 
     def _refuse_module_wrappers(self) -> None:
@@ -679,89 +416,9 @@ class Reducer(Sync):
             # Other ranks may wait in the round of another optimizer. So with several, ranks agree before they drain.
             if not (is_unordered and self.launcher.num_left_behind):
                 with self._failing():
-                    self._begin_round(is_unordered=is_unordered)
+                    self.begin_reduction(is_unordered=is_unordered)
+                    self._has_round = True
         self.in_backward = True
-
-    def _begin_round(self, *, is_unordered: bool, is_again: bool = False) -> None:
-        """A round begins: its first gradient is about to arrive, or `_reduce` to be called.
-
-        Sends nothing, except before the second round: the first round has shown the order in which gradients become
-        ready, so the buckets are rebuilt. At that point zero_grad() has usually dropped the old buffers, so old and new
-        buffers need not exist side by side. With `is_unordered` buckets are rebuilt in `_finish_round`.
-
-        Args:
-            is_unordered: see `RoundState`.
-            is_again: another round for the same backward, which has left its results in `.grad`.
-        """
-        launcher = self.launcher
-        launcher.drain()
-        if not is_unordered:
-            self._members.announce()
-            self.layout.follow_order()
-        is_absent = (self._members.is_skipping or self._weights.has_skipped) and not self._weights.num_backwards
-        current = RoundState(
-            number=self.round.next_number,
-            step=self.num_steps,
-            hold=is_unordered and not self.layout.starts_at_once,
-            is_unordered=is_unordered,
-            is_absent=is_absent,
-            is_empty=is_absent,
-            is_again=is_again,
-            bits={
-                "has_unfrozen": bool(unfrozen(self.frozen)),
-                "is_absent": is_absent,
-                "has_ended": self._members.has_ended,
-            },
-        )
-        for participant in self.participants:
-            participant.begin(current)
-        self.layout.agreement.begin()
-        self._found_before = self.non_finite
-        launcher.begin(current)
-        if current.mark_ready is None:
-            self.on_ready = launcher.on_ready(len(self.parameters))
-        else:
-            self.on_ready = [current.mark_ready] * len(self.parameters)
-            current.mark_ready = None  # which refers to what refers to the round
-        if current.looks:
-            self.on_ready = [*self.on_ready]
-            for index, look in current.looks.items():
-                self.on_ready[index] = _both(look, self.on_ready[index])
-            current.looks = {}
-        self._has_round = True
-
-    def _launch_rest(self, backward: object = None) -> None:
-        """Backward is over: launch what has not left. In the same order of optimizers on all ranks."""
-        current = self.round
-        current.backward = backward
-        self.enter(EXPOSED)
-        for participant in self.participants:
-            participant.backward_is_over(current)
-        self.layout.agreement.backward_is_over()
-        self.launcher.launch_rest()
-
-    def _finish_round(self) -> None:
-        """Return when every gradient holds the result. Collective, in the same order of optimizers on all ranks."""
-        current, launcher, agreement = self.round, self.launcher, self.layout.agreement
-        launcher.wait()
-        agreement.agree(current, launcher.buckets)
-        for participant in self.participants:
-            participant.agreed(current)
-        launcher.close_round()
-        for participant in self.participants:
-            participant.reduced(current)
-        if current.sums["is_absent"] == self.world.size:  # all gradients are what they were
-            current.non_finite = current.non_finite or self._found_before
-        self.world.num_reductions += 1
-        if current.is_unordered:
-            self.layout.follow_order()
-        agreement.end()
-
-    def _reduce_again(self) -> None:
-        """A round of its own for what is local, outside backward."""
-        self._begin_round(is_unordered=True, is_again=True)
-        self._launch_rest()
-        self._finish_round()
 
     def _synchronize(self) -> None:
         collectives = internal_collectives_of(self.world)
@@ -782,7 +439,7 @@ class Reducer(Sync):
         if wants[0]:
             self.weighing.count_local(needs=needs)
             with self._failing():
-                self._reduce_again()
+                self.reduce_again()
             self._num_backwards = 0
             self._weights.reset()
 
@@ -797,19 +454,8 @@ class Reducer(Sync):
         """Collective: parameters that have come to require a gradient are reduced from now on, in new buckets."""
         adopted = unfrozen(self.frozen)
         self.frozen[:] = [parameter for parameter in self.frozen if not parameter.requires_grad]
-        specs = [self._spec_of(parameter) for parameter in adopted]
-        self._check_agreement(specs, internal_collectives_of(self.world))
-        self.layout.add(specs, adopted)
-        self._weights.expect(self.layout.wire_dtypes)
+        self.reduce_more(adopted)
         self._attach()
-
-    def _check_agreement(
-        self, specs: Sequence[ParameterSpec], collectives: Collectives, buffers: Sequence[BufferSpec] = ()
-    ) -> None:
-        """Raise PlanMismatchError on every rank unless all are about to reduce the same things in the same way."""
-        lines = describe(specs, f"{self._options} on {self.world.size} ranks")
-        lines += [f"buffer {i}: {spec.describe()}" for i, spec in enumerate(buffers)]
-        collectives.check_equal([*lines, self._control.describe()])
 
     def _attach(self) -> None:
         """Hook the parameters that are reduced and have no hook yet."""
@@ -833,18 +479,3 @@ class Reducer(Sync):
         self.weighing.end_zero_weight()
         self.launcher.abandon()
         self.world.break_off("the reduction of gradients", error)
-
-
-def _ledgers(launcher: Launcher, sparse: Ledger) -> list[Ledger]:
-    return [*(bucket.ledger for bucket in launcher.buckets), sparse]
-
-
-def _nothing() -> None: ...
-
-
-def _both(first: Callable[[int], None], second: Callable[[int], None]) -> Callable[[int], None]:
-    def call(index: int) -> None:
-        first(index)
-        second(index)
-
-    return call

@@ -1,8 +1,8 @@
 """A round: its state, what takes part in it beside the gradients, and what ranks tell each other in it.
 
-A round is one reduction of all gradients of an optimizer. Features such as weights, buffers and the replica check are
-participants of a round: each has a file in `participants/`, registers control bits by name, and is called at five
-points of a round. `Reducer` calls the participants, in one order on all ranks.
+A round is one reduction of all gradients of an optimizer. Features such as buffers and the replica check are
+participants of a round: each has a file in `torchring/participants/` and a line in `rooms.py`, and registers control
+bits by name. `Reducer` calls the participants, in one order on all ranks.
 
 Control bits are what ranks tell each other in every round, in the wire buffer of the first bucket. The order of their
 names is the order on the wire, so ranks compare the names together with their parameters before the first round.
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -23,6 +23,8 @@ from torchring.observer import BucketEvents
 
 FRACTION_BITS: Final = 16  # of a number among the control bits, in a wire of 16 bits
 NUMBER_BITS: Final = 48
+StepPoint: TypeAlias = Literal["before", "agreed", "after"]
+STEPS_BETWEEN_CHECKS: Final = 100  # a check reads every parameter: 70 ms for 42 M on one core
 MOST_BY_RANK: Final = 63  # divided by the number of ranks and multiplied again, bf16 still holds it to the integer
 
 
@@ -198,13 +200,11 @@ class RoundState:
         is_absent: this rank takes part without a gradient, and does not count.
         is_empty: no sample of this rank counts.
         is_again: another round for the same backward, whose results are in `.grad`.
-        backward: equal in the rounds of several optimizers after one backward. None if the round has none.
         factor: this rank's gradients are multiplied by it in the wire buffer.
         bits: control bits and numbers of this rank, by name.
         extra: leaves after all buckets, if there is anything.
         events: if given, hears what happens to each bucket.
         mark_ready: if given, called by all hooks, with the index of a parameter that has its gradient.
-        looks: by parameter, what its hook calls first, with its index: `.grad` is this rank's own then.
 
         phase: what has become of the round.
         num_launched: number of buckets that have left.
@@ -225,13 +225,11 @@ class RoundState:
     is_absent: bool = False
     is_empty: bool = False
     is_again: bool = False
-    backward: object = None
     factor: float = 1.0
     bits: dict[str, float] = field(default_factory=dict)
     extra: Reducible | None = None
     mark_ready: Callable[[int], None] | None = None
     events: BucketEvents | None = None
-    looks: dict[int, Callable[[int], None]] = field(default_factory=dict)
 
     # What has become of it
     phase: RoundPhase = RoundPhase.UNDER_WAY
@@ -252,7 +250,7 @@ class RoundState:
 
 
 class Participant:
-    """Takes part in the rounds of one optimizer, on all ranks alike. The methods do nothing by default.
+    """Takes part in the rounds of one optimizer, on all ranks alike. Overrides what it needs; only that is called.
 
     Attributes:
         bits, numbers, by_rank: names of its control bits, see `ControlFields`.
@@ -262,41 +260,48 @@ class Participant:
     numbers: tuple[str, ...] = ()
     by_rank: tuple[str, ...] = ()
 
-    def before_backward(self) -> None:
-        """Of a guest, see `Reducer`: a backward begins, or `skip()`, and nothing is sent. May raise on all ranks."""
+    @classmethod
+    def open(cls, reducer: Any, setup: Any) -> Participant:
+        """Collective: for a `Reducer` that has its buckets, and no hooks yet. `setup`: a `Setup`."""
+        raise NotImplementedError
 
-    def begin(self, current: RoundState) -> None:
+    def on_begin(self, current: RoundState) -> None:
         """A round begins; nothing has left. Set this rank's control bits in `current.bits`.
 
-        May be collective, unless `current.is_unordered`. May set `current.hold`.
+        May be collective, unless `current.is_unordered`.
         """
 
-    def backward_is_over(self, current: RoundState) -> None:
-        """No gradient comes any more. What has not left is about to be packed."""
-
-    def agreed(self, current: RoundState) -> None:
+    def on_message(self, current: RoundState) -> None:
         """All buckets are reduced, and ranks know `current.sums`. Gradients are still to be handed out.
 
-        May raise an error that all ranks raise together (`errors.in_step`).
+        May be collective. May raise an error that all ranks raise together (`errors.in_step`).
         """
 
-    def reduced(self, current: RoundState) -> None:
-        """Every gradient in a bucket holds its result."""
-
-    def finished(self, current: RoundState) -> None:
-        """The backward of this round is over, and another one may begin. May raise an error as `agreed` may."""
-
-    def before_step(self) -> None:
-        """The optimizer is about to write to the parameters, unless the step is refused."""
-
-    def moved(self) -> None:
-        """The parameters are as the optimizer has left them, at the end of a step or within one."""
-
-    def stepping(self) -> None:
-        """All ranks make a step, or all leave one out. May be called several times."""
-
-    def take_over(self, src: int) -> None:
-        """Collective: this rank's parameters have become those of rank `src`, and no gradient is left."""
+    def on_reduced(self, current: RoundState) -> None:
+        """Every gradient holds its result, and another backward may begin. May raise an error as `on_message` may."""
 
     def close(self) -> None:
         """The optimizer is closed."""
+
+    def on_step(self, when: StepPoint) -> None:
+        """The optimizer steps.
+
+        "before": `step()` was called; nothing is looked at yet. "agreed": all ranks make this step, or all leave it
+        out; may come several times. "after": the parameters are as the optimizer has left them, at the end of a step or
+        within one.
+        """
+
+
+class Guest(Participant):
+    """A participant that comes with a room, see `optimizer.rejoin`. It also hears of backwards."""
+
+    def before_backward(self) -> None:
+        """A backward begins, or `skip()`, and nothing is sent. May raise on all ranks."""
+
+
+def overridden(participants: Iterable[Participant], method: str) -> list[Callable[..., None]]:
+    """The `method` of each participant that has one of its own."""
+    return [getattr(each, method) for each in participants if getattr(type(each), method) is not _METHODS[method]]
+
+
+_METHODS: Final = {name: method for name, method in vars(Participant).items() if callable(method)}

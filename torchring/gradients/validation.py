@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Final, Literal, cast, get_args
+from typing import Final, Literal, NoReturn, cast, get_args
 
 import torch
 from torch.optim import Optimizer
@@ -14,11 +14,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchring.accelerators import accelerator_of
 from torchring.allreduce.contract import is_finite
 from torchring.allreduce.select import ALGORITHMS, OVERLAPS
-from torchring.errors import GradientError
-from torchring.gradients.group import OptimizerGroup
+from torchring.dynamo import is_compiled_backward
+from torchring.errors import GradientError, with_way_out
 from torchring.gradients.layout import Options
-from torchring.gradients.module_wrappers import MODULE_WRAPPERS, WAY_OUT, explain, is_module_wrapper, living, sharded_by
-from torchring.gradients.plan import COMPRESSIONS, ParameterSpec
+from torchring.gradients.module_wrappers import WAY_OUT, is_module_wrapper, living, sharded_by
+from torchring.gradients.plan import COMPRESSIONS
+from torchring.gradients.round import NonFiniteGradient
+from torchring.rooms import room
 from torchring.world import World
 
 GradientOp = Literal["mean", "sum"]
@@ -35,7 +37,7 @@ _GONE: Final = {
 }
 
 
-def check_options(options: Options) -> None:
+def check_options(options: Options, model: torch.nn.Module | None) -> None:
     """Raise ValueError for an option that does not exist. The error lists the options that do."""
     for (name, gone), instead in _GONE.items():
         if getattr(options, name) == gone:
@@ -55,6 +57,10 @@ def check_options(options: Options) -> None:
     if not isinstance(options.shard, bool):
         hint = "; no rank keeps another one's share any more, so pass True" if options.shard == "unmirrored" else ""
         raise ValueError(f"shard must be True or False, got {options.shard!r}{hint}")
+    if options.sync_buffers not in ("mean", None):
+        room("buffers").check_choices(options.sync_buffers, model)
+    if not isinstance(options.noise_scale, bool):
+        raise ValueError(f"noise_scale must be True or False, got {options.noise_scale!r}")
     if not isinstance(options.accumulate, int) or options.accumulate < 1:
         raise ValueError(f"accumulate must be a whole number of micro-steps, 1 or more, got {options.accumulate!r}")
 
@@ -147,20 +153,6 @@ def ignored_tensors(
     return ignored
 
 
-def spec_of(
-    names: Mapping[torch.nn.Parameter, str], sparse: Container[torch.nn.Parameter], parameter: torch.nn.Parameter
-) -> ParameterSpec:
-    """Describe a parameter for the plan."""
-    return ParameterSpec(
-        names[parameter],
-        tuple(parameter.shape),
-        parameter.stride(),
-        parameter.dtype,
-        parameter.device,
-        parameter in sparse,
-    )
-
-
 def sparse_parameters(modules: Iterable[torch.nn.Module]) -> set[torch.nn.Parameter]:
     """The weights of layers built with sparse=True, whose gradients come as sparse tensors."""
     layers = (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -193,18 +185,6 @@ PART_OF_STATE: Final = (
     "call its load_state_dict() with what state_dict() of the wrapped optimizer returned before close(), or build a "
     "new optimizer"
 )
-
-
-def check_free(names: Mapping[torch.nn.Parameter, str], world: World) -> None:
-    """Raise ValueError if another optimizer of `world` or a module wrapper reduces one of the parameters."""
-    group = world.shared(OptimizerGroup)
-    for owner in group.owners_of(names):
-        taken = next(name for p, name in names.items() if any(p is other for other in owner.parameters))
-        raise ValueError(f"{taken} belongs to another DistributedOptimizer; call close() on that one first")
-    trainable = [parameter for parameter in names if parameter.requires_grad]
-    if shared := MODULE_WRAPPERS.first_shared(trainable):
-        index, kind = shared
-        raise ValueError(explain(names[trainable[index]], kind))
 
 
 def is_finite_gradient(parameter: torch.nn.Parameter) -> bool:
@@ -259,3 +239,60 @@ def check_same_parameters(optimizer: Optimizer, names: Mapping[torch.nn.Paramete
         raise GradientError(
             f"{name} was taken out of the wrapped optimizer. After that, {again}", rank=rank, parameters=(name,)
         )
+
+
+def refuse_backward(failure: BaseException | None, *, is_captured: bool, reduces: bool) -> None:
+    """Raise GradientError if the backward that begins now could not be reduced right."""
+    if failure is not None:
+        text = str(failure) or type(failure).__name__
+        raise GradientError(with_way_out(f"an earlier backward failed: {text}")) from failure
+    if is_compiled_backward():
+        raise GradientError(
+            "compiled autograd runs this backward() and does not say when it ends, so gradients would never be "
+            "reduced. Set torch._dynamo.config.compiled_autograd = False; torch.compile works without it"
+        )
+    if reduces and torch.is_grad_enabled():
+        raise GradientError(
+            "backward(create_graph=True) leaves a graph on the gradients that averaging would cut. Run it inside "
+            "optimizer.no_sync(), and call optimizer.synchronize() afterwards; or take inner gradients with "
+            "torch.autograd.grad(..., create_graph=True), and call backward() for the outer loss"
+        )
+    if is_captured:
+        raise GradientError(
+            "backward() is being captured into a CUDA graph, whose replays would reduce without torchring's "
+            "checks and bookkeeping. Capture the model with torch.cuda.make_graphed_callables, whose gradients "
+            "arrive outside the graph, or capture nothing but the forward pass"
+        )
+
+
+def refuse_thawed(name: str, rank: int) -> NoReturn:
+    raise GradientError(
+        f"{name} was frozen and has a gradient now that has never been reduced; call optimizer.synchronize() before "
+        "step()",
+        rank=rank,
+        parameters=(name,),
+    )
+
+
+def refuse_unsettled(name: str, state: str, *, are_hooked: bool, rank: int, step: int) -> NoReturn:
+    """A step would use a gradient that is not reduced. `are_hooked`: the parameters have torchring's hooks."""
+    advice = "Call optimizer.synchronize() before step() to reduce what is local"
+    if not are_hooked:
+        state = "is this rank's own"
+        advice = (
+            "torchring's hooks are gone: parameters were exchanged, as load_state_dict() does after "
+            "torch.__future__.set_swap_module_params_on_conversion(True). close() this optimizer and call "
+            "torchring.wrap() again, on all ranks"
+        )
+    text = f"the gradient of {name} {state}; stepping on it would let the ranks drift apart. {advice}"
+    raise GradientError(text, rank=rank, parameters=(name,), step=step)
+
+
+def refuse_non_finite(found: NonFiniteGradient, compression: str | None, *, rank: int, step: int) -> NoReturn:
+    raise GradientError(
+        f"the gradient of {found.name} is not finite; {found.origin(compression)}",
+        rank=rank,
+        peers=() if found.rank is None else (found.rank,),
+        parameters=(found.name,),
+        step=step,
+    )

@@ -9,12 +9,12 @@ import torch
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import GradientError, in_step, ranks_in_words
 from torchring.gradients.ledger import OptimizerLedger, SeenGradients
-from torchring.gradients.round import Participant, RoundState
+from torchring.gradients.round import RoundState
 from torchring.gradients.weights import ON_RESULTS, UNWEIGHED, Share, Weights, unequal_shares
 from torchring.world import World
 
 
-class Weighing(Participant):
+class Weighing:
     """The weights of one optimizer's backwards.
 
     Args:
@@ -26,6 +26,7 @@ class Weighing(Participant):
         mark_local: for the hooks of a round in which no gradient is packed before backward is over.
 
     Attributes:
+        bits, numbers: names of the control bits.
         weights: this rank's, of the backwards that are reduced together.
         arrived: a parameter that has got its gradient just now, before all others.
     """
@@ -231,9 +232,6 @@ class Weighing(Participant):
         current.scale = self.weights.result_scale(
             size, int(sums["is_weighted"]), int(sums["is_absent"]), sums["weight"]
         )
-
-    def close(self) -> None:
-        self.end_zero_weight()
 
     def _agree_on_reference(self) -> None:
         """Collective, before the first gradient is packed: what this rank contributes, by the weights of this round."""

@@ -25,11 +25,11 @@ from torch.optim import Optimizer
 from torchring import optimizer as wrapping
 from torchring.default_world import default_world
 from torchring.errors import GradientError
-from torchring.gradients.contract import Sync
+from torchring.gradients.contract import Setup, Sync
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.local import LocalSync
 from torchring.gradients.reducer import Reducer
-from torchring.gradients.round import Participant
+from torchring.gradients.round import Guest, Participant
 from torchring.gradients.validation import parameters_of, sparse_parameters
 from torchring.horovod import mpi_ops
 from torchring.horovod.compression import BF16Compressor, Compression, Compressor, FP16Compressor, NoneCompressor
@@ -271,13 +271,15 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
     def _note_rounds(self) -> None:
         self._num_rounds_before = 0 if self._sync is None else self._sync.num_reductions
 
-    def _rejoin(self, world: World | None = None, guests: Sequence[Participant] = ()) -> None:
+    def _rejoin(self, world: World | None = None, guests: Sequence[Guest] = ()) -> None:
         super()._rejoin(world, guests)
         self._synchronized, self._num_rounds_before = False, 0
 
     # What torchring's optimizer asks of this class
 
-    _replica_check = _LenientReplicaCheck
+    def _find_participants(self, setup: Setup) -> list[type[Participant]]:
+        kinds = super()._find_participants(setup)
+        return [_LenientReplicaCheck if kind is ReplicaCheck else kind for kind in kinds]
 
     def _find_world(self) -> World:
         return default_world() if self._reduces_together and not self._connects_later else World(None, 0, 1)

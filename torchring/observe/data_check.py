@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from torchring.errors import ranks_in_words
+from torchring.gradients.contract import Setup
+from torchring.gradients.reducer import Reducer
 from torchring.gradients.round import MOST_BY_RANK, Participant, RoundState
 from torchring.observe import loading
 from torchring.observe.inputs import Batch, Inputs
@@ -67,7 +69,11 @@ class DataCheck(Participant):
         self._finding = 0, ""  # what the next round tells the others
         self._told: set[int] = set()
 
-    def begin(self, current: RoundState) -> None:
+    @classmethod
+    def open(cls, reducer: Reducer, setup: Setup) -> DataCheck:
+        return cls(setup.world, setup.inputs, is_mean=setup.options.op == "mean")
+
+    def on_begin(self, current: RoundState) -> None:
         if current.is_again:
             return
         batch = self.batch = self._inputs.take()
@@ -80,7 +86,7 @@ class DataCheck(Participant):
             self._finding = self._repeats.note(batch)
         current.bits["data_finding"] = self._finding[0]
 
-    def finished(self, current: RoundState) -> None:
+    def on_reduced(self, current: RoundState) -> None:
         if not self._is_on or current.is_again:
             return
         sums = current.sums

@@ -18,12 +18,11 @@ import itertools
 import json
 import logging
 import math
-import operator
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
@@ -31,13 +30,14 @@ from torchring.allreduce import AllReduce, NonFinite, Wire
 from torchring.collectives.digests import digests
 from torchring.collectives.operations import check_dense, check_writable
 from torchring.collectives.service import Collectives, collectives_of, internal_collectives_of
-from torchring.gradients.round import Participant, RoundState
-from torchring.participants.replicas import STEPS_BETWEEN_CHECKS
+from torchring.devices.stream import OnStream
+from torchring.gradients.contract import Setup
+from torchring.gradients.layout import SyncBuffers
+from torchring.gradients.reducer import Reducer
+from torchring.gradients.round import STEPS_BETWEEN_CHECKS, Participant, RoundState
 from torchring.world import World
 
 _logger: Final = logging.getLogger("torchring")
-BufferChoice: TypeAlias = Literal["mean", "rank0"] | None
-SyncBuffers: TypeAlias = BufferChoice | Mapping[str, BufferChoice]
 _CHOICES: Final = ("mean", "rank0", None)
 Place: TypeAlias = tuple[weakref.ref[torch.nn.Module], str]
 _WIRE: Final = torch.float64  # holds the sum of fp32 values, and every integer of 32 bits
@@ -78,33 +78,21 @@ class BufferSpec:
             return numel * (2 if self.dtype.is_complex else 1)
         return -(-numel * self.dtype.itemsize // _ALIGNED_BYTES) * _ALIGNED_BYTES // 4
 
-    def tensor(self) -> torch.Tensor | None:
-        """The buffer as it is now. None if it is gone, or has become another shape or dtype."""
-        buffer = self.find()
-        return buffer if self.fits(buffer) else None
-
-    def find(self) -> object:
-        """The module's attribute of that key. A large model has hundreds of buffers, so this is quick."""
+    def find(self) -> torch.Tensor | None:
+        """The buffer as it is now, of whatever shape. None if it is gone, or of another dtype."""
         module = self.module()
         buffers = None if module is None else module.__dict__.get("_buffers")
-        return buffers.get(self.key) if isinstance(buffers, dict) else getattr(module, self.key, None)
+        found = buffers.get(self.key) if isinstance(buffers, dict) else getattr(module, self.key, None)
+        return found if isinstance(found, torch.Tensor) and found.dtype == self.dtype else None
 
-    def writable(self) -> torch.Tensor | None:
-        """The buffer as it is now, of whatever shape. None if it is gone, of another dtype, or cannot be written to."""
-        buffer = self.find()
-        is_usable = isinstance(buffer, torch.Tensor) and buffer.dtype == self.dtype and _is_writable(buffer)
-        return buffer if is_usable else None  # type: ignore[return-value]
-
-    def fits(self, buffer: object) -> TypeGuard[torch.Tensor]:
-        return isinstance(buffer, torch.Tensor) and buffer.dtype == self.dtype and buffer.shape == self.shape
-
-    @property
-    def kind(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
+    def tensor(self) -> torch.Tensor | None:
+        """The buffer as it is now. None if it is gone, or has become another shape or dtype."""
+        found = self.find()
+        return found if found is not None and found.shape == self.shape else None
 
     def describe(self) -> str:
         """The text that ranks compare."""
-        return f"{self.name} {self.kind} {self.choice}"
+        return f"{self.name} {_kind(self)} {self.choice}"
 
 
 def buffer_specs(
@@ -175,42 +163,25 @@ def _is_writable(buffer: torch.Tensor) -> bool:
     return True
 
 
-class _Result(NamedTuple):
-    """The result of a round, to be written with the next step."""
+class _Pending:
+    """The exchanges of a world whose results are to be written with the next step, the oldest first.
 
-    sync: BufferSync
-    layout: _Layout
-
-
-class _Shared:
-    """Knowledge of buffers that all optimizers of a world share, as a model may have several optimizers.
-
-    Attributes:
-        told_of: the buffers that a warning has named.
-        results: of rounds, the oldest first.
-        backward: the last backward after which buffers have travelled. See `RoundState.backward`.
-        carried: those buffers.
+    A model may have several optimizers. Each of them may be the one that reduces, and the step of any writes.
     """
 
     def __init__(self, world: World) -> None:
-        self.told_of: set[Place] = set()
-        self.results: list[_Result] = []
-        self.backward: object = None
-        self.carried: set[Place] = set()
+        self.results: list[tuple[BufferSync, _Layout]] = []
+        self.told_of: set[Place] = set()  # the buffers that a warning has named
 
 
 class BufferSync(Participant):
     """Makes the buffers of one model equal on all ranks, once for each round of its gradients. See `Reducible`, too.
-
-    Each optimizer of a model has a BufferSync, as any of them may be the one that reduces. Where one backward reaches
-    several of them, the buffers travel with the first. The step of any of them writes the result.
 
     Args:
         world: has more than one rank.
         specs: the buffers; equal on all ranks.
         all_reduce: reduces the wire.
         device: where the wire is.
-        follow: called when the wire was packed on the current stream.
 
     Attributes:
         places: of the buffers that travel.
@@ -221,26 +192,27 @@ class BufferSync(Participant):
     reduce_scale = 1.0
 
     def __init__(
-        self,
-        world: World,
-        specs: Sequence[BufferSpec],
-        all_reduce: AllReduce[Any],
-        device: torch.device,
-        follow: Callable[[], None],
+        self, world: World, specs: Sequence[BufferSpec], all_reduce: AllReduce[Any], device: torch.device
     ) -> None:
         self.places = frozenset(spec.place for spec in specs if spec.choice != "own")
         self.index = 0
         self._world = world
         self._all_reduce = all_reduce
         self._device = device
-        self._follow = follow
-        self._shared = world.shared(_Shared)
+        self._pending = world.shared(_Pending)
         self._own = [spec for spec in specs if spec.choice == "own"]  # that are not known to differ
         self._due_at = 0  # number of the round after which these are compared
         self._wire: Wire | None = None
         self._open([spec for spec in specs if spec.choice != "own"])
         self._is_absent = False  # in the round: this rank has no data that counts, so its buffers do not count
-        self._is_carried = False  # another optimizer of the same model has exchanged them after this backward
+
+    @classmethod
+    def open(cls, reducer: Reducer, setup: Setup) -> BufferSync:
+        assert setup.model is not None
+        specs = buffer_specs(setup.model, setup.options.sync_buffers, setup.ignored)
+        collectives_of(setup.world).check_equal([f"buffer {i}: {spec.describe()}" for i, spec in enumerate(specs)])
+        reducer.buffers = own = cls(setup.world, specs, reducer.layout.all_reduce, reducer.parameters[0].device)
+        return own
 
     @property
     def names(self) -> list[str]:
@@ -251,111 +223,98 @@ class BufferSync(Participant):
         assert self._wire is not None
         return self._wire
 
-    def begin(self, current: RoundState) -> None:
+    def on_begin(self, current: RoundState) -> None:
         self._is_absent = current.is_empty
-        self._drop_results(lambda result: result.sync is self)
-        current.bits["buffers_missing"] = self._is_absent or any(each is None for each in self._layout.tensors())
-        current.extra = None if self._wire is None else self
-
-    def backward_is_over(self, current: RoundState) -> None:
-        shared, self._is_carried = self._shared, False
-        if current.backward is not None:
-            if shared.backward is not current.backward:
-                shared.backward, shared.carried = current.backward, set()
-            self._is_carried = self.places <= shared.carried
-            shared.carried |= self.places
-        if self._is_carried:
-            current.extra = None
-
-    def agreed(self, current: RoundState) -> None:
-        """Collective, unless every rank has contributed all buffers."""
-        if self._is_carried or self._wire is None:
-            return
-        self._drop_results(lambda result: result.sync.places <= self.places)
-        layout: _Layout | None = self._layout
-        if current.sums["buffers_missing"]:
-            layout = self._exchange(internal_collectives_of(self._world), is_absent=self._is_absent)
-        if layout is not None:
-            self._shared.results.append(_Result(self, layout))
-
-    def finished(self, current: RoundState) -> None:
-        """Compare the buffers that are left alone, if it is time to. Collective then."""
-        if not self._own or current.number < self._due_at:
-            return
-        self._due_at = current.number + STEPS_BETWEEN_CHECKS
-        if not current.sums["has_ended"]:
-            self._compare_own()
+        self.close()  # the wire is about to be used again
+        if self._wire is not None:
+            current.extra = self
+            current.bits["buffers_missing"] = self._is_absent or any(s.tensor() is None for s in self._layout.specs)
 
     def begin_reduce(self) -> None:
         """The wire goes to the all-reduce."""
         self._layout.pack()
-        self._follow()
+        if isinstance(self._all_reduce, OnStream):
+            self._all_reduce.stream.follow()
 
     def end_reduce(self, non_finite: NonFinite | None) -> None:
         """The wire comes back reduced. What is not finite there is the script's: a mask may well hold infinities."""
 
-    def stepping(self) -> None:
-        """Give the buffers what the last rounds have found, whichever optimizer's they were."""
-        if not self._shared.results:
+    def on_message(self, current: RoundState) -> None:
+        """Collective, unless every rank has contributed all buffers."""
+        if self._wire is None:
             return
-        for result in [each for each in self._shared.results if not each.sync.places.isdisjoint(self.places)]:
-            result.layout.unpack()
-            self._shared.results.remove(result)
+        layout: _Layout | None = self._layout
+        if current.sums["buffers_missing"]:
+            layout = self._exchange(internal_collectives_of(self._world), self._layout.specs, is_absent=self._is_absent)
+        self._drop_older()
+        if layout is not None:
+            self._pending.results.append((self, layout))
+
+    def on_reduced(self, current: RoundState) -> None:
+        """Compare the buffers that are left alone, if it is time to. Collective then."""
+        if self._own and current.number >= self._due_at:
+            self._due_at = current.number + STEPS_BETWEEN_CHECKS
+            if not current.sums["has_ended"]:
+                self._compare_own()
+
+    def on_step(self, when: str) -> None:
+        """Give the buffers what the last rounds have found, whichever optimizer's they were."""
+        if when == "agreed" and self._pending.results:
+            for each in [each for each in self._pending.results if not each[0].places.isdisjoint(self.places)]:
+                each[1].unpack()
+                self._pending.results.remove(each)
 
     def synchronize(self) -> None:
         """Collective, outside backward: make the buffers equal as they are now."""
-        self._drop_results(lambda result: result.sync.places <= self.places)
-        if self.places and (layout := self._exchange(collectives_of(self._world), is_absent=False)):
-            layout.unpack()
+        self._write(self._layout.specs, is_absent=False)
 
     def take_over(self, src: int) -> None:
         """Collective, between rounds: all buffers get the values of rank `src`, unless they have other shapes.
 
         Buffers that are known to belong to their ranks stay.
         """
-        collectives = collectives_of(self._world)
-        tensors = [*self._layout.tensors(), *(spec.tensor() for spec in self._own)]
-        are_there = torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8, device="cpu")
-        collectives.all_reduce(are_there, "min")
-        everywhere = [tensor for tensor, there in zip(tensors, are_there.tolist(), strict=True) if there]
-        collectives.broadcast_together([tensor.detach() for tensor in everywhere if tensor is not None], src)
-        self._shared.results.clear()
+        self._write([*self._layout.specs, *self._own], is_absent=self._world.rank != src)
+
+    def _write(self, specs: Sequence[BufferSpec], *, is_absent: bool) -> None:
+        self._drop_older()
+        if specs and (layout := self._exchange(collectives_of(self._world), specs, is_absent=is_absent)):
+            layout.unpack()
 
     def close(self) -> None:
         """Others of the same model go on."""
-        self._drop_results(lambda result: result.sync is self)
+        self._pending.results[:] = [each for each in self._pending.results if each[0] is not self]
 
-    def _drop_results(self, condition: Callable[[_Result], bool]) -> None:
-        if self._shared.results:
-            self._shared.results[:] = itertools.filterfalse(condition, self._shared.results)
+    def _drop_older(self) -> None:
+        """There is something newer for all buffers of these results."""
+        self._pending.results[:] = [each for each in self._pending.results if not each[0].places <= self.places]
 
-    def _exchange(self, collectives: Collectives, *, is_absent: bool) -> _Layout | None:
+    def _exchange(self, collectives: Collectives, specs: Sequence[BufferSpec], *, is_absent: bool) -> _Layout | None:
         """Collective: exchange the buffers now. Returns what they become, or None if no rank has data.
 
         A shape that all ranks have come to, as those of quantization observers do in the first forward, is taken over.
         """
-        specs = self._layout.specs
-        mine = [None if (found := spec.writable()) is None else [*found.shape] for spec in specs]
+        found = [spec.find() for spec in specs]
+        mine = [None if tensor is None else [*tensor.shape] for tensor in found]
         said = collectives.all_gather_bytes(b"" if is_absent else json.dumps(mine).encode())
         shapes = {rank: json.loads(theirs) for rank, theirs in enumerate(said) if theirs}
         if not shapes:
             return None
-        settled = list(specs)
-        for i, spec in enumerate(specs):
-            first, *others = (theirs[i] for theirs in shapes.values())
-            if len(shapes) == self._world.size and first is not None and all(other == first for other in others):
-                settled[i] = dataclasses.replace(spec, shape=tuple(first))
-        if settled != specs:
+        specs = list(specs)
+        for i, shape in enumerate(next(iter(shapes.values()))):
+            if shape is not None and len(shapes) == self._world.size and all(s[i] == shape for s in shapes.values()):
+                specs[i] = dataclasses.replace(specs[i], shape=tuple(shape))
+        if len(shapes) == self._world.size and specs != self._layout.specs:
             self._wire = None
             collectives.barrier()  # memory is free when all ranks have let go of the old wire
-            self._open(settled)
+            self._open(specs)
         givers = {
             spec.place: [rank for rank, theirs in shapes.items() if theirs[i] == [*spec.shape]]
-            for i, spec in enumerate(settled)
+            for i, spec in enumerate(specs)
         }
-        if not is_absent:
-            self._tell_of_lacking([spec for spec in settled if self._world.rank not in givers[spec.place]])
-        layout = _Layout(settled, self._world, givers)
+        for spec, tensor in zip(specs, found, strict=True):
+            if not is_absent and self._world.rank not in givers[spec.place]:
+                self._tell_of_lacking(spec, tensor)
+        layout = _Layout(specs, self._world, givers)
         layout.attach(torch.zeros(layout.numel, dtype=_WIRE, device=self._device))
         layout.pack()
         collectives.all_reduce(layout.wire, "sum")
@@ -363,7 +322,7 @@ class BufferSync(Participant):
 
     def _open(self, specs: Sequence[BufferSpec]) -> None:
         """Collective, if there are any."""
-        self._layout = _Layout(specs, self._world)
+        self._layout = _Layout(specs, self._world, {spec.place: range(self._world.size) for spec in specs})
         if specs:
             self._wire = self._all_reduce.open_wires([(self._layout.numel, _WIRE)])[0]
             self._layout.attach(self._wire.tensor)
@@ -375,11 +334,10 @@ class BufferSync(Participant):
         rows = [torch.frombuffer(bytearray(each), dtype=torch.int64).view(-1, 3) for each in said if each]
         if not rows:
             return
-        differ = (torch.stack(rows) != rows[0]).any(2).any(0).tolist()
-        others = list(itertools.compress(self._own, differ))
+        others = list(itertools.compress(self._own, (torch.stack(rows) != rows[0]).any(2).any(0).tolist()))
         self._own = [spec for spec in self._own if spec not in others]
-        new = [spec.name for spec in others if spec.place not in self._shared.told_of]
-        self._shared.told_of.update(spec.place for spec in others)
+        new = [spec.name for spec in others if spec.place not in self._pending.told_of]
+        self._pending.told_of.update(spec.place for spec in others)
         if new and self._world.rank == 0:
             _logger.warning(
                 "%s of the model %s not the same on all ranks. Each rank keeps its own: pass sync_buffers={%r: None} "
@@ -391,18 +349,17 @@ class BufferSync(Participant):
                 new[0],
             )
 
-    def _tell_of_lacking(self, specs: Sequence[BufferSpec]) -> None:
-        """Warn, once for each buffer, that it has no place in what the ranks exchange."""
-        for spec in specs:
-            if spec.place not in self._shared.told_of:
-                self._shared.told_of.add(spec.place)
-                found = spec.find()
-                is_now = f"has become {_kind_of(found)}" if isinstance(found, torch.Tensor) else "is gone"
-                _logger.warning(
-                    "buffer %s of the model %s on rank %d, and was %s. Until it is so again, this rank keeps its own; "
-                    "sync_buffers={%r: None} leaves it alone on all ranks",
-                    *(spec.name, is_now, self._world.rank, spec.kind, spec.name),
-                )
+    def _tell_of_lacking(self, spec: BufferSpec, tensor: torch.Tensor | None) -> None:
+        """Warn once that the buffer has no place in what the ranks exchange."""
+        if spec.place in self._pending.told_of:
+            return
+        self._pending.told_of.add(spec.place)
+        is_now = "is gone" if tensor is None else f"has become {_kind(tensor)}"
+        _logger.warning(
+            "buffer %s of the model %s on rank %d, and was %s. Until it is so again, this rank keeps its own; "
+            "sync_buffers={%r: None} leaves it alone on all ranks",
+            *(spec.name, is_now, self._world.rank, _kind(spec), spec.name),
+        )
 
 
 class _Layout:
@@ -412,7 +369,7 @@ class _Layout:
     averaged is of one rank alone. The other ranks add zeros, so it arrives bit by bit as it is.
 
     Args:
-        givers: for each buffer the ranks that have it. All of them if None.
+        givers: for each buffer the ranks that have it.
 
     Attributes:
         specs: in the order of the wire.
@@ -422,100 +379,72 @@ class _Layout:
 
     wire: torch.Tensor
 
-    def __init__(
-        self, specs: Sequence[BufferSpec], world: World, givers: Mapping[Place, Sequence[int]] | None = None
-    ) -> None:
+    def __init__(self, specs: Sequence[BufferSpec], world: World, givers: Mapping[Place, Sequence[int]]) -> None:
         self.specs = sorted(specs, key=lambda spec: not spec.is_averaged)  # stable: alike on all ranks
-        ranks = [range(world.size) if givers is None else givers[spec.place] for spec in self.specs]
+        ranks = [givers[spec.place] for spec in self.specs]
         self._is_given = list(map(bool, ranks))
         self._is_mine = [
             world.rank in (of if spec.is_averaged else of[:1]) for spec, of in zip(self.specs, ranks, strict=True)
         ]
-        sizes = [spec.num_elements for spec in self.specs]
-        self._offsets = list(itertools.accumulate(sizes, initial=0))
-        self._num_means = sum(spec.is_averaged for spec in self.specs)
+        self._offsets = list(itertools.accumulate((spec.num_elements for spec in self.specs), initial=0))
+        self._shares = [1.0 / max(len(of), 1) for spec, of in zip(self.specs, ranks, strict=True) if spec.is_averaged]
         self.numel = self._offsets[-1]
-        self._share: float | torch.Tensor = 1.0 / world.size  # of this rank, in means
-        if givers is not None:
-            shares = [1.0 / max(len(of), 1) for of in ranks[: self._num_means]]
-            self._share = torch.tensor(shares, dtype=_WIRE, device="cpu").repeat_interleave(
-                torch.tensor(sizes[: self._num_means], dtype=torch.int64, device="cpu")
-            )
-        self._found: list[object] = []
-        self._shapes: list[object] = []
-        self._fitting: list[torch.Tensor | None] = []  # of those that were found last
-        self._pairs: dict[bool, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # of these, what `_copy` copies
-
-    def tensors(self) -> list[torch.Tensor | None]:
-        """The buffers as they are now; None as in `BufferSpec.tensor`."""
-        found = list(map(BufferSpec.find, self.specs))
-        shapes = [getattr(buffer, "shape", None) for buffer in found]  # which resize_() changes
-        if shapes != self._shapes or any(map(operator.is_not, found, self._found)):
-            self._found, self._shapes, self._pairs = found, shapes, {}
-            self._fitting = [
-                buffer if spec.fits(buffer) else None for spec, buffer in zip(self.specs, found, strict=True)
-            ]
-        return self._fitting
 
     def attach(self, wire: torch.Tensor) -> None:
         """Use this wire from now on. [numel] fp64."""
         self.wire = wire
-        end = self._offsets[self._num_means]
-        self._means, self._rest = wire[:end], wire[end:]
+        self._rest = wire[self._offsets[len(self._shares)] :]
         self._words = torch.zeros(self._rest.numel(), dtype=torch.int32, device=wire.device)
         self._places = list(map(self._place, range(len(self.specs))))
-        if isinstance(self._share, torch.Tensor):
-            self._share = self._share.to(wire.device)
 
     @torch.no_grad()
     def pack(self) -> None:
         """Write what this rank contributes."""
         self.wire.zero_()
         self._words.zero_()
-        self._copy(to_places=True)
+        places, buffers = self._pairs(self._is_mine)
+        if places:
+            torch._foreach_copy_(places, buffers)
         self._rest.copy_(self._words)
-        self._means.mul_(self._share)
+        if self._shares:
+            torch._foreach_mul_(self._places[: len(self._shares)], self._shares)
 
     @torch.no_grad()
     def unpack(self) -> None:
         """Give each buffer the mean of what the ranks have contributed. Buffers that no rank has given stay."""
         self._words.copy_(self._rest)
-        self._copy(to_places=False)
+        places, buffers = self._pairs(self._is_given)
+        if places:
+            torch._foreach_copy_(buffers, places)
 
-    def _copy(self, *, to_places: bool) -> None:
-        """Copy what this rank contributes to its places, or what some rank has given back."""
-        tensors = self.tensors()
-        if to_places not in self._pairs:
-            are_meant = self._is_mine if to_places else self._is_given
-            self._pairs[to_places] = [
-                (tensor, place)
-                for tensor, place, is_meant in zip(tensors, self._places, are_meant, strict=True)
-                if is_meant and tensor is not None
-            ]
-        if pairs := self._pairs[to_places]:
-            buffers = [torch.view_as_real(b) if b.is_complex() and not p.is_complex() else b for b, p in pairs]
-            places = [place for _, place in pairs]
-            torch._foreach_copy_(*((places, buffers) if to_places else (buffers, places)))
+    def _pairs(self, are_meant: Sequence[bool]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Places in the wire, and the buffers that belong there. Those that have another shape by now are left out."""
+        places, buffers = [], []
+        for spec, place, is_meant in zip(self.specs, self._places, are_meant, strict=True):
+            if is_meant and (buffer := spec.tensor()) is not None:
+                places.append(place)
+                buffers.append(torch.view_as_real(buffer) if buffer.is_complex() and not place.is_complex() else buffer)
+        return places, buffers
 
     def _place(self, i: int) -> torch.Tensor:
         spec, start, end = self.specs[i], self._offsets[i], self._offsets[i + 1]
         if spec.is_averaged:
             return self.wire[start:end].view((*spec.shape, 2) if spec.dtype.is_complex else spec.shape)
-        first = self._offsets[self._num_means]
+        first = self._offsets[len(self._shares)]
         data = self._words[start - first : end - first].view(torch.uint8)[: math.prod(spec.shape) * spec.dtype.itemsize]
         return data.view(spec.dtype).view(spec.shape)
 
 
 def _digests_of(specs: Sequence[BufferSpec]) -> torch.Tensor:
     """[N, 3]: for each buffer what kind of tensor it is, and its digest. 0 if it is gone."""
-    tensors = [spec.writable() for spec in specs]
+    tensors = [spec.find() for spec in specs]
     rows = torch.zeros(len(specs), 3, dtype=torch.int64, device="cpu")
     there = torch.tensor([tensor is not None for tensor in tensors], dtype=torch.bool, device="cpu")
     present = [tensor.detach() for tensor in tensors if tensor is not None]
-    rows[there, 0] = torch.tensor([zlib.crc32(_kind_of(tensor).encode()) for tensor in present], device="cpu")
+    rows[there, 0] = torch.tensor([zlib.crc32(_kind(tensor).encode()) for tensor in present], device="cpu")
     rows[there, 1:] = digests(present)
     return rows
 
 
-def _kind_of(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+def _kind(buffer: BufferSpec | torch.Tensor) -> str:
+    return f"{str(buffer.dtype).removeprefix('torch.')} {tuple(buffer.shape)}"

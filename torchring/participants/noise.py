@@ -7,9 +7,10 @@ noise scale is S / |G|^2. Below it, twice the batch takes nearly half the steps;
 Source: S. McCandlish et al., "An Empirical Model of Large-Batch Training", 2018 (arXiv 1812.06162), appendix A.1.
 
 Every 16th round, and after 512 rounds every 32nd, looks at one window of the parameters, of at most 4 tensors and
-65,536 elements: at a rank's own gradient when its hook is called, and at the mean when it is there. What a rank has
-found travels among the control bits of a later round, as a ratio to the norm of the mean, which all ranks know. Windows
-take turns in an order that spreads over the model. S and |G|^2 are sums over windows of what each has shown on average.
+65,536 elements: at a rank's own gradient when autograd has computed it, and at the mean when it is there. What a
+rank has found travels among the control bits of a later round, as a ratio to the norm of the mean, which all ranks
+know. Windows take turns in an order that spreads over the model. S and |G|^2 are sums over windows of what each has
+shown on average.
 
 Example: two ranks with gradients [3, 1] and [1, 3] and mean [2, 2]. The squared norms are 10 and 8, so |G|^2 = 2 * 8 -
 10 = 6, S / b = (10 - 8) * 2 = 4, and the noise scale is 4 / 6 of a rank's batch.
@@ -19,13 +20,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Final, NamedTuple, cast
 
 import numpy as np
 import torch
 
 from torchring.accelerators import accelerator_of
+from torchring.gradients.contract import Setup
 from torchring.gradients.plan import ParameterSpec
+from torchring.gradients.reducer import Reducer
 from torchring.gradients.round import Participant, RoundState
 from torchring.world import World
 
@@ -111,6 +115,7 @@ class NoiseScale(Participant):
         # The round, and the sample that waits to be told
         self._window: int | None = None
         self._own: dict[int, torch.Tensor] = {}  # by parameter: the norm of this rank's gradient
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._sample: _Sample | None = None
 
     @property
@@ -121,8 +126,19 @@ class NoiseScale(Participant):
         signal, noise = float(self._signal.sum()), max(0.0, float(self._noise.sum()))
         return noise / signal if signal > 0 else math.inf
 
-    def begin(self, current: RoundState) -> None:
+    @classmethod
+    def open(cls, reducer: Reducer, setup: Setup) -> NoiseScale:
+        world, holds_result = setup.world, reducer.launcher.holds_result
+        own = cls(
+            *(world, reducer.specs, reducer.parameters, holds_result),
+            is_sum=setup.options.is_sum,
+        )
+        reducer.noise = own
+        return own
+
+    def on_begin(self, current: RoundState) -> None:
         self._window, self._own = None, {}
+        self._remove_hooks()
         sample = self._sample
         if sample is not None and current.number == sample.due:
             own, result = sample.squares() or (0.0, 0.0)
@@ -139,12 +155,15 @@ class NoiseScale(Participant):
         rows = self._windows[window]
         if not any(self._holds_result(each.parameter) for each in rows):
             self._window = window
-            current.looks = {each.parameter: self._look for each in rows}
             for each in rows:
-                if self._parameters[each.parameter].grad is not None:  # of a micro-step, and maybe of no later one
-                    self._look(each.parameter)
+                parameter = self._parameters[each.parameter]
+                if parameter.grad is not None:  # of a micro-step, and maybe of no later one
+                    self._own[each.parameter] = _norm(parameter.grad, each)
+                look = partial(self._look, each)
+                self._handles.append(parameter.register_hook(look))  # type: ignore[no-untyped-call]
 
-    def finished(self, current: RoundState) -> None:
+    def on_reduced(self, current: RoundState) -> None:
+        self._remove_hooks()
         sums, sample = current.sums, self._sample
         if sample is not None and current.number >= sample.due:
             self._sample = None
@@ -159,8 +178,9 @@ class NoiseScale(Participant):
         counts = current.bits["weight"] * self._size / sums["weight"] if sums["is_weighted"] else 1.0
         factor = (current.factor * current.scale) ** 2 / counts if counts else 0.0
         rows = self._windows[self._window]
-        results = [_norm(self._parameters[each.parameter], each) for each in rows]
-        zero = torch.zeros_like(results[0])
+        grads = [self._parameters[each.parameter].grad for each in rows]
+        zero = torch.zeros((), device=self._parameters[rows[0].parameter].device)
+        results = [zero if grad is None else _norm(grad, each) for grad, each in zip(grads, rows, strict=True)]
         found = [[self._own.get(each.parameter, zero) for each in rows], results]
         accelerator = accelerator_of(zero.device)
         norms: torch.Tensor | list[list[float]] = (
@@ -171,11 +191,14 @@ class NoiseScale(Participant):
         due = current.number + (1 if accelerator is None else _DEVICE_LAG)
         self._sample = _Sample(self._window, due, sums["num_samples"] / self._size, factor, norms)
 
-    def _look(self, index: int) -> None:
-        """Parameter `index` has this rank's gradient. From the parameter's hook."""
-        assert self._window is not None
-        rows = next(each for each in self._windows[self._window] if each.parameter == index)
-        self._own[index] = _norm(self._parameters[index], rows)
+    def _look(self, rows: Rows, gradient: torch.Tensor) -> None:
+        """Autograd is about to add `gradient` to that of micro-steps, in `.grad`, if there is one."""
+        earlier = self._parameters[rows.parameter].grad
+        self._own[rows.parameter] = _norm(gradient, rows, earlier)
+
+    def _remove_hooks(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
 
     def _add(self, sample: _Sample, ratio: float) -> None:
         """All ranks know how the squared norms of their gradients compare with that of the mean, on average."""
@@ -230,11 +253,15 @@ def _windows(specs: Sequence[ParameterSpec]) -> Iterator[list[Rows]]:
         yield window
 
 
-def _norm(parameter: torch.nn.Parameter, rows: Rows) -> torch.Tensor:
-    """The norm of a part of a gradient, in fp32 at least. 0-dim, on the gradient's device."""
-    grad = parameter.grad
-    if grad is None:
-        return torch.zeros((), device=parameter.device)
+@torch.no_grad()
+def _norm(grad: torch.Tensor, rows: Rows, earlier: torch.Tensor | None = None) -> torch.Tensor:
+    """The norm of a part of a gradient and what was there before, in fp32 at least. 0-dim, on the gradient's device."""
     dtype = torch.promote_types(grad.dtype, torch.float32)
-    part = grad.detach()[rows.start : rows.stop] if grad.dim() else grad.detach()
+    part, *rest = (
+        each.detach()[rows.start : rows.stop] if each.dim() else each.detach()
+        for each in (grad, earlier)
+        if each is not None
+    )
+    if rest:
+        part = part + rest[0]
     return cast(torch.Tensor, torch.linalg.vector_norm(part, dtype=dtype)).to(torch.float32)

@@ -15,10 +15,11 @@ import torch
 from torch.optim import Optimizer
 
 from torchring.errors import GradientError
+from torchring.gradients.contract import Setup
 from torchring.gradients.ledger import StaleGradients, is_zero, note_stale
 from torchring.gradients.module_wrappers import WAY_OUT, living, sharded_by
-from torchring.gradients.round import Participant, RoundState
-from torchring.participants.replicas import STEPS_BETWEEN_CHECKS
+from torchring.gradients.reducer import Reducer
+from torchring.gradients.round import STEPS_BETWEEN_CHECKS, Participant, RoundState, StepPoint
 
 _MOST_NAMES: Final = 3
 _ON_PURPOSE: Final = "For parameters that belong to a rank on purpose, pass ignore=[...] to torchring.wrap()"
@@ -33,7 +34,7 @@ class Ownership(Participant):
         optimizer: the class of the optimizer, for errors.
         owned: returns the ids of the parameters of all wrapped optimizers.
         ignored: parameters that need no wrapped optimizer.
-        stale: gradients of an earlier training, see `Members`. Those that are there now are added.
+        stale: see `Setup`. Those that are there now are added.
         rank: for errors.
     """
 
@@ -59,16 +60,23 @@ class Ownership(Participant):
         self._stale = stale
         note_stale(stale, (p for p in model.parameters() if p not in names))
 
-    def finished(self, current: RoundState) -> None:
+    @classmethod
+    def open(cls, reducer: Reducer, setup: Setup) -> Ownership:
+        assert setup.model is not None
+        kind = type(setup.optimizer).__name__
+        rest = setup.owned, setup.ignored, setup.stale, setup.world.rank
+        return cls(setup.model, setup.names, kind, *rest)
+
+    def on_reduced(self, current: RoundState) -> None:
         self._has_round = True
         if not current.number & (current.number - 1) or current.number % STEPS_BETWEEN_CHECKS == 0:
             self._look()
 
-    def before_step(self) -> None:
-        self._is_stepping = True
-
-    def stepping(self) -> None:
+    def on_step(self, when: StepPoint) -> None:
         """Raise GradientError if a parameter has got a gradient that nobody reduces."""
+        if when != "agreed":
+            self._is_stepping = when == "before" or self._is_stepping
+            return
         if self._is_stepping and not self._has_round:
             self._look()
         self._is_stepping = self._has_round = False
@@ -122,7 +130,7 @@ class Ownership(Participant):
         elif (other := next(others, None)) is not None:
             text = (
                 f"{gets} that nobody reduces: each rank would train alone what its {type(other).__name__} has, which "
-                f"was not wrapped. Pass that optimizer to torchring.wrap(), too, before the first backward(). "
+                f"was not setup. Pass that optimizer to torchring.wrap(), too, before the first backward(). "
                 f"{_ON_PURPOSE}"
             )
         else:

@@ -17,6 +17,7 @@ gives all ranks the parameters of rank 0.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import weakref
@@ -30,12 +31,12 @@ from torch.optim import Optimizer
 from torchring.collectives.digests import digests
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import GradientError, in_step, ranks_in_words
-from torchring.gradients.round import Participant, RoundState
+from torchring.gradients.contract import Setup
+from torchring.gradients.reducer import Reducer
+from torchring.gradients.round import STEPS_BETWEEN_CHECKS, Participant, RoundState, StepPoint
 from torchring.world import World
 
-STEPS_BETWEEN_CHECKS: Final = 100  # a check reads every parameter: 70 ms for 42 M on one core
 _WATCHED: Final = 64  # parameters at most, evenly spread: reading a version takes up to 1 us
-_SENT_TOGETHER: Final = 32  # how many parameters of rank 0 are here twice
 _LEAST_SCALE: Final = 1e-3  # of the elements of a parameter, as differences of rounding do not shrink with them
 
 
@@ -89,6 +90,11 @@ class ReplicaCheck(Participant):
         self._watched: list[tuple[torch.nn.Parameter, int]] = []
         self._changed = False
 
+    @classmethod
+    def open(cls, reducer: Reducer, setup: Setup) -> ReplicaCheck:
+        own = setup.names, setup.optimizer, setup.model
+        return cls(setup.world, *own, is_sharded=setup.is_sharded)
+
     def has_changed(self) -> bool:
         """Whether a watched parameter was written to since the last `accept`, on this rank."""
         if not self._changed:
@@ -100,15 +106,11 @@ class ReplicaCheck(Participant):
         distance = math.ceil(len(self._names) / _WATCHED)
         self._watched = [(p, p._version) for p in list(self._names)[::distance]]
 
-    def take_over(self, src: int) -> None:
-        self._changed = False
-        self.accept()
-
-    def begin(self, current: RoundState) -> None:
+    def on_begin(self, current: RoundState) -> None:
         current.bits["odd_steps"] = current.step % 2
         current.bits["parameters_changed"] = self.has_changed()
 
-    def finished(self, current: RoundState) -> None:
+    def on_reduced(self, current: RoundState) -> None:
         """Compare the replicas if something may have changed, or if it is time to. Collective then.
 
         A script may change parameters in every step, on all ranks alike. So only the 1st, 2nd, 4th, 8th ... alarm leads
@@ -130,16 +132,14 @@ class ReplicaCheck(Participant):
         if is_due or self._are_apart:
             self.compare()
 
-    def before_step(self) -> None:
-        self.has_changed()  # what is written from now on is no change
-
-    def moved(self) -> None:
-        self.accept()
-
-    def stepping(self) -> None:
+    def on_step(self, when: StepPoint) -> None:
         """Collective if the last round has left parameters apart, which all ranks know. Raises as `compare` does."""
-        are_apart, self._are_apart = self._are_apart, False
-        if are_apart:
+        if when == "before":
+            self.has_changed()  # what is written from now on is no change
+        elif when == "after":
+            self.accept()
+        elif self._are_apart:
+            self._are_apart = False
             self.compare(is_step=True)
 
     def compare(self, *, is_step: bool = False) -> None:
@@ -153,7 +153,7 @@ class ReplicaCheck(Participant):
         steps = everybody[:, 0, 0].tolist()
         is_other = (everybody != everybody[0])[:, 1:].any(dim=2)  # [ranks, parameters]
         if is_other.any() and len(set(steps)) == 1 and self._world.machines_differ:
-            is_other = self._remove_rounding(is_other.any(dim=0))
+            is_other = self._adopt_first(is_other.any(dim=0))
         if not is_other.any():
             self._are_apart = False
             if (everybody[:, 0, 1] != everybody[0, 0, 1]).any() and len(set(steps)) == 1:
@@ -181,31 +181,22 @@ class ReplicaCheck(Participant):
         )
 
     @torch.no_grad()
-    def _remove_rounding(self, is_other: torch.Tensor) -> torch.Tensor:
-        """Collective: where parameters differ from those of rank 0 by rounding alone, take over those of rank 0.
-
-        Args:
-            is_other: [parameters] bool; which ones are not the same on all ranks.
+    def _adopt_first(self, is_other: torch.Tensor) -> torch.Tensor:
+        """Collective: take over the parameters of rank 0 that differ by rounding. `is_other`: [parameters] bool.
 
         Returns [ranks, parameters] bool: where parameters differ by more.
         """
-        collectives = internal_collectives_of(self._world)
-        parameters = list(self._names)
-        is_apart = torch.zeros(len(parameters), dtype=torch.int64, device="cpu")
-        indices = is_other.nonzero().flatten().tolist()
-        while indices:
-            chunk, indices = indices[:_SENT_TOGETHER], indices[_SENT_TOGETHER:]
-            firsts = [parameters[i].detach().clone() for i in chunk]
-            collectives.broadcast_together(firsts, 0)
-            for i, first in zip(chunk, firsts, strict=True):
-                mine = parameters[i].data  # whose version counter stays: a graph may be kept for another backward
-                norm, distance = (float((x.abs().double()).norm()) for x in (first, mine - first))
-                scale = max(norm, _LEAST_SCALE * math.sqrt(first.numel()))
-                has_rounding = first.is_floating_point() or first.is_complex()
-                if has_rounding and distance <= math.sqrt(torch.finfo(first.dtype).eps) / 4 * scale:
-                    mine.copy_(first)
-                else:
-                    is_apart[i] = 1
+        collectives, is_apart = internal_collectives_of(self._world), torch.zeros_like(is_other, dtype=torch.int64)
+        for i, parameter in itertools.compress(enumerate(self._names), is_other.tolist()):
+            mine = parameter.data  # whose version counter stays: a graph may be kept for another backward
+            first = collectives.broadcast(mine.clone(), 0)
+            norm, distance = (float((x.abs().double()).norm()) for x in (first, mine - first))
+            scale = max(norm, _LEAST_SCALE * math.sqrt(first.numel()))
+            has_rounding = first.is_floating_point() or first.is_complex()
+            if has_rounding and distance <= math.sqrt(torch.finfo(first.dtype).eps) / 4 * scale:
+                mine.copy_(first)
+            else:
+                is_apart[i] = 1
         return torch.stack(collectives.all_gather(is_apart)) > 0
 
     def _cause(self, steps: Sequence[int], parameter: torch.nn.Parameter) -> str:

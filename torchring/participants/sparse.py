@@ -12,8 +12,10 @@ import torch
 
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import GradientError
+from torchring.gradients.contract import Setup
 from torchring.gradients.ledger import GradientStatus, is_zero
 from torchring.gradients.plan import ParameterSpec
+from torchring.gradients.reducer import Reducer
 from torchring.gradients.round import NonFiniteGradient, Participant, RoundState
 from torchring.world import World
 
@@ -45,6 +47,14 @@ class SparseReduction(Participant):
         self._local: set[int] = set()
         self._zeroed: set[int] = set()
         self._reduced: dict[int, torch.Tensor] = {}
+
+    @classmethod
+    def open(cls, reducer: Reducer, setup: Setup) -> SparseReduction:
+        options, world = setup.options, setup.world
+        own = cls(world, reducer.specs, reducer.parameters, options.scale(world.size), is_sum=options.is_sum)
+        reducer.launcher.mark_sparse = own.mark_local
+        reducer.ledgers.append(own)
+        return own
 
     def mark_local(self, index: int) -> None:
         """Parameter `index` has a gradient that no other rank has seen. From the parameter's hook."""
@@ -96,7 +106,7 @@ class SparseReduction(Participant):
             if (grad := self._parameters[index].grad) is not None:
                 grad.mul_(factor)
 
-    def reduced(self, current: RoundState) -> None:
+    def on_message(self, current: RoundState) -> None:
         """Collective: reduce every sparse parameter that any rank used. Other parameters keep their `.grad`."""
         found = None
         for index, spec in enumerate(self._specs):

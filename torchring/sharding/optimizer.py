@@ -16,7 +16,7 @@ from torchring.accelerators import accelerator_of
 from torchring.errors import GradientError, in_step
 from torchring.gradients.layout import Options
 from torchring.gradients.reducer import Reducer
-from torchring.gradients.round import Participant
+from torchring.gradients.round import Guest
 from torchring.gradients.views import CAN_SWAP
 from torchring.optimizer import DistributedOptimizer
 from torchring.optimizer_wrapper import OptimizerWrapper
@@ -47,7 +47,7 @@ class ShardedOptimizer(DistributedOptimizer):
             checkpoint.deal_out(self._shards, dict(self.optimizer.state))
             world.shared(_say_cost)
 
-    def _agree(self, world: World, guests: Sequence[Participant] = ()) -> Reducer:
+    def _agree(self, world: World, guests: Sequence[Guest] = ()) -> Reducer:
         """Collective: also cut the parameters among the ranks. The state is as it was."""
         reducer = super()._agree(world, guests)
         self._shards = Shards(
@@ -75,7 +75,7 @@ class ShardedOptimizer(DistributedOptimizer):
         """Step what the wrapped optimizer has got, inside a step of all ranks."""
         self._is_stepping = True
         assert self._sync is not None
-        self._sync.write_buffers()
+        self._sync.agree_on_step()
         try:
             super()._step_wrapped(None)
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torchring.gradients.round import Participant, RoundState
+from torchring.gradients.round import Guest, RoundState
 from torchring.world import World
 
 
@@ -21,7 +21,7 @@ class MembershipChange:
         self.leaves = False
 
 
-class MembershipVote(Participant):
+class MembershipVote(Guest):
     """Agrees with the other ranks that the ranks of this world are to change.
 
     Args:
@@ -40,11 +40,11 @@ class MembershipVote(Participant):
     def before_backward(self) -> None:
         self._before_backward()
 
-    def begin(self, current: RoundState) -> None:
+    def on_begin(self, current: RoundState) -> None:
         current.bits["wants_change"] = self._change.is_wanted
         current.bits["leaves"] = self._change.leaves
 
-    def finished(self, current: RoundState) -> None:
+    def on_reduced(self, current: RoundState) -> None:
         num_leaving = current.sums["leaves"]
         if current.sums["wants_change"] or num_leaving:
             self._agreed(num_leaving == self._size)

@@ -14,7 +14,9 @@ import torch
 from torchring.accelerators import accelerator_of
 from torchring.collectives.service import internal_collectives_of
 from torchring.gradients.bucket import Bucket
+from torchring.gradients.contract import Setup
 from torchring.gradients.layout import BucketLayout
+from torchring.gradients.reducer import Reducer
 from torchring.gradients.round import Participant, RoundState
 from torchring.linux import host_name, process_began_ns
 from torchring.observe.recorder import clocks
@@ -50,7 +52,7 @@ class WorldRecorder(Recorder):
         layout = None
         if wrapped.reducer is not None:
             layout = wrapped.reducer.layout
-            wrapped.reducer.participants.append(RoundRecording(self, layout))
+            wrapped.reducer.take_in(RoundRecording(self, layout))
         self.run_info = run_info(self._world, wrapped, layout, self.run_info)
 
 
@@ -62,12 +64,16 @@ class ClockComparison(Participant):
 
     bits = ("wants_clocks",)
 
+    @classmethod
+    def open(cls, reducer: Reducer, setup: Setup) -> ClockComparison:
+        return cls(setup.world)
+
     def __init__(self, world: World) -> None:
         self._world = world
         self._compare_at = 0
         self._is_wanted = False
 
-    def begin(self, current: RoundState) -> None:
+    def on_begin(self, current: RoundState) -> None:
         recorders = [each for each in self._world.observer.listeners if isinstance(each, Recorder)]
         # A rank whose backward has raised at its end never comes to the end of a round that its peers do.
         if self._is_wanted and not current.is_unordered and current.number >= self._compare_at:
@@ -78,7 +84,7 @@ class ClockComparison(Participant):
                 recorder.clock.append(offset)
         current.bits["wants_clocks"] = bool(recorders)
 
-    def agreed(self, current: RoundState) -> None:
+    def on_message(self, current: RoundState) -> None:
         self._is_wanted = current.sums["wants_clocks"] > 0
 
 
@@ -138,9 +144,8 @@ class RoundRecording(Participant):
         self._noted: tuple[Sequence[Bucket], str] = layout.buckets, layout.reason
         # The round
         self._times: RoundTimes | None = None
-        self._backward_began = 0
 
-    def begin(self, current: RoundState) -> None:
+    def on_begin(self, current: RoundState) -> None:
         self._note_plan()
         # Few, as writing them down takes time
         has_arrivals = 2 <= current.number < 6 or current.number % 64 == 63
@@ -151,11 +156,8 @@ class RoundRecording(Participant):
         if has_arrivals:
             current.mark_ready = times.mark_ready
 
-    def backward_is_over(self, current: RoundState) -> None:
-        self._backward_began = self._recorder.backward_began
-
-    def reduced(self, current: RoundState) -> None:
-        recorder, began = self._recorder, self._backward_began
+    def on_message(self, current: RoundState) -> None:
+        recorder, began = self._recorder, self._recorder.backward_began
         times, self._times = self._times, None
         if times is None:  # recording has begun in the midst of the round
             return
@@ -165,7 +167,7 @@ class RoundRecording(Participant):
             recorder.arrivals.append(Arrivals(recorder.num_steps, max(0, length), ready))
         recorder.add_round(times.rows, times.stall_ns, times.packing_ns, self._layout.agreement.reductions)
 
-    def finished(self, current: RoundState) -> None:
+    def on_reduced(self, current: RoundState) -> None:
         self._note_plan()
 
     def _note_plan(self) -> None:

@@ -1,6 +1,6 @@
 """Warns of a plain optimizer beside wrapped ones, such as that of a loss with parameters of its own.
 
-`participants/ownership.py` looks at the parameters of models that `wrap` was given. These belong to none. If the
+`ownership.py` looks at the parameters of models that `wrap` was given. These belong to none. If the
 backward that reaches them reaches a wrapped optimizer, too, all ranks are probably meant to train them together.
 """
 
@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchring.dynamo import run_eagerly
+from torchring.gradients.group import Members
 from torchring.gradients.hooks import BackwardWatch
 from torchring.gradients.module_wrappers import MODULE_WRAPPERS, living, sharded_by
-from torchring.gradients.reducer import Members
 from torchring.optimizer_wrapper import OptimizerWrapper
 from torchring.participants.ownership import Ownership
 

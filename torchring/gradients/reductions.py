@@ -1,0 +1,227 @@
+"""The reductions of one optimizer, one after the other: its buckets, the weights, and what else takes part.
+
+`reducer.py` says which backwards are reduced. What takes part beside the gradients is a `Participant`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from torchring.collectives.service import Collectives, collectives_of, internal_collectives_of
+from torchring.gradients.contract import MeasuresNoise, Setup, spec_of
+from torchring.gradients.launcher import Launcher
+from torchring.gradients.layout import BucketLayout
+from torchring.gradients.ledger import Ledger, OptimizerLedger
+from torchring.gradients.plan import ParameterSpec, describe
+from torchring.gradients.round import ControlFields, NonFiniteGradient, Participant, RoundPhase, RoundState, overridden
+from torchring.gradients.weighing import Weighing, unfrozen
+from torchring.observer import EXPOSED
+from torchring.world import World
+
+if TYPE_CHECKING:
+    from torchring.gradients.group import Members
+
+
+def control_fields(world: World, kinds: Sequence[type[Participant] | Participant]) -> ControlFields:
+    """The control bits of a round: those of weights and participants, and three of the reducer.
+
+    has_unfrozen: a parameter that was frozen requires a gradient. is_absent: the rank takes part without a gradient,
+    and does not count. has_ended: the rank has no data left, inside `torchring.join`.
+    """
+    return ControlFields(
+        ("has_unfrozen", "is_absent", "has_ended", *Weighing.bits, *(name for kind in kinds for name in kind.bits)),
+        (*Weighing.numbers, *(name for kind in kinds for name in kind.numbers)),
+        tuple(name for kind in kinds for name in kind.by_rank),
+        world.rank,
+        world.size,
+    )
+
+
+class BuffersOfModel(Protocol):
+    """The participant that makes the model's buffers equal."""
+
+    def synchronize(self) -> None:
+        """Collective, outside backward: make the buffers equal as they are now."""
+
+    def take_over(self, src: int) -> None:
+        """Collective, between rounds: all buffers get the values of rank `src`."""
+
+
+class Reductions:
+    """Begins and finishes reductions. Opening it is collective.
+
+    Args:
+        setup: what is reduced. Its world has more than one rank.
+        members: the reducers of that world.
+        kinds: what takes part beside weights, in this order.
+        guests: participants that a room sends; they come before the others.
+
+    Attributes:
+        parameters, specs: those that are reduced. They grow with `extend`.
+        frozen: parameters that are reduced as soon as they require a gradient.
+        progress: says how far the rounds are.
+        layout: the buckets.
+        launcher: has the round under way, or the last one.
+        ledger: what is known about the gradients.
+        weighing: gives gradients their weights.
+        ledgers: of gradients that are in no bucket.
+        participants: what takes part in a round beside weights, in this order on all ranks.
+        buffers, noise: those of the participants, if they are there.
+        num_steps: how many optimizer steps this rank has made.
+        on_ready: what hooks call, by parameter.
+    """
+
+    def __init__(
+        self, setup: Setup, members: Members, kinds: Sequence[type[Participant]], guests: Sequence[Participant]
+    ) -> None:
+        self.world = world = setup.world
+        self.options = options = setup.options
+        self.num_steps = 0
+        self.frozen = [parameter for parameter in setup.names if not parameter.requires_grad]
+        self.on_ready: Sequence[Callable[[int], None]] = ()
+        self._spec_of = partial(spec_of, setup.names, setup.sparse)
+        self._members = members
+
+        # The script's collectives check: another rank may be calling one of those, instead of wrapping.
+        self._control = control_fields(world, (*guests, *kinds))
+        parameters = [parameter for parameter in setup.names if parameter.requires_grad]
+        specs = list(map(self._spec_of, parameters))
+        self._check_agreement(specs, collectives_of(world))
+        self.progress = world.observer.open_progress("gradients")
+        self.specs: list[ParameterSpec] = []
+        self.parameters: list[torch.nn.Parameter] = []
+        self.layout = BucketLayout(
+            *(world, options, self._control, specs, self.specs, self.parameters),
+            *(self.progress, members.waiting),
+        )
+        self.launcher = self.layout.launcher
+        self.ledgers: list[Ledger] = []
+        self.ledger = OptimizerLedger(partial(_ledgers, self.launcher, self.ledgers))
+        self._found_before: NonFiniteGradient | None = None  # as `non_finite`, before the round under way
+        self.layout.open(specs, parameters)
+        self.weighing = Weighing(
+            *(world, self.parameters, self.frozen, self.ledger),
+            is_sum=options.is_sum,
+            mark_local=self.launcher.mark_local,
+        )
+        self.weighing.weights.expect(self.layout.wire_dtypes)
+        self.buffers: BuffersOfModel | None = None
+        self.noise: MeasuresNoise | None = None
+        self.participants: list[Participant] = []
+        self.take_in(*guests, *(kind.open(self, setup) for kind in kinds))
+
+    def take_in(self, *participants: Participant) -> None:
+        """These take part from the next round on, after the others."""
+        self.participants += participants
+        self._on_begin = overridden(self.participants, "on_begin")
+        self._on_message = overridden(self.participants, "on_message")
+        self._on_reduced = overridden(self.participants, "on_reduced")
+        self._on_step = overridden(self.participants, "on_step")
+
+    @property
+    def round(self) -> RoundState:
+        """The round under way, or the last one."""
+        return self.launcher.round
+
+    @property
+    def num_reductions(self) -> int:
+        """Number of reductions so far. The last one counts when it is over, or when the next begins."""
+        return self.round.number + (self.round.phase is RoundPhase.OVER)
+
+    @property
+    def non_finite(self) -> NonFiniteGradient | None:
+        """The first NaN or infinity in the last round, if there was one."""
+        return self.round.non_finite
+
+    def begin_reduction(self, *, is_unordered: bool, is_again: bool = False) -> None:
+        """A round begins: its first gradient is about to arrive.
+
+        Sends nothing, except before the second round: the first round has shown the order in which gradients become
+        ready, so the buckets are rebuilt. At that point zero_grad() has usually dropped the old buffers, so old and new
+        buffers need not exist side by side. With `is_unordered` buckets are rebuilt in `finish_reduction`.
+
+        Args:
+            is_unordered: see `RoundState`.
+            is_again: another round for the same backward, which has left its results in `.grad`.
+        """
+        launcher, weights = self.launcher, self.weighing.weights
+        launcher.drain()
+        if not is_unordered:
+            self._members.announce()
+            self.layout.follow_order()
+        is_absent = (self._members.is_skipping or weights.has_skipped) and not weights.num_backwards
+        current = RoundState(
+            number=self.round.next_number,
+            step=self.num_steps,
+            hold=is_unordered and not self.layout.starts_at_once,
+            is_unordered=is_unordered,
+            is_absent=is_absent,
+            is_empty=is_absent,
+            is_again=is_again,
+            bits={
+                "has_unfrozen": bool(unfrozen(self.frozen)),
+                "is_absent": is_absent,
+                "has_ended": self._members.has_ended,
+            },
+        )
+        self.weighing.begin(current)
+        for on_begin in self._on_begin:
+            on_begin(current)
+        self.layout.agreement.begin()
+        self._found_before = self.non_finite
+        launcher.begin(current)
+        if current.mark_ready is None:
+            self.on_ready = launcher.on_ready(len(self.parameters))
+        else:
+            self.on_ready = [current.mark_ready] * len(self.parameters)
+            current.mark_ready = None  # which refers to what refers to the round
+
+    def launch_all(self) -> None:
+        """Backward is over: launch what has not left. In the same order of optimizers on all ranks."""
+        current = self.round
+        self.world.observer.phase(EXPOSED, self.num_steps)
+        self.weighing.backward_is_over(current)
+        self.layout.agreement.backward_is_over()
+        self.launcher.launch_rest()
+
+    def finish_reduction(self) -> None:
+        """Return when every gradient holds the result. Collective, in the same order of optimizers on all ranks."""
+        current, launcher, agreement = self.round, self.launcher, self.layout.agreement
+        launcher.wait()
+        agreement.agree(current, launcher.buckets)
+        self.weighing.agreed(current)
+        for on_message in self._on_message:
+            on_message(current)
+        launcher.close_round()
+        if current.sums["is_absent"] == self.world.size:  # all gradients are what they were
+            current.non_finite = current.non_finite or self._found_before
+        self.world.num_reductions += 1
+        if current.is_unordered:
+            self.layout.follow_order()
+        agreement.end()
+
+    def reduce_again(self) -> None:
+        """A round of its own for what is local, outside backward."""
+        self.begin_reduction(is_unordered=True, is_again=True)
+        self.launch_all()
+        self.finish_reduction()
+
+    def reduce_more(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Collective: these are reduced from now on, too, in new buckets."""
+        specs = list(map(self._spec_of, parameters))
+        self._check_agreement(specs, internal_collectives_of(self.world))
+        self.layout.add(specs, parameters)
+        self.weighing.weights.expect(self.layout.wire_dtypes)
+
+    def _check_agreement(self, specs: Sequence[ParameterSpec], collectives: Collectives) -> None:
+        """Raise PlanMismatchError on every rank unless all are about to reduce the same things in the same way."""
+        lines = describe(specs, f"{self.options} on {self.world.size} ranks")
+        collectives.check_equal([*lines, self._control.describe()])
+
+
+def _ledgers(launcher: Launcher, others: Sequence[Ledger]) -> list[Ledger]:
+    return [*(bucket.ledger for bucket in launcher.buckets), *others]
