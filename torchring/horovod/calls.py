@@ -49,7 +49,6 @@ class Collective(Generic[_R]):
         arguments: must be equal on all ranks: op, scale factors, root rank.
         splits: rows for each rank, of alltoall.
         overwrites: the engine writes results over the tensors that it sends.
-        is_inline: the values travel with the request.
     """
 
     kind: str
@@ -61,7 +60,6 @@ class Collective(Generic[_R]):
     arguments: Mapping[str, Any] = field(default_factory=dict)
     splits: tuple[int, ...] = ()
     overwrites: bool = False
-    is_inline: bool = False
 
     def of_one(self) -> Collective[Tensor]:
         """The same call. Its caller gets one tensor, and not a tuple of one."""
@@ -128,7 +126,7 @@ class Collective(Generic[_R]):
             equal += (("device", "CPU" if tensors[0].device.type == "cpu" else "GPU"),)
         described = tuple([(tensor.dtype, tensor.shape) for tensor in tensors])
         number = self.process_set.process_set_id or 0
-        request = request_of(self.kind, label, number, described, equal, self.splits, self.is_inline)
+        request = request_of(self.kind, label, number, described, equal, self.splits)
         return Operation(request, tensors, handle)
 
 

@@ -8,122 +8,106 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from abc import ABC, abstractmethod
 from datetime import timedelta
-from typing import Final, Protocol
+from typing import Final
 
 import torch.distributed as dist
 
 from torchring.collectives.operations import Backend
 from torchring.collectives.signature import Signature
 from torchring.memory import semaphore
-from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup, as_words
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.rendezvous.signed import within
 from torchring.threads import SerialThread
 
-_ROOM_BYTES: Final = 64 * 1024  # for what a rank says in one turn; a longer message takes several turns
-_HEADER_BYTES: Final = 64
+_SIGNATURE: Final = Signature("negotiation")
+_LINE_BYTES: Final = 64
 _SPIN_SECONDS: Final = 0.005  # a rank that waits for longer sleeps in between
 _KEPT_RINGS: Final = 1000  # keys of the store
 _FOREVER: Final = timedelta(days=3650)
 _POLL_SECONDS: Final = 0.02  # between two looks at a store on which nobody can wait
 
 
-class Cycles(Protocol):
-    """One rank's view. `exchange` is for one thread at a time, `wait` for one other thread, `wake` for any thread."""
+class Cycles(ABC):
+    """One rank's view. `exchange` is for one thread at a time, `wait` for one other thread, `wake` for any thread.
 
-    def exchange(self, data: bytes) -> list[memoryview]:
+    Args:
+        backend: collectives that nobody else calls meanwhile.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._num_cycles = 0
+
+    def exchange(self, data: bytes) -> list[bytes]:
         """Collective: begin a cycle, or take part in the cycle that another rank has begun.
 
         Args:
             data: any number of bytes; ranks may have different numbers.
 
-        Returns:
-            The data of all ranks, in rank order; valid until the next exchange but one.
+        Returns the data of all ranks, in rank order.
         """
+        self._num_cycles += 1
+        self._begin()
+        return self._backend.exchange(data, _SIGNATURE)
 
+    @abstractmethod
+    def _begin(self) -> None:
+        """Have the other ranks take part in cycle number `_num_cycles`."""
+
+    @abstractmethod
     def is_awaited(self) -> bool:
         """True if another rank has begun a cycle and waits for this rank."""
 
+    @abstractmethod
     def wait(self, seconds: float) -> None:
         """Sleep until another rank begins a cycle, or `wake` is called; at most `seconds`."""
 
+    @abstractmethod
     def wake(self) -> None:
         """End a `wait` of this rank, or the next one."""
 
-    def wake_others(self) -> None:
+    def wake_others(self) -> None:  # noqa: B027 - ranks of one host watch each other anyway
         """Have the other ranks find out that this rank has failed."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - memory is freed with the last tensor that views it
         """Nobody exchanges any more."""
 
 
-class SharedMemoryCycles:
-    """`Cycles` through memory that all ranks share. All ranks of `host` open it together.
-
-    Every rank has a page of two halves, which alternate between turns, as in `SharedMemoryCollectives`. A page begins
-    with three words: the number of turns that this rank has begun, and the length of its data in either half.
+class SharedMemoryCycles(Cycles):
+    """`Cycles` of ranks that share memory: a bell for each rank, and how many cycles it has begun.
 
     Args:
         cycle_seconds: how long a rank that has begun a cycle waits for the other ranks' scripts to come by themselves,
             before it wakes their sleeping threads.
     """
 
-    def __init__(self, host: HostGroup, cycle_seconds: float) -> None:
+    def __init__(self, host: HostGroup, backend: Backend, cycle_seconds: float) -> None:
+        super().__init__(backend)
         self._cycle_seconds = cycle_seconds
-        self._index = host.index
-        self._channel = Channel(host)
-        self._bells = host.allocate(
-            semaphore.SEMAPHORE_STRIDE, prepare=lambda part: semaphore.initialise(part.data_ptr())
-        )
-        self._bell = self._bells.own.data_ptr()
-        self._others = [part.data_ptr() for part in self._bells.parts if part is not self._bells.own]
-        pages = host.allocate(_HEADER_BYTES + 2 * _ROOM_BYTES)
-        self._words = [as_words(part[:_HEADER_BYTES]) for part in pages.parts]
-        views = [memoryview(part.numpy()) for part in pages.parts]  # type: ignore[arg-type]
-        middle = _HEADER_BYTES + _ROOM_BYTES
-        self._rooms = [[view[_HEADER_BYTES:middle] for view in views], [view[middle:] for view in views]]
-        self._num_turns = 0
+        bells = host.allocate(semaphore.SEMAPHORE_STRIDE, prepare=lambda part: semaphore.initialise(part.data_ptr()))
+        begun = host.allocate(_LINE_BYTES)
+        self._memory = bells, begun
+        self._bell = bells.own.data_ptr()
+        self._others = [part.data_ptr() for part in bells.parts if part is not bells.own]
+        self._begun, self._begun_by = as_words(begun.own), [as_words(part) for part in begun.parts]
 
-    def exchange(self, data: bytes) -> list[memoryview]:
-        lengths = self._turn(data, 0)
-        room = self._rooms[self._num_turns & 1]
-        if max(lengths) <= _ROOM_BYTES:
-            return [part[:length] for part, length in zip(room, lengths, strict=True)]
-        said = [bytearray(length) for length in lengths]
-        for start in range(0, max(lengths), _ROOM_BYTES):
-            if start:
-                self._turn(data, start)
-            for part, target in zip(self._rooms[self._num_turns & 1], said, strict=True):
-                piece = memoryview(target)[start : start + _ROOM_BYTES]
-                piece[:] = part[: len(piece)]
-        return [memoryview(text) for text in said]
-
-    def _turn(self, data: bytes, start: int) -> list[int]:
-        """Say `data` from `start` on, as far as there is room. Returns how long the data of all ranks is."""
-        self._num_turns += 1
-        half = self._num_turns & 1
-        piece = data[start : start + _ROOM_BYTES]
-        self._rooms[half][self._index][: len(piece)] = piece
-        mine = self._words[self._index]
-        mine[1 + half] = len(data)
-        mine[0] = self._num_turns
-        self._channel.announce()
+    def _begin(self) -> None:
+        self._begun[0] = self._num_cycles
         until = time.perf_counter() + self._cycle_seconds
-        while not self._channel.has_gathered():
+        while any(words[0] < self._num_cycles for words in self._begun_by):
             if time.perf_counter() > until:
                 for bell in self._others:
                     semaphore.post(bell)
-                self._channel.gather()
-                break
+                return
             if self._cycle_seconds > _SPIN_SECONDS:
                 time.sleep(_SPIN_SECONDS)
             semaphore.give_way()
-        return [words[1 + half] for words in self._words]
 
     def is_awaited(self) -> bool:
-        return any(words[0] > self._num_turns for words in self._words)
+        return any(words[0] > self._num_cycles for words in self._begun_by)
 
     def wait(self, seconds: float) -> None:
         if semaphore.wait_for(self._bell, seconds):
@@ -133,36 +117,26 @@ class SharedMemoryCycles:
     def wake(self) -> None:
         semaphore.post(self._bell)
 
-    def wake_others(self) -> None:
-        """They watch the processes of this host anyway."""
 
-    def close(self) -> None:
-        """Nothing to release: the memory is freed with the last tensor that views it."""
-
-
-class StoreCycles:
+class StoreCycles(Cycles):
     """`Cycles` between hosts, through `backend`. A key in the world's store wakes the other ranks.
 
     Args:
         rendezvous: where the ranks of the world meet.
-        backend: collectives that nobody else calls.
     """
 
     def __init__(self, rendezvous: Rendezvous, backend: Backend) -> None:
+        super().__init__(backend)
         self._store = within(rendezvous.store, "horovod")
-        self._backend = backend
-        self._num_cycles = 0
         self._begun = 0  # the last cycle of which this rank has heard
         self._bell = threading.Event()
         self._is_closed = False
         self._listener = SerialThread("torchring-horovod-listener")
         self._listener.submit(self._listen)
 
-    def exchange(self, data: bytes) -> list[memoryview]:
-        self._num_cycles += 1
+    def _begin(self) -> None:
         if self._begun < self._num_cycles:
             self._ring(self._num_cycles)
-        return [memoryview(bytearray(part)) for part in self._backend.exchange(data, Signature("negotiation"))]
 
     def is_awaited(self) -> bool:
         return self._begun > self._num_cycles

@@ -2,7 +2,7 @@
 
 A call puts an `Operation` in line. Whoever wants its result, or this engine's thread, begins a negotiation cycle: all
 ranks hand each other their new requests (`cycles.py`). All ranks then know which operations are ready
-(`negotiation.py`), and carry these out in the same order (`execution.py`). Small tensors travel with the requests.
+(`negotiation.py`), and carry these out in the same order (`execution.py`).
 
 Only one thread runs cycles at a time. A thread of the script that waits for a result runs the cycle itself, so that a
 blocking call needs no switch of threads. The engine's own thread runs cycles for calls whose result nobody waits for
@@ -14,7 +14,6 @@ Source: the contract is Horovod's (horovod.torch.mpi_ops): operations of one nam
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import logging
@@ -32,13 +31,12 @@ from torchring.dynamo import run_eagerly
 from torchring.errors import RingError, ranks_in_words
 from torchring.horovod.cycles import Cycles, SharedMemoryCycles, StoreCycles
 from torchring.horovod.exceptions import HorovodInternalError
-from torchring.horovod.execution import Operation, Plane, carry_out, carry_out_inline, payload_of
+from torchring.horovod.execution import Operation, Plane, carry_out
 from torchring.horovod.negotiation import (
     ADD_SET,
     JOIN,
     REMOVE_SET,
     Negotiation,
-    Request,
     Response,
     decode_requests,
     encode_requests,
@@ -55,8 +53,6 @@ _logger: Final = logging.getLogger("torchring")
 _IDLE_SECONDS: Final = 2.0  # between two looks of the sleeping thread, if nothing is waiting for other ranks
 _WATCH_SECONDS: Final = 0.1  # the same, if something is: are the other ranks alive?
 _HEARTBEAT_SECONDS: Final = 5.0  # between hosts, only a cycle shows whether the other ranks are alive
-_INLINE_BYTES: Final = 48 * 1024  # of all values that travel with the requests of one cycle
-_SPLIT: Final = b"\n"  # between requests and values
 
 
 class CollectiveEngine:
@@ -106,12 +102,12 @@ class CollectiveEngine:
         self.planes[0] = Plane(world, self.sets[0], lambda _, operation: operation(backend))  # while a cycle is run
         cycles: Cycles
         if world.shares_memory and world.host is not None:
-            cycles = SharedMemoryCycles(world.host, self._settings.cycle_seconds)
+            cycles = SharedMemoryCycles(world.host, backend, self._settings.cycle_seconds)
         else:
             assert world.rendezvous is not None
             cycles = StoreCycles(world.rendezvous, backend)
         # What is reduced together must be the same on all ranks, so the setting of rank 0 counts.
-        self._fusion_bytes = int(bytes(cycles.exchange(b"%d" % self._fusion_bytes)[0]))
+        self._fusion_bytes = int(cycles.exchange(b"%d" % self._fusion_bytes)[0])
         return cycles
 
     def _add_set(self, ranks: tuple[int, ...]) -> int:
@@ -311,23 +307,15 @@ class CollectiveEngine:
     def _negotiate(self, operations: Sequence[Operation]) -> None:
         """Tell all ranks about these operations, learn about theirs, and carry out the operations that are ready."""
         assert self._cycles is not None
-        message, payloads = self._message(operations)
-        said = self._cycles.exchange(b"".join((message, _SPLIT, *payloads)))
-        begin = message + _SPLIT
-        if all(text[: len(begin)] == begin for text in said):
-            submitted = [[operation.request for operation in operations]] * len(said)
-            values = [text[len(begin) :] for text in said]
-        else:
-            submitted, values = [], []
-            for text in said:
-                header, _, _ = bytes(text).partition(_SPLIT)
-                submitted.append(decode_requests(header))
-                values.append(text[len(header) + 1 :])
+        requests = [operation.request for operation in operations]
+        message = encode_requests(requests)
+        said = self._cycles.exchange(message)
+        submitted = [requests if text == message else decode_requests(text) for text in said]
         if (timeline := self.timeline) is not None:
             timeline.cycle(submitted)
         responses = self._negotiation.advance(submitted)
         self._limit_layers()
-        self._carry_out(responses, submitted, values)
+        self._carry_out(responses)
 
     def _limit_layers(self) -> None:
         """End the SyncBatchNorm layers that would wait for a rank that has joined."""
@@ -338,25 +326,9 @@ class CollectiveEngine:
         ranks = ranks_in_words(self._negotiation.joined)
         self.turns.limit(most, f"{ranks} called hvd.join(no SyncBatchNorm layer may train meanwhile)")
 
-    def _message(self, operations: Sequence[Operation]) -> tuple[bytes, list[bytes]]:
-        """The requests, and the values of small ones."""
-        payloads: list[bytes] = []
-        num_bytes = 0
-        for operation in operations:
-            if operation.request.is_inline and num_bytes < _INLINE_BYTES:
-                with torch.cuda.stream(operation.stream) if operation.stream is not None else contextlib.nullcontext():
-                    payload = payload_of(operation.tensors)
-                num_bytes += len(payload)
-                payloads.append(payload)
-            elif operation.request.is_inline:
-                operation.request = dataclasses.replace(operation.request, is_inline=False)
-        return encode_requests([operation.request for operation in operations]), payloads
-
     # ---- carrying out
 
-    def _carry_out(
-        self, responses: Sequence[Response], submitted: Sequence[Sequence[Request]], values: Sequence[memoryview]
-    ) -> None:
+    def _carry_out(self, responses: Sequence[Response]) -> None:
         for batch in self._batches(responses):
             first = batch[0].first
             # None if this rank has joined, or is no member
@@ -387,11 +359,7 @@ class CollectiveEngine:
                 streams[0].wait_stream(other)
             try:
                 with torch.cuda.stream(streams[0]) if streams else contextlib.nullcontext():
-                    if len(batch) == 1 and batch[0].is_inline and len(batch[0].positions) == len(plane.ranks):
-                        parts = _payloads(batch[0], submitted, values)
-                        results = [carry_out_inline(plane, operations[0], first, parts)]
-                    else:
-                        results = plane.run(first.kind, functools.partial(carry_out, plane, operations, batch))
+                    results = plane.run(first.kind, functools.partial(carry_out, plane, operations, batch))
             except (ValueError, TypeError) as error:
                 if not getattr(error, "in_step", False):
                     raise
@@ -422,7 +390,7 @@ class CollectiveEngine:
         """The result of an operation whose process set has no other member."""
         request, rank = operation.request, self.world.rank
         try:
-            self._carry_out([Response({rank: request}, last_to_join=rank)], (), ())
+            self._carry_out([Response({rank: request}, last_to_join=rank)])
         except BaseException:
             del self._in_flight[request.key]
             raise
@@ -485,14 +453,3 @@ def _as_internal_error(cause: BaseException) -> HorovodInternalError:
     error = HorovodInternalError(f"{type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error
-
-
-def _payloads(
-    response: Response, submitted: Sequence[Sequence[Request]], values: Sequence[memoryview]
-) -> dict[int, memoryview]:
-    """rank -> the values that came with its request."""
-    found = {}
-    for rank, position in response.positions.items():
-        start = sum(request.num_bytes for request in submitted[rank][:position] if request.is_inline)
-        found[rank] = values[rank][start : start + submitted[rank][position].num_bytes]
-    return found

@@ -13,13 +13,10 @@ from typing import Any, Final
 
 import torch
 
-from torchring.collectives import operations
-from torchring.collectives.adasum import adasum
-from torchring.collectives.combine import combine
+from torchring.collectives import adasum, operations
 from torchring.collectives.operations import Backend
 from torchring.collectives.signature import signature_of
 from torchring.horovod.negotiation import BARRIER, Request, Response, dtype_of
-from torchring.memory.host import bytes_of
 from torchring.world import World
 
 Result = tuple[Sequence[torch.Tensor], Sequence[int]]
@@ -105,8 +102,7 @@ def _all_reduce(backend: Backend, plane: Plane, tensors: Sequence[torch.Tensor],
         scale(tensor, arguments["prescale_factor"])
     if op == "Adasum":
         for tensor in tensors:
-            parts = operations.all_gather(backend, tensor.reshape(1, -1))
-            tensor.copy_(adasum([part.view(tensor.shape) for part in parts]))
+            adasum.all_reduce(backend, tensor, plane.world.rank, [[rank] for rank in range(len(plane.ranks))])
     else:
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for tensor in tensors:
@@ -130,42 +126,6 @@ def _reduce_alike(backend: Backend, tensors: Sequence[torch.Tensor], dtype: torc
         return
     for tensor, result in zip(tensors, wide, strict=True):
         tensor.copy_(result)
-
-
-def carry_out_inline(
-    plane: Plane, operation: Operation | None, request: Request, payloads: Mapping[int, memoryview]
-) -> Result:
-    """The result of an allreduce whose values have come with the requests."""
-    tensors = operation.tensors if operation is not None else _zeros(request)
-    start = 0
-    for tensor in tensors:
-        if tensor.nbytes:
-            parts = [
-                torch.frombuffer(payloads[rank], dtype=tensor.dtype, count=tensor.numel(), offset=start)
-                for rank in plane.ranks
-            ]
-            _combine(parts, tensor, request.arguments)
-        start += tensor.nbytes
-    return tuple(tensors), ()
-
-
-def _combine(parts: list[torch.Tensor], tensor: torch.Tensor, arguments: Mapping[str, Any]) -> None:
-    op, before = arguments["op"], arguments["prescale_factor"]
-    if before != 1.0:
-        parts = [part.clone() for part in parts]
-        for part in parts:
-            scale(part, before)
-    is_plain = tensor.device.type == "cpu" and tensor.is_contiguous()
-    result = tensor.view(-1) if is_plain else torch.empty_like(parts[0])
-    if op == "Adasum":
-        result.copy_(adasum(parts))
-    elif tensor.dtype == torch.bool:
-        result.copy_(torch.stack(parts).any(0) if _BOOL_OPS[op] == "max" else torch.stack(parts).all(0))
-    else:
-        combine(parts, result, _reduction(op, tensor.dtype))
-    if not is_plain:
-        tensor.copy_(result.view(tensor.shape))
-    _complete(tensor, arguments, len(parts))
 
 
 def _complete(tensor: torch.Tensor, arguments: Mapping[str, Any], size: int) -> None:
@@ -195,17 +155,6 @@ def scale(tensor: torch.Tensor, factor: float) -> None:
         tensor.mul_(factor)
     else:
         tensor.copy_(tensor.double().mul_(factor).trunc_())
-
-
-def payload_of(tensors: Sequence[torch.Tensor]) -> bytes:
-    """The values, one tensor after the other."""
-    return b"".join([_bytes_of(tensor) for tensor in tensors])
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    if tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16 and not (tensor.is_conj() or tensor.is_neg()):
-        return tensor.numpy().tobytes()  # in row-major order, whatever the strides are
-    return bytes_of(operations.plain(tensor)).numpy().tobytes()
 
 
 def _zeros(request: Request) -> list[torch.Tensor]:

@@ -52,9 +52,6 @@ Max: Final = 4
 Product: Final = 5
 _NAMES: Final = {Average: "Average", Sum: "Sum", Adasum: "Adasum", Min: "Min", Max: "Max", Product: "Product"}
 
-_INLINE_BYTES: Final = 16 * 1024
-"""An allreduce of up to this size takes one exchange between ranks instead of two."""
-
 
 def handle_average_backwards_compatibility(op: int | None, average: bool | None) -> int:
     """The op that two arguments ask for, of which `average` is the older one."""
@@ -165,10 +162,7 @@ def _grouped_allreduce(
     def gradient(grads: Sequence[Tensor], _: Sequence[int]) -> Sequence[Tensor]:
         return _grouped_allreduce(grads, None, None, op, prescale_factor, postscale_factor, process_set).wait()
 
-    is_small = sum([tensor.nbytes for tensor in tensors]) <= _INLINE_BYTES
-    return Collective(
-        ALLREDUCE, tensors, name, process_set, _all, gradient, arguments, overwrites=True, is_inline=is_small
-    )
+    return Collective(ALLREDUCE, tensors, name, process_set, _all, gradient, arguments, overwrites=True)
 
 
 allreduce_ = in_place(_allreduce)

@@ -10,6 +10,7 @@ Example: 2 ranks; in the first cycle rank 0 requests "a" and "b", rank 1 request
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -39,7 +40,6 @@ class Request:
         tensors: dtype and shape of each tensor; several in a grouped call.
         arguments: what must be equal on all ranks, beside dtype and shape: op, scale factors, root rank, device.
         splits: rows for each rank, of alltoall. They may differ between ranks.
-        is_inline: the values of the tensors travel with the request.
     """
 
     kind: str
@@ -48,7 +48,6 @@ class Request:
     tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
     splits: tuple[int, ...] = ()
-    is_inline: bool = False
 
     @property
     def key(self) -> tuple[int, str]:
@@ -61,23 +60,14 @@ class Request:
 
     @functools.cached_property
     def encoded(self) -> bytes:
-        """The request as JSON, without line breaks."""
-        words = (
-            self.kind,
-            self.name,
-            self.process_set,
-            self.tensors,
-            dict(self.arguments),
-            self.splits,
-            self.is_inline,
-        )
-        return json.dumps(words, separators=(",", ":")).encode()
+        """The request as JSON."""
+        return json.dumps(dataclasses.astuple(self), separators=(",", ":")).encode()
 
     @staticmethod
     def decode(words: Sequence[Any]) -> Request:
-        kind, name, process_set, tensors, arguments, splits, is_inline = words
+        kind, name, process_set, tensors, arguments, splits = words
         shapes = tuple((dtype, tuple(shape)) for dtype, shape in tensors)
-        return Request(kind, name, process_set, shapes, arguments, tuple(splits), is_inline)
+        return Request(kind, name, process_set, shapes, arguments, tuple(splits))
 
 
 @functools.cache
@@ -95,11 +85,10 @@ def request_of(
     tensors: tuple[tuple[torch.dtype, torch.Size], ...],
     arguments: tuple[tuple[str, Any], ...],
     splits: tuple[int, ...],
-    is_inline: bool,
 ) -> Request:
     """A Request, kept for the next call of the same name."""
     described = tuple((str(dtype).removeprefix("torch."), tuple(shape)) for dtype, shape in tensors)
-    return Request(kind, name, process_set, described, dict(arguments), splits, is_inline)
+    return Request(kind, name, process_set, described, dict(arguments), splits)
 
 
 def encode_requests(requests: Sequence[Request]) -> bytes:
@@ -117,24 +106,16 @@ class Response:
     Attributes:
         requests: rank -> its request. Ranks that have joined are missing.
         error: why the ranks do not fit together, for all of them to raise; "" if they do.
-        positions: rank -> position of its request among those of this cycle. Empty if the requests came in several
-            cycles.
         last_to_join: the rank that has joined last, in the response to "join"; else -1.
     """
 
     requests: Mapping[int, Request]
     error: str = ""
-    positions: Mapping[int, int] = field(default_factory=dict)
     last_to_join: int = -1
 
     @property
     def first(self) -> Request:
         return next(iter(self.requests.values()))
-
-    @property
-    def is_inline(self) -> bool:
-        """True if the values of all ranks have come with the requests."""
-        return bool(self.positions) and all(request.is_inline for request in self.requests.values())
 
     def fuses_with(self, other: Response) -> bool:
         """True if both can be carried out as one reduction."""
@@ -178,40 +159,21 @@ class Negotiation:
 
     def advance(self, submitted: Sequence[Sequence[Request]]) -> list[Response]:
         """One cycle. `submitted[r]`: the new requests of rank r. Returns what is ready, in the order to carry out."""
-        if (responses := self._advance_alike(submitted)) is not None:
-            return responses
-        touched: dict[tuple[int, str], dict[int, int]] = {}
+        touched: dict[tuple[int, str], None] = {}  # in order
         has_joined = False
         for rank, requests in enumerate(submitted):
-            for position, request in enumerate(requests):
+            for request in requests:
                 if request.kind == JOIN:
                     self.joined.append(rank)
                     has_joined = True
                 self._waiting.setdefault(request.key, {})[rank] = request
-                touched.setdefault(request.key, {})[rank] = position
+                touched[request.key] = None
         responses = []
         # "join" is last: until then, what other ranks have asked for needs nothing from those that have joined.
         for key in sorted(self._waiting if has_joined else touched, key=lambda key: key[1] == JOIN):
-            waiting = self._waiting[key]
-            if self._missing(key, waiting):
-                continue
-            del self._waiting[key]
-            positions = touched.get(key, {})
-            responses.append(self._answer(waiting, positions if positions.keys() == waiting.keys() else {}))
+            if not self._missing(key, self._waiting[key]):
+                responses.append(self._answer(self._waiting.pop(key)))
         return responses
-
-    def _advance_alike(self, submitted: Sequence[Sequence[Request]]) -> list[Response] | None:
-        """The responses where all ranks have made the same requests of the global set, and nothing else is waiting."""
-        first = submitted[0]
-        if self._waiting or self.joined or any(requests is not first for requests in submitted):
-            return None
-        if any(request.process_set or request.kind == JOIN for request in first):
-            return None
-        ranks = range(len(submitted))
-        return [
-            Response(dict.fromkeys(ranks, request), positions=dict.fromkeys(ranks, position))
-            for position, request in enumerate(first)
-        ]
 
     def _missing(self, key: tuple[int, str], requests: Mapping[int, Request]) -> list[int]:
         is_join = any(request.kind == JOIN for request in requests.values())
@@ -219,7 +181,7 @@ class Negotiation:
         members = self._process_sets.get(key[0], ())
         return [rank for rank in members if rank not in requests and rank not in excused]
 
-    def _answer(self, requests: dict[int, Request], positions: Mapping[int, int]) -> Response:
+    def _answer(self, requests: dict[int, Request]) -> Response:
         in_order = dict(sorted(requests.items()))
         error = mismatch(in_order)
         kind = next(iter(in_order.values())).kind
@@ -233,7 +195,7 @@ class Negotiation:
                 f"{kind} {next(iter(in_order.values())).name!r}: not supported while a rank has called join(), as rank "
                 f"{ranks} has; sparse gradients, too, need sparse_as_dense=True then"
             )
-        return Response(in_order, error, positions)
+        return Response(in_order, error)
 
 
 def mismatch(requests: Mapping[int, Request]) -> str:
