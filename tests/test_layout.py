@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import functools
 import graphlib
 import re
@@ -26,6 +27,7 @@ ORDER = [
 ]
 # fmt: on
 
+MOST_STEMS = 12  # of files that stand twice: this number only falls
 MOST_LINES = 48_357  # of `torchring/` and `kernels/`: this number only falls
 
 
@@ -110,6 +112,11 @@ def test_the_search_for_cycles_can_fail(statement: str, tmp_path: Path) -> None:
     (tmp_path / "world.py").write_text("from torchring import memory")
     with pytest.raises(graphlib.CycleError):
         sort_modules(tmp_path, tmp_path)
+
+
+def test_few_files_have_one_name() -> None:
+    stems = collections.Counter(file.stem for file in PACKAGE.rglob("*.py") if not file.stem.startswith("__"))
+    assert len(twice := sorted(stem for stem, count in stems.items() if count > 1)) <= MOST_STEMS, twice
 
 
 def is_import_of_top_level_kernels(node: ast.AST) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 _MODULES: Final = {
-    "diagnosis": "torchring.transport.diagnosis.gloo",
+    "diagnosis": "torchring.transport.diagnosis.gloo_peers",
     "mpi": "torchring.transport.mpi",
     "buffers": "torchring.participants.buffers",
     "cuda": "torchring.devices.cuda",

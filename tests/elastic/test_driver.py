@@ -20,12 +20,12 @@ from torch.distributed import TCPStore
 from tests.support import commands
 from tests.support.harness import is_running, patient, wait_until
 from torchring.elastic.driver import actions as a
-from torchring.elastic.driver import hosts as hosts_module
-from torchring.elastic.driver import store as store_module
+from torchring.elastic.driver import driver_store as store_module
+from torchring.elastic.driver import host_list as hosts_module
 from torchring.elastic.driver.coordinator import Coordinator
 from torchring.elastic.driver.driver import Driver
+from torchring.elastic.driver.driver_store import DriverStore, Listener
 from torchring.elastic.driver.endings import Cooldown
-from torchring.elastic.driver.store import DriverStore, Listener
 from torchring.elastic.driver.workers import UNLIMITED, Limits
 from torchring.elastic.protocol import (
     BROKEN,

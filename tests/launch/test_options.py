@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from torchring import cli
-from torchring.elastic.driver.hosts import Hosts
+from torchring.elastic.driver.host_list import Hosts
 from torchring.elastic.driver.workers import UNLIMITED, Limits
 from torchring.horovod.settings import Settings, read_settings
 from torchring.launch.horovodrun import add_options

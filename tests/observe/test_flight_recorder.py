@@ -43,7 +43,7 @@ from torchring.observe.flight_recorder.entries import (
     want_stacks,
 )
 from torchring.observe.flight_recorder.monitor import StallMonitor
-from torchring.observe.flight_recorder.report import Peer, describe_ranks, describe_wait, missing_ranks
+from torchring.observe.flight_recorder.stall_report import Peer, describe_ranks, describe_wait, missing_ranks
 from torchring.observe.services import monitor_of
 from torchring.observer import Phase, Wait
 from torchring.rendezvous.rendezvous import Rendezvous

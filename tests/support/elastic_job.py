@@ -27,8 +27,8 @@ import pytest
 from tests.support.harness import _clean_environ, _leave_server, _Leftovers, _start_method, patient
 from torchring.elastic.driver import driver as drivers
 from torchring.elastic.driver.driver import Driver
-from torchring.elastic.driver.hosts import Hosts, fixed
-from torchring.elastic.driver.store import DriverStore, Listener
+from torchring.elastic.driver.driver_store import DriverStore, Listener
+from torchring.elastic.driver.host_list import Hosts, fixed
 from torchring.elastic.driver.workers import Limits
 from torchring.launch.hosts import Host
 from torchring.launch.output import Output, OutputOptions

@@ -22,9 +22,9 @@ from torchring.optimizer import DistributedOptimizer
 from torchring.optimizer_wrapper import OptimizerWrapper
 from torchring.sharding import checkpoint
 from torchring.sharding.distributed_checkpoint import make_state, shard_state
-from torchring.sharding.hooks import refuse_patched
 from torchring.sharding.kinds import kind_of
 from torchring.sharding.step import Shards
+from torchring.sharding.step_hooks import refuse_patched
 from torchring.world import World
 
 _logger: Final = logging.getLogger("torchring")

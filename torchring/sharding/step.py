@@ -26,10 +26,10 @@ from torchring.gradients.validation import PART_OF_STATE
 from torchring.sharding.cut import Candidate, assign_whole, cut_elements
 from torchring.sharding.device import DeviceExchange
 from torchring.sharding.exchange import Exchange
-from torchring.sharding.hooks import refuse_patched, run_after, run_before, without_hooks
 from torchring.sharding.kinds import Kind, cost_of, kind_of, plain_values
 from torchring.sharding.parameters import FlatMemory, movable, move
 from torchring.sharding.shard import Shard, cut_shards, whole_shards
+from torchring.sharding.step_hooks import refuse_patched, run_after, run_before, without_hooks
 from torchring.sharding.together import begin_together
 from torchring.world import World
 

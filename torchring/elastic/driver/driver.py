@@ -29,8 +29,8 @@ from typing import Final
 
 from torchring.elastic.driver.actions import Action, Break, Exit, Forget, Over, Publish, Say, Send, Start
 from torchring.elastic.driver.coordinator import Coordinator
-from torchring.elastic.driver.hosts import Hosts
-from torchring.elastic.driver.store import DriverStore, Listener
+from torchring.elastic.driver.driver_store import DriverStore, Listener
+from torchring.elastic.driver.host_list import Hosts
 from torchring.elastic.driver.workers import Limits
 from torchring.elastic.protocol import Beat, Card, Invitation, beat_key, card_key
 from torchring.errors import TopologyError

@@ -6,8 +6,8 @@ import argparse
 import os
 from typing import Final
 
-from torchring.elastic.driver import hosts as hosts_module
-from torchring.elastic.driver.hosts import Hosts
+from torchring.elastic.driver import host_list as hosts_module
+from torchring.elastic.driver.host_list import Hosts
 from torchring.elastic.driver.workers import UNLIMITED, Limits
 from torchring.launch.arguments import duration, positive, whole
 from torchring.launch.hosts import Host, LaunchError, parse_hosts, slurm_hosts

@@ -35,7 +35,7 @@ from torchring.observe.flight_recorder.entries import (
     read_state,
     want_stacks,
 )
-from torchring.observe.flight_recorder.report import (
+from torchring.observe.flight_recorder.stall_report import (
     Peer,
     describe_ranks,
     describe_wait,

@@ -17,7 +17,7 @@ from torchring.observe.recorder.records import RunInfo
 from torchring.report.model import buckets as of_buckets
 from torchring.report.model import lanes, waits
 from torchring.report.model.core_time import who_has_them
-from torchring.report.model.loading import find_loading
+from torchring.report.model.loader_time import find_loading
 from torchring.report.model.merge import Job
 from torchring.report.model.network import Network
 from torchring.report.model.optimizers import of_optimizer

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torchring.observe.recorder.records import RunInfo
 from torchring.report.model.buckets import BucketSummary, LateParameter
-from torchring.report.model.loading import Loading
+from torchring.report.model.loader_time import Loading
 from torchring.report.model.merge import Job
 from torchring.report.model.network import Network
 from torchring.report.model.ranks import StartUp

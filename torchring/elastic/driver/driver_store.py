@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
-from torchring.elastic.driver.hosts import Hosts
+from torchring.elastic.driver.host_list import Hosts
 from torchring.elastic.protocol import (
     BROKEN,
     CALL,
