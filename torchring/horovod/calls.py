@@ -26,6 +26,7 @@ from torch import Tensor
 from torchring.collectives import operations
 from torchring.dynamo import run_eagerly
 from torchring.horovod.context import Context, ProcessSet, context_of_collectives
+from torchring.horovod.exceptions import HorovodInternalError
 from torchring.horovod.execution import Operation, Result
 from torchring.horovod.negotiation import ALLREDUCE, request_of
 
@@ -185,3 +186,32 @@ def _form(
     form.__annotations__ = {**describe.__annotations__, "return": returned}
     form.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
     return form
+
+
+def check_tensors(tensors: Sequence[Tensor], what: str) -> None:
+    """Raise ValueError for no tensors or sparse ones, HorovodInternalError for those of two kinds of devices."""
+    if not len(tensors):
+        raise ValueError(f"{what} got no tensors")
+    for tensor in tensors:
+        operations.check_dense(tensor)
+    if len(tensors) > 1 and len({tensor.device.type for tensor in tensors}) > 1:
+        raise HorovodInternalError(f"{what} got tensors on the CPU and on the GPU; give it those of one device")
+
+
+def check_rows(tensors: Sequence[Tensor], what: str) -> None:
+    """Raise ValueError for scalars."""
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise ValueError(f"{what} takes tensors with at least one dimension, got a scalar")
+
+
+def check_reducible(tensor: Tensor, label: str, what: str) -> None:
+    """Raise ValueError for a dtype that an operation does not take."""
+    dtype = tensor.dtype
+    if dtype == torch.bool and label in ("Average", "Adasum"):
+        raise ValueError(f"{what} has no op={label} of booleans; use op=hvd.Sum for any, op=hvd.Min for all")
+    if dtype.is_complex and label not in ("Average", "Sum"):
+        raise ValueError(f"{what} of {dtype} takes op=hvd.Average or op=hvd.Sum, got {label}")
+    if label == "Adasum" and not dtype.is_floating_point:
+        raise ValueError(f"Adasum takes floating-point tensors, got {dtype}")
+    if not (operations.is_reducible(dtype) or dtype == torch.bool or dtype in (torch.complex64, torch.complex128)):
+        raise ValueError(f"{dtype} cannot be reduced")

@@ -21,11 +21,20 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from torchring.collectives import operations
 from torchring.dynamo import run_eagerly
 from torchring.gradients.group import OptimizerGroup
 from torchring.horovod import context as _basics
-from torchring.horovod.calls import Collective, Handle, in_place, plain, started, started_in_place
+from torchring.horovod.calls import (
+    Collective,
+    Handle,
+    check_reducible,
+    check_rows,
+    check_tensors,
+    in_place,
+    plain,
+    started,
+    started_in_place,
+)
 from torchring.horovod.compression import Compression
 from torchring.horovod.context import *  # noqa: F403 - horovod.torch.mpi_ops has these, too
 from torchring.horovod.context import ProcessSet, context_of_collectives, global_process_set
@@ -101,9 +110,8 @@ def allreduce(
     Returns:
         A new tensor.
     """
-    return grouped_allreduce([tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set)[
-        0
-    ]
+    arguments = average, name, compression, op, prescale_factor, postscale_factor, process_set
+    return grouped_allreduce([tensor], *arguments)[0]
 
 
 @run_eagerly
@@ -118,11 +126,17 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """`allreduce` of several tensors as one operation. Dtypes may differ, devices may not."""
+    arguments = average, name, op, prescale_factor, postscale_factor, process_set
+    return _compressed(compression, tensors, lambda sent: _grouped_allreduce(sent, *arguments))
+
+
+def _compressed(
+    compression: Any, tensors: Sequence[Tensor], describe: Callable[[Sequence[Tensor]], Collective[tuple[Tensor, ...]]]
+) -> list[Tensor]:
+    """Carry out a collective of compressed tensors."""
     pairs = [compression.compress(tensor) for tensor in tensors]
-    call = _grouped_allreduce(
-        [sent for sent, _ in pairs], average, name, op, prescale_factor, postscale_factor, process_set
-    )
-    return [compression.decompress(reduced, about) for reduced, (_, about) in zip(call.wait(), pairs, strict=True)]
+    reduced = describe([sent for sent, _ in pairs]).wait()
+    return [compression.decompress(each, about) for each, (_, about) in zip(reduced, pairs, strict=True)]
 
 
 def _allreduce(
@@ -148,9 +162,9 @@ def _grouped_allreduce(
 ) -> Collective[tuple[Tensor, ...]]:
     op = handle_average_backwards_compatibility(op, average)
     arguments = _how_to_reduce(op, prescale_factor, postscale_factor, ALLREDUCE)
-    _check_tensors(tensors, "grouped_allreduce")
+    check_tensors(tensors, "grouped_allreduce")
     for tensor in tensors:
-        _check_reducible(tensor, arguments["op"], ALLREDUCE)
+        check_reducible(tensor, arguments["op"], ALLREDUCE)
     if op == Adasum:
         here = context_of_collectives()
         members = here.members(process_set)
@@ -214,8 +228,8 @@ def _grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Collective[tuple[Tensor, ...]]:
     """`allgather` of several tensors as one operation."""
-    _check_tensors(tensors, "grouped_allgather")
-    _check_rows(tensors, "allgather")
+    check_tensors(tensors, "grouped_allgather")
+    check_rows(tensors, "allgather")
     num_rows = [len(tensor) for tensor in tensors]
 
     def gradient(grads: Sequence[Tensor], starts: Sequence[int]) -> Sequence[Tensor]:
@@ -256,7 +270,7 @@ def broadcast_of(
 ) -> Collective[tuple[Tensor, ...]]:
     """`broadcast` of several tensors as one operation, which Horovod does not have."""
     here = context_of_collectives()
-    _check_tensors(tensors, "broadcast")
+    check_tensors(tensors, "broadcast")
     members = here.members(process_set)
     if root_rank not in members:
         raise ValueError(f"root_rank is a global rank, one of {list(members)}, got {root_rank!r}")
@@ -300,8 +314,8 @@ def _alltoall(
     process_set: ProcessSet = global_process_set,
 ) -> Collective[tuple[Tensor, Tensor]]:
     here = context_of_collectives()
-    _check_tensors([tensor], "alltoall")
-    _check_rows([tensor], "alltoall")
+    check_tensors([tensor], "alltoall")
+    check_rows([tensor], "alltoall")
     num_members = len(here.members(process_set))
     rows = tensor.shape[0]
     if splits is None:
@@ -366,9 +380,8 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """`reducescatter` of several tensors as one operation."""
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    call = _grouped_reducescatter([sent for sent, _ in pairs], name, op, process_set, prescale_factor, postscale_factor)
-    return [compression.decompress(reduced, about) for reduced, (_, about) in zip(call.wait(), pairs, strict=True)]
+    arguments = name, op, process_set, prescale_factor, postscale_factor
+    return _compressed(compression, tensors, lambda sent: _grouped_reducescatter(sent, *arguments))
 
 
 def _reducescatter(
@@ -394,10 +407,10 @@ def _grouped_reducescatter(
     arguments = _how_to_reduce(op, prescale_factor, postscale_factor, "reducescatter")
     if op not in (Average, Sum):
         raise HorovodInternalError(f"reducescatter takes op=Average or op=Sum, got {arguments['op']}")
-    _check_tensors(tensors, "grouped_reducescatter")
-    _check_rows(tensors, "reducescatter")
+    check_tensors(tensors, "grouped_reducescatter")
+    check_rows(tensors, "reducescatter")
     for tensor in tensors:
-        _check_reducible(tensor, arguments["op"], "reducescatter")
+        check_reducible(tensor, arguments["op"], "reducescatter")
         if tensor.dtype == torch.bool or tensor.is_complex():
             raise ValueError(f"reducescatter does not take {tensor.dtype}")
     factor = prescale_factor * postscale_factor * (len(here.members(process_set)) if op == Sum else 1)
@@ -466,9 +479,6 @@ def synchronize(handle: Handle) -> Any:
     return give(*here.engine.wait(operation))
 
 
-# ---- checks
-
-
 def _how_to_reduce(op: int, before: float, after: float, what: str) -> dict[str, Any]:
     """The arguments of a reduction that must be equal on all ranks."""
     if op not in _NAMES or isinstance(op, bool):
@@ -477,29 +487,3 @@ def _how_to_reduce(op: int, before: float, after: float, what: str) -> dict[str,
     if math.isnan(before) or math.isnan(after):
         raise ValueError(f"scale factors are numbers, got prescale_factor={before!r}, postscale_factor={after!r}")
     return {"op": _NAMES[op], "prescale_factor": float(before), "postscale_factor": float(after)}
-
-
-def _check_tensors(tensors: Sequence[Tensor], what: str) -> None:
-    if not len(tensors):
-        raise ValueError(f"{what} got no tensors")
-    for tensor in tensors:
-        operations.check_dense(tensor)
-    if len(tensors) > 1 and len({tensor.device.type for tensor in tensors}) > 1:
-        raise HorovodInternalError(f"{what} got tensors on the CPU and on the GPU; give it those of one device")
-
-
-def _check_rows(tensors: Sequence[Tensor], what: str) -> None:
-    if any(tensor.dim() == 0 for tensor in tensors):
-        raise ValueError(f"{what} takes tensors with at least one dimension, got a scalar")
-
-
-def _check_reducible(tensor: Tensor, label: str, what: str) -> None:
-    dtype = tensor.dtype
-    if dtype == torch.bool and label in ("Average", "Adasum"):
-        raise ValueError(f"{what} has no op={label} of booleans; use op=hvd.Sum for any, op=hvd.Min for all")
-    if dtype.is_complex and label not in ("Average", "Sum"):
-        raise ValueError(f"{what} of {dtype} takes op=hvd.Average or op=hvd.Sum, got {label}")
-    if label == "Adasum" and not dtype.is_floating_point:
-        raise ValueError(f"Adasum takes floating-point tensors, got {dtype}")
-    if not (operations.is_reducible(dtype) or dtype == torch.bool or dtype in (torch.complex64, torch.complex128)):
-        raise ValueError(f"{dtype} cannot be reduced")

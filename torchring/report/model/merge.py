@@ -8,12 +8,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 
 from torchring.errors import ranks_in_words
 from torchring.observe.recorder.files import TraceError, find, find_live, read
 from torchring.observe.recorder.records import ENDED_WELL, ClockOffset, RankTrace, StepRecord
+
+BUCKET_TIMES: Final = ("ready", "packed", "launched", "started", "reduced")
 
 
 @dataclass(frozen=True)
@@ -239,16 +242,10 @@ def _moved(trace: RankTrace) -> RankTrace:
 
 
 def _earlier(step: StepRecord, ns: int) -> StepRecord:
-    parts = tuple(dataclasses.replace(part, begin=part.begin - ns, end=part.end - ns) for part in step.phases)
-    buckets = tuple(
-        dataclasses.replace(
-            bucket,
-            ready=bucket.ready - ns,
-            packed=bucket.packed - ns,
-            launched=bucket.launched - ns,
-            started=bucket.started - ns,
-            reduced=bucket.reduced - ns,
-        )
-        for bucket in step.buckets
-    )
-    return dataclasses.replace(step, begin=step.begin - ns, end=step.end - ns, phases=parts, buckets=buckets)
+    def earlier(record: Any, names: Sequence[str], **others: Any) -> Any:
+        return dataclasses.replace(record, **{name: getattr(record, name) - ns for name in names}, **others)
+
+    parts = tuple(earlier(part, ("begin", "end")) for part in step.phases)
+    buckets = tuple(earlier(bucket, BUCKET_TIMES) for bucket in step.buckets)
+    moved: StepRecord = earlier(step, ("begin", "end"), phases=parts, buckets=buckets)
+    return moved

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from torchring.observe.recorder.records import BucketRecord, PhaseRecord, StepRecord
 from torchring.observer import Phase as Recorded
-from torchring.report.model.merge import Job
+from torchring.report.model.merge import BUCKET_TIMES, Job
 
 Array = NDArray[Any]
 Plan = tuple[tuple[int, int], ...]
@@ -23,7 +23,6 @@ _NUM_FIRST: Final = 3  # buckets are laid out anew after the first reduction, an
 _OFTEN: Final = 0.25  # of the steps: the step of a second optimizer may use the same batch
 _ENOUGH: Final = 10  # steps, to leave some out
 _MANY_CHANGES: Final = 8  # of buckets, which a job with one optimizer does not have
-_TIMES: Final = ("ready", "packed", "launched", "started", "reduced")
 _QUANTILES: Final = (0.5, 0.2, 0.8)
 
 
@@ -130,7 +129,7 @@ def tabulate(job: Job) -> tuple[Timing, ...]:
         bucket_indices=(),
         rounds=(),
         bucket_bytes=np.zeros(0),
-        **{name: np.zeros((len(rows), len(job.traces), 0)) for name in _TIMES},
+        **{name: np.zeros((len(rows), len(job.traces), 0)) for name in BUCKET_TIMES},
         problems=tuple(problems),
     )
     return tuple(_with_buckets(without_buckets, job, plan, plans, base) for plan in of_optimizers)
@@ -141,17 +140,19 @@ def _with_buckets(timing: Timing, job: Job, plan: Plan | None, plans: Sequence[P
     has_plan = [each == plan for each in plans]
     indices_and_bytes = plan or ()
     rounds = _first_of_rounds([index for index, _ in indices_and_bytes])
-    nothing = [[np.nan] * len(_TIMES)] * len(indices_and_bytes)
+    nothing = [[np.nan] * len(BUCKET_TIMES)] * len(indices_and_bytes)
     times = [
         [
-            [[getattr(bucket, name) - base for name in _TIMES] for bucket in _sorted(step)] if has and plan else nothing
+            [[getattr(bucket, name) - base for name in BUCKET_TIMES] for bucket in _sorted(step)]
+            if has and plan
+            else nothing
             for step in row
         ]
         for row, has in zip(job.steps, has_plan, strict=True)
     ]
-    shape = (len(job.steps), len(job.traces), len(indices_and_bytes), len(_TIMES))
+    shape = (len(job.steps), len(job.traces), len(indices_and_bytes), len(BUCKET_TIMES))
     bucket_times = np.array(times, float).reshape(shape) / 1e6
-    fields: dict[str, Any] = {name: bucket_times[..., i] for i, name in enumerate(_TIMES)}
+    fields: dict[str, Any] = {name: bucket_times[..., i] for i, name in enumerate(BUCKET_TIMES)}
     return replace(
         timing,
         has_buckets=np.array(has_plan),
@@ -160,6 +161,10 @@ def _with_buckets(timing: Timing, job: Job, plan: Plan | None, plans: Sequence[P
         bucket_bytes=np.array([num_bytes for _, num_bytes in indices_and_bytes], float),
         **fields,
     )
+
+
+def _times_of(bucket: BucketRecord, base: int) -> list[int]:
+    return [getattr(bucket, name) - base for name in BUCKET_TIMES]
 
 
 def spread(values: Any, unit: str = "ms") -> Spread:

@@ -215,28 +215,18 @@ def _short(value: float) -> str:
 
 
 def _show_with_rich(analysis: Analysis, file: IO[str]) -> None:
+    """The same lines, with colours."""
     from rich.console import Console
-    from rich.padding import Padding
-    from rich.table import Table
     from rich.text import Text
 
-    console = Console(file=file)
-    console.print(Text(analysis.verdict.sentence, style="bold"))
-    console.print(Text(_title(analysis), style="dim"))
+    console = Console(file=file, soft_wrap=True)
+    console.print(Text("\n".join(_wrap(analysis.verdict.sentence)), style="bold"))
+    console.print(Text("\n".join(_wrap(_title(analysis))), style="dim"))
     for section in sections(analysis):
-        console.print(Text(f"\n{section.title}", style="bold cyan"))
-        for sentence in section.sentences:
-            text, _, code = sentence.partition("\n")
-            console.print(Padding(Text(text), (0, 0, 0, 2)))
-            if code:
-                console.print(Padding(Text(code, style="green"), (0, 0, 0, 6)))
-        if section.rows:
-            table = Table(box=None, pad_edge=True, header_style="dim", collapse_padding=True)
-            for name in section.columns:
-                table.add_column(Text(name), overflow="fold")
-            for row in _fitting(section, console.width):
-                table.add_row(*map(Text, row))  # names of parameters may look like markup
-            console.print(table)
+        text = Text(f"\n{text_of(section)}")
+        text.stylize("bold cyan", 0, 1 + len("\n".join(_wrap(section.title))))
+        text.highlight_regex(r"(?m)^ {6}\S.*$", "green")  # code
+        console.print(text)
 
 
 def _fitting(section: Section, width: int) -> Sequence[Sequence[str]]:
