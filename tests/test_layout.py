@@ -21,9 +21,9 @@ ORDER = [
     "kernels", "rooms", "observer", "errors", "linux", "threads", "dynamo", "releases", "placement", "safe_files",
     "rendezvous", "accelerators", "memory", "world", "interruption", "default_world", "meeting", "transport",
     "collectives", "allreduce", "devices", "optimizer_wrapper", "gradients", "participants", "observe", "alone",
-    "norms", "optimizer", "sharding", "joining", "recipes", "monitoring", "launch", "data", "elastic", "horovod",
-    "accelerate", "transformers", "lightning", "spark", "ray", "manifest", "doctor", "report", "cli", "__main__",
-    "__init__", "bench",
+    "connection", "norms", "optimizer", "sharding", "joining", "recipes", "monitoring", "launch", "data", "elastic",
+    "horovod", "accelerate", "transformers", "lightning", "spark", "ray", "manifest", "doctor", "report", "cli",
+    "__main__", "__init__", "bench",
 ]
 # fmt: on
 
@@ -155,6 +155,7 @@ def test_the_search_for_top_level_kernels_can_fail(code: str, expected: bool) ->
 
 # The core, as paths of files and folders below `torchring/`; everything else is a room. `rooms.py` names the rooms.
 CORE = (
+    "connection.py",
     *("optimizer.py", "optimizer_wrapper.py", "world.py", "default_world.py", "rooms.py", "errors.py", "threads.py"),
     "observer.py",
     *("linux.py", "dynamo.py", "releases.py", "interruption.py", "safe_files.py", "accelerators.py"),

@@ -12,7 +12,7 @@ through `gradients/`. Imports go one way: a folder imports only from the folders
     joining.py      ranks with more data than others     cli.py, launch/, doctor/, report/, manifest/   the commands
     monitoring.py   figures for TensorBoard and others
     recipes/        optimizers, learning rates and metrics for large batches
-    optimizer.py    wrap
+    optimizer.py    wrap                                  connection.py              its place among the ranks
     norms.py        SyncBatchNorm
     gradients/      from autograd to the optimizer's step
     devices/        the same on GPUs: streams, memory that GPUs share, all-reduces
