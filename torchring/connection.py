@@ -103,6 +103,8 @@ class ConnectedOptimizer(OptimizerWrapper):
             self._needs_state = True
             self._connect_with_first_gradient()
 
+    # What torchring.horovod's optimizer overrides, or that of torchring.sharding
+
     def _check(self, optimizer: Optimizer, options: Options, world: World) -> None:
         """Raise ValueError for an optimizer of the script with which this class does not work."""
         if options.shard:
