@@ -66,7 +66,6 @@ class C10dTransport:
         self.ranks = tuple(range(rendezvous.size) if ranks is None else ranks)
         self.size = len(self.ranks)
         self._place = self.ranks.index(self.rank)  # the rank in Gloo's group
-        self._timeout_seconds = rendezvous.timeout_seconds
         self._name = name
         # Gloo
         self._group: Backend | None = None
