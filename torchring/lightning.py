@@ -129,7 +129,7 @@ class _Environment(ClusterEnvironment):
     def set_global_rank(self, rank: int) -> None: ...
 
 
-class _Ranks:
+class _LaunchedRanks:
     """What the strategies for Trainer and Fabric share: options of `wrap`, and a launcher's ranks."""
 
     cluster_environment: Any
@@ -255,7 +255,7 @@ class _EqualBuffers(pl.Callback):
         self.on_validation_start(trainer)
 
 
-class RingStrategy(_Ranks, DDPStrategy):
+class RingStrategy(_LaunchedRanks, DDPStrategy):
     """`Trainer(strategy="torchring")`: gradients are reduced by torchring instead of a DistributedDataParallel.
 
     Optimizers that `configure_optimizers` returns are wrapped, with the LightningModule as the model, unless the module
@@ -382,7 +382,7 @@ def _groups(optimizer: Any, module: Any) -> list[dict[str, Any]]:
     return [{"params": [p for p in group["params"] if p in own]} for group in optimizer.param_groups]
 
 
-class FabricRingStrategy(_Ranks, FabricDDPStrategy):
+class FabricRingStrategy(_LaunchedRanks, FabricDDPStrategy):
     """`Fabric(strategy="torchring")`: `fabric.setup(model, optimizer)` wraps the optimizer, and leaves the model bare.
 
     Args:

@@ -186,8 +186,8 @@ def test_a_rank_that_raises_is_named_with_its_traceback(spark: Any, monkeypatch:
     )
     with pytest.raises(RuntimeError, match=expected):
         barrier.run(_train, (0.1,), {"fails": 1}, num_proc=2)
-    call = barrier.Call  # and where executors cannot connect to the driver
-    monkeypatch.setattr(barrier, "Call", lambda payload, driver, *a, **k: call(payload, ("127.0.0.1", 1), *a, **k))
+    call = barrier.RankCall  # and where executors cannot connect to the driver
+    monkeypatch.setattr(barrier, "RankCall", lambda payload, driver, *a, **k: call(payload, ("127.0.0.1", 1), *a, **k))
     with pytest.raises(RuntimeError, match=rf"{expected}$"):
         barrier.run(_train, (0.1,), {"fails": 1}, num_proc=2)
 

@@ -17,7 +17,7 @@ from torchring.report.model.bucket_layout import layout_between_hosts, layout_wi
 from torchring.report.model.merge import Job, merge
 from torchring.report.model.network import Network, fit
 from torchring.report.model.scaling import (
-    Links,
+    Connections,
     Workload,
     expected_maximum,
     exposed_ms,
@@ -173,17 +173,17 @@ def test_the_default_size_of_a_bucket_is_that_of_wrap(run_info: dict[str, Any], 
 
 def test_the_example_of_exposed_communication() -> None:
     workload = Workload(COMPUTING, (30.0 * MB, 30.0 * MB), (-40.0, 0.0))
-    assert exposed_ms(workload, 2, Links(Network(0.0, 1.0))) == pytest.approx(30)
-    assert exposed_ms(workload, 2, Links(Network(0.0, 0.6))) == pytest.approx(60)
-    assert exposed_ms(workload, 1, Links(Network(0.0, 1.0))) == 0
+    assert exposed_ms(workload, 2, Connections(Network(0.0, 1.0))) == pytest.approx(30)
+    assert exposed_ms(workload, 2, Connections(Network(0.0, 0.6))) == pytest.approx(60)
+    assert exposed_ms(workload, 1, Connections(Network(0.0, 1.0))) == 0
     inline = dataclasses.replace(workload, is_overlapped=False)
-    assert exposed_ms(inline, 2, Links(Network(0.0, 1.0))) == pytest.approx(60)
+    assert exposed_ms(inline, 2, Connections(Network(0.0, 1.0))) == pytest.approx(60)
 
 
 def test_lanes_hide_latency_but_share_bandwidth() -> None:
     """Three buckets that are ready at 0, each with 10 ms of latency and 5 ms of transfer."""
     workload = Workload(COMPUTING, (5.0 * MB,) * 3, (0.0,) * 3)
-    links = Links(Network(5.0, 1.0))
+    links = Connections(Network(5.0, 1.0))
     assert exposed_ms(workload, 2, links) == pytest.approx(45)
     # The first two end at 15 and 20. The third begins at 15, and ends at 30.
     assert exposed_ms(dataclasses.replace(workload, num_lanes=2), 2, links) == pytest.approx(30)
@@ -191,18 +191,18 @@ def test_lanes_hide_latency_but_share_bandwidth() -> None:
 
 def test_buckets_leave_in_order() -> None:
     workload = Workload(COMPUTING, (10.0 * MB, 10.0 * MB), (-5.0, -50.0))
-    assert exposed_ms(workload, 2, Links(Network(0.0, 1.0))) == pytest.approx(15)
+    assert exposed_ms(workload, 2, Connections(Network(0.0, 1.0))) == pytest.approx(15)
 
 
 def test_an_all_reduce() -> None:
     network, memory = Network(0.1, 1.0), Network(0.01, 10.0)
-    assert sum(split_ms(8 * MB, 4, Links(network))) == pytest.approx(6 * 0.1 + 12)
-    assert sum(split_ms(8 * MB, 1, Links(network))) == 0
+    assert sum(split_ms(8 * MB, 4, Connections(network))) == pytest.approx(6 * 0.1 + 12)
+    assert sum(split_ms(8 * MB, 1, Connections(network))) == 0
     # 16 ranks on 4 hosts: 4 hosts in a ring, and 4 ranks in memory.
-    two_levels = Links(network, True, 4, memory)
+    two_levels = Connections(network, True, 4, memory)
     assert sum(split_ms(8 * MB, 16, two_levels)) == pytest.approx(6 * 0.1 + 12 + 6 * 0.01 + 1.2)
     assert sum(split_ms(8 * MB, 4, two_levels)) == pytest.approx(6 * 0.01 + 1.2)
-    assert sum(split_ms(8 * MB, 4, Links(network, True, 4))) == 0
+    assert sum(split_ms(8 * MB, 4, Connections(network, True, 4))) == 0
 
 
 def test_the_expected_maximum_is_the_mean_over_all_draws() -> None:
@@ -272,7 +272,7 @@ def test_the_bandwidth_that_hides_communication() -> None:
 
 
 def test_predictions_of_an_even_job_without_communication() -> None:
-    (one,) = predict(Workload(COMPUTING, (), ()), Links(Network(0.1, 1.0)), [16])
+    (one,) = predict(Workload(COMPUTING, (), ()), Connections(Network(0.1, 1.0)), [16])
     assert (one.step_ms, one.exposed_ms, one.waiting_ms, one.efficiency) == pytest.approx((100, 0, 0, 1))
 
 

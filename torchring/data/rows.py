@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch.utils.data import get_worker_info
 
-from torchring.data.shards import Parts, is_of_as_many, shared_number
+from torchring.data.shards import SplitDataset, is_of_as_many, shared_number
 
 if TYPE_CHECKING:
     import pyarrow
@@ -73,7 +73,7 @@ def _cut(intervals: Sequence[Interval], first: int, last: int | None) -> list[In
     return found
 
 
-class RowGroups(Parts):
+class RowGroups(SplitDataset):
     """Rows of Parquet and Arrow (Feather) files, of which each rank and each worker reads its part. Needs pyarrow.
 
         dataset = torchring.data.RowGroups("/data/train", batch_size=256)
@@ -183,7 +183,7 @@ class RowGroups(Parts):
         return _Rows(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """See `Parts`. An iteration is not part of it."""
+        """See `SplitDataset`. An iteration is not part of it."""
         return {**super().__getstate__(), "_newest": None}
 
     def _pieces(self, epoch: int, rows: Sequence[Interval]) -> Iterator[tuple[int, torch.Tensor]]:

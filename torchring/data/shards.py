@@ -45,7 +45,7 @@ def shard(dataset: Iterable[Any], *, rank: int | None = None, size: int | None =
             "IterableDataset whose __iter__ opens the data. For a dataset with a length and __getitem__, use "
             "torchring.data.Sampler"
         )
-    found = Shard(dataset, rank, size)
+    found = ShardedDataset(dataset, rank, size)
     if "datasets" in sys.modules and isinstance(dataset, sys.modules["datasets"].IterableDataset):
         from datasets.distributed import split_dataset_by_node
 
@@ -60,7 +60,7 @@ def shared_number(value: int) -> torch.Tensor:
     return number
 
 
-class Parts(IterableDataset[Any]):
+class SplitDataset(IterableDataset[Any]):
     """Of which each worker of each rank yields another part."""
 
     def __init__(self, rank: int | None, size: int | None) -> None:
@@ -86,7 +86,7 @@ class Parts(IterableDataset[Any]):
         return {**vars(self), "_rank_and_size": rank_and_size(*self._rank_and_size())}
 
 
-class Shard(Parts):
+class ShardedDataset(SplitDataset):
     """What `shard` returns."""
 
     def __init__(self, dataset: Iterable[Any], rank: int | None, size: int | None) -> None:
@@ -100,7 +100,7 @@ class Shard(Parts):
 class _Elements(Iterator[Any]):
     """One iteration, in one worker. It begins with its first element."""
 
-    def __init__(self, shard: Shard) -> None:
+    def __init__(self, shard: ShardedDataset) -> None:
         self._shard = shard
         self._start = 0  # elements at the front that were used before
         self._num_taken = 0  # of the others, by this worker

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
-from torchring.spark.barrier_task import FAILED, Call, take_part
+from torchring.spark.barrier_task import FAILED, RankCall, take_part
 from torchring.spark.reports import Reports
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def run(
     payload, host = pickled(fn, args, kwargs), conf.get("spark.driver.host")
     with Reports(conf.get("spark.driver.bindAddress", host)) as reports:
         driver = host, reports.server_address[1]
-        call = Call(payload, driver, reports.token, show_output, is_local, use_gpu, dict(env or {}))
+        call = RankCall(payload, driver, reports.token, show_output, is_local, use_gpu, dict(env or {}))
         stage = context.parallelize(range(num_proc), num_proc).barrier()
         try:
             found = dict(map(pickle.loads, stage.mapPartitions(functools.partial(take_part, call)).collect()))

@@ -46,7 +46,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 @dataclass(frozen=True)
-class Call:
+class RankCall:
     """What all ranks are to do.
 
     Attributes:
@@ -73,7 +73,7 @@ def order_by_host(hosts: Sequence[str]) -> list[int]:
     return sorted(range(len(hosts)), key=lambda partition: (hosts.index(hosts[partition]), partition))
 
 
-def take_part(call: Call, _: object) -> Iterator[bytes]:
+def take_part(call: RankCall, _: object) -> Iterator[bytes]:
     """What a task does, for `mapPartitions`: yields the pickled result of the rank. Partition N is not rank N.
 
     A rank that fails does not shut down, or else its peers might be the first to fail, and to be named on the driver.
@@ -100,7 +100,7 @@ def take_part(call: Call, _: object) -> Iterator[bytes]:
     return iter([pickle.dumps((rank, result))])
 
 
-def _result(call: Call, name: str) -> bytes:
+def _result(call: RankCall, name: str) -> bytes:
     """What the function returns, pickled."""
     function, args, kwargs = pickle.loads(call.payload)
     try:
@@ -119,7 +119,7 @@ def _result(call: Call, name: str) -> bytes:
 
 
 @contextlib.contextmanager
-def _as_rank(call: Call, task: BarrierTaskContext, hosts: Sequence[str], order: Sequence[int]) -> Iterator[None]:
+def _as_rank(call: RankCall, task: BarrierTaskContext, hosts: Sequence[str], order: Sequence[int]) -> Iterator[None]:
     """This process is a rank in this context. A context that ends with an error leaves it one."""
     _leave()  # what a function that Spark ran here before has left open
     partition = task.partitionId()

@@ -11,7 +11,7 @@ import numpy as np
 from torchring.observe.recorder.records import RunInfo
 from torchring.report.model.bucket_layout import nominal_bytes, ready_shares
 from torchring.report.model.merge import Job
-from torchring.report.model.timing import Array, Spread, Timing, spread
+from torchring.report.model.timing import Array, Spread, Steps, spread
 from torchring.report.model.waits import Critical
 from torchring.report.words import share_in_words
 
@@ -70,7 +70,7 @@ def bus_bytes(num_bytes: float, num_ranks: int) -> float:
     return 2 * (num_ranks - 1) / num_ranks * num_bytes
 
 
-def summarise(job: Job, timing: Timing, critical: Critical) -> tuple[BucketSummary, ...]:
+def summarise(job: Job, timing: Steps, critical: Critical) -> tuple[BucketSummary, ...]:
     """The buckets, in the order of the plan."""
     counts, run_info = timing.reduces, job.traces[0].run_info
     begins, ends = critical.reduction_begins[counts], critical.reduction_ends[counts]
@@ -99,12 +99,12 @@ def summarise(job: Job, timing: Timing, critical: Critical) -> tuple[BucketSumma
 
 
 def find_bandwidth(
-    job: Job, timing: Timing, critical: Critical, exposed: Array, doctor: Mapping[str, float]
+    job: Job, timing: Steps, critical: Critical, exposed: Array, doctor: Mapping[str, float]
 ) -> Bandwidth | None:
     """Bandwidth that the algorithm of the job achieved.
 
     Args:
-        exposed: [steps of `Timing.reduces`], standstill of the slowest rank. Within a host, where ranks look
+        exposed: [steps of `Steps.reduces`], standstill of the slowest rank. Within a host, where ranks look
             after their buckets between gradients, that is what a reduction takes.
         doctor: see `doctor.bus_bandwidths`.
     """

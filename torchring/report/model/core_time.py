@@ -9,7 +9,7 @@ import numpy as np
 
 from torchring.observe.recorder.records import RunInfo
 from torchring.report.model.phases import Phase, column
-from torchring.report.model.timing import Array, Timing
+from torchring.report.model.timing import Array, Steps
 from torchring.report.model.waits import Critical
 from torchring.report.words import count
 
@@ -30,7 +30,7 @@ class Queue:
         return np.asarray(self.own + self.communication)
 
 
-def find_queue(timing: Timing, critical: Critical) -> Queue | None:
+def find_queue(timing: Steps, critical: Critical) -> Queue | None:
     """Time without a core. None if a kernel does not tell, and on GPUs, which hide what the CPU waits for."""
     counts = timing.counts
     queued, exposed = timing.queued[counts], timing.exposed_queued[counts]
@@ -43,7 +43,7 @@ def find_queue(timing: Timing, critical: Critical) -> Queue | None:
     return Queue(own, np.minimum(exposed.max(1), communication), of_ranks)
 
 
-def who_has_them(run_info: RunInfo, timing: Timing, critical: Critical, queue: Queue | None) -> str:
+def who_has_them(run_info: RunInfo, timing: Steps, critical: Critical, queue: Queue | None) -> str:
     """Who has the cores while a rank has none: a clause."""
     counts, workers = timing.counts, max(0, num_workers(timing))
     cpu, step_ms = timing.loading_cpu[counts], float(critical.path[counts].sum(1).mean())
@@ -58,7 +58,7 @@ def who_has_them(run_info: RunInfo, timing: Timing, critical: Critical, queue: Q
     return sharing(run_info, workers) + others
 
 
-def num_workers(timing: Timing) -> int:
+def num_workers(timing: Steps) -> int:
     """Number of workers of the DataLoader that gives most batches of the steps that count; -1 without a DataLoader."""
     found = timing.num_workers[timing.counts]
     numbers, counts = np.unique(found[found >= 0], return_counts=True)

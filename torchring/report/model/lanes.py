@@ -12,7 +12,7 @@ from torchring.observe.recorder.records import StepRecord
 from torchring.observer import Phase as Recorded
 from torchring.report.model.merge import Job
 from torchring.report.model.phases import PHASES, Phase
-from torchring.report.model.timing import Timing
+from torchring.report.model.timing import Steps
 from torchring.report.model.waits import Critical
 
 _MAX_POINTS: Final = 300  # over time; fewer with more ranks, lest the page becomes too large
@@ -71,7 +71,7 @@ class Series:
     phases: Mapping[int, Mapping[Phase, tuple[float, ...]]]  # by rank and phase, milliseconds a step
 
 
-def median_step(job: Job, timing: Timing, critical: Critical) -> MedianStep:
+def median_step(job: Job, timing: Steps, critical: Critical) -> MedianStep:
     """Of the steps that count, the step whose duration is nearest to the median."""
     durations = (timing.end - timing.begin).max(1)
     off = np.where(timing.reduces, np.abs(durations - np.median(durations[timing.reduces])), np.inf)
@@ -93,7 +93,7 @@ def median_step(job: Job, timing: Timing, critical: Critical) -> MedianStep:
     return MedianStep(int(timing.numbers[i]), float(durations[i]), tuple(spans), tuple(buckets))
 
 
-def series(timing: Timing, critical: Critical) -> Series:
+def series(timing: Steps, critical: Critical) -> Series:
     """Means over neighbouring steps."""
     num_steps = len(timing.numbers)
     max_points = _MAX_POINTS // -(-min(len(timing.ranks), MOST_RANKS) // _RANKS_IN_FULL)

@@ -10,7 +10,7 @@ import numpy as np
 from torchring.report.model.core_time import num_workers, threads_of
 from torchring.report.model.merge import Job
 from torchring.report.model.phases import Phase, column
-from torchring.report.model.timing import Array, Timing, typical
+from torchring.report.model.timing import Array, Steps, typical
 from torchring.report.model.waits import Critical, computing
 
 HANDING_OVER_MS: Final = 0.5  # CPU time with which a rank takes a batch from a worker
@@ -19,7 +19,7 @@ _AS_GOOD: Final = 1.01
 
 
 @dataclass(frozen=True)
-class Loading:
+class LoaderTime:
     """S steps of R ranks, milliseconds of a step."""
 
     waiting: Array  # [S, R], time in which a rank waits for batches, or loads them itself
@@ -58,7 +58,7 @@ class Loading:
         return next(number for number in found if found[number] <= _AS_GOOD * min(found.values()))
 
 
-def find_loading(job: Job, timing: Timing, critical: Critical, *, is_forward_known: bool) -> Loading | None:
+def find_loading(job: Job, timing: Steps, critical: Critical, *, is_forward_known: bool) -> LoaderTime | None:
     """Time for loading batches. None if it is unknown: no DataLoader gives batches, and forward is not told apart."""
     counts = timing.counts
     cycle, workers = critical.cycle[counts], num_workers(timing)
@@ -75,7 +75,7 @@ def find_loading(job: Job, timing: Timing, critical: Critical, *, is_forward_kno
         waiting = np.maximum(0.0, waiting - HANDING_OVER_MS)
         busy = busy + HANDING_OVER_MS
     infos = [trace.run_info for trace in job.traces]
-    return Loading(
+    return LoaderTime(
         waiting,
         worker,
         np.where(cores < 0, worker, cores),

@@ -9,12 +9,12 @@ from typing import Final
 
 from torchring.observe.recorder.records import OptimizerRecord, ParameterRecord, RunInfo
 from torchring.report.model.merge import Job
-from torchring.report.model.timing import Array, Timing
+from torchring.report.model.timing import Array, Steps
 
 _ALIKE: Final = 0.01  # compression makes all buckets smaller, by the same factor
 
 
-def of_optimizer(job: Job, timing: Timing) -> Job:
+def of_optimizer(job: Job, timing: Steps) -> Job:
     """The same job, with the parameters of the optimizer whose buckets these are, and when their gradients came."""
     numbers = set(timing.numbers[timing.has_buckets].tolist())
     traces = []
@@ -24,7 +24,7 @@ def of_optimizer(job: Job, timing: Timing) -> Job:
     return dataclasses.replace(job, traces=tuple(traces))
 
 
-def _run_info_of(run_info: RunInfo, timing: Timing) -> RunInfo:
+def _run_info_of(run_info: RunInfo, timing: Steps) -> RunInfo:
     """The same facts, with the parameters of each round, one round after the other."""
     parameters: list[ParameterRecord] = []
     for first, stop in itertools.pairwise([*timing.rounds, len(timing.bucket_indices)]):

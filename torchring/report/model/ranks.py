@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torchring.report.model import waits
 from torchring.report.model.merge import Job
 from torchring.report.model.phases import Phase
-from torchring.report.model.timing import Array, Spread, Timing, spread, typical
+from torchring.report.model.timing import Array, Spread, Steps, spread, typical
 from torchring.report.model.waits import Critical
 
 
@@ -37,7 +37,7 @@ class StartUp:
     share: float  # of both in `run_s`, from 0 to 1
 
 
-def summarise_ranks(job: Job, timing: Timing, critical: Critical) -> tuple[RankSummary, ...]:
+def summarise_ranks(job: Job, timing: Steps, critical: Critical) -> tuple[RankSummary, ...]:
     counts = timing.counts
     durations = (timing.end - timing.begin)[counts]
     return tuple(
@@ -70,13 +70,13 @@ def find_start_up(job: Job) -> StartUp | None:
     return max(found, key=lambda each: each.share, default=None)
 
 
-def efficiency(critical: Critical, timing: Timing, step_ms: float, size: int) -> float:
+def efficiency(critical: Critical, timing: Steps, step_ms: float, size: int) -> float:
     if size == 1 or step_ms <= 0:
         return 1.0
     return min(1.0, typical(waits.computing(critical.cycle[timing.counts]).mean(1)) / step_ms)
 
 
-def per_second(values: Array, timing: Timing) -> float:
+def per_second(values: Array, timing: Steps) -> float:
     """Sum of `values` ([S, R] or [S, 1]) over the steps that count, divided by their time; 0 if unknown on a rank."""
     counted, seconds = values[timing.counts].sum(0), timing.counted_ms / 1e3
     return float(counted.sum() / seconds) if counted.all() and seconds > 0 else 0.0

@@ -60,7 +60,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Links:
+class Connections:
     """How ranks are connected."""
 
     network: Network  # between ranks of a ring; between hosts if `is_hierarchical`
@@ -69,7 +69,7 @@ class Links:
     inside: Network | None = None  # between the ranks of a host. None: as fast that it does not count.
 
 
-def split_ms(num_bytes: float, num_ranks: int, links: Links) -> tuple[float, float]:
+def split_ms(num_bytes: float, num_ranks: int, links: Connections) -> tuple[float, float]:
     """Latency and transfer of one all-reduce, when all ranks are there."""
     if num_ranks < 2:
         return 0.0, 0.0
@@ -82,7 +82,7 @@ def split_ms(num_bytes: float, num_ranks: int, links: Links) -> tuple[float, flo
     return inside[0] + between[0], inside[1] + between[1]
 
 
-def exposed_ms(workload: Workload, num_ranks: int, links: Links) -> float:
+def exposed_ms(workload: Workload, num_ranks: int, links: Connections) -> float:
     """Time for which ranks stand still for communication, if all of them compute equally fast.
 
     Example: buckets ready at -40 and 0 ms, of 30 ms each. The first is reduced from -40 to -10, the second from 0 to
@@ -167,13 +167,13 @@ def _mean_rank(of_rank: Array, num_ranks: int, slow_rank: int | None) -> float:
     return others + (float(of_rank[slow_rank]) - others) / num_ranks
 
 
-def step_ms(workload: Workload, num_ranks: int, links: Links) -> float:
+def step_ms(workload: Workload, num_ranks: int, links: Connections) -> float:
     """Mean duration of a step."""
     slowest = slowest_ms(workload.computing_ms, num_ranks, workload.slow_rank)
     return slowest + exposed_ms(workload, num_ranks, links) + workload.unexplained_ms
 
 
-def predict(workload: Workload, links: Links, sizes: Sequence[int] = SIZES) -> list[Prediction]:
+def predict(workload: Workload, links: Connections, sizes: Sequence[int] = SIZES) -> list[Prediction]:
     """A step at each number of ranks, each rank with the batch that it has now."""
     computing_ms, slow_rank = workload.computing_ms, workload.slow_rank
     found = []
@@ -195,7 +195,7 @@ def hiding_gigabytes_per_s(workload: Workload, num_ranks: int, alpha_ms: float) 
     """
 
     def is_hidden(gigabytes_per_s: float) -> bool:
-        exposed = exposed_ms(workload, num_ranks, Links(Network(alpha_ms, gigabytes_per_s)))
+        exposed = exposed_ms(workload, num_ranks, Connections(Network(alpha_ms, gigabytes_per_s)))
         return exposed <= HIDDEN * float(workload.computing_ms.mean())
 
     low, high = _SLOWEST, _FASTEST

@@ -38,7 +38,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Timing:
+class Steps:
     """S steps of R ranks with B buckets. Times and durations are milliseconds; times count from the first step."""
 
     ranks: tuple[int, ...]
@@ -88,7 +88,7 @@ class Timing:
         return float((self.end - self.begin)[self.counts].sum(0).max())
 
 
-def tabulate(job: Job) -> tuple[Timing, ...]:
+def tabulate(job: Job) -> tuple[Steps, ...]:
     """The arrays of a job's steps, once for the buckets of each optimizer: the one with most steps first."""
     rows = job.steps
     base = min(step.begin for step in rows[0])
@@ -108,7 +108,7 @@ def tabulate(job: Job) -> tuple[Timing, ...]:
             f"other {len(rows) - others}, and are left out of the statistics."
         )
     backwards = [[_last_backward(step) for step in row] for row in rows]
-    without_buckets = Timing(
+    without_buckets = Steps(
         ranks=tuple(trace.run_info.rank for trace in job.traces),
         numbers=numbers,
         counts=counts,
@@ -135,7 +135,7 @@ def tabulate(job: Job) -> tuple[Timing, ...]:
     return tuple(_with_buckets(without_buckets, job, plan, plans, base) for plan in of_optimizers)
 
 
-def _with_buckets(timing: Timing, job: Job, plan: Plan | None, plans: Sequence[Plan | None], base: int) -> Timing:
+def _with_buckets(timing: Steps, job: Job, plan: Plan | None, plans: Sequence[Plan | None], base: int) -> Steps:
     """The same steps, with the buckets of one plan."""
     has_plan = [each == plan for each in plans]
     indices_and_bytes = plan or ()

@@ -15,13 +15,13 @@ from torchring.observe.recorder.records import RunInfo
 from torchring.observer import Phase as Recorded
 from torchring.report.model.merge import Job
 from torchring.report.model.phases import COMPUTING, PHASES, Phase, column
-from torchring.report.model.timing import Array, Spread, Timing, spread, tabulate
+from torchring.report.model.timing import Array, Spread, Steps, spread, tabulate
 
 _WORTH_TELLING_MS: Final = 0.01
 
 
 @dataclass(frozen=True)
-class Wait:
+class RankWait:
     """Time in which the rank `waiting` waits for the rank `awaited`. Pairs that never wait are left out."""
 
     waiting: int
@@ -35,7 +35,7 @@ class Wait:
 class _Meetings:
     """When R ranks come together, in each of S steps, to reduce the B buckets of one optimizer.
 
-    Of buckets, only steps of `Timing.has_buckets` mean anything.
+    Of buckets, only steps of `Steps.has_buckets` mean anything.
     """
 
     all_launched: Array  # [S, B], time at which the last rank launched the bucket
@@ -59,7 +59,7 @@ class Critical(_Meetings):
     path: Array  # [S, 7], of `cycle`, the rank that the others wait for. How long a step takes is the sum.
 
 
-def examine(job: Job) -> list[tuple[Timing, Critical]]:
+def examine(job: Job) -> list[tuple[Steps, Critical]]:
     """The arrays of a job's steps, with the buckets of each optimizer: the one that communicates for longest first."""
     run_info = job.traces[0].run_info
     timings = tabulate(job)
@@ -84,11 +84,11 @@ def knows_forward(cycle: Array) -> bool:
     return bool((cycle[..., column(Phase.FORWARD)] > 0).any())
 
 
-def _standstill(timing: Timing) -> Array:
+def _standstill(timing: Steps) -> Array:
     return np.asarray(timing.parts[..., Recorded.EXPOSED] + timing.stall)
 
 
-def _find_meetings(timing: Timing, run_info: RunInfo) -> _Meetings:
+def _find_meetings(timing: Steps, run_info: RunInfo) -> _Meetings:
     """Cut the time in which ranks stand still into waiting for a rank, and communication."""
     num_steps, num_ranks = timing.begin.shape
     num_buckets = len(timing.bucket_indices)
@@ -123,7 +123,7 @@ def _find_meetings(timing: Timing, run_info: RunInfo) -> _Meetings:
     return _Meetings(all_launched, last, begins, ends, waiting, awaited)
 
 
-def _find_critical(timing: Timing, found: _Meetings) -> Critical:
+def _find_critical(timing: Steps, found: _Meetings) -> Critical:
     """Find the rank that determines how long a step takes."""
     phases = _phases(timing, found.waiting, _standstill(timing))
     cycle = phases.copy()
@@ -135,7 +135,7 @@ def _find_critical(timing: Timing, found: _Meetings) -> Critical:
     return Critical(**vars(found), slowest=slowest, phases=phases, cycle=cycle, path=path)
 
 
-def list_waits(timing: Timing, critical: Critical) -> tuple[Wait, ...]:
+def list_waits(timing: Steps, critical: Critical) -> tuple[RankWait, ...]:
     """The pairs of ranks that wait for each other, the longest first."""
     waiting, awaited = critical.waiting[timing.counts], critical.awaited[timing.counts]
     found = []
@@ -144,13 +144,13 @@ def list_waits(timing: Timing, critical: Critical) -> tuple[Wait, ...]:
             costs = waiting[(awaited[:, i] == j) & (waiting[:, i] > _WORTH_TELLING_MS), i]
             if i != j and len(costs):
                 mean_ms, share = float(costs.sum() / len(waiting)), len(costs) / len(waiting)
-                found.append(Wait(rank, other, mean_ms, share, spread(costs)))
+                found.append(RankWait(rank, other, mean_ms, share, spread(costs)))
     return tuple(sorted(found, key=lambda wait: -wait.mean_ms))
 
 
-def together(waits: Sequence[Wait]) -> list[tuple[str, Wait]]:
+def together(waits: Sequence[RankWait]) -> list[tuple[str, RankWait]]:
     """Waits for each rank: who waits for it, in words, and the mean wait. The longest first."""
-    by_awaited: dict[int, list[Wait]] = {}
+    by_awaited: dict[int, list[RankWait]] = {}
     for wait in waits:
         by_awaited.setdefault(wait.awaited, []).append(wait)
     found = []
@@ -162,11 +162,11 @@ def together(waits: Sequence[Wait]) -> list[tuple[str, Wait]]:
         )
         mean_ms, share = fmean(wait.mean_ms for wait in each), fmean(wait.share for wait in each)
         who = ranks_in_words(wait.waiting for wait in each)
-        found.append((who, Wait(each[0].waiting, awaited, mean_ms, share, cost)))
+        found.append((who, RankWait(each[0].waiting, awaited, mean_ms, share, cost)))
     return sorted(found, key=lambda row: -row[1].mean_ms)
 
 
-def is_last_share(timing: Timing, critical: Critical, position: int) -> float:
+def is_last_share(timing: Steps, critical: Critical, position: int) -> float:
     """In which share of the steps the others wait for the rank at that position."""
     waiting, awaited = critical.waiting[timing.counts], critical.awaited[timing.counts]
     waits = (waiting > _WORTH_TELLING_MS) & (awaited == position)
@@ -191,7 +191,7 @@ def _heads(all_launched: Array, earlier: Array, run_info: RunInfo) -> Array:
     return np.asarray(num_buckets - 1 - np.argmax(found_idle[:, ::-1], axis=1))
 
 
-def _agree_first(job: Job, timings: Sequence[Timing]) -> bool:
+def _agree_first(job: Job, timings: Sequence[Steps]) -> bool:
     """True if buckets wait for the end of backward, because ranks first agree on which optimizers take part."""
     if len(timings) > 1 or not job.traces[0].run_info.others:
         return len(timings) > 1
@@ -220,7 +220,7 @@ def _waits_to_agree(job: Job) -> tuple[Array, Array]:
     return waiting, awaited
 
 
-def _phases(timing: Timing, waiting: Array, standstill: Array) -> Array:
+def _phases(timing: Steps, waiting: Array, standstill: Array) -> Array:
     parts = timing.parts
     durations = {
         Phase.INPUT: parts[..., Recorded.INPUT],

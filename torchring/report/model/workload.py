@@ -15,19 +15,19 @@ from torchring.report.model.buckets import bus_bytes
 from torchring.report.model.merge import Job
 from torchring.report.model.network import Network
 from torchring.report.model.phases import Phase, column
-from torchring.report.model.scaling import Links, Workload, exposed_ms, slowest_ms
-from torchring.report.model.timing import Timing, typical
+from torchring.report.model.scaling import Connections, Workload, exposed_ms, slowest_ms
+from torchring.report.model.timing import Steps, typical
 from torchring.report.model.waits import Critical, computing
 
 _NUM_LANES: Final = 2  # buckets that cross the network at a time, on threads
 
 
-def is_overlapped(timing: Timing, run_info: RunInfo) -> bool:
+def is_overlapped(timing: Steps, run_info: RunInfo) -> bool:
     """True if backward goes on while buckets are reduced. Within a host, the cores that compute also reduce."""
     return run_info.algorithm != "direct" and (run_info.overlap != "inline" or not timing.stall.any())
 
 
-def describe(job: Job, examined: Sequence[tuple[Timing, Critical]]) -> Workload:
+def describe(job: Job, examined: Sequence[tuple[Steps, Critical]]) -> Workload:
     """The workload of a job as it is, without `unexplained_ms`; `examined` as `waits.examine` returns it."""
     if len(examined) == 1:
         return _describe(job, *examined[0])
@@ -39,7 +39,7 @@ def describe(job: Job, examined: Sequence[tuple[Timing, Critical]]) -> Workload:
     return dataclasses.replace(first, others=tuple(others))
 
 
-def _describe(job: Job, timing: Timing, critical: Critical) -> Workload:
+def _describe(job: Job, timing: Steps, critical: Critical) -> Workload:
     run_info, counts = job.traces[0].run_info, timing.reduces
     overlapped = is_overlapped(timing, run_info)
     lanes = _NUM_LANES if run_info.overlap == "thread" and run_info.local_size != run_info.size else 1
@@ -52,26 +52,26 @@ def _describe(job: Job, timing: Timing, critical: Critical) -> Workload:
     return with_layout(Workload(draws, (), (), overlapped, lanes), layout_between_hosts(job), backward_ms)
 
 
-def links_of(run_info: RunInfo, found: Network | None, given: Network | None) -> Links | None:
+def links_of(run_info: RunInfo, found: Network | None, given: Network | None) -> Connections | None:
     """Connections between ranks. A given network connects hosts; the measured network is then inside a host."""
     if given is None:
         if found is None:
             return None
         is_hierarchical = run_info.algorithm == "hierarchical"
-        return Links(found, is_hierarchical, run_info.local_size if is_hierarchical else 1)
+        return Connections(found, is_hierarchical, run_info.local_size if is_hierarchical else 1)
     if run_info.local_size == 1:
-        return Links(given)
+        return Connections(given)
     inside = found if run_info.local_size == run_info.size else None
-    return Links(given, True, run_info.local_size, inside)
+    return Connections(given, True, run_info.local_size, inside)
 
 
-def calibrated(workload: Workload, links: Links, num_ranks: int, measured_ms: float) -> Workload:
+def calibrated(workload: Workload, links: Connections, num_ranks: int, measured_ms: float) -> Workload:
     """The same workload, with what the model cannot explain of the measured duration of a step."""
     modelled = slowest_ms(workload.computing_ms, num_ranks, workload.slow_rank) + exposed_ms(workload, num_ranks, links)
     return dataclasses.replace(workload, unexplained_ms=measured_ms - modelled)
 
 
-def fit_network(examined: Sequence[tuple[Timing, Critical]], run_info: RunInfo, num_ranks: int) -> Network | None:
+def fit_network(examined: Sequence[tuple[Steps, Critical]], run_info: RunInfo, num_ranks: int) -> Network | None:
     """The network that the buckets of all optimizers show; None if nothing was reduced."""
     timing, critical = examined[0]
     reducing = [(each, its) for each, its in examined if each.reduces.any()]

@@ -17,7 +17,7 @@ from torchring.report.model.bucket_layout import layout_with
 from torchring.report.model.core_time import is_crowded, sharing, threads_of
 from torchring.report.model.loader_time import HANDING_OVER_MS
 from torchring.report.model.phases import COMPUTING, Phase, column
-from torchring.report.model.scaling import Links, Workload, exposed_ms
+from torchring.report.model.scaling import Connections, Workload, exposed_ms
 from torchring.report.model.timing import Array, typical
 from torchring.report.model.workload import between_hosts, with_layout
 from torchring.report.verdict.costs import Costs
@@ -253,7 +253,7 @@ def _about_communication(situation: Situation) -> Iterator[Advice]:
     now = exposed_ms(workload, size, links)
     measured = typical(situation.costs.communication)
 
-    def saved_ms(changed: Workload, by: Links = links) -> float:
+    def saved_ms(changed: Workload, by: Connections = links) -> float:
         # The model may see more or less exposed communication than there was.
         after = exposed_ms(changed, size, by)
         return measured * (1.0 - after / now) if now > 0 else 0.0
@@ -278,7 +278,7 @@ def _about_communication(situation: Situation) -> Iterator[Advice]:
         )
     yield from _about_bucket_size(situation, saved_ms)
     if run_info.algorithm == "ring" and 1 < run_info.local_size < size and not links.is_hierarchical:
-        two_levels = Links(links.network, True, run_info.local_size)
+        two_levels = Connections(links.network, True, run_info.local_size)
         yield _advice(
             situation,
             "Reduce within each host first",

@@ -23,7 +23,7 @@ from torchring.report.model.network import Network
 from torchring.report.model.optimizers import of_optimizer
 from torchring.report.model.phases import Phase, column
 from torchring.report.model.ranks import efficiency, find_start_up, per_second, summarise_ranks
-from torchring.report.model.scaling import SIZES, Links, Prediction, hiding_gigabytes_per_s, predict
+from torchring.report.model.scaling import SIZES, Connections, Prediction, hiding_gigabytes_per_s, predict
 from torchring.report.model.timing import spread, typical
 from torchring.report.model.waits import examine
 from torchring.report.model.workload import between_hosts, calibrated, describe, fit_network, links_of
@@ -140,7 +140,7 @@ def analyse(
 
 
 def _note(
-    predictions: list[Prediction], links: Links | None, run_info: RunInfo, is_given: bool, slow_rank: int | None
+    predictions: list[Prediction], links: Connections | None, run_info: RunInfo, is_given: bool, slow_rank: int | None
 ) -> str:
     if not predictions or links is None:
         return ""

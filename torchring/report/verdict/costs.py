@@ -14,7 +14,7 @@ import numpy as np
 
 from torchring.report.model.core_time import Queue, find_queue
 from torchring.report.model.phases import COMPUTING, PHASES, Phase, column
-from torchring.report.model.timing import Array, Timing, typical
+from torchring.report.model.timing import Array, Steps, typical
 from torchring.report.model.waits import Critical, knows_forward
 from torchring.report.verdict.findings import Kind
 
@@ -81,7 +81,7 @@ class Costs:
         return {key: mean for key, mean in means.items() if mean >= _LEAST.get(key, TELLING) * step > 0}
 
 
-def find_costs(timing: Timing, critical: Critical) -> Costs:
+def find_costs(timing: Steps, critical: Critical) -> Costs:
     """Attribute each step to causes."""
     cycle, path = critical.cycle[timing.counts].copy(), critical.path[timing.counts].copy()
     slowest = critical.slowest[timing.counts]
@@ -147,7 +147,7 @@ def _find_blamed(slowest: Array, late: Array, num_ranks: int) -> tuple[int, bool
     return candidate, bool(num_ranks > 1 and of_rank[candidate] >= _BLAMED * max(of_rank.sum(), 1e-9))
 
 
-def _batch_ratio(timing: Timing, position: int) -> float:
+def _batch_ratio(timing: Steps, position: int) -> float:
     samples = np.mean(timing.num_samples[timing.counts], axis=0)
     others = float(np.median(np.delete(samples, position)))
     return float(samples[position]) / others if others > 0 and samples[position] > 0 else 1.0

@@ -22,7 +22,7 @@ from torchring.report.model.phases import Phase
 from torchring.report.model.ranks import RankSummary, StartUp
 from torchring.report.model.scaling import Prediction
 from torchring.report.model.timing import Spread
-from torchring.report.model.waits import Wait, together
+from torchring.report.model.waits import RankWait, together
 
 NOTICEABLE_WAIT: Final = 0.005  # of a step
 Kind = Literal["input", "compute", "communication", "straggler", "optimizer", "cores", "start-up"]
@@ -81,7 +81,7 @@ class Analysis:
     samples_per_s: float | None  # of all ranks together; None if unknown
     efficiency: float  # share of a step in which ranks compute, from 0 to 1: the speed-up is this times `size`
     ranks: tuple[RankSummary, ...]  # by rank
-    waits: tuple[Wait, ...]  # the longest first
+    waits: tuple[RankWait, ...]  # the longest first
     start_up: StartUp | None
     median_step: MedianStep
     series: Series
@@ -105,7 +105,7 @@ class Analysis:
         return [phase for phase in Phase if any(rank.phases[phase].mean > 0 for rank in self.ranks)]
 
     @property
-    def long_waits(self) -> list[tuple[str, Wait]]:
+    def long_waits(self) -> list[tuple[str, RankWait]]:
         """Waits for each rank that cost at least 0.5 % of a step, and who waits, in words; the longest first."""
         least = NOTICEABLE_WAIT * self.step.mean
         return [(who, wait) for who, wait in together(self.waits) if wait.mean_ms >= least]

@@ -12,7 +12,7 @@ from torchring.report.model.change import find_change
 from torchring.report.model.network import SMALL_BYTES
 from torchring.report.model.phases import Phase
 from torchring.report.model.ranks import StartUp
-from torchring.report.model.timing import Array, Spread, Timing, spread, typical
+from torchring.report.model.timing import Array, Spread, Steps, spread, typical
 from torchring.report.verdict.costs import TELLING, Costs, find_costs
 from torchring.report.verdict.findings import Verdict
 from torchring.report.verdict.pauses import TELLING as PAUSES_TELLING
@@ -82,7 +82,7 @@ def judge(situation: Situation) -> Verdict:
     return Verdict(kind, rank, share, cost, sentence, detail, (int(numbers[0]), int(numbers[-1])) if when else None)
 
 
-def _where_it_is_large(timing: Timing, cost: Array, least: float) -> tuple[str, Timing] | None:
+def _where_it_is_large(timing: Steps, cost: Array, least: float) -> tuple[str, Steps] | None:
     """Find the part of the run that costs much: words for a sentence, and steps of which this part counts.
 
     None if the cost does not change. `cost`: of each step that counts.

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from torchring.report.model.phases import PHASES, Phase, column
-from torchring.report.model.timing import Array, Spread, Timing, spread
+from torchring.report.model.timing import Array, Spread, Steps, spread
 from torchring.report.model.waits import Critical, knows_forward
 from torchring.report.verdict.findings import Kind
 from torchring.report.words import share_in_words
@@ -89,7 +89,7 @@ class Pauses:
         return f"{share_in_words(self.share)} of the time goes to {what}."
 
 
-def find_pauses(timing: Timing, critical: Critical) -> tuple[Pauses, ...]:
+def find_pauses(timing: Steps, critical: Critical) -> tuple[Pauses, ...]:
     """Steps that are long for something that most steps do not have, by phase: those that cost most first."""
     counts, num_steps = timing.counts, int(timing.counts.sum())
     if num_steps < _FEW:
@@ -113,7 +113,7 @@ def find_pauses(timing: Timing, critical: Critical) -> tuple[Pauses, ...]:
     return tuple(found)
 
 
-def _describe(timing: Timing, critical: Critical, phase: Phase, steps: Array, longer: Array, share: float) -> Pauses:
+def _describe(timing: Steps, critical: Critical, phase: Phase, steps: Array, longer: Array, share: float) -> Pauses:
     of_ranks = critical.phases[..., column(phase)]  # [S, R]
     of_rank = np.clip(of_ranks - np.median(of_ranks[timing.counts], axis=0), 0, None)[steps].sum(0)
     most = int(of_rank.argmax())
@@ -146,7 +146,7 @@ def _describe(timing: Timing, critical: Critical, phase: Phase, steps: Array, lo
     )
 
 
-def without(timing: Timing, pauses: tuple[Pauses, ...] | list[Pauses]) -> Timing:
+def without(timing: Steps, pauses: tuple[Pauses, ...] | list[Pauses]) -> Steps:
     """The same steps, of which those with a pause do not count."""
     has_pause = np.logical_or.reduce([each.has_pause for each in pauses], initial=False)
     return dataclasses.replace(timing, counts=timing.counts & ~has_pause)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from torchring.observe.recorder.records import RunInfo
 from torchring.report.model.buckets import BucketSummary, LateParameter
-from torchring.report.model.loader_time import Loading
+from torchring.report.model.loader_time import LoaderTime
 from torchring.report.model.merge import Job
 from torchring.report.model.network import Network
 from torchring.report.model.ranks import StartUp
-from torchring.report.model.scaling import Links, Workload
-from torchring.report.model.timing import Array, Timing
+from torchring.report.model.scaling import Connections, Workload
+from torchring.report.model.timing import Array, Steps
 from torchring.report.model.waits import Critical
 from torchring.report.verdict.costs import Costs
 from torchring.report.verdict.pauses import Pauses
@@ -22,7 +22,7 @@ class Situation:
     """What is known of a job. Numbers are means over the steps that count."""
 
     job: Job
-    timing: Timing  # steps with a pause do not count
+    timing: Steps  # steps with a pause do not count
     critical: Critical
     costs: Costs
     step_ms: float
@@ -32,13 +32,13 @@ class Situation:
     efficiency: float
     backward_ms: float  # on the slowest rank
     who_has_cores: str  # while a rank has none: a clause
-    loading: Loading | None  # None if nothing is known of loading
+    loading: LoaderTime | None  # None if nothing is known of loading
     # Communication
     exposed_ms: float  # in a step that has the buckets below
     buckets: tuple[BucketSummary, ...]
     late: tuple[LateParameter, ...]
     network: Network | None  # None if it is unknown, as `links`
-    links: Links | None
+    links: Connections | None
     workload: Workload
 
     @property
