@@ -13,9 +13,10 @@ read the same if their digests are equal in 8 rounds in a row, in which batches 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from torchring.errors import ranks_in_words
@@ -24,7 +25,6 @@ from torchring.gradients.reducer import Reducer
 from torchring.gradients.round import MOST_BY_RANK, Participant, RoundState
 from torchring.observe import loading
 from torchring.observe.inputs import Batch, Inputs
-from torchring.observe.loaders import remedy_for_equal_epochs, remedy_for_equal_ranks, remedy_for_equal_workers
 from torchring.world import World
 
 _logger: Final = logging.getLogger("torchring")
@@ -121,7 +121,7 @@ class DataCheck(Participant):
         self._told.add(EQUAL_RANKS)
         if self._rank > max(same):  # if one rank reads what is another's, it is mostly that of the lower number
             ranks = ranks_in_words([self._rank, *same])
-            remedy = _look(lambda: remedy_for_equal_ranks(self._rank, self._size)) or "Give each rank other samples"
+            remedy = _look("remedy_for_equal_ranks", self._rank, self._size) or "Give each rank other samples"
             _logger.warning(
                 "%s got the same batch in each of the last %d steps, so all but one of them work for nothing. %s. %s",
                 *(ranks, _IN_A_ROW, remedy, _ON_PURPOSE),
@@ -162,13 +162,13 @@ class Repeats:
             self._follow(batch.digest)
         if self._num_same == _IN_A_ROW and len(set(self._first[:_IN_A_ROW])) >= _LEAST_DIFFERENT:
             self._num_same = 0
-            if remedy := self._search(remedy_for_equal_epochs):
+            if remedy := self._search("remedy_for_equal_epochs"):
                 return EQUAL_EPOCHS, f"an epoch began with the batches of the first one, in the same order. {remedy}"
         num_repeated = sum(self._recent)
         is_full = len(self._recent) == _NUM_FIRST
         if is_full and num_repeated >= _NUM_FIRST // 2 - 1 and num_repeated <= _NUM_FIRST - 2:
             self._recent.clear()
-            if EQUAL_WORKERS not in self.told and (remedy := self._search(remedy_for_equal_workers)):
+            if EQUAL_WORKERS not in self.told and (remedy := self._search("remedy_for_equal_workers")):
                 return EQUAL_WORKERS, f"each batch comes several times in a row. {remedy}"
         return 0, ""
 
@@ -180,7 +180,7 @@ class Repeats:
         if len(self._first) < _NUM_FIRST:
             self._first.append(digest)
 
-    def _search(self, search: Callable[[], str]) -> str:
+    def _search(self, search: str) -> str:
         self._num_searches += 1
         return _look(search) if self._num_searches <= _MOST_SEARCHES else ""
 
@@ -216,7 +216,9 @@ class Sizes:
         )
 
 
-def _look(search: Callable[[], str]) -> str:
+def _look(search: str, *arguments: int) -> str:
+    """What a function of `loaders.py` says, which is imported where something is wrong."""
+    found = ""
     with contextlib.suppress(Exception):  # a script's loaders, samplers and datasets may be of any kind
-        return search()
-    return ""
+        found = getattr(importlib.import_module("torchring.observe.loaders"), search)(*arguments)
+    return found

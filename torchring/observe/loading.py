@@ -18,12 +18,16 @@ from typing import Any, Final
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from torchring.observe.recorder.cores import UNKNOWN, since
-
+UNKNOWN: Final = -1
 _FULL: Final = 2  # generation of a collection that looks at all objects; others are short
 _CPU_TIME: Final = 2  # with the inverted process id, the number of the clock: as clock_getcpuclockid(3) makes it
 _workers_ns: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _collection_began = 0
+
+
+def since(before_ns: int, now_ns: int) -> int:
+    """The difference. UNKNOWN if one of the two is."""
+    return now_ns - before_ns if before_ns >= 0 and now_ns >= 0 else UNKNOWN
 
 
 class Loading:

@@ -6,9 +6,8 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
-from typing import Final
 
-UNKNOWN: Final = -1
+from torchring.observe.loading import UNKNOWN
 
 
 class CoreQueue:
@@ -38,8 +37,3 @@ class CoreQueue:
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` may be gone when Python ends
         if self._file != UNKNOWN:
             close(self._file)
-
-
-def since(before_ns: int, now_ns: int) -> int:
-    """The difference. UNKNOWN if one of the two is."""
-    return now_ns - before_ns if before_ns >= 0 and now_ns >= 0 else UNKNOWN

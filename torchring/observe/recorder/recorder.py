@@ -15,8 +15,8 @@ from typing import Final
 
 from torchring.accelerators import Accelerator
 from torchring.dynamo import has_compiled
-from torchring.observe.loading import Loading
-from torchring.observe.recorder.cores import UNKNOWN, CoreQueue, since
+from torchring.observe.loading import UNKNOWN, Loading, since
+from torchring.observe.recorder.cores import CoreQueue
 from torchring.observe.recorder.device_times import DeviceTimes, Reduction
 from torchring.observe.recorder.records import (
     BUCKET_LENGTH,
