@@ -21,9 +21,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from torchring.collectives.service import internal_collectives_of
+from torchring.gradients.contract import Setup
+from torchring.gradients.round import Participant, RoundState
 from torchring.observe.recorder.records import ClockOffset
+from torchring.world import World
 
 _NUM_EXCHANGES: Final = 10
+_ROUNDS_BETWEEN: Final = 500  # clocks drift by some microseconds a second
 _TIMES: Final = struct.Struct("2q")  # this exchange was sent, the exchange before was received
 
 
@@ -62,3 +67,30 @@ def measure(exchange: Callable[[bytes], Sequence[bytes]], *, is_same_host: bool)
     if is_same_host:
         return ClockOffset(received, 0, 0)
     return estimate(mine[:-1], list(zip(sent_by_first[:-1], received_by_first[1:], strict=True)))
+
+
+def offsets_of(world: World) -> list[ClockOffset]:
+    """What was found out in a world, for `World.shared`."""
+    return []
+
+
+class ClockComparison(Participant):
+    """Compares clocks now and then, in worlds of several hosts. Opening it is collective."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._compare(0)
+
+    @classmethod
+    def open(cls, reducer: object, setup: Setup) -> ClockComparison:
+        return cls(setup.world)
+
+    def on_begin(self, current: RoundState) -> None:
+        # A rank whose backward has raised at its end never comes to the end of a round that its peers do.
+        if not current.is_unordered and current.number >= self._compared_at + _ROUNDS_BETWEEN:
+            self._compare(current.number)
+
+    def _compare(self, number: int) -> None:
+        world, self._compared_at = self._world, number
+        exchange = internal_collectives_of(world).all_gather_bytes
+        world.shared(offsets_of).append(measure(exchange, is_same_host=world.rank in world.hosts[0]))

@@ -12,14 +12,11 @@ from typing import Final
 import torch
 
 from torchring.accelerators import accelerator_of
-from torchring.collectives.service import internal_collectives_of
 from torchring.gradients.bucket import Bucket
-from torchring.gradients.contract import Setup
 from torchring.gradients.layout import BucketLayout
-from torchring.gradients.reducer import Reducer
 from torchring.gradients.round import Participant, RoundState
 from torchring.linux import host_name, process_began_ns
-from torchring.observe.recorder import clocks
+from torchring.observe.recorder.clocks import offsets_of
 from torchring.observe.recorder.recorder import Recorder
 from torchring.observe.recorder.records import REDUCED as REDUCED_AT
 from torchring.observe.recorder.records import STARTED as STARTED_AT
@@ -34,7 +31,6 @@ from torchring.releases import installed_version
 from torchring.world import World
 
 _MOST_OPTIMIZERS: Final = 16  # that are kept in mind: a script may wrap one again and again
-_ROUNDS_BETWEEN_CLOCKS: Final = 500  # clocks drift by some microseconds a second
 
 
 class WorldRecorder(Recorder):
@@ -43,6 +39,7 @@ class WorldRecorder(Recorder):
     def __init__(self, world: World) -> None:
         super().__init__(world.observer.num_steps)
         self._world = world
+        self.clock = world.shared(offsets_of)
 
     def connected(self, wrapped: Wrapped) -> None:
         for parameter in wrapped.names:
@@ -54,38 +51,6 @@ class WorldRecorder(Recorder):
             layout = wrapped.reducer.layout
             wrapped.reducer.take_in(RoundRecording(self, layout))
         self.run_info = run_info(self._world, wrapped, layout, self.run_info)
-
-
-class ClockComparison(Participant):
-    """Finds out how far the clock of this host is ahead, for the ranks that record. In worlds of several hosts.
-
-    Ranks compare their clocks together, now and then, while one of them wants to know.
-    """
-
-    bits = ("wants_clocks",)
-
-    @classmethod
-    def open(cls, reducer: Reducer, setup: Setup) -> ClockComparison:
-        return cls(setup.world)
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._compare_at = 0
-        self._is_wanted = False
-
-    def on_begin(self, current: RoundState) -> None:
-        recorders = [each for each in self._world.observer.listeners if isinstance(each, Recorder)]
-        # A rank whose backward has raised at its end never comes to the end of a round that its peers do.
-        if self._is_wanted and not current.is_unordered and current.number >= self._compare_at:
-            self._compare_at = current.number + _ROUNDS_BETWEEN_CLOCKS
-            exchange = internal_collectives_of(self._world).all_gather_bytes
-            offset = clocks.measure(exchange, is_same_host=self._world.rank in self._world.hosts[0])
-            for recorder in recorders:
-                recorder.clock.append(offset)
-        current.bits["wants_clocks"] = bool(recorders)
-
-    def on_message(self, current: RoundState) -> None:
-        self._is_wanted = current.sums["wants_clocks"] > 0
 
 
 class RoundTimes:
