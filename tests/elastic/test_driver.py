@@ -4,6 +4,7 @@ speak its protocol."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -32,11 +33,9 @@ from torchring.elastic.protocol import (
     CALL,
     END,
     LATEST,
-    Beat,
     Broken,
     Card,
     Generation,
-    beat_key,
     card_key,
     generation_key,
     world_prefix,
@@ -66,7 +65,7 @@ class Job:
         self.said: list[str] = []
         self.over: list[str] = []
         self.code: int | None = None
-        self.steps: dict[int, tuple[int, int]] = {}
+        self.cards: dict[int, Card] = {}
         self.set_hosts(hosts)
 
     def set_hosts(self, hosts: str) -> None:
@@ -106,16 +105,22 @@ class Job:
         """The workers set their cards, by default with the newest generation that they belong to."""
         for worker in workers:
             newest = max([each.number for each in self.generations if worker in each.workers], default=0)
-            self.coordinator.note_card(worker, Card(state, newest if generation is None else generation, **card))
+            said = self.cards.get(worker, Card("starting"))
+            beats = {name: getattr(said, name) for name in ("count", "steps", "made", "progress", "waits")}
+            self._show(worker, Card(state, newest if generation is None else generation, **card, **beats))
         self.tick()
 
     def beat(self, *workers: int, steps: int = 0, ticks: bool = True, **more: Any) -> None:
         for worker in workers:
-            count, before = self.steps.get(worker, (0, 0))
-            self.steps[worker] = (count + 1, before + steps)
-            self.coordinator.note_beat(worker, Beat(*self.steps[worker], made=before + steps, **more))
+            card = self.cards.get(worker, Card("starting"))
+            made = max(card.steps, 0) + steps
+            self._show(worker, dataclasses.replace(card, count=card.count + 1, steps=made, made=made, **more))
         if ticks:
             self.tick()
+
+    def _show(self, worker: int, card: Card) -> None:
+        self.cards[worker] = card
+        self.coordinator.note_card(worker, card)
 
     def step(self, *workers: int, times: int = 1) -> None:
         for _ in range(times):
@@ -295,7 +300,7 @@ def test_a_busy_worker_is_not_killed_earlier_if_the_others_have_lost_a_worker_wh
 def test_a_worker_that_takes_long_to_end_is_given_up_but_not_killed_for_a_while() -> None:
     """Its exit handlers may write files. The others, and its exit code, do not wait for that."""
     job = running(num=2, heartbeat_timeout=4)
-    job.coordinator.note_beat(1, Beat(99, is_last=True))
+    job.beat(1, is_last=True, ticks=False)
     job.wait(3.5, 0)
     assert (job.broken, job.sent) == ([], [])
     job.wait(1, 0)
@@ -825,7 +830,7 @@ def test_what_the_driver_writes() -> None:
     theirs = signed(server, listener.secret)
     theirs.set(card_key(7), Card("meeting").encode())
     store.add_worker(7)
-    assert store.read([card_key(7), beat_key(7)]) == [Card("meeting").encode(), Beat(0).encode()]
+    assert store.read([card_key(7)]) == [Card("meeting").encode()]
     assert store.read([CALL, LATEST, END, BROKEN]) == [b"0", b"0", b"", Broken().encode()]
     for generation in (1, 2, 3):
         theirs.set(f"{world_prefix(generation)}/0", "x")
@@ -846,7 +851,7 @@ def test_a_message_that_is_none_is_one_clear_error(data: str) -> None:
         Card.decode(data)
 
 
-@pytest.mark.parametrize("key", [CALL, BROKEN, LATEST, END, card_key(7), beat_key(7)])
+@pytest.mark.parametrize("key", [CALL, BROKEN, LATEST, END, card_key(7)])
 def test_a_stranger_who_writes_into_the_store_ends_the_job_with_one_sentence(
     key: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -857,7 +862,7 @@ def test_a_stranger_who_writes_into_the_store_ends_the_job_with_one_sentence(
     theirs.set(key, Card("meeting").encode())
     driver = object.__new__(Driver)
     driver._code = None
-    driver.tick = lambda received: store.read([card_key(7), beat_key(7)])  # type: ignore[method-assign, assignment, return-value]
+    driver.tick = lambda received: store.read([card_key(7)])  # type: ignore[method-assign, assignment, return-value]
     assert driver.run([]) == 1
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 1
@@ -891,7 +896,7 @@ generation, ranks, count, steps, state, told = 0, (), 0, 0, "meeting", ""
 def say(new):
     global state
     state = new
-    store.set(card_key(me.worker), Card(new, generation, "last.pt").encode())
+    store.set(card_key(me.worker), Card(new, generation, "last.pt", count=count, steps=steps).encode())
     store.check([card_key(me.worker)])  # the driver has it
     facts = {"pid": os.getpid(), "state": new, "generation": generation, "ranks": ranks, "slot": me.slot}
     facts |= {"broken": told, "environ": dict(os.environ), "size": me.size}
@@ -904,7 +909,7 @@ say("meeting")
 while state not in ("leaving", "finished"):
     time.sleep(0.02)
     count += 1
-    store.set(beat_key(me.worker), Beat(count, steps).encode())
+    store.set(card_key(me.worker), Card(state, generation, "last.pt", count=count, steps=steps).encode())
     if received or read(END):
         say("leaving")
     elif state == "meeting":

@@ -5,7 +5,7 @@
     meets: "I have left generation 3"        worker/7                         reads all cards every 50 ms, or 10
                                              generation/4, then latest        "generation 4 is 7, 2, 9"
     opens the world of generation 4          world/4/...
-    runs, says now and then that it lives    worker/7, beat/7                 kills a worker that has been silent
+    runs, says now and then that it lives    worker/7                         kills a worker that has been silent
                                              broken                           "a worker of generation 4 is lost"
     leaves at the end of a step              call                             "generation 4 is to meet: 12 has come"
     saves, and ends                          end                              "the job is over, because ..."
@@ -14,8 +14,8 @@ The driver alone decides which workers belong to a generation, so the workers ne
 when the processes end that it has started, and kills a worker that has been silent for a while. A worker learns through
 the world of its generation what the other workers of this generation do.
 
-Reading never waits: the driver sets `call`, `broken`, `latest` and `end` before it starts a worker, and `worker/N` and
-`beat/N` before it starts worker N. Nothing here imports torch, which takes seconds.
+Reading never waits: the driver sets `call`, `broken`, `latest` and `end` before it starts a worker, and `worker/N`
+before it starts worker N. Nothing here imports torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ CALL: Final = f"{_ROOT}/call"  # number of the generation that is to meet at the
 BROKEN: Final = f"{_ROOT}/broken"  # a `Broken`
 LATEST: Final = f"{_ROOT}/latest"  # number of the newest generation; 0 for none
 END: Final = f"{_ROOT}/end"  # why the job is over, for people; empty as long as it is not
-LAYOUT: Final = f"{_ROOT}/layout"  # lines that describe the workers' states, a JSON list; from rank 0
 
 BEAT_SECONDS: Final = 0.5  # between two signs of life of a worker
 LOOK_SECONDS: Final = 0.1  # between two looks of a worker at `call`, `broken` and `end`
@@ -46,11 +45,6 @@ WorkerState = Literal["starting", "meeting", "running", "leaving", "finished"]
 def card_key(worker: int) -> str:
     """The key of worker N's `Card`."""
     return f"{_ROOT}/worker/{worker}"
-
-
-def beat_key(worker: int) -> str:
-    """The key of worker N's `Beat`."""
-    return f"{_ROOT}/beat/{worker}"
 
 
 def generation_key(number: int) -> str:
@@ -106,7 +100,7 @@ class Invitation(_Message):
 
 @dataclass(frozen=True)
 class Card(_Message):
-    """A worker's message about itself. Each card replaces the one before.
+    """A worker's message about itself, and sign of life, every BEAT_SECONDS at least. Each card replaces the last.
 
     Attributes:
         state: "starting": its script has not come to `torchring.elastic.run` yet.
@@ -119,6 +113,12 @@ class Card(_Message):
         reason: why the worker has left its generation, for people; "" if there is nothing to say.
         has_lost_peer: it has left its generation because the connection to another worker broke.
         given_up: ranks of its generation for which it has waited in vain.
+        count: grows with each card; 0 before the first.
+        steps: number of optimizer steps that the worker's state has behind it; -1 for none that it knows of.
+        made: how many of them this process has made; -1 if it does not know.
+        is_last: the script has ended, and the process is about to: no more cards come.
+        progress: changes with each operation between ranks that the worker begins or finishes, and each part of a step.
+        waits: for other ranks.
     """
 
     state: WorkerState
@@ -127,22 +127,7 @@ class Card(_Message):
     reason: str = ""
     has_lost_peer: bool = False
     given_up: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Beat(_Message):
-    """A worker's sign of life, every BEAT_SECONDS.
-
-    Attributes:
-        count: grows with each sign.
-        steps: number of optimizer steps that the worker's state has behind it; -1 for none that it knows of.
-        made: how many of them this process has made; -1 if it does not know.
-        is_last: the script has ended, and the process is about to: no more beats come.
-        progress: changes with each operation between ranks that the worker begins or finishes, and each part of a step.
-        waits: for other ranks.
-    """
-
-    count: int
+    count: int = 0
     steps: int = -1
     made: int = -1
     is_last: bool = False

@@ -1,7 +1,7 @@
 """Decides which workers start, which of them train together, and when the job is over. No input, no output, no clock.
 
     driver.py                          Coordinator
-    hosts, cards, beats, ends  ---->   remembers what it is told
+    hosts, cards, ends         ---->   remembers what it is told
     the time                   ---->   tick()  ---->  actions, which driver.py carries out
 
 Survivors do not wait for replacements: those join later. But where no survivor is left, at the start and after the loss
@@ -19,7 +19,7 @@ from typing import Final
 from torchring.elastic.driver.actions import Action, Break, Call, Exit, Forget, Over, Publish, Say, Send, Start
 from torchring.elastic.driver.endings import Cooldown, Ending, Losses
 from torchring.elastic.driver.workers import UNLIMITED, Limits, Stage, Worker, how_it_ended
-from torchring.elastic.protocol import BEAT_SECONDS, Beat, Broken, Card, Generation
+from torchring.elastic.protocol import BEAT_SECONDS, Broken, Card, Generation
 from torchring.launch.hosts import Host
 
 _LONGEST_GAP: Final = BEAT_SECONDS  # seconds between two ticks; what goes beyond does not count: the driver was stopped
@@ -91,22 +91,16 @@ class Coordinator:
     def note_card(self, number: int, card: Card) -> None:
         """A worker has set its card."""
         worker = self._workers[number]
-        if card.state != worker.card.state:
-            worker.changed_at = self._clock
-            worker.moved_at = self._clock
-        worker.card = card
+        before, worker.card = worker.card, card
+        if card.state != before.state:
+            worker.changed_at = worker.moved_at = self._clock
         self._losses.checkpoint = card.checkpoint or self._losses.checkpoint
-
-    def note_beat(self, number: int, beat: Beat) -> None:
-        """A worker has shown that it lives."""
-        worker = self._workers[number]
-        if worker.beat is not None and beat.count == worker.beat.count:
+        if card.count == before.count:
             return
-        before, worker.beat = worker.beat, beat
-        has_stepped = beat.made < 0 or before is None or beat.made > before.made
-        self._losses.note_steps(beat.steps, is_new=has_stepped and worker.has_worked(self._clock))
-        worker.beat_at = self._clock
-        if before is None or (beat.steps, beat.progress, beat.waits) != (before.steps, before.progress, before.waits):
+        has_stepped = card.made < 0 or not before.count or card.made > before.made
+        self._losses.note_steps(card.steps, is_new=has_stepped and worker.has_worked(self._clock))
+        worker.said_at = self._clock
+        if not before.count or (card.steps, card.progress, card.waits) != (before.steps, before.progress, before.waits):
             worker.moved_at = self._clock
 
     def note_pid(self, number: int, pid: int) -> None:
@@ -199,19 +193,19 @@ class Coordinator:
         is_explained = any(worker.code is not None and not worker.is_killed for worker in members)
         is_missed = not is_explained and any(self._has_left(one) and one.card.has_lost_peer for one in members)
         for worker in self._running_processes():
-            state, beat = worker.card.state, worker.beat
-            silence = self._clock - worker.beat_at
+            card, state = worker.card, worker.card.state
+            silence = self._clock - worker.said_at
             if worker.is_killed:
                 continue
             if worker.is_going:  # its signs of life may have stopped, and it may have files to write
                 if state == "leaving" and self._clock - worker.changed_at > _LEAVE_SECONDS:
                     self._kill(worker, f"did not end within {_LEAVE_SECONDS:g} s")
-            elif beat is not None and beat.is_last:  # it may have files to write, too; but the others wait for it
+            elif card.is_last:  # it may have files to write, too; but the others wait for it
                 if silence > _LEAVE_SECONDS:
                     self._kill(worker, f"did not end within {_LEAVE_SECONDS:g} s")
                 elif silence > self.limits.heartbeat_timeout:
                     worker.lost = f"did not end within {self.limits.heartbeat_timeout:g} s after its script"
-            elif beat is not None:
+            elif card.count:
                 patience = self.limits.heartbeat_timeout
                 if is_missed and worker in members and not self._has_left(worker):
                     patience = min(_MISSED_SECONDS, patience)
@@ -223,7 +217,7 @@ class Coordinator:
     def _kill_stuck(self) -> None:
         """Say whom the members wait for if none of them moves, and kill it after `--stall-timeout`."""
         members = [worker for worker in self._members() if not worker.is_lost and worker.card.state == "running"]
-        stuck = [worker for worker in members if worker.beat is not None and not worker.beat.waits]
+        stuck = [worker for worker in members if worker.card.count and not worker.card.waits]
         if not stuck or len(stuck) == len(members):
             return
         since = max(worker.moved_at for worker in members)

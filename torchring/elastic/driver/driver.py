@@ -32,7 +32,7 @@ from torchring.elastic.driver.coordinator import Coordinator
 from torchring.elastic.driver.driver_store import DriverStore, Listener
 from torchring.elastic.driver.host_list import Hosts
 from torchring.elastic.driver.workers import Limits
-from torchring.elastic.protocol import Beat, Card, Invitation, beat_key, card_key
+from torchring.elastic.protocol import Card, Invitation, card_key
 from torchring.errors import TopologyError
 from torchring.launch.hosts import LaunchError, why_no_loopback
 from torchring.launch.jobs import HEARTBEAT_SECONDS, KILL_SECONDS, Job, host_job, open_output
@@ -44,7 +44,6 @@ from torchring.rendezvous.environment import INVITATION, JOB
 # A tick takes 0.2 ms of a core, most of which is to wake the store's thread and this one.
 _TICK_SECONDS: Final = 0.05
 _BUSY_TICK_SECONDS: Final = 0.01  # while workers meet
-_BEAT_SECONDS: Final = 0.2  # beats are read less often than cards
 _PATIENCE_SECONDS: Final = 120.0  # for a worker to finish its step and save, after it was told to end
 _SILENCE_SECONDS: Final = 60.0  # without a heartbeat, after which reapers of other hosts end their workers
 _CONNECT_SECONDS: Final = 20  # for ssh
@@ -111,7 +110,7 @@ class _Process:
     worker: int
     job: Job
     card: bytes = b""  # as read last
-    beat: bytes = b""
+    has_said: bool = False  # the worker has, in a card of its own
     kill_at: float = float("inf")
     code: int | None = None  # once it has ended
     is_noted: bool = False  # the coordinator knows
@@ -154,7 +153,6 @@ class Driver:
         self._listener = listener
         self._opening: Future[DriverStore] | None = None  # while torch is imported
         self._store: DriverStore | None = None
-        self._beats_at = 0.0  # when beats are read next
 
         # The end
         self._num_signals = 0  # that the coordinator knows
@@ -218,7 +216,7 @@ class Driver:
             if not process.is_noted:
                 assert process.code is not None
                 process.is_noted = True
-                is_ssh = process.job.is_remote and process.code == 255 and not process.beat
+                is_ssh = process.job.is_remote and process.code == 255 and not process.has_said
                 self._coordinator.note_end(process.worker, process.code, is_ssh=is_ssh)
         for action in self._coordinator.tick(now):
             self._carry_out(action, now)
@@ -252,27 +250,15 @@ class Driver:
 
     def _read(self, store: DriverStore) -> None:
         processes = [process for process in self._processes.values() if not process.is_noted]
-        # A worker that has just ended may have made its first step since the last beat that was read.
-        with_beats = time.monotonic() > self._beats_at or any(process.code is not None for process in processes)
-        keys = [card_key(process.worker) for process in processes]
-        if with_beats:
-            self._beats_at = time.monotonic() + _BEAT_SECONDS
-            keys += [beat_key(process.worker) for process in processes]
-        values = store.read(keys)
-        for process, data in zip(processes, values[: len(processes)], strict=True):
-            if data != process.card:
-                process.card = data
-                self._coordinator.note_card(process.worker, Card.decode(data))
-        for process, data in zip(processes, values[len(processes) :], strict=False):
-            if data == process.beat:
+        for process, data in zip(processes, store.read([card_key(each.worker) for each in processes]), strict=True):
+            if data == process.card:
                 continue
-            beat = Beat.decode(data)
-            if beat.count == 0 and not process.beat:  # what `add_worker` has set
-                continue
-            if not process.beat and (pid := _child_of(process.job)):
-                self._coordinator.note_pid(process.worker, pid)
-            process.beat = data
-            self._coordinator.note_beat(process.worker, beat)
+            process.card, card = data, Card.decode(data)
+            if card.count and not process.has_said:
+                process.has_said = True
+                if pid := _child_of(process.job):
+                    self._coordinator.note_pid(process.worker, pid)
+            self._coordinator.note_card(process.worker, card)
 
     def _carry_out(self, action: Action, now: float) -> None:
         store = self._store

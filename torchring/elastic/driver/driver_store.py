@@ -19,11 +19,9 @@ from torchring.elastic.protocol import (
     END,
     LATEST,
     TOKEN,
-    Beat,
     Broken,
     Card,
     Generation,
-    beat_key,
     card_key,
     generation_key,
     world_prefix,
@@ -111,14 +109,12 @@ class DriverStore:
         self._set({CALL: b"0", BROKEN: Broken().encode(), LATEST: b"0", END: b"", TOKEN: b""})
 
     def add_worker(self, worker: int) -> None:
-        """Reading this worker's keys waits no more. A worker that was started before the store may have set them."""
-        for key, value in ((card_key(worker), Card("starting").encode()), (beat_key(worker), Beat(0).encode())):
-            self._store.compare_set(key, "", value.decode())
+        """Reading this worker's card waits no more. A worker that was started before the store may have set it."""
+        self._store.compare_set(card_key(worker), "", Card("starting").encode().decode())
 
     def forget_worker(self, worker: int) -> None:
-        """Remove the keys of a worker that has ended."""
-        for key in (card_key(worker), beat_key(worker)):
-            self._store.delete_key(key)
+        """Remove the card of a worker that has ended."""
+        self._store.delete_key(card_key(worker))
 
     def read(self, keys: list[str]) -> list[bytes]:
         """The values of keys that are there. Raises TopologyError if a stranger has changed one, or one of `_OWN`."""

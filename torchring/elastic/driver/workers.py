@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass, field
 from typing import Final
 
-from torchring.elastic.protocol import Beat, Card
+from torchring.elastic.protocol import Card
 
 UNLIMITED: Final = 1 << 30
 _PROOF_SECONDS: Final = 5.0  # of running that prove a worker whose number of steps is unknown
@@ -56,8 +56,7 @@ class Worker:
     # What it says
     card: Card = field(default_factory=lambda: Card("starting"))
     changed_at: float = 0.0  # when its state changed last
-    beat: Beat | None = None
-    beat_at: float = 0.0
+    said_at: float = 0.0  # when it gave a sign of life last
     moved_at: float = 0.0  # when it was seen to make progress, or to begin to wait
     pid: int | None = None
     # What the driver knows of it
@@ -91,8 +90,8 @@ class Worker:
 
     def has_worked(self, clock: float) -> bool:
         """True if it has made steps."""
-        if self.beat is not None and self.beat.made >= 0:
-            return self.beat.made > 0
+        if self.card.made >= 0:
+            return self.card.made > 0
         return self.card.state == "running" and clock - self.changed_at > _PROOF_SECONDS
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import json
 import logging
 import signal
 import sys
@@ -116,8 +115,6 @@ def _run_once(state: State, call: Callable[[], _T], signals: Signals) -> _T:
 def _run(state: State, call: Callable[[], _T], worker: Worker, signals: Signals) -> _T:
     """With a driver: in one generation after the other."""
     signals.on_signal(worker.ask_to_leave)
-    if (theirs := worker.fetch_layout()) is not None:
-        state._parts.check_layout(json.loads(theirs))
     left: dict[str, Any] = {"reason": ""}  # why this rank has left its generation
     has_failed = False  # this rank returns to its last commit
     saves = False  # this rank writes the last checkpoint, if the job is over

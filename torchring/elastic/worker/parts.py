@@ -7,7 +7,6 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -20,7 +19,6 @@ from torchring.collectives.initial_state import (
     check_sendable,
 )
 from torchring.elastic.worker.checkpoint import copy_of
-from torchring.errors import PlanMismatchError
 from torchring.gradients.validation import parameters_of
 from torchring.optimizer import DistributedOptimizer, names_of
 from torchring.sharding.optimizer import ShardedOptimizer
@@ -104,15 +102,6 @@ class Parts:
             lines += [f"{name}.{key}: {tuple(t.shape)} {t.dtype}" for key, t in tensors.items()]
         lines += [f"{name}: {type(each).__name__}" for name, each in {**self.optimizers, **self.others}.items()]
         return [*lines, *(f"{name}: a value" for name in self._values), f"global_batch={self._global_batch}"]
-
-    def check_layout(self, theirs: list[str]) -> None:
-        """Raise PlanMismatchError unless this is the layout of the workers that train."""
-        if theirs != self.layout():
-            theirs_has, mine_has = difference(theirs, self.layout())
-            raise PlanMismatchError(
-                f"this worker's State is not that of the workers that train: they have {theirs_has}, it has "
-                f"{mine_has}; start the same script everywhere"
-            )
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -230,8 +219,3 @@ def _take_groups(optimizer: DistributedOptimizer, groups: Sequence[dict[str, Any
 def command() -> int:
     """A number for the command line of this job, which may hold secrets."""
     return zlib.crc32("\0".join([Path(sys.argv[0]).name, *sys.argv[1:]]).encode(errors="replace"))
-
-
-def difference(theirs: list[str], mine: list[str]) -> tuple[str, str]:
-    """The first line that differs, in both."""
-    return next(pair for pair in zip_longest(theirs, mine, fillvalue="nothing more") if pair[0] != pair[1])

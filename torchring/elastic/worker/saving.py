@@ -6,13 +6,14 @@ import logging
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
 from torchring.collectives.join import Join
 from torchring.collectives.service import internal_collectives_of
 from torchring.elastic.worker.checkpoint import CheckpointWriter, copy_of, newest, newest_step
-from torchring.elastic.worker.parts import FORMAT, Parts, command, difference
+from torchring.elastic.worker.parts import FORMAT, Parts, command
 from torchring.world import World
 
 _EVERY: Final = timedelta(minutes=5)
@@ -72,7 +73,7 @@ class Saving:
             raise ValueError(f"the checkpoint of step {step} in {self.folder} is of another version of torchring")
         mine = self._parts.layout()
         if everything["layout"] != mine:
-            saved_has, mine_has = difference(everything["layout"], mine)
+            saved_has, mine_has = _difference(everything["layout"], mine)
             raise ValueError(
                 f"the checkpoint of step {step} in {self.folder} is of another model or State: it has {saved_has}, "
                 f"the script has {mine_has}; use another folder, or remove the checkpoints"
@@ -124,3 +125,8 @@ class Saving:
             _log.warning("no checkpoint was written to %s: %s", self.folder, error)
             return ""
         return self.newest
+
+
+def _difference(theirs: list[str], mine: list[str]) -> tuple[str, str]:
+    """The first line that differs, in both."""
+    return next(pair for pair in zip_longest(theirs, mine, fillvalue="nothing more") if pair[0] != pair[1])

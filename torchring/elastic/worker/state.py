@@ -8,7 +8,6 @@ on.
 from __future__ import annotations
 
 import functools
-import json
 import logging
 from collections.abc import Callable
 from datetime import timedelta
@@ -295,11 +294,9 @@ class State:
 
     def _meet(self, world: World, rows: list[_Row]) -> None:
         """Collective: have what the rank has that is furthest, and reduce with these ranks."""
-        layout = self._parts.layout()
         if world.size > 1:
+            layout = self._parts.layout()
             collectives_of(world).check_equal([*layout, *(f"{name}: shard=True" for name in self._shares.sharded)])
-        if self._worker is not None and world.rank == 0:
-            self._worker.publish_layout(json.dumps(layout).encode())
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         src = self._share(world, rows)

@@ -10,15 +10,16 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch.distributed import Store
 
 from torchring.elastic import protocol
-from torchring.elastic.protocol import Beat, Broken, Card, Generation, Invitation, WorkerState
+from torchring.elastic.protocol import Broken, Card, Generation, Invitation, WorkerState
 from torchring.elastic.worker.generation import leave_generation, open_generation
 from torchring.elastic.worker.membership import MembershipChange
 from torchring.errors import PeerLostError, TopologyError
@@ -30,7 +31,6 @@ from torchring.rendezvous.store import search
 from torchring.threads import end_at_exit
 from torchring.world import World
 
-_T = TypeVar("_T")
 _CONNECT_SECONDS: Final = 30.0
 _MEETING_LOOK_SECONDS: Final = 0.01
 _SILENT_SECONDS: Final = 60.0  # without an answer, after which the driver counts as gone
@@ -77,7 +77,7 @@ class Worker:
         self._has_looked = False  # set by each look at the store
         self._answered_at = time.monotonic()
         # The thread
-        self._num_beats = 0
+        self._num_cards = 0
         self._beat_at = 0.0  # when the next one is due
         self._store_of_worlds = _connect(invitation)  # the main thread's own connection
         self._store = _connect(invitation)
@@ -179,22 +179,6 @@ class Worker:
         self._say("finished")
         self.close()
 
-    def publish_layout(self, lines: bytes) -> None:
-        """Tell later workers what the workers' states consist of; see `protocol.LAYOUT`."""
-        self._ask(lambda store: store.set(protocol.LAYOUT, lines))  # type: ignore[arg-type]  # takes bytes, too
-
-    def fetch_layout(self) -> bytes | None:
-        """The layout that rank 0 of the last generation has published; None before the first."""
-        key = protocol.LAYOUT
-        return self._ask(lambda store: store.get(key) if store.check([key]) else None)
-
-    def _ask(self, operation: Callable[[Store], _T]) -> _T:
-        """Call the store from the main thread, between generations."""
-        try:
-            return operation(self._store_of_worlds)
-        except dist.DistError as error:
-            raise JobOverError(_gone(error)) from error
-
     def _has_news(self) -> bool:
         return bool(self._over) or (self._newest is not None and self._newest.number > self.generation)
 
@@ -230,20 +214,25 @@ class Worker:
             self._wake.clear()
 
     def _look(self) -> None:
-        """Send the card and the beat that are due, and read what the driver says."""
-        with self._changed:
-            card = self._card if self._has_new_card else None
-            self._has_new_card = False
-        if card is not None:
-            self._set(protocol.card_key(self.number), card.encode())
+        """Send the card if it is due, and read what the driver says."""
         now = time.monotonic()
-        if now >= self._beat_at or self._is_closed:
+        with self._changed:
+            card, is_new, self._has_new_card = self._card, self._has_new_card, False
+        if is_new or now >= self._beat_at or self._is_closed:
             self._beat_at = now + protocol.BEAT_SECONDS
-            self._num_beats += 1
+            self._num_cards += 1
             recorder = self._flight_recorder
             progress, waits = (0, False) if recorder is None else recorder.progress
-            beat = Beat(self._num_beats, self.num_steps, self.num_made, self._is_closed, progress, waits)
-            self._set(protocol.beat_key(self.number), beat.encode())
+            card = replace(
+                card,
+                count=self._num_cards,
+                steps=self.num_steps,
+                made=self.num_made,
+                is_last=self._is_closed,
+                progress=progress,
+                waits=waits,
+            )
+            self._store.set(protocol.card_key(self.number), card.encode())  # type: ignore[arg-type]  # takes bytes, too
         keys = [protocol.CALL, protocol.BROKEN, protocol.LATEST, protocol.END]
         call, broken, latest, over = self._store.multi_get(keys)
         self._answered_at = time.monotonic()
@@ -257,9 +246,6 @@ class Worker:
             self._has_looked = True
             self._pass_on()
             self._changed.notify_all()
-
-    def _set(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)  # type: ignore[arg-type]  # takes bytes, too
 
     def _end(self, reason: str) -> None:
         with self._changed:
