@@ -100,7 +100,8 @@ class Parts:
         for name, module in self.modules.items():
             tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
             lines += [f"{name}.{key}: {tuple(t.shape)} {t.dtype}" for key, t in tensors.items()]
-        lines += [f"{name}: {type(each).__name__}" for name, each in {**self.optimizers, **self.others}.items()]
+        of_torch = {name: each.optimizer for name, each in self.optimizers.items()}  # with shard=True or without
+        lines += [f"{name}: {type(each).__name__}" for name, each in {**of_torch, **self.others}.items()]
         return [*lines, *(f"{name}: a value" for name in self._values), f"global_batch={self._global_batch}"]
 
     def state_dict(self) -> dict[str, Any]:
