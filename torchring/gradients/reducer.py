@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-if TYPE_CHECKING:
-    from torchring.gradients.group import Members
 from torchring.collectives.join import Join
 from torchring.collectives.service import internal_collectives_of
 from torchring.dynamo import is_compiled_backward
@@ -26,14 +24,13 @@ from torchring.gradients.hooks import BackwardWatch, attach_hooks, make_hook
 from torchring.gradients.ledger import note_stale
 from torchring.gradients.module_wrappers import MODULE_WRAPPERS, explain
 from torchring.gradients.reductions import Reductions
-from torchring.gradients.round import (
-    Guest,
-    Participant,
-    overridden,
-)
+from torchring.gradients.round import Guest, Participant, overridden
 from torchring.gradients.validation import refuse_backward, refuse_non_finite, refuse_thawed, refuse_unsettled
 from torchring.gradients.weighing import unfrozen
 from torchring.observer import BACKWARD, BETWEEN, EXPOSED, INPUT, OPTIMIZER
+
+if TYPE_CHECKING:
+    from torchring.gradients.group import Members
 
 Follow: TypeAlias = weakref.WeakMethod[Callable[[Sequence[bytes]], None]]
 
