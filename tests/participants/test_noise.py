@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import torchring
 from tests.support.harness import run_ranks
 from torchring.gradients.plan import ParameterSpec
-from torchring.participants import data, noise
+from torchring.observe import data_check
+from torchring.participants import noise
 from torchring.participants.noise import Rows
 
 _NUM_ROUNDS = 150
@@ -141,5 +142,5 @@ def test_noise_that_hides_the_gradient() -> None:
 
 def test_nothing_is_sent_for_what_ranks_tell_each_other() -> None:
     """It travels among the control bits."""
-    for module in (noise, data):
+    for module in (noise, data_check):
         assert "collectives" not in inspect.getsource(module)
