@@ -20,7 +20,7 @@ PACKAGE = ROOT / "torchring"
 ORDER = [
     "kernels", "rooms", "observer", "errors", "linux", "threads", "dynamo", "releases", "placement", "safe_files",
     "rendezvous", "accelerators", "memory", "world", "interruption", "default_world", "meeting", "transport",
-    "collectives", "allreduce", "devices", "optimizer_wrapper", "gradients", "participants", "observe", "alone",
+    "collectives", "allreduce", "optimizer_wrapper", "gradients", "participants", "devices", "observe", "alone",
     "connection", "norms", "optimizer", "sharding", "joining", "recipes", "monitoring", "launch", "data", "elastic",
     "horovod", "accelerate", "transformers", "lightning", "spark", "ray", "manifest", "doctor", "report", "cli",
     "__main__", "__init__", "bench",
@@ -164,7 +164,7 @@ CORE = (
 )
 ROOMS_WITHIN = ("transport/diagnosis/", "transport/mpi.py")
 # The core still imports these rooms: this set only shrinks.
-STILL_IMPORTED = {"devices/"}
+STILL_IMPORTED: set[str] = set()
 
 
 def is_core(path: str) -> bool:

@@ -18,6 +18,8 @@ _MODULES: Final = {
     "cuda": "torchring.devices.cuda",
     "loose optimizers": "torchring.participants.loose",
     "forward": "torchring.observe.forward",
+    "device agreement": "torchring.devices.agreement",
+    "device all-reduces": "torchring.devices.opening",
     "observe": "torchring.observe.services",
     "elastic": "torchring.elastic.worker.generation",
     "meeting": "torchring.meeting",

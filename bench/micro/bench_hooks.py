@@ -33,6 +33,7 @@ HOOKS = ["none", "empty", "torchring"]
 @dataclass
 class NoOpWire:
     tensor: torch.Tensor
+    scale_first: bool = False
 
 
 class NoOpReduction:

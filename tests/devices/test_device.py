@@ -21,11 +21,14 @@ import torch.distributed as dist
 
 from tests.support.fake_device import COMPUTE, FakeAccelerator, FakeStream, Race
 from torchring.accelerators import ACCELERATORS, accelerator_of
+from torchring.devices import agreement as agreement_module
 from torchring.devices import cuda, engines, symmetric_memory, watchdog
+from torchring.devices.agreement import DeviceAgreement, _first_finding
 from torchring.devices.cuda import CudaAccelerator, span
 from torchring.devices.engines import BackendEngine, HierarchicalEngine, SharedMemoryEngine
 from torchring.devices.handover import describe_handover, why_no_handover
 from torchring.devices.opening import open_on_device
+from torchring.devices.packing import DevicePacking, UnreadGradients, slots_of
 from torchring.devices.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream
 from torchring.devices.symmetric_memory import (
     CudaBlock,
@@ -37,9 +40,7 @@ from torchring.devices.symmetric_memory import (
     share_memory,
 )
 from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
-from torchring.gradients import agreement as agreement_module
-from torchring.gradients.agreement import DeviceAgreement, Timing, _first_finding
-from torchring.gradients.packing import DevicePacking, UnreadGradients, slots_of
+from torchring.gradients.agreement import Timing
 from torchring.gradients.plan import ParameterSpec, build_plan
 from torchring.gradients.round import ControlFields, RoundState
 from torchring.kernels.chunks import ChunkTable

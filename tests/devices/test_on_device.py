@@ -38,11 +38,11 @@ from tests.support.harness import run_ranks
 from tests.support.training import Script, Side, assert_as_one_process, attempt, batch, momentum, small_model, values
 from torchring.allreduce import choice
 from torchring.devices import engines, opening
+from torchring.devices.packing import DevicePacking
 from torchring.gradients import plan as plan_module
 from torchring.gradients.contract import Setup
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.layout import Options
-from torchring.gradients.packing import DevicePacking
 from torchring.gradients.reducer import Reducer
 from torchring.memory import host as host_module
 from torchring.rooms import participants

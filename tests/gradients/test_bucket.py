@@ -14,11 +14,12 @@ import torch
 from tests.support.checks import assert_bitwise
 from tests.support.fake_device import FakeAccelerator
 from torchring.allreduce import NonFinite
+from torchring.devices.packing import DevicePacking, UnreadGradients
 from torchring.devices.stream import NOTHING_FOUND
 from torchring.errors import GradientError
 from torchring.gradients.bucket import COPY_ON_ARRIVAL_BYTES, Bucket, BucketState
 from torchring.gradients.ledger import GradientStatus, OptimizerLedger
-from torchring.gradients.packing import DevicePacking, HostPacking, UnreadGradients
+from torchring.gradients.packing import HostPacking
 from torchring.gradients.plan import ParameterSpec, build_plan
 from torchring.gradients.round import ControlFields, RoundState
 from torchring.gradients.views import CAN_SWAP

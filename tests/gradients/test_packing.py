@@ -12,10 +12,10 @@ import torch
 
 from tests.support.fake_device import COMPUTE, FakeAccelerator
 from torchring.devices import cuda
+from torchring.devices import packing as packing_module
 from torchring.devices.cuda import CudaMark, CudaStream
+from torchring.devices.packing import DevicePacking, UnreadGradients
 from torchring.devices.stream import NOTHING_FOUND
-from torchring.gradients import packing as packing_module
-from torchring.gradients.packing import DevicePacking, UnreadGradients
 from torchring.gradients.plan import ParameterSpec, build_plan
 
 CPU = torch.device("cpu")

@@ -82,7 +82,7 @@ class Place:
 
     def instructions(self) -> AbstractContextManager[Any]:
         """For the time of a launch."""
-        return ptx_in_kernels(Memory([self.signals, *self.pads, self.abort], self.parts)) if self.ptx else nullcontext()
+        return ptx_in_kernels(Memory([self.signals, *self.pads, self.abort])) if self.ptx else nullcontext()
 
     def wire(self, numel: int, dtype: torch.dtype = F32) -> torch.Tensor:
         """The first elements of the own memory."""

@@ -37,6 +37,10 @@ class Wire(Protocol):
         the bucket can tell whether the script wrote to gradients while they were being reduced.
         """
 
+    @property
+    def scale_first(self) -> bool:
+        """Whether inputs should be scaled where they are packed, and not by the all-reduce."""
+
 
 W = TypeVar("W", bound=Wire)
 

@@ -73,6 +73,7 @@ class HierarchicalWire:
     first: int
     column: torch.Tensor
     others: tuple[torch.Tensor, ...]
+    scale_first: bool = False
 
     @property
     def tensor(self) -> torch.Tensor:

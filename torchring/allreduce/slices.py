@@ -53,6 +53,7 @@ class SharedWire:
     tensor: torch.Tensor
     blocks: tuple[Block, ...]
     inputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    scale_first: bool = False
 
 
 class Slices:

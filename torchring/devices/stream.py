@@ -221,6 +221,11 @@ class OnStream:
                 text = f"gradients of the last backward became NaN, and what was trained on them: {self._failure.error}"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
 
+    def leave(self) -> None:
+        """The script ends without closing."""
+        self.finish()
+        self._engine.abort()
+
     def close(self) -> None:
         self.finish()
         self._watchdog.close()

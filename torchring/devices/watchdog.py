@@ -9,18 +9,23 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 import torch
 
 from torchring.errors import PeerTimeoutError, RingError
 from torchring.memory.host import HostGroup
 
-if TYPE_CHECKING:
-    from torchring.devices.stream import OnStream
-
 _LOOK_SECONDS: Final = 0.1  # between two looks at the ranks that the device waits for
 _AFAR_SECONDS: Final = 2.0  # a device that waits for so long may wait for a rank of another host that is gone
+
+
+class Watched(Protocol):
+    """See `OnStream`."""
+
+    def fail(self, error: RingError) -> None: ...
+
+    def leave(self) -> None: ...
 
 
 class DeviceWatchdog:
@@ -39,7 +44,7 @@ class DeviceWatchdog:
 
     def __init__(
         self,
-        all_reduce: OnStream,
+        all_reduce: Watched,
         host: HostGroup | None,
         timeout_seconds: float,
         lost_afar: Callable[[], RingError | None] | None,
@@ -98,8 +103,7 @@ class DeviceWatchdog:
             return
         all_reduce = self._all_reduce()
         if all_reduce is not None:
-            all_reduce.finish()
-            all_reduce.engine.abort()
+            all_reduce.leave()
         self.close()
 
     def _run(self) -> None:

@@ -1,47 +1,28 @@
-"""Ranks agree at the end of a round: on the host, or with the help of a device. `BucketLayout` chooses once.
+"""Ranks agree at the end of a round. `BucketLayout` chooses once how.
 
-On the host, the wire buffers carry everything: which parameters were used, the control bits, and what was not finite.
-
-A device reduces gradients and nothing else. The hosts tell each other which parameters were used, which round it is,
-the control bits and what was found in earlier rounds. They do so in one small message at the end of each backward, when
-the device still has to compute most of the round. So no host waits for a device, and a rank that is dead or out of step
-is found before anybody steps. The message must not come a round late: a rank that skips a round changes the mean of all
-others, and a rank in another round has contributed another step's gradients. How long a round took, and whether its
-gradients were finite, is known when the device has come that far: in one of the next rounds.
+Where the host reduces, the wire buffers carry everything: which parameters were used, the control bits, and what was
+not finite. `devices/agreement.py` is for rounds that a device reduces.
 """
 
 from __future__ import annotations
 
-import struct
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 
-from torchring.accelerators import Mark, Stream
-from torchring.allreduce import TAGS_PER_ROUND, AllReduce, Wire
-from torchring.allreduce.contract import (
-    tag_mismatch,
-)
+from torchring.allreduce import AllReduce, Wire
 from torchring.allreduce.native import NativeWire
 from torchring.collectives.service import internal_collectives_of
-from torchring.devices.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream
-from torchring.devices.watchdog import has_come
 from torchring.gradients.bucket import Bucket
-from torchring.gradients.packing import DevicePacking, HostPacking, MarkingPacking, Packing, UnreadGradients, slots_of
+from torchring.gradients.packing import HostPacking, MarkingPacking, Packing
 from torchring.gradients.plan import BucketPlan, ParameterSpec, Plan
 from torchring.gradients.round import ControlFields, NonFiniteGradient, RoundState
 from torchring.gradients.views import CAN_SWAP
-from torchring.kernels.chunks import ChunkTable
 from torchring.memory.heap import give_back, keep_freed
 from torchring.world import World
-
-_FINDING: Final = struct.Struct("3q")  # number of the round, what was found, in which parameter
-_IN_INPUT, _IN_SUM = 1, 2
 
 
 @dataclass
@@ -79,7 +60,11 @@ class Agreement(Protocol):
     knows_at_once: bool
 
     @property
-    def reductions(self) -> Sequence[PendingOnStream]: ...
+    def reductions(self) -> Sequence[Any]: ...
+
+    @property
+    def starts_at_once(self) -> bool:
+        """Whether a bucket can leave without a wait for other ranks, which may be waiting in another all-reduce."""
 
     def open_wires(self, plan: Plan) -> Sequence[tuple[Wire, Callable[[float], Packing]]]:
         """Collective: for each bucket its wire buffer, and what makes its copies, given the scale before the cast."""
@@ -89,6 +74,9 @@ class Agreement(Protocol):
 
     def is_captured(self) -> bool:
         """Whether a graph records what backward launches."""
+
+    def follow_current_stream(self) -> None:
+        """What is reduced next has been written on the current stream of the device."""
 
     def begin(self) -> None:
         """A round begins. Raises what has ended the all-reduce."""
@@ -119,7 +107,7 @@ class HostAgreement:
     """For rounds that the host reduces. See `Agreement`."""
 
     knows_at_once = True
-    reductions: Sequence[PendingOnStream] = ()
+    reductions: Sequence[Any] = ()
 
     def __init__(
         self,
@@ -129,6 +117,7 @@ class HostAgreement:
         control: ControlFields,
     ) -> None:
         self.overlap = "thread" if all_reduce.in_background else "inline"
+        self.starts_at_once = all_reduce.in_background or all_reduce.algorithm == "direct"
         self._world = world
         self._control = control
         self._all_reduce = all_reduce
@@ -143,6 +132,8 @@ class HostAgreement:
 
     def is_captured(self) -> bool:
         return False
+
+    def follow_current_stream(self) -> None: ...
 
     def begin(self) -> None: ...
 
@@ -182,231 +173,6 @@ class HostAgreement:
         return partial(MarkingPacking, plan=plan, wire=wire)
 
 
-class _Opened(NamedTuple):
-    """One bucket on a device."""
-
-    plan: BucketPlan
-    wire: DeviceWire
-    packing: DevicePacking
-
-
-@dataclass
-class _Unfinished:
-    """A round that the device is still busy with, as far as the host knows."""
-
-    reductions: list[PendingOnStream]
-    backward_end: Mark
-    opened: list[_Opened]
-    packed: list[list[tuple[Sequence[int], ChunkTable]]]
-    reports: dict[int, torch.Tensor]  # by id of the tensor on the device
-
-    def is_over(self) -> bool:
-        return all(map(has_come, self.reports.values())) and self.backward_end.is_reached()
-
-
-class DeviceAgreement:
-    """For rounds that a device reduces. See `Agreement`.
-
-    Args:
-        world: of any size.
-        all_reduce: works in a stream of the device.
-        timing: gets the seconds of every round that the device has finished.
-        control: the control bits.
-        specs, parameters: all of the optimizer's; both lists may grow.
-    """
-
-    knows_at_once = False
-
-    def __init__(
-        self,
-        world: World,
-        all_reduce: OnStream,
-        timing: Timing,
-        control: ControlFields,
-        specs: Sequence[ParameterSpec],
-        parameters: Sequence[torch.nn.Parameter],
-    ) -> None:
-        self.overlap = "stream" if all_reduce.in_background else "inline"
-        self._world = world
-        self._all_reduce = all_reduce
-        self._timing = timing
-        self._control = control
-        self._header = struct.Struct(f"{_FINDING.format}{control.own.num_elements(torch.float64)}d")
-        self._specs = specs
-        self._parameters = parameters
-        self._opened: list[_Opened] = []
-        self._packing_stream: Stream | None = None  # of all buckets; opened with the first
-        self._unread = UnreadGradients(all_reduce.accelerator)
-        self._unfinished: deque[_Unfinished] = deque()
-        self._finding: tuple[int, int] | None = None  # (kind, parameter), for the other ranks
-        self._backward_end: Mark | None = None
-        self.reductions: list[PendingOnStream] = []
-
-    def open_wires(self, plan: Plan) -> list[tuple[Wire, Callable[[float], Packing]]]:
-        wires = self._all_reduce.open_wires(wires_of(plan))
-        return [(wire, partial(self._packing, bucket, wire)) for bucket, wire in zip(plan.buckets, wires, strict=True)]
-
-    def expect(self, specs: Sequence[ParameterSpec]) -> None: ...
-
-    def is_captured(self) -> bool:
-        return self._all_reduce.accelerator.is_capturing()
-
-    def begin(self) -> None:
-        self.poll()
-        if self._all_reduce.take_started():  # of a round that was broken off
-            self._fetch_reports()
-        self._take_packed()
-        reports = list(self._reports().values())
-        if self._packing_stream is None:
-            return
-        reduced = self._all_reduce.stream.mark()
-
-        def clear_reports() -> None:
-            reduced.hold_current()  # packing overwrites what was reduced, and reports that are being fetched
-            for report in reports:
-                report.fill_(NOTHING_FOUND)
-
-        self._packing_stream.run(clear_reports)
-
-    def backward_is_over(self) -> None:
-        self._backward_end = self._all_reduce.accelerator.mark_current()
-
-    def agree(self, current: RoundState, buckets: Sequence[Bucket]) -> None:
-        """See `Agreement`.
-
-        Raises PlanMismatchError where a rank is in another round, PeerLostError, PeerTimeoutError.
-        """
-        self._keep_unfinished()
-        (kind, parameter), self._finding = self._finding or (0, 0), None
-        flags = [bucket.flags.numpy() for bucket in buckets]
-        used = np.concatenate(flags).astype(np.bool_).tobytes() if flags else b""
-        bits = self._control.own.encode(current.bits, torch.float64)
-        mine = self._header.pack(current.number, kind, parameter, *bits) + used
-        everybody = internal_collectives_of(self._world).all_gather_bytes(mine)
-        headers = [self._header.unpack_from(theirs) for theirs in everybody]
-        for rank, (number, *_) in enumerate(headers):
-            if number != current.number:
-                tags = current.number * TAGS_PER_ROUND, number * TAGS_PER_ROUND
-                raise tag_mismatch(self._world.rank, tags[0], rank, tags[1])
-        if any(text[self._header.size :] != used for text in everybody):  # else this rank's flags are right already
-            parts = [np.frombuffer(text, np.uint8, offset=self._header.size) for text in everybody]
-            ends = np.cumsum([len(own) for own in flags])
-            for own, part in zip(flags, np.split(np.sum(parts, axis=0), ends), strict=False):
-                own[:] = part
-        current.sums = self._control.decode_gathered([header[3:] for header in headers])
-        if found := _first_finding(headers):
-            culprit, index = found
-            # The gradient of that round is gone. The parameter shows whether it was trained on.
-            trained = self._parameters[index]
-            current.non_finite = NonFiniteGradient(culprit, self._specs[index].name, lambda: trained)
-
-    def find_non_finite(self) -> NonFiniteGradient | None:
-        self._all_reduce.accelerator.synchronize()
-        self._take_finished()
-        (kind, parameter), self._finding = self._finding or (0, 0), None
-        everybody = internal_collectives_of(self._world).all_gather_bytes(_FINDING.pack(0, kind, parameter))
-        found = _first_finding([_FINDING.unpack(theirs) for theirs in everybody])
-        if found is None:
-            return None
-        culprit, index = found
-        return NonFiniteGradient(culprit, self._specs[index].name, None)
-
-    def end(self) -> None: ...
-
-    def poll(self) -> None:
-        self._all_reduce.check()
-        self._take_finished()
-
-    def wait_for_device(self) -> None:
-        self._all_reduce.accelerator.synchronize()
-        self._take_finished()
-        self._opened = []
-
-    def _packing(self, plan: BucketPlan, wire: DeviceWire, scale: float) -> DevicePacking:
-        all_reduce = self._all_reduce
-        if self._packing_stream is None:
-            self._packing_stream = all_reduce.accelerator.open_stream()
-        packing = DevicePacking(
-            scale,
-            plan,
-            wire.buffer,
-            wire.found_in_inputs,
-            self._packing_stream,
-            all_reduce.accelerator,
-            reduction_stream=all_reduce.stream,
-            unread=self._unread,
-        )
-        self._opened.append(_Opened(plan, wire, packing))
-        return packing
-
-    def _keep_unfinished(self) -> None:
-        """Every bucket of this round has been launched."""
-        assert self._backward_end is not None
-        self.reductions, reports = self._all_reduce.take_started(), self._fetch_reports()
-        self._unfinished.append(
-            _Unfinished(self.reductions, self._backward_end, list(self._opened), self._take_packed(), reports)
-        )
-
-    def _take_finished(self) -> None:
-        while self._unfinished and self._unfinished[0].is_over():
-            finished = self._unfinished.popleft()
-            self._take_time(finished)
-            self._finding = self._finding or _find(finished, self._parameters)
-
-    def _take_time(self, finished: _Unfinished) -> None:
-        reductions = finished.reductions
-        if not reductions:
-            return
-        busy = sum(reduction.end.milliseconds_since(reduction.begin) for reduction in reductions)
-        exposed = max(0.0, reductions[-1].end.milliseconds_since(finished.backward_end))
-        self._timing.add(busy / 1e3, min(busy, exposed) / 1e3)
-
-    def _take_packed(self) -> list[list[tuple[Sequence[int], ChunkTable]]]:
-        """The tables that were packed since the last call, in this round or in a round that was broken off."""
-        return [opened.packing.take_packed() for opened in self._opened]
-
-    def _reports(self) -> dict[int, torch.Tensor]:
-        """The tensors in which kernels report NaN: one for each set of wires that was opened together."""
-        return {id(wire.report): wire.report for _, wire, _ in self._opened}
-
-    def _fetch_reports(self) -> dict[int, torch.Tensor]:
-        """Have the device send the reports to the host, after everything that was launched."""
-        fetched: dict[int, torch.Tensor] = {}
-        fetch, reports = self._all_reduce.accelerator.fetch, self._reports()
-        self._all_reduce.stream.run(lambda: fetched.update({key: fetch(report) for key, report in reports.items()}))
-        for copy in fetched.values():
-            self._all_reduce.seal(copy)
-        return fetched
-
-
 def wires_of(plan: Plan) -> list[tuple[int, torch.dtype]]:
     """(elements, dtype) of each bucket's wire buffer."""
     return [(bucket.numel, bucket.wire_dtype) for bucket in plan.buckets]
-
-
-def _find(finished: _Unfinished, parameters: Sequence[torch.nn.Parameter]) -> tuple[int, int] | None:
-    """(what was found, in which parameter) first in a round. Inputs of this rank go before sums."""
-    found = None
-    for (plan, wire, _), packed in zip(finished.opened, finished.packed, strict=True):
-        chunk, element = finished.reports[id(wire.report)][wire.row].tolist()
-        if chunk != NOTHING_FOUND:
-            return _IN_INPUT, _suspect([plan.slots[slot].parameter for slot in slots_of(packed, chunk)], parameters)
-        if element != NOTHING_FOUND and found is None:
-            found = _IN_SUM, [slot.parameter for slot in plan.slots if slot.offset <= element][-1]
-    return found
-
-
-def _suspect(indices: Sequence[int], parameters: Sequence[torch.nn.Parameter]) -> int:
-    """The first of several parameters that is not finite by now; the first one if none is, as when nobody stepped."""
-    if len(indices) == 1:
-        return indices[0]
-    return next((i for i in indices if not bool(parameters[i].isfinite().all())), indices[0])
-
-
-def _first_finding(headers: Sequence[Sequence[int]]) -> tuple[int | None, int] | None:
-    """(rank, parameter) of the lowest rank that found something in its own gradients; else (None, parameter)."""
-    for kind in (_IN_INPUT, _IN_SUM):
-        for rank, header in enumerate(headers):
-            if header[1] == kind:
-                return (rank if kind == _IN_INPUT else None), header[2]
-    return None

@@ -153,7 +153,7 @@ class OptimizerGroup:
     A backward inside `no_sync()` of all optimizers that it reaches sends nothing, as with a single optimizer. After a
     backward that was broken off, buckets that have left are waited for in step 3: only then have all ranks said that
     the same buckets have left everywhere. Where a bucket cannot leave without a wait for other ranks
-    (`BucketLayout.starts_at_once`), all buckets leave in step 3.
+    (`Agreement.starts_at_once`), all buckets leave in step 3.
 
     Attributes:
         members: the reducers. They know of each other what `Members` says, and never call the group.

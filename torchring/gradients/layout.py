@@ -12,12 +12,9 @@ import torch
 from torchring.accelerators import accelerator_of
 from torchring.allreduce import AllReduce
 from torchring.allreduce.choice import Choice
-from torchring.allreduce.native import NativeWire
 from torchring.allreduce.select import open_all_reduce, open_chosen
 from torchring.collectives.service import internal_collectives_of
-from torchring.devices.opening import open_on_device
-from torchring.devices.stream import DeviceWire, OnStream
-from torchring.gradients.agreement import Agreement, DeviceAgreement, HostAgreement, Timing, wires_of
+from torchring.gradients.agreement import Agreement, HostAgreement, Timing, wires_of
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.launcher import Launcher
 from torchring.gradients.plan import (
@@ -116,8 +113,10 @@ class BucketLayout:
         world.on_failure(self.all_reduce)
         self.launcher = Launcher(self.all_reduce, progress, waiting)
         self.agreement: Agreement
-        if isinstance(self.all_reduce, OnStream):
-            self.agreement = DeviceAgreement(world, self.all_reduce, self.timing, control, self.specs, self.parameters)
+        if on_device:
+            self.agreement = room("device agreement").DeviceAgreement(
+                world, self.all_reduce, self.timing, control, self.specs, self.parameters
+            )
         else:
             self.agreement = HostAgreement(world, self.all_reduce, self.timing, control)
 
@@ -128,16 +127,6 @@ class BucketLayout:
     @property
     def current_plan(self) -> Plan:
         return Plan(tuple(bucket.plan for bucket in self.buckets))
-
-    @property
-    def starts_at_once(self) -> bool:
-        """Whether a bucket can leave without a wait for other ranks, which may be waiting in another all-reduce.
-
-        On a device, two reductions that wait for their peers may keep each other from running.
-        """
-        all_reduce = self.all_reduce
-        on_host = not isinstance(all_reduce, OnStream)
-        return on_host and (all_reduce.in_background or all_reduce.algorithm == "direct")
 
     @property
     def reason(self) -> str:
@@ -206,7 +195,10 @@ class BucketLayout:
     def _open_all_reduce(self, device: torch.device) -> tuple[AllReduce[Any], Choice]:
         world, options, wires = self.world, self.options, wires_of(self.first_plan)
         if accelerator := accelerator_of(device):
-            return open_on_device(world, options.algorithm, options.overlap, wires, accelerator)
+            opened: tuple[AllReduce[Any], Choice] = room("device all-reduces").open_on_device(
+                world, options.algorithm, options.overlap, wires, accelerator
+            )
+            return opened
         if options.algorithm == "auto":
             return open_chosen(world, options.overlap, wires)
         return open_all_reduce(world, options.algorithm, options.overlap), Choice(options.algorithm, "asked for")
@@ -218,7 +210,7 @@ class BucketLayout:
                 scale=self.options.scale(self.world.size),
                 is_sum=self.options.is_sum,
                 packing=packing,
-                scale_first=isinstance(wire, (DeviceWire, NativeWire)) and wire.scale_first,
+                scale_first=wire.scale_first,
             )
             for bucket, (wire, packing) in zip(plan.buckets, self.agreement.open_wires(plan), strict=True)
         ]

@@ -157,7 +157,7 @@ class Reductions:
         current = RoundState(
             number=self.round.next_number,
             step=self.num_steps,
-            hold=is_unordered and not self.layout.starts_at_once,
+            hold=is_unordered and not self.layout.agreement.starts_at_once,
             is_unordered=is_unordered,
             is_absent=is_absent,
             is_empty=is_absent,

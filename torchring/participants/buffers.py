@@ -20,7 +20,7 @@ import logging
 import math
 import weakref
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
@@ -30,7 +30,6 @@ from torchring.allreduce import AllReduce, NonFinite, Wire
 from torchring.collectives.digests import digests
 from torchring.collectives.operations import check_dense, check_writable
 from torchring.collectives.service import Collectives, collectives_of, internal_collectives_of
-from torchring.devices.stream import OnStream
 from torchring.gradients.contract import Setup
 from torchring.gradients.layout import SyncBuffers
 from torchring.gradients.reducer import Reducer
@@ -182,6 +181,7 @@ class BufferSync(Participant):
         specs: the buffers; equal on all ranks.
         all_reduce: reduces the wire.
         device: where the wire is.
+        follow: called when the wire was packed on the current stream of the device.
 
     Attributes:
         places: of the buffers that travel.
@@ -192,13 +192,19 @@ class BufferSync(Participant):
     reduce_scale = 1.0
 
     def __init__(
-        self, world: World, specs: Sequence[BufferSpec], all_reduce: AllReduce[Any], device: torch.device
+        self,
+        world: World,
+        specs: Sequence[BufferSpec],
+        all_reduce: AllReduce[Any],
+        device: torch.device,
+        follow: Callable[[], None],
     ) -> None:
         self.places = frozenset(spec.place for spec in specs if spec.choice != "own")
         self.index = 0
         self._world = world
         self._all_reduce = all_reduce
         self._device = device
+        self._follow = follow
         self._pending = world.shared(_Pending)
         self._own = [spec for spec in specs if spec.choice == "own"]  # that are not known to differ
         self._due_at = 0  # number of the round after which these are compared
@@ -211,7 +217,9 @@ class BufferSync(Participant):
         assert setup.model is not None
         specs = buffer_specs(setup.model, setup.options.sync_buffers, setup.ignored)
         collectives_of(setup.world).check_equal([f"buffer {i}: {spec.describe()}" for i, spec in enumerate(specs)])
-        reducer.buffers = own = cls(setup.world, specs, reducer.layout.all_reduce, reducer.parameters[0].device)
+        layout = reducer.layout
+        follow = layout.agreement.follow_current_stream
+        reducer.buffers = own = cls(setup.world, specs, layout.all_reduce, reducer.parameters[0].device, follow)
         return own
 
     @property
@@ -233,8 +241,7 @@ class BufferSync(Participant):
     def begin_reduce(self) -> None:
         """The wire goes to the all-reduce."""
         self._layout.pack()
-        if isinstance(self._all_reduce, OnStream):
-            self._all_reduce.stream.follow()
+        self._follow()
 
     def end_reduce(self, non_finite: NonFinite | None) -> None:
         """The wire comes back reduced. What is not finite there is the script's: a mask may well hold infinities."""
