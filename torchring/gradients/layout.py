@@ -78,6 +78,7 @@ class BucketLayout:
     Attributes:
         all_reduce: reduces wire buffers.
         choice: the algorithm, and why it was chosen.
+        reason: why this algorithm was chosen, and where this rank runs.
         launcher: has the buckets.
         agreement: how ranks agree at the end of a round, on the host or with a device.
         timing: how long rounds took.
@@ -110,6 +111,7 @@ class BucketLayout:
         if (size := default_bucket_mb(*ranks, self.choice.algorithm, on_device=on_device)) != self._bucket_mb:
             self._bucket_mb = size
             self.first_plan = self.plan(first)
+        self.reason = "; ".join(filter(None, (self.choice.reason, os.environ.get(room("placement").PLACE, ""))))
         world.on_failure(self.all_reduce)
         self.launcher = Launcher(self.all_reduce, progress, waiting)
         self.agreement: Agreement
@@ -127,11 +129,6 @@ class BucketLayout:
     @property
     def current_plan(self) -> Plan:
         return Plan(tuple(bucket.plan for bucket in self.buckets))
-
-    @property
-    def reason(self) -> str:
-        """Why this algorithm was chosen, and where this rank runs."""
-        return "; ".join(filter(None, (self.choice.reason, os.environ.get(room("placement").PLACE, ""))))
 
     @property
     def bucket_bytes(self) -> int:
