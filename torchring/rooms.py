@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 _MODULES: Final = {
-    "diagnosis": "torchring.transport.diagnosis.gloo_peers",
+    "diagnosis": "torchring.transport.diagnosis.culprit",
     "mpi": "torchring.transport.mpi",
     "buffers": "torchring.participants.buffers",
     "cuda": "torchring.devices.cuda",

@@ -72,7 +72,7 @@ class C10dTransport:
         self._under_way: set[C10dTransfer] = set()  # kept alive: Gloo reads and writes the memory of their tensors
         self._pid = os.getpid()
         # Failures
-        self._diagnosis: Diagnosis = room("diagnosis").GlooDiagnosis(rendezvous, name, host, self.ranks)
+        self._diagnosis: Diagnosis = room("diagnosis").Culprits(rendezvous, name, host, self.ranks)
         self._failure = FirstFailure()
         self._failing = threading.RLock()
         self._is_closed = False

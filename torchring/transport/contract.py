@@ -64,7 +64,7 @@ class Transport(Protocol):
 class Diagnosis(Protocol):
     """Finds the rank at fault when a transfer of a `C10dTransport` fails, and tells the other ranks.
 
-    `diagnosis/gloo_peers.py` has it. Where a method takes a `peer`, None stands for a collective of all ranks.
+    `diagnosis/culprit.py` has it. Where a method takes a `peer`, None stands for a collective of all ranks.
     """
 
     def check_endpoints(self) -> None:

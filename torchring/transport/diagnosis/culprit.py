@@ -17,6 +17,8 @@ from torchring.errors import PeerLostError, PeerTimeoutError, RingError, encode_
 from torchring.memory.host import HostGroup
 from torchring.memory.noticeboard import Noticeboard
 from torchring.rendezvous.rendezvous import Rendezvous, notice_key
+from torchring.transport.diagnosis.endpoints import Endpoint, cannot_connect, check_endpoints, own_endpoint
+from torchring.transport.diagnosis.sockets import Links, open_sockets
 
 # After a timeout, how long to look for a notice of the suspect. If the suspect was waiting for another rank, the
 # suspect's timeout comes at about the same moment.
@@ -34,7 +36,9 @@ _NETWORK: Final = (
 
 
 class Culprits:
-    """Tells the other ranks of a failure of one channel, and finds out what they tell.
+    """Tells the other ranks of a failure of one channel, and finds out what they tell. See `Diagnosis`.
+
+    MPI has no links to look at, and connects by itself.
 
     Args:
         rendezvous: the world's store.
@@ -48,24 +52,46 @@ class Culprits:
     ) -> None:
         # With a short timeout: the connection to the store may be cut, too.
         self._rendezvous = rendezvous.with_timeout(_GRACE_SECONDS)
+        self._meeting = rendezvous
         self._timeout_seconds = rendezvous.timeout_seconds
         self._name = name
         self._host = host
         self._notices = (host and host.notices) or Noticeboard(rendezvous)
         self._others = [rank for rank in range(rendezvous.size) if rank != rendezvous.rank]
         self._peers = self._others if ranks is None else [rank for rank in ranks if rank != rendezvous.rank]
+        self._endpoints: list[Endpoint] = []
+        self._before: dict[int, int] = {}
+        self._links: Links | None = None
         # Peers whose links were closed when this rank's wait failed, before this rank closed its own. A live rank says
         # whom it suspects before it closes links.
         self._closed: list[int] = []
+
+    def check_endpoints(self) -> None:
+        texts = self._meeting.all_gather(f"transport/{self._name}", own_endpoint().encode())
+        self._endpoints = [Endpoint.decode(text) for text in texts]
+        check_endpoints(self._meeting.rank, self._endpoints)
+        self._before = open_sockets()
+
+    def note_links(self) -> None:
+        self._links = Links(self._before)
+        ends = self._meeting.all_gather(f"transport/{self._name}/connected", self._links.own_ends())
+        self._links.match(self._meeting.rank, ends)
+
+    def cannot_connect(self, failure: BaseException) -> RingError:
+        return cannot_connect(self._meeting.rank, self._endpoints, failure)
+
+    def is_open(self, peer: int) -> bool | None:
+        return None if self._links is None else self._links.is_open(peer)
+
+    def seconds_silent(self) -> float:
+        return float("inf") if self._links is None else self._links.seconds_silent()
 
     def report(self, error: RingError) -> None:
         """Leave `error` for the peers."""
         self._notices.post(error)
         key = notice_key(self._rendezvous.rank)
         with contextlib.suppress(RingError):  # the store may be gone
-            self._rendezvous.publish_once(
-                key, encode_error(error)
-            )  # on one host, too, where the store may be left alone
+            self._rendezvous.publish_once(key, encode_error(error))  # on one host, too: the store stays for suspects
         lost = error.peers if isinstance(error, (PeerLostError, PeerTimeoutError)) else ()
         survivors = [rank for rank in self._others if rank not in lost]
         self._rendezvous.stay_until_published([notice_key(rank) for rank in survivors], _STAY_SECONDS)
@@ -80,6 +106,7 @@ class Culprits:
             peer: None in a collective.
             timed_out: the wait was too long; else a link broke.
         """
+        self._closed = [rank for rank in self._peers if self.is_open(rank) is False]
         with contextlib.suppress(RingError):
             text = f"{-1 if peer is None else peer} {int(timed_out)}"
             self._rendezvous.publish_once(_suspect_key(self._rendezvous.rank), text.encode())
