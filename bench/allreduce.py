@@ -47,7 +47,7 @@ from torchring.allreduce.select import Algorithm, open_all_reduce
 from torchring.bench import measure, rivals, turns
 from torchring.bench.measure import Spread, Turn, stopped_by_signals
 from torchring.default_world import default_world
-from torchring.doctor.render import human_bytes
+from torchring.doctor.report import human_bytes
 from torchring.launch.arguments import duration
 
 OURS = ("direct", "native", "tensor", "torchring.horovod", "gloo", "copy")

@@ -32,7 +32,7 @@ from torchring.bench.measure import Spread, Turn
 from torchring.bench.netns import Network
 from torchring.bench.network import Layout
 from torchring.default_world import default_world
-from torchring.doctor.render import human_bytes
+from torchring.doctor.report import human_bytes
 from torchring.launch.arguments import duration
 from torchring.transport.open import open_transport
 

@@ -21,29 +21,21 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Final
 
-from torchring.default_world import BACKENDS
-from torchring.doctor.checks import examine
-from torchring.doctor.facts import gather
-from torchring.doctor.rank import take_part
-from torchring.doctor.render import render
-from torchring.doctor.report import Report, verdict
-from torchring.errors import RingError, TopologyError
+from torchring.errors import TopologyError
 from torchring.launch.arguments import Parser, duration, hosts_of, positive, setting
 from torchring.launch.hosts import LaunchError
 from torchring.launch.launcher import start
 from torchring.launch.output import STDERR, STDOUT
+from torchring.releases import require_packages
 from torchring.rendezvous.environment import CHOICE, JOB, LaunchEnvironment, read_environment
 
 _DEFAULT_RANKS: Final = 2
 _DEFAULT_TIMEOUT_SECONDS: Final = 30.0
 _MEASURING_SECONDS: Final = 120.0  # on top of four time-outs
-_SCRIPT: Final = Path(__file__).with_name("__main__.py")
 # None could be started, or this process was told to stop.
 _LAUNCHER_CODES: Final = (2, *(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)))
-_RANK_KEYS: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -55,18 +47,15 @@ def main(arguments: Sequence[str]) -> int:
         # The ranks that are started here get an address of their own: a MASTER_ADDR of the shell's is not for them.
         is_shells = starts_ranks and "WORLD_SIZE" not in os.environ
         launch = read_environment({k: v for k, v in os.environ.items() if k != "MASTER_ADDR" or not is_shells})
-    except TopologyError as error:
-        if next((os.environ[key] for key in _RANK_KEYS if key in os.environ), "0") != "0":
-            print(f"torchring doctor: {error}", file=sys.stderr)  # rank 0 has the error in its report
-            return 1
-        return _deliver(options, Report(launcher="?", ranks=[gather(0)], problems=[error.message]))
-    if launch.size > 1 and starts_ranks:
-        parser.error(f"{launch.launcher} has started {launch.size} ranks already; leave -np, -H and --hostfile out")
-    if launch.size == 1 and (starts_ranks or (launch.launcher == "none" and JOB not in os.environ)):
-        try:
+        if launch.size > 1 and starts_ranks:
+            parser.error(f"{launch.launcher} has started {launch.size} ranks already; leave -np, -H and --hostfile out")
+        if launch.size == 1 and (starts_ranks or (launch.launcher == "none" and JOB not in os.environ)):
             return _start(options)
-        except LaunchError as error:
-            parser.error(str(error))
+    except LaunchError as error:
+        parser.error(str(error))
+    except TopologyError as error:
+        print(f"torchring doctor: {error}", file=sys.stderr)
+        return 1
     return _take_part(launch, options)
 
 
@@ -84,7 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--env", type=setting, action="append", default=[], metavar="K=V", help="for the ranks' environment"
     )
-    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="the engine between hosts, as for init()")
+    engine = "the engine between hosts, as for init()"
+    parser.add_argument("--backend", choices=("auto", "gloo", "mpi"), default="auto", help=engine)
     parser.add_argument(
         "--timeout",
         type=duration,
@@ -96,46 +86,45 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _take_part(launch: LaunchEnvironment, options: argparse.Namespace) -> int:
-    """Measure with the other ranks. Rank 0 prints the report. Returns the exit code, the same on all ranks."""
-    stdout = os.dup(STDOUT)
-
-    def deliver(report: Report) -> int:
-        os.dup2(stdout, STDOUT)
-        return _deliver(options, report)
-
-    os.dup2(STDERR, STDOUT)  # libraries print there, too
-    limit = 4 * options.timeout + _MEASURING_SECONDS  # a driver may hang
-    faulthandler.dump_traceback_later(limit, exit=True, file=STDERR)
-    try:
-        return take_part(launch, options.backend, options.timeout, deliver)
-    except RingError as error:
-        print(f"torchring doctor: {error}", file=sys.stderr)
-        return 1
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-        os.dup2(stdout, STDOUT)
-        os.close(stdout)
-
-
-def _deliver(options: argparse.Namespace, report: Report) -> int:
-    """Print the report. Returns the exit code."""
-    findings = examine(report)
-    judged = verdict(findings)
-    if options.json:
-        found = {"verdict": judged, "findings": [vars(finding) for finding in findings], **asdict(report)}
-        print(json.dumps(found, indent=1), flush=True)
-    else:
-        print(render(report, findings), end="", flush=True)
-    return 1 if judged == "wrong" else 0
-
-
 def _start(options: argparse.Namespace) -> int:
     """Run ranks as `torchring run` does. Rank 0 prints the report. Raises LaunchError."""
+    require_packages()
     hosts = hosts_of(options)
     num_proc = options.num_proc if hosts or options.num_proc else _DEFAULT_RANKS
-    command = [str(_SCRIPT), "--backend", options.backend, "--timeout", str(options.timeout)]
+    command = ["-m", "torchring.doctor", "--backend", options.backend, "--timeout", str(options.timeout)]
     command += ["--json"] if options.json else []
     os.environ.pop(CHOICE, None)  # TORCHRING_LAUNCHER=none of the shell's would have each rank start others
     code = start(command, num_proc, hosts, dict(options.env))
     return code if code in _LAUNCHER_CODES else min(code, 1)
+
+
+def _take_part(launch: LaunchEnvironment, options: argparse.Namespace) -> int:
+    """Measure with the other ranks. Rank 0 prints the report, and its exit code says the verdict.
+
+    Launchers end the other ranks as soon as one fails. So the others say nothing, unless rank 0 cannot.
+    """
+    stdout = os.dup(STDOUT)
+    os.dup2(STDERR, STDOUT)  # libraries print there, too
+    # A driver may hang.
+    faulthandler.dump_traceback_later(4 * options.timeout + _MEASURING_SECONDS, exit=True, file=STDERR)
+    try:
+        from torchring.doctor.checks import examine
+        from torchring.doctor.rank import take_part
+        from torchring.doctor.report import show, verdict
+
+        report = take_part(launch, options.backend, options.timeout)
+        findings = examine(report)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        os.dup2(stdout, STDOUT)
+        os.close(stdout)
+    if launch.rank != 0:
+        if report.problem:
+            print(f"torchring doctor: rank {launch.rank}: {report.problem}", file=sys.stderr)
+        return int("rank 0" in report.problem)
+    if options.json:
+        found = {"verdict": verdict(findings), "findings": [vars(finding) for finding in findings], **asdict(report)}
+        print(json.dumps(found, indent=1), flush=True)
+    else:
+        show(report, findings)
+    return 1 if verdict(findings) == "wrong" else 0

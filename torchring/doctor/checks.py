@@ -18,7 +18,6 @@ from torchring.errors import ranks_in_words
 _NEEDED_BYTES_PER_RANK: Final = 512 << 20
 _MUST_BE_EQUAL: Final = ("torchring", "torch")  # ranks with different versions may not understand each other
 _BUSY: Final = 1.2  # load of a core; the doctor's own ranks run for less than a minute
-_WHOLE_MACHINE: Final = ("0.0.0.0", "::")
 
 
 def examine(report: Report) -> list[Finding]:
@@ -26,19 +25,10 @@ def examine(report: Report) -> list[Finding]:
     return [finding for check in CHECKS for finding in check(report)]
 
 
-def check_presence(report: Report) -> Iterator[Finding]:
-    """Every rank has shown up, and no operation failed."""
-    for problem in report.problems:
-        yield Finding("wrong", "failed", problem)
-    missing = set(range(report.size)) - {rank.rank for rank in report.ranks}
-    if report.ranks and missing:
-        yield Finding(
-            "wrong",
-            "missing",
-            f"{ranks_in_words(missing)} of {report.size} did not show up within {report.timeout_seconds:g} s: never "
-            "started, stuck in an import, or without a way to the rendezvous; see what the launcher says of "
-            f"{'it' if len(missing) == 1 else 'them'}",
-        )
+def check_problem(report: Report) -> Iterator[Finding]:
+    """All ranks have met, and no operation failed."""
+    if report.problem:
+        yield Finding("wrong", "failed", report.problem)
 
 
 def check_versions(report: Report) -> Iterator[Finding]:
@@ -146,8 +136,6 @@ def check_gpus(report: Report) -> Iterator[Finding]:
         out_of_reach = _pairs_without(most.gpu_peers)
         if len(most.gpus) > 1:
             text += f"; no peer access between {out_of_reach}" if out_of_reach else "; all reach each other's memory"
-        if (slow := _pairs_without(most.gpu_atomics)) and not out_of_reach:
-            text += f"; over PCIe, without native atomics, between {slow}"
         if len(ranks) > len(most.gpus):
             text += f"; {len(ranks)} ranks take turns on them"
         yield Finding("note", "GPUs", text)
@@ -174,23 +162,14 @@ def check_backends(report: Report) -> Iterator[Finding]:
         is_ok = False
         text = f"torch on {ranks_in_words(without)} is built without Gloo, which carries gradients between hosts"
         yield Finding("wrong", "backends", f"{text}; install a build that has it")
-    if broken := [rank.rank for rank in report.ranks if rank.mpi == ""]:
-        is_ok = False
-        text = f"mpi4py is installed but does not load on {ranks_in_words(broken)}"
-        yield Finding("warning", "backends", f"{text}; `python -c 'from mpi4py import MPI'` there says why")
-    lacking = [rank.rank for rank in report.ranks if rank.mpi is None]
+    lacking = [rank.rank for rank in report.ranks if not rank.versions.get("mpi4py")]
     if report.launcher.startswith("mpi") and lacking:
         is_ok = False
         text = f"started by {report.launcher}, but {ranks_in_words(lacking)} lack mpi4py, so MPI cannot carry gradients"
         yield Finding("warning", "backends", f"{text}; pip install mpi4py, built for that MPI")
-    if len(by := _group((rank.mpi, rank.rank) for rank in report.ranks if rank.mpi)) > 1:
-        is_ok = False
-        libraries = ", ".join(f"{library} on {ranks_in_words(ranks)}" for library, ranks in by.items())
-        yield Finding("warning", "backends", f"MPI is {libraries}; such ranks may not understand each other")
     if report.ranks and is_ok:
         first = report.ranks[0]
-        mpi = f"MPI ({first.mpi})" if first.mpi else "MPI"
-        engines = {"Gloo": first.has_gloo, "NCCL": first.has_nccl, mpi: first.mpi}
+        engines = {"Gloo": first.has_gloo, "NCCL": first.has_nccl, "MPI": first.versions.get("mpi4py")}
         have = ", ".join(name for name, is_there in engines.items() if is_there) or "none"
         lack = ", ".join(f"no {name}" for name, is_there in engines.items() if not is_there)
         yield Finding("ok", "backends", "; ".join(filter(None, [have, lack])))
@@ -203,19 +182,13 @@ def check_rendezvous(report: Report) -> Iterator[Finding]:
         return
     host = f"[{store.host}]" if ":" in store.host else store.host
     where = f"{host}:{store.port}, hosted by {store.hosted_by}"
-    # The store is on rank 0's machine, as far as ranks can see: torchrun, too, hosts the store on the first node.
-    own = next((rank.interfaces for rank in report.ranks if rank.rank == 0), [])
-    listens = store.listens_on or list(_WHOLE_MACHINE)  # the default of TCPStore
-    is_everywhere = not set(listens).isdisjoint(_WHOLE_MACHINE)
-    reached = [*([address for _, address in own] if is_everywhere else listens), *store.addresses]
-    if public := sorted({address for address in reached if is_public(address)}):
-        text = (
+    if public := sorted(set(filter(is_public, store.addresses))):
+        yield Finding(
+            "warning",
+            "rendezvous",
             f"{where}, can be reached at {', '.join(public)}, a public address: whoever connects can end or misdirect "
-            f"the training. Have a firewall close port {store.port} to strangers"
+            f"the training. Have a firewall close port {store.port} to strangers",
         )
-        if is_everywhere:
-            text += "; another MASTER_ADDR does not help, as the store listens on all interfaces"
-        yield Finding("warning", "rendezvous", text)
     else:
         yield Finding("ok", "rendezvous", f"{where}; at no public address")
 
@@ -225,7 +198,7 @@ def check_gloo_addresses(report: Report) -> Iterator[Finding]:
 
     An address that other hosts cannot reach is found when the network is measured: opening the transport says so.
     """
-    if report.backend not in ("", "gloo") or report.problems:
+    if report.backend not in ("", "gloo") or report.problem:
         return
     if len({(rank.machine, rank.network_namespace) for rank in report.ranks}) < 2:
         return
@@ -254,7 +227,7 @@ def check_paths(report: Report) -> Iterator[Finding]:
 
 
 CHECKS: Final[tuple[Callable[[Report], Iterator[Finding]], ...]] = (
-    check_presence,
+    check_problem,
     check_versions,
     check_hosts,
     check_cores,

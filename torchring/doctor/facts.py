@@ -1,9 +1,7 @@
-"""What a rank can find out alone: versions, cores, memory, GPUs, network interfaces, MPI. Linux."""
+"""What a rank can find out alone: versions, cores, memory, GPUs, network interfaces. Linux."""
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
 import math
 import mmap
 import os
@@ -11,8 +9,6 @@ import platform
 import shutil
 import socket
 import struct
-import subprocess
-import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +20,6 @@ import torch.distributed as dist
 from torchring import placement
 from torchring.devices.handover import describe_handover
 from torchring.doctor.report import RankFacts
-from torchring.launch.jobs import OWN_IMPORTS
 from torchring.linux import boot_id, create_memory, host_name
 from torchring.releases import installed_version
 from torchring.rendezvous.addresses import gloo_address, list_interfaces, resolve
@@ -32,24 +27,12 @@ from torchring.rendezvous.addresses import gloo_address, list_interfaces, resolv
 _PACKAGES: Final = ("torchring", "torch", "triton", "numpy", "mpi4py")
 _LISTENING: Final = "0A"  # in /proc/net/tcp
 _CONTROL_GROUPS: Final = Path("/sys/fs/cgroup")
-_MPI_SECONDS: Final = 20.0
-_NATIVE_ATOMICS: Final = 3  # cudaDevP2PAttrNativeAtomicSupported, of enum cudaDeviceP2PAttr in CUDA's driver_types.h
-_ASK_MPI: Final = f"""{OWN_IMPORTS}
-import mpi4py
-mpi4py.rc.initialize = False
-from mpi4py import MPI
-print(MPI.Get_library_version().splitlines()[0])
-"""
 
 
-def gather(rank: int, *, joins_mpi: bool = False) -> RankFacts:
+def gather(rank: int) -> RankFacts:
     """Facts about this process and its machine. Takes about 0.1 s, plus the first use of a GPU.
 
     What cannot be found out is left unknown.
-
-    Args:
-        joins_mpi: whether this process will communicate over MPI. Otherwise MPI is loaded in another process, because
-            a library that does not fit may crash or hang.
     """
     interfaces, cores = list_interfaces(), os.sched_getaffinity(0)
     available, limit = memory_bytes()
@@ -57,7 +40,6 @@ def gather(rank: int, *, joins_mpi: bool = False) -> RankFacts:
     return RankFacts(
         rank=rank,
         hostname=host_name(),
-        pid=os.getpid(),
         uid=os.getuid(),
         boot=boot_id(),
         network_namespace=_read("/proc/self/ns/net"),
@@ -75,33 +57,14 @@ def gather(rank: int, *, joins_mpi: bool = False) -> RankFacts:
         gpu_peers=[
             [i == j or torch.cuda.can_device_access_peer(i, j) for j in range(len(gpus))] for i in range(len(gpus))
         ],
-        gpu_atomics=gpu_atomics(len(gpus)),
         triton_lacks=triton_lacks(),
         handover=describe_handover(),
         memfd_error=try_memfd(),
         has_gloo=dist.is_gloo_available(),
         has_nccl=dist.is_nccl_available(),
-        mpi=ask_mpi(joins_mpi),
         interfaces=interfaces,
         gloo_address=gloo_address(os.environ, interfaces, resolve(host_name())),
     )
-
-
-def gpu_atomics(count: int) -> list[list[bool]]:
-    """See `RankFacts`. GPUs that are connected by PCIe have no such atomics. Unknown without NVIDIA's runtime."""
-    if count < 2 or torch.version.cuda is None:
-        return []
-    try:
-        runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")  # which torch has loaded
-    except OSError:
-        return []
-
-    def has_atomics(source: int, target: int) -> bool:
-        value = ctypes.c_int(0)
-        failed = runtime.cudaDeviceGetP2PAttribute(ctypes.byref(value), _NATIVE_ATOMICS, source, target)
-        return not failed and value.value == 1
-
-    return [[i == j or has_atomics(i, j) for j in range(count)] for i in range(count)]
 
 
 def triton_lacks() -> list[str]:
@@ -173,27 +136,6 @@ def try_memfd() -> str | None:
     except OSError as error:
         return str(error)
     return None
-
-
-def ask_mpi(joins_mpi: bool) -> str | None:
-    """The MPI library's name and version; see `RankFacts`."""
-    if importlib.util.find_spec("mpi4py") is None:
-        return None
-    try:
-        if joins_mpi:
-            from mpi4py import MPI
-
-            said = MPI.Get_library_version().splitlines()[0]
-        else:
-            # Without what a launcher tells its ranks: this process takes part in no MPI job.
-            environ = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PMI_"))}
-            ran = subprocess.run(
-                [sys.executable, "-c", _ASK_MPI], env=environ, capture_output=True, timeout=_MPI_SECONDS, check=True
-            )
-            said = ran.stdout.decode().splitlines()[-1]  # after what the library itself may print
-        return said.strip("\0 ").split(", package")[0]
-    except Exception:  # a library that does not fit may raise anything
-        return ""
 
 
 def usable_cores(ranks: Sequence[RankFacts]) -> int:

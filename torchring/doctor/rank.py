@@ -1,182 +1,194 @@
-"""One rank's part: it tells rank 0 what it knows, measures with the other ranks, and learns the verdict.
+"""One rank's part, as in a training script: join the world, gather the facts of all ranks, measure.
 
-Measuring goes in stages, and every rank says how each stage ended. So rank 0 can name a rank that fails, dies or hangs
-in a stage, and the others start no further stage. No rank waits for another longer than the time-out and a few seconds.
+Every rank has the whole report. A rank that fails, dies or hangs on the way is in the error that the others get.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
+import itertools
+import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 
 import torch
-from torch.distributed import Store, TCPStore
+from torch.distributed import TCPStore
 
 from torchring import default_world as worlds
+from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.select import choose
+from torchring.collectives.functions import all_gather_object, barrier
 from torchring.default_world import Backend
-from torchring.doctor import probe
 from torchring.doctor.facts import gather, listening_addresses
-from torchring.doctor.report import ChoiceFacts, PathFacts, RankFacts, Report, StoreFacts, read
-from torchring.errors import RingError, TopologyError, ranks_in_words
-from torchring.meeting import launcher_store
+from torchring.doctor.report import ChoiceFacts, PathFacts, Report, StoreFacts
+from torchring.errors import RingError
+from torchring.memory.channel import POLL_SECONDS
 from torchring.rendezvous.addresses import resolve
 from torchring.rendezvous.environment import LaunchEnvironment
-from torchring.rendezvous.rendezvous import Rendezvous
-from torchring.rendezvous.signed import bottom, within
+from torchring.rendezvous.signed import bottom
+from torchring.transport.contract import Transport
 from torchring.transport.open import open_transport
 from torchring.world import World
 
-BUCKETS: Final = tuple(
-    (num_bytes, dtype) for dtype in (torch.float32, torch.bfloat16) for num_bytes in (64 << 10, 1 << 20, 25 << 20)
-)
-_GRACE_SECONDS: Final = 5.0  # the time-outs of the other ranks may end a little later than this rank's
-_POLL_SECONDS: Final = 0.01
-_STAY_SECONDS: Final = 3.0  # for the other ranks to read the exit code, if rank 0 hosts the store
+_BUCKETS: Final = (64 << 10, 1 << 20, 25 << 20)
+_LATENCY_BYTES: Final = 1 << 10
+_SMALLEST_BYTES: Final = 64 << 10
+_LARGEST_BYTES: Final = 64 << 20
+_LONG_SECONDS: Final = 0.05  # a transfer that takes as long needs no larger one
+_REPETITIONS: Final = 3
+_WHOLE_MACHINE: Final = ("0.0.0.0", "::")
 
 
-def take_part(
-    launch: LaunchEnvironment, backend: Backend, timeout_seconds: float, finish: Callable[[Report], int]
-) -> int:
-    """Collective. Rank 0 passes its report to `finish`, and every rank returns the exit code that `finish` returns.
-
-    Raises a RingError on a rank other than 0 that cannot reach rank 0.
-    """
+def take_part(launch: LaunchEnvironment, backend: Backend, timeout_seconds: float) -> Report:
+    """Collective. What failed is in the report."""
     started = time.monotonic()
-    engine = "gloo" if backend == "auto" else backend
-    report = Report(launch.launcher, launch.size, timeout_seconds, backend=engine)
-    report.ranks.append(gather(launch.rank, joins_mpi=launch.over_mpi or backend == "mpi"))
+    report = Report(launch.launcher, launch.size, "gloo" if backend == "auto" else backend)
+    report.ranks = [gather(launch.rank)]
+    doing = "joining the ranks"
     try:
-        store = launcher_store(launch, timeout_seconds)
-    except RingError as error:
-        if launch.rank != 0:
-            raise
-        report.problems.append(error.message)
-        return finish(report)
-    if store is None:
-        report.hosts = [[0]]
-        report.seconds = time.monotonic() - started
-        return finish(report)
-    rendezvous = Rendezvous(within(store, "doctor"), launch.rank, launch.size, timeout_seconds)
-    rendezvous.store_host = None if launch.store_is_hosted else 0
-    _publish(rendezvous, "facts", report.ranks[0])
-    if launch.rank == 0:
-        facts = _collect(rendezvous, "facts", range(launch.size), timeout_seconds)
-        report.ranks = [read(RankFacts, of_rank) for of_rank in facts.values()]
-        report.store = _describe(launch, store)
-        available = min(rank.memory_available_bytes for rank in report.ranks)
-        _publish(rendezvous, "plan", {"all_are_here": len(facts) == launch.size, "available_bytes": available})
-    plan = _collect(rendezvous, "plan", [0], 2 * timeout_seconds).get(0)
-    if plan is None:
-        raise TopologyError(f"rank 0 did not show up within {2 * timeout_seconds:g} s", rank=launch.rank)
-    if plan["all_are_here"]:
-        _measure(rendezvous, report, plan["available_bytes"], backend)
-    if launch.rank == 0:
-        report.seconds = time.monotonic() - started
-        code = finish(report)
-        rendezvous.publish("code", str(code).encode())
-        rendezvous.stay_until_published([f"left/{rank.rank}" for rank in report.ranks[1:]], _STAY_SECONDS)
-    else:
-        code = int(rendezvous.fetch("code", 0))
-        with contextlib.suppress(RingError):  # rank 0 may have gone, and the store with it
-            rendezvous.publish(f"left/{launch.rank}", b"")
-    return code
-
-
-def _publish(rendezvous: Rendezvous, topic: str, value: object) -> None:
-    rendezvous.publish(f"{topic}/{rendezvous.rank}", json.dumps(value, default=asdict).encode())
-
-
-def _collect(rendezvous: Rendezvous, topic: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]:
-    """{rank: what it published}, once all are there or `seconds` have passed. Ranks that published nothing are absent.
-
-    `Rendezvous.all_gather` would raise for the first rank that is absent, and not tell of the others.
-    """
-    deadline = time.monotonic() + seconds
-    found: dict[int, Any] = {}
-    missing = set(ranks)
-    while True:
-        for rank in sorted(missing):
-            if rendezvous.is_published(key := f"{topic}/{rank}"):
-                found[rank] = json.loads(rendezvous.fetch(key, rank))
-        missing -= found.keys()
-        if not missing or time.monotonic() > deadline:
-            return dict(sorted(found.items()))
-        time.sleep(_POLL_SECONDS)
-
-
-def _describe(launch: LaunchEnvironment, store: Store) -> StoreFacts:
-    store = bottom(store)
-    assert isinstance(store, TCPStore)
-    host, port = launch.master or (store.host, store.port)
-    hosted_by = launch.launcher if launch.store_is_hosted else "rank 0"
-    return StoreFacts(host, port, resolve(host), hosted_by, listening_addresses(port))
-
-
-def _measure(rendezvous: Rendezvous, report: Report, available_bytes: int, backend: Backend) -> None:
-    """Collective. Runs stages up to the first one in which a rank fails, and adds to `report` what they find."""
-    stages: dict[str, Callable[[], dict[str, Any]]] = {
-        "joining the ranks": lambda: _join(backend, rendezvous.timeout_seconds),
-        "measuring shared memory": lambda: _shared(worlds.default_world(), available_bytes),
-        "measuring the network": lambda: _network(worlds.default_world()),
-        "asking what algorithm='auto' picks": lambda: _choices(worlds.default_world()),
-    }
-    try:
-        for label, stage in stages.items():
-            if not _run_stage(rendezvous, report, label, stage):
-                break
+        world = worlds.init(backend, timeout_seconds=timeout_seconds)
+        report.ranks = all_gather_object(report.ranks[0])
+        report.hosts = [list(ranks) for ranks in world.hosts]
+        if world.rank == 0 and world.size > 1:
+            report.store = _describe_store(world, launch, report)
+        doing = "measuring"
+        report.paths = _measure(world, min(rank.memory_available_bytes for rank in report.ranks))
+        doing = "asking what algorithm='auto' picks"
+        for num_bytes in _BUCKETS:
+            choice = choose(world, [(num_bytes // 4, torch.float32)])
+            report.choices.append(ChoiceFacts(num_bytes, choice.algorithm, choice.reason))
+        barrier()  # a rank that is done takes its part of the world with it
+    except Exception as error:  # every error belongs into the report
+        said = error.message if isinstance(error, RingError) else f"{type(error).__name__}: {error}"
+        report.problem = f"{doing} failed: {said}"
     finally:
         worlds.shutdown()
+    report.seconds = time.monotonic() - started
+    return report
 
 
-def _run_stage(rendezvous: Rendezvous, report: Report, label: str, stage: Callable[[], dict[str, Any]]) -> bool:
-    """Run a stage, and add to `report` what it found on all ranks. Returns whether it succeeded on every rank."""
-    try:
-        result = stage()
-    except Exception as error:  # every error belongs into the report, and no rank shall wait for this one
-        result = {"error": error.message if isinstance(error, RingError) else f"{type(error).__name__}: {error}"}
-    _publish(rendezvous, label, result)
-    results = _collect(rendezvous, label, range(rendezvous.size), rendezvous.timeout_seconds + _GRACE_SECONDS)
-    failures: dict[str, list[int]] = defaultdict(list)
-    for rank, found in results.items():
-        if "error" in found:
-            failures[found["error"]].append(rank)
-        report.hosts = found.get("hosts", report.hosts)  # the same on all ranks, as choices are
-        report.paths += [read(PathFacts, path) for path in found.get("paths", [])]
-        if "choices" in found:
-            report.choices = [read(ChoiceFacts, choice) for choice in found["choices"]]
-    if silent := set(range(rendezvous.size)) - results.keys():
-        report.problems.append(f"{ranks_in_words(silent)} stopped answering while {label}")
-    for text, ranks in failures.items():
-        report.problems.append(f"{label} failed on {ranks_in_words(ranks)}: {text}")
-    return not silent and not failures
+def _describe_store(world: World, launch: LaunchEnvironment, report: Report) -> StoreFacts | None:
+    """The store is on rank 0's machine, as far as ranks can see: torchrun, too, hosts the store on the first node."""
+    tcp = None if world.rendezvous is None else bottom(world.rendezvous.store)
+    if not isinstance(tcp, TCPStore):
+        return None
+    host, port = launch.master or (tcp.host, tcp.port)
+    listens = listening_addresses(port) or _WHOLE_MACHINE  # the default of TCPStore
+    if not set(listens).isdisjoint(_WHOLE_MACHINE):
+        listens = [address for _, address in report.ranks[0].interfaces]
+    hosted_by = launch.launcher if launch.store_is_hosted else "rank 0"
+    return StoreFacts(host, port, hosted_by, [*listens, *resolve(host)])
 
 
-def _join(backend: Backend, timeout_seconds: float) -> dict[str, Any]:
-    return {"hosts": worlds.init(backend, timeout_seconds=timeout_seconds).hosts}
-
-
-def _shared(world: World, available_bytes: int) -> dict[str, Any]:
-    return {"paths": probe.measure_shared_memory(world, available_bytes)}
-
-
-def _network(world: World) -> dict[str, Any]:
-    transport = open_transport(world)
-    try:
-        return {"paths": probe.measure_pairs(world, transport)}
-    finally:
-        transport.close()
-
-
-def _choices(world: World) -> dict[str, Any]:
+def _measure(world: World, available_bytes: int) -> list[PathFacts]:
+    """All-reduces within each host, then messages between the first ranks of each host and of the next, in turns."""
     found = []
-    for num_bytes, dtype in BUCKETS:
-        choice = choose(world, [(num_bytes // dtype.itemsize, dtype)])
-        name = str(dtype).removeprefix("torch.")
-        found.append(ChoiceFacts(num_bytes, name, choice.algorithm, choice.reason, dict(choice.seconds)))
-    return {"choices": found}
+    if world.host is not None and world.host.size > 1:
+        path = _measure_host(world, min(_LARGEST_BYTES, available_bytes // (8 * world.size)))
+        found += [path] if world.host.index == 0 else []
+    if len(world.hosts) > 1:
+        transport = open_transport(world)
+        try:
+            firsts = [ranks[0] for ranks in world.hosts]
+            for pair in itertools.pairwise([*firsts, firsts[0]] if len(firsts) > 2 else firsts):
+                if world.rank in pair:
+                    path = _measure_pair(transport, world.rank, sum(pair) - world.rank)
+                    found += [path] if world.rank == pair[0] else []
+                barrier()
+        finally:
+            transport.close()
+    return [path for of_rank in all_gather_object(found) for path in of_rank]
+
+
+def _measure_host(world: World, most_bytes: int) -> PathFacts:
+    """All-reduce as training does."""
+    assert world.host is not None
+    host = world.host
+    all_reduce = DirectAllReduce(host, poll_seconds=POLL_SECONDS)
+
+    def prepare(num_bytes: int) -> Callable[[], tuple[float, bool]]:
+        (wire,) = all_reduce.open_wires([(num_bytes // 4, torch.float32)])
+        pattern = torch.arange(num_bytes // 4, dtype=torch.float32).remainder_(251)
+        expected = pattern * host.size + sum(host.ranks)
+
+        def once() -> tuple[float, bool]:
+            wire.tensor.copy_(pattern).add_(world.rank)
+            started = time.perf_counter()
+            all_reduce.start(wire).wait()
+            return time.perf_counter() - started, torch.equal(wire.tensor, expected)
+
+        return once
+
+    def agree(value: float) -> float:
+        of_ranks.tensor.zero_()[host.index] = value
+        all_reduce.start(of_ranks).wait()
+        return float(of_ranks.tensor.max())
+
+    try:
+        (of_ranks,) = all_reduce.open_wires([(host.size, torch.float32)])
+        return _time("shared memory", list(host.ranks), prepare, agree, most_bytes)
+    finally:
+        all_reduce.close()
+
+
+def _measure_pair(transport: Transport, rank: int, other: int) -> PathFacts:
+    """Messages in both directions at once. A link that moves no data raises a RingError after the world's timeout."""
+
+    def swap(outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+        for transfer in [transport.receive(incoming, other), transport.send(outgoing, other)]:
+            transfer.wait()
+
+    def agree(value: float) -> float:
+        theirs = torch.zeros(1, dtype=torch.float64)
+        swap(torch.tensor([value], dtype=torch.float64), theirs)
+        return max(value, float(theirs))
+
+    def prepare(num_bytes: int) -> Callable[[], tuple[float, bool]]:
+        outgoing, expected = (_pattern(num_bytes, of) for of in (rank, other))
+        incoming = torch.zeros_like(outgoing)
+
+        def once() -> tuple[float, bool]:
+            incoming.zero_()
+            agree(0.0)  # so that neither rank waits for the other to prepare
+            started = time.perf_counter()
+            swap(outgoing, incoming)
+            return time.perf_counter() - started, torch.equal(incoming, expected)
+
+        return once
+
+    return _time(transport.engine, [rank, other], prepare, agree, _LARGEST_BYTES)
+
+
+def _pattern(num_bytes: int, rank: int) -> torch.Tensor:
+    """[num_bytes] uint8, different for each rank. No 4 KiB of it are like the next."""
+    return torch.arange(num_bytes).add_(rank * 7).remainder_(251).to(torch.uint8)
+
+
+def _time(
+    kind: str,
+    ranks: list[int],
+    prepare: Callable[[int], Callable[[], tuple[float, bool]]],
+    agree: Callable[[float], float],
+    most_bytes: int,
+) -> PathFacts:
+    """Time transfers of sizes that grow by four, until one is long: 100 Mbit/s need less data than shared memory.
+
+    Args:
+        prepare: gives a transfer of so many bytes, which returns its seconds and whether the data arrived unchanged.
+        agree: the largest value of the ranks, on all of them, so that all of them stop at the same size.
+    """
+    arrived_intact = True
+
+    def seconds_of(num_bytes: int, repetitions: int = _REPETITIONS) -> float:
+        nonlocal arrived_intact
+        once = prepare(num_bytes)
+        results = [once() for _ in range(repetitions + 1)]  # the first one fills caches
+        arrived_intact &= all(intact for _, intact in results)
+        return agree(statistics.median(seconds for seconds, _ in results[1:]))
+
+    latency = seconds_of(_LATENCY_BYTES, 20)
+    size = _SMALLEST_BYTES
+    while (seconds := seconds_of(size)) < _LONG_SECONDS and 4 * size <= most_bytes:
+        size *= 4
+    arrived_intact = agree(0.0 if arrived_intact else 1.0) == 0.0
+    return PathFacts(kind, ranks, latency * 1e6, size / seconds / 1e9, size, arrived_intact)

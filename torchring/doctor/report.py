@@ -1,14 +1,17 @@
-"""What `torchring doctor` knows, as plain data: facts about ranks, paths and choices, and findings."""
+"""What `torchring doctor` knows, as plain data, and how it is printed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Final, TypeVar
+import importlib.util
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from torchring.errors import ranks_in_words
 
 LEVELS: Final = ("ok", "note", "warning", "wrong")  # from good to bad; a note is a fact without a verdict
-
-_T = TypeVar("_T")
+_WIDTH: Final = 110  # of tables in a file or a pipe
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,6 @@ class RankFacts:
 
     rank: int
     hostname: str = "?"
-    pid: int = 0
     uid: int = -1
     boot: str = ""  # equal on ranks under the same running kernel, containers included
     network_namespace: str = ""  # of the process, as Linux numbers it
@@ -42,14 +44,11 @@ class RankFacts:
     memory_limit_bytes: int | None = None  # of the control group
     gpus: list[str] = field(default_factory=list)
     gpu_peers: list[list[bool]] = field(default_factory=list)  # [i][j]: whether GPU i reaches GPU j's memory
-    # [i][j]: whether atomic operations of GPU i on GPU j's memory are atomic for both
-    gpu_atomics: list[list[bool]] = field(default_factory=list)
     triton_lacks: list[str] = field(default_factory=list)  # what compiling kernels takes, and is not there
-    handover: dict[str, str] = field(default_factory=dict)  # see `devices.handover.describe_handover`
+    handover: dict[str, str] = field(default_factory=dict)  # see `memory.handover.describe_handover`
     memfd_error: str | None = None  # why memfd_create fails here; None if it works
     has_gloo: bool = False
     has_nccl: bool = False
-    mpi: str | None = None  # version of the MPI library; None without mpi4py, "" if mpi4py does not load
     # [name, address] pairs: the first IPv4 address of each interface, all IPv6 ones
     interfaces: list[list[str]] = field(default_factory=list)
     gloo_address: str = ""  # where Gloo will listen; "" if the interface in GLOO_SOCKET_IFNAME does not exist
@@ -66,22 +65,18 @@ class StoreFacts:
 
     host: str  # name or address, as the launcher told the ranks
     port: int
-    addresses: list[str] = field(default_factory=list)  # what `host` resolves to on rank 0
-    hosted_by: str = "rank 0"  # or the launcher
-    # Addresses at which a process on rank 0's machine listens; empty if unknown
-    listens_on: list[str] = field(default_factory=list)
+    hosted_by: str  # "rank 0" or the launcher
+    addresses: list[str]  # at which the store can be reached
 
 
 @dataclass(frozen=True)
 class PathFacts:
-    """How fast these ranks communicate over one kind of path."""
+    """How fast these ranks communicate: by all-reduces in shared memory, or by messages in both directions at once."""
 
     kind: str  # "shared memory", "Gloo" or "MPI"
     ranks: list[int]
-    latency_us: float  # time to swap 8 bytes; in shared memory, of an all-reduce of 1 KiB
-    # In each direction, while both are in use, in transfers of `num_bytes`. In shared memory: bytes over time of an
-    # all-reduce.
-    gigabytes_per_second: float
+    latency_us: float  # of 1 KiB
+    gigabytes_per_second: float  # of `num_bytes`; of messages in each direction
     num_bytes: int
     arrived_intact: bool = True  # the data arrived unchanged
 
@@ -91,36 +86,72 @@ class ChoiceFacts:
     """What algorithm="auto" picks for a bucket."""
 
     num_bytes: int
-    dtype: str
     algorithm: str
     reason: str
-    seconds: dict[str, float] = field(default_factory=dict)  # by candidate; empty if none was measured
 
 
 @dataclass
 class Report:
     """All facts, as they are gathered. `checks.examine` judges them."""
 
-    launcher: str = "none"  # what started the ranks, as torchring reads the environment
+    launcher: str  # what started the ranks, as torchring reads the environment
     size: int = 1  # number of ranks that the launcher started
-    timeout_seconds: float = 0.0  # how long rank 0 waits for the others
-    seconds: float = 0.0  # how long it took to gather all this
     backend: str = ""
+    seconds: float = 0.0  # how long it took to gather all this
+    ranks: list[RankFacts] = field(default_factory=list)  # of all ranks; of this one where they did not meet
+    hosts: list[list[int]] = field(default_factory=list)  # ranks that share memory; empty where they did not meet
     store: StoreFacts | None = None
-    ranks: list[RankFacts] = field(default_factory=list)  # that showed up, in ascending order
-    hosts: list[list[int]] = field(default_factory=list)  # ranks that share memory; empty without a world
     paths: list[PathFacts] = field(default_factory=list)
     choices: list[ChoiceFacts] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)  # operations that failed, in words
-
-
-def read(kind: type[_T], data: Mapping[str, Any]) -> _T:
-    """Make a dataclass from JSON. Ignores unknown keys: another rank may have another version of torchring."""
-    known = {item.name for item in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{key: value for key, value in data.items() if key in known})
+    problem: str = ""  # what failed, in words
 
 
 def verdict(findings: Sequence[Finding]) -> str:
     """The worst level: "ok", "warning" or "wrong"."""
     worst = max((LEVELS.index(finding.level) for finding in findings), default=0)
     return "ok" if LEVELS[worst] == "note" else LEVELS[worst]
+
+
+def show(report: Report, findings: Sequence[Finding]) -> None:
+    """Print the report for people. Its last line says the verdict."""
+    by = f"started by {report.launcher}" + (f", backend {report.backend}" if report.backend else "")
+    print(f"torchring doctor: {len(report.ranks)} of {report.size} ranks, {by}; took {report.seconds:.1f} s\n")
+    marks = {"ok": "ok", "note": "", "warning": "WARNING", "wrong": "WRONG"}
+    _table((), [(marks[finding.level], finding.topic, finding.text) for finding in findings])
+    if report.paths:
+        _table(("path", "1 KiB", "bandwidth"), [_path_row(path) for path in report.paths])
+    if report.choices:
+        rows = [(human_bytes(choice.num_bytes), choice.algorithm, choice.reason) for choice in report.choices]
+        _table(("bucket", "auto picks", "because"), rows)
+    wrong, warnings = (sum(finding.level == level for finding in findings) for level in ("wrong", "warning"))
+    print(f"{wrong} wrong, {warnings} warnings" if wrong or warnings else "All is well.", flush=True)
+
+
+def human_bytes(count: int) -> str:
+    """65536 -> "64 KiB"."""
+    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{round(count / size, 2):g} {unit}"
+    return f"{count} B"
+
+
+def _path_row(path: PathFacts) -> tuple[str, str, str]:
+    how = "all-reduce" if path.kind == "shared memory" else "each way"
+    speed = f"{path.gigabytes_per_second:.3g} GB/s {how} ({human_bytes(path.num_bytes)})"
+    return f"{path.kind}, {ranks_in_words(path.ranks)}", f"{path.latency_us:.0f} us", speed
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """By rich, which wraps long cells; without rich, a line for each row."""
+    if importlib.util.find_spec("rich") is None:
+        print(*("  ".join(row) for row in (header, *rows)), "", sep="\n")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*header, box=None, show_header=bool(header), pad_edge=False, padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*row)
+    console = Console(markup=False, highlight=False, emoji=False, width=None if sys.stdout.isatty() else _WIDTH)
+    console.print(table)
+    console.print()
