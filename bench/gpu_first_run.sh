@@ -1,22 +1,19 @@
 #!/usr/bin/env bash
 # The first run of torchring on a machine with GPUs, the most telling parts first:
 #
-#     bash bench/gpu_first_run.sh FOLDER                everything, in about 40 minutes
+#     bash bench/gpu_first_run.sh FOLDER                everything, in about half an hour
 #     bash bench/gpu_first_run.sh FOLDER 1              the first of four runs of at most ten minutes each: 1, 2, 3, 4
 #     bash bench/gpu_first_run.sh FOLDER facts smoke    some parts
 #
 #   1 facts       the machine, its links, versions, and what torchring makes of it
 #     smoke       one test of each way through the GPU path; ends at the first failure
 #     tests       tests of training
-#     streams     ranks as streams of one GPU: aborts, waiting blocks, meetings, the order of memory
 #   2 steps       overhead, peak memory and host time: what decides what to build next
 #     kernels     tests of the kernels
 #   3 rates       kernels against a copy
-#     overlap     one profiled step, with ring and with direct
 #     sanitizer   tests of the kernels in which no kernel waits, under compute-sanitizer
-#     ncu, ncu_direct, ncu_one    profiles of pack and unpack, and of direct with one rank and as one of eight
+#     ncu, ncu_direct    profiles of pack and unpack, and of direct
 #   4 allreduce   between processes
-#     sharding    training steps with shard=True, and without
 #
 # FOLDER gets the output of each part as it comes, the benchmarks' rows in rows.jsonl, and, after each part, summary.txt
 # and results.md, which says what was measured and what it means. No part needs another one, and the next one starts
@@ -69,7 +66,6 @@ mapfile -t training < <(grep -rl 'mark\.gpu' tests --include='test_*.py' --exclu
 tests=("$python" -m pytest -m gpu -v -p no:cacheprovider --durations 10 -o timeout=150 -o faulthandler_timeout=100)
 smoke='(sums_are_exact and direct and 2) or no_step_waits or ring_of_one or nccl_engine_alone or (between_streams and 2)'
 bench=("$python" -m torchring.bench.gpu --json "$out/rows.jsonl" --sections)
-overlap=("$python" bench/overlap.py --json "$out/rows.jsonl" --trace)
 unwaiting='worked_example or spoils_nothing or pack or unpack or accumulate'
 profiled=(ncu --set full --clock-control none --launch-count 6 --kernel-name)
 worker=("$python" -m torchring.bench.gpu --worker)
@@ -78,20 +74,15 @@ worker=("$python" -m torchring.bench.gpu --worker)
 part 1 facts 60 bash -c "$machine; exec $python -c '$facts'"
 part 1 smoke 110 "${tests[@]}" -x "${training[@]}" tests/kernels/test_direct.py -k "$smoke"
 part 1 tests 250 "${tests[@]}" --maxfail=4 "${training[@]}"
-part 1 streams 125 "${bench[@]}" streams
 part 2 steps 210 "${bench[@]}" step bucket copy
 part 2 kernels 340 "${tests[@]}" --maxfail=6 tests/kernels
 part 3 rates 105 "${bench[@]}" kernels
-part 3 overlap 100 bash -c '"$@" "$0/ring.json" --algorithm ring && "$@" "$0/direct.json" --algorithm direct' \
-    "$out" "${overlap[@]}"
 tool_part compute-sanitizer 3 sanitizer 170 bash -c 'for tool in memcheck racecheck synccheck; do compute-sanitizer \
     --tool $tool --target-processes all --error-exitcode 9 "$@" || exit; done' \
     sanitizer "${tests[@]}" tests/kernels -k "$unwaiting"
 tool_part ncu 3 ncu 50 "${profiled[@]}" 'regex:_(un)?pack_kernel' "${worker[@]}" kernels,none
 tool_part ncu 3 ncu_direct 50 "${profiled[@]}" _direct_kernel "${worker[@]}" bucket,none
-tool_part ncu 3 ncu_one 50 "${profiled[@]}" _direct_kernel "${worker[@]}" one,none
 part 4 allreduce 290 "${bench[@]}" allreduce
-part 4 sharding 190 "${bench[@]}" sharding
 echo "Results are in $out:"
 cat "$out/summary.txt"
 exit "$failed"

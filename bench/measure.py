@@ -242,24 +242,20 @@ def run_on_hosts(
     arguments: Sequence[str],
     *,
     environment: Mapping[str, str] = {},
-    servers: int = 0,
 ) -> None:
     """Run `script` on all hosts of a network, with one thread in each rank. Raises SystemExit if a rank fails.
 
     Args:
         environment: more variables for all ranks.
-        servers: number of hosts, the last ones, that run one process each which is not of the world. Its RANK is
-            WORLD_SIZE or more.
     """
-    num_hosts = network.num_hosts - servers
-    count = num_hosts * ranks_per_host
+    count = network.num_hosts * ranks_per_host
     shared = {"MASTER_ADDR": network.addresses[0], "MASTER_PORT": "29500", "WORLD_SIZE": str(count), **search_path()}
-    shared |= {"LOCAL_WORLD_SIZE": str(ranks_per_host), "GROUP_WORLD_SIZE": str(num_hosts)}
+    shared |= {"LOCAL_WORLD_SIZE": str(ranks_per_host), "GROUP_WORLD_SIZE": str(network.num_hosts)}
     shared |= {"GLOO_SOCKET_IFNAME": netns.INTERFACE, "OMP_NUM_THREADS": "1"}
     shared |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # otherwise PyTorch warns that the addresses have no names
     commands = []
-    for rank in range(count + servers):
-        host, local_rank = divmod(rank, ranks_per_host) if rank < count else (num_hosts + rank - count, 0)
+    for rank in range(count):
+        host, local_rank = divmod(rank, ranks_per_host)
         own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(host)}
         command = network.command(host, [sys.executable, script, *arguments])
         commands.append(Command(f"rank {rank}", command, {**shared, **own, **environment}))

@@ -10,13 +10,11 @@ each with its own copy of the model:
     torchring bf16   the same with compression="bf16"
     ddp              DistributedDataParallel(model, gradient_as_bucket_view=True) over Gloo
     ddp fp16         the same with fp16_compress_hook
-    parameter server a process on a host of its own adds up the buckets of DistributedDataParallel (parameter_server.py)
     alone            no communication at all
 
-"busiest link" is what crosses it in one direction in a step, counted by the network interfaces of the hosts. It must be
-what the algorithm promises. In a ring of N ranks, 2(N-1)/N of the gradients' bytes cross each link; N times the bytes
-cross the link of a parameter server. The wire floor is the time for these bytes at the link's nominal rate. No step
-takes less time, however much communication backward hides.
+"busiest link" is what crosses it in one direction in a step, counted by the network interfaces of the hosts. It must
+be what the algorithm promises: in a ring of N ranks, 2(N-1)/N of the gradients' bytes. The wire floor is the time for
+these bytes at the link's nominal rate. No step takes less time, however much communication backward hides.
 
 Backward cannot hide all communication. The larger of two times must stay exposed: the time that the link needs beyond a
 backward of "alone", at the rate that raw Gloo reaches, and the link's time for the bucket that is ready last. The
@@ -34,7 +32,6 @@ import argparse
 import functools
 import itertools
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -54,7 +51,6 @@ from torchring.bench import measure, netns, step
 from torchring.bench.measure import Spread, Turn
 from torchring.bench.models import MODELS, Batch, Workload
 from torchring.bench.netns import Network
-from torchring.bench.parameter_server import ParameterServer, link_bytes
 from torchring.bench.step import Trainer
 from torchring.default_world import default_world
 from torchring.gradients.group import OptimizerGroup
@@ -62,10 +58,8 @@ from torchring.gradients.plan import Compression
 from torchring.launch.arguments import duration
 
 ROUNDED = ("torchring bf16", "ddp fp16")
-SERVER = "parameter server"
 LARGEST_WEIGHT_DIFFERENCE = {
     "ddp": 1e-3,
-    SERVER: 1e-3,
     "torchring bf16": 2e-2,
     "ddp fp16": 2e-2,
     "alone": float("inf"),
@@ -125,12 +119,11 @@ def main() -> int:
 
 def measure_link(model: str, layout: Layout, rate: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run the ranks on hosts that are joined by links of `rate`. Returns the row that rank 0 wrote."""
-    servers = int(SERVER in options.rivals)
-    with tempfile.TemporaryDirectory() as folder, Network(layout.hosts + servers, rate=rate) as network:
+    with tempfile.TemporaryDirectory() as folder, Network(layout.hosts, rate=rate) as network:
         file = Path(folder, "row.json")
         arguments = ["--models", model, "--worker", str(file), "--rivals", *options.rivals]
         arguments += ["--seconds", str(options.seconds), "--most", str(options.most)]
-        measure.run_on_hosts(network, layout.ranks_per_host, __file__, arguments, servers=servers)
+        measure.run_on_hosts(network, layout.ranks_per_host, __file__, arguments)
         row: dict[str, Any] = {"layout": str(layout), "rate": rate, **json.loads(file.read_text())}
     check_bytes(row)
     return row
@@ -142,18 +135,15 @@ def check_bytes(row: dict[str, Any]) -> None:
     for rival, found in row["link_bytes"].items():
         is_by_host = row["stats"].get(rival, {}).get("algorithm") == "hierarchical"
         members = layout.hosts if is_by_host else layout.num_ranks
-        copies = {SERVER: layout.num_ranks, "alone": 0}.get(rival, 2 * (members - 1) / members)
+        copies = 0 if rival == "alone" else 2 * (members - 1) / members
         expected = copies * row["bytes"] / (2 if rival in ROUNDED else 1)
         if not -0.01 * expected <= found - expected <= MOST_HEADERS * expected + (1 << 18):
             raise SystemExit(f"a step of {rival} sent {found} bytes over the busiest link instead of {expected:.0f}")
 
 
 def work(options: argparse.Namespace) -> int:
-    """Run as one rank, or as the parameter server. Rank 0 writes the row."""
+    """Run as one rank. Rank 0 writes the row."""
     torch.set_num_threads(1)
-    if int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]):
-        ParameterServer().serve()
-        return 0
     dist.init_process_group("gloo")
     gigabytes_per_second = probe_link()
     row = compare(options.models[0], options)
@@ -187,13 +177,11 @@ def probe_link() -> float:
 def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Time all rivals on one model."""
     build = MODELS[name]
-    server = ParameterServer() if SERVER in options.rivals else None
     trainers: dict[str, Trainer] = {}
     for rival in [rival for rival in RIVALS if rival in (*ALWAYS, *options.rivals)]:
         torch.manual_seed(0)
         workload = build()
-        model = server.wrap(workload.model) if server and rival == SERVER else workload.model
-        trainers[rival] = RIVALS[rival](model)
+        trainers[rival] = RIVALS[rival](workload.model)
     batches = [workload.batch(seed=1000 * torchring.rank() + i) for i in range(8)]
 
     # With several optimizers, ranks send a message after each backward, which says what it has reached. So only the
@@ -219,9 +207,7 @@ def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
     sent = {}
     for rival, train in steps.items():
         prepare(rival)
-        sent[rival] = busiest_link(train, server)
-    if server:
-        server.close()
+        sent[rival] = busiest_link(train)
     backward_ms = time_backward(trainers["alone"], workload, batches)
     torch.manual_seed(0)
     weight_differences = check_weights(trainers, build().model)
@@ -249,14 +235,14 @@ def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def busiest_link(train: Turn, server: ParameterServer | None) -> int:
-    """The bytes that a step sends over the busiest link, in one direction; on rank 0, which the server answers."""
+def busiest_link(train: Turn) -> int:
+    """The bytes that a step sends over the busiest link, in one direction."""
+    counters = Path("/sys/class/net", netns.INTERFACE, "statistics")
 
     def counted() -> torch.Tensor:
         torchring.barrier()
-        of_server = server.link_bytes() if server and torchring.rank() == 0 else []
-        of_hosts = torchring.all_gather(torch.tensor(link_bytes()))
-        return torch.cat([of_hosts, torch.tensor(of_server, dtype=torch.int64)])
+        sent = [int((counters / name).read_text()) for name in ("rx_bytes", "tx_bytes")]
+        return torchring.all_gather(torch.tensor(sent))
 
     before = counted()
     train()
@@ -298,7 +284,6 @@ RIVALS: dict[str, Callable[[torch.nn.Module], Trainer]] = {
     "torchring bf16": with_torchring_bf16,
     "ddp": step.with_ddp,
     "ddp fp16": with_ddp_fp16,
-    SERVER: step.without_communication,
     "alone": step.without_communication,
 }
 ALWAYS = ("torchring", "ddp", "alone")
@@ -342,7 +327,6 @@ def report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
             table.append([*cells, f"{row['weight_difference'].get(name, 0.0):.0e}"])
     title = f"Training steps between hosts, 1 thread per rank on {about['cores']} cores, p50 (p20-p80)"
     measure.print_table(f"{title} {measure.origin(about)}", columns, table)
-    print_chart(rows)
     print("\nspeed-up: over ddp. Below: the rate of raw Gloo both ways at once, and torchring's own measurements.\n")
     for row in rows:
         nominal = netns.bits_per_second(row["rate"]) / 8e9
@@ -357,27 +341,6 @@ def report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
                 f"than backward, and {last:.0f} for the last bucket)"
             )
             print(f"    {stats['reason']}")
-
-
-def print_chart(rows: list[dict[str, Any]]) -> None:
-    """Print a Mermaid chart, which GitHub draws, of the bytes at the busiest link by number of hosts."""
-    first = rows[0]
-    of_one = [row for row in rows if (row["model"], row["rate"]) == (first["model"], first["rate"])]
-    if SERVER not in first["ms"] or len(of_one) == 1:
-        return
-
-    def megabytes(rival: str) -> list[int]:
-        return [round(row["link_bytes"][rival] / 1e6) for row in of_one]
-
-    print(f"""
-```mermaid
-xychart-beta
-    title "{first["model"]}: MB at the busiest link in a step. Bars: parameter server, line: torchring"
-    x-axis "hosts x ranks" [{", ".join(row["layout"] for row in of_one)}]
-    y-axis "MB" 0 --> {max(megabytes(SERVER))}
-    bar {megabytes(SERVER)}
-    line {megabytes("torchring")}
-```""")
 
 
 def bound_ms(row: dict[str, Any], rival: str) -> tuple[float, float]:

@@ -5,7 +5,6 @@
 
 Each section runs in processes of its own, for a limited time, so that no section can spoil or stop another:
 
-    streams    2, 4 and 8 ranks as streams of one process: order, meetings, waiting blocks, aborts; see streams.py
     step       a training step of one rank: the plain optimizer, torchring with the algorithms ring and direct, and DDP
                over NCCL; and the memory that each takes at its peak
     bucket     the host's time for packing, reducing and unpacking a bucket, and the number of launches and CUDA calls
@@ -13,8 +12,6 @@ Each section runs in processes of its own, for a limited time, so that no sectio
     kernels    pack and unpack as a share of a copy of the same bytes, and torch._foreach_copy_
     allreduce  direct and ring between ranks, and NCCL if each rank has a GPU. Ranks that share one GPU take
                turns in slices of milliseconds: such times show that all-reduce works, and say nothing about NVLink
-    sharding   training steps with shard=True, against the same steps without, between ranks as above
-    one        direct of one rank of eight that waits for nobody, for profilers; only if it is asked for
 
 results.py says what the rows mean. Rates count bytes that are read and bytes that are written. The row of a measurement
 that fails has a "problem".
@@ -34,31 +31,25 @@ import torch
 
 import torchring
 from torchring.bench import measure
-from torchring.bench.gpu import buckets, kernels, sharding, streams, training
+from torchring.bench.gpu import buckets, kernels, training
 from torchring.bench.gpu.timing import Case, Row, measured, text_of
 from torchring.bench.measure import Command
 from torchring.devices.symmetric_memory import OVERLAPPING_DEVICES
 
 _CASES: Final[dict[str, Callable[[], Iterable[Case]]]] = {
-    "streams": streams.ranks_as_streams,
     "step": training.steps,
     "bucket": buckets.host_times,
     "copy": kernels.copies,
     "kernels": kernels.kernels,
-    "sharding": sharding.steps,
-    "one": streams.one_of_eight,
 }
-_SECONDS: Final = {
-    "streams": 110, "step": 120, "bucket": 40, "copy": 25, "kernels": 85, "allreduce": 45, "sharding": 60, "one": 45
-}  # fmt: skip
-_BETWEEN_RANKS: Final = ("allreduce", "sharding")
+_SECONDS: Final = {"step": 120, "bucket": 40, "copy": 25, "kernels": 85, "allreduce": 45}
 _REPORTED: Final = 3  # exit code of a process whose rows say what failed
 _PEER_SECONDS: Final = 20.0  # how long a rank waits for another rank
 
 
 def main() -> int:
     parser = measure.parser("gpu", __doc__ or "")
-    parser.add_argument("--sections", nargs="+", choices=list(_SECONDS), default=list(_SECONDS)[:-1])
+    parser.add_argument("--sections", nargs="+", choices=list(_SECONDS), default=list(_SECONDS))
     options = parser.parse_args()
     if options.worker:
         section, algorithm = options.worker.split(",")
@@ -76,8 +67,6 @@ def main() -> int:
                 for ranks in (2, 4, 8)[: 3 if num_gpus >= 8 else 2]
                 for algorithm in ["direct", "ring", *(["native"] if ranks <= num_gpus else [])]
             ]
-        elif section == "sharding":
-            ways = [(ranks, "auto") for ranks in (2, 4, 8) if ranks <= max(2, num_gpus)]
         for ranks, algorithm in ways:
             has_failed |= run(section, ranks, algorithm, options.json) != 0
     return int(has_failed)
@@ -87,7 +76,7 @@ def run(section: str, ranks: int, algorithm: str, file: str | None) -> int:
     """Run a section in processes of its own. Returns an exit code; if it is not 0, a row has a "problem"."""
     arguments = ["--worker", f"{section},{algorithm}", *(["--json", file] if file else [])]
     if ranks == 1:
-        environment = measure.search_path() | streams.ENVIRONMENT
+        environment = measure.search_path()
         commands = [Command(section, [sys.executable, __file__, *arguments], environment)]
     else:
         commands = measure.rank_commands(
@@ -103,9 +92,9 @@ def run(section: str, ranks: int, algorithm: str, file: str | None) -> int:
 def work(section: str, algorithm: str, file: str | None) -> int:
     """Run as one rank of a section. Rank 0 reports each row as it comes."""
     faulthandler.dump_traceback_later(_SECONDS[section], exit=True)
-    if section in _BETWEEN_RANKS:
+    if section == "allreduce":
         torchring.init(timeout_seconds=_PEER_SECONDS)
-    torch.cuda.set_device(torchring.device() if section in _BETWEEN_RANKS else 0)
+    torch.cuda.set_device(torchring.device() if section == "allreduce" else 0)
     has_failed = False
     for row in measured(section, buckets.all_reduces(algorithm) if section == "allreduce" else _CASES[section]()):
         has_failed |= "problem" in row

@@ -28,33 +28,6 @@ _QUESTIONS: Final[tuple[tuple[str, Row, str], ...]] = (
         "The aim is 60 us. A host that is slower than its GPU holds backward up by this much for each bucket.",
     ),
     (
-        "Does an abort end a kernel that waits?",
-        {"kind": "abort"},
-        "A number: yes, after that long. A `problem`, or no row: a dead rank may hang the others.",
-    ),
-    (
-        "What do waiting blocks cost backward?",
-        {"kind": "gemm"},
-        "How much longer a matrix multiplication takes while blocks wait for a late rank. More than the blocks' share "
-        "of the processors: waiting disturbs beyond the processors that it occupies.",
-    ),
-    (
-        "How long does a meeting of ranks take?",
-        {"kind": "meeting"},
-        "In the memory of one GPU; NVLink adds about a microsecond. 2 to 4 us are expected for any number of ranks.",
-    ),
-    (
-        "How fast are sums?",
-        {"kind": "sum"},
-        "At the latency of local memory. For 8 ranks the rate should not be below that for 2: loads of all ranks are "
-        "in flight at once. More blocks that are no faster: fewer suffice.",
-    ),
-    (
-        "Do signals carry the data with them?",
-        {"kind": "order"},
-        "One wrong result refutes the memory order. Right ones are evidence for one GPU, not for several.",
-    ),
-    (
         "Do packing and unpacking run at the rate of memory?",
         {"section": "kernels"},
         "`of_copy` is the share of the rate of a copy of the same bytes. The aims: 0.9 (2,000 tiny tensors: 0.7). "
@@ -62,20 +35,9 @@ _QUESTIONS: Final[tuple[tuple[str, Row, str], ...]] = (
     ),
     ("What rate does a copy reach?", {"section": "copy"}, "The rate against which the kernels are held."),
     (
-        "How much of communication does backward hide?",
-        {"script": "overlap.py"},
-        "`share` of the time of communication kernels. One rank waits for nobody: only packing and the pass are left.",
-    ),
-    (
         "Does all-reduce work between processes?",
         {"section": "allreduce"},
         "Ranks that share a GPU take turns: such times show that it works, and say nothing about NVLink.",
-    ),
-    (
-        "What do sharded steps save?",
-        {"section": "sharding"},
-        "`speed` is that of the same steps without shard=True, over the time; `state_mb` of one rank should be 1/N of "
-        "the whole. With a GPU for each rank, a sharded step should not be slower.",
     ),
 )
 

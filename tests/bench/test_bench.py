@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import re
 import sys
 import time
@@ -24,7 +23,6 @@ from torchring.bench import (
     allreduce,
     elastic_job,
     elastic_worker,
-    large_batches,
     measure,
     memory,
     network,
@@ -34,7 +32,6 @@ from torchring.bench.gpu import results as gpu_results
 from torchring.bench.gpu.kernels import Rival
 from torchring.bench.measure import Command, Spread
 from torchring.bench.models import MODELS
-from torchring.bench.overlap import Kernel, overlap_of
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 RESULTS = sorted((BENCH / "results").glob("*.jsonl"))
@@ -208,11 +205,11 @@ def test_weights_that_differ_end_the_run() -> None:
 
 
 def test_bytes_that_no_algorithm_sends_end_the_run() -> None:
-    megabytes = {"torchring": 100, "ddp": 150, "ddp fp16": 75, "parameter server": 400, "alone": 0}
+    megabytes = {"torchring": 100, "ddp": 150, "ddp fp16": 75, "alone": 0}
     sent = {rival: each << 20 for rival, each in megabytes.items()}
     row = {"layout": "2x2", "bytes": 100 << 20, "stats": {"torchring": {"algorithm": "hierarchical"}}}
     network.check_bytes(row | {"link_bytes": sent})
-    for rival, wrong in (("torchring", 120), ("ddp", 100), ("ddp fp16", 150), ("parameter server", 300), ("alone", 1)):
+    for rival, wrong in (("torchring", 120), ("ddp", 100), ("ddp fp16", 150), ("alone", 1)):
         with pytest.raises(SystemExit, match=f"a step of {rival} sent {wrong << 20} bytes"):
             network.check_bytes(row | {"link_bytes": sent | {rival: wrong << 20}})
 
@@ -223,23 +220,9 @@ def test_a_rival_on_the_gpu_that_does_nothing_is_wrong() -> None:
     assert not Rival(lambda: outputs[0].fill_(1.0), outputs, expected).is_right()
 
 
-def test_overlap_is_what_runs_in_streams_without_communication() -> None:
-    kernels: list[Kernel] = [
-        ("gemm", 7, (0.0, 4000.0)),
-        ("gemm", 7, (5000.0, 6000.0)),
-        ("_pack_kernel", 20, (1000.0, 2000.0)),
-        ("ncclDevKernel", 20, (3000.0, 8000.0)),
-        ("memset", 20, (4000.0, 5000.0)),  # beside communication
-    ]
-    found = overlap_of(kernels)
-    assert (found["num_kernels"], found["communication_ms"]) == (2, 6.0)
-    assert (found["hidden_ms"], found["compute_ms"], found["share"]) == (3.0, 5.0, 0.5)
-    assert math.isnan(overlap_of(kernels[:2])["share"])
-
-
 def test_the_page_about_a_first_run_on_a_gpu(tmp_path: Path) -> None:
     rows = [
-        {"section": "streams", "kind": "abort", "us": vars(Spread(1.0, 2.0, 3.0, 1))},
+        {"section": "step", "kind": "gpt", "us": vars(Spread(1.0, 2.0, 3.0, 1))},
         {"kind": "gemm", "problem": "it hangs"},
     ]
     measure.write_rows(str(tmp_path / "rows.jsonl"), rows, measure.provenance() | {"script": "gpu"})
@@ -247,30 +230,18 @@ def test_the_page_about_a_first_run_on_a_gpu(tmp_path: Path) -> None:
     gpu_results.main(tmp_path)
     said = (tmp_path / "results.md").read_text()
     assert "facts: exit code 0 after 3 s" in said
-    assert "section=streams  kind=abort  us=2 (1-3)" in said.partition("## Does an abort end")[2].partition("##")[0]
+    assert "section=step  kind=gpt  us=2 (1-3)" in said.partition("## What does torchring add")[2].partition("##")[0]
     assert "kind=gemm  problem=it hangs" in said.partition("## What failed")[2]
-    assert "not measured" in said.partition("## How fast are sums?")[2].partition("##")[0]
+    assert "not measured" in said.partition("## What rate does a copy")[2].partition("##")[0]
 
 
 def test_each_quarter_of_a_first_run_on_a_gpu_ends_within_ten_minutes() -> None:
     text = (BENCH / "gpu_first_run.sh").read_text()
     parts = re.findall(r"^(?:tool_part \S+|part) (\d) (\w+) (\d+) ", text, re.MULTILINE)
-    assert len(parts) == text.count("\npart ") + text.count("\ntool_part ") == 14
+    assert len(parts) == text.count("\npart ") + text.count("\ntool_part ") == 9
     to_end = 12  # seconds from the interruption to the kill, and for the page of results
     for quarter in "1234":
         assert 200 < sum(int(seconds) + to_end for number, _, seconds in parts if number == quarter) <= 600
-
-
-def test_the_study_of_large_batches_has_the_tables_of_its_results(capsys: pytest.CaptureFixture[str]) -> None:
-    runs = measure.read_runs(BENCH / "results" / "large_batches.jsonl")
-    large_batches.report(runs)
-    tables = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert len(tables) == 2 * (2 + len(large_batches.RECIPES))
-    page = (BENCH.parent / "docs" / "background" / "large-batches-study.md").read_text()
-    assert [line for line in tables if line not in page] == []
-    for task in large_batches.TASKS:
-        assert {row["seed"] for row in large_batches.latest(runs, task)[1]} == {*large_batches.SEEDS}
-    assert large_batches.SEARCH_SEED not in large_batches.SEEDS
 
 
 # Microbenchmarks
