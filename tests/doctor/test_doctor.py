@@ -554,7 +554,7 @@ def test_between_hosts() -> None:
         codes, report = report_across(network, None)
         assert codes == [1, 0]
         (wrong,) = [found["text"] for found in report["findings"] if found["level"] == "wrong"]
-        assert "measuring failed: Gloo on rank 0" in wrong
+        assert "joining the ranks failed: Gloo on rank 0" in wrong
         assert "which other hosts cannot reach" in wrong
         assert f"{INTERFACE} ({network.addresses[0]})" in wrong
         assert report["paths"] == report["choices"] == []
