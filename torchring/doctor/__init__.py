@@ -121,7 +121,7 @@ def _take_part(launch: LaunchEnvironment, options: argparse.Namespace) -> int:
     if launch.rank != 0:
         if report.problem:
             print(f"torchring doctor: rank {launch.rank}: {report.problem}", file=sys.stderr)
-        return int("rank 0" in report.problem and "rank 0 stopped" not in report.problem)  # or rank 0 says why
+        return int("failed: rank 0 " in report.problem and "rank 0 stopped" not in report.problem)  # or rank 0 says why
     if options.json:
         found = {"verdict": verdict(findings), "findings": [vars(finding) for finding in findings], **asdict(report)}
         print(json.dumps(found, indent=1), flush=True)
