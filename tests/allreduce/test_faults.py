@@ -22,7 +22,7 @@ import torchring
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, digest
 from tests.support.grids import grid
 from tests.support.harness import patient, run_ranks
-from torchring import optimizer as optimizer_module
+from torchring import connection as connection_module
 from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.native import NativeAllReduce
 from torchring.collectives import service as collectives_module
@@ -168,9 +168,9 @@ _DEATHS: dict[str, Callable[[int, str], None]] = {
     "in a collective": _kill_in_collective,
     "before a collective": _kill_before_collective,
     "beside a worker": _kill_parent_of_a_worker,
-    "wrap: checking options": _kill_on_entry(optimizer_module, "check_options"),
+    "wrap: checking options": _kill_on_entry(connection_module, "check_options"),
     "wrap: opening collectives": _kill_on_entry(collectives_module.Collectives, "__init__"),
-    "wrap: broadcasting": _kill_on_entry(optimizer_module, "broadcast_optimizer_state"),
+    "wrap: broadcasting": _kill_on_entry(connection_module, "broadcast_optimizer_state"),
     "wrap: opening direct": _kill_on_entry(DirectAllReduce, "__init__"),
     "wrap: opening wires": _kill_on_entry(DirectAllReduce, "open_wires"),
     "wrap: opening the transport": _kill_on_entry(C10dTransport, "__init__"),

@@ -256,7 +256,7 @@ def test_how_long_a_round_took_and_how_much_of_it_showed(
     all_reduce: Any = SimpleNamespace(
         in_background=True,
         accelerator=accelerator,
-        stream=SimpleNamespace(run=lambda work: work()),
+        stream=SimpleNamespace(run=lambda work: work(), follow=lambda: None),
         take_started=lambda: [PendingOnStream(_Mark(begin), _Mark(end)) for begin, end in flights],
         check=lambda: None,
         seal=lambda fetched: None,
