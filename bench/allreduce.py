@@ -1,4 +1,4 @@
-"""All-reduce by size: torchring against Gloo, and against MPI, oneCCL, DeepSpeed and Horovod if installed, in one run.
+"""All-reduce by size: torchring against Gloo, and against Open MPI and Horovod if installed, in one run.
 
     torchring bench allreduce                      2 ranks, then 4, 1 KiB to 256 MiB
     torchring bench allreduce --ranks 4 --sizes 1024 1048576 --json results.jsonl
@@ -10,18 +10,15 @@ Rivals, each at its best settings on one machine:
                torchring.horovod.allreduce_ of an ordinary tensor: ranks match their calls by name first
     native     the engine's all-reduce, as between hosts, over loopback
     gloo       torch.distributed.all_reduce, what DistributedDataParallel uses on CPUs
-    open mpi, intel mpi, mpich
-               Allreduce in place through mpi4py, buffer protocol
-    oneccl     ccl::allreduce in place, over Intel MPI
-    deepspeed  inference_all_reduce_, in shared memory
+    open mpi   Allreduce in place through mpi4py, buffer protocol
     horovod    hvd.allreduce_ in place over MPI, cycle time 0.1 ms
     copy       not a rival: every rank copies a buffer of the same size, all at the same time. An all-reduce of S bytes
                on two ranks reads S bytes and writes S bytes on each rank, as a copy does: the memory bus allows
                little less time
-Rivals from "open mpi" on take part if they are installed (rivals.py says how), in processes of their own, which are
-stopped between their turns (see turns.py). A rival that fails, or takes longer than 90 s to start or for a turn, is
-left out from there on. Every result is checked. A turn is 4 steps, of which the first does not count. Up to 1 MiB a
-step is 20 calls in a row, and counts with their mean. Above, a step is one call.
+Open MPI and Horovod take part if they are installed, in processes of their own, which are stopped between their turns
+(see turns.py). A rival that fails, or takes longer than 90 s to start or for a turn, is left out from there on.
+Every result is checked. A turn is 4 steps, of which the first does not count. Up to 1 MiB a step is 20 calls in a row,
+and counts with their mean. Above, a step is one call.
 """
 
 from __future__ import annotations
@@ -44,15 +41,16 @@ import torch.distributed as dist
 import torchring
 import torchring.horovod as hvd
 from torchring.allreduce.select import Algorithm, open_all_reduce
-from torchring.bench import measure, rivals, turns
+from torchring.bench import measure, turns
 from torchring.bench.measure import Spread, Turn, stopped_by_signals
 from torchring.default_world import default_world
 from torchring.doctor.report import human_bytes
 from torchring.launch.arguments import duration
 
 OURS = ("direct", "native", "tensor", "torchring.horovod", "gloo", "copy")
-OTHERS = [*rivals.PACKAGES, "horovod"]
-_TIMEOUT = timedelta(seconds=90)  # DeepSpeed takes 30 s to build
+OTHERS = {"open mpi": measure.has_mpi, "horovod": measure.has_horovod}  # each under mpirun
+Reduce = Callable[[torch.Tensor], object]
+_TIMEOUT = timedelta(seconds=90)
 SMALL_BYTES = 1 << 20
 CALLS_IF_SMALL = 20
 SIZES = [1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 25 << 20, 64 << 20, 256 << 20]
@@ -64,12 +62,10 @@ def main() -> int:
     parser.add_argument("--sizes", type=measure.positive, nargs="+", default=SIZES, help="sizes in bytes")
     parser.add_argument("--seconds", type=duration, default=4.0, help="time for each size")
     parser.add_argument("--most", type=measure.positive, default=300, help="largest number of repetitions")
-    parser.add_argument("--rivals", nargs="*", choices=OTHERS, default=OTHERS, help="beside torchring and Gloo")
-    parser.add_argument("--environments", nargs="+", default=[], metavar="DIR", help="where rivals are installed, too")
+    parser.add_argument("--rivals", nargs="*", choices=[*OTHERS], default=[*OTHERS], help="beside torchring and Gloo")
     options = parser.parse_args()
     if options.worker:
         torch.set_num_threads(1)
-        rivals.set_rank()
         turns.serve(options.worker, prepare)
         return 0
     rows: list[dict[str, Any]] = []
@@ -90,12 +86,11 @@ def compare(ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     ):
         jobs = dict.fromkeys(OURS, "torchring")
         for rival in options.rivals:
-            launcher = rivals.find(rival, ranks, options.environments)
-            if isinstance(launcher, str):
-                print(f"{rival} does not take part: {launcher}")
+            if not OTHERS[rival]():
+                print(f"{rival} does not take part: it needs mpirun, mpi4py and its own package")
                 continue
             with left_out_if_it_fails(rival, jobs, coordinator):
-                coordinator.start(rival, launcher)
+                coordinator.start(rival, measure.mpirun(ranks))
                 jobs[rival] = rival
         rows = [row_for(num_bytes // 4, jobs, coordinator, options) for num_bytes in options.sizes]
         with suppress(turns.RivalFailed):
@@ -142,7 +137,7 @@ def prepare(job: str, folder: Path) -> tuple[Callable[[str], None], Callable[[],
         openers = open_ours()
     else:
         torchring.init()
-        openers = {job: functools.partial(ordinary, rivals.open_rival(job))}
+        openers = {job: functools.partial(ordinary, open_other(job))}
     opened: dict[str, Opened] = {}
     steps = itertools.count()
 
@@ -185,7 +180,7 @@ def open_ours() -> dict[str, Callable[[int], Opened]]:
         source, target = torch.empty(numel), torch.empty(numel)
         return Opened(source, lambda: target.copy_(source))
 
-    of_tensors: dict[str, rivals.Reduce] = {
+    of_tensors: dict[str, Reduce] = {
         "tensor": lambda tensor: torchring.all_reduce(tensor, op="sum"),
         "torchring.horovod": lambda tensor: hvd.allreduce_(tensor, op=hvd.Sum, name=f"bench{tensor.numel()}"),
         "gloo": dist.all_reduce,
@@ -195,7 +190,17 @@ def open_ours() -> dict[str, Callable[[int], Opened]]:
     return {**buckets, **tensors, "copy": copy}
 
 
-def ordinary(reduce: rivals.Reduce, numel: int) -> Opened:
+def open_other(rival: str) -> Reduce:
+    """The function with which a rival under mpirun adds up a tensor in place. Collective."""
+    if rival == "horovod":
+        horovod = measure.start_horovod()
+        return lambda tensor: horovod.allreduce_(tensor, op=horovod.Sum, name=f"bench{tensor.numel()}")
+    from mpi4py import MPI
+
+    return lambda tensor: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, tensor.numpy())
+
+
+def ordinary(reduce: Reduce, numel: int) -> Opened:
     """A rival that adds up an ordinary tensor."""
     buffer = torch.empty(numel)
     return Opened(buffer, lambda: reduce(buffer))

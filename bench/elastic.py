@@ -1,6 +1,6 @@
-"""Lost and new workers: torchring's elastic training against torchft, and torchrun's restarts, in one run.
+"""Lost and new workers: torchring's elastic training against torchrun's restarts, in one run.
 
-    torchring bench elastic                        30 kills of torchring's workers, 15 of each rival's
+    torchring bench elastic                        30 kills of torchring's workers, 15 of torchrun's
     torchring bench elastic --quick                3 kills of each, in one turn
     torchring bench elastic --json results.jsonl
 
@@ -10,10 +10,6 @@ moments of a step. Each lost worker is replaced at once, and the next signal fol
 again.
 Rivals, at their best settings:
     torchring  torchring.elastic.State with commit() in each step, under `torchring run --elastic -np 3 --min-np 2`
-    torchft    DistributedDataParallel and Manager over Gloo, three replica groups of one process each; heartbeats and
-               joins time out after 0.5 s, Gloo after 2 (if it can be imported: pip install torchft)
-    torchft-defaults
-               the same with the time-outs of torchft's README and train_ddp.py: 5, 10 and 5 s
     torchrun   DistributedDataParallel over Gloo, `--max-restarts`, a checkpoint as often as 5 % of the time allow
 Workers write the time of each finished step to files, and all times are from these files. Replicas must be equal after
 each step, and after each change all of their parameters.
@@ -24,8 +20,6 @@ Last, torchring trains one copy of the model with State and commit(), and one wi
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import importlib.util
 import itertools
 import json
 import random
@@ -40,13 +34,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from torchring.bench import measure
-from torchring.bench.elastic_job import LIGHTHOUSES, SIZE, TORCHRUN, Fault, Job, StuckError, check, make_fault
+from torchring.bench.elastic_job import SIZE, TORCHRUN, Fault, Job, StuckError, check, make_fault
 from torchring.bench.elastic_worker import PAIRS_IN_BLOCK, work
 from torchring.bench.measure import Spread
 from torchring.bench.models import MODELS
 from torchring.launch.arguments import duration
 
-RIVALS: Final = ("torchring", "torchft", "torchft-defaults", "torchrun")
+RIVALS: Final = ("torchring", "torchrun")
 _START_SECONDS: Final = 120.0
 
 
@@ -70,23 +64,15 @@ def main() -> int:
         options.kills = options.rivals_kills = 3
         options.polite = options.turns = 1
         options.seconds, options.cost_seconds = 10.0, 30.0
-    rivals = [name for name in options.rivals if name not in LIGHTHOUSES or has_torchft()]
-    if rivals != list(options.rivals):
-        print("torchft takes no part, because it cannot be imported: pip install torchft", file=sys.stderr)
     about = measure.provenance() | {"script": Path(__file__).name, "seed": options.seed}
-    about["versions"]["torchft"] = importlib.metadata.version("torchft") if has_torchft() else None
-    about["settings"] = {**LIGHTHOUSES, "torchrun": TORCHRUN}
+    about["settings"] = {"torchrun": TORCHRUN}
     with measure.stopped_by_signals():
-        records = compare(rivals, options)
-        cost = compare_cost(options.cost_seconds, options.model) if "torchring" in rivals else None
+        records = compare(options.rivals, options)
+        cost = compare_cost(options.cost_seconds, options.model) if "torchring" in options.rivals else None
     rows = [row_of(record) | {"model": options.model} for record in records]
     report(rows, cost, about)
     measure.write_rows(options.json, rows + ([cost] if cost else []), about)
     return 0
-
-
-def has_torchft() -> bool:
-    return importlib.util.find_spec("torchft") is not None
 
 
 @dataclass
@@ -99,7 +85,6 @@ class Record:
         failures: why a job did not go on after a signal, and had to be started anew.
         steps: seconds of each undisturbed step.
         savings: for each checkpoint: seconds that it took.
-        discarded: number of steps that workers have discarded.
         comparisons: number of digests that were compared with another worker's.
     """
 
@@ -108,7 +93,6 @@ class Record:
     failures: list[str] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
     savings: list[float] = field(default_factory=list)
-    discarded: int = 0
     comparisons: int = 0
 
 
@@ -153,7 +137,6 @@ def take_turn(
                 print(f"{record.name}: {error}; it printed:\n{job.output()}", file=sys.stderr)
             lines = [line for each in job.workers.values() for line in each.lines]
             record.savings += [line.seconds for line in lines if line.event == "saved"]
-            record.discarded += sum(line.event == "discarded" for line in lines)
             record.comparisons += check(job)
 
 
@@ -206,7 +189,6 @@ def row_of(record: Record) -> dict[str, Any]:
         "saving_ms": vars(Spread.of(record.savings)) if record.savings else None,
         "faults": [asdict(fault) for fault in record.faults],
         "failures": record.failures,
-        "discarded": record.discarded,
         "comparisons": record.comparisons,
     }
 

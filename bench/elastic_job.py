@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from torchring.bench import measure
 from torchring.bench.elastic_worker import Line
@@ -103,9 +103,8 @@ class Job:
         self.folder = Path(tempfile.mkdtemp(prefix="torchring-bench-"))
         self.workers: dict[int, Worker] = {}
         self.lost: set[tuple[int, int]] = set()
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._launcher: subprocess.Popen[bytes] | None = None
         self._output = (self.folder / "output").open("wb")
-        self._lighthouse: Any = None
         self._command = [script, "--worker", f"{name},{self.folder}", "--model", model]
         try:
             self._start()
@@ -123,17 +122,14 @@ class Job:
         return [worker for worker in self.workers.values() if worker.is_alive]
 
     def look(self) -> None:
-        """Read what the workers have written. Start replica groups that have ended. Raises StuckError."""
+        """Read what the workers have written. Raises StuckError."""
         for file in self.folder.glob("*.log"):
             if int(file.stem) not in self.workers:
                 self.workers[int(file.stem)] = Worker(file)
         for worker in self.workers.values():
             worker.read()
-        for name, process in list(self._processes.items()):
-            if process.poll() is not None:
-                if self.name not in LIGHTHOUSES or not any(worker.steps for worker in self.workers.values()):
-                    raise StuckError(f"{name} ended with exit code {process.returncode}")
-                self._processes[name] = self._start_group(int(name))
+        if self._launcher is not None and self._launcher.poll() is not None:
+            raise StuckError(f"{self.name} ended with exit code {self._launcher.returncode}")
 
     def wait(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
         """Look until the condition holds. Raises StuckError."""
@@ -162,13 +158,13 @@ class Job:
 
     def wait_for_end(self, seconds: float) -> None:
         """Wait until the launcher has ended by itself. Raises StuckError."""
-        for name, process in self._processes.items():
-            try:
-                code = process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                raise StuckError(f"{name} took more than {seconds:.0f} s") from None
-            if code:
-                raise StuckError(f"{name} ended with exit code {code}")
+        assert self._launcher is not None
+        try:
+            code = self._launcher.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise StuckError(f"{self.name} took more than {seconds:.0f} s") from None
+        if code:
+            raise StuckError(f"{self.name} ended with exit code {code}")
 
     def output(self, most: int = 4000) -> str:
         """The end of what workers and launcher have printed."""
@@ -176,28 +172,20 @@ class Job:
 
     def close(self) -> None:
         """Kill all processes, and remove the folder."""
-        for process in self._processes.values():
+        launchers = [] if self._launcher is None else [self._launcher]
+        for process in launchers:
             process.terminate()
         for worker in self.workers.values():
             worker.send(signal.SIGKILL)
-        measure.end(list(self._processes.values()))
+        measure.end(launchers)
         for file in self.folder.glob("*.log"):  # of workers that have come in the meantime
             self.workers.setdefault(int(file.stem), Worker(file))
         for worker in self.workers.values():
             worker.close()
-        if self._lighthouse is not None:
-            self._lighthouse.shutdown()
         self._output.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self) -> None:
-        if self.name in LIGHTHOUSES:
-            from torchft.coordination import LighthouseServer
-
-            self._lighthouse = LighthouseServer(bind="[::]:0", min_replicas=2, **LIGHTHOUSES[self.name])
-            for group in range(SIZE):
-                self._processes[str(group)] = self._start_group(group)
-            return
         modules = {
             "torchrun": ["torch.distributed.run", "--standalone", f"--nproc-per-node={SIZE}", *TORCHRUN],
             "torchring": ["torchring", "run", "--elastic", "-np", str(SIZE), "--min-np", "2", "--max-np", str(SIZE)],
@@ -207,21 +195,10 @@ class Job:
         environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.name == "torchrun" else {}
         program = f"{OWN_IMPORTS}import runpy; del sys.argv[0]; runpy.run_module(sys.argv[0], run_name='__main__')"
         command = [sys.executable, "-c", program, *module, *self._command]
-        self._processes[self.name] = self._start_process(command, environment)
+        self._launcher = measure.Command(self.name, command, {"OMP_NUM_THREADS": "1", **environment}).start(
+            self._output
+        )
 
-    def _start_group(self, group: int) -> subprocess.Popen[bytes]:
-        environment = {"REPLICA_GROUP_ID": str(group), "TORCHFT_LIGHTHOUSE": self._lighthouse.address()}
-        return self._start_process([sys.executable, *self._command], environment)
-
-    def _start_process(self, arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        return measure.Command(self.name, arguments, {"OMP_NUM_THREADS": "1", **environment}).start(self._output)
-
-
-LIGHTHOUSES: Final = {
-    "torchft": {"join_timeout_ms": 500, "quorum_tick_ms": 20, "heartbeat_timeout_ms": 500},
-    "torchft-defaults": {"join_timeout_ms": 10_000, "quorum_tick_ms": 100, "heartbeat_timeout_ms": 5000},
-}
-"""Time-outs of torchft's lighthouse: short ones for this benchmark, and those of torchft's README and its defaults."""
 
 TORCHRUN: Final = ["--max-restarts=1000", "--monitor-interval=0.1"]
 

@@ -8,7 +8,6 @@ All rivals train the same model with the same optimizer on batches that depend o
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import os
@@ -27,7 +26,7 @@ import torchring.elastic
 from torchring.bench import measure
 from torchring.bench.models import MODELS
 
-Event = Literal["start", "ready", "step", "digest", "discarded", "saved"]
+Event = Literal["start", "ready", "step", "digest", "saved"]
 
 _SHARE_OF_CHECKPOINTS: Final = 0.05  # of the time, under torchrun
 _CHECKPOINT: Final = "checkpoint.pt"
@@ -42,10 +41,9 @@ class Line:
         ns: `time.monotonic_ns()`.
         event: "start": the script runs. "ready": the worker has its model, and is about to join the others.
             "step": a step is finished: the parameters have changed. "digest": the digest of all parameters after the
-            first step in a world. "discarded": a step came to nothing, and the script knows it.
-            "saved": a checkpoint is written.
+            first step in a world. "saved": a checkpoint is written.
         step: number of steps that the parameters have behind them.
-        rank: of the worker in that step; -1 if it took no part with a batch of its own.
+        rank: of the worker in that step.
         size: number of workers in that step.
         world: counts the worlds of this worker. Under torchrun: of the job.
         digest: of parameters, see `event`. In "step": of a few parameters.
@@ -133,61 +131,6 @@ def train_with_torchring(folder: Path, model: str) -> None:
     train(state)
 
 
-def train_with_torchft(folder: Path, model: str, *, gloo_seconds: float) -> None:
-    """One replica group of one process, as in torchft's train_ddp.py.
-
-    Args:
-        gloo_seconds: time-out of the process group. A survivor can wait so long for another one that has noticed the
-            loss before.
-    """
-    import torchft
-
-    training = Training(folder, model)
-    group = int(os.environ["REPLICA_GROUP_ID"])
-    worlds = 0
-
-    class Group(torchft.ProcessGroupGloo):  # type: ignore[misc]  # mypy does not see torchft
-        def configure(self, *arguments: Any, **named: Any) -> None:
-            nonlocal worlds
-            super().configure(*arguments, **named)
-            worlds += 1
-
-    class DistributedDataParallel(torchft.DistributedDataParallel):  # type: ignore[misc]
-        """torchft's own hook fails an assertion after an error of Gloo, which would end all survivors (0.2.0)."""
-
-        @staticmethod
-        def _comm_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP would not know the strings as types
-            state.allreduce(bucket.buffer()).wait()
-            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            done.set_result(bucket.buffer())
-            return done
-
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    manager = torchft.Manager(
-        pg=Group(timeout=timedelta(seconds=gloo_seconds)),
-        min_replica_size=2,
-        load_state_dict=lambda state: _load(state, training.model, training.optimizer),
-        state_dict=lambda: {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()},
-        replica_id=f"bench_{group}",
-        timeout=timedelta(seconds=10),
-        store_addr="localhost",
-        store_port=store.port,
-        rank=0,
-        world_size=1,
-    )
-    ddp = DistributedDataParallel(manager, training.model, gradient_as_bucket_view=True)
-    optimizer = torchft.Optimizer(manager, training.optimizer)
-    training.write("ready")
-    while True:
-        before = manager.current_step()
-        training.train(ddp, optimizer, group, before)
-        step, rank = manager.current_step(), manager.participating_rank()
-        if step > before:
-            training.finished(step, -1 if rank is None else rank, manager.num_participants(), worlds)
-        else:
-            training.write("discarded", step=step, world=worlds)
-
-
 def train_with_torchrun(folder: Path, model: str) -> None:
     """DistributedDataParallel, and a checkpoint as often as 5 % of the time allow."""
     training = Training(folder, model)
@@ -268,8 +211,6 @@ def compare_steps(folder: Path, model: str, *, seconds: float) -> None:
 
 WORKERS: Final[dict[str, Callable[[Path, str], None]]] = {
     "torchring": train_with_torchring,
-    "torchft": functools.partial(train_with_torchft, gloo_seconds=2),
-    "torchft-defaults": functools.partial(train_with_torchft, gloo_seconds=5),
     "torchrun": train_with_torchrun,
 }
 

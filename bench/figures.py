@@ -43,12 +43,9 @@ def main() -> int:
     )
     parser.add_argument("--results", type=Path, default=BENCH / "results", metavar="DIR", help="of the files of rows")
     parser.add_argument("--only-print", action="store_true")
-    parser.add_argument("--environments", nargs="+", default=[], metavar="DIR", help="see torchring bench allreduce")
     options = parser.parse_args()
     for run in () if options.only_print else RUNS:
         name, *arguments = run.split()
-        if name == "allreduce" and options.environments:
-            arguments += ["--environments", *options.environments]
         command = [sys.executable, str(BENCH / f"{name}.py"), *arguments]
         if code := subprocess.run([*command, "--json", str(options.results / f"{name}.jsonl")]).returncode:
             return code

@@ -24,7 +24,6 @@ from torchring.bench import (
     elastic_job,
     elastic_worker,
     measure,
-    memory,
     network,
     step,
 )
@@ -116,20 +115,6 @@ def test_models_are_what_the_tables_say(name: str, tensors: int, mib: int) -> No
         loss = workload.loss(workload.model, first)
     assert loss.isfinite()
     assert 1 < loss < 20
-
-
-@pytest.mark.parametrize(("above", "verdict"), [(100, "kept, 1.00"), (101, "BROKEN, 1.01"), (-10, "kept, -0.10")])
-def test_memory_claims_one_copy_of_the_gradients(above: int, verdict: str) -> None:
-    """Of the worst rank's peak, beyond that of the worst rank alone."""
-
-    def row(model: str, rival: str, rss: list[int], pss: list[int]) -> dict[str, Any]:
-        return {"model": model, "rival": rival, "bytes": 100, "memory_bytes": {"peak_rss": rss, "peak_pss": pss}}
-
-    others = [row("a", "ddp", [9000, 9000], [9000, 9000]), row("b", "alone", [0, 0], [0, 0])]
-    ours, alone = row("a", "torchring", [900, 1500 + above], [1050, 1000]), row("a", "alone", [1500, 900], [1000, 900])
-    said = [f"- a, peak RSS: {verdict} copies", "- a, peak PSS: kept, 0.50 copies"]
-    assert memory.verdicts([ours, *others, alone]) == said
-    assert memory.verdicts([ours, *others]) == []
 
 
 def a_job(*workers: list[tuple[int, int]]) -> Any:
