@@ -9,7 +9,6 @@ Rows are appended to the files in `--results`, and the table is made from these.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,8 @@ def main() -> int:
     for run in () if options.only_print else RUNS:
         name, *arguments = run.split()
         command = [sys.executable, str(BENCH / f"{name}.py"), *arguments]
-        if code := subprocess.run([*command, "--json", str(options.results / f"{name}.jsonl")]).returncode:
+        command += ["--json", str(options.results / f"{name}.jsonl")]
+        if code := measure.run_together([measure.Command(name, command, {})]):
             return code
     steps, network = (measure.read_runs(options.results / f"{name}.jsonl") for name in ("step", "network"))
     # The network's rows are from several runs, of which the first to have a row counts.

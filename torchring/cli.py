@@ -7,16 +7,12 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import fcntl
 import importlib
 import importlib.util
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -31,7 +27,6 @@ from torchring.launch.hosts import Host, LaunchError, is_here, slurm_hosts
 from torchring.launch.jobs import OWN_IMPORTS
 from torchring.launch.launcher import LAUNCHERS, start
 from torchring.launch.output import OutputOptions
-from torchring.launch.signals import Stopped, signals_raise
 from torchring.observe import PROGRESS, STACKS, TRACE
 from torchring.releases import require_packages
 
@@ -43,8 +38,6 @@ _COMMANDS: Final = {
     "manifest": ("torchring.manifest.manifest", "write an sbatch script or objects for Kubernetes from a job file"),
 }
 _BENCH: Final = Path(__file__).with_name("bench")
-_NEW_SECONDS: Final = 60.0  # from the making of a folder to its lock, at most
-_PATIENCE_SECONDS: Final = 10.0  # for a benchmark that was told to stop: it may have to remove a network
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -256,36 +249,12 @@ def _tracing(options: argparse.Namespace, is_apart: Callable[[], bool]) -> Itera
         elif is_asked_for:
             folder = str(Path(os.environ[TRACE]).absolute())
         else:
-            folder = stack.enter_context(_progress_folder())
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="torchring-progress-"))
         if options.progress:
             from torchring.report.show import progress
 
             stack.enter_context(progress.shown(Path(folder)))
         yield {TRACE if is_asked_for else PROGRESS: folder}
-
-
-@contextlib.contextmanager
-def _progress_folder() -> Iterator[str]:
-    """A temporary folder. Removes those of earlier jobs whose `torchring run` was killed, too."""
-    prefix = "torchring-progress-"
-    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):
-            if time.time() - left.lstat().st_mtime > _NEW_SECONDS:
-                with _locked(left):  # a folder in use is locked
-                    shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(prefix=prefix) as folder, _locked(Path(folder)):
-        yield folder
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Holds a lock on the folder. The lock ends with this process at the latest. Raises OSError if another has it."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _empty_trace(folder: str) -> str:
@@ -329,58 +298,26 @@ def _summary(source: str) -> str:
 
 
 def _bench(name: str, arguments: Sequence[str]) -> int:
-    """Returns the benchmark's exit code; 128 + n if signal n ended it, as in a shell."""
+    """Become the benchmark, which ends its own processes. Returns 2 if it cannot be started."""
     require_packages()
     if name != "micro":
         script = _BENCH / name / "__main__.py" if (_BENCH / name).is_dir() else _BENCH / f"{name}.py"
-        return _run_alone([sys.executable, str(script), *arguments])
+        return _become([sys.executable, str(script), *arguments])
     missing = [tool for tool in ("pytest", "pytest-benchmark") if not importlib.util.find_spec(tool.replace("-", "_"))]
     if missing:
         print(f"torchring bench micro needs {' and '.join(missing)}: pip install 'torchring[bench]'", file=sys.stderr)
         return 2
     program = f"{OWN_IMPORTS}import pytest; sys.exit(pytest.main(sys.argv[1:]))"
-    return _run_alone([sys.executable, "-c", program, str(_BENCH / "micro"), *arguments])
+    return _become([sys.executable, "-c", program, str(_BENCH / "micro"), *arguments])
 
 
-def _run_alone(command: Sequence[str]) -> int:
-    """Run `command` in a process group of its own. No process of the group outlives this call, signals or not."""
+def _become(command: list[str]) -> int:
+    sys.stdout.flush()
     try:
-        process = subprocess.Popen(command, start_new_session=True)
+        os.execv(command[0], command)
     except OSError as error:
         print(f"torchring bench: cannot start {command[0]}: {error.strerror}", file=sys.stderr)
-        return 2
-    try:
-        with signals_raise():
-            try:
-                code = process.wait()
-            except Stopped as stop:
-                code = -stop.number
-                with contextlib.suppress(Stopped):  # a second signal ends the wait
-                    _stop(process, stop.number)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return code if code >= 0 else 128 - code
-
-
-def _stop(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to the whole group of the process, and wait until all processes of the group have ended."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
-    end = time.monotonic() + _PATIENCE_SECONDS
-    while _is_running(process.pid) and time.monotonic() < end:
-        time.sleep(0.05)
-
-
-def _is_running(group: int) -> bool:
-    """Return True if a process of the group has not ended."""
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # the process has ended meanwhile
-            state, _, its_group = file.read_text().rpartition(")")[2].split()[:3]
-            if int(its_group) == group and state != "Z":
-                return True
-    return False
+    return 2
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """`torchring run`: what ranks are told, what becomes of their exit codes, and that none survives the launcher; and
-`torchring bench`, which has the same duties towards a benchmark."""
+`torchring bench`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
-import threading
-import time
 import types
 from pathlib import Path
 
@@ -220,19 +217,6 @@ def test_closed_streams(closed: str, launcher: Launcher) -> None:
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"" if "2>" in closed else b"hello\n" * 2)
 
 
-def test_the_folder_of_progress_goes_with_the_job_or_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    new = tmp_path / "torchring-progress-new"  # another job has not come to locking it
-    for folder in (new, tmp_path / "torchring-progress-killed"):
-        folder.mkdir()
-    os.utime(tmp_path / "torchring-progress-killed", (0, 0))
-    with cli._progress_folder() as first, cli._progress_folder() as second:
-        assert {str(file) for file in tmp_path.iterdir()} == {first, second, str(new)}
-    assert list(tmp_path.iterdir()) == [new]
-
-
 @pytest.mark.parametrize("package", ["torch", "numpy"])
 def test_without_a_package_there_is_a_sentence(package: str, launcher: Launcher) -> None:
     """The same one from all commands, and as the last line of a script's traceback."""
@@ -376,22 +360,7 @@ Not in the summary."""
 import json, sys
 if __name__ == "__main__":
     print(json.dumps(sys.argv))
-'''
-ENDS = '''"""Ends as it is told."""
-import os, sys
-if __name__ == "__main__":
-    os.kill(os.getpid(), int(sys.argv[2])) if sys.argv[1] == "signal" else sys.exit(int(sys.argv[2]))
-'''
-WAITS = '''"""Waits, and so does its child; argv: a file for both pids, and signals to ignore."""
-import os, signal, subprocess, sys, time
-if __name__ == "__main__":
-    for number in sys.argv[2:]:
-        signal.signal(int(number), signal.SIG_IGN)
-    child = subprocess.Popen(["sleep", "60"])
-    with open(sys.argv[1] + ".new", "w") as file:
-        file.write(f"{os.getpid()} {child.pid}")
-    os.rename(sys.argv[1] + ".new", sys.argv[1])
-    time.sleep(60)
+    sys.exit(5)
 '''
 
 
@@ -400,7 +369,7 @@ def benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that `torchring bench` looks into."""
     folder = tmp_path / "bench"
     (folder / "micro").mkdir(parents=True)
-    sources = {"one": ONE, "ends": ENDS, "waits": WAITS, "tool": "def main(): ...", "__init__": ""}
+    sources = {"one": ONE, "tool": "def main(): ...", "__init__": ""}
     for name, source in sources.items():
         (folder / f"{name}.py").write_text(source)
     (folder / "micro" / "__init__.py").write_text('"""Small ones."""')
@@ -409,21 +378,13 @@ def benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("given", ["--help", "-- -a", "-h --version -np 2 -- one --sizes -5 --"])
-def test_arguments_of_a_benchmark_are_taken_apart_by_nobody(
-    given: str, benchmarks: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["bench", "one", *given.split(), ""]) == 0
-    out, err = capfd.readouterr()
-    assert json.loads(out) == [str(benchmarks / "one.py"), *given.split(), ""]
-    assert err == ""
-
-
-@pytest.mark.parametrize(
-    ("how", "number", "code"), [("code", 5, 5), ("signal", signal.SIGKILL, 137), ("signal", signal.SIGTERM, 143)]
-)
-def test_exit_code_of_a_benchmark(how: str, number: int, code: int, benchmarks: Path) -> None:
-    """A signal that ends it is 128 more."""
-    assert cli.main(["bench", "ends", how, str(int(number))]) == code
+def test_the_command_becomes_the_benchmark(given: str, benchmarks: Path) -> None:
+    """Whose exit code, and signals, are its own. Its arguments are taken apart by nobody."""
+    line = [sys.executable, "-c", "import sys; from torchring import cli; from pathlib import Path; "
+            "cli._BENCH = Path(sys.argv.pop(1)); print(cli.main())"]  # fmt: skip
+    ran = subprocess.run([*line, benchmarks, "bench", "one", *given.split(), ""], capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (5, "")
+    assert json.loads(ran.stdout) == [str(benchmarks / "one.py"), *given.split(), ""]
 
 
 def test_an_unknown_benchmark_is_an_error_that_lists_those_that_are_there(
@@ -432,7 +393,7 @@ def test_an_unknown_benchmark_is_an_error_that_lists_those_that_are_there(
     for unknown in ("two", "tool", "__init__", "one.py", ""):
         code, out, err = called(["bench", unknown], capsys)
         assert (code, out) == (2, "")
-        assert err.startswith(f"torchring bench: there is no benchmark {unknown!r}, but ends, micro, one, waits")
+        assert err.startswith(f"torchring bench: there is no benchmark {unknown!r}, but micro, one")
 
 
 def test_help_lists_benchmarks_with_the_first_line_of_their_own(
@@ -443,10 +404,8 @@ def test_help_lists_benchmarks_with_the_first_line_of_their_own(
     assert (code, err) == (0, "")
     listed = out.partition("benchmarks:\n")[2].splitlines()
     assert [line.split(maxsplit=1) for line in listed] == [
-        ["ends", "Ends as it is told."],
         ["micro", "Small ones."],
         ["one", "One: prints what it was given."],
-        ["waits", "Waits, and so does its child; argv: a file for both pids, and signals to ignore."],
     ]
 
 
@@ -458,15 +417,16 @@ def test_the_benchmarks_of_the_package(capsys: pytest.CaptureFixture[str]) -> No
     assert all(len(summary) > 20 for _, summary in listed)
 
 
-def test_microbenchmarks_are_run_by_pytest(benchmarks: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_microbenchmarks_are_run_by_pytest(benchmarks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pytest_benchmark")
+    became: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, command: became.append(command))
+    cli.main(["bench", "micro", "-q", "-k", "good"])
     (benchmarks / "micro" / "pytest.ini").write_text("[pytest]\n")
     (benchmarks / "micro" / "test_it.py").write_text("def test_good(): ...\ndef test_bad(): assert False\n")
-    storage = f"--benchmark-storage=file://{benchmarks / 'storage'}"
-    assert cli.main(["bench", "micro", "-q", storage, "-k", "good"]) == 0
-    assert "1 passed, 1 deselected" in capfd.readouterr().out
-    assert cli.main(["bench", "micro", "-q", storage]) == 1
-    assert "1 failed, 1 passed" in capfd.readouterr().out
+    ran = subprocess.run(became[0], capture_output=True, text=True)
+    assert ran.returncode == 0
+    assert "1 passed, 1 deselected" in ran.stdout
 
 
 @pytest.mark.parametrize(
@@ -483,90 +443,9 @@ def test_what_microbenchmarks_need_is_named(
     assert err == f"torchring bench micro needs {' and '.join(missing)}: pip install 'torchring[bench]'\n"
 
 
-@pytest.mark.parametrize(
-    ("number", "is_stubborn"),
-    [
-        pytest.param(signal.SIGINT, False, id="2-willing"),
-        pytest.param(signal.SIGTERM, False, id="15-willing"),
-        pytest.param(signal.SIGHUP, False, id="1-willing"),
-        pytest.param(signal.SIGINT, True, id="2-stubborn", marks=pytest.mark.grid),
-        pytest.param(signal.SIGTERM, True, id="15-stubborn"),
-        pytest.param(signal.SIGHUP, True, id="1-stubborn", marks=pytest.mark.grid),
-    ],
-)
-def test_a_signal_ends_a_benchmark_and_what_it_has_started(
-    number: signal.Signals, is_stubborn: bool, benchmarks: Path, tmp_path: Path
-) -> None:
-    """Those that do not hear have ended after a second one."""
-    pids_file = tmp_path / "pids"
-
-    def interrupt() -> None:
-        wait_until(pids_file.exists, "the benchmark")
-        for _ in range(1 + is_stubborn):
-            signal.pthread_kill(threading.main_thread().ident or 0, number)
-            time.sleep(0.5)
-
-    def handler(*_: object) -> None: ...
-
-    before = signal.signal(number, handler)
-    killer = threading.Thread(target=interrupt)
-    killer.start()
-    try:
-        started = time.monotonic()
-        code = cli.main(["bench", "waits", str(pids_file), *([str(int(number))] if is_stubborn else [])])
-        assert time.monotonic() - started < patient(8)
-        assert signal.getsignal(number) is handler
-    finally:
-        killer.join()
-        signal.signal(number, before)
-    assert code == 128 + number
-    assert not any(is_running(int(pid)) for pid in pids_file.read_text().split())
-
-
-def test_nothing_that_a_benchmark_has_started_outlives_it(benchmarks: Path, tmp_path: Path) -> None:
-    source = 'import subprocess, sys\nif __name__ == "__main__":\n'
-    source += "    child = subprocess.Popen(['sleep', '60'])\n    open(sys.argv[1], 'w').write(str(child.pid))\n"
-    (benchmarks / "leaves.py").write_text(source)
-    assert cli.main(["bench", "leaves", str(tmp_path / "pid")]) == 0
-    pid = int((tmp_path / "pid").read_text())
-    wait_until(lambda: not is_running(pid), "the end of the child")
-
-
-def test_a_signal_reaches_what_a_benchmark_has_started(benchmarks: Path, tmp_path: Path) -> None:
-    """A child may have to tidy up."""
-    shell = f"trap 'touch {tmp_path}/tidied; exit' INT; touch {tmp_path}/ready; while :; do sleep 0.05; done"
-    source = f'import subprocess\nif __name__ == "__main__":\n    subprocess.call(["sh", "-c", {shell!r}])\n'
-    (benchmarks / "parent.py").write_text(source)
-
-    def interrupt() -> None:
-        wait_until((tmp_path / "ready").exists, "the benchmark")
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-    killer = threading.Thread(target=interrupt)
-    killer.start()
-    try:
-        assert cli.main(["bench", "parent"]) == 130
-    finally:
-        killer.join()
-    assert (tmp_path / "tidied").exists()
-
-
 def test_a_benchmark_that_cannot_be_started(
     benchmarks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     message = "torchring bench: cannot start /nowhere/python: No such file or directory\n"
     assert called(["bench", "one"], capsys) == (2, "", message)
-
-
-def test_a_signal_that_was_ignored_stays_ignored(benchmarks: Path) -> None:
-    """As `nohup` has it."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        timer = threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident or 0, signal.SIGHUP))
-        timer.start()
-        (benchmarks / "naps.py").write_text('import time\nif __name__ == "__main__":\n    time.sleep(0.6)\n')
-        assert cli.main(["bench", "naps"]) == 0
-        timer.join()
-    finally:
-        signal.signal(signal.SIGHUP, before)
