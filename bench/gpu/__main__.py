@@ -1,14 +1,13 @@
 """One GPU: kernels against a copy, host time per bucket, all-reduce by size, training steps.
 
     torchring bench gpu --json results.jsonl           all sections, in the order of the list below
-    torchring bench gpu --sections step bucket copy
+    torchring bench gpu --sections step bucket
 
 Each section runs in processes of its own, for a limited time, so that no section can spoil or stop another:
 
     step       a training step of one rank: the plain optimizer, torchring with the algorithms ring and direct, and DDP
                over NCCL; and the memory that each takes at its peak
     bucket     the host's time for packing, reducing and unpacking a bucket, and the number of launches and CUDA calls
-    copy       device-to-device copies by size: the rate that the memory reaches
     kernels    pack and unpack as a share of a copy of the same bytes, and torch._foreach_copy_
     allreduce  direct and ring between ranks, and NCCL if each rank has a GPU. Ranks that share one GPU take
                turns in slices of milliseconds: such times show that all-reduce works, and say nothing about NVLink
@@ -39,10 +38,9 @@ from torchring.devices.symmetric_memory import OVERLAPPING_DEVICES
 _CASES: Final[dict[str, Callable[[], Iterable[Case]]]] = {
     "step": training.steps,
     "bucket": buckets.host_times,
-    "copy": kernels.copies,
     "kernels": kernels.kernels,
 }
-_SECONDS: Final = {"step": 120, "bucket": 40, "copy": 25, "kernels": 85, "allreduce": 45}
+_SECONDS: Final = {"step": 120, "bucket": 40, "kernels": 85, "allreduce": 45}
 _REPORTED: Final = 3  # exit code of a process whose rows say what failed
 _PEER_SECONDS: Final = 20.0  # how long a rank waits for another rank
 

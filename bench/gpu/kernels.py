@@ -1,4 +1,4 @@
-"""Sections of `torchring bench gpu` about memory: the rate of a copy, and the kernels' share of that rate.
+"""A section of `torchring bench gpu`: the kernels' share of the rate of a copy.
 
 Gradients are random. Before its turns and after them, the outputs of a rival are overwritten, made anew, and compared
 with a reference, bit for bit.
@@ -26,7 +26,6 @@ from torchring.kernels.unpack import unpack
 
 Shapes = list[torch.Size]
 
-COPY_BYTES: Final = [1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30]
 POISON: Final = 12288.0  # exact in every dtype here, and rare in random data
 SCALE: Final = 1 / 3
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -91,12 +90,6 @@ def compare(rivals: Mapping[str, Rival], num_bytes: int) -> Row:
     check()
     rates = {name: num_bytes / spread["p50"] / 1e6 for name, spread in spreads(times).items()}
     return {"bytes": num_bytes, "ms": spreads(times), "gb_per_s": rates, "of_copy": shares(times, "copy")}
-
-
-def copies() -> Iterator[Case]:
-    """CUDA's copy, by size."""
-    for size in COPY_BYTES:
-        yield {"size": size}, partial(compare, {}, 2 * size)
 
 
 def kernels() -> Iterator[Case]:

@@ -33,7 +33,6 @@ _QUESTIONS: Final[tuple[tuple[str, Row, str], ...]] = (
         "`of_copy` is the share of the rate of a copy of the same bytes. The aims: 0.9 (2,000 tiny tensors: 0.7). "
         "`foreach` is what PyTorch offers. The pass after NCCL is given by its number of blocks.",
     ),
-    ("What rate does a copy reach?", {"section": "copy"}, "The rate against which the kernels are held."),
     (
         "Does all-reduce work between processes?",
         {"section": "allreduce"},

@@ -217,7 +217,7 @@ def test_the_page_about_a_first_run_on_a_gpu(tmp_path: Path) -> None:
     assert "facts: exit code 0 after 3 s" in said
     assert "section=step  kind=gpt  us=2 (1-3)" in said.partition("## What does torchring add")[2].partition("##")[0]
     assert "kind=gemm  problem=it hangs" in said.partition("## What failed")[2]
-    assert "not measured" in said.partition("## What rate does a copy")[2].partition("##")[0]
+    assert "not measured" in said.partition("## What does a bucket")[2].partition("##")[0]
 
 
 def test_each_quarter_of_a_first_run_on_a_gpu_ends_within_ten_minutes() -> None:
