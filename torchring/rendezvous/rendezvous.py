@@ -91,14 +91,14 @@ class Rendezvous:
 
     def warn_of_absent(self, limit: float) -> None:
         """Have `on_wait` log one warning when this rank has waited for `limit` seconds for a rank. 0: no warning."""
-        has_warned = limit == 0
+        has_warned, rank = limit == 0, self.rank  # without self: copies keep on_wait
 
         def on_wait(ranks: Sequence[int], seconds: float) -> None:
             nonlocal has_warned
             if not has_warned and ranks and seconds >= limit:
                 has_warned = True
                 _logger.warning(
-                    f"rank {self.rank} has waited for {seconds:.{0 if seconds >= 10 else 1}f} s in torchring.init() "
+                    f"rank {rank} has waited for {seconds:.{0 if seconds >= 10 else 1}f} s in torchring.init() "
                     f"for {ranks_in_words(ranks)}, which {'has' if len(ranks) == 1 else 'have'} not come there yet, or "
                     "cannot reach the store"
                 )
