@@ -66,6 +66,7 @@ class BucketLayout:
     """The buckets of one optimizer. Opening it is collective.
 
     After the first round the plan is rebuilt once, in the order in which rank 0's gradients really became ready.
+    A layer that is registered last and never used would hold all other buckets back until backward has ended.
 
     Args:
         world: has more than one rank.
