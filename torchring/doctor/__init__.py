@@ -26,11 +26,13 @@ from typing import Final
 from torchring.errors import TopologyError
 from torchring.launch.arguments import Parser, duration, hosts_of, positive, setting
 from torchring.launch.hosts import LaunchError
+from torchring.launch.jobs import OWN_IMPORTS
 from torchring.launch.launcher import start
 from torchring.launch.output import STDERR, STDOUT
 from torchring.releases import require_packages
 from torchring.rendezvous.environment import CHOICE, JOB, LaunchEnvironment, read_environment
 
+_PROGRAM: Final = f"{OWN_IMPORTS}from torchring.doctor import main; sys.exit(main(sys.argv[1:]))"
 _DEFAULT_RANKS: Final = 2
 _DEFAULT_TIMEOUT_SECONDS: Final = 30.0
 _MEASURING_SECONDS: Final = 120.0  # on top of four time-outs
@@ -91,7 +93,7 @@ def _start(options: argparse.Namespace) -> int:
     require_packages()
     hosts = hosts_of(options)
     num_proc = options.num_proc if hosts or options.num_proc else _DEFAULT_RANKS
-    command = ["-m", "torchring.doctor", "--backend", options.backend, "--timeout", str(options.timeout)]
+    command = ["-c", _PROGRAM, "--backend", options.backend, "--timeout", str(options.timeout)]
     command += ["--json"] if options.json else []
     os.environ.pop(CHOICE, None)  # TORCHRING_LAUNCHER=none of the shell's would have each rank start others
     code = start(command, num_proc, hosts, dict(options.env))

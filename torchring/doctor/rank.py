@@ -6,10 +6,12 @@ Every rank has the whole report. A rank that fails, dies or hangs on the way is 
 from __future__ import annotations
 
 import itertools
+import json
 import statistics
 import time
 from collections.abc import Callable
-from typing import Final
+from dataclasses import asdict
+from typing import Any, Final
 
 import torch
 from torch.distributed import TCPStore
@@ -17,10 +19,12 @@ from torch.distributed import TCPStore
 from torchring import default_world as worlds
 from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.select import choose
-from torchring.collectives.functions import all_gather_object, barrier
+from torchring.collectives.functions import barrier
+from torchring.collectives.operations import exchange
+from torchring.collectives.service import collectives_of
 from torchring.default_world import Backend
 from torchring.doctor.facts import gather, listening_addresses
-from torchring.doctor.report import ChoiceFacts, PathFacts, Report, StoreFacts
+from torchring.doctor.report import ChoiceFacts, PathFacts, RankFacts, Report, StoreFacts
 from torchring.errors import RingError
 from torchring.memory.channel import POLL_SECONDS
 from torchring.rendezvous.addresses import resolve
@@ -47,7 +51,7 @@ def take_part(launch: LaunchEnvironment, backend: Backend, timeout_seconds: floa
     doing = "joining the ranks"
     try:
         world = worlds.init(backend, timeout_seconds=timeout_seconds)
-        report.ranks = all_gather_object(report.ranks[0])
+        report.ranks = [RankFacts(**facts) for facts in _gather(world, asdict(report.ranks[0]))]
         report.hosts = [list(ranks) for ranks in world.hosts]
         if world.rank == 0 and world.size > 1:
             report.store = _describe_store(world, launch, report)
@@ -97,7 +101,13 @@ def _measure(world: World, available_bytes: int) -> list[PathFacts]:
                 barrier()
         finally:
             transport.close()
-    return [path for of_rank in all_gather_object(found) for path in of_rank]
+    return [PathFacts(**path) for of_rank in _gather(world, [*map(asdict, found)]) for path in of_rank]
+
+
+def _gather(world: World, facts: object) -> list[Any]:
+    """The facts of all ranks, which travel as JSON: what a rank sends is not executed."""
+    said = collectives_of(world).run("doctor", lambda backend: exchange(backend, json.dumps(facts).encode()))
+    return [json.loads(text) for text in said]
 
 
 def _measure_host(world: World, most_bytes: int) -> PathFacts:
