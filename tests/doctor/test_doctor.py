@@ -456,11 +456,11 @@ def test_what_ranks_are_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHRING_LAUNCHER", "none")  # or each rank would start others
     arguments = ["-np", "3", "-H", "a:2,b:1", "--env", "A=1", "--env", "B=2", "--backend", "mpi", "--timeout", "7"]
     assert doctor.main([*arguments, "--json"]) == 0
-    command = ["-m", "torchring.doctor", "--backend", "mpi", "--timeout", "7.0", "--json"]
+    command = ["-c", doctor._PROGRAM, "--backend", "mpi", "--timeout", "7.0", "--json"]
     assert calls.pop() == (command, 3, [Host("a", 2), Host("b", 1)], {"A": "1", "B": "2"})
     assert "TORCHRING_LAUNCHER" not in os.environ
     assert doctor.main([]) == 0
-    assert calls.pop() == (["-m", "torchring.doctor", "--backend", "auto", "--timeout", "30.0"], 2, None, {})
+    assert calls.pop() == (["-c", doctor._PROGRAM, "--backend", "auto", "--timeout", "30.0"], 2, None, {})
 
 
 @pytest.mark.parametrize(
