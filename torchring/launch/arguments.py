@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NoReturn
 
-from torchring.launch.hosts import Host, parse_hosts, read_hostfile
+from torchring.launch.hosts import Host, parse_hosts, read_hostfile, slurm_hosts
 
 # The launcher sets these variables for each process, and overwrites what they were.
 LAUNCHERS_OWN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -83,7 +83,9 @@ def setting(text: str) -> tuple[str, str]:
 
 
 def hosts_of(options: argparse.Namespace) -> list[Host] | None:
-    """The hosts of -H or --hostfile, None without either option. Raises LaunchError."""
+    """The hosts of -H, --hostfile or Slurm's allocation, None without any of these. Raises LaunchError."""
     if options.hosts is not None:
         return parse_hosts(options.hosts)
-    return None if options.hostfile is None else read_hostfile(options.hostfile)
+    if options.hostfile is not None:
+        return read_hostfile(options.hostfile)
+    return slurm_hosts(os.environ) if getattr(options, "launcher", None) == "srun" else None

@@ -219,13 +219,13 @@ def _choose(hosts: Sequence[Host], launcher: str, *, prefers_ssh: bool = False) 
     return "ssh" if prefers_ssh or _why_no_mpirun() else "mpirun"
 
 
-def _find_mpirun() -> str | None:
+def find_mpirun() -> str | None:
     """mpirun on PATH, or beside python: pip puts mpirun there, and the virtual environment may not be activated."""
     return shutil.which("mpirun") or shutil.which("mpirun", path=os.path.dirname(sys.executable))
 
 
 def _why_no_mpirun() -> str | None:
-    path = _find_mpirun()
+    path = find_mpirun()
     if path is None:
         return f"there is no mpirun on PATH or beside {sys.executable}; install Open MPI, or use launcher 'ssh'"
     try:
@@ -241,7 +241,7 @@ def _why_no_mpirun() -> str | None:
 
 def _mpirun(hosts: Sequence[Host], command: Sequence[str], env: Mapping[str, str], bind: str) -> list[str]:
     """The mpirun command, with its full path: mpirun uses the path to find its parts on other hosts."""
-    options = [_find_mpirun() or "mpirun", "-np", str(sum(host.slots for host in hosts))]
+    options = [find_mpirun() or "mpirun", "-np", str(sum(host.slots for host in hosts))]
     options += ["-H", ",".join(f"{host.name}:{host.slots}" for host in hosts), "--map-by", "slot", "--bind-to", "none"]
     options += ["--wdir", os.getcwd(), "--tag-output"]  # `Output` reads the rank from the tags, and removes them
     if os.geteuid() == 0:

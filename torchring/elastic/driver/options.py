@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 from typing import Final
 
 from torchring.elastic.driver import host_list as hosts_module
 from torchring.elastic.driver.host_list import Hosts
 from torchring.elastic.driver.workers import UNLIMITED, Limits
+from torchring.launch import arguments
 from torchring.launch.arguments import duration, positive, whole
-from torchring.launch.hosts import Host, LaunchError, parse_hosts, slurm_hosts
+from torchring.launch.hosts import Host, LaunchError
 
 # Options that imply --elastic, as they do for horovodrun, and those that mean nothing without it.
 _IMPLYING: Final = ("min_np", "max_np", "discover")
@@ -149,16 +149,12 @@ def limits_of(options: argparse.Namespace) -> Limits:
 
 def hosts_of(options: argparse.Namespace, limits: Limits) -> Hosts:
     """The hosts that the options name; without such options, this machine. Raises LaunchError."""
-    if options.hosts is not None:
-        hosts = hosts_module.fixed(parse_hosts(options.hosts))
-    elif options.hostfile is not None:
+    if options.hostfile is not None:
         hosts = hosts_module.from_file(options.hostfile)
     elif options.discover is not None:
         hosts = hosts_module.from_script(options.discover, options.slots or 1)
-    elif options.launcher == "srun":
-        hosts = hosts_module.fixed(slurm_hosts(os.environ))
     else:
-        hosts = hosts_module.fixed([Host("localhost", limits.max_size)])
+        hosts = hosts_module.fixed(arguments.hosts_of(options) or [Host("localhost", limits.max_size)])
     if hosts.known is not None and not hosts.may_change:
         slots = sum(host.slots for host in hosts.known)
         needed = limits.size if options.num_proc is not None else limits.min_size
