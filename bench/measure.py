@@ -241,16 +241,6 @@ def stopped_by_signals() -> Iterator[Callable[[], AbstractContextManager[None]]]
         yield held
 
 
-def run_here(script: str, ranks: int, arguments: Sequence[str], *, environment: Mapping[str, str] = {}) -> None:
-    """Run `script` in `ranks` processes on this machine, with one thread each. Raises SystemExit if a rank fails.
-
-    Args:
-        environment: more variables for all ranks.
-    """
-    if code := run_together(rank_commands(script, ranks, arguments, Launcher(environment=environment))):
-        raise SystemExit(code)
-
-
 def run_on_hosts(
     network: Network,
     ranks_per_host: int,
@@ -280,7 +270,7 @@ def run_on_hosts(
 
 
 def rank_commands(script: str, ranks: int, arguments: Sequence[str], launcher: Launcher = Launcher()) -> list[Command]:
-    """The commands that `run_here` runs: the launcher's, or one command for each rank."""
+    """Commands that start `script` on this machine, one thread each: the launcher's, or one for each rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
