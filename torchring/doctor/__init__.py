@@ -32,7 +32,7 @@ from torchring.launch.output import STDERR, STDOUT
 from torchring.releases import require_packages
 from torchring.rendezvous.environment import CHOICE, JOB, LaunchEnvironment, read_environment
 
-_PROGRAM: Final = f"{OWN_IMPORTS}from torchring.doctor import main; sys.exit(main(sys.argv[1:]))"
+_PROGRAM: Final = f"{OWN_IMPORTS}import runpy; runpy.run_module('torchring.doctor', run_name='__main__')"
 _DEFAULT_RANKS: Final = 2
 _DEFAULT_TIMEOUT_SECONDS: Final = 30.0
 _MEASURING_SECONDS: Final = 120.0  # on top of four time-outs

@@ -20,7 +20,6 @@ from torchring import default_world as worlds
 from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.select import choose
 from torchring.collectives.functions import barrier
-from torchring.collectives.operations import exchange
 from torchring.collectives.service import collectives_of
 from torchring.default_world import Backend
 from torchring.doctor.facts import gather, listening_addresses
@@ -106,8 +105,7 @@ def _measure(world: World, available_bytes: int) -> list[PathFacts]:
 
 def _gather(world: World, facts: object) -> list[Any]:
     """The facts of all ranks, which travel as JSON: what a rank sends is not executed."""
-    said = collectives_of(world).run("doctor", lambda backend: exchange(backend, json.dumps(facts).encode()))
-    return [json.loads(text) for text in said]
+    return [json.loads(text) for text in collectives_of(world).all_gather_bytes(json.dumps(facts).encode())]
 
 
 def _measure_host(world: World, most_bytes: int) -> PathFacts:
