@@ -255,7 +255,7 @@ def run_micro(tmp_path: Path, *options: str) -> str:
 def test_micro(tmp_path: Path) -> None:
     """All of them, once, for their results; only the largest sizes are left out."""
     files = {file.stem for file in (BENCH / "micro").glob("bench_*.py")}
-    assert files == {"bench_hooks", "bench_kernels", "bench_plan"}
+    assert files == {"bench_allreduce", "bench_hooks", "bench_kernels", "bench_plan"}
     junit = tmp_path / "junit.xml"
     run_micro(
         tmp_path, "--benchmark-disable", f"--junit-xml={junit}", "-k", "not vgg and not mlp and not resnet and not 25"
@@ -263,5 +263,5 @@ def test_micro(tmp_path: Path) -> None:
     names = set(re.findall(r'<testcase classname="[^"]*?(bench_\w+)" name="(\w+)', junit.read_text()))
     assert {file for file, _ in names} == files
     functions = {function for _, function in names}
-    for name in ("build_plan", "fingerprint", "gradients", "model", "pack", "unpack", "accumulate"):
+    for name in ("build_plan", "fingerprint", "gradients", "model", "pack", "unpack", "accumulate", "allreduce"):
         assert f"bench_{name}" in functions
