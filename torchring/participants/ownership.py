@@ -130,7 +130,7 @@ class Ownership(Participant):
         elif (other := next(others, None)) is not None:
             text = (
                 f"{gets} that nobody reduces: each rank would train alone what its {type(other).__name__} has, which "
-                f"was not setup. Pass that optimizer to torchring.wrap(), too, before the first backward(). "
+                f"was not wrapped. Pass that optimizer to torchring.wrap(), too, before the first backward(). "
                 f"{_ON_PURPOSE}"
             )
         else:
