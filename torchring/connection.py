@@ -248,6 +248,7 @@ class ConnectedOptimizer(OptimizerWrapper):
             self._sync = None
         self._local.close()
         self._local = self._make_local()
+        self._observer = None  # which holds what a closed world has opened
 
     def _rejoin(self, world: World | None = None, guests: Sequence[Guest] = ()) -> None:
         """See `rejoin`."""

@@ -57,7 +57,8 @@ def replacing(path: Path, mode: str = "wb", newline: str | None = None) -> Itera
     try:
         with open(descriptor, mode, newline=newline) as file:
             yield file
-        unfinished.replace(path)
+            file.flush()
+            unfinished.replace(path)  # a lock of the file is held until then
     except BaseException:
         with contextlib.suppress(OSError):
             unfinished.unlink()

@@ -16,8 +16,8 @@ The way of a gradient, in reading order:
 
 Everything else that takes part in a round is a participant, in `participants/`, `observe/` or `elastic/`: sparse
 gradients, buffers, the checks that ranks hold the same parameters and read data of their own, the noise scale,
-recording, and elastic jobs. A participant registers control bits by name, and overrides what it needs of four methods:
-see `round.Participant`. To add a feature, add a file there and a line in `rooms.py`. Weights are part of each round:
+recording, and elastic jobs. A participant registers control bits by name, and overrides what it needs of the methods
+of `round.Participant`. To add a feature, add a file there and a line in `rooms.py`. Weights are part of each round:
 `weighing.py`. What happens to a step and its buckets is said to `World.observer`, see `observer.py`.
 
 Decided beforehand, as data: `plan.py`. In a world of one rank: `local.py`.

@@ -122,8 +122,8 @@ class Setup:
 
     @property
     def checks_data(self) -> bool:
-        """Whether ranks compare, or count, what they train on."""
-        return self.model is not None and (self.world.check_data or self.options.noise_scale)
+        """Whether ranks may compare, or count, what they train on. Alike on all ranks, whatever `init` was told."""
+        return self.model is not None
 
     @property
     def has_buffers(self) -> bool:

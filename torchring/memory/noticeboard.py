@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import threading
 import zlib
 from collections.abc import Sequence
 from typing import Final
@@ -34,15 +35,17 @@ class Noticeboard:
 
     def __init__(self, rendezvous: Rendezvous, ranks: Sequence[int] = (), pages: Sequence[torch.Tensor] = ()) -> None:
         self._rendezvous = rendezvous.with_timeout(_PATIENCE_SECONDS)
+        self._posting = threading.RLock()  # a signal handler may post, too
         self._pages = {rank: page.numpy() for rank, page in zip(ranks, pages, strict=True)}
 
     def post(self, error: RingError) -> None:
         """Leave `error` for the other ranks, unless this rank has left an error before."""
         rank, text = self._rendezvous.rank, encode_error(error)
-        if (page := self._pages.get(rank)) is not None and not page[: _HEADER.size].any():
-            text = text[: len(page) - _HEADER.size]
-            page[_HEADER.size : _HEADER.size + len(text)] = list(text)
-            page[: _HEADER.size] = list(_HEADER.pack(zlib.crc32(text), len(text)))
+        with self._posting:
+            if (page := self._pages.get(rank)) is not None and not page[: _HEADER.size].any():
+                cut = text[: len(page) - _HEADER.size]
+                page[_HEADER.size : _HEADER.size + len(cut)] = list(cut)
+                page[: _HEADER.size] = list(_HEADER.pack(zlib.crc32(cut), len(cut)))
         if len(self._pages) < self._rendezvous.size:
             with contextlib.suppress(RingError):  # the store may be gone
                 self._rendezvous.publish_once(notice_key(rank), text)

@@ -159,8 +159,9 @@ class NoiseScale(Participant):
                 parameter = self._parameters[each.parameter]
                 if parameter.grad is not None:  # of a micro-step, and maybe of no later one
                     self._own[each.parameter] = _norm(parameter.grad, each)
-                look = partial(self._look, each)
-                self._handles.append(parameter.register_hook(look))  # type: ignore[no-untyped-call]
+                if parameter.requires_grad:  # it may have been frozen since
+                    look = partial(self._look, each)
+                    self._handles.append(parameter.register_hook(look))  # type: ignore[no-untyped-call]
 
     def on_reduced(self, current: RoundState) -> None:
         self._remove_hooks()
@@ -190,6 +191,9 @@ class NoiseScale(Participant):
         )
         due = current.number + (1 if accelerator is None else _DEVICE_LAG)
         self._sample = _Sample(self._window, due, sums["num_samples"] / self._size, factor, norms)
+
+    def close(self) -> None:
+        self._remove_hooks()
 
     def _look(self, rows: Rows, gradient: torch.Tensor) -> None:
         """Autograd is about to add `gradient` to that of micro-steps, in `.grad`, if there is one."""

@@ -47,6 +47,13 @@ class ShardedOptimizer(DistributedOptimizer):
             checkpoint.deal_out(self._shards, dict(self.optimizer.state))
             world.shared(_say_cost)
 
+    def _connect(self, world: World) -> Reducer:
+        """Collective. An optimizer that was loaded on all ranks alike has a state, which is cut as well."""
+        reducer = super()._connect(world)
+        if self._shards is not None:
+            checkpoint.deal_out(self._shards, dict(self.optimizer.state))
+        return reducer
+
     def _agree(self, world: World, guests: Sequence[Guest] = ()) -> Reducer:
         """Collective: also cut the parameters among the ranks. The state is as it was."""
         reducer = super()._agree(world, guests)

@@ -142,7 +142,10 @@ def copy_of(state: Any) -> Any:
             copies[place] = leaf.detach().to("cpu", copy=True)
         return copies[place]
 
-    return tree_map(copied, state)
+    whole = tree_map(copied, state)
+    if hasattr(state, "_metadata"):  # versions of the modules, by which `load_state_dict` converts older states
+        whole._metadata = copy.deepcopy(state._metadata)
+    return whole
 
 
 def newest(directory: str | os.PathLike[str]) -> tuple[int, dict[str, Any]] | None:

@@ -38,10 +38,12 @@ class WorldRecorder(Recorder):
 
     def __init__(self, world: World) -> None:
         super().__init__(world.observer.num_steps)
-        self._world = world
+        self.world: World | None = world  # until it is closed
         self.clock = world.shared(offsets_of)
 
     def connected(self, wrapped: Wrapped) -> None:
+        if self.world is None:
+            return
         for parameter in wrapped.names:
             if accelerator := accelerator_of(parameter.device):
                 self.follow(accelerator)
@@ -50,7 +52,7 @@ class WorldRecorder(Recorder):
         if wrapped.reducer is not None:
             layout = wrapped.reducer.layout
             wrapped.reducer.take_in(RoundRecording(self, layout))
-        self.run_info = run_info(self._world, wrapped, layout, self.run_info)
+        self.run_info = run_info(self.world, wrapped, layout, self.run_info)
 
 
 class RoundTimes:

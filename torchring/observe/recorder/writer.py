@@ -141,6 +141,7 @@ class _Recording:
     def close(self) -> None:
         if _writer is not None:
             _writer.write(self.recorder)
+        self.recorder.world = None
         _recorders.discard(self.recorder)  # a later world writes to the same file
         loading.forget(self.recorder.loading)
 
