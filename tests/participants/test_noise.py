@@ -50,6 +50,8 @@ def _train(rank: int, size: int, kind: str, options: dict[str, Any]) -> torchrin
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.0), model, noise_scale=True, **options)
     accumulate = options.get("accumulate", 1)
     for round_ in range(_NUM_ROUNDS):
+        if kind == "frozen" and round_ == 10:
+            model[0].requires_grad_(False)  # type: ignore[index]
         optimizer.zero_grad()
         for micro in range(accumulate):
             if kind == "weighed":
@@ -75,6 +77,7 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _train_all(rank: int, size: int) -> dict[str, torchring.Stats]:
+    _train(rank, size, "frozen", {})  # goes on
     return {name: _train(rank, size, kind, options) for name, (kind, options) in _CASES.items()}
 
 

@@ -266,3 +266,27 @@ def _loaded(rank: int, size: int, folder: str) -> None:
 
 def test_distributed_checkpoint_loads_into_a_fresh_optimizer_without_shard(tmp_path: Path) -> None:
     run_pooled(_loaded, 1, str(tmp_path))
+
+
+def _pickled(rank: int, size: int, file: str) -> None:
+    net = _net()
+    optimizer = torchring.wrap(torch.optim.AdamW(net.parameters()), net, shard=True)
+    for step in range(3):
+        _backward(net, step)
+        optimizer.step()
+    torch.save((net, optimizer), file)
+
+
+def _goes_on(rank: int, size: int, file: str) -> tuple[list[float], torch.Tensor]:
+    net, optimizer = torch.load(file, weights_only=False)
+    _backward(net)
+    optimizer.step()
+    steps = [float(state["step"]) for state in optimizer.state_dict(all_ranks=True)["state"].values()]
+    return steps, nn.utils.parameters_to_vector(net.parameters()).detach()
+
+
+def test_a_pickle_of_a_world_of_one_keeps_its_state_on_several_ranks(tmp_path: Path) -> None:
+    run_pooled(_pickled, 1, str(tmp_path / "job"))
+    found = run_pooled(_goes_on, 2, str(tmp_path / "job"))
+    assert [steps for steps, _ in found] == [[4.0] * 4] * 2
+    assert_same_on_all_ranks([parameters for _, parameters in found])
