@@ -523,18 +523,24 @@ def test_wrong_options_and_other_buffers_are_refused_on_every_rank() -> None:
         assert errors["not looked at"] == ""
 
 
-def _of_another_shape(rank: int, size: int) -> str:
+def _of_another_shape(rank: int, size: int, is_late: bool) -> str:
     model = _Owns()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = torchring.wrap(sgd, model, sync_buffers={"": None, "average": "mean"})
+    if is_late:
+        model.norm(torch.rand(3, 2)).square().mean().backward()
     if rank == 1:
         model.average = torch.zeros(3)
+    if is_late:
+        optimizer.step()  # on all ranks alike
     return attempt(lambda: (model.norm(torch.rand(3, 2)).square().mean().backward(), optimizer.step()))
 
 
-def test_a_buffer_that_changes_its_shape_is_named_on_all_ranks() -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_buffer_that_changes_its_shape_is_named_on_all_ranks(is_late: bool) -> None:
+    """Also one that changes between backward() and step()."""
     text = "buffer average of the model was float32 (2,) in torchring.wrap, and on rank 1 it is float32 (3,)"
-    other, own = run_pooled(_of_another_shape, 2)
+    other, own = run_pooled(_of_another_shape, 2, is_late)
     assert own.startswith(f"GradientError: {text}")
     assert other.startswith(f"PlanMismatchError: rank 1 cannot exchange its buffers: GradientError: {text}")
 

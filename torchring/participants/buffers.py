@@ -230,7 +230,8 @@ class BufferSync(Participant):
         """Give the buffers what the last rounds have found, whichever optimizer's they were."""
         if when == "agreed" and self._results:
             for each in [each for each in self._results if not each[0].places.isdisjoint(self.places)]:
-                each[0]._unpack(each[1])
+                if each[0]._find_problem() is None:  # else the next round tells all ranks
+                    each[0]._unpack(each[1])
                 self._results.remove(each)
 
     def synchronize(self) -> None:
