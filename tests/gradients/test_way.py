@@ -19,14 +19,14 @@ from tests.support.harness import run_pooled
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "torchring"
 
-# On the way beside `gradients/`. Waiting for a late rank, and nothing else, leads to the last two.
+# On the way beside `gradients/`. Waiting for a late rank, and nothing else, leads to the last three.
 ENGINE = {
     *("allreduce/direct.py", "allreduce/records.py", "allreduce/slices.py", "allreduce/contract.py"),
     *("kernels/reference.py", "memory/channel.py", "memory/heap.py", "interruption.py"),
     *("observer.py", "observe/flight_recorder/entries.py", "observe/inputs.py", "observe/data_check.py"),
     *("world.py", "errors.py", "dynamo.py"),
 }
-WAITING = {"memory/host.py", "memory/semaphore.py"}
+WAITING = {"memory/host.py", "memory/noticeboard.py", "memory/semaphore.py"}
 PARTICIPANTS = {"ownership.py", "replicas.py"}
 
 # Of one step: zero_grad, forward, backward, step. These numbers only fall. A rank that waits takes more
