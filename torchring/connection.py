@@ -93,7 +93,7 @@ class ConnectedOptimizer(OptimizerWrapper):
             if not is_sharded(optimizer):  # or else each rank has loaded its part
                 broadcast_optimizer_state(optimizer)
         if world.size > 1:
-            self._agree(world)
+            self._begin(world)
             if not any(accelerator_of(parameter.device) for parameter in names):
                 numbers = world.local_size, torch.get_num_threads(), world.num_cores, world.num_physical_cores
                 room("placement").look_at_cores(numbers, speaks=world.rank == 0)
@@ -181,7 +181,11 @@ class ConnectedOptimizer(OptimizerWrapper):
 
     def _connect(self, world: World) -> Reducer:
         """Collective: reduce with the ranks of `world` from now on."""
-        return world.shared(OptimizerGroup).guard.run("wrap()", self._agree, world)
+        return world.shared(OptimizerGroup).guard.run("wrap()", self._begin, world)
+
+    def _begin(self, world: World) -> Reducer:
+        """Collective: agree, where all ranks have the same optimizer state."""
+        return self._agree(world)
 
     def _agree(self, world: World, guests: Sequence[Guest] = ()) -> Reducer:
         """Collective: agree on a plan with the other ranks and hook the parameters."""

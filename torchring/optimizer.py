@@ -200,9 +200,9 @@ class DistributedOptimizer(ConnectedOptimizer):
         sync.before_step()
         if closure is not None:
             sync.world.shared(Join).refuse("step(closure)")
-            if self._options.on_nonfinite == "skip" and not self._only_creates_state():
-                refuse_closure()
             if not self._only_creates_state():
+                if self._options.on_nonfinite == "skip":
+                    refuse_closure()
                 sync.world.refuse_provisional("step()")
             closure = functools.partial(self._evaluate, closure, sync)
         elif not self._only_creates_state() and not self._check_before_step(sync):

@@ -43,7 +43,7 @@ _PARTICIPANTS: Final[Sequence[tuple[str, str, Callable[[Any], bool]]]] = (
     ("torchring.participants.buffers", "BufferSync", lambda setup: setup.has_buffers),
     ("torchring.participants.ownership", "Ownership", lambda setup: setup.model is not None),
     ("torchring.participants.replicas", "ReplicaCheck", lambda setup: True),
-    ("torchring.observe.data_check", "DataCheck", lambda setup: setup.checks_data),
+    ("torchring.observe.data_check", "DataCheck", lambda setup: setup.model is not None),
     ("torchring.observe.recorder.clocks", "ClockComparison", lambda setup: setup.world.num_nodes > 1),
     ("torchring.participants.noise", "NoiseScale", lambda setup: setup.options.noise_scale),
 )

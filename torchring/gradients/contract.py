@@ -121,11 +121,6 @@ class Setup:
     stale: StaleGradients
 
     @property
-    def checks_data(self) -> bool:
-        """Whether ranks may compare, or count, what they train on. Alike on all ranks, whatever `init` was told."""
-        return self.model is not None
-
-    @property
     def has_buffers(self) -> bool:
         """Whether the model has buffers that `wrap` was not told to leave alone."""
         model, choices = self.model, self.options.sync_buffers

@@ -43,15 +43,14 @@ class ShardedOptimizer(DistributedOptimizer):
 
     def _open(self, world: World, *args: Any, **kwargs: Any) -> None:
         super()._open(world, *args, **kwargs)
-        if self._shards is not None:  # all ranks have the same state
-            checkpoint.deal_out(self._shards, dict(self.optimizer.state))
+        if self._shards is not None:
             world.shared(_say_cost)
 
-    def _connect(self, world: World) -> Reducer:
-        """Collective. An optimizer that was loaded on all ranks alike has a state, which is cut as well."""
-        reducer = super()._connect(world)
-        if self._shards is not None:
-            checkpoint.deal_out(self._shards, dict(self.optimizer.state))
+    def _begin(self, world: World) -> Reducer:
+        """Collective: also keep this rank's share of the state."""
+        reducer = super()._begin(world)
+        assert self._shards is not None
+        checkpoint.deal_out(self._shards, dict(self.optimizer.state))
         return reducer
 
     def _agree(self, world: World, guests: Sequence[Guest] = ()) -> Reducer:
