@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -44,6 +46,7 @@ from torchring.gradients.contract import Setup
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.layout import Options
 from torchring.gradients.reducer import Reducer
+from torchring.kernels.lazy import Kernel
 from torchring.memory import host as host_module
 from torchring.rooms import participants
 from torchring.world import World
@@ -343,6 +346,55 @@ def _broken(rank: int, size: int) -> dict[str, Any]:
         found["no hold, races"] = attempt(accelerator.synchronize)
         attempt(torchring.shutdown)  # which does what is left, and finds more
     return found
+
+
+# ---- what the host's time goes into
+
+
+def _counts(rank: int, size: int) -> dict[str, float]:
+    """CUDA's calls in a step, on average of 16, and Python frames of torchring in a backward. No kernel runs."""
+    totals: dict[tuple[int, int], tuple[float, int]] = {}
+    for num_parameters, num_buckets in ((24, 2), (24, 6), (48, 2)):
+        with FakeAccelerator().installed() as accelerator:
+            parameters = [nn.Parameter(torch.zeros(16)) for _ in range(num_parameters)]
+            sgd = torch.optim.SGD(parameters, lr=0.0)
+            optimizer = torchring.wrap(sgd, bucket_mb=num_parameters // num_buckets * 64 / 2**20, algorithm="direct")
+            frames: list[str] = []
+
+            def note(frame: FrameType, event: str, _: Any, frames: list[str] = frames) -> None:
+                if event == "call" and "/torchring/" in frame.f_code.co_filename:
+                    frames.append(frame.f_code.co_name)
+
+            def step(profile: Any = None, optimizer: Any = optimizer, parameters: Any = parameters) -> None:
+                optimizer.zero_grad()
+                losses, ones = [p * 2.0 for p in parameters], [torch.ones(16) for _ in parameters]
+                sys.setprofile(profile)
+                try:
+                    torch.autograd.backward(losses, ones)
+                finally:
+                    sys.setprofile(None)
+                optimizer.step()
+                accelerator.synchronize()
+
+            with mock.patch.object(Kernel, "_run"):
+                for _ in range(17):
+                    step()
+                accelerator.calls.clear()
+                for _ in range(16):
+                    step()
+                num_calls = accelerator.num_cuda_calls / 16
+                step(note)
+            assert optimizer.stats().num_buckets == num_buckets
+            totals[num_parameters, num_buckets] = num_calls, len(frames)
+        torchring.shutdown()
+    few, many_buckets, many_parameters = totals.values()
+    a_bucket = (many_buckets[0] - few[0]) / 4
+    return {
+        "calls a bucket": a_bucket,
+        "calls a step": few[0] - 2 * a_bucket,
+        "frames a bucket": (many_buckets[1] - few[1]) / 4,
+        "frames a parameter": (many_parameters[1] - few[1]) / 24,
+    }
 
 
 # ---- values that are not finite
@@ -711,6 +763,7 @@ _SCENARIOS[2] |= {
     "as on the CPU": _as_on_the_cpu,
     "mixed": _mixed,
     "held": _held,
+    "counts": _counts,
     "broken": _broken,
     "NaN": functools.partial(_not_finite, options={}, value=torch.nan, everywhere=False),
     "NaN in the ring, bf16": functools.partial(
@@ -835,6 +888,16 @@ def test_gradients_are_kept_until_they_are_read_and_no_longer() -> None:
         assert result["landing"] == [256, 0, 0, 0, 0], "those of the bucket that was packed last, until one is reduced"
         assert result["after"] == 0, result
         assert result["races"] == []
+
+
+# These numbers only fall. The goals are 10, 14, and 1 frame for a parameter.
+_MOST = {"calls a bucket": 23.0, "calls a step": 13.0, "frames a bucket": 90.0, "frames a parameter": 5.0}
+
+
+@pytest.mark.parametrize("what", _MOST)
+def test_the_host_asks_little_of_the_device(what: str) -> None:
+    for counted in results_of("counts"):
+        assert counted[what] <= _MOST[what], counted
 
 
 @pytest.mark.smoke

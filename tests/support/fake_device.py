@@ -71,8 +71,10 @@ class _Task:
 class FakeMark:
     """See `torchring.accelerators.Mark`."""
 
-    def __init__(self, stream: FakeStream | None) -> None:
+    def __init__(self, stream: FakeStream | None, accelerator: FakeAccelerator) -> None:
         self._stream = stream
+        self._accelerator = accelerator
+        accelerator.calls["record"] += 1
         self.seen = {} if stream is None else dict(stream.seen)
         self._reached = threading.Event()
         self._at = 0.0
@@ -82,15 +84,18 @@ class FakeMark:
         self._reached.set()
 
     def is_reached(self) -> bool:
+        self._accelerator.calls["query"] += 1
         return self._reached.is_set()
 
     def hold_current(self) -> None:
+        self._accelerator.calls["wait"] += 1
         if self._stream is not None:
             self._stream.accelerator.hold(self._stream, self)
 
     def milliseconds_since(self, earlier: Any) -> float:
-        assert self.is_reached(), "a mark that is not reached has no time"
-        assert earlier.is_reached(), "a mark that is not reached has no time"
+        self._accelerator.calls["elapsed"] += 1
+        assert self._reached.is_set(), "a mark that is not reached has no time"
+        assert earlier._reached.is_set(), "a mark that is not reached has no time"
         return float((self._at - earlier._at) * 1e3)
 
 
@@ -109,6 +114,7 @@ class FakeStream:
     def follow(self, streams: Iterable[object] = ()) -> None:
         self.accelerator.calls["follow"] += 1
         for stream in (self.accelerator.current, *streams):
+            self.accelerator.calls.update(("record", "wait"))
             self.seen[stream] = self.accelerator.clock
         self.accelerator.forget_before(min([self.seen[COMPUTE], *(task.seen.get(COMPUTE, 0) for task in self.queue)]))
 
@@ -117,7 +123,7 @@ class FakeStream:
             work()
 
     def mark(self) -> FakeMark:
-        mark = FakeMark(self)
+        mark = FakeMark(self, self.accelerator)
         self.call(mark.reach, list, "mark")
         return mark
 
@@ -137,7 +143,7 @@ class FakeStream:
             if self._failure is not None:
                 raise self._failure
             return
-        while not mark.is_reached():
+        while not mark._reached.is_set():
             self._do(self.queue.popleft())
 
     def do_all(self) -> None:
@@ -179,7 +185,8 @@ class FakeAccelerator:
             or "lossy", where signals arrive and wires do not.
 
     Attributes:
-        calls: how often the streams' and the accelerator's methods were called.
+        calls: how often the streams' and the accelerator's methods were called, and what CUDA would have been asked
+            for: see `num_cuda_calls`.
         races: what was found; see the module.
         host_words: what `host_word` has returned.
     """
@@ -205,6 +212,16 @@ class FakeAccelerator:
         self._wires: set[tuple[int, int]] = set()  # where results come
         self._pointed_at: Sequence[torch.Tensor] = ()  # by the last column of addresses
 
+    @property
+    def num_cuda_calls(self) -> int:
+        """How many calls of CUDA's the counted ones stand for.
+
+        PyTorch asks whether a graph is captured when it records an event or waits for one. For the time between two
+        events it asks if both are reached. What torch launches in the compute stream is not counted.
+        """
+        weights = {"record": 2, "wait": 2, "is_capturing": 1, "query": 1, "elapsed": 3, "launch": 1}
+        return sum(count * weights.get(name, 0) for name, count in self.calls.items())
+
     # What torchring asks of it
 
     def open_stream(self) -> Any:
@@ -215,14 +232,16 @@ class FakeAccelerator:
         return self.current
 
     def mark_current(self) -> FakeMark:
-        mark = FakeMark(None)
+        mark = FakeMark(None, self)
         mark.reach()
         return mark
 
     def is_capturing(self) -> bool:
+        self.calls["is_capturing"] += 1
         return self.capturing
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.calls["launch"] += 1
         with self.executing():
             copy = torch.full_like(tensor, -1)
 
@@ -268,6 +287,7 @@ class FakeAccelerator:
         accelerator = self
 
         def launch_later(kernel: Kernel, device: torch.device, programs: int, *args: Any, **options: Any) -> None:
+            accelerator.calls["launch"] += 1
             kept = accelerator._pointed_at if accelerator.mode == "lazy" else None
 
             def run(kept: object = kept) -> None:
@@ -476,6 +496,7 @@ class _Watch(TorchDispatchMode):
         if isinstance(accelerator.current, FakeStream):
             if not written:  # on the host, such as a column of addresses before it is sent
                 return func(*args, **kwargs)
+            accelerator.calls["launch"] += 1
             accesses = [_access(tensor, writes=True) for tensor in written]
             accelerator.current.call(lambda: func(*args, **kwargs), lambda: accesses, str(func))
             return args[0] if func._schema.returns else None
