@@ -44,7 +44,6 @@ from torchring.allreduce.select import Algorithm, open_all_reduce
 from torchring.bench import measure, turns
 from torchring.bench.measure import Spread, Turn, stopped_by_signals
 from torchring.default_world import default_world
-from torchring.doctor.report import human_bytes
 from torchring.launch.arguments import duration
 
 OURS = ("direct", "native", "tensor", "torchring.horovod", "gloo", "copy")
@@ -237,7 +236,7 @@ def report(rows: list[dict[str, Any]], about: dict[str, object]) -> None:
         direct, copy = spreads["direct"].p50, spreads["copy"].p50
         table.append(
             [
-                human_bytes(row["bytes"]),
+                measure.human_bytes(row["bytes"]),
                 *(spreads[n].text(3) if n in spreads else "" for n in names),
                 f"{copy:.3f}",
                 *(f"{spreads[n].p50 / direct:.1f}x" if n in spreads else "" for n in others),

@@ -48,6 +48,14 @@ _PR_SET_PDEATHSIG: Final = 1
 _libc = ctypes.CDLL(None)
 
 
+def human_bytes(count: int) -> str:
+    """65536 -> "64 KiB"."""
+    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{round(count / size, 2):g} {unit}"
+    return f"{count} B"
+
+
 @dataclass(frozen=True)
 class Spread:
     """Quantiles of the times of one rival, in milliseconds."""

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from pytest_benchmark.fixture import BenchmarkFixture
 
 import torchring
+from torchring.bench.measure import human_bytes
 from torchring.bench.micro.conftest import Remark
 from torchring.bench.micro.peer import DEADLINE_SECONDS, RIVALS, SIZE, Case, CaseRunner, join, leave
-from torchring.doctor.report import human_bytes
 from torchring.launch.jobs import OWN_IMPORTS
 
 ROUNDS = {1 << 10: 500, 64 << 10: 500, 1 << 20: 200, 25 << 20: 30}

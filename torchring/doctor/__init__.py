@@ -19,6 +19,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Final
@@ -36,6 +37,7 @@ _PROGRAM: Final = f"{OWN_IMPORTS}import runpy; runpy.run_module('torchring.docto
 _DEFAULT_RANKS: Final = 2
 _DEFAULT_TIMEOUT_SECONDS: Final = 30.0
 _MEASURING_SECONDS: Final = 120.0  # on top of four time-outs
+_REPORT_SECONDS: Final = 5.0  # that rank 0 may take to print its report, after other ranks have found a problem
 # None could be started, or this process was told to stop.
 _LAUNCHER_CODES: Final = (2, *(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)))
 
@@ -72,18 +74,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-np", "--num-proc", type=positive, metavar="N", help=count)
     parser.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help="where to start them, as for torchring run")
     parser.add_argument("--hostfile", metavar="FILE", help="the same from a file")
-    parser.add_argument(
-        "--env", type=setting, action="append", default=[], metavar="K=V", help="for the ranks' environment"
-    )
+    env = "for the ranks' environment"
+    parser.add_argument("--env", type=setting, action="append", default=[], metavar="K=V", help=env)
     engine = "the engine between hosts, as for init()"
     parser.add_argument("--backend", choices=("auto", "gloo", "mpi"), default="auto", help=engine)
-    parser.add_argument(
-        "--timeout",
-        type=duration,
-        default=_DEFAULT_TIMEOUT_SECONDS,
-        metavar="SECONDS",
-        help="how long to wait for a rank that does not come (default: %(default)g)",
-    )
+    wait = "how long to wait for a rank that does not come (default: %(default)g)"
+    parser.add_argument("--timeout", type=duration, default=_DEFAULT_TIMEOUT_SECONDS, metavar="SECONDS", help=wait)
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, on stdout")
     return parser
 
@@ -101,10 +97,7 @@ def _start(options: argparse.Namespace) -> int:
 
 
 def _take_part(launch: LaunchEnvironment, options: argparse.Namespace) -> int:
-    """Measure with the other ranks. Rank 0 prints the report, and its exit code says the verdict.
-
-    Launchers end the other ranks as soon as one fails. So the others say nothing, unless rank 0 cannot.
-    """
+    """Measure with the other ranks. Rank 0 prints the report, and its exit code says the verdict."""
     stdout = os.dup(STDOUT)
     os.dup2(STDERR, STDOUT)  # libraries print there, too
     # A driver may hang.
@@ -122,9 +115,10 @@ def _take_part(launch: LaunchEnvironment, options: argparse.Namespace) -> int:
         os.close(stdout)
     if launch.rank != 0:
         if report.problem:
+            # Launchers end the other ranks as soon as one fails. So rank 0 gets time for its report, if it is there.
+            time.sleep(_REPORT_SECONDS)
             print(f"torchring doctor: rank {launch.rank}: {report.problem}", file=sys.stderr)
-        # Rank 0 tells everything else itself. An exit code here would have a launcher end it before its report.
-        return int(any(f"failed: rank 0 {absent}" in report.problem for absent in ("did not", "has not come")))
+        return int(bool(report.problem))
     if options.json:
         found = {"verdict": verdict(findings), "findings": [vars(finding) for finding in findings], **asdict(report)}
         print(json.dumps(found, indent=1), flush=True)

@@ -5,6 +5,8 @@ Every rank has the whole report. A rank that fails, dies or hangs on the way is 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import json
 import statistics
@@ -19,13 +21,14 @@ from torch.distributed import TCPStore
 from torchring import default_world as worlds
 from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.select import choose
-from torchring.collectives.functions import barrier
+from torchring.collectives.functions import all_reduce, barrier
 from torchring.collectives.service import collectives_of
 from torchring.default_world import Backend
-from torchring.doctor.facts import gather, listening_addresses
+from torchring.doctor.facts import gather, listening
 from torchring.doctor.report import ChoiceFacts, PathFacts, RankFacts, Report, StoreFacts
 from torchring.errors import RingError
 from torchring.memory.channel import POLL_SECONDS
+from torchring.memory.host import HostGroup
 from torchring.rendezvous.addresses import resolve
 from torchring.rendezvous.environment import LaunchEnvironment
 from torchring.rendezvous.signed import bottom
@@ -39,7 +42,9 @@ _SMALLEST_BYTES: Final = 64 << 10
 _LARGEST_BYTES: Final = 64 << 20
 _LONG_SECONDS: Final = 0.05  # a transfer that takes as long needs no larger one
 _REPETITIONS: Final = 3
-_WHOLE_MACHINE: Final = ("0.0.0.0", "::")
+
+_Transfer = Callable[[], tuple[float, bool]]
+"""Carries out a transfer. Returns its seconds, and whether the data arrived unchanged."""
 
 
 def take_part(launch: LaunchEnvironment, backend: Backend, timeout_seconds: float) -> Report:
@@ -76,31 +81,9 @@ def _describe_store(world: World, launch: LaunchEnvironment, report: Report) -> 
     if not isinstance(tcp, TCPStore):
         return None
     host, port = launch.master or (tcp.host, tcp.port)
-    listens = listening_addresses(port) or _WHOLE_MACHINE  # the default of TCPStore
-    if not set(listens).isdisjoint(_WHOLE_MACHINE):
-        listens = [address for _, address in report.ranks[0].interfaces]
+    own = [address for _, address in report.ranks[0].interfaces]
     hosted_by = launch.launcher if launch.store_is_hosted else "rank 0"
-    return StoreFacts(host, port, hosted_by, [*listens, *resolve(host)])
-
-
-def _measure(world: World, available_bytes: int) -> list[PathFacts]:
-    """All-reduces within each host, then messages between the first ranks of each host and of the next, in turns."""
-    found = []
-    if world.host is not None and world.host.size > 1:
-        path = _measure_host(world, min(_LARGEST_BYTES, available_bytes // (8 * world.size)))
-        found += [path] if world.host.index == 0 else []
-    if len(world.hosts) > 1:
-        transport = open_transport(world)
-        try:
-            firsts = [ranks[0] for ranks in world.hosts]
-            for pair in itertools.pairwise([*firsts, firsts[0]] if len(firsts) > 2 else firsts):
-                if world.rank in pair:
-                    path = _measure_pair(transport, world.rank, sum(pair) - world.rank)
-                    found += [path] if world.rank == pair[0] else []
-                barrier()
-        finally:
-            transport.close()
-    return [PathFacts(**path) for of_rank in _gather(world, [*map(asdict, found)]) for path in of_rank]
+    return StoreFacts(host, port, hosted_by, [*(listening(own, port) or own), *resolve(host)])
 
 
 def _gather(world: World, facts: object) -> list[Any]:
@@ -108,63 +91,70 @@ def _gather(world: World, facts: object) -> list[Any]:
     return [json.loads(text) for text in collectives_of(world).all_gather_bytes(json.dumps(facts).encode())]
 
 
-def _measure_host(world: World, most_bytes: int) -> PathFacts:
-    """All-reduce as training does."""
-    assert world.host is not None
-    host = world.host
-    all_reduce = DirectAllReduce(host, poll_seconds=POLL_SECONDS)
-
-    def prepare(num_bytes: int) -> Callable[[], tuple[float, bool]]:
-        (wire,) = all_reduce.open_wires([(num_bytes // 4, torch.float32)])
-        pattern = torch.arange(num_bytes // 4, dtype=torch.float32).remainder_(251)
-        expected = pattern * host.size + sum(host.ranks)
-
-        def once() -> tuple[float, bool]:
-            wire.tensor.copy_(pattern).add_(world.rank)
-            started = time.perf_counter()
-            all_reduce.start(wire).wait()
-            return time.perf_counter() - started, torch.equal(wire.tensor, expected)
-
-        return once
-
-    def agree(value: float) -> float:
-        of_ranks.tensor.zero_()[host.index] = value
-        all_reduce.start(of_ranks).wait()
-        return float(of_ranks.tensor.max())
-
-    try:
-        (of_ranks,) = all_reduce.open_wires([(host.size, torch.float32)])
-        return _time("shared memory", list(host.ranks), prepare, agree, most_bytes)
-    finally:
-        all_reduce.close()
+def _measure(world: World, available_bytes: int) -> list[PathFacts]:
+    """All-reduces within each host, then messages between the first ranks of each host and of the next, in turns."""
+    found: list[PathFacts] = []
+    with contextlib.ExitStack() as opened:
+        if any(len(ranks) > 1 for ranks in world.hosts):
+            most = min(_LARGEST_BYTES, available_bytes // (8 * world.size))
+            if (host := world.host) is not None and host.size > 1:
+                direct = DirectAllReduce(host, poll_seconds=POLL_SECONDS)
+                opened.callback(direct.close)
+                path = _time("shared memory", host.ranks, functools.partial(_reducing, host, direct), most)
+                found += [path] if host.index == 0 else []
+            else:
+                _time("nothing", (), _watching, most)
+        if len(world.hosts) > 1:
+            transport = open_transport(world)
+            opened.callback(transport.close)
+            firsts = [ranks[0] for ranks in world.hosts]
+            for pair in itertools.pairwise([*firsts, firsts[0]] if len(firsts) > 2 else firsts):
+                swapping = functools.partial(_swapping, transport, world.rank, sum(pair) - world.rank)
+                path = _time(transport.engine, pair, swapping if world.rank in pair else _watching, _LARGEST_BYTES)
+                found += [path] if world.rank == pair[0] else []
+        return [PathFacts(**path) for of_rank in _gather(world, [*map(asdict, found)]) for path in of_rank]
 
 
-def _measure_pair(transport: Transport, rank: int, other: int) -> PathFacts:
+def _reducing(host: HostGroup, direct: DirectAllReduce, num_bytes: int) -> _Transfer:
+    """All-reduces as in training."""
+    (wire,) = direct.open_wires([(num_bytes // 4, torch.float32)])
+    pattern = torch.arange(num_bytes // 4, dtype=torch.float32).remainder_(251)
+    expected = pattern * host.size + sum(host.ranks)
+
+    def once() -> tuple[float, bool]:
+        wire.tensor.copy_(pattern).add_(host.ranks[host.index])
+        barrier()
+        started = time.perf_counter()
+        direct.start(wire).wait()
+        return time.perf_counter() - started, torch.equal(wire.tensor, expected)
+
+    return once
+
+
+def _swapping(transport: Transport, rank: int, other: int, num_bytes: int) -> _Transfer:
     """Messages in both directions at once. A link that moves no data raises a RingError after the world's timeout."""
+    outgoing, expected = (_pattern(num_bytes, of) for of in (rank, other))
+    incoming = torch.zeros_like(outgoing)
 
-    def swap(outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+    def once() -> tuple[float, bool]:
+        incoming.zero_()
+        barrier()
+        started = time.perf_counter()
         for transfer in [transport.receive(incoming, other), transport.send(outgoing, other)]:
             transfer.wait()
+        return time.perf_counter() - started, torch.equal(incoming, expected)
 
-    def agree(value: float) -> float:
-        theirs = torch.zeros(1, dtype=torch.float64)
-        swap(torch.tensor([value], dtype=torch.float64), theirs)
-        return max(value, float(theirs))
+    return once
 
-    def prepare(num_bytes: int) -> Callable[[], tuple[float, bool]]:
-        outgoing, expected = (_pattern(num_bytes, of) for of in (rank, other))
-        incoming = torch.zeros_like(outgoing)
 
-        def once() -> tuple[float, bool]:
-            incoming.zero_()
-            agree(0.0)  # so that neither rank waits for the other to prepare
-            started = time.perf_counter()
-            swap(outgoing, incoming)
-            return time.perf_counter() - started, torch.equal(incoming, expected)
+def _watching(_: int) -> _Transfer:
+    """Waits for the ranks that measure."""
 
-        return once
+    def once() -> tuple[float, bool]:
+        barrier()
+        return 0.0, True
 
-    return _time(transport.engine, [rank, other], prepare, agree, _LARGEST_BYTES)
+    return once
 
 
 def _pattern(num_bytes: int, rank: int) -> torch.Tensor:
@@ -172,31 +162,27 @@ def _pattern(num_bytes: int, rank: int) -> torch.Tensor:
     return torch.arange(num_bytes).add_(rank * 7).remainder_(251).to(torch.uint8)
 
 
-def _time(
-    kind: str,
-    ranks: list[int],
-    prepare: Callable[[int], Callable[[], tuple[float, bool]]],
-    agree: Callable[[float], float],
-    most_bytes: int,
-) -> PathFacts:
+def _time(kind: str, ranks: tuple[int, ...], prepare: Callable[[int], _Transfer], most_bytes: int) -> PathFacts:
     """Time transfers of sizes that grow by four, until one is long: 100 Mbit/s need less data than shared memory.
 
-    Args:
-        prepare: gives a transfer of so many bytes, which returns its seconds and whether the data arrived unchanged.
-        agree: the largest value of the ranks, on all of them, so that all of them stop at the same size.
+    Collective among all ranks of the world, which stop at the same size.
     """
-    arrived_intact = True
+    is_intact = True
 
     def seconds_of(num_bytes: int, repetitions: int = _REPETITIONS) -> float:
-        nonlocal arrived_intact
+        nonlocal is_intact
         once = prepare(num_bytes)
         results = [once() for _ in range(repetitions + 1)]  # the first one fills caches
-        arrived_intact &= all(intact for _, intact in results)
-        return agree(statistics.median(seconds for seconds, _ in results[1:]))
+        is_intact &= all(intact for _, intact in results)
+        return _most(statistics.median(seconds for seconds, _ in results[1:]))
 
     latency = seconds_of(_LATENCY_BYTES, 20)
     size = _SMALLEST_BYTES
     while (seconds := seconds_of(size)) < _LONG_SECONDS and 4 * size <= most_bytes:
         size *= 4
-    arrived_intact = agree(0.0 if arrived_intact else 1.0) == 0.0
-    return PathFacts(kind, ranks, latency * 1e6, size / seconds / 1e9, size, arrived_intact)
+    return PathFacts(kind, list(ranks), latency * 1e6, size / seconds / 1e9, size, _most(not is_intact) == 0.0)
+
+
+def _most(value: float) -> float:
+    """The largest value of all ranks."""
+    return float(all_reduce(torch.tensor([value], dtype=torch.float64, device="cpu"), "max"))

@@ -10,7 +10,6 @@ from typing import Final
 
 from torchring.errors import ranks_in_words
 
-LEVELS: Final = ("ok", "note", "warning", "wrong")  # from good to bad; a note is a fact without a verdict
 _WIDTH: Final = 110  # of tables in a file or a pipe
 
 
@@ -18,7 +17,7 @@ _WIDTH: Final = 110  # of tables in a file or a pipe
 class Finding:
     """What a check found."""
 
-    level: str  # one of LEVELS
+    level: str  # "ok", "note" (a fact without a verdict), "warning" or "wrong"
     topic: str  # one word
     text: str  # if `level` is bad, also what to do
 
@@ -46,7 +45,6 @@ class RankFacts:
     gpu_peers: list[list[bool]] = field(default_factory=list)  # [i][j]: whether GPU i reaches GPU j's memory
     triton_lacks: list[str] = field(default_factory=list)  # what compiling kernels takes, and is not there
     handover: dict[str, str] = field(default_factory=dict)  # see `memory.handover.describe_handover`
-    memfd_error: str | None = None  # why memfd_create fails here; None if it works
     has_gloo: bool = False
     has_nccl: bool = False
     # [name, address] pairs: the first IPv4 address of each interface, all IPv6 ones
@@ -108,41 +106,32 @@ class Report:
 
 def verdict(findings: Sequence[Finding]) -> str:
     """The worst level: "ok", "warning" or "wrong"."""
-    worst = max((LEVELS.index(finding.level) for finding in findings), default=0)
-    return "ok" if LEVELS[worst] == "note" else LEVELS[worst]
+    found = {finding.level for finding in findings}
+    return next((level for level in ("wrong", "warning") if level in found), "ok")
 
 
 def show(report: Report, findings: Sequence[Finding]) -> None:
     """Print the report for people. Its last line says the verdict."""
-    by = f"started by {report.launcher}" + (f", backend {report.backend}" if report.backend else "")
+    by = f"started by {report.launcher}, backend {report.backend}"
     print(f"torchring doctor: {len(report.ranks)} of {report.size} ranks, {by}; took {report.seconds:.1f} s\n")
     marks = {"ok": "ok", "note": "", "warning": "WARNING", "wrong": "WRONG"}
     _table((), [(marks[finding.level], finding.topic, finding.text) for finding in findings])
-    if report.paths:
-        _table(("path", "1 KiB", "bandwidth"), [_path_row(path) for path in report.paths])
-    if report.choices:
-        rows = [(human_bytes(choice.num_bytes), choice.algorithm, choice.reason) for choice in report.choices]
-        _table(("bucket", "auto picks", "because"), rows)
+    paths = []
+    for path in report.paths:
+        how = "all-reduce" if path.kind == "shared memory" else "each way"
+        speed = f"{path.gigabytes_per_second:.3g} GB/s {how} ({path.num_bytes / 2**20:g} MiB)"
+        paths.append((f"{path.kind}, {ranks_in_words(path.ranks)}", f"{path.latency_us:.0f} us", speed))
+    _table(("path", "1 KiB", "bandwidth"), paths)
+    choices = [(f"{choice.num_bytes / 2**20:g} MiB", choice.algorithm, choice.reason) for choice in report.choices]
+    _table(("bucket", "auto picks", "because"), choices)
     wrong, warnings = (sum(finding.level == level for finding in findings) for level in ("wrong", "warning"))
     print(f"{wrong} wrong, {warnings} warnings" if wrong or warnings else "All is well.", flush=True)
 
 
-def human_bytes(count: int) -> str:
-    """65536 -> "64 KiB"."""
-    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{round(count / size, 2):g} {unit}"
-    return f"{count} B"
-
-
-def _path_row(path: PathFacts) -> tuple[str, str, str]:
-    how = "all-reduce" if path.kind == "shared memory" else "each way"
-    speed = f"{path.gigabytes_per_second:.3g} GB/s {how} ({human_bytes(path.num_bytes)})"
-    return f"{path.kind}, {ranks_in_words(path.ranks)}", f"{path.latency_us:.0f} us", speed
-
-
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """By rich, which wraps long cells; without rich, a line for each row."""
+    """By rich, which wraps long cells; without rich, a line for each row. Nothing without rows."""
+    if not rows:
+        return
     if importlib.util.find_spec("rich") is None:
         print(*("  ".join(row) for row in (header, *rows)), "", sep="\n")
         return
@@ -152,6 +141,5 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     table = Table(*header, box=None, show_header=bool(header), pad_edge=False, padding=(0, 2, 0, 0))
     for row in rows:
         table.add_row(*row)
-    console = Console(markup=False, highlight=False, emoji=False, width=None if sys.stdout.isatty() else _WIDTH)
-    console.print(table)
-    console.print()
+    width = None if sys.stdout.isatty() else _WIDTH
+    Console(markup=False, highlight=False, emoji=False, width=width).print(table, "")
