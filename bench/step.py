@@ -36,7 +36,7 @@ from torchring.bench import measure, turns
 from torchring.bench.measure import Spread, stopped_by_signals
 from torchring.bench.models import MODELS, Batch, Workload
 from torchring.default_world import default_world
-from torchring.gradients.round import overridden
+from torchring.gradients.reduction import overridden
 from torchring.launch.arguments import duration
 from torchring.observe.data_check import DataCheck
 from torchring.observe.recorder.writer import recorder_of

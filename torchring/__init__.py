@@ -31,7 +31,7 @@ Words that are used throughout, beside those of PyTorch and MPI:
     slot        a parameter's place in a bucket
     plan        which parameters share a bucket, and at which offset: plain data, equal on all ranks
     all-reduce  reduces wires by one algorithm (direct, ring, hierarchical, native)
-    round       one reduction of all buckets of an optimizer
+    reduction   all buckets of an optimizer, reduced once
     host        a machine, or that part of one whose ranks can share memory
     channel     signals between the ranks of a host
 """

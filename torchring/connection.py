@@ -26,7 +26,7 @@ from torchring.gradients.group import OptimizerGroup, check_free
 from torchring.gradients.layout import Options
 from torchring.gradients.local import LocalSync
 from torchring.gradients.reducer import Reducer
-from torchring.gradients.round import Guest, Participant
+from torchring.gradients.reduction import Guest, Participant
 from torchring.gradients.validation import (
     check_options,
     ignored_tensors,
@@ -87,7 +87,7 @@ class ConnectedOptimizer(OptimizerWrapper):
         sparse = self._find_sparse(optimizer, model)
         self._initialise(optimizer, options, names, sparse, model, ignored)
         self._wrapped_at = time.perf_counter_ns()
-        self._num_rounds_at_wrap = world.num_reductions
+        self._num_reductions_at_wrap = world.num_reductions
         if sync_initial_state:
             broadcast_parameters(shared if model is not None else {name: p.data for p, name in names.items()})
             if not is_sharded(optimizer):  # or else each rank has loaded its part
@@ -176,7 +176,7 @@ class ConnectedOptimizer(OptimizerWrapper):
         # What is recorded
         self._observer: Observers | None = None
         self._wrapped_at = 0
-        self._num_rounds_at_wrap = 0  # of the world, before `wrap`
+        self._num_reductions_at_wrap = 0  # of the world, before `wrap`
         self._forward_watch: Any = room("forward").ForwardWatch(model, _observer_of(weakref.ref(self)))
 
     def _connect(self, world: World) -> Reducer:

@@ -1,6 +1,6 @@
 """`join`: ranks that have more data than others, or stop later, go on. The others take part until all have ended.
 
-A rank that has ended runs a round for each round of the others, without gradients of its own. So means are over the
+A rank that has ended takes part in each reduction of the others, without gradients of its own. So means are over the
 ranks that still have data. A rank that has ended makes no steps: a step may depend on clipping, a loss scale or a
 schedule, which only the script knows. In the end all ranks take over what the rank that has ended last has.
 
@@ -142,7 +142,7 @@ def _missing(objects: Sequence[Any], group: OptimizerGroup) -> Exception | None:
 
 
 def _last(num_followed: int, world: World, group: OptimizerGroup) -> int:
-    """Collective: the rank that has followed the fewest rounds of others. Of several, the one with most steps."""
+    """Collective: the rank that has followed the fewest reductions of others. Of several, the one with most steps."""
     mine = torch.tensor([num_followed, -group.num_steps()], device="cpu")
     everybody = internal_collectives_of(world).all_gather(mine.unsqueeze(0))
     return min(range(world.size), key=lambda rank: everybody[rank].flatten().tolist())

@@ -36,7 +36,7 @@ from torchring.gradients.layout import Options, SyncBuffers
 from torchring.gradients.local import LocalSync
 from torchring.gradients.plan import Compression
 from torchring.gradients.reducer import Reducer
-from torchring.gradients.round import Guest
+from torchring.gradients.reduction import Guest
 from torchring.gradients.validation import (
     GradientOp,
     OnNonfinite,
@@ -226,8 +226,8 @@ class DistributedOptimizer(ConnectedOptimizer):
         return result
 
     def _most_steps(self, sync: Sync) -> int:
-        """Of a schedule that began with `wrap`: one for each round since then, of this optimizer or another one."""
-        own, of_world = sync.stats().num_reductions, sync.world.num_reductions - self._num_rounds_at_wrap
+        """Of a schedule that began with `wrap`: one for each reduction since then, of this optimizer or another one."""
+        own, of_world = sync.stats().num_reductions, sync.world.num_reductions - self._num_reductions_at_wrap
         return max(own, of_world) or _MOST_LEFT_OUT
 
     def _watch_wrapped(self) -> None:
@@ -528,7 +528,7 @@ def rejoin(optimizer: DistributedOptimizer, world: World | None = None, guests: 
     Args:
         world: collective; gradients are dropped. With shard=True, parameters are cut among its ranks, and the state
             comes later. None: the one that is open when the next gradient arrives.
-        guests: take part in the rounds, before all others.
+        guests: take part in the reductions, before all others.
     """
     optimizer._rejoin(world, guests)
 

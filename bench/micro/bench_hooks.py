@@ -37,7 +37,7 @@ class NoOpWire:
 
 
 class NoOpReduction:
-    """A pending reduction that has nothing to do."""
+    """The all-reduce of a bucket that has nothing to do."""
 
     span = None
 
@@ -129,7 +129,7 @@ def timed_backward(
         return (backward(),), {}
 
     with hooks_of(kind, model, all_reduce):
-        for _ in range(2):  # the first round ends with a new plan
+        for _ in range(2):  # the first reduction ends with a new plan
             (run,), _ = setup()
             run()
         before = all_reduce.num_calls

@@ -22,7 +22,7 @@ from tests.support.harness import RanksFailed, run_threads, wait_until
 from torchring.allreduce.contract import AllReduce, NonFinite, Wire, is_finite
 from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_ranks, num_columns
-from torchring.allreduce.native import NativeAllReduce, PendingNative
+from torchring.allreduce.native import NativeAllReduce, NativeWork
 from torchring.allreduce.records import MAX_PENDING
 from torchring.allreduce.slices import ALIGNMENT_BYTES, BLOCK_BYTES, slice_bounds
 from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError
@@ -241,7 +241,7 @@ def test_a_non_finite_input_is_traced_to_rank_and_element(kind: str, size: int) 
             others = torch.arange(numel) != element
             assert_bitwise(wire.tensor[others], exact_sum(numel, torch.float32, size, 0.5)[others])
             wire.tensor.copy_(part_of(rank, numel, torch.float32))
-            reports.append((found, reduce(all_reduce, wire)))  # the next round is clean again
+            reports.append((found, reduce(all_reduce, wire)))  # the next one is clean again
         return reports
 
     expected = [(NonFinite(rank, element), None) for rank, element, _ in places]
@@ -320,13 +320,13 @@ def test_what_is_not_finite_is_told_to_all_and_nothing_else_is(kind: str, size: 
 
 
 @every_all_reduce_and_world
-def test_many_rounds_in_a_row_with_a_delayed_rank(kind: str, size: int) -> None:
-    num_rounds, numel = 40, 3000
+def test_many_all_reduces_in_a_row_with_a_delayed_rank(kind: str, size: int) -> None:
+    num_turns, numel = 40, 3000
 
     def body(rank: int, all_reduce: AllReduce[Any]) -> list[str]:
         wires = all_reduce.open_wires([(numel, torch.float32), (numel + 1, torch.float32)])
         digests = []
-        for i in range(num_rounds):
+        for i in range(num_turns):
             wire = wires[i % 2]
             wire.tensor.copy_(exact_inputs(wire.tensor.numel(), torch.float32, (rank + i) % 20))
             if rank == i % size and i % 5 == 0:
@@ -336,17 +336,17 @@ def test_many_rounds_in_a_row_with_a_delayed_rank(kind: str, size: int) -> None:
         return digests
 
     expected = []
-    for i in range(num_rounds):
+    for i in range(num_turns):
         parts = [exact_inputs(numel + i % 2, torch.float32, (rank + i) % 20) for rank in range(size)]
         expected.append(digest(torch.stack(parts).sum(0)))
-    assert len(set(expected)) == num_rounds // 2
+    assert len(set(expected)) == num_turns // 2
     for digests in run_all_reduces(kind, size, body):
         assert digests == expected
 
 
 @every_all_reduce
-def test_results_feed_the_next_round(kind: str) -> None:
-    """What a rank reads after a round is final: adding 1 to it and reducing again gives 2 (x + 1), and so on."""
+def test_results_feed_the_next_all_reduce(kind: str) -> None:
+    """What a rank reads afterwards is final: adding 1 to it and reducing again gives 2 (x + 1), and so on."""
 
     def body(rank: int, all_reduce: AllReduce[Any]) -> torch.Tensor:
         (wire,) = all_reduce.open_wires([(5000, torch.float64)])
@@ -386,14 +386,14 @@ def test_wires_of_one_all_reduce_may_differ_in_dtype_and_size(kind: str) -> None
 
 @every_all_reduce
 def test_two_all_reduces_in_two_threads_do_not_take_each_others_signals(kind: str) -> None:
-    num_rounds, numel = 40, 2000
+    num_turns, numel = 40, 2000
 
     def body(rank: int, *all_reduces: AllReduce[Any]) -> list[list[str]]:
         wires = [all_reduce.open_wires([(numel, torch.float32)])[0] for all_reduce in all_reduces]
         digests: list[list[str]] = [[] for _ in all_reduces]
 
         def drive(index: int) -> None:
-            for i in range(num_rounds):
+            for i in range(num_turns):
                 wires[index].tensor.copy_(exact_inputs(numel, torch.float32, (3 * rank + 7 * index + i) % 33))
                 if i % 8 == 0 and rank == index:
                     time.sleep(0.06)  # long enough for the others to look after their peers, in both threads
@@ -421,7 +421,7 @@ def test_two_all_reduces_in_two_threads_do_not_take_each_others_signals(kind: st
         seeds = [(3 * rank + 7 * index + i) % 33 for rank in range(3)]
         return digest(torch.stack([exact_inputs(numel, torch.float32, seed) for seed in seeds]).sum(0))
 
-    right = [[expected(index, i) for i in range(num_rounds)] for index in range(2)]
+    right = [[expected(index, i) for i in range(num_turns)] for index in range(2)]
     assert right[0] != right[1]
     assert run_all_reduces(kind, 3, body, num_all_reduces=2) == [right] * 3
 
@@ -501,7 +501,7 @@ def test_in_the_background_start_waits_for_nobody(kind: str) -> None:
 
 def test_the_suite_notices_a_all_reduce_that_forgets_a_rank() -> None:
     class Forgetful(NativeAllReduce):
-        def start(self, wire: Any, *, scale: float = 1.0, tag: int = 0) -> PendingNative:
+        def start(self, wire: Any, *, scale: float = 1.0, tag: int = 0) -> NativeWork:
             if self._transport.rank == 0:
                 wire.tensor.zero_()
             return super().start(wire, scale=scale, tag=tag)

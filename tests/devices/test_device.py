@@ -1,4 +1,4 @@
-"""The pieces of the device path by themselves: accelerators, packing, rounds, symmetric memory's arrangements."""
+"""The pieces of the device path by themselves: accelerators, packing, reductions, symmetric memory's arrangements."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from torchring.devices.engines import BackendEngine, HierarchicalEngine, SharedM
 from torchring.devices.handover import describe_handover, why_no_handover
 from torchring.devices.opening import open_on_device
 from torchring.devices.packing import DevicePacking, UnreadGradients, slots_of
-from torchring.devices.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream
+from torchring.devices.stream import NOTHING_FOUND, DeviceWire, OnStream, WorkOnStream
 from torchring.devices.symmetric_memory import (
     CudaBlock,
     CudaGroup,
@@ -42,7 +42,7 @@ from torchring.devices.symmetric_memory import (
 from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
 from torchring.gradients.agreement import Timing
 from torchring.gradients.plan import ParameterSpec, build_plan
-from torchring.gradients.round import ControlFields, RoundState
+from torchring.gradients.reduction import ControlFields, Reduction
 from torchring.kernels.chunks import ChunkTable
 from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
 from torchring.rendezvous.rendezvous import Rendezvous
@@ -222,7 +222,7 @@ def test_the_slots_of_a_chunk() -> None:
     assert slots_of([([7, 9], table), ([2], small)], 1) == [7]
 
 
-# Rounds
+# Reductions
 
 
 class _Mark:
@@ -247,7 +247,7 @@ class _Mark:
         ([], 10, None),
     ],
 )
-def test_how_long_a_round_took_and_how_much_of_it_showed(
+def test_how_long_a_reduction_took_and_how_much_of_it_showed(
     flights: list[tuple[float, float]], backward_end: float, expected: tuple[float, float] | None
 ) -> None:
     accelerator = SimpleNamespace(
@@ -257,7 +257,7 @@ def test_how_long_a_round_took_and_how_much_of_it_showed(
         in_background=True,
         accelerator=accelerator,
         stream=SimpleNamespace(run=lambda work: work(), follow=lambda: None),
-        take_started=lambda: [PendingOnStream(_Mark(begin), _Mark(end)) for begin, end in flights],
+        take_started=lambda: [WorkOnStream(_Mark(begin), _Mark(end)) for begin, end in flights],
         check=lambda: None,
         seal=lambda fetched: None,
     )
@@ -265,7 +265,7 @@ def test_how_long_a_round_took_and_how_much_of_it_showed(
     timing = Timing()
     agreement = DeviceAgreement(world, all_reduce, timing, ControlFields(("a", "b"), ("weight",)), [], [])
     agreement.backward_is_over()
-    current = RoundState(0, bits={"b": 1, "weight": 0.5})
+    current = Reduction(0, bits={"b": 1, "weight": 0.5})
     agreement.agree(current, [])
     assert (current.sums, current.non_finite) == ({"a": 0, "b": 1, "weight": 0.5}, None)
     agreement.poll()
@@ -281,7 +281,7 @@ def test_who_is_named_when_several_have_found_something() -> None:
     assert _first_finding([of_sum, of_input, [5, 1, 9]]) == (1, 3)
 
 
-def test_what_a_round_found_is_found_again() -> None:
+def test_what_a_reduction_found_is_found_again() -> None:
     """The first chunk of the inputs goes before an element of the result; rows are those of the wires."""
     specs = [ParameterSpec(f"p{i}", (20,), (1,), torch.float32, CPU) for i in range(4)]
     plans = build_plan(specs, bucket_bytes=160, first_bucket_bytes=160, order=range(4)).buckets
@@ -517,7 +517,7 @@ def test_a_rank_leaves_when_its_device_is_through(accelerator: FakeAccelerator) 
     assert accelerator.calls["synchronize"] == waited, "there is nothing to wait for"
 
 
-def test_a_round_that_was_broken_off_is_not_waited_for(accelerator: FakeAccelerator) -> None:
+def test_a_reduction_that_was_broken_off_is_not_waited_for(accelerator: FakeAccelerator) -> None:
     """Its peers will not come."""
     all_reduce, engine = _all_reduce(accelerator)
     waited = accelerator.calls["synchronize"]
@@ -525,7 +525,7 @@ def test_a_round_that_was_broken_off_is_not_waited_for(accelerator: FakeAccelera
     assert (engine.calls, accelerator.calls["synchronize"]) == (["abort", "close"], waited)
 
 
-def test_a_last_round_that_fails_is_not_left_without_a_word(
+def test_a_last_reduction_that_fails_is_not_left_without_a_word(
     accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     all_reduce, _ = _all_reduce(accelerator)

@@ -403,7 +403,7 @@ def _counts(rank: int, size: int) -> dict[str, float]:
 def _not_finite(
     rank: int, size: int, options: dict[str, Any], value: float, everywhere: bool, break_off: bool = False
 ) -> tuple[int, str]:
-    """In which step an error comes if a gradient is not finite in step 2, and its text. A round may be broken off."""
+    """In which step an error comes if a gradient is not finite in step 2, and its text. A backward may break off."""
     with FakeAccelerator("lazy" if break_off else "late").installed():
         model = _model_of_singles()
         layer = model[2] if break_off else model[1]
@@ -715,7 +715,7 @@ def _alone(rank: int, size: int) -> list[Any]:
                 torch.autograd.backward(parameters, gradients)
                 reducer.has_stepped()
             means = [p.grad.unique().tolist() for p in parameters if p.grad is not None]
-            found.append((means, reducer.layout.all_reduce.algorithm, reducer.round.sums["odd_steps"]))
+            found.append((means, reducer.layout.all_reduce.algorithm, reducer.reduction.sums["odd_steps"]))
             world.close()
     return found
 
@@ -770,7 +770,7 @@ _SCENARIOS[2] |= {
         _not_finite, options={"algorithm": "ring", "compression": "bf16"}, value=torch.nan, everywhere=False
     ),
     "NaN, native": functools.partial(_not_finite, options={"algorithm": "native"}, value=torch.nan, everywhere=False),
-    "NaN after a broken-off round": functools.partial(
+    "NaN after a broken-off reduction": functools.partial(
         _not_finite, options={"bucket_mb": _SMALL_MB}, value=torch.nan, everywhere=False, break_off=True
     ),
     "NaN beside a stale gradient": _beside_a_stale_one,
@@ -912,7 +912,7 @@ def test_a_missing_event_is_noticed() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", _marked(["NaN", "NaN in the ring, bf16", "NaN, native", "NaN after a broken-off round"])
+    "name", _marked(["NaN", "NaN in the ring, bf16", "NaN, native", "NaN after a broken-off reduction"])
 )
 def test_a_gradient_that_is_not_finite_is_told_to_all_ranks(name: str) -> None:
     results = results_of(name)
@@ -1030,7 +1030,7 @@ def test_auto_measures_what_several_gpus_of_one_host_can_do() -> None:
         assert_same_on_all_ranks([found[i][3] for found in by_rank])
         assert len({found[i][1] for found in by_rank}) == 1
         for used, reason, bucket_bytes, _, turns, races, aborted, connections in (of[i] for of in by_rank):
-            assert not any(aborted), "what was measured was no round that was broken off"
+            assert not any(aborted), "what was measured was no reduction that was broken off"
             assert (used, bucket_bytes, races) == (algorithm, size, []), reason
             assert {name for name, _ in turns} == measured
             assert len({num_bytes for _, num_bytes in turns}) <= 1, "all are given the same wires"
@@ -1088,7 +1088,7 @@ def test_gradients_that_were_not_packed_are_looked_at_too(name: str) -> None:
         assert "is not finite" in problem
 
 
-def test_what_a_broken_off_round_leaves_in_grad() -> None:
+def test_what_a_broken_off_reduction_leaves_in_grad() -> None:
     """This rank's own gradient; or NaN, where it was accumulated in the buffer that others have written to since."""
     for (copied, no_nan, lost, all_nan), races in results_of("broken off and kept"):
         assert all(copied)

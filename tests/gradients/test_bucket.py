@@ -1,4 +1,4 @@
-"""One bucket through its rounds, in one process: the wires are plain tensors, and `reduce` below is the all-reduce."""
+"""One bucket, reduced again and again in one process: wires are plain tensors, and `reduce` below is the all-reduce."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchring.gradients.bucket import COPY_ON_ARRIVAL_BYTES, Bucket, BucketStat
 from torchring.gradients.ledger import GradientStatus, OptimizerLedger
 from torchring.gradients.packing import HostPacking
 from torchring.gradients.plan import ParameterSpec, build_plan
-from torchring.gradients.round import ControlFields, RoundState
+from torchring.gradients.reduction import ControlFields, Reduction
 from torchring.gradients.views import CAN_SWAP
 
 CONTROL = ControlFields(("a", "b", "c"), ("weight",))
@@ -98,7 +98,7 @@ def give(bucket: Bucket, slot: int, values: Sequence[float] | torch.Tensor | flo
     else:
         parameter.grad.add_(new)
     if bucket.state is IDLE:
-        bucket.begin(bucket.round)
+        bucket.begin(bucket.reduction)
     return bucket.mark_ready(slot)
 
 
@@ -116,12 +116,12 @@ def finish(*ranks: Bucket) -> None:
     """The end of a backward, on every rank."""
     for bucket in ranks:
         if bucket.state is IDLE:
-            bucket.begin(bucket.round)
+            bucket.begin(bucket.reduction)
         if bucket.state in (IDLE, FILLING):
             bucket.fill_missing()
     reduce(*ranks)
     for bucket in ranks:
-        bucket.close_round()
+        bucket.close_reduction()
 
 
 def grad(bucket: Bucket, slot: int) -> list[float]:
@@ -166,7 +166,7 @@ def test_life_of_a_bucket() -> None:
         assert bucket.state is REDUCING
         bucket.end_reduce(None)
         assert bucket.state is REDUCED
-        bucket.close_round()
+        bucket.close_reduction()
     assert bucket.state is IDLE
 
 
@@ -188,7 +188,7 @@ def test_reset_leads_back_from_anywhere(state: BucketState) -> None:
 MOVES: dict[str, tuple[Callable[[Bucket], object], set[BucketState]]] = {
     "begin_reduce": (lambda bucket: bucket.begin_reduce(), {PACKED}),
     "end_reduce": (lambda bucket: bucket.end_reduce(None), {REDUCING}),
-    "close_round": (lambda bucket: bucket.close_round(), {REDUCED}),
+    "close_reduction": (lambda bucket: bucket.close_reduction(), {REDUCED}),
     "fill_missing": (lambda bucket: bucket.fill_missing(), {IDLE, FILLING}),
 }
 ILLEGAL = [(move, state) for move, (_, legal) in MOVES.items() for state in BucketState if state not in legal]
@@ -326,7 +326,7 @@ def test_second_arrival_before_the_bucket_leaves_counts(numel: int, compression:
 
 
 @pytest.mark.parametrize("compression", [None, "bf16"])
-def test_two_rounds_without_zeroing_sum_up(compression: str | None) -> None:
+def test_two_reductions_without_zeroing_sum_up(compression: str | None) -> None:
     ranks = [ones(2, world_size=2, compression=compression) for _ in range(2)]
     for _ in range(2):
         for rank, bucket in enumerate(ranks):
@@ -357,7 +357,7 @@ def test_compressed_gradients_are_scaled_before_the_cast() -> None:
         buffer_of(bucket)[0] = 50016.0
         bucket.end_reduce(None)
         assert grad(bucket, 0) == [50016.0]
-        bucket.close_round()
+        bucket.close_reduction()
 
 
 def test_uncompressed_gradients_are_scaled_by_the_all_reduce() -> None:
@@ -535,7 +535,7 @@ def test_local_gradients_count_though_they_did_not_arrive(compression: str | Non
     assert grad(ranks[0], 0) == grad(ranks[1], 0) == [1.0, 6.0]
 
 
-def test_a_round_in_which_nothing_arrived_anywhere() -> None:
+def test_a_reduction_in_which_nothing_arrived_anywhere() -> None:
     ranks = [ones(2, 1, world_size=2) for _ in range(2)]
     finish(*ranks)
     assert [p.grad for bucket in ranks for p in bucket.parameters] == [None] * 4
@@ -556,7 +556,7 @@ def test_a_result_of_other_ranks_has_the_strides_that_the_parameter_has_now() ->
     assert result.stride() == (1, 2)
 
 
-def test_a_missing_gradient_is_missing_in_its_own_round_only() -> None:
+def test_a_missing_gradient_is_missing_in_its_own_reduction_only() -> None:
     ranks = [ones(1, 1, world_size=2) for _ in range(2)]
     give(ranks[0], 0, 2.0)
     finish(*ranks)
@@ -588,7 +588,7 @@ def test_control_bits_of_some_ranks_reach_all(is_sum: bool, compression: str | N
     ]
     for i, bits in enumerate(sent):
         for rank, bucket in enumerate(ranks):
-            bucket.round.bits = dict(zip(CONTROL.bits, bits[rank], strict=True))
+            bucket.reduction.bits = dict(zip(CONTROL.bits, bits[rank], strict=True))
             if is_sum:
                 bucket.parameters[0].grad = bucket.parameters[1].grad = None
             give(bucket, 0, 1.0)
@@ -613,7 +613,7 @@ def test_control_bits_touch_neither_gradients_nor_flags() -> None:
     """Half the bucket is unused on all ranks, so its flag decides that it stays None."""
     ranks = [ones(2, 1, world_size=2) for _ in range(2)]
     for bucket in ranks:
-        bucket.round.bits = {"a": 1, "b": 1, "c": 1}
+        bucket.reduction.bits = {"a": 1, "b": 1, "c": 1}
         give(bucket, 0, 3.0)
     finish(*ranks)
     for bucket in ranks:
@@ -634,7 +634,7 @@ KEEP: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def round_of(bucket: Bucket, *values: float | None) -> None:
+def reduction_of(bucket: Bucket, *values: float | None) -> None:
     """zero_grad(), and a backward that gives slot i `values[i]`, if that is not None."""
     for parameter in bucket.parameters:
         parameter.grad = None
@@ -654,14 +654,14 @@ def test_a_kept_gradient_keeps_its_values(
     """Where PyTorch cannot swap the memory of storages, gradients do not live in the wire."""
     monkeypatch.setattr("torchring.gradients.bucket.CAN_SWAP", can_swap)
     bucket = ones(1, numel)
-    round_of(bucket, 1.0, 2.0)
+    reduction_of(bucket, 1.0, 2.0)
     value = bucket.parameters[1].grad
     assert value is not None
     kept = KEEP[keep](value)
     version = kept._version
     del value
     for i in range(3):
-        round_of(bucket, 3.0 + i, next_value)
+        reduction_of(bucket, 3.0 + i, next_value)
         assert grad(bucket, 0) == [3.0 + i]
         assert lies_in_wire(bucket, 0) == can_swap
         if next_value is not None:
@@ -678,8 +678,8 @@ def test_what_nobody_keeps_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> Non
         "torchring.gradients.bucket.move_out", lambda *_: pytest.fail("a gradient was copied that nobody has")
     )
     for _ in range(3):
-        round_of(bucket, 1.0, 2.0, 0.0)
-        round_of(bucket, None, 2.0, None)
+        reduction_of(bucket, 1.0, 2.0, 0.0)
+        reduction_of(bucket, None, 2.0, None)
         finish(bucket)  # nothing new, and the older gradients are still there
         give(bucket, 0, 1.0)
         finish(bucket)
@@ -688,7 +688,7 @@ def test_what_nobody_keeps_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_gradient_that_is_not_zeroed_is_accumulated_in_place_for_those_who_keep_it_too() -> None:
     """As in PyTorch."""
     bucket = ones(2)
-    round_of(bucket, 1.0)
+    reduction_of(bucket, 1.0)
     kept = bucket.parameters[0].grad
     give(bucket, 0, 1.0)
     finish(bucket)
@@ -701,13 +701,13 @@ def test_a_gradient_that_is_not_zeroed_is_accumulated_in_place_for_those_who_kee
 def test_a_gradient_that_was_given_other_memory_is_the_scripts(numel: int, next_value: float | None) -> None:
     """`p.grad.data = p.grad.data * c`, as older clipping code has it."""
     bucket = ones(1, numel)
-    round_of(bucket, 1.0, 2.0)
+    reduction_of(bucket, 1.0, 2.0)
     kept = bucket.parameters[1].grad
     assert kept is not None
     kept.data = kept.data * 2
     assert bucket.ledger.unsettled() is None
     for i in range(2):
-        round_of(bucket, 3.0 + i, next_value)
+        reduction_of(bucket, 3.0 + i, next_value)
         assert grad(bucket, 0) == [3.0 + i]
         if next_value is not None:
             assert grad(bucket, 1) == [5.0] * numel
@@ -718,12 +718,12 @@ def test_a_gradient_that_was_given_other_memory_is_the_scripts(numel: int, next_
 def test_an_array_of_a_kept_gradient_outlives_the_bucket() -> None:
     """An array cannot be moved to the copy. The buffer that the array points to must stay."""
     bucket = ones(4)
-    round_of(bucket, 1.0)
+    reduction_of(bucket, 1.0)
     value = bucket.parameters[0].grad
     assert value is not None
     array, buffer = value.numpy(), weakref.ref(bucket.wire.tensor)
     del value
-    round_of(bucket, 2.0)
+    reduction_of(bucket, 2.0)
     bucket.parameters[0].grad = None
     del bucket
     assert buffer() is not None
@@ -735,7 +735,7 @@ def test_an_array_of_a_kept_gradient_outlives_the_bucket() -> None:
 def test_a_gradient_may_be_detached_in_place_and_is_saved_alone() -> None:
     """`p.grad.detach_(); p.grad.zero_()` is how PyTorch zeroed gradients once."""
     bucket = ones(4, 1000)
-    round_of(bucket, 1.0, 2.0)
+    reduction_of(bucket, 1.0, 2.0)
     value = bucket.parameters[0].grad
     assert value is not None
     assert value.detach_().zero_() is value
@@ -774,7 +774,7 @@ def test_big_gradient_taken_after_its_copy(replacement: torch.Tensor | None) -> 
     give(bucket, 1, 1.0)
     reduce(bucket)
     with pytest.raises(GradientError, match=r"the gradient of p0 was (taken away|changed)") as caught:
-        bucket.close_round()
+        bucket.close_reduction()
     assert (caught.value.bucket, caught.value.parameters) == (0, ("p0",))
     assert bucket.ledger.status == [GradientStatus.LOCAL] * 2
     assert bucket.ledger.unsettled() == (("p0" if replacement is not None else "p1"), GradientStatus.LOCAL.value)
@@ -804,14 +804,14 @@ def test_gradient_replaced_while_the_bucket_was_away(replacement: str, numel: in
     bucket.parameters[0].grad = {"none": None, "another": torch.ones(numel), "an alias": mine.data}[replacement]
     bucket.end_reduce(None)
     with pytest.raises(GradientError, match=r"the gradient of p0 was (taken away|changed)") as caught:
-        bucket.close_round()
+        bucket.close_reduction()
     assert (caught.value.bucket, caught.value.parameters) == (0, ("p0",))
     assert bucket.ledger.unsettled() is not None
 
 
 @pytest.mark.parametrize("when", ["while it was away", "when it was back"])
 @pytest.mark.parametrize("numel", [4, BIG])
-def test_gradient_written_to_before_the_round_is_over(numel: int, when: str) -> None:
+def test_gradient_written_to_before_the_reduction_is_over(numel: int, when: str) -> None:
     bucket = ones(numel, 1)
     give(bucket, 0, 1.0)
     give(bucket, 1, 1.0)
@@ -825,7 +825,7 @@ def test_gradient_written_to_before_the_round_is_over(numel: int, when: str) -> 
     if when == "while it was away":
         bucket.end_reduce(None)
     with pytest.raises(GradientError, match="the gradient of p0 was written to while it was being red") as caught:
-        bucket.close_round()
+        bucket.close_reduction()
     assert "registered before torchring.wrap" in str(caught.value)
     assert (caught.value.bucket, caught.value.parameters) == (0, ("p0",))
     assert bucket.ledger.status == [GradientStatus.LOCAL] * 2
@@ -849,7 +849,7 @@ def test_compressed_gradient_written_to_while_the_bucket_was_away(numel: int, ar
     assert value is not None
     value.mul_(2.0)
     with pytest.raises(GradientError, match=r"the gradient of p0 was (taken away|changed)"):
-        [bucket.end_reduce(None), bucket.close_round()]
+        [bucket.end_reduce(None), bucket.close_reduction()]
     assert bucket.ledger.unsettled() == ("p0", GradientStatus.LOCAL.value)
 
 
@@ -867,7 +867,7 @@ def test_writing_to_a_gradient_before_its_bucket_leaves_counts(numel: int) -> No
     assert grad(ranks[0], 0) == grad(ranks[1], 0) == [15.0] * numel
 
 
-def test_writing_to_gradients_between_rounds_is_no_error() -> None:
+def test_writing_to_gradients_between_reductions_is_no_error() -> None:
     bucket = ones(4, BIG)
     for _ in range(3):
         for slot in range(2):
@@ -923,7 +923,7 @@ def test_a_sum_may_be_started_afresh(how: str) -> None:
 
 
 @pytest.mark.parametrize("compression", [None, "fp16"])
-def test_accumulated_gradients_are_local_and_open_no_round(compression: str | None) -> None:
+def test_accumulated_gradients_are_local_and_open_no_reduction(compression: str | None) -> None:
     ranks = [ones(2, 1, world_size=2, compression=compression) for _ in range(2)]
     for _ in range(2):
         for rank, bucket in enumerate(ranks):
@@ -958,7 +958,7 @@ def test_accumulating_onto_a_sum_is_refused_before_it_is_marked() -> None:
 def test_mark_written_leaves_alone_what_nobody_wrote_to() -> None:
     for compression in (None, "fp16"):
         bucket = ones(2, 1, 3, compression=compression)
-        bucket.ledger.mark_written()  # before any round
+        bucket.ledger.mark_written()  # before any reduction
         for slot in (0, 1):
             give(bucket, slot, 1.0)
         finish(bucket)
@@ -968,7 +968,7 @@ def test_mark_written_leaves_alone_what_nobody_wrote_to() -> None:
             assert bucket.ledger.unsettled() is None
 
 
-@pytest.mark.parametrize("after", ["a round", "zeroing"])
+@pytest.mark.parametrize("after", ["a reduction", "zeroing"])
 @pytest.mark.parametrize("compression", [None, "fp16"])
 def test_mark_written_makes_written_gradients_local_again(compression: str | None, after: str) -> None:
     """Those that share a wire share its version, so all of it counts as written to; it is the same on all ranks."""
@@ -993,7 +993,7 @@ def test_mark_written_makes_written_gradients_local_again(compression: str | Non
     assert ranks[0].ledger.unsettled() is None
     assert ranks[1].ledger.unsettled() == ("p0", GradientStatus.LOCAL.value)
     finish(*ranks)
-    old = (4.0, 8.0) if after == "a round" else (0.0, 0.0)
+    old = (4.0, 8.0) if after == "a reduction" else (0.0, 0.0)
     for bucket in ranks:
         assert [grad(bucket, 0), grad(bucket, 1)] == [[old[0] + 1.0, old[0] + 2.0], [old[1]] * 2]
         bucket.ledger.mark_written()
@@ -1046,8 +1046,8 @@ def test_an_optimizer_that_zeroes_a_sum_in_place_leaves_nothing_to_synchronize()
     assert not ledger.needs_synchronize()
 
 
-def test_a_slice_that_was_written_to_counts_though_a_round_has_passed_it_by() -> None:
-    """Slices of one tensor share a version. It is looked at in the rounds that write to a slice, and in no others."""
+def test_a_slice_that_was_written_to_counts_though_a_reduction_has_passed_it_by() -> None:
+    """Slices of one tensor share a version. It is looked at in reductions that write to a slice, and in no others."""
     bucket = ones(2, 1, compression="fp16")
     bucket.parameters[0].grad = torch.zeros(4)[:2]
     bucket.mark_ready(0)
@@ -1151,7 +1151,7 @@ def test_changes_in_place_do_not_unsettle() -> None:
     assert bucket.ledger.unsettled() is None
 
 
-def test_a_broken_off_round_leaves_what_arrived_unsettled() -> None:
+def test_a_broken_off_reduction_leaves_what_arrived_unsettled() -> None:
     bucket = ones(1, 1)
     for slot in range(2):
         give(bucket, slot, 1.0)
@@ -1162,9 +1162,9 @@ def test_a_broken_off_round_leaves_what_arrived_unsettled() -> None:
     assert bucket.ledger.unsettled() == ("p1", GradientStatus.LOCAL.value)
 
 
-def test_a_broken_off_round_leaves_gradients_without_the_ranks_factor() -> None:
+def test_a_broken_off_reduction_leaves_gradients_without_the_ranks_factor() -> None:
     bucket = ones(2)
-    bucket.round = RoundState(0, factor=4.0)
+    bucket.reduction = Reduction(0, factor=4.0)
     give(bucket, 0, 3.0)
     bucket.abandon()
     assert grad(bucket, 0) == [3.0, 3.0]
@@ -1230,14 +1230,14 @@ def test_adopt_knows_the_tensor_too(replacement: str, compression: str | None) -
 
 @pytest.mark.parametrize("compression", [None, "fp16"])
 @pytest.mark.parametrize("is_sum", [False, True])
-@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize("reductions", [1, 2, 3])
 def test_an_adopted_gradient_was_not_written_to_by_moving_house(
-    rounds: int, is_sum: bool, compression: str | None
+    reductions: int, is_sum: bool, compression: str | None
 ) -> None:
     """It lies in the old wire, and is compared with what was true there."""
     parameters = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))]
     old, new = (make(parameters, compression=compression, is_sum=is_sum) for _ in range(2))
-    for _ in range(rounds):
+    for _ in range(reductions):
         for slot in range(2):
             parameters[slot].grad = None
             give(old, slot, 1.0)
@@ -1284,14 +1284,14 @@ def test_slot_at() -> None:
     assert found == {0: 0, 16: 0, 31: 0, 32: 2, 47: 2, 48: 3, 49: 3}
 
 
-def test_non_finite_is_noted_and_forgotten_with_the_next_round() -> None:
+def test_non_finite_is_noted_and_forgotten_with_the_next_reduction() -> None:
     bucket = ones(2, 20)
     for note in (NonFinite(1, 20), None):
         give(bucket, 0, 1.0)
         give(bucket, 1, 1.0)
         reduce(bucket, non_finite=note)
         assert bucket.non_finite == note
-        bucket.close_round()
+        bucket.close_reduction()
 
 
 def test_a_parameter_that_was_reshaped_since_is_named() -> None:
@@ -1329,7 +1329,7 @@ def test_on_a_device_a_bucket_leaves_behind_every_stream_that_computed_a_gradien
         accelerator.synchronize()
         bucket.begin_reduce()
         bucket.end_reduce(None)
-        bucket.close_round()
+        bucket.close_reduction()
     assert [grad(bucket, 0), grad(bucket, 1)] == [[350.0, 350.0], [350.0, 350.0]]
     assert accelerator.races == []
 
@@ -1339,11 +1339,11 @@ def test_on_a_device_a_gradient_is_weighed_wherever_it_lies(factor: float, accel
     """First in memory of its own, and then in the wire buffer."""
     bucket = make([torch.ones(2)], accelerator=accelerator)
     for number in range(2):
-        bucket.round = RoundState(number, factor=factor)
+        bucket.reduction = Reduction(number, factor=factor)
         give(bucket, 0, 3.0)
         accelerator.synchronize()
         reduce(bucket)
-        bucket.close_round()
+        bucket.close_reduction()
         assert grad(bucket, 0) == [3.0 * factor] * 2
         bucket.parameters[0].grad.zero_()  # type: ignore[union-attr]
         bucket.ledger.mark_zeroed()
@@ -1360,6 +1360,6 @@ def test_on_a_device_a_result_replaces_a_gradient_with_a_pending_negation(accele
     buffer_of(bucket).mul_(3.0)
     bucket.end_reduce(None)
     accelerator.synchronize()
-    bucket.close_round()
+    bucket.close_reduction()
     assert bucket.parameters[0].grad is own
     assert own.tolist() == [0.0, -1.5, -3.0]

@@ -652,7 +652,7 @@ def _voided_on_one(rank: int, world_size: int) -> list[str]:
 
 
 def test_a_backward_broken_off_on_one_rank_is_told_where_ranks_compare_no_tags() -> None:
-    """The buckets of the next round have other lengths than those that the other rank waits for."""
+    """The buckets of the next reduction have other lengths than those that the other rank waits for."""
     peer, broken = run_pooled(_voided_on_one, 2)
     told = "PlanMismatchError: a backward was broken off on rank 1 after part of its gradients had left"
     assert peer[0] == broken[0] == ""
@@ -662,7 +662,7 @@ def test_a_backward_broken_off_on_one_rank_is_told_where_ranks_compare_no_tags()
 
 
 def _no_room_for_the_second_plan(rank: int, world_size: int) -> tuple[str, str]:
-    """Rank 1 cannot have the buffers that the order of the first round asks for. Returns what each call said."""
+    """Rank 1 cannot have the buffers that the order of the first reduction asks for. Returns what each call said."""
     torchring.init(timeout_seconds=20)
     model = Deep()
     optimizer = wrapped(model, bucket_mb=0.0)
@@ -688,7 +688,7 @@ def _no_room_for_the_second_plan(rank: int, world_size: int) -> tuple[str, str]:
     return str(first.value), str(second.value)
 
 
-def test_a_round_that_cannot_begin_on_one_rank_is_no_round_on_any() -> None:
+def test_a_reduction_that_cannot_begin_on_one_rank_is_no_reduction_on_any() -> None:
     """The others learn why, at once, and nobody steps on gradients of its own."""
     (other, other_step), (own, own_step) = run_ranks(_no_room_for_the_second_plan, 2)
     assert own == "no space left"
@@ -750,7 +750,7 @@ def _broken_off_on_one(rank: int, world_size: int, overlap: str) -> tuple[str, l
 
 @pytest.mark.parametrize("overlap", ["inline", "thread"])
 def test_a_backward_broken_off_on_one_rank_is_not_trained_through(overlap: str) -> None:
-    """Its next round is not the one that the others are in: mixing the two would be a silent wrong answer."""
+    """Its next reduction is not the one that the others are in: mixing the two would be a silent wrong answer."""
     results = run_pooled(_broken_off_on_one, 2, overlap, deadline=30)
     for rank, (error, _) in enumerate(results):
         assert error, f"rank {rank} noticed nothing"
@@ -793,7 +793,7 @@ def _optimizer_group(rank: int, world_size: int, overlap: str, algorithm: str) -
         return lambda x: sum((parts[name](x).sum() for name in use), torch.zeros(()))
 
     seen = []
-    for round_ in range(3):
+    for turn in range(3):
         for step, (what, uses) in enumerate(USES.items()):
             for optimizer in optimizers.values():
                 optimizer.zero_grad()
@@ -801,7 +801,7 @@ def _optimizer_group(rank: int, world_size: int, overlap: str, algorithm: str) -
             x = batch(rank, step).requires_grad_()
             x.register_hook(have_left)
             loss_of(uses[rank])(x).backward()
-            assert left == [set(uses[rank])], f"round {round_}, {what}"
+            assert left == [set(uses[rank])], f"reduction {turn}, {what}"
             per_rank = [gradients(loss_of(uses[r]), model, [batch(r, step)]) for r in range(world_size)]
             for i, (name, parameter) in enumerate(model.named_parameters()):
                 if not any(name[0] in use for use in uses):
@@ -809,7 +809,7 @@ def _optimizer_group(rank: int, world_size: int, overlap: str, algorithm: str) -
                     continue
                 assert parameter.grad is not None, f"{what}: {name}"
                 expected = sum((g[i] for g in per_rank), torch.zeros(())) / world_size
-                assert_bitwise(parameter.grad, expected, f"round {round_}, {what}: {name}")
+                assert_bitwise(parameter.grad, expected, f"reduction {turn}, {what}: {name}")
             for optimizer in optimizers.values():
                 optimizer.step()
             seen.append(digest(model.parameters()))
@@ -843,7 +843,7 @@ def _ahead(rank: int, world_size: int) -> None:
         loss = model.a(x).sum() + model.b(x).sum()
         if rank == 1:
             loss.register_hook(lambda _: wait_for_peer("packed", lambda reducer: len(reducer.layout.buckets)))
-            x.register_hook(lambda _: wait_for_peer("done", lambda reducer: reducer.round.num_launched))
+            x.register_hook(lambda _: wait_for_peer("done", lambda reducer: reducer.reduction.num_launched))
         loss.backward()
     check_gradients(model.b, mean_of(lambda x: model.b(x).sum(), model.b, world_size, [1]))
 
@@ -1023,12 +1023,12 @@ def _refused_before_anything_left(rank: int, world_size: int, overlap: str) -> l
 
 @pytest.mark.parametrize("overlap", ["inline", "thread"])
 def test_a_failure_before_anything_has_left_is_this_ranks_own(overlap: str) -> None:
-    """The round is broken off as by an error in backward, and what comes next is the round that peers are in."""
+    """The reduction is broken off as by an error in backward, and the next one is that which peers are in."""
     assert run_pooled(_refused_before_anything_left, 2, overlap) == [[3], [3]]
 
 
 class Swapped(torch.nn.Module):
-    """Gradients become ready in the order of registration, so the plan is rebuilt after the first round."""
+    """Gradients become ready in the order of registration, so the plan is rebuilt after the first reduction."""
 
     def __init__(self) -> None:
         super().__init__()

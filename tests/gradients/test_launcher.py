@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from torchring.allreduce import TAGS_PER_ROUND, AllReduce, NonFinite, Wire
-from torchring.allreduce.threaded import PendingOnThread, ThreadedAllReduce
+from torchring.allreduce import TAGS_PER_REDUCTION, AllReduce, NonFinite, Wire
+from torchring.allreduce.threaded import ThreadedAllReduce, WorkOnThread
 from torchring.errors import FirstFailure, GradientError, PeerLostError, RingError
 from torchring.gradients.bucket import Bucket, BucketState
 from torchring.gradients.launcher import Launcher, union_length
 from torchring.gradients.ledger import GradientStatus
 from torchring.gradients.plan import ParameterSpec, build_plan
-from torchring.gradients.round import RoundState
+from torchring.gradients.reduction import Reduction
 from torchring.observer import LAUNCHED, OVER, PACKED, READY, REDUCED, STARTED
 
 
@@ -51,7 +51,7 @@ class RecordingAllReduce:
     failure: FirstFailure = field(default_factory=FirstFailure)
 
     def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> Any:
-        return PendingOnThread(None, lambda: self.all_reduce(wire, scale=scale, tag=tag), self.failure)
+        return WorkOnThread(None, lambda: self.all_reduce(wire, scale=scale, tag=tag), self.failure)
 
     def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> NonFinite | None:
         assert isinstance(wire, PlainWire)
@@ -80,7 +80,7 @@ class StagedRecorder(RecordingAllReduce):
     ready: set[int] = field(default_factory=set)
 
     def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> RecordedFlight:
-        index = tag % TAGS_PER_ROUND
+        index = tag % TAGS_PER_REDUCTION
         self.events.append(("start", index))
         return RecordedFlight(self, wire, scale, tag)
 
@@ -99,7 +99,7 @@ class RecordedFlight:
     span: tuple[float, float] | None = None
 
     def advance(self) -> bool:
-        index = self.tag % TAGS_PER_ROUND
+        index = self.tag % TAGS_PER_REDUCTION
         if index in self.all_reduce.fail_at and index not in self.all_reduce.ready:
             raise self.all_reduce.fail_at[index]
         if not self.has_advanced and index in self.all_reduce.ready:
@@ -110,11 +110,11 @@ class RecordedFlight:
     def contribute(self) -> None:
         if not self.has_advanced:
             self.has_advanced = True
-            self.all_reduce.events.append(("reduce", self.tag % TAGS_PER_ROUND))
+            self.all_reduce.events.append(("reduce", self.tag % TAGS_PER_REDUCTION))
 
     def wait(self) -> NonFinite | None:
         assert self.has_advanced, "peers wait for this rank's part"
-        self.all_reduce.events.append(("land", self.tag % TAGS_PER_ROUND))
+        self.all_reduce.events.append(("land", self.tag % TAGS_PER_REDUCTION))
         return self.all_reduce.all_reduce(self.wire, scale=self.scale, tag=self.tag)
 
 
@@ -165,10 +165,10 @@ def finish(launcher: Launcher) -> None:
     launcher.wait()
 
 
-def begin(launcher: Launcher, *, round_number: int, step: int, hold: bool) -> None:
+def begin(launcher: Launcher, *, number: int, step: int, hold: bool) -> None:
     """As `Reducer` does it."""
     launcher.drain()
-    launcher.begin(RoundState(round_number, step, hold))
+    launcher.begin(Reduction(number, step, hold))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -186,7 +186,7 @@ def reduce_threads() -> set[threading.Thread]:
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=lambda order: "".join(map(str, order)))
 def test_plan_order_despite_hook_order(order: tuple[int, ...], threaded: bool) -> None:
     with opened(4, threaded=threaded) as (launcher, all_reduce):
-        begin(launcher, round_number=0, step=0, hold=False)
+        begin(launcher, number=0, step=0, hold=False)
         for index in order:
             pack(launcher.buckets[index])
             launcher.advance()
@@ -198,7 +198,7 @@ def test_plan_order_despite_hook_order(order: tuple[int, ...], threaded: bool) -
 
 def test_inline_a_bucket_leaves_as_soon_as_those_before_it_have_left() -> None:
     with opened(4, threaded=False) as (launcher, all_reduce):
-        begin(launcher, round_number=0, step=0, hold=False)
+        begin(launcher, number=0, step=0, hold=False)
         seen = []
         for index in (2, 0, 3, 1):
             pack(launcher.buckets[index])
@@ -213,7 +213,7 @@ def test_inline_a_bucket_leaves_as_soon_as_those_before_it_have_left() -> None:
 def test_a_thread_reduces_while_backward_goes_on() -> None:
     gate = threading.Event()
     with opened(3, threaded=True, all_reduce=RecordingAllReduce(gate=gate)) as (launcher, all_reduce):
-        begin(launcher, round_number=0, step=0, hold=False)
+        begin(launcher, number=0, step=0, hold=False)
         for index in (0, 1, 2):
             pack(launcher.buckets[index])
             launcher.advance()
@@ -227,7 +227,7 @@ def test_a_thread_reduces_while_backward_goes_on() -> None:
 
 def test_a_thread_does_not_wait_for_finish() -> None:
     with opened(2, threaded=True) as (launcher, all_reduce):
-        begin(launcher, round_number=0, step=0, hold=False)
+        begin(launcher, number=0, step=0, hold=False)
         pack(launcher.buckets[0])
         launcher.advance()
         wait_until(lambda: all_reduce.order == [0])
@@ -241,7 +241,7 @@ def test_held_buckets_leave_in_finish(threaded: bool) -> None:
     with opened(3, threaded=threaded) as (launcher, all_reduce):
         for _ in range(2):
             all_reduce.order.clear()
-            begin(launcher, round_number=0, step=0, hold=True)
+            begin(launcher, number=0, step=0, hold=True)
             for index in (0, 2, 1):
                 pack(launcher.buckets[index])
                 launcher.advance()
@@ -250,8 +250,8 @@ def test_held_buckets_leave_in_finish(threaded: bool) -> None:
             finish(launcher)
             assert all_reduce.order == [0, 1, 2]
             for bucket in launcher.buckets:
-                bucket.close_round()
-        begin(launcher, round_number=0, step=0, hold=False)  # the next round need not be held
+                bucket.close_reduction()
+        begin(launcher, number=0, step=0, hold=False)  # the next reduction need not be held
         pack(launcher.buckets[0])
         launcher.advance()
         wait_until(lambda: all_reduce.order == [0, 1, 2, 0])
@@ -261,24 +261,24 @@ def test_held_buckets_leave_in_finish(threaded: bool) -> None:
 
 
 @pytest.mark.parametrize("threaded", [False, True])
-def test_many_rounds(threaded: bool) -> None:
+def test_many_reductions(threaded: bool) -> None:
     with opened(3, threaded=threaded, per_bucket=2) as (launcher, all_reduce):
         for step in range(50):
-            begin(launcher, round_number=step, step=step, hold=False)
+            begin(launcher, number=step, step=step, hold=False)
             for index in ((2, 0, 1), (0, 1, 2))[step % 2]:
                 pack(launcher.buckets[index])
                 launcher.advance()
             finish(launcher)
             for bucket in launcher.buckets:
-                bucket.close_round()
+                bucket.close_reduction()
         assert all_reduce.order == [0, 1, 2] * 50
-        assert all_reduce.tags == [step * TAGS_PER_ROUND + index for step in range(50) for index in range(3)]
+        assert all_reduce.tags == [step * TAGS_PER_REDUCTION + index for step in range(50) for index in range(3)]
 
 
 @pytest.mark.parametrize("threaded", [False, True])
 def test_no_buckets(threaded: bool) -> None:
     with opened(0, threaded=threaded) as (launcher, all_reduce):
-        begin(launcher, round_number=0, step=0, hold=False)
+        begin(launcher, number=0, step=0, hold=False)
         launcher.advance()
         finish(launcher)
         assert all_reduce.order == []
@@ -290,7 +290,7 @@ def test_goes_on_with_other_buckets(threaded: bool) -> None:
         for count in (2, 3):
             if count == 3:
                 launcher.install(open_buckets(all_reduce, 3))
-            begin(launcher, round_number=0, step=0, hold=False)
+            begin(launcher, number=0, step=0, hold=False)
             for bucket in reversed(launcher.buckets):
                 pack(bucket)
                 launcher.advance()
@@ -301,7 +301,7 @@ def test_goes_on_with_other_buckets(threaded: bool) -> None:
 @pytest.mark.parametrize("threaded", [False, True])
 def test_finish_fills_the_buckets_whose_gradients_have_not_arrived(threaded: bool) -> None:
     with opened(3, threaded=threaded, per_bucket=2) as (launcher, all_reduce):
-        begin(launcher, round_number=0, step=0, hold=False)
+        begin(launcher, number=0, step=0, hold=False)
         pack(launcher.buckets[1])
         launcher.advance()
         bucket = launcher.buckets[2]
@@ -309,7 +309,7 @@ def test_finish_fills_the_buckets_whose_gradients_have_not_arrived(threaded: boo
         bucket.mark_ready(0)
         finish(launcher)
         assert all_reduce.order == [0, 1, 2]
-        launcher.close_round()
+        launcher.close_reduction()
         grads = [[parameter.grad for parameter in bucket.parameters] for bucket in launcher.buckets]
         assert [[None if grad is None else grad.tolist() for grad in row] for row in grads] == [
             [None, None],
@@ -324,16 +324,16 @@ def arrive(launcher: Launcher, index: int) -> None:
     launcher.mark_ready(index)
 
 
-def test_gradients_that_are_ready_fill_their_buckets_and_the_first_round_shows_their_order() -> None:
+def test_gradients_that_are_ready_fill_their_buckets_and_the_first_reduction_shows_their_order() -> None:
     with opened(3, threaded=False) as (launcher, all_reduce):
         for order in ((2, 0, 1), (0, 1, 2)):
-            begin(launcher, round_number=0, step=0, hold=False)
+            begin(launcher, number=0, step=0, hold=False)
             for index in order:
                 arrive(launcher, index)
             assert all_reduce.order == [0, 1, 2]
             assert launcher.ready_order == (None if order[0] else [2, 0, 1])
             finish(launcher)
-            launcher.close_round()
+            launcher.close_reduction()
             assert launcher.ready_order == [2, 0, 1]
             all_reduce.order.clear()
         launcher.forget_order()
@@ -358,17 +358,17 @@ def test_small_gradients_are_noted_and_the_last_one_of_a_bucket_has_them_counted
             (other, [[], [], [], [], [], [0, 1]]),
             (other, [[], [], [0], [0], [0], [0, 1]]),
         ):
-            begin(launcher, round_number=0, step=0, hold=False)
+            begin(launcher, number=0, step=0, hold=False)
             assert [hook(index) for index in order] == left
             finish(launcher)
-            launcher.close_round()
+            launcher.close_reduction()
             assert [bucket.ledger.unsettled() for bucket in launcher.buckets] == [None, None]
             assert [p.grad.tolist() for p in parameters if p.grad is not None] == [[0.0] * 2] * 3 + [[1.0] * 2] * 3
             for parameter in parameters:
                 parameter.grad = None
             all_reduce.order.clear()
 
-        begin(launcher, round_number=0, step=0, hold=False)
+        begin(launcher, number=0, step=0, hold=False)
         assert [hook(index) for index in other][-1] == [0, 1]
         hook(0)
         with pytest.raises(GradientError, match=r"b0\.p0 received another gradient"):
@@ -378,14 +378,14 @@ def test_small_gradients_are_noted_and_the_last_one_of_a_bucket_has_them_counted
 def test_what_was_noted_when_a_backward_is_broken_off_is_local() -> None:
     with opened(1, threaded=False, per_bucket=3) as (launcher, _):
         launcher.forget_order()
-        begin(launcher, round_number=0, step=0, hold=False)
+        begin(launcher, number=0, step=0, hold=False)
         pack(launcher.buckets[0])
         finish(launcher)
-        launcher.close_round()
-        begin(launcher, round_number=1, step=1, hold=False)
+        launcher.close_reduction()
+        begin(launcher, number=1, step=1, hold=False)
         grad = launcher.buckets[0].parameters[1].grad
         assert grad is not None
-        grad += 1  # as autograd does it, into the result of the round before
+        grad += 1  # as autograd does it, into the result of the reduction before
         launcher.on_ready(3)[1](1)
         assert launcher.buckets[0].ledger.unsettled() is None
         launcher.abandon()
@@ -406,34 +406,34 @@ def test_a_gradient_that_is_in_no_bucket_is_passed_on() -> None:
 
 
 @pytest.mark.parametrize(("num_left", "number", "order"), [(0, 0, None), (2, 1, None), (3, 1, [0, 1, 2])])
-def test_who_breaks_off_a_round_goes_on_with_the_number_of_its_peers(
+def test_who_breaks_off_a_reduction_goes_on_with_the_number_of_its_peers(
     num_left: int, number: int, order: list[int] | None
 ) -> None:
-    """Once a bucket has left, peers finish that round. Once all have left, peers know the order of gradients, too."""
+    """Once a bucket has left, peers finish the reduction. Once all have left, they know the order of gradients, too."""
     with opened(3, threaded=False) as (launcher, all_reduce):
-        launcher.begin(RoundState(0))
+        launcher.begin(Reduction(0))
         for index in range(num_left):
             arrive(launcher, index)
         launcher.abandon()
-        assert launcher.round.next_number == number
+        assert launcher.reduction.next_number == number
         assert launcher.ready_order == order
         launcher.drain()
-        launcher.begin(RoundState(number))
+        launcher.begin(Reduction(number))
         assert {bucket.state for bucket in launcher.buckets} == {BucketState.IDLE}
         for index in (2, 1, 0):
             arrive(launcher, index)
         finish(launcher)
-        launcher.close_round()
-        assert launcher.round.next_number == number + 1
+        launcher.close_reduction()
+        assert launcher.reduction.next_number == number + 1
         assert launcher.ready_order == (order or [2, 1, 0])
-        assert all_reduce.tags[num_left:] == [number * TAGS_PER_ROUND + index for index in range(3)]
+        assert all_reduce.tags[num_left:] == [number * TAGS_PER_REDUCTION + index for index in range(3)]
 
 
 @pytest.mark.parametrize("threaded", [False, True])
 def test_hands_the_bucket_what_the_all_reduce_found(threaded: bool) -> None:
     all_reduce = RecordingAllReduce(non_finite={1: NonFinite(3, 1)})
     with opened(2, threaded=threaded, all_reduce=all_reduce) as (launcher, _):
-        begin(launcher, round_number=0, step=0, hold=False)
+        begin(launcher, number=0, step=0, hold=False)
         for bucket in launcher.buckets:
             pack(bucket)
         finish(launcher)
@@ -443,7 +443,7 @@ def test_hands_the_bucket_what_the_all_reduce_found(threaded: bool) -> None:
 def test_the_all_reduce_gets_the_buckets_scale() -> None:
     all_reduce = RecordingAllReduce()
     launcher = open_launcher(open_buckets(all_reduce, 2, scale=0.25), all_reduce)
-    begin(launcher, round_number=0, step=0, hold=False)
+    begin(launcher, number=0, step=0, hold=False)
     for bucket in launcher.buckets:
         pack(bucket)
     finish(launcher)
@@ -452,33 +452,31 @@ def test_the_all_reduce_gets_the_buckets_scale() -> None:
 
 @pytest.mark.parametrize("hold", [False, True])
 @pytest.mark.parametrize("threaded", [False, True])
-def test_the_all_reduce_is_told_round_and_bucket(threaded: bool, hold: bool) -> None:
-    """The round's number is not the step's: some rounds end in no step, and some steps follow several rounds."""
+def test_the_all_reduce_is_told_reduction_and_bucket(threaded: bool, hold: bool) -> None:
+    """A reduction's number is not the step's: some end in no step, and some steps follow several reductions."""
     with opened(3, threaded=threaded) as (launcher, all_reduce):
-        for round_number, step in ((0, 0), (1, 0), (7, 1), (8, 4)):
-            begin(launcher, round_number=round_number, step=step, hold=hold)
+        for number, step in ((0, 0), (1, 0), (7, 1), (8, 4)):
+            begin(launcher, number=number, step=step, hold=hold)
             for index in (2, 1, 0):
                 pack(launcher.buckets[index])
                 launcher.advance()
             finish(launcher)
             for bucket in launcher.buckets:
-                bucket.close_round()
-        assert all_reduce.tags == [
-            round_number * TAGS_PER_ROUND + index for round_number in (0, 1, 7, 8) for index in range(3)
-        ]
+                bucket.close_reduction()
+        assert all_reduce.tags == [number * TAGS_PER_REDUCTION + index for number in (0, 1, 7, 8) for index in range(3)]
         assert len(set(all_reduce.tags)) == len(all_reduce.tags)
 
 
-def test_tags_of_the_next_round_begin_behind_those_of_any_plan() -> None:
-    """2^20 buckets, and 2^43 rounds in 64 bits."""
-    assert TAGS_PER_ROUND == 1 << 20
+def test_tags_of_the_next_reduction_begin_behind_those_of_any_plan() -> None:
+    """2^20 buckets, and 2^43 reductions in 64 bits."""
+    assert TAGS_PER_REDUCTION == 1 << 20
 
 
 @pytest.mark.parametrize("threaded", [False, True])
 def test_has_launched(threaded: bool) -> None:
     with opened(2, threaded=threaded) as (launcher, _):
         for hold in (False, True):
-            begin(launcher, round_number=0, step=0, hold=hold)
+            begin(launcher, number=0, step=0, hold=hold)
             assert not launcher.has_launched
             pack(launcher.buckets[1])
             launcher.advance()
@@ -489,29 +487,29 @@ def test_has_launched(threaded: bool) -> None:
             finish(launcher)
             assert launcher.has_launched
             for bucket in launcher.buckets:
-                bucket.close_round()
+                bucket.close_reduction()
 
 
-# Rounds that are broken off
+# Reductions that are broken off
 
 
-def test_begin_waits_for_what_a_broken_off_round_left_with_the_worker() -> None:
+def test_begin_waits_for_what_a_broken_off_reduction_left_with_the_worker() -> None:
     """Its buckets are the all-reduce's until then: filling them again would change what is under way."""
     gate = threading.Event()
     with opened(3, threaded=True, all_reduce=RecordingAllReduce(gate=gate)) as (launcher, all_reduce):
-        begin(launcher, round_number=0, step=0, hold=False)
+        begin(launcher, number=0, step=0, hold=False)
         for index in (0, 1):  # and the gradients of bucket 2 never arrive
             pack(launcher.buckets[index])
             launcher.advance()
         opener = threading.Timer(0.3, gate.set)
         opener.start()
         assert all_reduce.order == []
-        begin(launcher, round_number=1, step=0, hold=False)
+        begin(launcher, number=1, step=0, hold=False)
         assert gate.is_set()
         assert all_reduce.order == [0, 1]
         states = [bucket.state for bucket in launcher.buckets]
         assert states == [BucketState.REDUCING, BucketState.REDUCING, BucketState.IDLE], "nobody uses the results"
-        assert (launcher.round.busy_seconds, launcher.round.exposed_seconds) == (0.0, 0.0)
+        assert (launcher.reduction.busy_seconds, launcher.reduction.exposed_seconds) == (0.0, 0.0)
         assert not launcher.has_launched
         for bucket in launcher.buckets:
             bucket.reset()
@@ -519,40 +517,40 @@ def test_begin_waits_for_what_a_broken_off_round_left_with_the_worker() -> None:
             pack(bucket)
             launcher.advance()
         finish(launcher)
-        assert all_reduce.tags == [0, 1, *(TAGS_PER_ROUND + index for index in range(3))]
+        assert all_reduce.tags == [0, 1, *(TAGS_PER_REDUCTION + index for index in range(3))]
         assert [bucket.parameters[0].grad.tolist() for bucket in launcher.buckets] == [[float(i)] * 2 for i in range(3)]
         opener.join()
 
 
-def test_a_failure_in_a_broken_off_round_comes_out_of_begin_once() -> None:
+def test_a_failure_in_a_broken_off_reduction_comes_out_of_begin_once() -> None:
     gate = threading.Event()
     all_reduce = RecordingAllReduce(
         gate=gate, fail_at={0: PeerLostError("rank 3 died", rank=0, peers=(3,), seconds=0.5)}
     )
     with opened(2, threaded=True, per_bucket=2, all_reduce=all_reduce) as (launcher, _):
-        begin(launcher, round_number=0, step=7, hold=False)
+        begin(launcher, number=0, step=7, hold=False)
         for bucket in launcher.buckets:
             pack(bucket)
             launcher.advance()
         gate.set()
         with pytest.raises(PeerLostError) as caught:
-            begin(launcher, round_number=1, step=8, hold=False)
+            begin(launcher, number=1, step=8, hold=False)
         check_located(caught.value, bucket=0, step=7)
         assert all_reduce.order == [0], "nothing is sent through a broken all-reduce"
-        begin(launcher, round_number=1, step=8, hold=False)  # it has been said
+        begin(launcher, number=1, step=8, hold=False)  # it has been said
 
 
-def test_inline_nothing_is_left_of_a_broken_off_round() -> None:
+def test_inline_nothing_is_left_of_a_broken_off_reduction() -> None:
     with opened(2, threaded=False) as (launcher, all_reduce):
-        for round_number in (0, 1):
-            begin(launcher, round_number=round_number, step=0, hold=False)
+        for number in (0, 1):
+            begin(launcher, number=number, step=0, hold=False)
             for bucket in launcher.buckets:
                 bucket.reset()
             pack(launcher.buckets[0])
             launcher.advance()
         pack(launcher.buckets[1])
         finish(launcher)
-        assert all_reduce.tags == [0, TAGS_PER_ROUND, TAGS_PER_ROUND + 1]
+        assert all_reduce.tags == [0, TAGS_PER_REDUCTION, TAGS_PER_REDUCTION + 1]
 
 
 # Failures
@@ -561,7 +559,7 @@ def test_inline_nothing_is_left_of_a_broken_off_round() -> None:
 def test_inline_failure_comes_out_of_the_hook() -> None:
     all_reduce = RecordingAllReduce(fail_at={1: PeerLostError("rank 3 died", rank=0, peers=(3,), seconds=0.5)})
     with opened(3, threaded=False, per_bucket=2, all_reduce=all_reduce) as (launcher, _):
-        begin(launcher, round_number=0, step=7, hold=False)
+        begin(launcher, number=0, step=7, hold=False)
         pack(launcher.buckets[0])
         launcher.advance()
         pack(launcher.buckets[1])
@@ -575,7 +573,7 @@ def test_inline_failure_comes_out_of_the_hook() -> None:
 def test_failure_comes_out_of_finish(threaded: bool) -> None:
     all_reduce = RecordingAllReduce(fail_at={1: PeerLostError("rank 3 died", rank=0, peers=(3,), seconds=0.5)})
     with opened(4, threaded=threaded, per_bucket=2, all_reduce=all_reduce) as (launcher, _):
-        begin(launcher, round_number=0, step=7, hold=True)
+        begin(launcher, number=0, step=7, hold=True)
         for bucket in launcher.buckets:
             pack(bucket)
         with pytest.raises(PeerLostError) as caught:
@@ -595,7 +593,7 @@ def check_located(error: PeerLostError, *, bucket: int, step: int) -> None:
 def test_a_thread_survives_a_failure_that_is_not_the_all_reduces() -> None:
     all_reduce = RecordingAllReduce(fail_at={0: ValueError("not between ranks")})
     with opened(3, threaded=True, all_reduce=all_reduce) as (launcher, _):
-        begin(launcher, round_number=0, step=0, hold=False)
+        begin(launcher, number=0, step=0, hold=False)
         for bucket in launcher.buckets:
             pack(bucket)
             launcher.advance()
@@ -604,7 +602,7 @@ def test_a_thread_survives_a_failure_that_is_not_the_all_reduces() -> None:
         all_reduce.fail_at.clear()
         for bucket in launcher.buckets:
             bucket.reset()
-        begin(launcher, round_number=0, step=1, hold=False)
+        begin(launcher, number=0, step=1, hold=False)
         for bucket in launcher.buckets:
             pack(bucket)
             launcher.advance()
@@ -622,7 +620,7 @@ def test_a_failure_of_the_bucket_comes_out_of_finish_too() -> None:
     all_reduce.gate = threading.Event()
     threaded = ThreadedAllReduce(all_reduce)
     launcher = open_launcher([Bucket(plan, wire, [spec], [parameter], scale=1.0)], threaded)
-    begin(launcher, round_number=0, step=0, hold=False)
+    begin(launcher, number=0, step=0, hold=False)
     pack(launcher.buckets[0])
     launcher.advance()
     parameter.grad = None
@@ -637,41 +635,41 @@ def test_a_failure_of_the_bucket_comes_out_of_finish_too() -> None:
 
 def test_inline_time_is_exposed_time() -> None:
     with opened(2, threaded=False, all_reduce=RecordingAllReduce(seconds=0.02)) as (launcher, _):
-        for _ in range(2):  # counted from zero in each round
-            begin(launcher, round_number=0, step=0, hold=False)
+        for _ in range(2):  # counted from zero in each reduction
+            begin(launcher, number=0, step=0, hold=False)
             for bucket in launcher.buckets:
                 pack(bucket)
                 launcher.advance()
             finish(launcher)
-            assert 0.04 <= launcher.round.busy_seconds <= launcher.round.exposed_seconds
+            assert 0.04 <= launcher.reduction.busy_seconds <= launcher.reduction.exposed_seconds
             for bucket in launcher.buckets:
-                bucket.close_round()
-        assert launcher.round.busy_seconds < 10
+                bucket.close_reduction()
+        assert launcher.reduction.busy_seconds < 10
 
 
 def test_a_threads_time_is_exposed_only_in_finish() -> None:
     gate = threading.Event()
     with opened(2, threaded=True, all_reduce=RecordingAllReduce(seconds=0.2, gate=gate)) as (launcher, all_reduce):
-        begin(launcher, round_number=0, step=0, hold=False)
+        begin(launcher, number=0, step=0, hold=False)
         for bucket in launcher.buckets:
             pack(bucket)
             launcher.advance()
-        in_launches = launcher.round.exposed_seconds
+        in_launches = launcher.reduction.exposed_seconds
         gate.set()  # not before: launching waits for no reduction
         wait_until(lambda: all_reduce.order == [0, 1])
         time.sleep(0.25)
         started = time.perf_counter()
         finish(launcher)
         in_finish = time.perf_counter() - started
-        assert launcher.round.busy_seconds >= 0.4
-        assert 0.0 < launcher.round.exposed_seconds - in_launches <= in_finish
+        assert launcher.reduction.busy_seconds >= 0.4
+        assert 0.0 < launcher.reduction.exposed_seconds - in_launches <= in_finish
 
 
 def test_a_thread_begins_with_its_first_reduction_and_ends_on_close() -> None:
     before = reduce_threads()
     with opened(1, threaded=True) as (launcher, _):
         assert reduce_threads() == before, "the thread begins with its first reduction"
-        begin(launcher, round_number=0, step=0, hold=False)
+        begin(launcher, number=0, step=0, hold=False)
         pack(launcher.buckets[0])
         finish(launcher)
         (thread,) = reduce_threads() - before
@@ -690,7 +688,7 @@ def test_a_staged_all_reduce_is_started_and_looked_in_on_and_waited_for_at_the_e
     with opened(3, threaded=False, all_reduce=all_reduce) as (launcher, _):
         for _ in range(2):
             all_reduce.ready.clear()
-            begin(launcher, round_number=0, step=0, hold=False)
+            begin(launcher, number=0, step=0, hold=False)
             pack(launcher.buckets[0])
             launcher.advance()
             assert all_reduce.take_events() == [("start", 0)]
@@ -714,16 +712,16 @@ def test_a_staged_all_reduce_is_started_and_looked_in_on_and_waited_for_at_the_e
             assert [b.state for b in launcher.buckets] == [BucketState.REDUCED] * 3
             assert not launcher.is_waiting
             for bucket in launcher.buckets:
-                bucket.close_round()
+                bucket.close_reduction()
 
 
 def test_an_observer_hears_what_happens_to_each_bucket() -> None:
     """One is reduced during backward, another afterwards."""
     all_reduce = StagedRecorder(ready={0})
     with opened(2, threaded=False, all_reduce=all_reduce) as (launcher, _):
-        begin(launcher, round_number=0, step=0, hold=False)
+        begin(launcher, number=0, step=0, hold=False)
         seen: list[tuple[int, int]] = []
-        launcher.round.events = lambda event, index, at: seen.append((index, event))
+        launcher.reduction.events = lambda event, index, at: seen.append((index, event))
         pack(launcher.buckets[0])
         launcher.advance()
         num_in_backward = len(seen)
@@ -738,7 +736,7 @@ def test_an_observer_hears_what_happens_to_each_bucket() -> None:
 def test_a_peer_that_is_there_already_is_not_kept_waiting() -> None:
     all_reduce = StagedRecorder(ready={0, 1})
     with opened(2, threaded=False, all_reduce=all_reduce) as (launcher, _):
-        begin(launcher, round_number=0, step=0, hold=False)
+        begin(launcher, number=0, step=0, hold=False)
         pack(launcher.buckets[0])
         launcher.advance()
         assert all_reduce.take_events() == [("start", 0), ("reduce", 0)]
@@ -748,7 +746,7 @@ def test_a_peer_that_is_there_already_is_not_kept_waiting() -> None:
 def test_held_buckets_all_start_before_one_is_waited_for() -> None:
     all_reduce = StagedRecorder()
     with opened(2, threaded=False, all_reduce=all_reduce) as (launcher, _):
-        begin(launcher, round_number=0, step=0, hold=True)
+        begin(launcher, number=0, step=0, hold=True)
         for bucket in launcher.buckets:
             pack(bucket)
             launcher.advance()
@@ -758,14 +756,14 @@ def test_held_buckets_all_start_before_one_is_waited_for() -> None:
         assert all_reduce.take_events() == events
 
 
-def test_a_round_that_was_broken_off_lands_before_the_next_begins() -> None:
+def test_a_reduction_that_was_broken_off_lands_before_the_next_begins() -> None:
     all_reduce = StagedRecorder()
     with opened(2, threaded=False, all_reduce=all_reduce) as (launcher, _):
-        begin(launcher, round_number=0, step=0, hold=False)
+        begin(launcher, number=0, step=0, hold=False)
         pack(launcher.buckets[0])
         launcher.advance()
         all_reduce.take_events()
-        begin(launcher, round_number=1, step=0, hold=False)
+        begin(launcher, number=1, step=0, hold=False)
         assert all_reduce.take_events() == [("reduce", 0), ("land", 0)]
         assert launcher.buckets[0].state is BucketState.REDUCING, "nobody uses the result"
         assert not launcher.is_waiting
@@ -781,7 +779,7 @@ def test_what_is_under_way_at_a_time_is_busy_once(spans: list[tuple[float, float
 
 
 def test_every_flight_lands_though_a_bucket_before_it_fails() -> None:
-    """Nothing may be under way when the error comes out: the next round fills the buffers again."""
+    """Nothing may be under way when the error comes out: the next reduction fills the buffers again."""
     all_reduce = RecordingAllReduce()
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     specs = [ParameterSpec(name, (2,), (1,), torch.float32, torch.device("cpu")) for name in "ab"]
@@ -791,7 +789,7 @@ def test_every_flight_lands_though_a_bucket_before_it_fails() -> None:
     threaded = ThreadedAllReduce(all_reduce)
     buckets = [Bucket(p, w, specs, parameters, scale=1.0) for p, w in zip(plans, wires, strict=True)]
     launcher = open_launcher(buckets, threaded)
-    begin(launcher, round_number=0, step=0, hold=False)
+    begin(launcher, number=0, step=0, hold=False)
     for bucket in buckets:
         pack(bucket)
         launcher.advance()
@@ -809,7 +807,7 @@ def test_a_flight_that_fails_says_which_bucket_it_was(where: str) -> None:
     if where == "land":
         all_reduce.ready = {0, 1}
     with opened(2, threaded=False, per_bucket=2, all_reduce=all_reduce) as (launcher, _):
-        begin(launcher, round_number=0, step=7, hold=False)
+        begin(launcher, number=0, step=7, hold=False)
         pack(launcher.buckets[0])
         launcher.advance()
         pack(launcher.buckets[1])

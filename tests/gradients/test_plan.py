@@ -24,7 +24,7 @@ from torchring.gradients.plan import (
     shifted,
     wire_dtype,
 )
-from torchring.gradients.round import ControlFields
+from torchring.gradients.reduction import ControlFields
 
 CPU = torch.device("cpu")
 CONTROL = ControlFields(("first", "second"), ("number",))

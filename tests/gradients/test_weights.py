@@ -21,7 +21,7 @@ from torchring.default_world import default_world
 from torchring.elastic.worker.membership import MembershipChange, MembershipVote
 from torchring.errors import GradientError
 from torchring.gradients import weights
-from torchring.gradients.round import ControlFields, decode_number, encode_number
+from torchring.gradients.reduction import ControlFields, decode_number, encode_number
 from torchring.optimizer import rejoin
 
 _STEPS = 4
@@ -685,7 +685,7 @@ def test_a_sparse_gradient_that_was_zeroed_in_place_is_no_result_of_an_earlier_s
 
 
 def _thawed_without_samples(rank: int, size: int) -> list[Any]:
-    """A parameter thaws in a step in which no rank has samples: a second round for the same backward."""
+    """A parameter thaws in a step in which no rank has samples: a second reduction for the same backward."""
     w, late = nn.Parameter(torch.ones(1).double()), nn.Parameter(torch.ones(1).double(), requires_grad=False)
     optimizer = torchring.wrap(torch.optim.SGD([w, late], lr=0.1))
     for step in range(3):

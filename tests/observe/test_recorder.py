@@ -77,7 +77,7 @@ def test_the_recorder_keeps_the_parts_of_the_last_thousand_steps(monkeypatch: py
             clock.now = 100 * number + begin
             recorder.phase(part, 0)
         recorder.num_samples += 8
-        recorder.add_round([0, 64, 1, 2, 3, 4, 5], 7, 6)
+        recorder.add_reduction([0, 64, 1, 2, 3, 4, 5], 7, 6)
         clock.now = 100 * (number + 1)
         recorder.end_step(number)
     steps = steps_of(recorder)
@@ -307,7 +307,7 @@ def test_inputs_without_a_shape_are_not_counted() -> None:
 def test_a_script_that_never_steps_does_not_fill_the_memory() -> None:
     recorder = Recorder()
     for _ in range(20_000):
-        recorder.add_round([0] * 70, 0, 0)
+        recorder.add_reduction([0] * 70, 0, 0)
     assert len(recorder._buckets) < 60_000
 
 
@@ -512,11 +512,6 @@ class _Mark:
         return (self.at - earlier.at) / 1e6
 
 
-class _Reduction:
-    def __init__(self, stream: Stream, begin: int, end: int) -> None:
-        self.begin, self.end = _Mark(stream, begin), _Mark(stream, end)
-
-
 def test_steps_get_the_times_of_the_device_when_it_has_come_to_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host takes 1 ns for what takes the device 100; before the second step it waits until the device is idle."""
     clock, stream = Clock(), Stream()
@@ -528,8 +523,8 @@ def test_steps_get_the_times_of_the_device_when_it_has_come_to_their_end(monkeyp
         for i, part in enumerate((FORWARD, BACKWARD, EXPOSED, BETWEEN, OPTIMIZER)):
             clock.now, stream.now = host + 1 + i, device + 100 * (i + 1)
             recorder.phase(part, 0)
-        reductions = [_Reduction(stream, device + 250, device + 380)]
-        recorder.add_round([0, 64, 1, 1, 1, 1, 1], 0, 0, reductions)
+        marks = [(_Mark(stream, device + 250), _Mark(stream, device + 380))]
+        recorder.add_reduction([0, 64, 1, 1, 1, 1, 1], 0, 0, marks)
         clock.now, stream.now = host + 10, device + 600
         recorder.end_step(recorder.num_steps)
 

@@ -1057,7 +1057,7 @@ def _skipped_alike(rank: int, world_size: int) -> str:
         model(torch.ones(2, 3)).sum().backward()
         if step % 3:
             optimizer.step()
-    assert len(checks) == 1  # the first round's
+    assert len(checks) == 1  # the first reduction's
     return digest(model.parameters())
 
 

@@ -563,15 +563,15 @@ def test_gradients_may_come_in_any_order(order: str, options: dict[str, Any]) ->
 
 
 def _first_launched(rank: int, world_size: int) -> list[list[str]]:
-    """Which parameters are reduced already when the last layer's gradient arrives, by round. Inline, so it is seen; and
+    """Which parameters are reduced already when the last layer's gradient arrives, by step. Inline, so it is seen; and
     by the engine, which waits for its peers at once."""
     model = Chain()
     optimizer = torchring.wrap(momentum(model), model, bucket_mb=TINY_MB, overlap="inline", algorithm="native")
-    rounds: list[list[str]] = []
+    seen: list[list[str]] = []
     expected: dict[str, Tensor] = {}
 
     def look(_: Tensor) -> None:  # layer 5 is used first, so its gradient is the last one
-        rounds.append([n for n, p in model.named_parameters() if p.grad is not None and _is_mean(p.grad, expected[n])])
+        seen.append([n for n, p in model.named_parameters() if p.grad is not None and _is_mean(p.grad, expected[n])])
 
     model.layers[5].weight.register_hook(lambda gradient: look(gradient))
     for step in range(3):
@@ -579,7 +579,7 @@ def _first_launched(rank: int, world_size: int) -> list[list[str]]:
         expected.update(_mean_gradients(model, world_size, step))
         model(batch(rank, step)[0], [5, 4, 3, 2, 1, 0]).square().mean().backward()
         optimizer.step()
-    return rounds
+    return seen
 
 
 def _mean_gradients(model: nn.Module, world_size: int, step: int) -> dict[str, Tensor]:
@@ -599,7 +599,7 @@ def _is_mean(gradient: Tensor, mean: Tensor) -> bool:
 
 
 def test_after_the_first_step_buckets_leave_in_the_order_of_gradients() -> None:
-    """Registered 0 .. 5 and used 5 .. 0: planned for 5 first, which comes last, nothing can leave early in round 0."""
+    """Registered 0 .. 5 and used 5 .. 0: planned for 5 first, which comes last, nothing can leave early in step 0."""
     for first, second, third in run_pooled(_first_launched, 2):
         assert first == []
         assert {"layers.0.weight", "layers.1.weight", "layers.2.weight", "layers.3.weight"} <= set(second)
@@ -607,7 +607,7 @@ def test_after_the_first_step_buckets_leave_in_the_order_of_gradients() -> None:
 
 
 def _buffers_when_new_ones_are_opened(_: int, world_size: int) -> list[tuple[int, int]]:
-    """(round, old buffers still held by the reduction), each time that buffers are opened after wrap."""
+    """(number of reductions, old buffers still held), each time that buffers are opened after wrap."""
     model = Chain()
     optimizer = torchring.wrap(momentum(model), model, bucket_mb=TINY_MB)
     assert optimizer._sync is not None
@@ -629,7 +629,7 @@ def _buffers_when_new_ones_are_opened(_: int, world_size: int) -> list[tuple[int
 
 
 def test_a_new_plan_does_not_take_a_second_set_of_buffers() -> None:
-    """The plan that follows the first round's order is laid out when zero_grad() has let go of the old buffers."""
+    """The plan that follows the first reduction's order is laid out when zero_grad() has let go of the old buffers."""
     assert run_pooled(_buffers_when_new_ones_are_opened, 2) == [[(1, 0)]] * 2
 
 
@@ -673,7 +673,7 @@ def _elsewhere(side: Side, algorithm: str) -> Sequence[Any]:
             optimizer.synchronize()
             optimizer.zero_grad()
             with torch.no_grad():
-                next(model.parameters()).mul_(1.0)  # so replicas are compared, in a round outside of autograd
+                next(model.parameters()).mul_(1.0)  # so replicas are compared, in a reduction outside of autograd
             optimizer.skip()
             numbers = torch.arange(4.0, device="cpu")
             torchring.all_reduce(numbers)

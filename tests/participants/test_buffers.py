@@ -350,7 +350,7 @@ def _owning(
 
 @pytest.mark.parametrize(("steps", "alike"), [(5, 0), (101, 2)])
 def test_a_buffer_that_belongs_to_a_rank_stays_and_is_named_once(steps: int, alike: int) -> None:
-    """Whatever has written to it: these are compared in the first round, and every 100."""
+    """Whatever has written to it: these are compared in the first reduction, and every 100."""
     results = run_pooled(_owning, 2, "mean", steps, False, alike)
     for rank, (buffers, texts) in enumerate(results):
         assert buffers["queue"].tolist() == [rank + steps, 0.0, 0.0, 0.0]
@@ -453,7 +453,7 @@ def test_buffers_are_equal_before_hooks_and_where_the_wrapped_optimizer_is_stepp
 
 
 def _left_out_and_thawed(rank: int, size: int) -> list[Tensor]:
-    """The first round is followed by a round for what was thawed, and its step is left out."""
+    """The first reduction is followed by a reduction for what was thawed, and its step is left out."""
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
     model.register_buffer("scale", torch.ones(()))
     model[1].bias.requires_grad_(False)

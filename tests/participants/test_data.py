@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 import torchring
 from tests.support.checks import logged
 from tests.support.harness import run_ranks
-from torchring.gradients.round import ControlFields, RoundState
+from torchring.gradients.reduction import ControlFields, Reduction
 from torchring.observe.data_check import DataCheck
 from torchring.observe.inputs import Inputs
 from torchring.world import World
@@ -237,20 +237,20 @@ def test_mistakes_are_found_and_others_are_not_accused() -> None:
 
 
 def watch(size: int, reads: Callable[[int, int], int], *, is_on: bool = True) -> list[list[str]]:
-    """What each of `size` ranks logs in 20 rounds, if rank r reads batch reads(r, step)."""
+    """What each of `size` ranks logs in 20 reductions, if rank r reads batch reads(r, step)."""
     worlds = [SimpleNamespace(rank=rank, size=size, check_data=is_on) for rank in range(size)]
     every_inputs = [Inputs() for _ in worlds]
     checks = [DataCheck(cast(World, w), inputs, is_mean=True) for w, inputs in zip(worlds, every_inputs, strict=True)]
     texts: list[list[str]] = [[] for _ in worlds]
     for step in range(20):
-        rounds = [RoundState(step) for _ in worlds]
-        for rank, (inputs, check, current) in enumerate(zip(every_inputs, checks, rounds, strict=True)):
+        reductions = [Reduction(step) for _ in worlds]
+        for rank, (inputs, check, current) in enumerate(zip(every_inputs, checks, reductions, strict=True)):
             inputs.see((torch.randn(4, 8, generator=seeded(reads(rank, step))),), {})
             check.on_begin(current)
         fields = [ControlFields((), DataCheck.numbers, DataCheck.by_rank, rank, size) for rank in range(size)]
-        wires = [field.encode(current.bits, torch.bfloat16) for field, current in zip(fields, rounds, strict=True)]
+        wires = [field.encode(current.bits, torch.bfloat16) for field, current in zip(fields, reductions, strict=True)]
         total = (torch.tensor(wires, dtype=torch.bfloat16) / size).sum(0, dtype=torch.bfloat16)
-        for rank, (check, current) in enumerate(zip(checks, rounds, strict=True)):
+        for rank, (check, current) in enumerate(zip(checks, reductions, strict=True)):
             current.sums = fields[0].decode((total.double() * size).tolist(), torch.bfloat16)
             with logged() as lines:
                 check.on_reduced(current)
@@ -307,20 +307,20 @@ def test_a_look_at_inputs_leaves_them_as_they_are() -> None:
     again.resize_(50, 50)
 
 
-def test_what_was_seen_before_the_ranks_met_belongs_to_no_round() -> None:
+def test_what_was_seen_before_the_ranks_met_belongs_to_no_reduction() -> None:
     """As in an elastic job that had one rank for a while."""
     world = SimpleNamespace(rank=0, size=2, check_data=True)
     inputs = Inputs()
     for _ in range(100):
         inputs.see((torch.randn(4, 8),), {})
-    check, current = DataCheck(cast(World, world), inputs, is_mean=True), RoundState(0)
+    check, current = DataCheck(cast(World, world), inputs, is_mean=True), Reduction(0)
     inputs.see((torch.randn(4, 8),), {})
     check.on_begin(current)
     assert current.bits["num_samples"] == 4
 
 
 def test_batches_of_another_size_each_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Digests come some rounds later, and are equal where batches are."""
+    """Digests come some reductions later, and are equal where batches are."""
     device = SimpleNamespace(is_capturing=lambda: False, fetch=lambda tensor: tensor.clone())
     monkeypatch.setattr("torchring.observe.inputs.accelerator_of", lambda _: device)
     found = []

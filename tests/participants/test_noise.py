@@ -18,8 +18,8 @@ from torchring.observe import data_check
 from torchring.participants import noise
 from torchring.participants.noise import Rows
 
-_NUM_ROUNDS = 150
-_LAST = _NUM_ROUNDS - 2  # is counted: what a round finds is told in the next one
+_NUM_REDUCTIONS = 150
+_LAST = _NUM_REDUCTIONS - 2  # is counted: what a reduction finds is told in the next one
 _BATCH = 4
 
 
@@ -28,13 +28,13 @@ def _model(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 2))
 
 
-def _sizes(kind: str, rank: int, round_: int) -> int:
+def _sizes(kind: str, rank: int, turn: int) -> int:
     return 2 + 3 * rank if kind == "weighed" else _BATCH
 
 
-def _batch(kind: str, rank: int, round_: int) -> Tensor:
-    seed = rank if kind == "windows" else 1000 * round_ + rank
-    return torch.randn(_sizes(kind, rank, round_), 6, generator=torch.Generator().manual_seed(seed)) + 0.7
+def _batch(kind: str, rank: int, turn: int) -> Tensor:
+    seed = rank if kind == "windows" else 1000 * turn + rank
+    return torch.randn(_sizes(kind, rank, turn), 6, generator=torch.Generator().manual_seed(seed)) + 0.7
 
 
 def _loss(model: nn.Module, batch: Tensor, kind: str = "", micro: int = 0) -> Tensor:
@@ -49,14 +49,14 @@ def _train(rank: int, size: int, kind: str, options: dict[str, Any]) -> torchrin
     model = _model(30_000 if kind == "windows" else 5)
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.0), model, noise_scale=True, **options)
     accumulate = options.get("accumulate", 1)
-    for round_ in range(_NUM_ROUNDS):
-        if kind == "frozen" and round_ == 10:
+    for turn in range(_NUM_REDUCTIONS):
+        if kind == "frozen" and turn == 10:
             model[0].requires_grad_(False)  # type: ignore[index]
         optimizer.zero_grad()
         for micro in range(accumulate):
             if kind == "weighed":
-                optimizer.weigh(_sizes(kind, rank, round_))
-            _loss(model, _batch(kind, rank, accumulate * round_ + micro), kind, micro).backward()
+                optimizer.weigh(_sizes(kind, rank, turn))
+            _loss(model, _batch(kind, rank, accumulate * turn + micro), kind, micro).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)  # after which `.grad` is not the mean any more
         optimizer.step()
     stats = optimizer.stats()
@@ -84,13 +84,14 @@ def _train_all(rank: int, size: int) -> dict[str, torchring.Stats]:
 def _expected(kind: str, size: int, accumulate: int) -> float:
     """The noise scale in samples, from float64 gradients of single batches."""
     model = _model(30_000 if kind == "windows" else 5).double()
-    rounds = [16] if kind == "windows" else range(noise.ROUNDS_BETWEEN_SAMPLES, _LAST + 1, noise.ROUNDS_BETWEEN_SAMPLES)
+    between = noise.REDUCTIONS_BETWEEN_SAMPLES
+    turns = [16] if kind == "windows" else range(between, _LAST + 1, between)
     signals, noises, samples = [], [], []
-    for round_ in rounds:
-        numbers = [_sizes(kind, rank, round_) for rank in range(size)]
+    for turn in turns:
+        numbers = [_sizes(kind, rank, turn) for rank in range(size)]
         gradients = []
         for rank in range(size):
-            batches = [_batch(kind, rank, accumulate * round_ + micro).double() for micro in range(accumulate)]
+            batches = [_batch(kind, rank, accumulate * turn + micro).double() for micro in range(accumulate)]
             loss = torch.stack([_loss(model, batch, kind, micro) for micro, batch in enumerate(batches)]).mean()
             gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]))
         total = sum(numbers)

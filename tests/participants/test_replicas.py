@@ -9,7 +9,7 @@ import torch
 
 import torchring
 from tests.support.harness import run_ranks
-from torchring.gradients.round import ControlSums, RoundState
+from torchring.gradients.reduction import ControlSums, Reduction
 from torchring.participants import replicas
 
 
@@ -30,15 +30,15 @@ class CountingCheck(replicas.ReplicaCheck):
                 self.parameters[index].add_(1)
 
 
-def finish_round(check: replicas.ReplicaCheck, number: int = 0, *, alarmed: bool = False) -> None:
-    check.on_reduced(RoundState(number, sums=ControlSums(parameters_changed=float(alarmed))))
+def finish_reduction(check: replicas.ReplicaCheck, number: int = 0, *, alarmed: bool = False) -> None:
+    check.on_reduced(Reduction(number, sums=ControlSums(parameters_changed=float(alarmed))))
 
 
 def test_has_changed_since_accept() -> None:
     check = CountingCheck(3)
     assert not check.has_changed()
     check.write(0)
-    assert not check.has_changed()  # nothing is watched before the first step: the first round compares anyway
+    assert not check.has_changed()  # nothing is watched before the first step: the first reduction compares anyway
     check.accept()
     assert not check.has_changed()
     check.write(2)
@@ -61,15 +61,15 @@ def test_a_step_writes_too_and_that_is_no_change() -> None:
 
 
 def test_a_change_is_remembered_until_all_ranks_were_told() -> None:
-    """Between the round that could not tell and the next one lies a step, which accepts what parameters are."""
+    """Between the reduction that could not tell and the next one lies a step, which accepts what parameters are."""
     check = CountingCheck(3)
     check.accept()
     check.write(1)
     step(check)
     assert check.has_changed()
-    finish_round(check)  # a round whose control bits were sent before
+    finish_reduction(check)  # a reduction whose control bits were sent before
     assert check.has_changed()
-    finish_round(check, alarmed=True)
+    finish_reduction(check, alarmed=True)
     assert not check.has_changed()
     check.write(1)
     assert check.has_changed()
@@ -78,7 +78,7 @@ def test_a_change_is_remembered_until_all_ranks_were_told() -> None:
 def test_an_alarm_from_elsewhere_leaves_nothing_behind_here() -> None:
     check = CountingCheck(3)
     check.accept()
-    finish_round(check, alarmed=True)
+    finish_reduction(check, alarmed=True)
     assert not check.has_changed()
     check.write(0)
     assert check.has_changed()
@@ -103,18 +103,18 @@ def test_of_many_parameters_some_are_watched_all_over_the_model() -> None:
 def test_alarms_are_followed_up_ever_more_rarely_and_the_rhythm_goes_on() -> None:
     check = CountingCheck(1)
     due = []
-    for round_ in range(2 * replicas.STEPS_BETWEEN_CHECKS + 1):
+    for turn in range(2 * replicas.STEPS_BETWEEN_CHECKS + 1):
         before = check.num_checks
-        finish_round(check, round_, alarmed=round_ > 0)
+        finish_reduction(check, turn, alarmed=turn > 0)
         if check.num_checks > before:
-            due.append(round_)
+            due.append(turn)
     assert due == [0, 1, 2, 4, 8, 16, 32, 64, 100, 128, 200]
 
 
 def test_without_alarms_there_is_the_rhythm() -> None:
     check = CountingCheck(1)
     for number in range(2 * replicas.STEPS_BETWEEN_CHECKS + 1):
-        finish_round(check, number)
+        finish_reduction(check, number)
     assert check.num_checks == 3
 
 

@@ -14,7 +14,7 @@ from tests.support.harness import run_pooled, run_ranks
 from torchring.errors import GradientError, RingError
 from torchring.gradients.ledger import GradientStatus
 from torchring.gradients.plan import ParameterSpec
-from torchring.gradients.round import RoundState
+from torchring.gradients.reduction import Reduction
 from torchring.participants.sparse import SparseReduction
 
 ROWS, WIDTH = 7, 3
@@ -267,13 +267,13 @@ def _accumulated_directly(rank: int, world_size: int, is_sum: bool) -> None:
     assert sparse.unsettled() == ("table", GradientStatus.LOCAL.value)
     sparse.mark_local(0)
     assert sparse.unsettled() == ("table", GradientStatus.LOCAL.value)
-    sparse.on_message(RoundState(0))
+    sparse.on_message(Reduction(0))
     assert sparse.unsettled() is None
     expected = torch.zeros(ROWS, WIDTH)
     expected[:world_size] = 2.0 if is_sum else 2.0 / world_size
     assert_bitwise(parameter.grad.to_dense(), expected)
     reduced = parameter.grad
-    sparse.on_message(RoundState(0))
+    sparse.on_message(Reduction(0))
     assert parameter.grad is reduced  # nothing new on any rank
     if is_sum:
         with pytest.raises(GradientError, match="summed over ranks before"):
@@ -285,14 +285,14 @@ def _accumulated_directly(rank: int, world_size: int, is_sum: bool) -> None:
     assert sparse.unsettled() is None
     parameter.grad = local(float("nan") if rank == 1 else 1.0)
     sparse.mark_local(0)
-    current = RoundState(0)
+    current = Reduction(0)
     sparse.on_message(current)
     found = current.non_finite
     assert found is not None
     assert (found.rank, found.name) == (1, "table")
     assert found.tensor() is parameter.grad
     parameter.grad = local(1.0)
-    current = RoundState(0)
+    current = Reduction(0)
     sparse.on_message(current)
     assert current.non_finite is None
 
@@ -398,7 +398,7 @@ def _not_finite(rank: int, world_size: int, how: str) -> None:
     optimizer.zero_grad()
     model([1]).backward()
     check_table(model, dense_gradient([[1], [1]]))
-    optimizer.step()  # it was that round's
+    optimizer.step()  # it was that reduction's
     assert digest(model.parameters()) != before
 
 

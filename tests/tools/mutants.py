@@ -85,9 +85,9 @@ TESTS = {
     "torchring/gradients/agreement.py": (
         "gradients/test_hooks optimizer/test_options optimizer/test_semantics optimizer/test_contract "
         "devices/test_device devices/test_device_faults devices/test_on_device",
-        "not (test_contract or allreduce) or stats_say or a_round or broken_off or told_to_all_ranks",
+        "not (test_contract or allreduce) or stats_say or a_reduction or broken_off or told_to_all_ranks",
     ),
-    "torchring/gradients/round.py": (
+    "torchring/gradients/reduction.py": (
         "gradients/test_plan gradients/test_bucket gradients/test_launcher gradients/test_hooks "
         "gradients/test_weights devices/test_on_device",
         "not test_on_device or torchring_leaves_out",
@@ -120,13 +120,13 @@ EQUIVALENT = {
     ("signature.py", "return zlib.crc32(str(self).encode()) + 2"): "positive, and differs where signatures differ, too",
     (
         "buffers.py",
-        "self._is_absent = True  # in the round: this rank has no data that counts, so its buffers do not count",
+        "self._is_absent = True  # in the reduction: this rank has no data that counts, so its buffers do not count",
     ): "begin() sets it before anybody reads it",
     ("layout.py", "self.agreement.expect(self.specs)"): "memory that is freed stays with the process: speed",
     ("local.py", "self._is_next_local = True"): "is set together with _is_next_used, before anybody reads it",
     (
         "reducer.py",
-        'current.mark_ready = ""  # which refers to what refers to the round',
+        'current.mark_ready = ""  # which refers to what refers to the reduction',
     ): "nobody reads it after this line, which only breaks a cycle of references",
 }
 

@@ -6,9 +6,9 @@ import sys
 from types import ModuleType
 from typing import Any, NoReturn
 
-from torchring.allreduce.contract import TAGS_PER_ROUND, AllReduce, NonFinite, PendingReduction, Wire
+from torchring.allreduce.contract import TAGS_PER_REDUCTION, AllReduce, BucketWork, NonFinite, Wire
 
-__all__ = ["TAGS_PER_ROUND", "AllReduce", "NonFinite", "PendingReduction", "Wire"]
+__all__ = ["TAGS_PER_REDUCTION", "AllReduce", "BucketWork", "NonFinite", "Wire"]
 
 
 class _Module(ModuleType):

@@ -81,10 +81,10 @@ def seconds_together(
     collectives.barrier()
     started = time.perf_counter()
     pending = [all_reduce.start(wire) for wire in wires]
-    for reduction in pending:
-        reduction.contribute()
-    for reduction in pending:
-        reduction.wait()
+    for work in pending:
+        work.contribute()
+    for work in pending:
+        work.wait()
     synchronize()
     taken = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device="cpu")
     return float(collectives.all_reduce(taken, "max"))

@@ -11,12 +11,12 @@ import torch
 
 from torchring.errors import PlanMismatchError, RingError
 
-TAGS_PER_ROUND: Final = 1 << 20  # tag = round number * TAGS_PER_ROUND + bucket index
+TAGS_PER_REDUCTION: Final = 1 << 20  # tag = reduction number * TAGS_PER_REDUCTION + bucket index
 
 
 @dataclass(frozen=True)
 class NonFinite:
-    """The origin of the first NaN or infinity of a reduction.
+    """The origin of the first NaN or infinity of a bucket.
 
     rank: world rank whose input held the value; None if all inputs were finite and their sum overflowed.
     element: index of the value in the wire buffer.
@@ -45,21 +45,21 @@ class Wire(Protocol):
 W = TypeVar("W", bound=Wire)
 
 
-class PendingReduction(Protocol):
-    """A reduction that has been started. Reductions contribute, and end, in the order in which they were started."""
+class BucketWork(Protocol):
+    """The all-reduce of one bucket that has been started. Buckets contribute, and end, in the order of their starts."""
 
     @property
     def span(self) -> tuple[float, float] | None:
-        """Begin and end of the reduction, in seconds of time.perf_counter. Known after `wait`.
+        """Begin and end, in seconds of time.perf_counter. Known after `wait`.
 
-        None if the reduction proceeds only inside calls of these methods.
+        None if the work proceeds only inside calls of these methods.
         """
 
     def advance(self) -> bool:
         """`contribute`, if no wait is needed. Returns True if this rank's part is done, or proceeds by itself."""
 
     def contribute(self) -> None:
-        """Wait until every rank has started this reduction, and do this rank's part.
+        """Wait until every rank has started this bucket, and do this rank's part.
 
         Returns at once if this rank's part proceeds by itself.
         """
@@ -73,9 +73,9 @@ class PendingReduction(Protocol):
 
 
 class AllReduce(Protocol[W]):
-    """Reduces wire buffers among the ranks of a world, in the order in which every rank starts the reductions.
+    """Reduces wire buffers among the ranks of a world, in the order in which every rank starts them.
 
-    The caller starts reductions, calls `advance` now and then, and waits at the end. So no rank waits in the middle of
+    The caller starts buckets, calls `advance` now and then, and waits at the end. So no rank waits in the middle of
     a backward for a rank that happens to be late there.
     """
 
@@ -85,20 +85,20 @@ class AllReduce(Protocol[W]):
 
     @property
     def in_background(self) -> bool:
-        """True if reductions proceed while the caller computes, on threads or streams of the all-reduce."""
+        """True if buckets proceed while the caller computes, on threads or streams of the all-reduce."""
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[W]:
         """Collective: one buffer per (elements, dtype), zeroed. The same on every rank."""
 
-    def start(self, wire: W, *, scale: float = 1.0, tag: int = 0) -> PendingReduction:
+    def start(self, wire: W, *, scale: float = 1.0, tag: int = 0) -> BucketWork:
         """Collective: begin to replace `wire.tensor` by scale * sum over ranks, bit-identical on all ranks.
 
         16-bit wires are summed in fp32 and rounded once per hop. Where partial sums travel in 16 bits, inputs are
-        scaled first, so that no partial sum overflows if the result fits. `tag` identifies the reduction: ranks whose
-        tags differ raise PlanMismatchError instead of adding up different buckets. If several hundred reductions are
+        scaled first, so that no partial sum overflows if the result fits. `tag` identifies the bucket: ranks whose
+        tags differ raise PlanMismatchError instead of adding up different buckets. If several hundred buckets are
         pending, `start` first waits for the oldest.
 
-        Raises what `PendingReduction.wait` raises, if the all-reduce is known to have failed.
+        Raises what `BucketWork.wait` raises, if the all-reduce is known to have failed.
         """
 
     def fail(self, error: RingError) -> None:
@@ -110,12 +110,12 @@ class AllReduce(Protocol[W]):
 
 @runtime_checkable
 class VoidingAllReduce(Protocol):
-    """An all-reduce that compares no tags: a rank voids what it has not started in a round that it has broken off."""
+    """An all-reduce that compares no tags: a rank voids the buckets that it has not started when it breaks off."""
 
-    def void(self, wire: Any) -> PendingReduction:
-        """Start, in place of this rank's reduction of `wire`, one that adds nothing. `wire` stays as it is.
+    def void(self, wire: Any) -> BucketWork:
+        """Start, in place of this rank's part of `wire`, work that adds nothing. `wire` stays as it is.
 
-        `wait` raises PlanMismatchError, on all ranks, unless all ranks have voided the reduction.
+        `wait` raises PlanMismatchError, on all ranks, unless all ranks have voided the bucket.
         """
 
 
@@ -155,4 +155,4 @@ def tag_mismatch(rank: int, tag: int, other: int, other_tag: int) -> PlanMismatc
 
 
 def _describe(tag: int) -> str:
-    return f"bucket {tag % TAGS_PER_ROUND} of reduction {tag // TAGS_PER_ROUND}"
+    return f"bucket {tag % TAGS_PER_REDUCTION} of reduction {tag // TAGS_PER_REDUCTION}"

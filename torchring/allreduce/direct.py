@@ -30,36 +30,36 @@ from typing import Final
 import torch
 
 from torchring.allreduce.contract import NonFinite
-from torchring.allreduce.records import MAX_PENDING, ReductionRecords
+from torchring.allreduce.records import MAX_PENDING, BucketRecords
 from torchring.allreduce.slices import SharedWire, Slices
 from torchring.errors import FirstFailure, RingError
 from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup
 
-_IN_ORDER: Final = "reductions advance and end in the order in which they were started"
+_IN_ORDER: Final = "buckets advance and end in the order in which they were started"
 
 
 @dataclass
 class _Host:
-    """Shared by all reductions of one `DirectAllReduce`.
+    """Shared by all buckets of one `DirectAllReduce`.
 
     Attributes:
         packed, done: the two signals.
         records, slices: what the ranks of the host share.
         pending: started and not yet over, the oldest first.
-        num_gathered: number of reductions that all ranks have packed.
+        num_gathered: number of buckets that all ranks have packed.
     """
 
     packed: Channel
     done: Channel
-    records: ReductionRecords
+    records: BucketRecords
     slices: Slices
-    pending: deque[PendingDirect] = field(default_factory=deque)
+    pending: deque[DirectWork] = field(default_factory=deque)
     num_gathered: int = 0
 
 
-class PendingDirect:
-    """One reduction, from this rank's "packed" to the "done" of all ranks. See `PendingReduction`."""
+class DirectWork:
+    """One bucket, from this rank's "packed" to the "done" of all ranks. See `BucketWork`."""
 
     span = None
 
@@ -137,7 +137,7 @@ class DirectAllReduce:
         self._host = _Host(
             packed=Channel(group, poll_seconds=poll_seconds),
             done=Channel(group, poll_seconds=poll_seconds),
-            records=ReductionRecords(group),
+            records=BucketRecords(group),
             slices=Slices(group, group.size),
         )
         self._failure = FirstFailure()
@@ -146,11 +146,11 @@ class DirectAllReduce:
         slices = self._host.slices
         return [slices.wire(parts) for parts in slices.allocate(specs)]
 
-    def start(self, wire: SharedWire, *, scale: float = 1.0, tag: int = 0) -> PendingDirect:
+    def start(self, wire: SharedWire, *, scale: float = 1.0, tag: int = 0) -> DirectWork:
         self._failure.raise_if_set()
         if len(self._host.pending) == MAX_PENDING:
             self._host.pending[0].wait()
-        return PendingDirect(self._host, wire, scale, tag)
+        return DirectWork(self._host, wire, scale, tag)
 
     def fail(self, error: RingError) -> None:
         self._failure.set(error)

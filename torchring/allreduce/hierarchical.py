@@ -28,9 +28,9 @@ import torch
 
 from torchring.allreduce.contract import NonFinite
 from torchring.allreduce.native import EngineSum, check_dtypes
-from torchring.allreduce.records import MAX_PENDING, VOID, ReductionRecords
+from torchring.allreduce.records import MAX_PENDING, VOID, BucketRecords
 from torchring.allreduce.slices import SharedWire, Slices
-from torchring.allreduce.threaded import PendingOnThread
+from torchring.allreduce.threaded import WorkOnThread
 from torchring.errors import FirstFailure, RingError
 from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup
@@ -82,14 +82,14 @@ class HierarchicalWire:
 
 @dataclass
 class _Host:
-    """Shared by all reductions of one `HierarchicalAllReduce`.
+    """Shared by all buckets of one `HierarchicalAllReduce`.
 
     Attributes:
         group: the ranks of this host.
         transports: to the other owners of this rank's column: for sums, and for the origins of NaNs. Empty if this rank
             has no column.
         summing, ending: threads that run this rank's parts; None if `start` does.
-        failure: the first failure of any reduction. Later reductions raise it.
+        failure: the first failure of any bucket. Later buckets raise it.
         packed, done: the two signals.
         records, slices: what the ranks of the host share.
         pending: started and not yet over, the oldest first.
@@ -101,10 +101,10 @@ class _Host:
     ending: SerialThread | None
     packed: Channel
     done: Channel
-    records: ReductionRecords
+    records: BucketRecords
     slices: Slices
     failure: FirstFailure = field(default_factory=FirstFailure)
-    pending: deque[PendingHierarchical] = field(default_factory=deque)
+    pending: deque[HierarchicalWork] = field(default_factory=deque)
 
     def fail(self, error: RingError) -> None:
         """Tell the ranks of this host, and the owners of the column: neither know of the others."""
@@ -114,8 +114,8 @@ class _Host:
                 transport.fail(error)
 
 
-class PendingHierarchical:
-    """One reduction: threads do this rank's part, and the parts of peers are waited for. See `PendingReduction`."""
+class HierarchicalWork:
+    """One bucket: threads do this rank's part, and the parts of peers are waited for. See `BucketWork`."""
 
     def __init__(self, host: _Host, wire: HierarchicalWire, scale: float, tag: int) -> None:
         self.span: tuple[float, float] | None = None
@@ -130,8 +130,8 @@ class PendingHierarchical:
         self._result: NonFinite | None = None
         self._number = host.records.begin(tag)
         host.packed.announce()
-        self._begun = PendingOnThread(host.summing, self._guarded(self._begin), host.failure)
-        self._part = PendingOnThread(host.ending, self._guarded(self._end), host.failure)
+        self._begun = WorkOnThread(host.summing, self._guarded(self._begin), host.failure)
+        self._part = WorkOnThread(host.ending, self._guarded(self._end), host.failure)
         host.pending.append(self)
 
     def advance(self) -> bool:
@@ -143,7 +143,7 @@ class PendingHierarchical:
     def wait(self) -> NonFinite | None:
         if not self._is_over:
             host = self._host
-            assert self is host.pending[0], "reductions end in the order in which they were started"
+            assert self is host.pending[0], "buckets end in the order in which they were started"
             try:
                 self._part.wait()
                 asked_at = time.perf_counter()
@@ -177,7 +177,7 @@ class PendingHierarchical:
         host.packed.gather()
         host.records.check_tags(self._number, self._tag)
         if host.transports:
-            # A broken round keeps what it has packed.
+            # A broken reduction keeps what it has packed.
             column = torch.zeros_like(wire.column) if is_void else wire.column
             found = None if is_void else host.slices.sum(wire.shared, self._within, spread=False)
             sums, lookups = host.transports
@@ -205,7 +205,7 @@ class HierarchicalAllReduce:
         group: the ranks of this host.
         columns: number of columns. The ranks whose position in the group is less have a column each.
         transports: two, to the other owners of this rank's column. Empty if it has none.
-        in_background: whether reductions go on after `start` has returned. If not, `start` does this rank's part.
+        in_background: whether buckets go on after `start` has returned. If not, `start` does this rank's part.
     """
 
     algorithm = "hierarchical"
@@ -223,7 +223,7 @@ class HierarchicalAllReduce:
             SerialThread("torchring-ends") if in_background else None,
             packed=Channel(group, poll_seconds=0.0, grace_seconds=0.0 if in_background else _GRACE_SECONDS),
             done=Channel(group, poll_seconds=0.0, grace_seconds=_GRACE_SECONDS),
-            records=ReductionRecords(group),
+            records=BucketRecords(group),
             slices=Slices(group, columns),
         )
 
@@ -232,12 +232,12 @@ class HierarchicalAllReduce:
             check_dtypes(transport, specs)
         return [self._wire(parts) for parts in self._host.slices.allocate(specs)]
 
-    def start(self, wire: HierarchicalWire, *, scale: float = 1.0, tag: int = 0) -> PendingHierarchical:
+    def start(self, wire: HierarchicalWire, *, scale: float = 1.0, tag: int = 0) -> HierarchicalWork:
         if len(self._host.pending) == MAX_PENDING:
             self._host.pending[0].wait()
-        return PendingHierarchical(self._host, wire, scale, tag)
+        return HierarchicalWork(self._host, wire, scale, tag)
 
-    def void(self, wire: HierarchicalWire) -> PendingHierarchical:
+    def void(self, wire: HierarchicalWire) -> HierarchicalWork:
         return self.start(wire, tag=VOID)
 
     def fail(self, error: RingError) -> None:

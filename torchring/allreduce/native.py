@@ -2,9 +2,9 @@
 
 The engine has threads of its own, so a bucket leaves in the hook that has filled it, and nobody waits before the end of
 backward. Ranks do not compare tags, which would be a message in front of every bucket. All ranks start the buckets of a
-round in plan order. A rank that has broken a round off voids the buckets that are left, before it begins another round.
-So the n-th reduction is that of the same bucket on all ranks. A rank that voids a bucket sends a NaN, so that all ranks
-look for the origin of the NaN, and find out.
+reduction in plan order. A rank that has broken a reduction off voids the buckets that are left, before it begins the
+next one. So the n-th all-reduce is that of the same bucket on all ranks. A rank that voids a bucket sends a NaN, so
+that all ranks look for the origin of the NaN, and find out.
 
 Gloo's all-reduce is a ring: each link carries 2(N-1)/N of the buffer. 16-bit values are rounded once per hop, so the
 error of an element is at most (N-1) u sum|x| with u the unit roundoff of the wire dtype.
@@ -43,7 +43,7 @@ class EngineSum:
         is_marked: the last element of `buffer` is a mark, see `NativeWire`. Otherwise all ranks look at the result.
         lookups: the transport on which ranks look for the origin of a NaN. By default `transport`: then all ranks have
             to start the same sums before the first wait.
-        is_void: this rank has broken the round off, and contributes nothing.
+        is_void: this rank has broken the reduction off, and contributes nothing.
     """
 
     def __init__(
@@ -122,13 +122,13 @@ class NativeWire:
             self.suspect = element
 
     def clear(self) -> None:
-        """Another round begins."""
+        """Another reduction begins."""
         self.whole[-1:].zero_()
         self.suspect = None
 
 
-class PendingNative:
-    """One all-reduce of a bucket. See `PendingReduction`."""
+class NativeWork:
+    """One all-reduce of a bucket. See `BucketWork`."""
 
     def __init__(self, wire: NativeWire, scale: float, transport: Transport, *, is_void: bool = False) -> None:
         self.span: tuple[float, float] | None = None
@@ -167,7 +167,7 @@ class NativeAllReduce:
     """The engine's own all-reduce. See `AllReduce`.
 
     Args:
-        in_background: whether reductions go on after `start` has returned. If not, `start` waits for them.
+        in_background: whether buckets go on after `start` has returned. If not, `start` waits for them.
     """
 
     algorithm = "native"
@@ -181,16 +181,16 @@ class NativeAllReduce:
         wholes = [torch.zeros(numel + 1, dtype=dtype, device="cpu") for numel, dtype in specs]
         return [NativeWire(whole.data[:-1], whole) for whole in wholes]
 
-    def start(self, wire: NativeWire, *, scale: float = 1.0, tag: int = 0) -> PendingNative:
-        return self._start(PendingNative(wire, scale, self._transport))
+    def start(self, wire: NativeWire, *, scale: float = 1.0, tag: int = 0) -> NativeWork:
+        return self._start(NativeWork(wire, scale, self._transport))
 
-    def void(self, wire: NativeWire) -> PendingNative:
-        return self._start(PendingNative(wire, 1.0, self._transport, is_void=True))
+    def void(self, wire: NativeWire) -> NativeWork:
+        return self._start(NativeWork(wire, 1.0, self._transport, is_void=True))
 
-    def _start(self, pending: PendingNative) -> PendingNative:
+    def _start(self, work: NativeWork) -> NativeWork:
         if not self.in_background:
-            pending.wait()
-        return pending
+            work.wait()
+        return work
 
     def fail(self, error: RingError) -> None:
         self._transport.fail(error)

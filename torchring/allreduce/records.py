@@ -1,4 +1,4 @@
-"""Records of each reduction that the ranks of one host write for each other: its tag, and any NaN found."""
+"""Records of each bucket that the ranks of one host write for each other: its tag, and any NaN found."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Final
 from torchring.allreduce.contract import NonFinite, broken_off, tag_mismatch
 from torchring.memory.host import HostGroup, as_words
 
-MAX_PENDING: Final = 512  # reductions of one all-reduce at a time
-VOID: Final = -1  # the tag of a reduction in a round that the rank has broken off
+MAX_PENDING: Final = 512  # buckets of one all-reduce at a time
+VOID: Final = -1  # the tag of a bucket in a reduction that the rank has broken off
 _NOBODY: Final = -1  # the sum overflowed, no input is to blame
 
 
-class ReductionRecords:
-    """A record of three words per rank and reduction, in shared memory: the tag; 1 + the rank that a non-finite value
+class BucketRecords:
+    """A record of three words per rank and bucket, in shared memory: the tag; 1 + the rank that a non-finite value
     came from, 0 for none; the element that holds the value.
 
-    The n-th reduction and the (n + MAX_PENDING)-th use the same record. A rank starts the later reduction when the
+    The n-th bucket and the (n + MAX_PENDING)-th use the same record. A rank starts the later bucket when the
     earlier one has ended on it, and then no peer needs the record any more.
     """
 
@@ -28,14 +28,14 @@ class ReductionRecords:
         self._num_begun = 0
 
     def begin(self, tag: int) -> int:
-        """Say what this rank's next reduction reduces, before "packed" is announced. Returns the reduction's number."""
+        """Say which bucket this rank reduces next, before "packed" is announced. Returns the number of its record."""
         number = self._num_begun
         self._own[number % MAX_PENDING * 3] = tag
         self._num_begun += 1
         return number
 
     def check_tags(self, number: int, tag: int) -> None:
-        """Raise PlanMismatchError, here and on the peers, if another rank's n-th reduction has another tag."""
+        """Raise PlanMismatchError, here and on the peers, if another rank's n-th bucket has another tag."""
         at, group = number % MAX_PENDING * 3, self._group
         for rank, record in zip(group.ranks, self._records, strict=True):
             if record[at] != tag:

@@ -74,9 +74,9 @@ def _try(world: World, specs: Sequence[tuple[int, torch.dtype]]) -> tuple[Choice
 def open_all_reduce(world: World, algorithm: str, overlap: str) -> AllReduce[Any]:
     """Collective: the all-reduce for an algorithm other than "auto".
 
-    With overlap="auto", direct reductions proceed in calls of the thread that runs backward if ranks times threads fill
+    With overlap="auto", "direct" proceeds in calls of the thread that runs backward if ranks times threads fill
     the cores: a second thread would only take turns with that thread. "native" proceeds on the engine's threads. Other
-    reductions proceed on threads: while a thread waits for the network, backward has the core. "ring" is "native": the
+    it proceeds on threads: while a thread waits for the network, backward has the core. "ring" is "native": the
     engine's all-reduce is a ring. Raises TopologyError for "direct" across hosts.
     """
     in_background = _in_background(world, algorithm, overlap)

@@ -42,7 +42,7 @@ class Block:
 
 @dataclass(frozen=True)
 class SharedWire:
-    """A buffer in shared memory, with all views that a reduction needs, made once.
+    """A buffer in shared memory, with all views that an all-reduce needs, made once.
 
     Attributes:
         blocks: of this rank's slice.

@@ -1,4 +1,4 @@
-"""Reductions on a thread, which go on while backward does; or in the caller's thread, which waits for them."""
+"""Buckets are reduced on a thread, while backward goes on; or in the caller's thread, which waits for them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torchring.errors import FirstFailure, PeerLostError, RingError
 from torchring.threads import SerialThread
 
 
-class PendingOnThread:
-    """One reduction on a thread. See `PendingReduction`.
+class WorkOnThread:
+    """One bucket on a thread. See `BucketWork`.
 
     Args:
-        thread: calls `reduce`, unless an earlier reduction has failed. None: the constructor calls `reduce`.
-        failure: the first failure of any reduction of the same all-reduce.
+        thread: calls `reduce`, unless an earlier bucket has failed. None: the constructor calls `reduce`.
+        failure: the first failure of any bucket of the same all-reduce.
     """
 
     __slots__ = ("_failure", "_future", "span")
@@ -63,7 +63,7 @@ class PendingOnThread:
 
 
 class ThreadedAllReduce(Generic[W]):
-    """Runs the reductions of another all-reduce on a thread, one after the other. See `AllReduce`."""
+    """Runs another all-reduce on a thread, one after the other. See `AllReduce`."""
 
     in_background = True
 
@@ -76,8 +76,8 @@ class ThreadedAllReduce(Generic[W]):
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[W]:
         return self._all_reduce.open_wires(specs)
 
-    def start(self, wire: W, *, scale: float = 1.0, tag: int = 0) -> PendingOnThread:
-        return PendingOnThread(
+    def start(self, wire: W, *, scale: float = 1.0, tag: int = 0) -> WorkOnThread:
+        return WorkOnThread(
             self._thread, lambda: self._all_reduce.start(wire, scale=scale, tag=tag).wait(), self._failure
         )
 

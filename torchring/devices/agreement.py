@@ -1,11 +1,11 @@
-"""Ranks agree at the end of a round with the help of a device. See `gradients/agreement.py`.
+"""Ranks agree at the end of a reduction with the help of a device. See `gradients/agreement.py`.
 
-A device reduces gradients and nothing else. The hosts tell each other which parameters were used, which round it is,
-the control bits and what was found in earlier rounds. They do so in one small message at the end of each backward, when
-the device still has to compute most of the round. So no host waits for a device, and a rank that is dead or out of step
-is found before anybody steps. The message must not come a round late: a rank that skips a round changes the mean of all
-others, and a rank in another round has contributed another step's gradients. How long a round took, and whether its
-gradients were finite, is known when the device has come that far: in one of the next rounds.
+A device reduces gradients and nothing else. The hosts tell each other which parameters were used, the number of the
+reduction, the control bits and what was found in earlier reductions. They do so in one small message at the end of each
+backward, when the device still has to compute most of the reduction. So no host waits for a device, and a rank that is
+dead or out of step is found before anybody steps. The message must not come with the next reduction: a rank that skips
+changes the mean of all others, and a rank in another reduction has contributed another step's gradients. How long a
+reduction took, and whether its gradients were finite, is known when the device has come that far: in a later reduction.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ import numpy as np
 import torch
 
 from torchring.accelerators import Mark, Stream
-from torchring.allreduce import TAGS_PER_ROUND, Wire
+from torchring.allreduce import TAGS_PER_REDUCTION, Wire
 from torchring.allreduce.contract import tag_mismatch
 from torchring.collectives.service import internal_collectives_of
 from torchring.devices.packing import DevicePacking, UnreadGradients, slots_of
-from torchring.devices.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream
+from torchring.devices.stream import NOTHING_FOUND, DeviceWire, OnStream, WorkOnStream
 from torchring.devices.watchdog import has_come
 from torchring.gradients.agreement import Timing, wires_of
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.packing import Packing
 from torchring.gradients.plan import BucketPlan, ParameterSpec, Plan
-from torchring.gradients.round import ControlFields, NonFiniteGradient, RoundState
+from torchring.gradients.reduction import ControlFields, NonFiniteGradient, Reduction
 from torchring.kernels.chunks import ChunkTable
 from torchring.world import World
 
-_FINDING: Final = struct.Struct("3q")  # number of the round, what was found, in which parameter
+_FINDING: Final = struct.Struct("3q")  # number of the reduction, what was found, in which parameter
 _IN_INPUT, _IN_SUM = 1, 2
 
 
@@ -49,9 +49,9 @@ class _Opened(NamedTuple):
 
 @dataclass
 class _Unfinished:
-    """A round that the device is still busy with, as far as the host knows."""
+    """A reduction that the device is still busy with, as far as the host knows."""
 
-    reductions: list[PendingOnStream]
+    works: list[WorkOnStream]
     backward_end: Mark
     opened: list[_Opened]
     packed: list[list[tuple[Sequence[int], ChunkTable]]]
@@ -62,18 +62,18 @@ class _Unfinished:
 
 
 class DeviceAgreement:
-    """For rounds that a device reduces. See `Agreement`.
+    """For reductions on a device. See `Agreement`.
 
     Args:
         world: of any size.
         all_reduce: works in a stream of the device.
-        timing: gets the seconds of every round that the device has finished.
+        timing: gets the seconds of every reduction that the device has finished.
         control: the control bits.
         specs, parameters: all of the optimizer's; both lists may grow.
     """
 
     knows_at_once = False
-    starts_at_once = False  # two reductions that wait for their peers may keep each other from running on a device
+    starts_at_once = False  # two buckets that wait for their peers may keep each other from running on a device
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class DeviceAgreement:
         self._unfinished: deque[_Unfinished] = deque()
         self._finding: tuple[int, int] | None = None  # (kind, parameter), for the other ranks
         self._backward_end: Mark | None = None
-        self.reductions: list[PendingOnStream] = []
+        self.works: list[WorkOnStream] = []
 
     def open_wires(self, plan: Plan) -> list[tuple[Wire, Callable[[float], Packing]]]:
         wires = self._all_reduce.open_wires(wires_of(plan))
@@ -112,7 +112,7 @@ class DeviceAgreement:
 
     def begin(self) -> None:
         self.poll()
-        if self._all_reduce.take_started():  # of a round that was broken off
+        if self._all_reduce.take_started():  # of a reduction that was broken off
             self._fetch_reports()
         self._take_packed()
         reports = list(self._reports().values())
@@ -130,10 +130,10 @@ class DeviceAgreement:
     def backward_is_over(self) -> None:
         self._backward_end = self._all_reduce.accelerator.mark_current()
 
-    def agree(self, current: RoundState, buckets: Sequence[Bucket]) -> None:
+    def agree(self, current: Reduction, buckets: Sequence[Bucket]) -> None:
         """See `Agreement`.
 
-        Raises PlanMismatchError where a rank is in another round, PeerLostError, PeerTimeoutError.
+        Raises PlanMismatchError where a rank is in another reduction, PeerLostError, PeerTimeoutError.
         """
         self._keep_unfinished()
         (kind, parameter), self._finding = self._finding or (0, 0), None
@@ -145,7 +145,7 @@ class DeviceAgreement:
         headers = [self._header.unpack_from(theirs) for theirs in everybody]
         for rank, (number, *_) in enumerate(headers):
             if number != current.number:
-                tags = current.number * TAGS_PER_ROUND, number * TAGS_PER_ROUND
+                tags = current.number * TAGS_PER_REDUCTION, number * TAGS_PER_REDUCTION
                 raise tag_mismatch(self._world.rank, tags[0], rank, tags[1])
         if any(text[self._header.size :] != used for text in everybody):  # else this rank's flags are right already
             parts = [np.frombuffer(text, np.uint8, offset=self._header.size) for text in everybody]
@@ -155,7 +155,7 @@ class DeviceAgreement:
         current.sums = self._control.decode_gathered([header[3:] for header in headers])
         if found := _first_finding(headers):
             culprit, index = found
-            # The gradient of that round is gone. The parameter shows whether it was trained on.
+            # The gradient of that reduction is gone. The parameter shows whether it was trained on.
             trained = self._parameters[index]
             current.non_finite = NonFiniteGradient(culprit, self._specs[index].name, lambda: trained)
 
@@ -199,11 +199,11 @@ class DeviceAgreement:
         return packing
 
     def _keep_unfinished(self) -> None:
-        """Every bucket of this round has been launched."""
+        """Every bucket of this reduction has been launched."""
         assert self._backward_end is not None
-        self.reductions, reports = self._all_reduce.take_started(), self._fetch_reports()
+        self.works, reports = self._all_reduce.take_started(), self._fetch_reports()
         self._unfinished.append(
-            _Unfinished(self.reductions, self._backward_end, list(self._opened), self._take_packed(), reports)
+            _Unfinished(self.works, self._backward_end, list(self._opened), self._take_packed(), reports)
         )
 
     def _take_finished(self) -> None:
@@ -213,15 +213,15 @@ class DeviceAgreement:
             self._finding = self._finding or _find(finished, self._parameters)
 
     def _take_time(self, finished: _Unfinished) -> None:
-        reductions = finished.reductions
-        if not reductions:
+        works = finished.works
+        if not works:
             return
-        busy = sum(reduction.end.milliseconds_since(reduction.begin) for reduction in reductions)
-        exposed = max(0.0, reductions[-1].end.milliseconds_since(finished.backward_end))
+        busy = sum(work.end.milliseconds_since(work.begin) for work in works)
+        exposed = max(0.0, works[-1].end.milliseconds_since(finished.backward_end))
         self._timing.add(busy / 1e3, min(busy, exposed) / 1e3)
 
     def _take_packed(self) -> list[list[tuple[Sequence[int], ChunkTable]]]:
-        """The tables that were packed since the last call, in this round or in a round that was broken off."""
+        """The tables that were packed since the last call, in this reduction or in one that was broken off."""
         return [opened.packing.take_packed() for opened in self._opened]
 
     def _reports(self) -> dict[int, torch.Tensor]:
@@ -239,7 +239,7 @@ class DeviceAgreement:
 
 
 def _find(finished: _Unfinished, parameters: Sequence[torch.nn.Parameter]) -> tuple[int, int] | None:
-    """(what was found, in which parameter) first in a round. Inputs of this rank go before sums."""
+    """(what was found, in which parameter) first in a reduction. Inputs of this rank go before sums."""
     found = None
     for (plan, wire, _), packed in zip(finished.opened, finished.packed, strict=True):
         chunk, element = finished.reports[id(wire.report)][wire.row].tolist()

@@ -1,4 +1,4 @@
-"""Engines that launch reductions on a device.
+"""Engines that launch all-reduces on a device.
 
 `direct` and `ring` are one kernel each, in memory that the GPUs of one host share. Between hosts, or where GPUs
 do not reach each other's memory, torch.distributed's backend (NCCL) moves the bytes: `native` is its own all-reduce,
@@ -96,7 +96,7 @@ class SharedMemoryEngine:
         """Nothing to do: the memory goes with the last tensor that views it."""
 
     def _launch(self, wire: DeviceWire, key: Hashable, prepare: Callable[[], Callable[[], None]]) -> None:
-        """A bucket is reduced in the same way in each round: Triton looks at the arguments once."""
+        """A bucket is reduced in the same way in each reduction: Triton looks at the arguments once."""
         launch = wire.launches.get(key)
         if launch is None:
             launch = wire.launches[key] = prepare()

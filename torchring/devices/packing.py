@@ -1,7 +1,7 @@
 """Copies a bucket's gradients to its wire buffer and back, in streams of a device.
 
 One kernel copies a whole bucket on a stream of its own, after the streams that computed the gradients. The stream that
-reduces waits for the copy. Results are copied back on the current stream, which waits for the reduction.
+reduces waits for the copy. Results are copied back on the current stream, which waits until the bucket is reduced.
 
       compute        ... gradients of bucket 0 ... gradients of bucket 1 [wait a] ... gradients of bucket 2 [wait b] ...
       packing             [follow] pack 0 [mark a]      [follow] pack 1 [mark b]        [follow] pack 2 [mark c]
@@ -9,7 +9,7 @@ reduces waits for the copy. Results are copied back on the current stream, which
 
 A gradient's memory goes back to the allocator one bucket later (see `UnreadGradients`): so beside the wire buffers
 there are the gradients of the bucket that fills, and those of one that is packed. On the communication stream, packing
-would wait for the reductions before it. Then the computation would have to wait for them, too, or keep all gradients.
+would wait for the buckets before it. Then the computation would have to wait for them, too, or keep all gradients.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class UnreadGradients:
     current stream waits for the mark. If there were several streams, the gradients stay until the mark is reached.
 
     Waiting costs the current stream nothing: it has computed another bucket since, and packing, which is a matter of
-    microseconds, waits for no reduction.
+    microseconds, waits for no bucket.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -118,7 +118,7 @@ class DevicePacking:
         self._accelerator = accelerator
         self._producers: set[object] = set()  # streams that computed gradients
         self._has_followed = False
-        self._mark: Mark | None = None  # after the last copy of this round
+        self._mark: Mark | None = None  # after the last copy of this reduction
         self._unread = unread
         self._held: list[dict[int, torch.Tensor]] = []  # by slot, for each copy: see `UnreadGradients`
         self._tables: dict[tuple[int, ...], _Part] = {}  # the one that was used last at the end
@@ -202,7 +202,7 @@ class DevicePacking:
         return next((held[slot] for held in reversed(self._held) if slot in held), None)
 
     def release(self) -> None:
-        self._unread.release()  # the current stream waits for the reduction, but maybe not the one that owns the memory
+        self._unread.release()  # the current stream waits for the bucket, but maybe not the one that owns the memory
         self._held.clear()
 
     def undo(self) -> None: ...

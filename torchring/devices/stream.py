@@ -1,7 +1,7 @@
 """Reducing in a stream of a device.
 
-`OnStream` puts each reduction into its stream, behind the work that the stream has been given before. `wait` has the
-current stream wait for the reduction; the host waits for nothing. What ranks compare, they compare on the host: see
+`OnStream` puts each bucket into its stream, behind the work that the stream has been given before. `wait` has the
+current stream wait for the bucket; the host waits for nothing. What ranks compare, they compare on the host: see
 `gradients/agreement.py`. What the stream is given comes from an engine: see `engines.py`.
 """
 
@@ -16,7 +16,7 @@ from typing import Final, Protocol
 import torch
 
 from torchring.accelerators import Accelerator, Mark, Stream
-from torchring.allreduce.contract import TAGS_PER_ROUND, NonFinite
+from torchring.allreduce.contract import TAGS_PER_REDUCTION, NonFinite
 from torchring.devices.cuda import span
 from torchring.devices.watchdog import DeviceWatchdog
 from torchring.errors import FirstFailure, PeerLostError, RingError
@@ -38,7 +38,7 @@ class DeviceWire:
             NOTHING_FOUND.
         row: the row of this wire in `report`.
         memory: kept because the buffer lies in it.
-        scale_first: inputs should be scaled where they are packed. A reduction with a scale would have to make
+        scale_first: inputs should be scaled where they are packed. An all-reduce with a scale would have to make
             a pass of its own for the scale, before it adds up.
         launches: prepared launches of the engine, by what they do.
     """
@@ -68,7 +68,7 @@ class DeviceWire:
 
 
 class Engine(Protocol):
-    """Launches reductions on the current stream."""
+    """Launches all-reduces on the current stream."""
 
     @property
     def algorithm(self) -> str: ...
@@ -85,8 +85,8 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-class PendingOnStream:
-    """A reduction in a stream. See `PendingReduction`."""
+class WorkOnStream:
+    """The all-reduce of a bucket in a stream. See `BucketWork`."""
 
     span = None
 
@@ -112,9 +112,9 @@ class OnStream:
     """Runs an engine in a stream of its own. See `AllReduce`; used by one thread, except `fail`.
 
     Args:
-        engine: launches the reductions.
+        engine: launches the all-reduces.
         accelerator: the engine's device.
-        in_background: backward goes on meanwhile. If False, the current stream waits for each reduction.
+        in_background: backward goes on meanwhile. If False, the current stream waits for each bucket.
         host: the ranks of this host, if there are others, to see which of them are alive.
         timeout_seconds: the longest time that the device may wait for other ranks.
         lost_afar: a method that returns an error if a rank of another host is gone. Called from another thread.
@@ -139,7 +139,7 @@ class OnStream:
         self.stream: Stream = accelerator.open_stream()
         self._engine = engine
         self._failure = FirstFailure()
-        self._started: list[PendingOnStream] = []  # since `take_started`
+        self._started: list[WorkOnStream] = []  # since `take_started`
         self._rank = 0 if host is None else host.rank
         self._watchdog = DeviceWatchdog(self, host, timeout_seconds, lost_afar)
 
@@ -150,24 +150,25 @@ class OnStream:
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[DeviceWire]:
         return self._engine.open_wires(specs)
 
-    def start(self, wire: DeviceWire, *, scale: float = 1.0, tag: int = 0) -> PendingOnStream:
-        """See `AllReduce.start`. The reduction comes after the work that `stream` was given before.
+    def start(self, wire: DeviceWire, *, scale: float = 1.0, tag: int = 0) -> WorkOnStream:
+        """See `AllReduce.start`. The bucket comes after the work that `stream` was given before.
 
         Work of other streams is not waited for: call `stream.follow` first, or hold `stream` for a mark.
         """
         self.check()
         begin = self.stream.mark()
-        with span(f"torchring.{self.algorithm} bucket {tag % TAGS_PER_ROUND}, {wire.buffer.nbytes / 2**20:.2f} MiB"):
+        index, mib = tag % TAGS_PER_REDUCTION, wire.buffer.nbytes / 2**20
+        with span(f"torchring.{self.algorithm} bucket {index}, {mib:.2f} MiB"):
             self.stream.run(lambda: self._engine.launch(wire, scale))
-        pending = PendingOnStream(begin, self.stream.mark())
-        self._started.append(pending)
+        work = WorkOnStream(begin, self.stream.mark())
+        self._started.append(work)
         self._watchdog.started()
         if not self.in_background:
-            pending.wait()
-        return pending
+            work.wait()
+        return work
 
     def run(self, work: Callable[[], None], report: torch.Tensor) -> None:
-        """Run `work`, which is no reduction, in `stream`, between rounds. The current stream waits for it.
+        """Run `work`, which is no all-reduce, in `stream`, between reductions. The current stream waits for it.
 
         Kernels of the work may wait for other ranks. `report` is on the device, and holds no -1.
         """
@@ -185,16 +186,16 @@ class OnStream:
         self.stream.mark().hold_current()
 
     def seal(self, fetched: torch.Tensor) -> None:
-        """All of a round has been started, and `Accelerator.fetch` was called behind the round and gave `fetched`."""
+        """All of a reduction has been started. `Accelerator.fetch` was called behind it, and gave `fetched`."""
         self._watchdog.sealed(fetched)
 
     def settle(self) -> None:
-        """The caller has waited for all reductions, which belong to no round."""
+        """The caller has waited for all buckets, which belong to no reduction."""
         self._started = []
         self.seal(torch.zeros(1, dtype=torch.int32, device="cpu"))
 
-    def take_started(self) -> list[PendingOnStream]:
-        """The reductions that were started since the last call."""
+    def take_started(self) -> list[WorkOnStream]:
+        """The buckets that were started since the last call."""
         started, self._started = self._started, []
         return started
 
@@ -207,14 +208,14 @@ class OnStream:
             self._engine.abort()
 
     def finish(self) -> None:
-        """Wait until the device has finished the rounds that were sealed, and end a round that was broken off.
+        """Wait until the device has finished the reductions that were sealed, and end one that was broken off.
 
         Peers' devices wait for this device. If it left when the process ends, peers would find it dead, and its last
-        round would leave NaN behind.
+        reduction would leave NaN behind.
         """
         failed_before = self._failure.error is not None
         if self._watchdog.is_open:
-            self.fail(PeerLostError("a round was broken off", rank=self._rank, peers=(self._rank,)))
+            self.fail(PeerLostError("a reduction was broken off", rank=self._rank, peers=(self._rank,)))
         elif self._watchdog.is_pending() and not failed_before:
             self.accelerator.synchronize()
             if self._failure.error is not None:

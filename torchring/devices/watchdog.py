@@ -29,7 +29,7 @@ class Watched(Protocol):
 
 
 class DeviceWatchdog:
-    """Watches the rounds of one all-reduce.
+    """Watches the reductions of one all-reduce.
 
     The main thread may be waiting for the device itself (`loss.item()`), so the watchdog has a thread. The watchdog
     calls nothing of the device, because a call might break up the capture of a graph on another thread; it looks at
@@ -38,7 +38,7 @@ class DeviceWatchdog:
     Args:
         all_reduce: fails if a rank is dead or late. Kept weakly: an unused all-reduce must not live on in this thread.
         host: the ranks of this host, if there are others.
-        timeout_seconds: the longest time that the device may take for a sealed round.
+        timeout_seconds: the longest time that the device may take for a sealed reduction.
         lost_afar: see `OnStream`; its object is kept weakly, too.
     """
 
@@ -55,15 +55,15 @@ class DeviceWatchdog:
         self._lost_afar = None if lost_afar is None else weakref.WeakMethod(lost_afar)
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._open_since: float | None = None  # when the round began that is not sealed; time.monotonic, as below
-        self._sealed: deque[tuple[torch.Tensor, float]] = deque()  # what a round was sealed with, and when
-        self._suspicious: float | None = None  # the round for which a peer was gone at the last look, by its time
+        self._open_since: float | None = None  # when the reduction began that is not sealed; time.monotonic, as below
+        self._sealed: deque[tuple[torch.Tensor, float]] = deque()  # what a reduction was sealed with, and when
+        self._suspicious: float | None = None  # the reduction for which a peer was gone at the last look, by its time
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         atexit.register(self._leave)
 
     def started(self) -> None:
-        """A reduction has been started."""
+        """A bucket has been started."""
         if self._open_since is None:
             self._open_since = time.monotonic()
         if self._thread is None:
@@ -78,11 +78,11 @@ class DeviceWatchdog:
 
     @property
     def is_open(self) -> bool:
-        """True if a round was started and not sealed."""
+        """True if a reduction was started and not sealed."""
         return self._open_since is not None
 
     def is_pending(self) -> bool:
-        """True if the device has not yet sent the report of a sealed round."""
+        """True if the device has not yet sent the report of a sealed reduction."""
         with self._lock:
             return not all(has_come(fetched) for fetched, _ in self._sealed)
 

@@ -4,21 +4,21 @@ The way of a gradient, in reading order:
 
     hooks.py        autograd has accumulated a gradient, and calls the gradient's hook; backward() is about to return
     reducer.py      the first gradient of a backward: does it reduce?
-    reductions.py   begins and finishes a round, which `round.py` describes
+    reductions.py   begins and finishes a reduction; `reduction.py` holds its state
     launcher.py     finds the gradient's bucket, and launches full buckets in plan order
     bucket.py       counts and packs gradients, and gives them back reduced
     packing.py      copies gradients to the wire buffer, and back
     views.py        the tensors in the wire buffer that a script sees as `.grad`
     ledger.py       what is known about each `.grad`
     group.py        finishes the reducers of all optimizers that the backward has reached
-    agreement.py    what all ranks know at the end of a round: used parameters, NaN, control bits
+    agreement.py    what all ranks know at the end of a reduction: used parameters, NaN, control bits
     layout.py       lays the buckets out anew, if that is due
 
-Everything else that takes part in a round is a participant, in `participants/`, `observe/` or `elastic/`: sparse
+Everything else that takes part in a reduction is a participant, in `participants/`, `observe/` or `elastic/`: sparse
 gradients, buffers, the checks that ranks hold the same parameters and read data of their own, the noise scale,
 recording, and elastic jobs. A participant registers control bits by name, and overrides what it needs of the methods
-of `round.Participant`. To add a feature, add a file there and a line in `rooms.py`. Weights are part of each round:
-`weighing.py`. What happens to a step and its buckets is said to `World.observer`, see `observer.py`.
+of `reduction.Participant`. To add a feature, add a file there and a line in `rooms.py`. Weights are part of each
+reduction: `weighing.py`. What happens to a step and its buckets is said to `World.observer`, see `observer.py`.
 
 Decided beforehand, as data: `plan.py`. In a world of one rank: `local.py`.
 """

@@ -1,7 +1,7 @@
-"""Ranks agree at the end of a round. `BucketLayout` chooses once how.
+"""Ranks agree at the end of a reduction. `BucketLayout` chooses once how.
 
 Where the host reduces, the wire buffers carry everything: which parameters were used, the control bits, and what was
-not finite. `devices/agreement.py` is for rounds that a device reduces.
+not finite. `devices/agreement.py` is for reductions on a device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchring.collectives.service import internal_collectives_of
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.packing import HostPacking, MarkingPacking, Packing
 from torchring.gradients.plan import BucketPlan, ParameterSpec, Plan
-from torchring.gradients.round import ControlFields, NonFiniteGradient, RoundState
+from torchring.gradients.reduction import ControlFields, NonFiniteGradient, Reduction
 from torchring.gradients.views import CAN_SWAP
 from torchring.memory.heap import give_back, keep_freed
 from torchring.world import World
@@ -29,17 +29,17 @@ from torchring.world import World
 class Timing:
     """Milliseconds in all-reduce ("busy"), and those during which backward stood still ("exposed").
 
-    The totals leave out the first round, in which ranks also wait for each other to get going.
+    The totals leave out the first reduction, in which ranks also wait for each other to get going.
     """
 
     last_busy_ms: float = 0.0
     last_exposed_ms: float = 0.0
     total_busy_ms: float = 0.0
     total_exposed_ms: float = 0.0
-    num_timed: int = -1  # rounds in the totals
+    num_timed: int = -1  # reductions in the totals
 
     def add(self, busy_seconds: float, exposed_seconds: float) -> None:
-        """Count one more round."""
+        """Count one more reduction."""
         self.last_busy_ms, self.last_exposed_ms = busy_seconds * 1e3, exposed_seconds * 1e3
         self.num_timed += 1
         if self.num_timed > 0:
@@ -48,19 +48,19 @@ class Timing:
 
 
 class Agreement(Protocol):
-    """Ends the rounds of one optimizer.
+    """Ends the reductions of one optimizer.
 
     Attributes:
         overlap: what `stats()` reports: "inline", "thread" or "stream".
         knows_at_once: whether `agree` finds all that is not finite, so that `find_non_finite` is not collective.
-        reductions: of the last round, on a device; empty on the host.
+        works: the all-reduces of the last reduction's buckets, on a device; empty on the host.
     """
 
     overlap: str
     knows_at_once: bool
 
     @property
-    def reductions(self) -> Sequence[Any]: ...
+    def works(self) -> Sequence[Any]: ...
 
     @property
     def starts_at_once(self) -> bool:
@@ -70,7 +70,7 @@ class Agreement(Protocol):
         """Collective: for each bucket its wire buffer, and what makes its copies, given the scale before the cast."""
 
     def expect(self, specs: Sequence[ParameterSpec]) -> None:
-        """Rounds are about to reduce these parameters."""
+        """These parameters are about to be reduced."""
 
     def is_captured(self) -> bool:
         """Whether a graph records what backward launches."""
@@ -79,19 +79,19 @@ class Agreement(Protocol):
         """What is reduced next has been written on the current stream of the device."""
 
     def begin(self) -> None:
-        """A round begins. Raises what has ended the all-reduce."""
+        """A reduction begins. Raises what has ended the all-reduce."""
 
     def backward_is_over(self) -> None:
         """The host has run the whole backward, and is about to wait for the buckets."""
 
-    def agree(self, current: RoundState, buckets: Sequence[Bucket]) -> None:
-        """Collective: every bucket is REDUCED. Sets `sums` and `non_finite` of the round.
+    def agree(self, current: Reduction, buckets: Sequence[Bucket]) -> None:
+        """Collective: every bucket is REDUCED. Sets `sums` and `non_finite` of the reduction.
 
         After this, flags are 0 only where no rank has used the parameter.
         """
 
     def find_non_finite(self) -> NonFiniteGradient | None:
-        """Collective, after `agree`: the first NaN or infinity of the round, if `agree` could not know of it yet."""
+        """Collective, after `agree`: the reduction's first NaN or infinity, if `agree` could not know of it yet."""
 
     def end(self) -> None:
         """Every gradient holds its result."""
@@ -100,14 +100,14 @@ class Agreement(Protocol):
         """Take in what a device has finished since. Raises what has ended the all-reduce."""
 
     def wait_for_device(self) -> None:
-        """Wait until a device has finished all rounds. The buckets are about to be replaced."""
+        """Wait until a device has finished all reductions. The buckets are about to be replaced."""
 
 
 class HostAgreement:
-    """For rounds that the host reduces. See `Agreement`."""
+    """For reductions on the host. See `Agreement`."""
 
     knows_at_once = True
-    reductions: Sequence[Any] = ()
+    works: Sequence[Any] = ()
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class HostAgreement:
 
     def backward_is_over(self) -> None: ...
 
-    def agree(self, current: RoundState, buckets: Sequence[Bucket]) -> None:
+    def agree(self, current: Reduction, buckets: Sequence[Bucket]) -> None:
         self._timing.add(current.busy_seconds, current.exposed_seconds)
         if buckets:
             current.sums = buckets[0].control_sums()

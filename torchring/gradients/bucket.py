@@ -23,7 +23,7 @@ from torchring.errors import GradientError
 from torchring.gradients.ledger import LOCAL, GradientLedger, GradientStatus, grad_of
 from torchring.gradients.packing import COPY_ON_ARRIVAL_BYTES, HostPacking, Packing
 from torchring.gradients.plan import BucketPlan, ParameterSpec, Slot
-from torchring.gradients.round import ControlSums, RoundState
+from torchring.gradients.reduction import ControlSums, Reduction
 from torchring.gradients.views import (
     CAN_SWAP,
     as_real,
@@ -37,7 +37,7 @@ from torchring.observer import COPIED, COPYING, PACKED, READY
 
 
 class BucketState(enum.Enum):
-    """The states of a bucket in one round, in this order, and then again."""
+    """The states of a bucket in one reduction, in this order, and then again."""
 
     IDLE = "waiting for a backward"
     FILLING = "gradients are arriving"
@@ -64,8 +64,8 @@ class Bucket:
         ledger: what is known about each gradient.
         flags: float[slots] on the host, 1 for each parameter that is used. A part of the wire buffer on the host; on a
             device `DeviceAgreement` compares the flags.
-        round: the round under way, or the last one.
-        non_finite: where the first NaN or infinity of this round came from.
+        reduction: the reduction under way, or the last one.
+        non_finite: where the first NaN or infinity of this reduction came from.
         copies_on_arrival: for each slot, whether `mark_ready` copies the gradient at once.
         only_counts: for each slot, whether `mark_ready` does nothing but count, unless the bucket is full.
         reduce_scale: the factor that the all-reduce applies to the sum.
@@ -131,8 +131,8 @@ class Bucket:
             large = [slot for slot, is_large in enumerate(self.copies_on_arrival) if is_large]
             self._own_blocks = {slot: found for slot in large if (found := _blocks_in(wire, plan.slots[slot]))}
 
-        # The round
-        self.round = RoundState(0)
+        # The reduction
+        self.reduction = Reduction(0)
         self.state = BucketState.IDLE
         self.non_finite: NonFinite | None = None
         self._has_arrived = [False] * len(plan.slots)
@@ -147,9 +147,9 @@ class Bucket:
         self._restrided: set[int] = set()  # slots whose parameter has other strides than when it was wrapped
         self._is_abandoned = False
 
-    def begin(self, current: RoundState) -> None:
-        """A round begins. The first gradient of its backward may be there already."""
-        self.round = current
+    def begin(self, current: Reduction) -> None:
+        """A reduction begins. The first gradient of its backward may be there already."""
+        self.reduction = current
         if not self._live_in_wire:
             return
         self._earlier = set()
@@ -177,7 +177,7 @@ class Bucket:
         elif self.packing.takes_once and self.copies_on_arrival[slot]:
             raise self._came_again(slot, "packed")
         if self.copies_on_arrival[slot]:
-            if (tell := self.round.events) is not None:
+            if (tell := self.reduction.events) is not None:
                 tell(COPYING, self.index, 0)
             self._pack((slot,))
             if self.packing.takes_once:
@@ -205,7 +205,7 @@ class Bucket:
         A parameter whose gradient holds nothing new is flagged 0. If the flag is 0 on every rank, `.grad` stays as it
         is.
         """
-        if (tell := self.round.events) is not None:
+        if (tell := self.reduction.events) is not None:
             tell(READY, self.index, 0)
         if self.state is BucketState.IDLE:
             self._move(BucketState.FILLING)
@@ -216,10 +216,10 @@ class Bucket:
         absent: list[int] = []
         for slot in self._missing:
             grad = self.parameters[slot].grad
-            (absent if grad is None or self.round.is_absent else present).append(slot)
+            (absent if grad is None or self.reduction.is_absent else present).append(slot)
             if grad is None:
                 self.flags[slot] = 0
-            elif self.round.is_absent or self.ledger.is_settled(slot, grad):
+            elif self.reduction.is_absent or self.ledger.is_settled(slot, grad):
                 self.flags[slot] = 0
                 if grad is self._views[slot]:
                     self._kept[slot] = grad.clone()
@@ -232,7 +232,7 @@ class Bucket:
         self._pack_rest()
 
     def control_sums(self) -> ControlSums:
-        """The control bits of the last round, summed over ranks. On the host, where the plan has room for them."""
+        """The control bits of the last reduction, summed over ranks. On the host, where the plan has room for them."""
         elements = [value / self.reduce_scale for value in self._control.tolist()]
         return self.plan.control.decode(elements, self.plan.wire_dtype)
 
@@ -259,10 +259,10 @@ class Bucket:
         if not self._live_in_wire and not self._is_abandoned:
             self._unpack([slot for slot, arrived in enumerate(self._has_arrived) if arrived])
 
-    def close_round(self) -> None:
+    def close_reduction(self) -> None:
         """Backward is about to return: hand out gradients that only other ranks had computed, and become IDLE."""
         self._require(BucketState.IDLE)
-        scale = self.round.scale
+        scale = self.reduction.scale
         copies_back = self._live_in_wire and bool(self._packed)
         self.ledger.refuse_touched(
             [here and slot not in self._packed for slot, here in enumerate(self._has_arrived)]
@@ -293,13 +293,13 @@ class Bucket:
         self.reset()
 
     def abandon(self) -> None:
-        """The round was broken off. A gradient in a buffer that has left is lost: ranks are adding up there.
+        """The reduction was broken off. A gradient in a buffer that has left is lost: ranks are adding up there.
 
         NaN takes the place of the gradient, outside of the buffer.
         """
         is_under_way = self.state in (BucketState.REDUCING, BucketState.REDUCED)
-        if self.state is BucketState.PACKED and self._scales_in_wire and self.round.factor:
-            self.wire.tensor[: self.plan.flags_offset].div_(self.round.factor)
+        if self.state is BucketState.PACKED and self._scales_in_wire and self.reduction.factor:
+            self.wire.tensor[: self.plan.flags_offset].div_(self.reduction.factor)
         if self.state in (BucketState.FILLING, BucketState.PACKED):
             self.packing.undo()
         if not (is_under_way or (self._is_asynchronous and self.state is BucketState.PACKED)):
@@ -324,7 +324,7 @@ class Bucket:
                 self.ledger.status[slot] = GradientStatus.LOST
 
     def reset(self) -> None:
-        """Forget a round, finished or broken off. Gradients that have arrived keep their status."""
+        """Forget a reduction, finished or broken off. Gradients that have arrived keep their status."""
         self.state = BucketState.IDLE
         self._has_arrived = [False] * len(self.names)
         self._num_missing = len(self.names)
@@ -342,9 +342,9 @@ class Bucket:
     def _scales_in_wire(self) -> bool:
         """Whether gradients are multiplied by the rank's factor in the wire buffer, and not by the copies there.
 
-        Two copies of one round may reach one place: where a gradient comes twice in one backward.
+        Two copies of one reduction may reach one place: where a gradient comes twice in one backward.
         """
-        return self.round.factor != 1.0 and self._live_in_wire and not self._is_asynchronous
+        return self.reduction.factor != 1.0 and self._live_in_wire and not self._is_asynchronous
 
     def slot_at(self, element: int) -> int:
         """The slot that holds that element of the wire buffer."""
@@ -421,7 +421,7 @@ class Bucket:
 
     def _pack_rest(self) -> bool:
         """Copy the gradients that were only counted on arrival. Returns True: the bucket is PACKED."""
-        tell = self.round.events
+        tell = self.reduction.events
         if self._num_missing == 0:
             if tell is not None:
                 tell(READY, self.index, 0)
@@ -434,13 +434,13 @@ class Bucket:
                 raise self.ledger.written_to(slot)
         factor = 1.0
         if self._scales_in_wire:
-            factor = self.round.factor
+            factor = self.reduction.factor
             self.wire.tensor[: self.plan.flags_offset].mul_(factor)
         self.packing.finish_packing(factor)
         if self.packing.takes_once:
             self.ledger.note_versions()
         if not self._is_asynchronous and self._control.numel():
-            elements = self.plan.control.encode(self.round.bits, self.plan.wire_dtype)
+            elements = self.plan.control.encode(self.reduction.bits, self.plan.wire_dtype)
             self._control.copy_(torch.tensor(elements, dtype=torch.float64, device="cpu"))
         self._move(BucketState.PACKED)
         if tell is not None:
@@ -457,7 +457,7 @@ class Bucket:
             there = [slot for slot, grad, view in zip(slots, grads, views, strict=True) if grad is view]
             if self.packing.takes_once:
                 self._refuse_shared(slots, grads, set(there))
-            self.packing.scale_in_place(there, [self._views[slot] for slot in there], self.round.factor)
+            self.packing.scale_in_place(there, [self._views[slot] for slot in there], self.reduction.factor)
             slots = [slot for slot, grad, view in zip(slots, grads, views, strict=True) if grad is not view]
             views = [self._views[slot] for slot in slots]
             grads = [self.parameters[slot].grad for slot in slots]
@@ -474,13 +474,13 @@ class Bucket:
         if not packed:
             return
         if not self._live_in_wire:
-            self.packing.pack(slots, self._reals(packed), views, self.round.factor)
+            self.packing.pack(slots, self._reals(packed), views, self.reduction.factor)
             self._packed |= {slot: (grad, grad._version) for slot, grad in zip(slots, packed, strict=True)}
             return
         self._keep_for_copying_back(slots)
         self._move_out_referenced(slots, views)
         try:
-            factor = self.round.factor if self._is_asynchronous else 1.0
+            factor = self.reduction.factor if self._is_asynchronous else 1.0
             if len(slots) == 1 and self._leave(slots[0], packed[0], views[0]):
                 return
             self.packing.pack(slots, self._reals(packed), self._reals(views), factor)
@@ -507,7 +507,7 @@ class Bucket:
                 self._inputs.pop(number + i, None)
         is_plain = type(grad) is torch.Tensor and not (grad._is_view() or grad.is_inference())
         is_alike = (grad.shape, grad.stride(), grad.dtype) == (view.shape, view.stride(), view.dtype)
-        if not (is_plain and is_alike) or self.round.factor != 1.0 or slot in self._packed:
+        if not (is_plain and is_alike) or self.reduction.factor != 1.0 or slot in self._packed:
             return False
         place = self.plan.slots[slot]
         values, wire = grad.as_strided((place.numel,), (1,)), self.wire.tensor[place.offset :][: place.numel]

@@ -33,8 +33,8 @@ _UNLIKE_NO_SYNC: Final = (
 _HAS_DATA: Final = struct.Struct("?")
 _REACHED: Final = struct.Struct("<B?H")
 _MOST_LEFT_BEHIND: Final = 2**16 - 1
-ROUND: Final = b"backward()"
-"""What a rank announces at the beginning of a round, see `Members.announce`."""
+REDUCTION: Final = b"backward()"
+"""What a rank announces at the beginning of a reduction, see `Members.announce`."""
 
 
 class _Reached(NamedTuple):
@@ -111,7 +111,7 @@ class Members:
         finally:
             self.is_skipping, self.skipper = False, None
 
-    def announce(self, what: bytes = ROUND) -> list[int]:
+    def announce(self, what: bytes = REDUCTION) -> list[int]:
         """Collective, inside `torchring.join`, where steps need all ranks: say what comes. Returns who has ended."""
         if self.has_ended or not (self.followers and self._world.shared(Join).is_open):
             return []
@@ -228,35 +228,35 @@ class OptimizerGroup:
             del error  # its traceback refers to this frame
 
     def follow_others(self, *, counts: bool = False) -> int:
-        """Collective: take part in the rounds of the ranks that still have data, until no rank has.
+        """Collective: take part in the reductions of the ranks that still have data, until no rank has.
 
         Args:
             counts: whether this rank counts in their means, with zeros. Else means are over the ranks with data. To
                 contribute zeros, this rank drops its gradients.
 
-        Returns the number of rounds that this rank took part in. The last rank to end returns the smallest number.
+        Returns the number of reductions that this rank took part in. The last rank to end returns the smallest number.
         """
-        num_rounds = 0
+        num_reductions = 0
         members = self.members
         members.has_ended = True
         try:
             with torch.no_grad(), contextlib.nullcontext() if counts else members.skipping():
                 for member in members:
                     member.weighing.forget_next_backward()
-                while list(members) and self._follow_round(drops_gradients=counts):
-                    num_rounds += 1
+                while list(members) and self._follow_reduction(drops_gradients=counts):
+                    num_reductions += 1
         finally:
             members.has_ended = False
-        return num_rounds
+        return num_reductions
 
-    def _follow_round(self, *, drops_gradients: bool) -> bool:
-        """Take part in one round of the others. Returns whether there was any rank with data."""
+    def _follow_reduction(self, *, drops_gradients: bool) -> bool:
+        """Take part in one reduction of the others. Returns whether there was any rank with data."""
         while self.members.followers:  # live ranks announce what comes
             said = internal_collectives_of(self._world).all_gather_bytes(b"")
             what = max(said)
             if not what:
                 return False
-            if what == ROUND:
+            if what == REDUCTION:
                 break
             follow = self.members.followers[what]()
             assert follow is not None  # torchring.join holds the optimizer
@@ -268,7 +268,7 @@ class OptimizerGroup:
             return self._reduce_together()
         (member,) = self.members
         self._finish(member, reduces=True)
-        return member.round.sums["has_ended"] < self._world.size
+        return member.reduction.sums["has_ended"] < self._world.size
 
     def end_backward(self, caller: Reducer) -> None:
         """A backward that reached `caller` is about to return: finish the members that it has reached."""
@@ -332,7 +332,7 @@ class OptimizerGroup:
         )
         has_data = _HAS_DATA.pack(not self.members.has_ended)
         own = [member.launcher for member in members if member.wants_reduction]
-        stood_still, started = sum(launcher.round.exposed_seconds for launcher in own), time.perf_counter()
+        stood_still, started = sum(launcher.reduction.exposed_seconds for launcher in own), time.perf_counter()
         try:
             everybody = internal_collectives_of(self._world).all_gather_bytes(has_data + mine, self.members.advance)
         except RingError as error:
@@ -340,7 +340,7 @@ class OptimizerGroup:
                 launcher.locate(error)
             raise
         if own:  # calls of `advance` have been counted already
-            counted = sum(launcher.round.exposed_seconds for launcher in own) - stood_still
+            counted = sum(launcher.reduction.exposed_seconds for launcher in own) - stood_still
             own[0].stood_still(time.perf_counter() - started - counted)
         if len(set(map(len, everybody))) > 1:
             raise PlanMismatchError("some ranks have closed an optimizer that others still use", rank=self._world.rank)

@@ -1,13 +1,13 @@
 """Launches the buckets of one optimizer in plan order, and waits until all are reduced.
 
-Hooks fire in an order that may differ between ranks, and a reduction needs one order. So packed buckets leave strictly
-in plan order: a bucket that is full early waits for the buckets before it.
+Hooks fire in an order that may differ between ranks, and ranks need one order. So packed buckets leave strictly in plan
+order: a bucket that is full early waits for the buckets before it.
 
-The all-reduce decides how a bucket proceeds after it has left. On one host a reduction proceeds in calls between
-gradients: every core already computes there, and a second thread would only take turns with the first (2 cores, 2
-ranks, MLP of 42 M: 333 ms against 422). Between hosts a reduction proceeds on threads of the engine, or on a thread of
-its own, and backward goes on meanwhile. Either way no rank waits for late peers before its backward is over, except
-between hosts with overlap="inline".
+The all-reduce decides how a bucket proceeds after it has left. On one host it proceeds in calls between gradients:
+every core already computes there, and a second thread would only take turns with the first (2 cores, 2 ranks, MLP of
+42 M: 333 ms against 422). Between hosts it proceeds on threads of the engine, or on a thread of its own, and backward
+goes on meanwhile. Either way no rank waits for late peers before its backward is over, except between hosts with
+overlap="inline".
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torchring.allreduce import TAGS_PER_ROUND, AllReduce, PendingReduction
+from torchring.allreduce import TAGS_PER_REDUCTION, AllReduce, BucketWork
 from torchring.allreduce.contract import VoidingAllReduce
 from torchring.allreduce.records import MAX_PENDING
 from torchring.errors import GradientError, RingError
 from torchring.gradients.bucket import Bucket, BucketState
 from torchring.gradients.ledger import LOCAL, GradientStatus
-from torchring.gradients.round import Reducible, RoundPhase, RoundState
+from torchring.gradients.reduction import Reducible, Reduction, ReductionPhase
 from torchring.observer import LAUNCHED, OVER, REDUCED, STARTED, Progress, Wait
 
 
@@ -43,9 +43,9 @@ class Launcher:
     Attributes:
         buckets: in plan order.
         mark_sparse: called with the index of a parameter that is in no bucket and has a new gradient.
-        round: the round under way, or the last one.
-        ready_order: the order in which the gradients of the first round became ready, by parameter index. None while
-            that round is still to be finished, and after `forget_order`.
+        reduction: the reduction under way, or the last one.
+        ready_order: the order in which the gradients of the first reduction became ready, by parameter index. None
+            while that reduction is still to be finished, and after `forget_order`.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class Launcher:
         self._all_reduce = all_reduce
         self._progress = progress or Progress()
 
-        # The round
-        self.round = RoundState(0)
+        # The reduction
+        self.reduction = Reduction(0)
         self._waiting = set() if waiting is None else waiting
-        self._pending: list[tuple[Reducible, PendingReduction]] = []
+        self._pending: list[tuple[Reducible, BucketWork]] = []
         self._num_advanced = 0  # how many of `_pending` have this rank's part
 
         # What hooks call
@@ -71,14 +71,14 @@ class Launcher:
         self._noted: list[int] = []  # parameters whose gradient is there, and is still to be counted
         self._last: dict[Bucket, int] = {}  # the parameter whose hook counts what was noted
 
-        # The first round, after which the plan follows the order of gradients
+        # The first reduction, after which the plan follows the order of gradients
         self.ready_order: list[int] | None = None
         self._order_so_far: list[int] | None = []
 
     @property
     def has_launched(self) -> bool:
-        """Whether a bucket has left in this round."""
-        return self.round.num_launched > 0
+        """Whether a bucket has left in this reduction."""
+        return self.reduction.num_launched > 0
 
     @property
     def is_waiting(self) -> bool:
@@ -87,11 +87,11 @@ class Launcher:
 
     @property
     def num_left_behind(self) -> int:
-        """Number of buckets of a round that was broken off that had left. 0 after the next `drain`."""
-        return self.round.num_launched if self.round.phase is RoundPhase.BROKEN_OFF else 0
+        """Number of buckets of a reduction that was broken off that had left. 0 after the next `drain`."""
+        return self.reduction.num_launched if self.reduction.phase is ReductionPhase.BROKEN_OFF else 0
 
     def install(self, buckets: Sequence[Bucket]) -> None:
-        """Go on with these buckets, which take over what earlier buckets knew. Between rounds only."""
+        """Go on with these buckets, which take over what earlier buckets knew. Between reductions only."""
         for bucket in buckets:
             for position, slot in enumerate(bucket.plan.slots):
                 earlier = self._slots.get(slot.parameter)
@@ -102,29 +102,29 @@ class Launcher:
         self._on_ready = None
 
     def drain(self) -> None:
-        """Wait for what a round that was broken off has left under way.
+        """Wait for what a reduction that was broken off has left under way.
 
-        Raises PlanMismatchError where the other ranks know that this rank alone has broken the round off.
+        Raises PlanMismatchError where the other ranks know that this rank alone has broken the reduction off.
         """
-        current, voids = self.round, list[tuple[Reducible, PendingReduction]]()
-        is_broken_off = current.phase is RoundPhase.BROKEN_OFF and current.num_launched
+        current, voids = self.reduction, list[tuple[Reducible, BucketWork]]()
+        is_broken_off = current.phase is ReductionPhase.BROKEN_OFF and current.num_launched
         if is_broken_off and isinstance(self._all_reduce, VoidingAllReduce):
             rest = [*self.buckets[current.num_launched :], *([current.extra] if current.extra is not None else [])]
             voids = [(bucket, self._all_reduce.void(bucket.wire)) for bucket in rest]
             current.num_launched, current.extra = len(self.buckets), None
-        with contextlib.suppress(GradientError):  # about gradients of the broken round, which nobody uses
+        with contextlib.suppress(GradientError):  # about gradients of the broken reduction, which nobody uses
             self.wait(discard=True)
         for bucket, void in voids:
             with self._at(bucket):
                 void.wait()
 
-    def begin(self, current: RoundState) -> None:
-        """A round begins, after `drain`. Its first gradient may be there already."""
+    def begin(self, current: Reduction) -> None:
+        """A reduction begins, after `drain`. Its first gradient may be there already."""
         for bucket in self.buckets:
-            if self.round.phase is RoundPhase.BROKEN_OFF:
+            if self.reduction.phase is ReductionPhase.BROKEN_OFF:
                 bucket.reset()
             bucket.begin(current)
-        self.round = current
+        self.reduction = current
 
     def on_ready(self, num_parameters: int) -> Sequence[Callable[[int], None]]:
         """What the hook of each parameter calls with its index, in a backward that reduces.
@@ -181,7 +181,7 @@ class Launcher:
             place[0].ledger.mark_local(place[1])
 
     def holds_result(self, index: int) -> bool:
-        """Whether parameter `index` has a gradient that an earlier round has reduced, so a backward would add to it."""
+        """Whether parameter `index` has a gradient that was reduced before, so a backward would add to it."""
         place, grad = self._slots.get(index), None
         if place is not None:
             bucket, slot = place
@@ -194,13 +194,13 @@ class Launcher:
         Args:
             is_over: backward is over, so nothing is held.
         """
-        buckets, current = self.buckets, self.round
+        buckets, current = self.buckets, self.reduction
         while current.num_launched < len(buckets) and (is_over or not current.hold):
             bucket = buckets[current.num_launched]
             if bucket.state is not BucketState.PACKED:
                 break
             if current.is_unordered and not is_over and len(self._pending) >= MAX_PENDING:
-                break  # `start` would wait for ranks that may wait for this rank, in another optimizer's round
+                break  # `start` would wait for ranks that may wait for this rank, in another optimizer's reduction
             current.num_launched += 1
             self._launch(bucket)
         if not self._pending:
@@ -208,11 +208,11 @@ class Launcher:
         started = time.perf_counter()
         pending = self._pending
         while self._num_advanced < len(pending):
-            launched, reduction = pending[self._num_advanced]
+            launched, work = pending[self._num_advanced]
             if (tell := current.events) is not None:
                 tell(STARTED, launched.index, 0)
             try:
-                if not reduction.advance():
+                if not work.advance():
                     break
             except RingError as error:
                 _locate(error, launched, current)
@@ -228,7 +228,7 @@ class Launcher:
 
     def fill_rest(self) -> None:
         """Backward is over: fill the remaining buckets."""
-        current = self.round
+        current = self.reduction
         if current.is_filled:
             return
         current.is_filled = True
@@ -242,7 +242,7 @@ class Launcher:
         """Backward is over, and ranks agree that it has reached these parameters: fill and launch what remains."""
         self.fill_rest()
         self.advance(is_over=True)
-        if (extra := self.round.extra) is not None:
+        if (extra := self.reduction.extra) is not None:
             extra.index = len(self.buckets)
             self._launch(extra)
 
@@ -256,20 +256,20 @@ class Launcher:
         pending, self._pending = self._pending, []
         num_advanced, self._num_advanced = self._num_advanced, 0
         self._waiting.discard(self)
-        tell = self.round.events
-        for bucket, reduction in pending[num_advanced:]:
+        tell = self.reduction.events
+        for bucket, work in pending[num_advanced:]:
             if tell is not None:
                 tell(STARTED, bucket.index, 0)
             with self._at(bucket):
-                reduction.contribute()
+                work.contribute()
             if tell is not None:
                 tell(REDUCED, bucket.index, 0)
         problem: GradientError | None = None
-        for bucket, reduction in pending:
+        for bucket, work in pending:
             with self._at(bucket):
-                non_finite = reduction.wait()
-            if tell is not None and reduction.span is not None:  # a thread has reduced the bucket
-                for event, seconds in zip((STARTED, REDUCED), reduction.span, strict=True):
+                non_finite = work.wait()
+            if tell is not None and work.span is not None:  # a thread has reduced the bucket
+                for event, seconds in zip((STARTED, REDUCED), work.span, strict=True):
                     tell(event, bucket.index, int(seconds * 1e9))
             if discard or problem is not None:
                 continue
@@ -278,39 +278,39 @@ class Launcher:
             except GradientError as error:  # the others are waited for all the same: nothing may stay under way
                 problem = error
         seconds = time.perf_counter() - started
-        self.round.exposed_seconds += seconds
+        self.reduction.exposed_seconds += seconds
         if self._all_reduce.in_background:
             seconds = union_length(r.span for _, r in pending if r.span is not None)
-        self.round.busy_seconds += seconds
+        self.reduction.busy_seconds += seconds
         if problem is not None:
             raise problem
 
     def locate(self, error: RingError) -> None:
         """Other ranks are late: have `error` name the first bucket that waits for them, or else the last that left."""
         if pending := self._pending[: self._num_advanced + 1]:
-            _locate(error, pending[-1][0], self.round)
+            _locate(error, pending[-1][0], self.reduction)
 
-    def close_round(self) -> None:
-        """Every bucket is REDUCED, and ranks agree about the round: every gradient gets its result."""
-        current = self.round
+    def close_reduction(self) -> None:
+        """Every bucket is REDUCED, and ranks agree about the reduction: every gradient gets its result."""
+        current = self.reduction
         for bucket in self.buckets:
-            bucket.close_round()
+            bucket.close_reduction()
         for bucket in self.buckets:
             bucket.ledger.settle_slices()
-        current.phase = RoundPhase.OVER
-        self._progress.finish(current.next_number * TAGS_PER_ROUND - 1)
+        current.phase = ReductionPhase.OVER
+        self._progress.finish(current.next_number * TAGS_PER_REDUCTION - 1)
         self._keep_order()
 
     def refuse_lost(self) -> None:
-        """Raise GradientError if the script goes on with a gradient that the last round was broken off with."""
-        if self.round.phase is RoundPhase.BROKEN_OFF:
+        """Raise GradientError if the script goes on with a gradient that the last reduction was broken off with."""
+        if self.reduction.phase is ReductionPhase.BROKEN_OFF:
             for bucket in self.buckets:
                 bucket.ledger.refuse_lost()
 
     def abandon(self) -> None:
-        """The round was broken off. Gradients that have arrived stay local, or are lost in buffers that have left."""
-        if self.round.phase is RoundPhase.UNDER_WAY:
-            self.round.phase = RoundPhase.BROKEN_OFF
+        """The reduction was broken off. Gradients that have arrived stay local, or are lost in buffers that left."""
+        if self.reduction.phase is ReductionPhase.UNDER_WAY:
+            self.reduction.phase = ReductionPhase.BROKEN_OFF
         self._waiting.discard(self)
         for bucket, slot in map(self._slots.__getitem__, self._noted):
             if bucket.ledger.status[slot] is not GradientStatus.LOST:
@@ -318,8 +318,8 @@ class Launcher:
         self._noted.clear()
         for bucket in self.buckets:
             bucket.abandon()
-        if self.buckets and self.round.num_launched == len(self.buckets):
-            self._keep_order()  # as on the peers, for whom the round is over
+        if self.buckets and self.reduction.num_launched == len(self.buckets):
+            self._keep_order()  # as on the peers, for whom the reduction is over
         elif self._order_so_far is not None:
             self._order_so_far = []
 
@@ -348,25 +348,25 @@ class Launcher:
     def _launch(self, bucket: Reducible) -> None:
         bucket.begin_reduce()
         started = time.perf_counter()
-        if (tell := self.round.events) is not None:
+        if (tell := self.reduction.events) is not None:
             tell(LAUNCHED, bucket.index, 0)
-        tag = self.round.number * TAGS_PER_ROUND + bucket.index
+        tag = self.reduction.number * TAGS_PER_REDUCTION + bucket.index
         self._progress.begin(tag)
         with self._at(bucket):
-            reduction = self._all_reduce.start(bucket.wire, scale=bucket.reduce_scale, tag=tag)
-        self._pending.append((bucket, reduction))
+            work = self._all_reduce.start(bucket.wire, scale=bucket.reduce_scale, tag=tag)
+        self._pending.append((bucket, work))
         self.stood_still(time.perf_counter() - started)
 
     def stood_still(self, seconds: float) -> None:
         """Backward stood still for that long, in calls of the all-reduce, or because it waits for other ranks."""
-        self.round.exposed_seconds += seconds
+        self.reduction.exposed_seconds += seconds
         if not self._all_reduce.in_background:
-            self.round.busy_seconds += seconds
+            self.reduction.busy_seconds += seconds
 
     def _at(self, bucket: Reducible) -> _At:
         """Inside, other ranks and warnings say that this rank waits for a bucket, and errors between ranks name it."""
-        wait = Wait("the reduction of gradients", self.round.step, bucket.index, bucket.names[0])
-        return _At(self._progress.waiting(wait), self.round, bucket)
+        wait = Wait("the reduction of gradients", self.reduction.step, bucket.index, bucket.names[0])
+        return _At(self._progress.waiting(wait), self.reduction, bucket)
 
 
 def _refuse_unknown(index: int) -> None:
@@ -378,7 +378,7 @@ class _At:
 
     __slots__ = ("_bucket", "_current", "_waiting")
 
-    def __init__(self, waiting: AbstractContextManager[None], current: RoundState, bucket: Reducible) -> None:
+    def __init__(self, waiting: AbstractContextManager[None], current: Reduction, bucket: Reducible) -> None:
         self._waiting = waiting
         self._current = current
         self._bucket = bucket
@@ -391,7 +391,7 @@ class _At:
             _locate(error, self._bucket, self._current)
 
 
-def _locate(error: RingError, bucket: Reducible, current: RoundState) -> None:
+def _locate(error: RingError, bucket: Reducible, current: Reduction) -> None:
     error.locate(bucket=bucket.index, parameters=bucket.names, step=current.step)
 
 

@@ -25,7 +25,7 @@ from torchring.gradients.plan import (
     default_bucket_mb,
     shifted,
 )
-from torchring.gradients.round import ControlFields
+from torchring.gradients.reduction import ControlFields
 from torchring.observer import Progress
 from torchring.rooms import room
 from torchring.world import World
@@ -65,7 +65,7 @@ class Options:
 class BucketLayout:
     """The buckets of one optimizer. Opening it is collective.
 
-    After the first round the plan is rebuilt once, in the order in which rank 0's gradients really became ready.
+    After the first reduction the plan is rebuilt once, in the order in which rank 0's gradients really became ready.
     A layer that is registered last and never used would hold all other buckets back until backward has ended.
 
     Args:
@@ -81,8 +81,8 @@ class BucketLayout:
         choice: the algorithm, and why it was chosen.
         reason: why this algorithm was chosen, and where this rank runs.
         launcher: has the buckets.
-        agreement: how ranks agree at the end of a round, on the host or with a device.
-        timing: how long rounds took.
+        agreement: how ranks agree at the end of a reduction, on the host or with a device.
+        timing: how long reductions took.
         first_plan: the plan that `open` uses.
     """
 
@@ -158,12 +158,12 @@ class BucketLayout:
         self._add(specs, parameters, self.first_plan)
 
     def add(self, specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Collective, between rounds: more parameters, in buckets of their own."""
+        """Collective, between reductions: more parameters, in buckets of their own."""
         self.launcher.forget_order()  # the order knows nothing of the new parameters
         self._add(specs, parameters, self.plan(specs))
 
     def follow_order(self) -> None:
-        """Collective, between rounds: lay the buckets out in the order of rank 0's first round, if it is known now.
+        """Collective, between reductions: lay the buckets out in the order of rank 0's first one, if it is known now.
 
         Gradients that lie in the old buckets stay valid there, and move when they next change.
         """

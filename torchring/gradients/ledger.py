@@ -80,7 +80,7 @@ class OptimizerLedger:
         return any(ledger.has_local() for ledger in self._ledgers())
 
     def holds_results(self) -> bool:
-        """Whether a gradient is there that an earlier round has reduced."""
+        """Whether a gradient is there that was reduced before."""
         return any(ledger.results() for ledger in self._ledgers())
 
     def notice_zeroing(self, arrived: torch.Tensor | None = None) -> None:
@@ -234,7 +234,7 @@ class GradientLedger:
             self.status[slot] = LOCAL
 
     def mark_reduced(self, untouched: Iterable[int] = ()) -> None:
-        """A round is over: every gradient is the same on all ranks, except the `untouched` slots that nobody used."""
+        """A reduction is over: gradients are the same on all ranks, except the `untouched` slots that nobody used."""
         before = self.status
         self.status = [REDUCED] * len(before)
         for slot in untouched:
@@ -263,7 +263,7 @@ class GradientLedger:
         return (status is REDUCED or status is ZEROED) and settled is not None and settled() is grad
 
     def refuse_lost(self) -> None:
-        """Raise GradientError if `.grad` still is what a broken-off round has left of a gradient, which is NaN."""
+        """Raise GradientError if `.grad` still is what a broken-off reduction has left of a gradient, which is NaN."""
         for slot, (status, parameter) in enumerate(zip(self.status, self._parameters, strict=True)):
             if status is GradientStatus.LOST and parameter.grad is not None:
                 if bool(parameter.grad.isnan().all()):

@@ -30,7 +30,7 @@ class Packing(Protocol):
 
     Attributes:
         is_asynchronous: whether a stream of a device makes the copies, after the calls have returned.
-        takes_once: whether a gradient that has been copied on arrival may not grow any more in this round.
+        takes_once: whether a gradient that has been copied on arrival may not grow any more in this reduction.
     """
 
     is_asynchronous: bool
@@ -61,16 +61,16 @@ class Packing(Protocol):
         """grads[i] <- cast(views[i])."""
 
     def original(self, slot: int) -> torch.Tensor | None:
-        """The gradient that was packed in this round. None if none was packed, or it is no longer kept."""
+        """The gradient that was packed in this reduction. None if none was packed, or it is no longer kept."""
 
     def release(self) -> None:
         """The bucket is reduced: let go of the gradients that were packed."""
 
     def undo(self) -> None:
-        """The round was broken off before the bucket has left: gradients in the wire buffer are unscaled again."""
+        """The reduction was broken off before the bucket has left: gradients in the wire buffer are unscaled again."""
 
     def reset(self) -> None:
-        """The round is over, or was broken off, maybe between `pack` and `finish_packing`."""
+        """The reduction is over, or was broken off, maybe between `pack` and `finish_packing`."""
 
 
 class HostPacking:
@@ -138,7 +138,7 @@ class MarkingPacking(HostPacking):
             if not is_large:
                 begin = self._runs.pop()[0] if self._runs and self._runs[-1][1] == slot.offset else slot.offset
                 self._runs.append((begin, end))
-        self._scaled: list[tuple[int, int]] = []  # in this round
+        self._scaled: list[tuple[int, int]] = []  # in this reduction
 
     def pack(
         self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor], factor: float = 1.0

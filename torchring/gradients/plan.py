@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 import torch
 
-from torchring.gradients.round import ControlFields
+from torchring.gradients.reduction import ControlFields
 
 ALIGNMENT_BYTES: Final = 64  # of each parameter in its bucket: a cache line, and 128-bit accesses on a GPU
 FIRST_BUCKET_BYTES: Final = 1 << 20  # small, so that the link is busy early in backward
@@ -128,7 +128,7 @@ class Plan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all wire buffers: what one rank contributes to one round."""
+        """Bytes of all wire buffers: what one rank contributes to one reduction."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
     @property

@@ -23,8 +23,8 @@ from torchring.gradients.contract import Setup, Stats, Sync, stats_of
 from torchring.gradients.hooks import BackwardWatch, attach_hooks, make_hook
 from torchring.gradients.ledger import note_stale
 from torchring.gradients.module_wrappers import MODULE_WRAPPERS, explain
+from torchring.gradients.reduction import Guest, Participant, overridden
 from torchring.gradients.reductions import Reductions
-from torchring.gradients.round import Guest, Participant, overridden
 from torchring.gradients.validation import refuse_backward, refuse_non_finite, refuse_thawed, refuse_unsettled
 from torchring.gradients.weighing import unfrozen
 from torchring.observer import BACKWARD, BETWEEN, EXPOSED, INPUT, OPTIMIZER
@@ -41,7 +41,7 @@ class Reducer(Reductions, Sync):
     Args:
         setup: what is reduced. Its world has more than one rank.
         members: the reducers of that world.
-        kinds: what takes part in a round beside weights, in this order.
+        kinds: what takes part in a reduction beside weights, in this order.
         end_backward: called when a backward that has reached this reducer is about to return.
         guests: participants that a room sends; they come before the others.
         owner: the optimizer; referred to weakly.
@@ -80,7 +80,7 @@ class Reducer(Reductions, Sync):
         self.in_backward = False
         self.thread = 0
         self._reduces = False
-        self._has_round = False  # that backward
+        self._has_reduction = False  # that backward
 
         # Hooks and what else calls back
         self.watch = BackwardWatch(partial(end_backward, self), self.abandon_backward)
@@ -156,7 +156,7 @@ class Reducer(Reductions, Sync):
 
     def launch_own(self) -> None:
         """A backward is over on this rank: launch what needs no other rank, before ranks agree what it has reached."""
-        if self.wants_reduction and self._has_round and not self.round.hold:
+        if self.wants_reduction and self._has_reduction and not self.reduction.hold:
             self._count_noted()
             with self._failing():
                 self.launcher.fill_rest()
@@ -170,9 +170,9 @@ class Reducer(Reductions, Sync):
             self._begin(reduces=True)
         self._count_noted()
         with self._failing():
-            if not self._has_round:
+            if not self._has_reduction:
                 self.begin_reduction(is_unordered=True)
-                self._has_round = True
+                self._has_reduction = True
             self.launch_all()
 
     def finish_backward(self, *, reduces: bool) -> None:
@@ -183,7 +183,7 @@ class Reducer(Reductions, Sync):
         if reduces:
             with self._failing():
                 self.finish_reduction()
-                if self.round.sums["has_unfrozen"]:
+                if self.reduction.sums["has_unfrozen"]:
                     self._adopt_unfrozen()
                     self.reduce_again()
             self._num_backwards = 0
@@ -200,21 +200,21 @@ class Reducer(Reductions, Sync):
         self.weighing.end_zero_weight()
         if reduces:
             for on_reduced in self._on_reduced:
-                on_reduced(self.round)
+                on_reduced(self.reduction)
 
     def abandon_backward(self) -> None:
-        """The backward under way has raised (out of memory, an error in a custom function): drop its round."""
+        """The backward under way has raised (out of memory, an error in a custom function): drop its reduction."""
         if self.in_backward:
             self.in_backward = False
             if not self._members.is_skipping:
                 self._weights.withdraw()
             self.weighing.end_zero_weight()
-            if self._reduces and self._has_round:
+            if self._reduces and self._has_reduction:
                 self.launcher.abandon()
 
     def gradient_failed(self, error: BaseException) -> None:
-        """A hook has raised. With no bucket sent yet, backward drops the round as after any other error."""
-        if self._reduces and self._has_round and self.launcher.has_launched:
+        """A hook has raised. With no bucket sent yet, backward drops the reduction as after any other error."""
+        if self._reduces and self._has_reduction and self.launcher.has_launched:
             self._fail(error)
 
     def _count_noted(self) -> None:
@@ -261,7 +261,7 @@ class Reducer(Reductions, Sync):
             self._end_backward(self)
 
     def take_part(self) -> None:
-        """Collective: reduce what is local, or zeros, in the round of the others' next backward, or of their own call.
+        """Collective: contribute what is local, or zeros, to the reduction of the others' next backward or own call.
 
         Unlike a rank that skips, this rank counts in the mean.
         """
@@ -279,7 +279,7 @@ class Reducer(Reductions, Sync):
     def synchronize(self) -> None:
         if self.in_backward:
             raise GradientError("synchronize() was called inside backward(); call it after backward() has returned")
-        if self.world.shared(Join).is_open:  # others may have ended, and meet this with a round
+        if self.world.shared(Join).is_open:  # others may have ended, and meet this with a reduction
             self.weighing.drop_stale()
             self.weighing.count_local(needs=self._needs_synchronize())
             self._weights.drop_next()
@@ -361,7 +361,7 @@ class Reducer(Reductions, Sync):
         if policy == "ignore":
             return True
         found = self.non_finite
-        if found is None and policy == "skip":  # of the last round on a device, too, which is waited for
+        if found is None and policy == "skip":  # of the last reduction on a device, too, which is waited for
             found = self.layout.agreement.find_non_finite()
         if found is None or not found.is_still_there():
             return True
@@ -402,7 +402,7 @@ class Reducer(Reductions, Sync):
 
     def _begin(self, *, reduces: bool) -> None:
         self.launcher.refuse_lost()
-        self._reduces, self._has_round = reduces, False
+        self._reduces, self._has_reduction = reduces, False
         if not self._members.is_skipping:
             with self._failing():
                 self.weighing.begin_backward(reduces=reduces)
@@ -410,11 +410,11 @@ class Reducer(Reductions, Sync):
         if reduces:
             self.world.raise_if_broken()
             is_unordered = self._members.are_several
-            # Other ranks may wait in the round of another optimizer. So with several, ranks agree before they drain.
+            # Other ranks may wait in another optimizer's reduction. So with several, ranks agree before they drain.
             if not (is_unordered and self.launcher.num_left_behind):
                 with self._failing():
                     self.begin_reduction(is_unordered=is_unordered)
-                    self._has_round = True
+                    self._has_reduction = True
         self.in_backward = True
 
     def _synchronize(self) -> None:
@@ -462,7 +462,7 @@ class Reducer(Reductions, Sync):
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Inside, an error ends the round on all ranks."""
+        """Inside, an error ends the reduction on all ranks."""
         try:
             yield
         except BaseException as error:  # Ctrl-C, too: it may have left a reduction half done
@@ -470,7 +470,7 @@ class Reducer(Reductions, Sync):
             raise
 
     def _fail(self, error: BaseException) -> None:
-        """This round cannot be finished: tell the peers that wait for this rank why."""
+        """This reduction cannot be finished: tell the peers that wait for this rank why."""
         self.failure = error
         self.in_backward = False
         self.weighing.end_zero_weight()

@@ -17,7 +17,14 @@ from torchring.gradients.launcher import Launcher
 from torchring.gradients.layout import BucketLayout
 from torchring.gradients.ledger import Ledger, OptimizerLedger
 from torchring.gradients.plan import ParameterSpec, describe
-from torchring.gradients.round import ControlFields, NonFiniteGradient, Participant, RoundPhase, RoundState, overridden
+from torchring.gradients.reduction import (
+    ControlFields,
+    NonFiniteGradient,
+    Participant,
+    Reduction,
+    ReductionPhase,
+    overridden,
+)
 from torchring.gradients.weighing import Weighing, unfrozen
 from torchring.observer import EXPOSED
 from torchring.world import World
@@ -27,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def control_fields(world: World, kinds: Sequence[type[Participant] | Participant]) -> ControlFields:
-    """The control bits of a round: those of weights and participants, and three of the reducer.
+    """The control bits of a reduction: those of weights and participants, and three of the reducer.
 
     has_unfrozen: a parameter that was frozen requires a gradient. is_absent: the rank takes part without a gradient,
     and does not count. has_ended: the rank has no data left, inside `torchring.join`.
@@ -48,7 +55,7 @@ class BuffersOfModel(Protocol):
         """Collective, outside backward: make the buffers equal as they are now."""
 
     def take_over(self, src: int) -> None:
-        """Collective, between rounds: all buffers get the values of rank `src`."""
+        """Collective, between reductions: all buffers get the values of rank `src`."""
 
 
 class Reductions:
@@ -63,13 +70,13 @@ class Reductions:
     Attributes:
         parameters, specs: those that are reduced. They grow with `extend`.
         frozen: parameters that are reduced as soon as they require a gradient.
-        progress: says how far the rounds are.
+        progress: says how far the reductions are.
         layout: the buckets.
-        launcher: has the round under way, or the last one.
+        launcher: has the reduction under way, or the last one.
         ledger: what is known about the gradients.
         weighing: gives gradients their weights.
         ledgers: of gradients that are in no bucket.
-        participants: what takes part in a round beside weights, in this order on all ranks.
+        participants: what takes part in a reduction beside weights, in this order on all ranks.
         buffers, noise: those of the participants, if they are there.
         num_steps: how many optimizer steps this rank has made.
         on_ready: what hooks call, by parameter.
@@ -101,7 +108,7 @@ class Reductions:
         self.launcher = self.layout.launcher
         self.ledgers: list[Ledger] = []
         self.ledger = OptimizerLedger(partial(_ledgers, self.launcher, self.ledgers))
-        self._found_before: NonFiniteGradient | None = None  # as `non_finite`, before the round under way
+        self._found_before: NonFiniteGradient | None = None  # as `non_finite`, before the reduction under way
         self.layout.open(specs, parameters)
         self.weighing = Weighing(
             *(world, self.parameters, self.frozen, self.ledger),
@@ -115,7 +122,7 @@ class Reductions:
         self.take_in(*guests, *(kind.open(self, setup) for kind in kinds))
 
     def take_in(self, *participants: Participant) -> None:
-        """These take part from the next round on, after the others."""
+        """These take part from the next reduction on, after the others."""
         self.participants += participants
         self._on_begin = overridden(self.participants, "on_begin")
         self._on_message = overridden(self.participants, "on_message")
@@ -123,30 +130,30 @@ class Reductions:
         self._on_step = overridden(self.participants, "on_step")
 
     @property
-    def round(self) -> RoundState:
-        """The round under way, or the last one."""
-        return self.launcher.round
+    def reduction(self) -> Reduction:
+        """The reduction under way, or the last one."""
+        return self.launcher.reduction
 
     @property
     def num_reductions(self) -> int:
         """Number of reductions so far. The last one counts when it is over, or when the next begins."""
-        return self.round.number + (self.round.phase is RoundPhase.OVER)
+        return self.reduction.number + (self.reduction.phase is ReductionPhase.OVER)
 
     @property
     def non_finite(self) -> NonFiniteGradient | None:
-        """The first NaN or infinity in the last round, if there was one."""
-        return self.round.non_finite
+        """The first NaN or infinity in the last reduction, if there was one."""
+        return self.reduction.non_finite
 
     def begin_reduction(self, *, is_unordered: bool, is_again: bool = False) -> None:
-        """A round begins: its first gradient is about to arrive.
+        """A reduction begins: its first gradient is about to arrive.
 
-        Sends nothing, except before the second round: the first round has shown the order in which gradients become
+        Sends nothing, except before the second reduction: the first one has shown the order in which gradients become
         ready, so the buckets are rebuilt. At that point zero_grad() has usually dropped the old buffers, so old and new
         buffers need not exist side by side. With `is_unordered` buckets are rebuilt in `finish_reduction`.
 
         Args:
-            is_unordered: see `RoundState`.
-            is_again: another round for the same backward, which has left its results in `.grad`.
+            is_unordered: see `Reduction`.
+            is_again: another reduction for the same backward, which has left its results in `.grad`.
         """
         launcher, weights = self.launcher, self.weighing.weights
         launcher.drain()
@@ -154,8 +161,8 @@ class Reductions:
             self._members.announce()
             self.layout.follow_order()
         is_absent = (self._members.is_skipping or weights.has_skipped) and not weights.num_backwards
-        current = RoundState(
-            number=self.round.next_number,
+        current = Reduction(
+            number=self.reduction.next_number,
             step=self.num_steps,
             hold=is_unordered and not self.layout.agreement.starts_at_once,
             is_unordered=is_unordered,
@@ -178,11 +185,11 @@ class Reductions:
             self.on_ready = launcher.on_ready(len(self.parameters))
         else:
             self.on_ready = [current.mark_ready] * len(self.parameters)
-            current.mark_ready = None  # which refers to what refers to the round
+            current.mark_ready = None  # which refers to what refers to the reduction
 
     def launch_all(self) -> None:
         """Backward is over: launch what has not left. In the same order of optimizers on all ranks."""
-        current = self.round
+        current = self.reduction
         self.world.observer.phase(EXPOSED, self.num_steps)
         self.weighing.backward_is_over(current)
         self.layout.agreement.backward_is_over()
@@ -190,13 +197,13 @@ class Reductions:
 
     def finish_reduction(self) -> None:
         """Return when every gradient holds the result. Collective, in the same order of optimizers on all ranks."""
-        current, launcher, agreement = self.round, self.launcher, self.layout.agreement
+        current, launcher, agreement = self.reduction, self.launcher, self.layout.agreement
         launcher.wait()
         agreement.agree(current, launcher.buckets)
         self.weighing.agreed(current)
         for on_message in self._on_message:
             on_message(current)
-        launcher.close_round()
+        launcher.close_reduction()
         if current.sums["is_absent"] == self.world.size:  # all gradients are what they were
             current.non_finite = current.non_finite or self._found_before
         self.world.num_reductions += 1
@@ -205,7 +212,7 @@ class Reductions:
         agreement.end()
 
     def reduce_again(self) -> None:
-        """A round of its own for what is local, outside backward."""
+        """A reduction of its own for what is local, outside backward."""
         self.begin_reduction(is_unordered=True, is_again=True)
         self.launch_all()
         self.finish_reduction()

@@ -19,7 +19,7 @@ from torchring.errors import GradientError, with_way_out
 from torchring.gradients.layout import Options
 from torchring.gradients.module_wrappers import WAY_OUT, is_module_wrapper, living, sharded_by
 from torchring.gradients.plan import COMPRESSIONS
-from torchring.gradients.round import NonFiniteGradient
+from torchring.gradients.reduction import NonFiniteGradient
 from torchring.rooms import room
 from torchring.world import World
 

@@ -9,7 +9,7 @@ import torch
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import GradientError, in_step, ranks_in_words
 from torchring.gradients.ledger import OptimizerLedger, SeenGradients
-from torchring.gradients.round import RoundState
+from torchring.gradients.reduction import Reduction
 from torchring.gradients.weights import ON_RESULTS, UNWEIGHED, Share, Weights, unequal_shares
 from torchring.world import World
 
@@ -23,7 +23,7 @@ class Weighing:
         frozen: parameters that are not reduced, as they did not require a gradient; may change.
         ledger: of the gradients.
         is_sum: whether gradients are added up over ranks, and not averaged.
-        mark_local: for the hooks of a round in which no gradient is packed before backward is over.
+        mark_local: for the hooks of a reduction in which no gradient is packed before backward is over.
 
     Attributes:
         bits, numbers: names of the control bits.
@@ -55,11 +55,11 @@ class Weighing:
         self._handles_of_zero_weight: list[torch.utils.hooks.RemovableHandle] = []
         self._local = SeenGradients()  # what backwards with weights have left in `.grad`
 
-        # The round
+        # The reduction
         self._share = Share()
         self._is_late = False  # all gradients are packed after backward, when the reference of the weights is known
         self._may_lose_results = False  # if all ranks give weight 0
-        self._has_weights: bool | None = None  # None until the first round in which a rank has a gradient
+        self._has_weights: bool | None = None  # None until the first reduction in which a rank has a gradient
 
     def batch_weight(self, *, in_backward: bool) -> float | None:
         """The weight of the backward under way, or else of the one that comes. None if it has none."""
@@ -67,7 +67,7 @@ class Weighing:
             return 0.0
         return self.weights.last if in_backward else self.weights.next
 
-    # Between rounds
+    # Between reductions
 
     def weigh(self, weight: float, *, may_accumulate: bool) -> None:
         """The loss of the next backward is a mean over `weight` samples. See `DistributedOptimizer.weigh`.
@@ -129,7 +129,7 @@ class Weighing:
             self._ledger.ignore_zeros()
 
     def add_nothing(self) -> None:
-        """A round is about to reduce what backwards with weights have left, without a backward of its own."""
+        """What backwards with weights have left is about to be reduced, without a backward of its own."""
         self.drop_stale()
         if self.weights.is_weighted and self.weights.next is None:
             self.weights.give(0.0)
@@ -171,9 +171,9 @@ class Weighing:
             handle.remove()
         self._handles_of_zero_weight = []
 
-    # The round
+    # The reduction
 
-    def begin(self, current: RoundState) -> None:
+    def begin(self, current: Reduction) -> None:
         self._share = self.weights.share(is_absent=current.is_absent)
         needs_reference = self.weights.is_fp16 and self._has_weights is not False and not self._is_sum
         self._is_late = needs_reference and current.is_unordered
@@ -191,16 +191,16 @@ class Weighing:
             "weight": share.weight or 0.0,
         }
 
-    def backward_is_over(self, current: RoundState) -> None:
+    def backward_is_over(self, current: Reduction) -> None:
         if self._is_late:
             self._agree_on_reference()
             current.factor = self._share.factor
 
-    def agreed(self, current: RoundState) -> None:
+    def agreed(self, current: Reduction) -> None:
         """Find the scale of the result.
 
         Raises GradientError if only some ranks gave weights, which is collective then, or if all weights are 0 where
-        gradients of an earlier round would get that weight, too.
+        gradients of an earlier reduction would get that weight, too.
         """
         sums, size = current.sums, self._world.size
         had_weights = self._has_weights
@@ -234,7 +234,7 @@ class Weighing:
         )
 
     def _agree_on_reference(self) -> None:
-        """Collective, before the first gradient is packed: what this rank contributes, by the weights of this round."""
+        """Collective, before the first gradient is packed: what this rank contributes, by this reduction's weights."""
         largest = torch.tensor([self._share.weight or 0.0], dtype=torch.float64, device="cpu")
         self.weights.refer_to(float(internal_collectives_of(self._world).all_reduce(largest, "max")))
         self._share = self.weights.share(is_absent=self._share.is_absent)

@@ -4,10 +4,10 @@ A reduced gradient is then sum(n_r g_r) / sum(n_r) over ranks r, and over the ba
 
 Until a reduction, `.grad` holds sum(n_k g_k) / n, where n is the weight of the last backward: autograd adds gradients
 as they are, so what is there already is scaled before each backward. In the wire buffer gradients are multiplied by
-n / reference. The reference is a power of two near the mean weight of the last round, equal on all ranks, so that
-weights in the thousands do not overflow. fp16 has too few exponents for weights that change much from round to round.
-So ranks agree on the reference before a round there, in a small message. The sum of weights travels with the control
-bits, and the result is scaled by it.
+n / reference. The reference is a power of two near the mean weight of the last reduction, equal on all ranks, so that
+weights in the thousands do not overflow. fp16 has too few exponents for weights that change much from one reduction to
+the next. So ranks agree on the reference beforehand there, in a small message. The sum of weights travels with the
+control bits, and the result is scaled by it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from torchring.errors import GradientError
-from torchring.gradients.round import FRACTION_BITS, NUMBER_BITS
+from torchring.gradients.reduction import FRACTION_BITS, NUMBER_BITS
 
 _REFERENCE_OF_FP16: Final = 64.0  # where the first weights come after backwards without
 _MOST_IN_FP16: Final = 64.0  # times the reference
@@ -40,7 +40,7 @@ unequal_shares: Final[weakref.WeakSet[Any]] = weakref.WeakSet()  # iterations ov
 
 
 class Share(NamedTuple):
-    """The contribution of a rank to a round.
+    """The contribution of a rank to a reduction.
 
     weight: of all its backwards together; None if none has been given.
     is_unweighted: the rank has run a backward for which it has given no weight.
@@ -154,7 +154,7 @@ class Weights:
         self._unit = self.next or None
 
     def share(self, *, is_absent: bool) -> Share:
-        """The contribution of this rank to the round that begins."""
+        """The contribution of this rank to the reduction that begins."""
         if is_absent:
             return Share(is_absent=True)
         if self._total is None:
@@ -175,7 +175,7 @@ class Weights:
         return not weight or 1 / _MOST_IN_FP16 <= weight / self.reference <= _MOST_IN_FP16
 
     def refer_to(self, weight: float) -> None:
-        """Gradients of about this weight are to keep their size in the next round."""
+        """Gradients of about this weight are to keep their size in the next reduction."""
         if weight:
             self.reference = 2.0 ** round(math.log2(weight))
 

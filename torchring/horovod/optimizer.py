@@ -29,7 +29,7 @@ from torchring.gradients.contract import Setup, Sync
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.local import LocalSync
 from torchring.gradients.reducer import Reducer
-from torchring.gradients.round import Guest, Participant
+from torchring.gradients.reduction import Guest, Participant
 from torchring.gradients.validation import parameters_of, sparse_parameters
 from torchring.horovod import mpi_ops
 from torchring.horovod.compression import BF16Compressor, Compression, Compressor, FP16Compressor, NoneCompressor
@@ -90,7 +90,7 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
     _connects_later = False
     _should_synchronize = True  # in step(); False inside skip_synchronize()
     _synchronized = False  # since the last step
-    _num_rounds_before = 0  # reductions until the last step or synchronize()
+    _num_reductions_before = 0  # reductions until the last step or synchronize()
     _has_warned = False  # of a gradient that is not finite
 
     def __init__(
@@ -172,10 +172,10 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
             self._reduce_alone()
         else:
             sync = self._live_sync()
-            if isinstance(sync, Reducer) and sync.num_reductions == self._num_rounds_before:
+            if isinstance(sync, Reducer) and sync.num_reductions == self._num_reductions_before:
                 sync.take_part()
         self._synchronized = True
-        self._note_rounds()
+        self._note_reductions()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -226,7 +226,7 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
             return self._step_or_add_up(closure, *args, **kwargs)
         finally:
             self._synchronized = False
-            self._note_rounds()
+            self._note_reductions()
 
     def _step_or_add_up(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         if self._op != mpi_ops.Adasum or not self._is_distributed():
@@ -268,12 +268,12 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
     def _is_distributed(self) -> bool:
         return self._set.included() and len(self._set.ranks) > 1
 
-    def _note_rounds(self) -> None:
-        self._num_rounds_before = 0 if self._sync is None else self._sync.num_reductions
+    def _note_reductions(self) -> None:
+        self._num_reductions_before = 0 if self._sync is None else self._sync.num_reductions
 
     def _rejoin(self, world: World | None = None, guests: Sequence[Guest] = ()) -> None:
         super()._rejoin(world, guests)
-        self._synchronized, self._num_rounds_before = False, 0
+        self._synchronized, self._num_reductions_before = False, 0
 
     # What torchring's optimizer asks of this class
 

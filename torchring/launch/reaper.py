@@ -121,7 +121,7 @@ def _collect_orphans(command: int) -> None:
 
 
 def _kill(find: Callable[[], set[int]]) -> None:
-    """Kill in several rounds, because a process may start another one meanwhile."""
+    """Kill in several turns, because a process may start another one meanwhile."""
     end = time.monotonic() + 2.0
     others: set[int] = set()  # processes of other users, as of sudo
     while (pids := find() - others) and time.monotonic() < end:

@@ -7,7 +7,7 @@
 - Batches differ much in size between ranks, and nobody calls `weigh`: each rank's mean counts the same.
 
 A digest of each batch travels among the control bits, 6 bits of it, so nothing is sent for this. Two ranks are taken to
-read the same if their digests are equal in 8 rounds in a row, in which batches change.
+read the same if their digests are equal in 8 reductions in a row, in which batches change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Final
 from torchring.errors import ranks_in_words
 from torchring.gradients.contract import Setup
 from torchring.gradients.reducer import Reducer
-from torchring.gradients.round import MOST_BY_RANK, Participant, RoundState
+from torchring.gradients.reduction import MOST_BY_RANK, Participant, Reduction
 from torchring.observe import loading
 from torchring.observe.inputs import Batch, Inputs
 from torchring.world import World
@@ -35,7 +35,7 @@ _LEAST_DIFFERENT: Final = 4  # of them where an epoch repeats, which may be shor
 _MOST_SEARCHES: Final = 3  # for a loader that explains what was found, at about 20 ms each
 _UNEVEN_SAMPLES: Final = 0.25  # of the mean of the ranks
 _UNEVEN_TOKENS: Final = 0.5  # padding counts, too
-_OFTEN: Final = 0.25  # of the rounds
+_OFTEN: Final = 0.25  # of the reductions
 
 EQUAL_EPOCHS, EQUAL_WORKERS, UNEVEN, EQUAL_RANKS = 1, 2, 3, 4  # the last one is told by nobody: all ranks see it
 _ON_PURPOSE: Final = "If this is on purpose, call torchring.init(check_data=False)"
@@ -60,20 +60,20 @@ class DataCheck(Participant):
         self._inputs.is_on = self._is_on = world.check_data
         if self._is_on:
             loading.watch(inputs.loading)
-        self._inputs.take()  # what was seen before, maybe in a world of one, belongs to no round
+        self._inputs.take()  # what was seen before, maybe in a world of one, belongs to no reduction
         self._is_mean = is_mean
         self._recent: deque[int] = deque(maxlen=_IN_A_ROW)  # digests of this rank's batches
-        self._in_a_row: dict[int, int] = {}  # by rank: for how many rounds it has had the batches of this rank
+        self._in_a_row: dict[int, int] = {}  # by rank: for how many reductions it has had the batches of this rank
         self._repeats = Repeats()
         self._sizes = Sizes()
-        self._finding = 0, ""  # what the next round tells the others
+        self._finding = 0, ""  # what the next reduction tells the others
         self._told: set[int] = set()
 
     @classmethod
     def open(cls, reducer: Reducer, setup: Setup) -> DataCheck:
         return cls(setup.world, setup.inputs, is_mean=setup.options.op == "mean")
 
-    def on_begin(self, current: RoundState) -> None:
+    def on_begin(self, current: Reduction) -> None:
         if current.is_again:
             return
         batch = self.batch = self._inputs.take()
@@ -86,7 +86,7 @@ class DataCheck(Participant):
             self._finding = self._repeats.note(batch)
         current.bits["data_finding"] = self._finding[0]
 
-    def on_reduced(self, current: RoundState) -> None:
+    def on_reduced(self, current: Reduction) -> None:
         if not self._is_on or current.is_again:
             return
         sums = current.sums
@@ -189,18 +189,18 @@ class Sizes:
     """Compares the size of this rank's batches with the mean of the ranks."""
 
     def __init__(self) -> None:
-        self._num_rounds = 0
+        self._num_reductions = 0
         self._num_uneven = 0
         self._last = 0, 0.0
 
     @property
     def is_uneven(self) -> bool:
         """Whether the sizes differ much, and often: the last batch of an epoch may be short."""
-        return self._num_uneven >= _IN_A_ROW and self._num_uneven >= _OFTEN * self._num_rounds
+        return self._num_uneven >= _IN_A_ROW and self._num_uneven >= _OFTEN * self._num_reductions
 
     def note(self, *sizes: tuple[int, float, float]) -> None:
-        """A round is over. Of each size: that of this rank, the mean of the ranks, and how much they may differ."""
-        self._num_rounds += 1
+        """A reduction is over. Of each size: that of this rank, the mean of the ranks, and how much they may differ."""
+        self._num_reductions += 1
         for own, mean, most in sizes:
             if abs(own - mean) > most * mean:
                 self._num_uneven += 1

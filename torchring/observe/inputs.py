@@ -26,7 +26,7 @@ _PLACE_BITS: Final = 24  # of a random place, as a fraction of the tensor
 _NUM_FIRST: Final = 64  # batches that are looked at when training begins
 _NUM_OF_EPOCH: Final = 24  # when a DataLoader begins
 _NUM_AGAIN: Final = 16  # of each 128, for loops without a DataLoader
-_LAG: Final = 4  # rounds until a digest is read that a device works out: nobody waits for it
+_LAG: Final = 4  # reductions until a digest is read that a device works out: nobody waits for it
 
 
 _Values = tuple["bytes | torch.Tensor", int]  # sampled values of a tensor, and the size of one in bytes

@@ -1,1 +1,1 @@
-"""Features that take part in a round of reduction."""
+"""Features that take part in a reduction."""

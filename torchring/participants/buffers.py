@@ -2,13 +2,13 @@
 
 Each rank's forward sees other data, so each rank's buffers come to differ. Whether that is wrong depends on the buffer.
 Running statistics are averaged. Other buffers may belong to a rank, such as a queue of keys or a hidden state, so they
-are left alone unless the script chooses. Every STEPS_BETWEEN_CHECKS rounds they are compared, and a warning names those
-that differ.
+are left alone unless the script chooses. Every STEPS_BETWEEN_CHECKS reductions they are compared, and a warning names
+those that differ.
 
-What is averaged, or follows rank 0, travels in every round, whether it has changed or not: many kernels write without a
-trace in autograd's version counters. It travels beside the gradients, in a wire of its own, at the end of each backward
-that reduces. The result is written when the optimizer steps: until then a graph may still need what the buffers held in
-forward. A round in which some rank has no data takes messages of its own.
+What is averaged, or follows rank 0, travels in every reduction, whether it has changed or not: many kernels write
+without a trace in autograd's version counters. It travels beside the gradients, in a wire of its own, at the end of
+each backward that reduces. The result is written when the optimizer steps: until then a graph may still need what the
+buffers held in forward. A reduction in which some rank has no data takes messages of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torchring.errors import GradientError
 from torchring.gradients.contract import Setup
 from torchring.gradients.layout import SyncBuffers
 from torchring.gradients.reducer import Reducer
-from torchring.gradients.round import STEPS_BETWEEN_CHECKS, Participant, RoundState
+from torchring.gradients.reduction import STEPS_BETWEEN_CHECKS, Participant, Reduction
 from torchring.world import World
 
 _logger: Final = logging.getLogger("torchring")
@@ -151,7 +151,7 @@ def _results_of(world: World) -> list[tuple[BufferSync, _Sent]]:
 
 
 class BufferSync(Participant):
-    """Makes the buffers of one model equal on all ranks, once for each round of its gradients. See `Reducible`, too.
+    """Makes the buffers of one model equal on all ranks, once in each reduction of its gradients. See `Reducible`.
 
     Attributes:
         places: of the buffers that travel: these identify them, whatever their names are in the model of a `wrap`.
@@ -171,12 +171,12 @@ class BufferSync(Participant):
         self._follow = reducer.layout.agreement.follow_current_stream
         self._results = setup.world.shared(_results_of)
         self._own = [spec for spec in specs if spec.choice == "own"]  # that are not known to differ
-        self._due_at = 0  # number of the round after which these are compared
+        self._due_at = 0  # number of the reduction after which these are compared
         self._specs = [spec for spec in specs if spec.choice != "own"]
         self._specs.sort(key=lambda spec: not spec.is_averaged)  # stable: alike on all ranks
         self._num_averaged = sum(spec.is_averaged for spec in self._specs)
         self.places = frozenset((spec.module, spec.key) for spec in self._specs)
-        self._is_absent = False  # in the round: this rank has no data that counts, so its buffers do not count
+        self._is_absent = False  # in the reduction: this rank has no data that counts, so its buffers do not count
         self._is_missing = False  # or its buffers have changed their shapes
         if self._specs:
             self._shapes = [words.shape for words in self._find_words()]
@@ -192,7 +192,7 @@ class BufferSync(Participant):
     def names(self) -> list[str]:
         return [spec.name for spec in self._specs]
 
-    def on_begin(self, current: RoundState) -> None:
+    def on_begin(self, current: Reduction) -> None:
         self._is_absent = current.is_empty
         self.close()  # the wire is about to be used again
         if self._specs:
@@ -209,7 +209,7 @@ class BufferSync(Participant):
     def end_reduce(self, non_finite: NonFinite | None) -> None:
         """The wire comes back reduced. What is not finite there is the script's: a mask may well hold infinities."""
 
-    def on_message(self, current: RoundState) -> None:
+    def on_message(self, current: Reduction) -> None:
         """Collective, unless every rank has contributed all buffers. If no rank has data, buffers stay."""
         if not self._specs:
             return
@@ -220,7 +220,7 @@ class BufferSync(Participant):
         if sent is not None:
             self._results.append((self, sent))
 
-    def on_reduced(self, current: RoundState) -> None:
+    def on_reduced(self, current: Reduction) -> None:
         """Compare the buffers that are left alone, if it is time to. Collective then."""
         if self._own and current.number >= self._due_at:
             self._due_at = current.number + STEPS_BETWEEN_CHECKS
@@ -228,10 +228,10 @@ class BufferSync(Participant):
                 self._compare_own()
 
     def on_step(self, when: str) -> None:
-        """Give the buffers what the last rounds have found, whichever optimizer's they were."""
+        """Give the buffers what the last reductions have found, whichever optimizer's they were."""
         if when == "agreed" and self._results:
             for each in [each for each in self._results if not each[0].places.isdisjoint(self.places)]:
-                with contextlib.suppress(GradientError):  # of a changed buffer: the next round tells all ranks
+                with contextlib.suppress(GradientError):  # of a changed buffer: the next reduction tells all ranks
                     each[0]._unpack(each[1])
                 self._results.remove(each)
 
@@ -243,7 +243,7 @@ class BufferSync(Participant):
             self._unpack(sent)
 
     def take_over(self, src: int) -> None:
-        """Collective, between rounds: all buffers get the values of rank `src`, unless they have other shapes.
+        """Collective, between reductions: all buffers get the values of rank `src`, unless they have other shapes.
 
         Buffers that are known to belong to their ranks stay.
         """

@@ -6,9 +6,9 @@ noise scale is S / |G|^2. Below it, twice the batch takes nearly half the steps;
 
 Source: S. McCandlish et al., "An Empirical Model of Large-Batch Training", 2018 (arXiv 1812.06162), appendix A.1.
 
-Every 16th round, and after 512 rounds every 32nd, looks at one window of the parameters, of at most 4 tensors and
-65,536 elements: at a rank's own gradient when autograd has computed it, and at the mean when it is there. What a
-rank has found travels among the control bits of a later round, as a ratio to the norm of the mean, which all ranks
+Every 16th reduction, and after 512 every 32nd, looks at one window of the parameters, of at most 4 tensors and 65,536
+elements: at a rank's own gradient when autograd has computed it, and at the mean when it is there. What a
+rank has found travels among the control bits of a later reduction, as a ratio to the norm of the mean, which all ranks
 know. Windows take turns in an order that spreads over the model. S and |G|^2 are sums over windows of what each has
 shown on average.
 
@@ -30,14 +30,14 @@ from torchring.accelerators import accelerator_of
 from torchring.gradients.contract import Setup
 from torchring.gradients.plan import ParameterSpec
 from torchring.gradients.reducer import Reducer
-from torchring.gradients.round import Participant, RoundState
+from torchring.gradients.reduction import Participant, Reduction
 from torchring.world import World
 
-ROUNDS_BETWEEN_SAMPLES: Final = 16
-_NUM_OFTEN: Final = 32  # samples; after them, twice as many rounds lie between two
+REDUCTIONS_BETWEEN_SAMPLES: Final = 16
+_NUM_OFTEN: Final = 32  # samples; after them, twice as many reductions lie between two
 _MOST_TENSORS: Final = 4
 _MOST_ELEMENTS: Final = 65_536
-_DEVICE_LAG: Final = 4  # rounds until the host reads what a device has found, without waiting for it
+_DEVICE_LAG: Final = 4  # reductions until the host reads what a device has found, without waiting for it
 _LEAST_SHARE: Final = 0.1  # of the newest sample in the mean of a window: older ones are forgotten
 _LEAST_SAMPLES: Final = 8
 _MOST_RATIO: Final = 2.0**28  # that fits among the control bits
@@ -52,7 +52,7 @@ class Rows(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """What this rank has found in a round, to be told to the others in round `due`.
+    """What this rank has found in a reduction, to be told to the others in that with number `due`.
 
     batch: samples of a rank, on average.
     factor: of this rank's squared norm, by how much its gradient counts in the mean.
@@ -78,11 +78,11 @@ class NoiseScale(Participant):
     Args:
         world: has more than one rank.
         specs, parameters: those that are reduced; may grow.
-        holds_result: whether a parameter has a gradient that an earlier round has reduced.
+        holds_result: whether a parameter has a gradient that was reduced before.
         is_sum: whether gradients are added up over ranks, and not averaged.
 
     Attributes:
-        batch_size: samples of all ranks in a round, smoothed.
+        batch_size: samples of all ranks in a reduction, smoothed.
     """
 
     bits = ("has_norm",)
@@ -112,7 +112,7 @@ class NoiseScale(Participant):
         self._noise = np.zeros(0)  # by window: mean estimate of S
         self.batch_size = 0.0
 
-        # The round, and the sample that waits to be told
+        # The reduction, and the sample that waits to be told
         self._window: int | None = None
         self._own: dict[int, torch.Tensor] = {}  # by parameter: the norm of this rank's gradient
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -136,7 +136,7 @@ class NoiseScale(Participant):
         reducer.noise = own
         return own
 
-    def on_begin(self, current: RoundState) -> None:
+    def on_begin(self, current: Reduction) -> None:
         self._window, self._own = None, {}
         self._remove_hooks()
         sample = self._sample
@@ -163,7 +163,7 @@ class NoiseScale(Participant):
                     look = partial(self._look, each)
                     self._handles.append(parameter.register_hook(look))  # type: ignore[no-untyped-call]
 
-    def on_reduced(self, current: RoundState) -> None:
+    def on_reduced(self, current: Reduction) -> None:
         self._remove_hooks()
         sums, sample = current.sums, self._sample
         if sample is not None and current.number >= sample.due:
@@ -229,11 +229,11 @@ class NoiseScale(Participant):
 
 
 def _index_of(number: int) -> int | None:
-    """The number of the sample that is taken in a round. None if the round takes none."""
-    if number < _NUM_OFTEN * ROUNDS_BETWEEN_SAMPLES:
-        return None if number % ROUNDS_BETWEEN_SAMPLES or not number else number // ROUNDS_BETWEEN_SAMPLES
-    rest = number - _NUM_OFTEN * ROUNDS_BETWEEN_SAMPLES
-    return None if rest % (2 * ROUNDS_BETWEEN_SAMPLES) else _NUM_OFTEN + rest // (2 * ROUNDS_BETWEEN_SAMPLES)
+    """The number of the sample that is taken in a reduction. None if it takes none."""
+    if number < _NUM_OFTEN * REDUCTIONS_BETWEEN_SAMPLES:
+        return None if number % REDUCTIONS_BETWEEN_SAMPLES or not number else number // REDUCTIONS_BETWEEN_SAMPLES
+    rest = number - _NUM_OFTEN * REDUCTIONS_BETWEEN_SAMPLES
+    return None if rest % (2 * REDUCTIONS_BETWEEN_SAMPLES) else _NUM_OFTEN + rest // (2 * REDUCTIONS_BETWEEN_SAMPLES)
 
 
 def _windows(specs: Sequence[ParameterSpec]) -> Iterator[list[Rows]]:

@@ -1,6 +1,6 @@
 """Does every parameter that trains belong to a wrapped optimizer? Others would be trained by each rank alone.
 
-Each rank looks at its own model, when a backward that reduces is over: in the rounds 0, 1, 2, 4, 8 ... and every 100th.
+Each rank looks at its own model, when a backward that reduces is over: after 1, 2, 3, 5, 9 ... of them, and every 100.
 If there was no such backward since the last step, none has reached a wrapped parameter, and a rank looks before the
 step. What is wrong is an error in `step()`.
 """
@@ -19,7 +19,7 @@ from torchring.gradients.contract import Setup
 from torchring.gradients.ledger import StaleGradients, is_zero, note_stale
 from torchring.gradients.module_wrappers import WAY_OUT, living, sharded_by
 from torchring.gradients.reducer import Reducer
-from torchring.gradients.round import STEPS_BETWEEN_CHECKS, Participant, RoundState, StepPoint
+from torchring.gradients.reduction import STEPS_BETWEEN_CHECKS, Participant, Reduction, StepPoint
 
 _MOST_NAMES: Final = 3
 _ON_PURPOSE: Final = "For parameters that belong to a rank on purpose, pass ignore=[...] to torchring.wrap()"
@@ -54,7 +54,7 @@ class Ownership(Participant):
         self._owned = owned
         self._ignored = ignored
         self._rank = rank
-        self._has_round = False  # since the last step
+        self._has_reduction = False  # since the last step
         self._is_stepping = False
         self._found: dict[str, torch.nn.Parameter] = {}
         self._stale = stale
@@ -67,8 +67,8 @@ class Ownership(Participant):
         rest = setup.owned, setup.ignored, setup.stale, setup.world.rank
         return cls(setup.model, setup.names, kind, *rest)
 
-    def on_reduced(self, current: RoundState) -> None:
-        self._has_round = True
+    def on_reduced(self, current: Reduction) -> None:
+        self._has_reduction = True
         if not current.number & (current.number - 1) or current.number % STEPS_BETWEEN_CHECKS == 0:
             self._look()
 
@@ -77,9 +77,9 @@ class Ownership(Participant):
         if when != "agreed":
             self._is_stepping = when == "before" or self._is_stepping
             return
-        if self._is_stepping and not self._has_round:
+        if self._is_stepping and not self._has_reduction:
             self._look()
-        self._is_stepping = self._has_round = False
+        self._is_stepping = self._has_reduction = False
         found, self._found = self._found, {}
         if found:
             raise self._error(found)

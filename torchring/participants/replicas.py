@@ -1,15 +1,15 @@
 """Are the replicas still equal? After a change on one rank only, training would go on and be silently wrong.
 
-Ranks compare a digest of every parameter at the end of a round, when
+Ranks compare a digest of every parameter at the end of a reduction, when
 - somebody wrote to parameters outside `step()`, as autograd's version counters show,
 - not all ranks have stepped equally often (modulo 2),
-- and every STEPS_BETWEEN_CHECKS rounds, for changes that leave no trace (`p.data`).
-The first two facts travel as control bits of the round, so they cost no message. With the digests, ranks compare the
+- and every STEPS_BETWEEN_CHECKS reductions, for changes that leave no trace (`p.data`).
+The first two facts travel as control bits, so they cost no message. With the digests, ranks compare the
 hyperparameters and step counts of their optimizers: where these differ, the next step would make parameters differ.
 
 A script may move parameters between two backwards, on each rank its own way, and put them back before the step, as SAM
-does. So where parameters differ at the end of a round, ranks compare again in the step, or in the next round if that
-comes first.
+does. So where parameters differ at the end of a reduction, ranks compare again in the step, or in the next reduction if
+that comes first.
 
 Machines of two kinds round differently, so their parameters drift apart by last bits. Where that is all, a comparison
 gives all ranks the parameters of rank 0.
@@ -33,7 +33,7 @@ from torchring.collectives.service import internal_collectives_of
 from torchring.errors import GradientError, in_step, ranks_in_words
 from torchring.gradients.contract import Setup
 from torchring.gradients.reducer import Reducer
-from torchring.gradients.round import STEPS_BETWEEN_CHECKS, Participant, RoundState, StepPoint
+from torchring.gradients.reduction import STEPS_BETWEEN_CHECKS, Participant, Reduction, StepPoint
 from torchring.world import World
 
 _WATCHED: Final = 64  # parameters at most, evenly spread: reading a version takes up to 1 us
@@ -83,10 +83,10 @@ class ReplicaCheck(Participant):
         self._names = names
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self._model = None if model is None else weakref.ref(model)
-        self._current = RoundState(0)  # that is over
-        self._due_at = 0  # number of the round after which the replicas are compared
+        self._current = Reduction(0)  # that is over
+        self._due_at = 0  # number of the reduction after which the replicas are compared
         self._num_alarms = 0
-        self._are_apart = False  # at the end of the last round
+        self._are_apart = False  # at the end of the last reduction
         self._watched: list[tuple[torch.nn.Parameter, int]] = []
         self._changed = False
 
@@ -106,11 +106,11 @@ class ReplicaCheck(Participant):
         distance = math.ceil(len(self._names) / _WATCHED)
         self._watched = [(p, p._version) for p in list(self._names)[::distance]]
 
-    def on_begin(self, current: RoundState) -> None:
+    def on_begin(self, current: Reduction) -> None:
         current.bits["odd_steps"] = current.step % 2
         current.bits["parameters_changed"] = self.has_changed()
 
-    def on_reduced(self, current: RoundState) -> None:
+    def on_reduced(self, current: Reduction) -> None:
         """Compare the replicas if something may have changed, or if it is time to. Collective then.
 
         A script may change parameters in every step, on all ranks alike. So only the 1st, 2nd, 4th, 8th ... alarm leads
@@ -133,7 +133,7 @@ class ReplicaCheck(Participant):
             self.compare()
 
     def on_step(self, when: StepPoint) -> None:
-        """Collective if the last round has left parameters apart, which all ranks know. Raises as `compare` does."""
+        """Collective if the last reduction left parameters apart, which all ranks know. Raises as `compare` does."""
         if when == "before":
             self.has_changed()  # what is written from now on is no change
         elif when == "after":

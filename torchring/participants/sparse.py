@@ -1,7 +1,7 @@
 """Sparse gradients, of embeddings built with sparse=True: ranks gather them, and do not add them up in a bucket.
 
 Every rank gets the indices and values of all ranks, and adds up the values of each row. Sparse gradients are reduced at
-the end of a round, in the order of the parameters.
+the end of a reduction, in the order of the parameters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchring.gradients.contract import Setup
 from torchring.gradients.ledger import GradientStatus, is_zero
 from torchring.gradients.plan import ParameterSpec
 from torchring.gradients.reducer import Reducer
-from torchring.gradients.round import NonFiniteGradient, Participant, RoundState
+from torchring.gradients.reduction import NonFiniteGradient, Participant, Reduction
 from torchring.world import World
 
 
@@ -82,7 +82,7 @@ class SparseReduction(Participant):
         return any(self._parameters[index].grad is not None for index in self._local)
 
     def results(self) -> list[int]:
-        """The parameters whose gradient an earlier round has reduced, and that was not zeroed or added to since."""
+        """The parameters whose gradient was reduced before, and was not zeroed or added to since."""
         since = self._zeroed | self._local
         return [i for i, result in self._reduced.items() if i not in since and self._parameters[i].grad is result]
 
@@ -106,7 +106,7 @@ class SparseReduction(Participant):
             if (grad := self._parameters[index].grad) is not None:
                 grad.mul_(factor)
 
-    def on_message(self, current: RoundState) -> None:
+    def on_message(self, current: Reduction) -> None:
         """Collective: reduce every sparse parameter that any rank used. Other parameters keep their `.grad`."""
         found = None
         for index, spec in enumerate(self._specs):
@@ -120,7 +120,7 @@ class SparseReduction(Participant):
         grad = self._parameters[index].grad
         return grad is not None and (index in self._local or grad is not self._reduced.get(index))
 
-    def _reduce_one(self, index: int, spec: ParameterSpec, current: RoundState) -> NonFiniteGradient | None:
+    def _reduce_one(self, index: int, spec: ParameterSpec, current: Reduction) -> NonFiniteGradient | None:
         parameter = self._parameters[index]
         grad = parameter.grad
         if grad is not None and not grad.is_sparse:

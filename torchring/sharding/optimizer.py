@@ -16,7 +16,7 @@ from torchring.accelerators import accelerator_of
 from torchring.errors import GradientError, in_step
 from torchring.gradients.layout import Options
 from torchring.gradients.reducer import Reducer
-from torchring.gradients.round import Guest
+from torchring.gradients.reduction import Guest
 from torchring.gradients.views import CAN_SWAP
 from torchring.optimizer import DistributedOptimizer
 from torchring.optimizer_wrapper import OptimizerWrapper

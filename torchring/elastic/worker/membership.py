@@ -1,10 +1,10 @@
-"""How ranks of a world agree on a membership change: one of them wants it, and all hear of it in the same round."""
+"""How ranks of a world agree on a membership change: one of them wants it, and all hear of it in the same reduction."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from torchring.gradients.round import Guest, RoundState
+from torchring.gradients.reduction import Guest, Reduction
 from torchring.world import World
 
 
@@ -26,7 +26,7 @@ class MembershipVote(Guest):
 
     Args:
         before_backward: called before each backward, and before `skip()`. May raise what ends the training function.
-        agreed: called on all ranks in the same round: the ranks are to change; or all of them are to leave, if True.
+        agreed: called on all ranks in the same reduction: the ranks are to change; or all are to leave, if True.
     """
 
     bits = ("wants_change", "leaves")
@@ -40,11 +40,11 @@ class MembershipVote(Guest):
     def before_backward(self) -> None:
         self._before_backward()
 
-    def on_begin(self, current: RoundState) -> None:
+    def on_begin(self, current: Reduction) -> None:
         current.bits["wants_change"] = self._change.is_wanted
         current.bits["leaves"] = self._change.leaves
 
-    def on_reduced(self, current: RoundState) -> None:
+    def on_reduced(self, current: Reduction) -> None:
         num_leaving = current.sums["leaves"]
         if current.sums["wants_change"] or num_leaving:
             self._agreed(num_leaving == self._size)

@@ -23,12 +23,12 @@ from typing import Final
 
 from torchring.collectives.service import internal_collectives_of
 from torchring.gradients.contract import Setup
-from torchring.gradients.round import Participant, RoundState
+from torchring.gradients.reduction import Participant, Reduction
 from torchring.observe.recorder.records import ClockOffset
 from torchring.world import World
 
 _NUM_EXCHANGES: Final = 10
-_ROUNDS_BETWEEN: Final = 500  # clocks drift by some microseconds a second
+_REDUCTIONS_BETWEEN: Final = 500  # clocks drift by some microseconds a second
 _TIMES: Final = struct.Struct("2q")  # this exchange was sent, the exchange before was received
 
 
@@ -85,9 +85,9 @@ class ClockComparison(Participant):
     def open(cls, reducer: object, setup: Setup) -> ClockComparison:
         return cls(setup.world)
 
-    def on_begin(self, current: RoundState) -> None:
-        # A rank whose backward has raised at its end never comes to the end of a round that its peers do.
-        if not current.is_unordered and current.number >= self._compared_at + _ROUNDS_BETWEEN:
+    def on_begin(self, current: Reduction) -> None:
+        # A rank whose backward has raised at its end never comes to the end of a reduction that its peers do.
+        if not current.is_unordered and current.number >= self._compared_at + _REDUCTIONS_BETWEEN:
             self._compare(current.number)
 
     def _compare(self, number: int) -> None:

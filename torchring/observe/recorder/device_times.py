@@ -14,7 +14,7 @@ import logging
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from torchring.accelerators import Accelerator, Mark
 from torchring.observe.recorder.records import (
@@ -36,25 +36,16 @@ from torchring.observe.recorder.records import (
 _NUM_SHIFTS: Final = 64
 
 
-class Reduction(Protocol):
-    """A reduction in a stream."""
-
-    @property
-    def begin(self) -> Mark: ...
-    @property
-    def end(self) -> Mark: ...
-
-
 class _Step(NamedTuple):
     """A step that the device has not finished, as far as the host knows."""
 
     encoded: array[int]
     marks: list[Mark]
     recorded: list[int]
-    reductions: list[Reduction]
+    buckets: list[tuple[Mark, Mark]]  # begin and end of their all-reduces
 
     def is_finished(self) -> bool:
-        return self.marks[-1].is_reached() and all(reduction.end.is_reached() for reduction in self.reductions)
+        return self.marks[-1].is_reached() and all(end.is_reached() for _, end in self.buckets)
 
 
 class DeviceTimes:
@@ -69,7 +60,7 @@ class DeviceTimes:
         self._device = device
         self._marks = [device.mark_current()]
         self._recorded = [now]
-        self._reductions: list[Reduction] = []
+        self._buckets: list[tuple[Mark, Mark]] = []
         self._is_complete = True  # all stamps of this step have a mark
         self._unfinished: deque[_Step] = deque()
         self._elapsed_ns = 0  # from the first mark to the end of the last finished step
@@ -83,24 +74,24 @@ class DeviceTimes:
             self._marks.append(self._device.mark_current())
             self._recorded.append(now)
 
-    def add_reductions(self, reductions: Sequence[Reduction]) -> None:
-        """A round has started these reductions, in this order."""
-        self._reductions += reductions
+    def add_buckets(self, buckets: Sequence[tuple[Mark, Mark]]) -> None:
+        """A reduction has started these, in this order: begin and end of each."""
+        self._buckets += buckets
 
     def end_step(self, step: array[int], now: int) -> None:
-        """A step has ended. `step`: its row, with a bucket for each reduction."""
+        """A step has ended. `step`: its row, with its buckets."""
         self.mark(now)
         if self._is_complete and len(self._marks) == step[NUM_PHASES] + 1:
-            self._unfinished.append(_Step(step, self._marks, self._recorded, self._reductions))
+            self._unfinished.append(_Step(step, self._marks, self._recorded, self._buckets))
             self._marks, self._recorded = self._marks[-1:], self._recorded[-1:]
-            self._reductions = []
+            self._buckets = []
         else:
             self._begin_anew(now)
         self.take_finished()
 
     def _begin_anew(self, now: int) -> None:
         """Begin with the next step as if it were the first: its times do not continue those of earlier steps."""
-        self._marks, self._recorded, self._reductions = [], [], []
+        self._marks, self._recorded, self._buckets = [], [], []
         self._unfinished.clear()
         self._elapsed_ns = 0
         self._shifts_ns = deque([now], maxlen=_NUM_SHIFTS)
@@ -131,12 +122,12 @@ class DeviceTimes:
         step[STALL_NS] = step[PACKING_NS] = 0  # the host has only launched them
         for number, offset in enumerate(offsets[:-1]):
             step[phase_begin(number)] = begin + offset
-        for number, reduction in enumerate(finished.reductions[: step[NUM_BUCKETS]]):
+        for number, (started_at, reduced_at) in enumerate(finished.buckets[: step[NUM_BUCKETS]]):
             bucket = bucket_start(step[NUM_PHASES], number)
-            started = begin + _ns_between(first, reduction.begin)
+            started = begin + _ns_between(first, started_at)
             for time in (READY, PACKED, LAUNCHED, STARTED):
                 step[bucket + time] = started
-            step[bucket + REDUCED] = begin + _ns_between(first, reduction.end)
+            step[bucket + REDUCED] = begin + _ns_between(first, reduced_at)
         self._elapsed_ns += offsets[-1]
 
 

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from torchring.accelerators import Accelerator
+from torchring.accelerators import Accelerator, Mark
 from torchring.dynamo import has_compiled
 from torchring.observe.loading import UNKNOWN, Loading, since
 from torchring.observe.recorder.cores import CoreQueue
-from torchring.observe.recorder.device_times import DeviceTimes, Reduction
+from torchring.observe.recorder.device_times import DeviceTimes
 from torchring.observe.recorder.records import (
     BUCKET_LENGTH,
     NUM_BYTES,
@@ -105,20 +105,20 @@ class Recorder(Observer):
         if self._device is None:
             self._device = DeviceTimes(device, time.perf_counter_ns())
 
-    def add_round(
-        self, buckets: Sequence[int], stall_ns: int, packing_ns: int, reductions: Sequence[Reduction] = ()
+    def add_reduction(
+        self, buckets: Sequence[int], stall_ns: int, packing_ns: int, marks: Sequence[tuple[Mark, Mark]] = ()
     ) -> None:
         """Buckets have been reduced.
 
         Args:
             buckets: a row for each bucket, one after the other, see `records.py`.
             stall_ns, packing_ns: as in a `StepRecord`.
-            reductions: the reductions of these buckets, on a device.
+            marks: begin and end of the all-reduce of each bucket, on a device.
         """
         if len(self._buckets) + len(buckets) > _MOST_NUMBERS:
             return
         if self._device is not None:
-            self._device.add_reductions(reductions)
+            self._device.add_buckets(marks)
         self._buckets += buckets
         self._stall_ns += stall_ns
         self._packing_ns += packing_ns

@@ -21,8 +21,8 @@ from torchring.linux import is_caught
 from torchring.observe import PROGRESS, TRACE, loading
 from torchring.observe.recorder import files
 from torchring.observe.recorder.recorder import Recorder
+from torchring.observe.recorder.recording import WorldRecorder
 from torchring.observe.recorder.records import ENDED_WELL
-from torchring.observe.recorder.rounds import WorldRecorder
 from torchring.threads import PeriodicThread, at_last
 from torchring.world import World
 

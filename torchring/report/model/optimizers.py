@@ -25,9 +25,9 @@ def of_optimizer(job: Job, timing: Steps) -> Job:
 
 
 def _run_info_of(run_info: RunInfo, timing: Steps) -> RunInfo:
-    """The same facts, with the parameters of each round, one round after the other."""
+    """The same facts, with the parameters of each reduction, one reduction after the other."""
     parameters: list[ParameterRecord] = []
-    for first, stop in itertools.pairwise([*timing.rounds, len(timing.bucket_indices)]):
+    for first, stop in itertools.pairwise([*timing.reductions, len(timing.bucket_indices)]):
         found = _find(run_info, timing.bucket_bytes[first:stop])
         parameters += (dataclasses.replace(p, bucket=p.bucket + first) for p in found.parameters if p.bucket >= 0)
     bucket_bytes = tuple(map(int, timing.bucket_bytes))

@@ -59,10 +59,10 @@ class Steps:
     loading_cpu: Array
     queued: Array
     exposed_queued: Array
-    # Of buckets: [B]. A step may have several rounds, as the backward of a GAN's generator through its discriminator
-    # does. Then buckets are numbered from 0 on over all rounds, and `rounds` says where each round begins.
+    # Of buckets: [B]. A step may have several reductions, as the backward of a GAN's generator through its
+    # discriminator does. Then buckets are numbered from 0 on over all of them, and `reductions` says where each begins.
     bucket_indices: tuple[int, ...]
-    rounds: tuple[int, ...]
+    reductions: tuple[int, ...]
     bucket_bytes: Array
     # Of each step, rank and bucket: [S, R, B]; NaN in steps that have another plan
     ready: Array
@@ -127,7 +127,7 @@ def tabulate(job: Job) -> tuple[Steps, ...]:
         queued=_ms([[step.queued_ns for step in row] for row in rows]),
         exposed_queued=_ms([[step.exposed_queued_ns for step in row] for row in rows]),
         bucket_indices=(),
-        rounds=(),
+        reductions=(),
         bucket_bytes=np.zeros(0),
         **{name: np.zeros((len(rows), len(job.traces), 0)) for name in BUCKET_TIMES},
         problems=tuple(problems),
@@ -139,7 +139,7 @@ def _with_buckets(timing: Steps, job: Job, plan: Plan | None, plans: Sequence[Pl
     """The same steps, with the buckets of one plan."""
     has_plan = [each == plan for each in plans]
     indices_and_bytes = plan or ()
-    rounds = _first_of_rounds([index for index, _ in indices_and_bytes])
+    reductions = _first_of_reductions([index for index, _ in indices_and_bytes])
     nothing = [[np.nan] * len(BUCKET_TIMES)] * len(indices_and_bytes)
     times = [
         [
@@ -156,8 +156,8 @@ def _with_buckets(timing: Steps, job: Job, plan: Plan | None, plans: Sequence[Pl
     return replace(
         timing,
         has_buckets=np.array(has_plan),
-        bucket_indices=tuple(i if len(rounds) > 1 else index for i, (index, _) in enumerate(indices_and_bytes)),
-        rounds=tuple(rounds),
+        bucket_indices=tuple(i if len(reductions) > 1 else index for i, (index, _) in enumerate(indices_and_bytes)),
+        reductions=tuple(reductions),
         bucket_bytes=np.array([num_bytes for _, num_bytes in indices_and_bytes], float),
         **fields,
     )
@@ -181,14 +181,14 @@ def typical(values: Any) -> float:
 
 
 def _sorted(step: StepRecord) -> list[BucketRecord]:
-    """One round after the other, each in the order of its plan."""
-    firsts = _first_of_rounds([bucket.index for bucket in step.buckets])
-    rounds = [step.buckets[a:b] for a, b in itertools.pairwise([*firsts, len(step.buckets)])]
-    return [bucket for each in rounds for bucket in sorted(each, key=lambda bucket: bucket.index)]
+    """One reduction after the other, each in the order of its plan."""
+    firsts = _first_of_reductions([bucket.index for bucket in step.buckets])
+    reductions = [step.buckets[a:b] for a, b in itertools.pairwise([*firsts, len(step.buckets)])]
+    return [bucket for each in reductions for bucket in sorted(each, key=lambda bucket: bucket.index)]
 
 
-def _first_of_rounds(indices: Sequence[int]) -> list[int]:
-    """Positions at which rounds begin: a round has no bucket twice."""
+def _first_of_reductions(indices: Sequence[int]) -> list[int]:
+    """Positions at which reductions begin: a reduction has no bucket twice."""
     firsts: list[int] = []
     seen: set[int] = set()
     for position, index in enumerate(indices):

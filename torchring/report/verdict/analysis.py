@@ -60,7 +60,7 @@ def analyse(
     pauses = find_pauses(every_step, critical)
     examined = [(without(each, pauses), its_critical) for each, its_critical in examined]
     timing = examined[0][0]
-    if len(examined) > 1 or len(timing.rounds) > 1:
+    if len(examined) > 1 or len(timing.reductions) > 1:
         job = of_optimizer(job, timing)
     path, reducing_path = critical.path[timing.counts], critical.path[timing.reduces]
     step, costs = spread(path.sum(1)), find_costs(timing, critical)

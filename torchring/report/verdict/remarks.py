@@ -75,11 +75,11 @@ def _about_optimizers(situation: Situation, num_optimizers: int) -> str:
         "optimizer counts as a step, and times are means over all of them. Buckets are those of the steps that send "
         f"{timing.bucket_bytes.sum() / 1e6:.3g} MB{names}: these steps take {share_in_words(share)} of the time."
     )
-    if len(timing.rounds) > 1:
+    if len(timing.reductions) > 1:
         remark += (
-            f" Their backward computes gradients for {len(timing.rounds)} optimizers, and all of them are reduced. If "
-            "only one of the optimizers steps then, call requires_grad_(False) on the parameters of the others before "
-            "forward, and requires_grad_(True) after backward."
+            f" Their backward computes gradients for {len(timing.reductions)} optimizers, and all of them are reduced. "
+            "If only one of the optimizers steps then, call requires_grad_(False) on the parameters of the others "
+            "before forward, and requires_grad_(True) after backward."
         )
     return remark
 

@@ -1,11 +1,11 @@
-"""A round: its state, what takes part in it beside the gradients, and what ranks tell each other in it.
+"""A reduction: its state, what takes part in it beside the gradients, and what ranks tell each other in it.
 
-A round is one reduction of all gradients of an optimizer. Features such as buffers and the replica check are
-participants of a round: each has a file in `torchring/participants/` and a line in `rooms.py`, and registers control
-bits by name. `Reducer` calls the participants, in one order on all ranks.
+A reduction reduces all gradients of an optimizer, once. Features such as buffers and the replica check are its
+participants: each has a file in `torchring/participants/` and a line in `rooms.py`, and registers control bits by name.
+`Reducer` calls the participants, in one order on all ranks.
 
-Control bits are what ranks tell each other in every round, in the wire buffer of the first bucket. The order of their
-names is the order on the wire, so ranks compare the names together with their parameters before the first round.
+Control bits are what ranks tell each other in every reduction, in the wire buffer of the first bucket. The order of
+their names is the order on the wire, so ranks compare the names, too, before the first reduction.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class ControlFields:
         return sums
 
 
-@functools.lru_cache(maxsize=64)  # most numbers are the same in every round
+@functools.lru_cache(maxsize=64)  # most numbers are the same in every reduction
 def encode_number(number: float, wire: torch.dtype) -> list[float]:
     """16 bits do not hold a number, so there each element is a binary digit, whose sum counts ranks."""
     if wire.itemsize > 2:
@@ -126,7 +126,7 @@ def _width(wire: torch.dtype) -> int:
 
 
 class NonFiniteGradient(NamedTuple):
-    """The first NaN or infinity of a round.
+    """The first NaN or infinity of a reduction.
 
     rank: whose gradient had it; None if only the sum over ranks overflowed.
     name: name of the parameter.
@@ -158,7 +158,7 @@ class NonFiniteGradient(NamedTuple):
 
 
 class Reducible(Protocol):
-    """A buffer that is reduced in a round: a bucket's, or that of the model's buffers."""
+    """A buffer that takes part in a reduction: a bucket's, or that of the model's buffers."""
 
     index: int
     """Among the buckets; the buffers come last."""
@@ -180,37 +180,37 @@ class Reducible(Protocol):
         """The wire comes back reduced."""
 
 
-class RoundPhase(enum.Enum):
-    """How far a round has come."""
+class ReductionPhase(enum.Enum):
+    """How far a reduction has come."""
 
     UNDER_WAY = "gradients are arriving, or being reduced"
     OVER = "every gradient has its result"
-    BROKEN_OFF = "the round was given up on this rank"
+    BROKEN_OFF = "the reduction was given up on this rank"
 
 
 @dataclass(eq=False)
-class RoundState:
-    """One round on this rank, from the first gradient to the last result.
+class Reduction:
+    """One reduction on this rank, from the first gradient to the last result.
 
     Attributes:
-        number: counts rounds. Ranks compare the number before they add up.
+        number: counts reductions. Ranks compare the number before they add up.
         step: number of the optimizer step, for error messages.
         hold: no bucket leaves before backward is over, and ranks have agreed which optimizers it has reached.
-        is_unordered: a backward may reach several optimizers, so ranks may begin rounds of these in different orders.
+        is_unordered: a backward may reach several optimizers, so ranks may begin their reductions in different orders.
         is_absent: this rank takes part without a gradient, and does not count.
         is_empty: no sample of this rank counts.
-        is_again: another round for the same backward, whose results are in `.grad`.
+        is_again: another reduction for the same backward, whose results are in `.grad`.
         factor: this rank's gradients are multiplied by it in the wire buffer.
         bits: control bits and numbers of this rank, by name.
         extra: leaves after all buckets, if there is anything.
         events: if given, hears what happens to each bucket.
         mark_ready: if given, called by all hooks, with the index of a parameter that has its gradient.
 
-        phase: what has become of the round.
+        phase: what has become of the reduction.
         num_launched: number of buckets that have left.
         sums: the control bits, summed over ranks. Known when all buckets are reduced.
         scale: another factor of the result.
-        non_finite: the first NaN or infinity, if there is one. On a device it may be of an earlier round.
+        non_finite: the first NaN or infinity, if there is one. On a device it may be of an earlier reduction.
 
         busy_seconds: time in which something was being reduced, waiting for peers included.
         exposed_seconds: the part of `busy_seconds` during which backward stood still.
@@ -232,7 +232,7 @@ class RoundState:
     events: BucketEvents | None = None
 
     # What has become of it
-    phase: RoundPhase = RoundPhase.UNDER_WAY
+    phase: ReductionPhase = ReductionPhase.UNDER_WAY
     num_launched: int = 0
     sums: ControlSums = field(default_factory=ControlSums)
     scale: float = 1.0
@@ -245,12 +245,12 @@ class RoundState:
 
     @property
     def next_number(self) -> int:
-        """If a bucket has left, peers are past this round, even if the round was broken off here."""
-        return self.number + (self.phase is RoundPhase.OVER or self.num_launched > 0)
+        """If a bucket has left, peers are past this reduction, even if it was broken off here."""
+        return self.number + (self.phase is ReductionPhase.OVER or self.num_launched > 0)
 
 
 class Participant:
-    """Takes part in the rounds of one optimizer, on all ranks alike. Overrides what it needs; only that is called.
+    """Takes part in the reductions of one optimizer, on all ranks alike. Overrides what it needs; only that is called.
 
     Attributes:
         bits, numbers, by_rank: names of its control bits, see `ControlFields`.
@@ -265,19 +265,19 @@ class Participant:
         """Collective: for a `Reducer` that has its buckets, and no hooks yet. `setup`: a `Setup`."""
         raise NotImplementedError
 
-    def on_begin(self, current: RoundState) -> None:
-        """A round begins; nothing has left. Set this rank's control bits in `current.bits`.
+    def on_begin(self, current: Reduction) -> None:
+        """A reduction begins; nothing has left. Set this rank's control bits in `current.bits`.
 
         May be collective, unless `current.is_unordered`.
         """
 
-    def on_message(self, current: RoundState) -> None:
+    def on_message(self, current: Reduction) -> None:
         """All buckets are reduced, and ranks know `current.sums`. Gradients are still to be handed out.
 
         May be collective. May raise an error that all ranks raise together (`errors.in_step`).
         """
 
-    def on_reduced(self, current: RoundState) -> None:
+    def on_reduced(self, current: Reduction) -> None:
         """Every gradient holds its result, and another backward may begin. May raise an error as `on_message` may."""
 
     def close(self) -> None:

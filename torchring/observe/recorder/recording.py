@@ -1,4 +1,4 @@
-"""Writes down the run and an optimizer's rounds, in the recorder of its world."""
+"""Writes down the run and an optimizer's reductions, in the recorder of its world."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torchring.accelerators import accelerator_of
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.layout import BucketLayout
-from torchring.gradients.round import Participant, RoundState
+from torchring.gradients.reduction import Participant, Reduction
 from torchring.linux import host_name, process_began_ns
 from torchring.observe.recorder.clocks import offsets_of
 from torchring.observe.recorder.recorder import Recorder
@@ -51,12 +51,12 @@ class WorldRecorder(Recorder):
         layout = None
         if wrapped.reducer is not None:
             layout = wrapped.reducer.layout
-            wrapped.reducer.take_in(RoundRecording(self, layout))
+            wrapped.reducer.take_in(ReductionRecording(self, layout))
         self.run_info = run_info(self.world, wrapped, layout, self.run_info)
 
 
-class RoundTimes:
-    """When the buckets of a round were reduced. `note` is called with each event, see `torchring.observer`.
+class ReductionTimes:
+    """The times of a reduction's buckets. `note` is called with each event, see `torchring.observer`.
 
     Attributes:
         rows: a row for each bucket that has left, one after the other, see `records.py`.
@@ -65,7 +65,7 @@ class RoundTimes:
         arrivals: of gradients, in nanoseconds by parameter index; -1 for none. Without stalls and copies until then.
     """
 
-    def __init__(self, current: RoundState, layout: BucketLayout, num_parameters: int) -> None:
+    def __init__(self, current: Reduction, layout: BucketLayout, num_parameters: int) -> None:
         self.rows: list[int] = []
         self.stall_ns = self.packing_ns = self.early_packing_ns = 0
         self.arrivals = [-1] * num_parameters
@@ -102,39 +102,40 @@ class RoundTimes:
         self._layout.launcher.mark_ready(index)
 
 
-class RoundRecording(Participant):
-    """Writes down where the time of one optimizer's rounds went, when gradients came, and the plan."""
+class ReductionRecording(Participant):
+    """Writes down where the time of one optimizer's reductions went, when gradients came, and the plan."""
 
     def __init__(self, recorder: Recorder, layout: BucketLayout) -> None:
         self._recorder = recorder
         self._layout = layout
         self._noted: tuple[Sequence[Bucket], str] = layout.buckets, layout.reason
-        # The round
-        self._times: RoundTimes | None = None
+        # The reduction
+        self._times: ReductionTimes | None = None
 
-    def on_begin(self, current: RoundState) -> None:
+    def on_begin(self, current: Reduction) -> None:
         self._note_plan()
         # Few, as writing them down takes time
         has_arrivals = 2 <= current.number < 6 or current.number % 64 == 63
         has_arrivals = has_arrivals and current.mark_ready is None and not current.is_unordered
         num_parameters = len(self._layout.specs) if has_arrivals else 0
-        self._times = times = RoundTimes(current, self._layout, num_parameters)
+        self._times = times = ReductionTimes(current, self._layout, num_parameters)
         current.events = times.note
         if has_arrivals:
             current.mark_ready = times.mark_ready
 
-    def on_message(self, current: RoundState) -> None:
+    def on_message(self, current: Reduction) -> None:
         recorder, began = self._recorder, self._recorder.backward_began
         times, self._times = self._times, None
-        if times is None:  # recording has begun in the midst of the round
+        if times is None:  # recording has begun in the midst of the reduction
             return
         if any(at >= 0 for at in times.arrivals):
             length = recorder.phase_began - began - times.stall_ns - times.early_packing_ns
             ready = tuple(at if at < 0 else max(0, at - began) for at in times.arrivals)
             recorder.arrivals.append(Arrivals(recorder.num_steps, max(0, length), ready))
-        recorder.add_round(times.rows, times.stall_ns, times.packing_ns, self._layout.agreement.reductions)
+        marks = [(work.begin, work.end) for work in self._layout.agreement.works]
+        recorder.add_reduction(times.rows, times.stall_ns, times.packing_ns, marks)
 
-    def on_reduced(self, current: RoundState) -> None:
+    def on_reduced(self, current: Reduction) -> None:
         self._note_plan()
 
     def _note_plan(self) -> None:
