@@ -118,7 +118,7 @@ def _weighed_batch(rank: int, size: int, micro: int) -> tuple[Tensor, Tensor, in
     n = _SHARES[size][micro][rank]
     x = (1 + rank) * torch.randn(abs(n), 2, 4, 4, generator=generator, dtype=torch.float64)
     y = torch.randn(abs(n), 3, generator=generator, dtype=torch.float64)
-    return (x * math.nan if n < 0 else x), y, max(n, 0)
+    return (x * math.nan if n < 0 else x), y, int(n > 0)
 
 
 def _weighed(rank: int, size: int) -> list[Any]:
@@ -138,13 +138,15 @@ def _weighed(rank: int, size: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_weights_are_those_of_samples_in_one_process(size: int) -> None:
+def test_a_batch_of_weight_zero_does_not_count(size: int) -> None:
     model, total = _model(torch.float64), 0
     for micro in range(3):
         batches = [_weighed_batch(rank, size, micro) for rank in range(size)]
         x, y = (torch.cat([batch[i] for batch in batches if batch[2]]) for i in range(2))
-        (nn.functional.mse_loss(model(x), y) * len(x)).backward()
-        total += len(x)
+        sizes = [len(batch[0]) for batch in batches if batch[2]]
+        losses = map(nn.functional.mse_loss, model(x).split(sizes), y.split(sizes))
+        sum(losses, start=torch.zeros(())).backward()
+        total += len(sizes)
     gradients = [p.grad / total for p in model.parameters() if p.grad is not None]
     for found, statistics, is_finite, after_weight_zero in run_pooled(_weighed, size):
         torch.testing.assert_close([found, statistics], [gradients, list(model.buffers())], rtol=1e-9, atol=1e-12)
@@ -159,9 +161,9 @@ def _unclear_weights(rank: int, size: int, how: str) -> str:
 
     def run() -> None:
         result = model(x)
-        optimizers[0].weigh(0 if how == "weight 0 after forward" and rank == 1 else 2 + rank)
-        if how != "one of two":
-            optimizers[1].weigh(7 if how == "not the same" else optimizers[0]._sync.batch_weight)  # type: ignore[union-attr]
+        optimizers[0].weigh(5 if how == "a number of samples" else 1 - rank)
+        if how == "weight 0 after forward":
+            optimizers[1].weigh(1 - rank)
         result.sum().backward()
 
     return attempt(run)
@@ -171,8 +173,8 @@ def _unclear_weights(rank: int, size: int, how: str) -> str:
     ("how", "said"),
     [
         ("weight 0 after forward", "so its forward must know the weight: call weigh(0) before forward"),
-        ("not the same", "optimizers have the weights 2, 7 while SyncBatchNorm's backward runs"),
-        ("one of two", "reaches 2.weight, too, whose optimizer has the weight None"),
+        ("a number of samples", "a batch has weight 5, and SyncBatchNorm's backward takes only weigh(1), and weigh(0)"),
+        ("one of two", "a batch has weight 0: call weigh(0) on all optimizers of the model"),
     ],
 )
 def test_weights_that_are_not_clear_are_refused(how: str, said: str) -> None:

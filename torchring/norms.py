@@ -42,16 +42,16 @@ class SyncBatchNorm(_BatchNorm):
     In training, `forward` and its backward are collective: all ranks must run the same SyncBatchNorm layers in the
     same order, inside `no_sync()`, too. Statistics are computed in fp32, of fp64 inputs in fp64.
 
-    Weights (`optimizer.weigh(n)`) count here, too: gradients are those of one process that has all samples. A batch of
-    weight 0 is left out of the statistics, so call `weigh(0)` before `forward`.
+    A batch of weight 0 is left out of the statistics, so call `weigh(0)` before `forward`, on all optimizers, and
+    `weigh(1)` on ranks that have a batch. Its backward takes no other weights.
 
     The arguments are those of torch.nn.BatchNorm2d. num_features is C, of inputs of shape [N, C] or [N, C, ...].
 
     Raises (from `forward` and backward):
         ValueError: the input has fewer than two dimensions, or the ranks together have fewer than two values of a
             channel.
-        GradientError: the batch has got weight 0, or lost it, between `forward` and backward; or one backward reaches
-            optimizers that were given different weights.
+        GradientError: the batch has got weight 0, or lost it, between `forward` and backward; it has a weight that is
+            neither 0 nor 1; or it has weight 0 with some of the optimizers only.
         PlanMismatchError: ranks run different layers, or one of them runs forward where another runs backward.
         PeerLostError: another rank died.
         PeerTimeoutError: another rank did not run the layer within the timeout.
@@ -140,9 +140,6 @@ class _Normalize(torch.autograd.Function):
 
     Values of batches of weight 0 do not count. If there are no others, they are normalised by themselves, and the
     number is 0.
-
-    With weights, the gradients of rank r are multiplied by its weight n_r later, where ranks add them up. The loss is
-    then the sum of n_s L_s over ranks s. So backward adds up n_s times what rank s has, and divides the sum by n_r.
     """
 
     @staticmethod
@@ -186,55 +183,45 @@ class _Normalize(torch.autograd.Function):
         own = torch.stack([gradient.sum(dims), (gradient * centred).sum(dims)])
         of_input: Tensor | None = None
         if ctx.needs_input_grad[0]:
-            if sums := _sum_weighted(ctx, own, input):
-                of_mean, of_deviation = (each / ctx.count for each in sums)
+            is_left_out = _is_left_out(ctx, input)
+            sent = torch.zeros_like(own) if is_left_out else own
+            sums = _gather(ctx.world(), sent, 0, f"{ctx.label} backward")[1:]
+            if is_left_out:
+                of_input = torch.zeros_like(input)
+            else:
+                of_mean, of_deviation = ((part.sum(0) / ctx.count).to(own.dtype) for part in sums)
                 factor = inverse_deviation if weight is None else inverse_deviation * weight.to(own.dtype)
                 centred *= _along_channels(inverse_deviation.square() * of_deviation, input)
                 of_normal = gradient - _along_channels(of_mean, input) - centred
                 of_input = (of_normal * _along_channels(factor, input)).to(input.dtype)
-            else:
-                of_input = torch.zeros_like(input)
         of_weight = (own[1] * inverse_deviation).to(weight.dtype) if ctx.needs_input_grad[1] else None
         of_bias = own[0].to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return of_input, of_weight, of_bias, None, None, None
 
 
-def _sum_weighted(ctx: Any, own: Tensor, input: Tensor) -> list[Tensor]:
-    """Collective: both rows of `own`, summed over ranks as `_Normalize` says. Nothing if this rank's weight is 0."""
+def _is_left_out(ctx: Any, input: Tensor) -> bool:
+    """Whether the batch whose backward runs has weight 0. Raises GradientError if it has a weight that is not clear."""
     world = ctx.world()
     if world is None or not world.is_open:
         raise ValueError("torchring.shutdown() was called between forward and backward of a SyncBatchNorm layer")
     group = world.shared(OptimizerGroup)
-    weight = _weight_in_backward(group, ctx.is_left_out if input.numel() else None)
-    factor = 1.0 if weight is None else weight
-    weighted = own.double() * factor if factor else torch.zeros_like(own)
-    weights, *everybody = _gather(world, weighted, -1.0 if weight is None else weight, f"{ctx.label} backward")
-    if weights.min() != weights.max() or not factor:  # equal weights cancel
-        group.note_norm(weight)
-    return [(part.sum(0) / factor).to(own.dtype) for part in everybody] if factor else []
-
-
-def _weight_in_backward(group: OptimizerGroup, was_left_out: bool | None) -> float | None:
-    """The weight of the batch whose backward runs, None if it has none. Raises GradientError if it is not clear.
-
-    Args:
-        was_left_out: whether forward has left the batch out. None if it is empty.
-    """
-    given = sorted(group.batch_weights())
-    weight = given[0] if given else None
-    if len(given) > 1:
+    given = group.batch_weights()
+    if other := given - {None, 0.0, 1.0}:
         group.refuse(
             "SyncBatchNorm's backward",
-            f"optimizers have the weights {', '.join(f'{each:g}' for each in given)} while SyncBatchNorm's backward "
-            "runs, which takes one weight: call weigh() right before the backward() that it is for",
+            f"a batch has weight {max(other):g}, and SyncBatchNorm's backward takes only weigh(1), and weigh(0) for a "
+            "batch that does not count: leave weigh() out and give ranks equally many samples, or wrap the optimizer "
+            'with op="sum" and add up the losses of samples, divided by their number on all ranks',
         )
-    if was_left_out is not None and was_left_out != (weight == 0):
+    if 0.0 in given and len(given) > 1:
+        group.refuse("SyncBatchNorm's backward", "a batch has weight 0: call weigh(0) on all optimizers of the model")
+    if input.numel() and ctx.is_left_out != (0.0 in given):
         group.refuse(
             "SyncBatchNorm's backward",
             "SyncBatchNorm leaves a batch of weight 0 out of its statistics, so its forward must know the weight: call "
             "weigh(0) before forward, or give the model an empty batch",
         )
-    return weight
+    return 0.0 in given
 
 
 def _gather(world: World, own: Tensor, number: float, detail: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,6 @@ import torch
 from torchring.collectives.join import Join
 from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.errors import GradientError, PlanMismatchError, RingError, in_step, ranks_in_words
-from torchring.gradients.hooks import BackwardWatch
 from torchring.gradients.launcher import Launcher
 from torchring.gradients.ledger import StaleGradients
 from torchring.gradients.module_wrappers import MODULE_WRAPPERS, explain
@@ -162,8 +161,6 @@ class OptimizerGroup:
     def __init__(self, world: World) -> None:
         self.members = Members(world)
         self._world = world
-        self._norm_weights: set[float | None] = set()  # that SyncBatchNorm has used in the backward under way
-        self._norm_watch = BackwardWatch(self._norms_ended, self._norm_weights.clear)
         self._loose: Any = None
         if world.size > 1 and world.rank == 0:
             self._loose = room("loose optimizers").LooseOptimizers(self.members, self.owned)
@@ -191,32 +188,9 @@ class OptimizerGroup:
         """Number of steps that this rank has made, with all optimizers."""
         return sum(member.num_steps for member in self.members)
 
-    def batch_weights(self) -> set[float]:
+    def batch_weights(self) -> set[float | None]:
         """The weights that optimizers have for the batch whose forward or backward runs: several if they differ."""
-        return {weight for member in self.members if (weight := member.batch_weight) is not None}
-
-    def note_norm(self, weight: float | None) -> None:
-        """SyncBatchNorm's backward has reckoned with this weight, where ranks have different ones."""
-        self._norm_weights.add(weight)
-        if not self._norm_watch.is_armed:
-            self._norm_watch.arm()
-
-    def _norms_ended(self) -> None:
-        self._check_norms()
-        self._norm_weights.clear()
-
-    def _check_norms(self) -> None:
-        """Raise GradientError if the backward under way has reached an optimizer that has another weight."""
-        for weight in self._norm_weights:
-            for member in self.members:
-                if member.in_backward and member.batch_weight != weight:
-                    self.refuse(
-                        _END,
-                        f"SyncBatchNorm has used the weight {weight} in a backward() that reaches "
-                        f"{member.specs[0].name}, too, whose optimizer has the weight {member.batch_weight}. "
-                        "Before each backward(), call weigh() on all optimizers that it reaches, with one weight; or "
-                        "freeze the other parameters meanwhile (requires_grad_(False))",
-                    )
+        return {member.batch_weight for member in self.members}
 
     def refuse(self, what: str, reason: str) -> NoReturn:
         """Raise GradientError in the midst of `what`, which other ranks may wait for. They hear of it."""
@@ -273,7 +247,6 @@ class OptimizerGroup:
     def end_backward(self, caller: Reducer) -> None:
         """A backward that reached `caller` is about to return: finish the members that it has reached."""
         members = self.members
-        self._check_norms()
         reached = [member for member in (caller, *members) if member.in_backward]
         is_local = not any(member.wants_reduction for member in reached)
         is_silent = not members.are_several or self._world.failure is not None  # nobody to agree with
@@ -380,7 +353,6 @@ class OptimizerGroup:
         """The world is closing: gradients of its optimizers stay local from now on."""
         for member in self.members:
             member.close()
-        self._norm_watch.close()
         if self._loose is not None:
             self._loose.close()
 
