@@ -47,7 +47,7 @@ def topology_of(allowed: set[int], root: Path = Path("/sys")) -> Topology:
         (root / "devices/system/node").glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:])
     )
     members = [numbers_in(node.read_text()) & allowed for node in nodes]
-    members.append(allowed.difference(*members))  # of no node, as on machines without NUMA
+    members.append(allowed.difference(*members))  # of no node, as on hosts without NUMA
     return [sorted({cores[cpu] for cpu in member}) for member in members if member]
 
 
@@ -108,7 +108,7 @@ def bind(mode: str, index: int, size: int, allowed: set[int], root: Path = Path(
 
 
 def describe(allowed: set[int], root: Path = Path("/sys")) -> str:
-    """The machine, in words: sockets, NUMA nodes, physical cores, and how many of its cores may be used."""
+    """The host, in words: sockets, NUMA nodes, physical cores, and how many of its cores may be used."""
     everything = numbers_in((root / "devices/system/cpu/online").read_text())
     topology = topology_of(everything, root)
     packages = (root / f"devices/system/cpu/cpu{cpu}/topology/physical_package_id" for cpu in everything)
@@ -128,7 +128,7 @@ def advice(num_ranks: int, threads: int, num_cores: int, num_physical_cores: int
     Args:
         threads: that each rank computes with.
         num_cores, num_physical_cores: that the ranks may use together; the former with hardware threads.
-        num_online: cores of the machine, with hardware threads.
+        num_online: cores of the host, with hardware threads.
     """
     ranks = "the rank of this host" if num_ranks == 1 else f"the {num_ranks} ranks of this host"
     if num_ranks > num_cores < num_online:
@@ -146,7 +146,7 @@ def look_at_cores(numbers: tuple[int, int, int, int], *, speaks: bool) -> None:
     """Say once what keeps the ranks of this host from its cores. Keep workers of data loaders off those of a rank.
 
     Args:
-        numbers: of ranks, threads and cores, as for `advice`, but for those of the machine.
+        numbers: of ranks, threads and cores, as for `advice`, but for those of the host.
         speaks: of ranks of other hosts, the same would be said.
     """
     text = advice(*numbers, os.cpu_count() or 1)

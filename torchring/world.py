@@ -81,7 +81,7 @@ class World:
     Attributes:
         host: the ranks that share memory with this rank.
         hosts: all ranks, grouped by shared memory, in order of each group's first rank.
-        machines_differ: how the machines of the ranks differ, if they do; else "".
+        platforms_differ: how the platforms of the ranks differ, if they do; else "".
         num_reductions: number of reductions of gradients, by all optimizers of this rank.
         advice: what peers are told to do that still need this rank when its script has ended.
         failure: the error that broke this world. A broken world sends nothing more.
@@ -114,7 +114,7 @@ class World:
         self.host: HostGroup | None = None
         self.hosts: tuple[tuple[int, ...], ...] = ((rank,),)
         self._cores = os.sched_getaffinity(0)  # of the ranks of this host
-        self.machines_differ = ""
+        self.platforms_differ = ""
 
         # Options
         self.backend = backend
@@ -164,7 +164,7 @@ class World:
             "host": self.host.ranks,
             "cores": sorted(os.sched_getaffinity(0)),
             "backend": self.backend,
-            "machine": _machine(),
+            "platform": _platform(),
         }
         cards = [json.loads(text) for text in rendezvous.all_gather("world", json.dumps(mine).encode())]
         if len(first := {card["backend"]: peer for peer, card in reversed([*enumerate(cards)])}) > 1:
@@ -172,12 +172,12 @@ class World:
             raise TopologyError(f"ranks were given different backends: {named}; give all the same", rank=self.rank)
         self.hosts = tuple(sorted({tuple(card["host"]) for card in cards}))
         self._cores = set().union(*(cards[peer]["cores"] for peer in self.host.ranks))
-        self.machines_differ = differences([card["machine"] for card in cards])
-        if self.machines_differ and self.rank == 0:
+        self.platforms_differ = differences([card["platform"] for card in cards])
+        if self.platforms_differ and self.rank == 0:
             _logger.warning(
                 "the ranks do not compute alike: %s. So the last bits of their parameters may differ, and torchring "
                 "gives all ranks the parameters of rank 0 now and then",
-                self.machines_differ,
+                self.platforms_differ,
             )
         rendezvous.confirm_opening()
 
@@ -316,7 +316,7 @@ class World:
             self.host = None
 
 
-def _machine() -> dict[str, str]:
+def _platform() -> dict[str, str]:
     """The facts that decide the last bits of a result on the CPU."""
     return {
         "architecture": platform.machine(),
@@ -327,14 +327,14 @@ def _machine() -> dict[str, str]:
     }
 
 
-def differences(machines: Sequence[Mapping[str, str]]) -> str:
-    """Describes how the machines of the ranks differ; "" if they do not.
+def differences(platforms: Sequence[Mapping[str, str]]) -> str:
+    """Describes how the platforms of the ranks differ; "" if they do not.
 
     Example: "torch is 2.12.0 on rank 1, 2.13.0 on rank 0".
     """
     found = []
-    for what in machines[0]:
-        first_with = {machine[what]: rank for rank, machine in reversed([*enumerate(machines)])}
+    for what in platforms[0]:
+        first_with = {each[what]: rank for rank, each in reversed([*enumerate(platforms)])}
         if len(first_with) > 1:
             found.append(
                 f"{what} is " + ", ".join(f"{value} on rank {first_with[value]}" for value in sorted(first_with))

@@ -206,10 +206,10 @@ def test_hosts_are_filled_in_order() -> None:
         share_out(hosts, 10)
 
 
-def test_names_of_this_machine() -> None:
+def test_names_of_this_host() -> None:
     assert all(map(is_here, ("localhost", "127.0.0.1", "[::1]", socket.gethostname())))
     assert not any(map(is_here, ("192.0.2.1", "torchring.invalid", "someone@localhost", "[2001:db8::1]")))
-    names = run_module.as_this_machine([Host("far", 1), Host("localhost", 2), Host("127.0.0.1", 3)])
+    names = run_module.as_this_host([Host("far", 1), Host("localhost", 2), Host("127.0.0.1", 3)])
     assert names == [Host("far", 1), Host("localhost", 5)]
 
 

@@ -941,9 +941,9 @@ def first_error(train_step: Callable[[int], None]) -> GradientError:
 
 def _of_two_kinds(rank: int, world_size: int) -> tuple[str, list[str], str]:
     """On rank 1 the last bits differ, and in the end a number does."""
-    machine = {"architecture": "x86_64", "torch": ["2.13.0", "2.12.1"][rank]}
+    platform = {"architecture": "x86_64", "torch": ["2.13.0", "2.12.1"][rank]}
     with (
-        mock.patch.object(world, "_machine", return_value=machine),
+        mock.patch.object(world, "_platform", return_value=platform),
         mock.patch.object(replicas, "STEPS_BETWEEN_CHECKS", 4),
         logged() as texts,
     ):

@@ -22,7 +22,7 @@ _LONGEST_NAME: Final = 107  # bytes of a socket's name; PyTorch copies a longer 
 def describe_handover() -> dict[str, str]:
     """The facts that the ranks exchange for `why_no_handover`.
 
-    "processes" and "folder" identify the numbering of processes and the folder, on one machine. "trouble" is the reason
+    "processes" and "folder" identify the numbering of processes and the folder, on one host. "trouble" is the reason
     why this rank cannot have a socket, or "".
     """
     folder = next((os.environ[name] for name in _FOLDER_VARIABLES if name in os.environ), "/tmp")

@@ -70,7 +70,7 @@ def run(
     Args:
         func: the function to call. It calls `init` itself.
         num_proc, np: number of processes.
-        hosts: "a:2,b:2"; this machine by default. The first host gets the lowest ranks.
+        hosts: "a:2,b:2"; this host by default. The first host gets the lowest ranks.
         hostfile: a file with a line `a slots=2` for each host, in place of `hosts`.
         ssh_port, ssh_identity_file: for hosts that are reached through ssh.
         output_filename: a folder, in which rank N's output is also written to rankN.log.

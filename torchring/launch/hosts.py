@@ -1,4 +1,4 @@
-"""The hosts of a launch: reads lists of hosts, fills them with processes, and finds out which one is this machine."""
+"""The hosts of a launch: reads lists of hosts, fills them with processes, and finds out which one is this one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True)
 class Host:
-    """A machine, and the number of processes that it takes."""
+    """A host of a launch, and the number of processes that it takes."""
 
     name: str
     slots: int
@@ -141,8 +141,8 @@ def share_out(hosts: Sequence[Host], num_proc: int | None) -> list[Host]:
     return filled
 
 
-def as_this_machine(hosts: Sequence[Host]) -> list[Host]:
-    """Merge hosts that are all names of this machine into one."""
+def as_this_host(hosts: Sequence[Host]) -> list[Host]:
+    """Merge hosts that are all names of this host into one."""
     here = [host for host in hosts if is_here(host.name)]
     if len(here) < 2:
         return list(hosts)
@@ -151,7 +151,7 @@ def as_this_machine(hosts: Sequence[Host]) -> list[Host]:
 
 
 def is_here(name: str) -> bool:
-    """Return True if the host is this machine: its name resolves to an address of this machine."""
+    """Return True for a name of this host: it resolves to an address of this host."""
     name = name.strip("[]")
     if "@" in name:  # another user, whose files and environment may differ
         return False
@@ -184,7 +184,7 @@ def resolvable(name: str) -> str:
 
 
 def address_towards(name: str) -> str:
-    """This machine's address on the network of the named host. The likeliest address if the name does not resolve."""
+    """This host's address on the network of the named host. The likeliest address if the name does not resolve."""
     with contextlib.suppress(OSError):
         family, kind, _, _, address = socket.getaddrinfo(_without_user(name), 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -194,7 +194,7 @@ def address_towards(name: str) -> str:
 
 
 def why_no_loopback() -> str | None:
-    """Why ranks of this machine cannot meet. torch would try for a minute, and not say why."""
+    """Why ranks of this host cannot meet. torch would try for a minute, and not say why."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=_LOOPBACK_SECONDS).close()

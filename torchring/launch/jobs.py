@@ -32,7 +32,7 @@ _PLACEMENT: Final = Path(__file__).parents[1] / "placement.py"
 
 @dataclass
 class Job:
-    """One reaper, on this machine or behind ssh, srun or kubectl, and the command that it runs."""
+    """One reaper, on this host or behind ssh, srun or kubectl, and the command that it runs."""
 
     name: str
     command: list[str]
@@ -96,11 +96,11 @@ def host_job(
     patience: float | None = None,
     title: str = "",
 ) -> Job:
-    """A job on this machine, or on another one through ssh, srun or kubectl.
+    """A job on this host, or on another one through ssh, srun or kubectl.
 
     Args:
         env: variables to set for the command.
-        environ: the other variables of a command on this machine, and of one that srun starts. Through ssh, see
+        environ: the other variables of a command on this host, and of one that srun starts. Through ssh, see
             `forwarded`.
         silence: seconds without a heartbeat, after which a reaper of another host ends the command.
         sharing: if the command is one of so many ranks of the host, which share its cores equally: their number. It

@@ -1,10 +1,10 @@
-"""`torchring run` starts a Python program on N processes, of this machine or of several.
+"""`torchring run` starts a Python program on N processes, of this host or of several.
 
-    this machine    torchrun's agent (agent.py)
+    this host       torchrun's agent (agent.py)
     several hosts   mpirun (Open MPI), if it and mpi4py are installed; else torchrun's agent on each, over ssh, or over
                     srun or kubectl if asked:
 
-        start ---- pipe -------- reaper --- agent ---- ranks        this machine
+        start ---- pipe -------- reaper --- agent ---- ranks        this host
               ---- ssh's stdin - reaper --- agent ---- ranks        another
 
 When the process of `start` ends, even by SIGKILL, its pipes close, and the reapers (reaper.py) end all processes.
@@ -36,7 +36,7 @@ from torchring.launch.hosts import (
     HostPlan,
     LaunchError,
     address_towards,
-    as_this_machine,
+    as_this_host,
     is_here,
     resolvable,
     share_out,
@@ -86,15 +86,15 @@ def start(
 
     Call `start` from the main thread: SIGINT, SIGTERM and SIGHUP end all processes, and then `start` returns. A second
     signal kills the processes at once. Their output is shown in whole lines. Rank 0 reads this process's standard input
-    if rank 0 is on this machine; the other ranks read nothing.
+    if rank 0 is on this host; the other ranks read nothing.
 
     Args:
         command: the arguments of `python`: a script, or `-m` and a module, and their arguments.
         num_proc: number of processes. By default all slots of `hosts`, or 1 without hosts.
-        hosts: by default this machine. The first host gets the lowest ranks.
+        hosts: by default this host. The first host gets the lowest ranks.
         env: variables to set for the processes, on every host. Other hosts get these variables, PYTHONPATH,
             OMP_NUM_THREADS and HOROVOD_*, and no others.
-        launcher: "local" (this machine only), "mpirun", "ssh", "srun" (inside an allocation of Slurm), or
+        launcher: "local" (this host only), "mpirun", "ssh", "srun" (inside an allocation of Slurm), or
             "auto".
         output: how to show the output of the processes. With ssh, each host writes the log files of its own ranks.
         ssh_options: arguments for ssh, such as -p and a port. With them, "auto" prefers ssh to mpirun.
@@ -111,13 +111,13 @@ def start(
         raise LaunchError(f"launcher must be one of {', '.join(LAUNCHERS)}, got {launcher!r}")
     if hosts is None:
         hosts = [Host("localhost", num_proc or 1)]
-    filled = as_this_machine(share_out(hosts, num_proc))
+    filled = as_this_host(share_out(hosts, num_proc))
     launcher = _choose(filled, launcher, prefers_ssh=bool(ssh_options))
     if launcher == "local" and (trouble := why_no_loopback()):
         raise LaunchError(trouble)
     env, output = {JOB: secrets.token_hex(16), **(env or {})}, output or OutputOptions()
     if launcher == "mpirun":
-        # mpirun sends values to other hosts in messages. In its command line, all users of the machine could read them.
+        # mpirun sends values to other hosts in messages. In its command line, all users of the host could read them.
         environ = {**os.environ, **env}
         jobs = [
             Job("mpirun", _mpirun(filled, command, env, bind), environ, options={"title": "mpirun"}, is_mpirun=True)
@@ -284,7 +284,7 @@ def _agents(
 def _rendezvous_endpoint(hosts: Sequence[Host]) -> tuple[str, int]:
     """An address of the first host that the others can reach, and a port.
 
-    The port is free if the first host is this machine.
+    The port is free if the first host is this host.
     """
     first = hosts[0].name
     if not is_here(first):

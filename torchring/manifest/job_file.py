@@ -1,4 +1,4 @@
-"""Reads job files: what to run, on how many machines, with what."""
+"""Reads job files: what to run, on how many hosts, with what."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SEVERAL_MB: Final = 1 << 22  # Python alone takes more
 
 @dataclass(frozen=True)
 class Job:
-    """What a job file says. A worker is a machine or a pod.
+    """What a job file says. A worker is a host or a pod.
 
     Attributes:
         name: of the job, and of its objects in Kubernetes.
@@ -65,7 +65,7 @@ _KEYS: Final = [key.name for key in fields(Job)]
 
 
 def read_job(path: str) -> Job:
-    """The job of a file. Raises LaunchError for what is not a job file, and for a job that no machine can run."""
+    """The job of a file. Raises LaunchError for what is not a job file, and for a job that no host can run."""
     try:
         with open(path) as file:
             text = file.read(_MOST_LETTERS + 1)

@@ -11,7 +11,7 @@ A script may move parameters between two backwards, on each rank its own way, an
 does. So where parameters differ at the end of a reduction, ranks compare again in the step, or in the next reduction if
 that comes first.
 
-Machines of two kinds round differently, so their parameters drift apart by last bits. Where that is all, a comparison
+Platforms of two kinds round differently, so parameters drift apart by last bits. Where that is all, a comparison
 gives all ranks the parameters of rank 0.
 """
 
@@ -152,7 +152,7 @@ class ReplicaCheck(Participant):
         everybody = torch.stack(internal_collectives_of(self._world).all_gather(mine))
         steps = everybody[:, 0, 0].tolist()
         is_other = (everybody != everybody[0])[:, 1:].any(dim=2)  # [ranks, parameters]
-        if is_other.any() and len(set(steps)) == 1 and self._world.machines_differ:
+        if is_other.any() and len(set(steps)) == 1 and self._world.platforms_differ:
             is_other = self._adopt_first(is_other.any(dim=0))
         if not is_other.any():
             self._are_apart = False
@@ -167,9 +167,9 @@ class ReplicaCheck(Participant):
         parameter, name = list(self._names.items())[index]
         differ = f"{ranks_in_words(others)} {'differs' if len(others) == 1 else 'differ'}"
         cause = self._cause(steps, parameter)
-        if self._world.machines_differ:
+        if self._world.platforms_differ:
             cause += (
-                f". The ranks' machines differ, too, but only last bits differ by that: {self._world.machines_differ}"
+                f". The ranks' platforms differ, too, but only last bits differ by that: {self._world.platforms_differ}"
             )
         raise in_step(
             GradientError(

@@ -1,4 +1,4 @@
-"""The addresses of this machine: of its network interfaces, for other hosts, and the address at which Gloo listens."""
+"""The addresses of this host: of its network interfaces, for other hosts, and the address at which Gloo listens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def list_interfaces() -> list[list[str]]:
 
 
 def own_addresses() -> list[str]:
-    """The addresses at which other hosts may reach this machine, the likeliest first, and the host name last."""
+    """The addresses at which other hosts may reach this host, the likeliest first, and the host name last."""
     found = []
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # sends nothing, but chooses the interface of the default route
@@ -59,11 +59,11 @@ def gloo_address(environ: Mapping[str, str], interfaces: Sequence[Sequence[str]]
     """The address at which Gloo listens, as torch.distributed chooses it.
 
     GLOO_SOCKET_IFNAME decides if it is set: Gloo takes the address of the first interface that the variable names.
-    Otherwise Gloo takes the first address in `resolved` that belongs to this machine, or 127.0.0.1 if none does.
+    Otherwise Gloo takes the first address in `resolved` that belongs to this host, or 127.0.0.1 if none does.
 
     Args:
         interfaces: what `list_interfaces` returns.
-        resolved: the addresses of this machine's host name, from `resolve`.
+        resolved: the addresses of this host's name, from `resolve`.
 
     Returns "" if GLOO_SOCKET_IFNAME names an interface that does not exist.
     """

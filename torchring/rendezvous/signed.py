@@ -1,6 +1,6 @@
 """A store in which processes that know a secret tell their values from those of strangers.
 
-Whoever reaches a TCPStore can write to it: on a machine, all its users. `torchring run` gives its ranks a secret in
+Whoever reaches a TCPStore can write to it: on a host, all its users. `torchring run` gives its ranks a secret in
 their environment, which only their user can read. The secret itself is never in the store.
 """
 
@@ -96,7 +96,7 @@ class SignedStore(Store):
         if not hmac.compare_digest(found, self._sealed(key, value)):
             raise TopologyError(
                 f"the rendezvous store has a value under {self.prefix + key!r} that no process of this job has put "
-                "there: another job may use the same address and port, or another user of the machine or network may "
+                "there: another job may use the same address and port, or another user of the host or network may "
                 "have written to the store. Start the job again; give each job a MASTER_PORT of its own, and see "
                 "SECURITY.md"
             )

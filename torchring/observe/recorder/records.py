@@ -141,7 +141,7 @@ class OptimizerRecord:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What was run: the process, its machine, and how the optimizer was wrapped."""
+    """What was run: the process, its host, and how the optimizer was wrapped."""
 
     # In the world
     rank: int = 0
