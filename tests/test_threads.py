@@ -100,10 +100,14 @@ def test_what_a_task_refers_to_is_gone_before_anybody_is_woken() -> None:
     worker.close()
 
 
-def test_the_thread_ends() -> None:
+@pytest.mark.parametrize("closes", [True, False])
+def test_the_thread_ends(closes: bool) -> None:
     worker = SerialThread("a-worker-that-ends")
     worker.submit(lambda: None).result(10)
-    worker.close()
+    if closes:
+        worker.close()
+    else:
+        del worker
     end = time.monotonic() + 10
     while any(thread.name == "a-worker-that-ends" for thread in threading.enumerate()):
         assert time.monotonic() < end

@@ -36,11 +36,15 @@ def is_done_within(future: Future[Any], seconds: float) -> bool:
 
 
 class SerialThread:
-    """Runs submitted functions one after the other, on a thread that starts with the first function."""
+    """Runs submitted functions one after the other, on a thread that starts with the first function.
+
+    The thread ends when this object is closed, or is gone.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        weakref.finalize(self, self._tasks.put, None).atexit = False  # at exit, `close` is called
         self._thread: threading.Thread | None = None
         self._lock = threading.RLock()  # a signal handler may submit or close, too
         self._is_closed = False
@@ -56,7 +60,7 @@ class SerialThread:
                 future.cancel()
                 return future
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                self._thread = threading.Thread(target=_work_off, args=(self._tasks,), name=self._name, daemon=True)
                 self._thread.start()
                 end_at_exit(self, self._thread)
             self._tasks.put((future, function))
@@ -81,25 +85,27 @@ class SerialThread:
         if self._thread is not None:
             self._thread.join(seconds)
 
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            future, function = task
-            del task
-            if not future.set_running_or_notify_cancel():
-                continue
-            result, error = None, None
-            try:
-                result = function()
-            except BaseException as caught:  # raised where somebody waits for the future
-                error = caught
-            # Delete the function before waking anybody: else this thread might destroy what the function refers to,
-            # such as an engine's handle, while the interpreter exits, which ends the process with SIGABRT.
-            del function
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
-            del future, result, error
+
+def _work_off(tasks: queue.SimpleQueue[_Task | None]) -> None:
+    """Without the `SerialThread`, which nothing else may refer to any more."""
+    while (task := tasks.get()) is not None:
+        future, function = task
+        del task
+        if not future.set_running_or_notify_cancel():
+            continue
+        result, error = None, None
+        try:
+            result = function()
+        except BaseException as caught:  # raised where somebody waits for the future
+            error = caught
+        # Delete the function before waking anybody: else this thread might destroy what the function refers to,
+        # such as an engine's handle, while the interpreter exits, which ends the process with SIGABRT.
+        del function
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+        del future, result, error
 
 
 class PeriodicThread:

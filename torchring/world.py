@@ -243,8 +243,8 @@ class World:
             return
         self.failure = error
         if self.host is not None:
+            self.host.abort(error)  # first: the way to the store, for ranks of other hosts, may be cut
             self.host.report_failure(error)
-            self.host.abort(error)
         for channel in [*self._told_of_failure][::-1]:
             channel.fail(error)
         if self.rendezvous is not None and not self.shares_memory:  # ranks of other hosts may be opening a channel

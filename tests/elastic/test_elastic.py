@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 import torchring
 from tests.support.elastic_job import ElasticJob, Slots, is_last, note
 from tests.support.harness import count_open_fds, patient, run_ranks, run_script
+from torchring.default_world import default_world
 from torchring.elastic.worker import worker as workers
 from torchring.elastic.worker.checkpoint import newest_step
 
@@ -90,7 +91,11 @@ def train_worker(
     @torchring.elastic.run
     def train(state: Any) -> None:
         patience = workers._the_worker._store.timeout.total_seconds()
-        layout = [torchring.size(), torchring.num_nodes(), torchring.local_size()]
+        hosts, rank = default_world().hosts, torchring.rank()
+        place = next(ranks.index(rank) for ranks in hosts if rank in ranks)
+        # By what there are links to other ranks: a rank with a column has some of its own if "hierarchical" is chosen.
+        layout = [torchring.size(), len(hosts), torchring.local_size(), place < min(map(len, hosts))]
+        layout += [optimizer.stats().algorithm]
         note(enters=state.step, rank=torchring.rank(), layout=layout, patience=patience, **resources())
         while True:
             for pixels, labels, indices in DataLoader(Digits(), batch_sampler=sampler):
@@ -212,7 +217,6 @@ def check_growth(job: ElasticJob) -> dict[str, int]:
         settled = entries[2:]  # what is made once, was
         for kind in grown:
             if settled:
-                # By what there are connections to: ranks of this host, and of others.
                 for layout in {tuple(each["layout"]) for each in settled}:
                     of_layout = [each[kind] for each in settled if tuple(each["layout"]) == layout]
                     # What some generations open and others do not, such as links for collectives, is in the first half.

@@ -13,7 +13,6 @@ import os
 import secrets
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -310,8 +309,6 @@ class _CallsWithDeadline:
         self._submitting = threading.RLock()  # a signal handler may call, too
         self._unanswered: Future[Any] | None = None
         self._broken: dist.DistNetworkError | None = None
-        # Ends the thread when this object is gone. At exit the thread ends by itself.
-        weakref.finalize(self, self._worker.close).atexit = False
 
     def start(self, operation: Callable[[], _T]) -> Future[_T]:
         """Run `operation` without waiting for what it returns or raises."""

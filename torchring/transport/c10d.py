@@ -78,7 +78,6 @@ class C10dTransport:
         self._is_closed = False
         # Waits that may have to be left behind
         self._waiter = SerialThread(f"torchring-{name}-waiter")
-        weakref.finalize(self, self._waiter.close).atexit = False
         # All ranks are known to be here before Gloo connects, so that an absent rank is reported by name.
         try:
             self._diagnosis.check_endpoints()

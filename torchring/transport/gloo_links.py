@@ -73,7 +73,6 @@ def drop(last: list[Backend]) -> None:
     thread = SerialThread("torchring-closer")
     done = thread.submit(last.clear)
     del last
-    done.add_done_callback(lambda _: thread.close())
     with contextlib.suppress(FutureTimeout):
         done.result(_CLOSING_SECONDS)
 

@@ -88,7 +88,6 @@ class MpiTransport:
         self._failure = FirstFailure()
         self._is_closed = False
         self._poller = SerialThread(f"torchring-{name}-poller")
-        weakref.finalize(self, self._poller.close).atexit = False
         # All ranks are known to be here, and to fit, before MPI waits for them.
         mpi, parent, problem = _load(communicator)
         mine = {"problem": problem, "rank": -1, "size": 0}
