@@ -84,7 +84,7 @@ def test_the_recorder_keeps_the_parts_of_the_last_thousand_steps(monkeypatch: py
     assert [step.number for step in steps] == list(range(3, 1003))
     last = steps[-1]
     assert (last.begin, last.end, last.num_samples, last.stall_ns, last.packing_ns) == (100_200, 100_300, 8, 7, 6)
-    assert [last.ns_in(part) for part in Phase] == [5, 4, 11, 10, 1, 69]
+    assert [last.ns_in(part) for part in Phase] == [5, 4, 11, 0, 10, 1, 69]
     assert last.exposed_ns == 17
     assert (recorder.num_steps, recorder.num_bytes, recorder.num_samples_before) == (1003, 64 * 1003, 8 * 1003)
     trace, _ = recorder.trace()

@@ -19,10 +19,9 @@ from torchring.observe.recorder.records import (
     RunInfo,
     StepRecord,
 )
-from torchring.observer import Phase as Recorded
+from torchring.observer import Phase
 from torchring.report.model.merge import merge
 from torchring.report.model.network import Network
-from torchring.report.model.phases import Phase
 from torchring.report.verdict.analysis import analyse
 from torchring.report.verdict.findings import Analysis
 
@@ -201,7 +200,7 @@ def test_a_loader_that_is_late_in_each_fourth_step_is_found() -> None:
 
 def test_a_rank_that_is_late_after_a_step_is_awaited_in_the_next() -> None:
     """In each second step, rank 2 does something in step() that takes 60 ms, such as a checkpoint."""
-    traces = delayed(simulate(4, 60, noise=0.01, **QUICK), 2, by_ms=60, each=2, part=Recorded.OPTIMIZER)
+    traces = delayed(simulate(4, 60, noise=0.01, **QUICK), 2, by_ms=60, each=2, part=Phase.OPTIMIZER)
     verdict = analyse(merge(traces)).verdict
     assert (verdict.kind, verdict.rank) == ("straggler", 2)
     assert verdict.cost.mean == pytest.approx(30, abs=3)
@@ -223,7 +222,7 @@ def test_one_pause_is_told_and_changes_no_other_number() -> None:
 def test_pauses_of_a_few_steps_do_not_hide_what_the_others_do(late: int | None) -> None:
     """Rank 1, or each rank, evaluates for 4 s before steps 25, 50 and 75."""
     traces = simulate(4, 80, noise=0.01, **QUICK)
-    delays = {"by_ns": 4_000 * MS, "each": 25, "part": Recorded.INPUT}
+    delays = {"by_ns": 4_000 * MS, "each": 25, "part": Phase.INPUT}
     analysis = analyse(merge([delayed_rank(trace, late in (trace.run_info.rank, None), **delays) for trace in traces]))
     assert (analysis.verdict.kind, analysis.verdict.rank, analysis.verdict.detail) == ("input", late, "pauses")
     assert analysis.verdict.share == pytest.approx(12 / (12 + 77 * 0.1024), abs=0.01)
@@ -234,18 +233,16 @@ def test_pauses_of_a_few_steps_do_not_hide_what_the_others_do(late: int | None) 
     assert analysis.predictions[-1].waiting_ms < 20, "pauses are not multiplied by the number of ranks"
 
 
-def delayed(
-    traces: list[RankTrace], late: int, by_ms: int, each: int, part: Recorded = Recorded.INPUT
-) -> list[RankTrace]:
+def delayed(traces: list[RankTrace], late: int, by_ms: int, each: int, part: Phase = Phase.INPUT) -> list[RankTrace]:
     """The same job, but that one rank takes longer in each n-th step, and so the others wait for the rank."""
     return [delayed_rank(trace, trace.run_info.rank == late, by_ms * MS, each, part) for trace in traces]
 
 
-def delayed_rank(trace: RankTrace, is_late: bool, by_ns: int, each: int, part: Recorded) -> RankTrace:
+def delayed_rank(trace: RankTrace, is_late: bool, by_ns: int, each: int, part: Phase) -> RankTrace:
     steps, moved = [], 0
     # What is late in the optimizer is waited for in the reduction of the next step.
-    until_next = int(part is Recorded.OPTIMIZER and not is_late)
-    longer = part if is_late else Recorded.EXPOSED
+    until_next = int(part is Phase.OPTIMIZER and not is_late)
+    longer = part if is_late else Phase.EXPOSED
     for step in trace.steps:
         number = step.number - until_next
         delay = by_ns if number > 0 and number % each == 0 else 0
@@ -255,8 +252,8 @@ def delayed_rank(trace: RankTrace, is_late: bool, by_ns: int, each: int, part: R
         parts = tuple(
             PhaseRecord(old.phase, a, b) for old, (a, b) in zip(step.phases, itertools.pairwise(times), strict=True)
         )
-        own = moved + (delay if is_late and part is Recorded.INPUT else 0)
-        reduced = moved + (delay if part is Recorded.INPUT or not is_late else 0)
+        own = moved + (delay if is_late and part is Phase.INPUT else 0)
+        reduced = moved + (delay if part is Phase.INPUT or not is_late else 0)
         buckets = tuple(
             dataclasses.replace(
                 bucket,
@@ -285,12 +282,12 @@ def one_step(num_steps: int = 12, run_info: RunInfo | None = None, **buckets: An
                 return round((at + ms) * MS)
 
             kinds = (
-                (Recorded.INPUT, 0, 10),
-                (Recorded.FORWARD, 10, 20),
-                (Recorded.BACKWARD, 20, 60),
-                (Recorded.EXPOSED, 60, 90),
+                (Phase.INPUT, 0, 10),
+                (Phase.FORWARD, 10, 20),
+                (Phase.BACKWARD, 20, 60),
+                (Phase.EXPOSED, 60, 90),
             )
-            parts = [PhaseRecord(kind, ns(a), ns(b)) for kind, a, b in (*kinds, (Recorded.OPTIMIZER, 90, 100))]
+            parts = [PhaseRecord(kind, ns(a), ns(b)) for kind, a, b in (*kinds, (Phase.OPTIMIZER, 90, 100))]
             records = [
                 BucketRecord(i, 10_000_000, ns(go), ns(go), ns(go), ns(go), ns(end))
                 for i, (go, end) in enumerate(buckets["of_ranks"][rank])
@@ -492,7 +489,7 @@ def test_a_long_trace_becomes_at_most_300_points_that_keep_the_sum() -> None:
     for rank, trace in enumerate(traces):
         points = series.phases[rank][Phase.FORWARD]
         total = sum(value * length for value, length in zip(points, lengths, strict=True))
-        assert total == pytest.approx(sum(step.ns_in(Recorded.FORWARD) for step in trace.steps) / MS)
+        assert total == pytest.approx(sum(step.ns_in(Phase.FORWARD) for step in trace.steps) / MS)
 
 
 def test_with_more_ranks_there_are_fewer_points() -> None:

@@ -22,9 +22,10 @@ from tests.support.traces import simulate
 pytest.importorskip("plotly", reason="needs plotly: pip install 'torchring[report]'")
 
 from torchring.observe.recorder.records import RankTrace
+from torchring.observer import Phase
+from torchring.report import words
 from torchring.report.model.merge import merge
 from torchring.report.model.network import Network
-from torchring.report.model.phases import Phase
 from torchring.report.model.timing import Spread
 from torchring.report.show import captions, figures
 from torchring.report.show.figures import COLORS, bandwidth_by_bucket
@@ -198,7 +199,7 @@ def test_a_phase_has_one_colour(page: str) -> None:
     assert len({*COLORS.values()}) == len(Phase)
     for phase in Phase:
         for figure, key in (("by-rank", "marker"), ("lanes", "marker"), ("over-time", "fillcolor")):
-            trace = traces_of(page, figure).get(phase.value)
+            trace = traces_of(page, figure).get(words.NAMES[phase])
             if trace:
                 assert (trace[key]["color"] if key == "marker" else trace[key]) == COLORS[phase]
     swatches = re.findall(r'background:(#\w+)" aria-hidden="true"></i>([a-z ]+)<', page)

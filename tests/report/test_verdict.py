@@ -16,9 +16,9 @@ import pytest
 
 from tests.support.traces import MS, simulate
 from torchring.observe.recorder.records import RunInfo
+from torchring.observer import Phase
 from torchring.report.model.change import find_change
 from torchring.report.model.merge import merge
-from torchring.report.model.phases import Phase
 from torchring.report.show.terminal import plain, table_of_phases, table_of_waits
 from torchring.report.verdict.analysis import analyse
 from torchring.report.verdict.batch import about_batch

@@ -77,6 +77,7 @@ def simulate(
     def duration(given: Duration, number: int, rank: int) -> int:
         return max(0, round(known(given, number, rank) * MS * (1.0 + noise * rng.gauss(0.0, 1.0))))
 
+    recorded = [phase for phase in Phase if phase is not Phase.WAITING]
     begins = [1_000_000 * MS] * num_ranks
     steps: list[list[StepRecord]] = [[] for _ in range(num_ranks)]
     for number in range(num_steps):
@@ -100,7 +101,7 @@ def simulate(
             starts = [begin, forward, backward, exposed, between, optimizer, end]
             parts = tuple(
                 PhaseRecord(part, a + skews[rank], b + skews[rank])
-                for part, (a, b) in zip(Phase, itertools.pairwise(starts), strict=True)
+                for part, (a, b) in zip(recorded, itertools.pairwise(starts), strict=True)
                 if b > a
             )
             buckets = []

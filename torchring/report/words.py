@@ -1,6 +1,20 @@
-"""Numbers in sentences."""
+"""Names of phases, and numbers in sentences."""
 
 from __future__ import annotations
+
+from typing import Final
+
+from torchring.observer import Phase
+
+NAMES: Final = {
+    Phase.INPUT: "input",
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",  # without the time in which communication kept it waiting
+    Phase.WAITING: "waiting for a rank",
+    Phase.EXPOSED: "communication",  # the rank stands still while gradients are reduced; all ranks are there
+    Phase.BETWEEN: "between backward and step",
+    Phase.OPTIMIZER: "optimizer",
+}
 
 
 def count(number: int, noun: str) -> str:

@@ -23,7 +23,7 @@ from torchring.observe.recorder.records import (
 )
 from torchring.safe_files import reading, replacing
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 _NAME: Final = re.compile(r"rank-(\d+)\.npz")
 _LIVE_NAME: Final = re.compile(r"live-(\d+)\.npz")
 

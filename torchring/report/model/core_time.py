@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from torchring.observe.recorder.records import RunInfo
-from torchring.report.model.phases import Phase, column
+from torchring.observer import Phase
 from torchring.report.model.timing import Array, Steps
 from torchring.report.model.waits import Critical
 from torchring.report.words import count
@@ -37,7 +37,7 @@ def find_queue(timing: Steps, critical: Critical) -> Queue | None:
     if min(queued.min(), exposed.min()) < 0:
         return None
     path = critical.path[counts]
-    communication = path[:, column(Phase.COMMUNICATION)]
+    communication = path[:, Phase.EXPOSED]
     of_ranks = queued - exposed
     own = np.minimum(of_ranks[np.arange(len(path)), critical.slowest[counts]], path.sum(1) - communication)
     return Queue(own, np.minimum(exposed.max(1), communication), of_ranks)

@@ -9,23 +9,14 @@ from typing import Final
 import numpy as np
 
 from torchring.observe.recorder.records import StepRecord
-from torchring.observer import Phase as Recorded
+from torchring.observer import Phase
 from torchring.report.model.merge import Job
-from torchring.report.model.phases import PHASES, Phase
 from torchring.report.model.timing import Steps
 from torchring.report.model.waits import Critical
 
 _MAX_POINTS: Final = 300  # over time; fewer with more ranks, lest the page becomes too large
 _RANKS_IN_FULL: Final = 24
 MOST_RANKS: Final = 64  # that figures show
-_PHASE_OF: Final = {
-    Recorded.INPUT: Phase.INPUT,
-    Recorded.FORWARD: Phase.FORWARD,
-    Recorded.BACKWARD: Phase.BACKWARD,
-    Recorded.EXPOSED: Phase.COMMUNICATION,
-    Recorded.BETWEEN: Phase.BETWEEN,
-    Recorded.OPTIMIZER: Phase.OPTIMIZER,
-}
 
 
 @dataclass(frozen=True)
@@ -102,8 +93,7 @@ def series(timing: Steps, critical: Critical) -> Series:
     lengths = np.diff([*firsts, num_steps])
     means = np.add.reduceat(critical.phases, firsts, axis=0) / lengths[:, None, None]
     phases = {
-        rank: {phase: tuple(means[:, j, p].tolist()) for p, phase in enumerate(PHASES)}
-        for j, rank in enumerate(timing.ranks)
+        rank: {phase: tuple(means[:, j, phase].tolist()) for phase in Phase} for j, rank in enumerate(timing.ranks)
     }
     return Series(tuple(timing.numbers[firsts].tolist()), stride, phases)
 
@@ -117,15 +107,15 @@ def spans_of(step: StepRecord, waiting_ms: float) -> list[tuple[Phase, int, int]
     stall = step.stall_ns
     for part in reversed(step.phases):
         middle = part.end
-        if part.phase is Recorded.BACKWARD and stall > 0:
+        if part.phase is Phase.BACKWARD and stall > 0:
             middle = max(part.begin, part.end - stall)
             stall -= part.end - middle
-        pieces += [(Phase.COMMUNICATION, middle, part.end), (_PHASE_OF[part.phase], part.begin, middle)]
+        pieces += [(Phase.EXPOSED, middle, part.end), (part.phase, part.begin, middle)]
     left = round(waiting_ms * 1e6)
     found = []
     for phase, begin, end in reversed(pieces):
         until = begin
-        if phase is Phase.COMMUNICATION and left > 0:
+        if phase is Phase.EXPOSED and left > 0:
             until = min(end, begin + left)
             left -= until - begin
         found += [(Phase.WAITING, begin, until), (phase, until, end)]

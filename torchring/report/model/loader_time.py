@@ -7,9 +7,9 @@ from typing import Final
 
 import numpy as np
 
+from torchring.observer import Phase
 from torchring.report.model.core_time import num_workers, threads_of
 from torchring.report.model.merge import Job
-from torchring.report.model.phases import Phase, column
 from torchring.report.model.timing import Array, Steps, typical
 from torchring.report.model.waits import Critical, computing
 
@@ -62,11 +62,11 @@ def find_loading(job: Job, timing: Steps, critical: Critical, *, is_forward_know
     """Time for loading batches. None if it is unknown: no DataLoader gives batches, and forward is not told apart."""
     counts = timing.counts
     cycle, workers = critical.cycle[counts], num_workers(timing)
-    waiting = np.minimum(timing.loading[counts], cycle[..., column(Phase.INPUT)])
+    waiting = np.minimum(timing.loading[counts], cycle[..., Phase.INPUT])
     if workers < 0:
         if not is_forward_known:
             return None
-        waiting = cycle[..., column(Phase.INPUT)]
+        waiting = cycle[..., Phase.INPUT]
     busy = computing(cycle) - waiting
     worker = waiting
     cores = timing.loading_cpu[counts]
@@ -80,7 +80,7 @@ def find_loading(job: Job, timing: Steps, critical: Critical, *, is_forward_know
         worker,
         np.where(cores < 0, worker, cores),
         busy,
-        cycle[..., column(Phase.COMMUNICATION)].min(1),
+        cycle[..., Phase.EXPOSED].min(1),
         workers >= 0,
         max(0, workers),
         threads_of(infos[0]),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torchring.observer import Phase
 from torchring.report.model import waits
 from torchring.report.model.merge import Job
-from torchring.report.model.phases import Phase
 from torchring.report.model.timing import Array, Spread, Steps, spread, typical
 from torchring.report.model.waits import Critical
 

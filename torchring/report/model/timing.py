@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchring.observe.recorder.records import BucketRecord, PhaseRecord, StepRecord
-from torchring.observer import Phase as Recorded
+from torchring.observer import Phase
 from torchring.report.model.merge import BUCKET_TIMES, Job
 
 Array = NDArray[Any]
@@ -48,12 +48,12 @@ class Steps:
     # Of each step and rank: [S, R]
     begin: Array
     end: Array
-    parts: Array  # [S, R, 6], durations by `Recorded`
+    parts: Array  # [S, R, 7], durations by `Phase`, of which none is WAITING
     stall: Array
     backward_begin: Array  # of the last backward
     backward_end: Array
     num_samples: Array
-    loading: Array  # part of Recorded.INPUT that was in a DataLoader
+    loading: Array  # part of Phase.INPUT that was in a DataLoader
     collecting: Array  # full garbage collections
     num_workers: Array  # as in `StepRecord`, like the three below: negative if unknown
     loading_cpu: Array
@@ -115,12 +115,12 @@ def tabulate(job: Job) -> tuple[Steps, ...]:
         has_buckets=np.zeros(len(rows), bool),
         begin=_ms([[step.begin - base for step in row] for row in rows]),
         end=_ms([[step.end - base for step in row] for row in rows]),
-        parts=_ms([[[step.ns_in(part) for part in Recorded] for step in row] for row in rows]),
+        parts=_ms([[[step.ns_in(part) for part in Phase] for step in row] for row in rows]),
         stall=_ms([[step.stall_ns for step in row] for row in rows]),
         backward_begin=_ms([[part.begin - base for part in row] for row in backwards]),
         backward_end=_ms([[part.end - base for part in row] for row in backwards]),
         num_samples=np.array([[step.num_samples for step in row] for row in rows]),
-        loading=_ms([[min(step.loading_ns, step.ns_in(Recorded.INPUT)) for step in row] for row in rows]),
+        loading=_ms([[min(step.loading_ns, step.ns_in(Phase.INPUT)) for step in row] for row in rows]),
         collecting=_ms([[step.collecting_ns for step in row] for row in rows]),
         num_workers=np.array([[step.num_workers for step in row] for row in rows]),
         loading_cpu=_ms([[step.loading_cpu_ns for step in row] for row in rows]),
@@ -161,10 +161,6 @@ def _with_buckets(timing: Steps, job: Job, plan: Plan | None, plans: Sequence[Pl
         bucket_bytes=np.array([num_bytes for _, num_bytes in indices_and_bytes], float),
         **fields,
     )
-
-
-def _times_of(bucket: BucketRecord, base: int) -> list[int]:
-    return [getattr(bucket, name) - base for name in BUCKET_TIMES]
 
 
 def spread(values: Any, unit: str = "ms") -> Spread:
@@ -221,8 +217,8 @@ def _plan_of(row: tuple[StepRecord, ...]) -> Plan | None:
 
 
 def _last_backward(step: StepRecord) -> PhaseRecord:
-    found = [part for part in step.phases if part.phase is Recorded.BACKWARD]
-    return found[-1] if found else PhaseRecord(Recorded.BACKWARD, step.end, step.end)
+    found = [part for part in step.phases if part.phase is Phase.BACKWARD]
+    return found[-1] if found else PhaseRecord(Phase.BACKWARD, step.end, step.end)
 
 
 def _ms(nanoseconds: Any) -> Array:

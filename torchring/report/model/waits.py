@@ -12,11 +12,11 @@ import numpy as np
 
 from torchring.errors import ranks_in_words
 from torchring.observe.recorder.records import RunInfo
-from torchring.observer import Phase as Recorded
+from torchring.observer import Phase
 from torchring.report.model.merge import Job
-from torchring.report.model.phases import COMPUTING, PHASES, Phase, column
 from torchring.report.model.timing import Array, Spread, Steps, spread, tabulate
 
+COMPUTING: Final = [Phase.INPUT, Phase.FORWARD, Phase.BACKWARD, Phase.BETWEEN, Phase.OPTIMIZER]
 _WORTH_TELLING_MS: Final = 0.01
 
 
@@ -69,23 +69,23 @@ def examine(job: Job) -> list[tuple[Steps, Critical]]:
         found = [dataclasses.replace(each, waiting=waiting, awaited=awaited) for each in found]
     criticals = [_find_critical(timings[0], each) for each in found]
     path = criticals[0].path
-    communication = [path[timing.reduces, column(Phase.COMMUNICATION)].sum() for timing in timings]
+    communication = [path[timing.reduces, Phase.EXPOSED].sum() for timing in timings]
     order = np.argsort(communication, kind="stable")[::-1] if len(timings) > 1 else [0]
     return [(timings[i], criticals[i]) for i in order]
 
 
 def computing(cycle: Array) -> Array:
     """[S, R], time for which each rank computes, in rows of `Critical.cycle`."""
-    return np.asarray(cycle[..., [column(phase) for phase in COMPUTING]].sum(2))
+    return np.asarray(cycle[..., COMPUTING].sum(2))
 
 
 def knows_forward(cycle: Array) -> bool:
     """True if FORWARD is told apart from INPUT in rows of `Critical.cycle`."""
-    return bool((cycle[..., column(Phase.FORWARD)] > 0).any())
+    return bool((cycle[..., Phase.FORWARD] > 0).any())
 
 
 def _standstill(timing: Steps) -> Array:
-    return np.asarray(timing.parts[..., Recorded.EXPOSED] + timing.stall)
+    return np.asarray(timing.parts[..., Phase.EXPOSED] + timing.stall)
 
 
 def _find_meetings(timing: Steps, run_info: RunInfo) -> _Meetings:
@@ -125,10 +125,13 @@ def _find_meetings(timing: Steps, run_info: RunInfo) -> _Meetings:
 
 def _find_critical(timing: Steps, found: _Meetings) -> Critical:
     """Find the rank that determines how long a step takes."""
-    phases = _phases(timing, found.waiting, _standstill(timing))
+    phases = timing.parts.copy()
+    phases[..., Phase.BACKWARD] = np.clip(phases[..., Phase.BACKWARD] - timing.stall, 0, None)
+    phases[..., Phase.WAITING] = found.waiting
+    phases[..., Phase.EXPOSED] = _standstill(timing) - found.waiting
     cycle = phases.copy()
     for phase in (Phase.BETWEEN, Phase.OPTIMIZER):
-        cycle[1:, :, column(phase)] = phases[:-1, :, column(phase)]
+        cycle[1:, :, phase] = phases[:-1, :, phase]
     # Where nobody waits, the rank that computes for longest determines the step.
     slowest = np.lexsort((-computing(cycle), found.waiting), axis=1)[:, 0]
     path = np.take_along_axis(cycle, slowest[:, None, None], axis=1)[:, 0]
@@ -176,7 +179,7 @@ def is_last_share(timing: Steps, critical: Critical, position: int) -> float:
 
 def spread_by_phase(durations: Array) -> dict[Phase, Spread]:
     """Spreads of an array [S, 7]."""
-    return {phase: spread(durations[:, i]) for i, phase in enumerate(PHASES)}
+    return {phase: spread(durations[:, phase]) for phase in Phase}
 
 
 def _heads(all_launched: Array, earlier: Array, run_info: RunInfo) -> Array:
@@ -196,8 +199,7 @@ def _agree_first(job: Job, timings: Sequence[Steps]) -> bool:
     if len(timings) > 1 or not job.traces[0].run_info.others:
         return len(timings) > 1
     return all(
-        step.buckets[0].launched
-        >= next((part.begin for part in step.phases if part.phase is Recorded.EXPOSED), step.end)
+        step.buckets[0].launched >= next((part.begin for part in step.phases if part.phase is Phase.EXPOSED), step.end)
         for row in job.steps
         for step in row
         if step.buckets
@@ -209,7 +211,7 @@ def _waits_to_agree(job: Job) -> tuple[Array, Array]:
     shape = len(job.steps), len(job.traces)
     waiting, awaited = np.zeros(shape), np.zeros(shape, int)
     for i, row in enumerate(job.steps):
-        meetings = [[part for part in step.phases if part.phase is Recorded.EXPOSED] for step in row]
+        meetings = [[part for part in step.phases if part.phase is Phase.EXPOSED] for step in row]
         most = -1
         for parts in zip(*meetings, strict=False):  # a step that was broken off on a rank has fewer
             begins = [part.begin for part in parts]
@@ -218,17 +220,3 @@ def _waits_to_agree(job: Job) -> tuple[Array, Array]:
             if max(late) > most:
                 most, awaited[i] = max(late), begins.index(max(begins))
     return waiting, awaited
-
-
-def _phases(timing: Steps, waiting: Array, standstill: Array) -> Array:
-    parts = timing.parts
-    durations = {
-        Phase.INPUT: parts[..., Recorded.INPUT],
-        Phase.FORWARD: parts[..., Recorded.FORWARD],
-        Phase.BACKWARD: np.clip(parts[..., Recorded.BACKWARD] - timing.stall, 0, None),
-        Phase.WAITING: waiting,
-        Phase.COMMUNICATION: standstill - waiting,
-        Phase.BETWEEN: parts[..., Recorded.BETWEEN],
-        Phase.OPTIMIZER: parts[..., Recorded.OPTIMIZER],
-    }
-    return np.stack([durations[phase] for phase in PHASES], axis=-1)

@@ -9,12 +9,12 @@ from typing import Final
 import numpy as np
 
 from torchring.observe.recorder.records import RunInfo
+from torchring.observer import Phase
 from torchring.report.model import network
 from torchring.report.model.bucket_layout import Layout, layout_between_hosts
 from torchring.report.model.buckets import bus_bytes
 from torchring.report.model.merge import Job
 from torchring.report.model.network import Network
-from torchring.report.model.phases import Phase, column
 from torchring.report.model.scaling import Connections, Workload, exposed_ms, slowest_ms
 from torchring.report.model.timing import Steps, typical
 from torchring.report.model.waits import Critical, computing
@@ -48,7 +48,7 @@ def _describe(job: Job, timing: Steps, critical: Critical) -> Workload:
         backward_end = np.take_along_axis(timing.backward_end, critical.slowest[:, None], axis=1)
         ready = np.median((critical.all_launched - backward_end)[counts], axis=0)
         return Workload(draws, tuple(map(float, timing.bucket_bytes)), tuple(map(float, ready)), overlapped, lanes)
-    backward_ms = float(np.median(critical.phases[counts][..., column(Phase.BACKWARD)]))
+    backward_ms = float(np.median(critical.phases[counts][..., Phase.BACKWARD]))
     return with_layout(Workload(draws, (), (), overlapped, lanes), layout_between_hosts(job), backward_ms)
 
 
@@ -90,7 +90,7 @@ def fit_network(examined: Sequence[tuple[Steps, Critical]], run_info: RunInfo, n
     if is_overlapped(timing, run_info):
         return found
     # How long ranks stood still says how much work a reduction was.
-    cost = typical(critical.path[timing.counts][:, column(Phase.COMMUNICATION)])
+    cost = typical(critical.path[timing.counts][:, Phase.EXPOSED])
     shares = [float(each.reduces.sum() / timing.counts.sum()) for each, _ in reducing]
     if run_info.algorithm == "direct":
         # A rank looks after its buckets between gradients: that a bucket is reduced may be noticed much later.

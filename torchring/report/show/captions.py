@@ -5,8 +5,8 @@ from __future__ import annotations
 from statistics import median
 from typing import Final
 
+from torchring.observer import Phase
 from torchring.report.model.buckets import Bandwidth
-from torchring.report.model.phases import Phase
 from torchring.report.show.formats import (
     mean_with_spread,
     megabytes,
@@ -17,13 +17,14 @@ from torchring.report.show.formats import (
     with_spread,
 )
 from torchring.report.verdict.findings import NOTICEABLE_WAIT, Analysis
+from torchring.report.words import NAMES
 
 MEANINGS: Final = {
     Phase.INPUT: "from the end of a step to forward: next batch, zero_grad(), logging",
     Phase.FORWARD: "the model computes",
     Phase.BACKWARD: "loss and gradients, without stops for communication",
     Phase.WAITING: "communication cannot go on, because another rank is late",
-    Phase.COMMUNICATION: "exposed: the rank stands still while gradients are reduced",
+    Phase.EXPOSED: "exposed: the rank stands still while gradients are reduced",
     Phase.BETWEEN: "clipping, unscaling, logging",
     Phase.OPTIMIZER: "inside step()",
 }
@@ -53,7 +54,7 @@ def of_path(analysis: Analysis) -> str:
 
 def name_of(phase: Phase, analysis: Analysis) -> str:
     """The name of a phase in this job."""
-    return "input and forward" if phase is Phase.INPUT and not analysis.is_forward_known else phase.value
+    return "input and forward" if phase is Phase.INPUT and not analysis.is_forward_known else NAMES[phase]
 
 
 def of_ranks(analysis: Analysis) -> str:
@@ -64,7 +65,7 @@ def of_ranks(analysis: Analysis) -> str:
     differences = []
     for phase in set(Phase) - {Phase.WAITING}:
         means = [(rank.phases[phase].mean, rank.rank) for rank in analysis.ranks]
-        differences.append((max(means)[0] - min(means)[0], phase.value, min(means), max(means)))
+        differences.append((max(means)[0] - min(means)[0], NAMES[phase], min(means), max(means)))
     difference, phase_name, (least, fastest), (most, slowest) = max(differences)
     if difference < _NOTICEABLE * analysis.step.mean:
         return f"{text}The ranks are alike: no phase differs by more than {milliseconds(difference)}."

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from torchring.observe.recorder.records import StepRecord
+from torchring.observer import Phase
 from torchring.report.model.buckets import bus_bytes
 from torchring.report.model.lanes import spans_of
 from torchring.report.model.merge import Job
-from torchring.report.model.phases import PHASES, column
 from torchring.report.model.waits import examine
+from torchring.report.words import NAMES
 from torchring.safe_files import replacing
 
 _COMPUTE: Final = 0  # number of the lane; those of buckets follow
@@ -38,7 +39,7 @@ def write_trace_json(job: Job, path: Path) -> None:
 def write_csv(job: Job, path: Path) -> None:
     """One row for each step and rank. Raises OSError."""
     timing, critical = examine(job)[0]
-    phases = [f"{phase.value.replace(' ', '_')}_ms" for phase in PHASES]
+    phases = [f"{NAMES[phase].replace(' ', '_')}_ms" for phase in Phase]
     head = ["step", "rank", "host", "is_in_statistics", "begin_ms", "step_ms", *phases, "waits_for_rank"]
     with replacing(path, "w", newline="") as file:
         writer = csv.writer(file)
@@ -50,7 +51,7 @@ def write_csv(job: Job, path: Path) -> None:
                     [
                         *(step.number, trace.run_info.rank, _as_text(trace.run_info.host), int(timing.counts[i])),
                         *_rounded(timing.begin[i, j], (step.end - step.begin) / 1e6),
-                        *_rounded(*(critical.phases[i, j, column(phase)] for phase in PHASES)),
+                        *_rounded(*(critical.phases[i, j, phase] for phase in Phase)),
                         timing.ranks[critical.awaited[i, j]] if waits else "",
                         *_rounded(step.stall_ns / 1e6, step.packing_ns / 1e6),
                         *(step.num_samples, step.num_bytes),
@@ -78,7 +79,7 @@ def _events(job: Job) -> Iterator[dict[str, Any]]:
             rank = trace.run_info.rank
             yield _span(f"step {step.number}", "step", rank, _COMPUTE, step.begin - base, step.end - base)
             for phase, begin, end in spans_of(step, float(critical.waiting[i, j])):
-                yield _span(phase.value, "phase", rank, _COMPUTE, begin - base, end - base)
+                yield _span(NAMES[phase], "phase", rank, _COMPUTE, begin - base, end - base)
             lanes = _in_lanes(step)
             num_lanes[j] = max([num_lanes[j], *lanes.values()])
             for k, bucket in enumerate(step.buckets):

@@ -9,13 +9,14 @@ from typing import Any, Final
 import numpy as np
 import plotly.graph_objects as go
 
+from torchring.observer import Phase
 from torchring.report.model.buckets import BucketSummary
 from torchring.report.model.lanes import MOST_RANKS
-from torchring.report.model.phases import Phase
 from torchring.report.model.ranks import RankSummary
 from torchring.report.model.timing import Spread
 from torchring.report.show.formats import mean_with_spread, megabytes, milliseconds, percent, with_spread
 from torchring.report.verdict.findings import Analysis
+from torchring.report.words import NAMES
 
 # By Okabe and Ito (2008), told apart by people with any kind of colour vision, on white and on black.
 COLORS: Final = {
@@ -23,7 +24,7 @@ COLORS: Final = {
     Phase.FORWARD: "#56b4e9",
     Phase.BACKWARD: "#0072b2",
     Phase.WAITING: "#cc79a7",
-    Phase.COMMUNICATION: "#d55e00",
+    Phase.EXPOSED: "#d55e00",
     Phase.BETWEEN: "#999999",
     Phase.OPTIMIZER: "#009e73",
 }
@@ -87,13 +88,13 @@ def phases_by_rank(analysis: Analysis) -> Any:
     hosts = [f"rank {rank.rank} on {escape(rank.host)}<br>" for rank in ranks]
     bars = [
         go.Bar(
-            name=phase.value,
+            name=NAMES[phase],
             orientation="h",
             y=labels,
             x=[rank.phases[phase].mean for rank in ranks],
             marker_color=COLORS[phase],
             hovertext=[
-                f"{host}{phase.value}: {mean_with_spread(rank.phases[phase])}"
+                f"{host}{NAMES[phase]}: {mean_with_spread(rank.phases[phase])}"
                 for host, rank in zip(hosts, ranks, strict=True)
             ],
             hoverinfo="text",
@@ -130,7 +131,7 @@ def phases_over_time(analysis: Analysis) -> Any:
         drawn += [
             go.Scatter(
                 **group,
-                name=phase.value,
+                name=NAMES[phase],
                 x0=series.numbers[0],
                 dx=series.num_steps_per_point,
                 y=np.array(values, np.float32),
@@ -138,7 +139,7 @@ def phases_over_time(analysis: Analysis) -> Any:
                 mode="lines",
                 line={"width": 0},
                 fillcolor=COLORS[phase],
-                hovertemplate="%{y:.1f} ms<extra>" + phase.value + "</extra>",
+                hovertemplate="%{y:.1f} ms<extra>" + NAMES[phase] + "</extra>",
             )
             for phase, values in series.phases[rank].items()
             if any(values)
@@ -221,7 +222,7 @@ def bandwidth_by_bucket(analysis: Analysis) -> Any:
         x=labels,
         y=speeds,
         error_y=_error([each.bus_bandwidth for each in buckets], speeds),
-        marker_color=COLORS[Phase.COMMUNICATION],
+        marker_color=COLORS[Phase.EXPOSED],
         width=0.6 if len(buckets) > 3 else 0.3,
         hovertext=[
             f"bucket {each.index}, {megabytes(each.num_bytes)}<br>{with_spread(each.bus_bandwidth)}"
@@ -255,8 +256,8 @@ def predicted_step(analysis: Analysis) -> Any:
     labels = [f"{each.num_ranks:,}" for each in predictions]
     parts = [
         ("everything else", OTHER_COLOR, [each.step_ms - each.waiting_ms - each.exposed_ms for each in predictions]),
-        (Phase.WAITING.value, COLORS[Phase.WAITING], [each.waiting_ms for each in predictions]),
-        (Phase.COMMUNICATION.value, COLORS[Phase.COMMUNICATION], [each.exposed_ms for each in predictions]),
+        (NAMES[Phase.WAITING], COLORS[Phase.WAITING], [each.waiting_ms for each in predictions]),
+        (NAMES[Phase.EXPOSED], COLORS[Phase.EXPOSED], [each.exposed_ms for each in predictions]),
     ]
     bars = [
         go.Bar(

@@ -9,10 +9,11 @@ from typing import Any, Final
 import numpy as np
 import plotly.graph_objects as go
 
+from torchring.observer import Phase
 from torchring.report.model.lanes import LaneBucket
-from torchring.report.model.phases import Phase
 from torchring.report.show.figures import COLORS, default_rank, figure, shown_ranks
 from torchring.report.verdict.findings import Analysis
+from torchring.report.words import NAMES
 
 _RANKS_IN_VIEW: Final = 8
 
@@ -24,10 +25,10 @@ def median_step(analysis: Analysis) -> Any:
     spans = [span for span in analysis.median_step.spans if span.rank in place]
     phases = [
         _bars(
-            phase.value,
+            NAMES[phase],
             COLORS[phase],
             [(place[span.rank] - 0.2, span.begin_ms, span.end_ms) for span in spans if span.phase is phase],
-            f"rank %{{customdata[1]}}: {phase.value}<br>%{{customdata[0]:.2f}} ms, until %{{x:.2f}} ms",
+            f"rank %{{customdata[1]}}: {NAMES[phase]}<br>%{{customdata[0]:.2f}} ms, until %{{x:.2f}} ms",
             [(span.rank,) for span in spans if span.phase is phase],
         )
         for phase in Phase
@@ -86,7 +87,7 @@ def _buckets(analysis: Analysis, place: Mapping[int, int]) -> list[Any]:
         ),
         _bars(
             "bucket is reduced",
-            COLORS[Phase.COMMUNICATION],
+            COLORS[Phase.EXPOSED],
             [(lane, middle, end) for lane, (_, middle, end) in zip(lanes, turns, strict=True)],
             about + "reduced in %{customdata[0]:.2f} ms, at %{x:.2f} ms",
             facts,

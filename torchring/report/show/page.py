@@ -7,9 +7,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Final
 
-from torchring.report.model.phases import Phase
+from torchring.observer import Phase
 from torchring.report.show import captions, formats
 from torchring.report.verdict.findings import Analysis
+from torchring.report.words import NAMES
 from torchring.safe_files import replacing
 
 _MAX_ROWS: Final = 12
@@ -70,25 +71,26 @@ def page_of(analysis: Analysis) -> str:
     first = figures.default_rank(analysis)
     spans = {span.phase for span in analysis.median_step.spans}
     if analysis.median_step.buckets:
-        spans |= {Phase.WAITING, Phase.COMMUNICATION}
+        spans |= {Phase.WAITING, Phase.EXPOSED}
     return environment.get_template("page.html").render(
         a=analysis,
         captions=captions,
         draw=draw,
         colors=figures.COLORS,
+        exposed=Phase.EXPOSED,
         max_rows=_MAX_ROWS,
         ranks=[rank.rank for rank in ranks],
         first=first,
         rank_menu=[(f"{rank.rank} on {rank.host}", rank.rank) for rank in ranks],
-        phases=[(phase.value, figures.COLORS[phase]) for phase in analysis.phases],
-        lane_phases=[(phase.value, figures.COLORS[phase]) for phase in Phase if phase in spans],
+        phases=[(NAMES[phase], figures.COLORS[phase]) for phase in analysis.phases],
+        lane_phases=[(NAMES[phase], figures.COLORS[phase]) for phase in Phase if phase in spans],
         views=views,
         view=view,
         buckets=figures.shown_buckets(analysis, _MAX_ROWS),
         top=figures.top_over_time(analysis),
         predicted_phases=[
             ("everything else", figures.OTHER_COLOR),
-            *((phase.value, figures.COLORS[phase]) for phase in (Phase.WAITING, Phase.COMMUNICATION)),
+            *((NAMES[phase], figures.COLORS[phase]) for phase in (Phase.WAITING, Phase.EXPOSED)),
             ("measured", "currentColor"),
         ],
         written=datetime.fromtimestamp(analysis.run_info.written_at, timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import IO, Final
 
 from torchring.errors import ranks_in_words
+from torchring.observer import Phase
 from torchring.report.model.buckets import BucketSummary
-from torchring.report.model.phases import Phase
 from torchring.report.model.timing import Spread
 from torchring.report.verdict.findings import NOTICEABLE_WAIT, Advice, Analysis
-from torchring.report.words import count, share_in_words
+from torchring.report.words import NAMES, count, share_in_words
 
 _WIDTH: Final = 110  # where neither a terminal nor COLUMNS says another
 _SLOW: Final = 0.1  # GB/s, below which a table is in MB/s
@@ -140,8 +140,8 @@ def table_of_phases(analysis: Analysis) -> Section:
         )
         for rank in ranks
     ]
-    columns = {phase: phase.value.split()[0] for phase in Phase}
-    columns |= {Phase.COMMUNICATION: "comm.", Phase.OPTIMIZER: "step()"}
+    columns = {phase: NAMES[phase].split()[0] for phase in Phase}
+    columns |= {Phase.EXPOSED: "comm.", Phase.OPTIMIZER: "step()"}
     if not analysis.is_forward_known:
         columns[Phase.INPUT] = "input and forward"
     names = ("rank", "step", *(columns[phase] for phase in analysis.phases), *(["no core"] if has_queue else []))

@@ -13,18 +13,19 @@ from typing import Final
 import numpy as np
 
 from torchring.observe.recorder.records import RunInfo
+from torchring.observer import Phase
 from torchring.report.model.bucket_layout import layout_with
 from torchring.report.model.core_time import is_crowded, sharing, threads_of
 from torchring.report.model.loader_time import HANDING_OVER_MS
-from torchring.report.model.phases import COMPUTING, Phase, column
 from torchring.report.model.scaling import Connections, Workload, exposed_ms
 from torchring.report.model.timing import Array, typical
+from torchring.report.model.waits import COMPUTING
 from torchring.report.model.workload import between_hosts, with_layout
 from torchring.report.verdict.costs import Costs
 from torchring.report.verdict.findings import Advice
 from torchring.report.verdict.pauses import TELLING
 from torchring.report.verdict.situation import Situation
-from torchring.report.words import count, share_in_words
+from torchring.report.words import NAMES, count, share_in_words
 
 _WORTH_IT: Final = 0.02  # share of a step
 _SIZES_MB: Final = (1, 2, 5, 12, 25, 50, 100, 200)
@@ -124,7 +125,7 @@ def _about_code_of_one_rank(situation: Situation) -> Iterator[Advice]:
     costs, loading = situation.costs, situation.loading
     if costs.blamed is None or loading is None or not loading.has_loader or not costs.is_forward_known:
         return
-    if longer := _longer_ms(situation, situation.cycle[..., column(Phase.INPUT)] - loading.waiting):
+    if longer := _longer_ms(situation, situation.cycle[..., Phase.INPUT] - loading.waiting):
         run_info = situation.job.traces[costs.blamed].run_info
         yield _advice(
             situation,
@@ -171,9 +172,8 @@ def _about_cores(situation: Situation) -> Iterator[Advice]:
 def _about_ranks(situation: Situation) -> Iterator[Advice]:
     """The slowest rank."""
     costs, run_info = situation.costs, situation.job.traces[situation.costs.blamed or 0].run_info
-    columns = [column(phase) for phase in COMPUTING if phase is not Phase.INPUT]
     queued = 0.0 if costs.queue is None else costs.queue.of_ranks
-    longer = _longer_ms(situation, situation.cycle[..., columns].sum(2) - queued)
+    longer = _longer_ms(situation, situation.cycle[..., COMPUTING[1:]].sum(2) - queued)
     cause = _cause(costs, run_info, longer) if longer else None
     if cause:
         what, why, how = cause
@@ -188,7 +188,7 @@ def _about_ranks(situation: Situation) -> Iterator[Advice]:
             f"torchring run --env OMP_NUM_THREADS={threads} ...",
         )
     elif longer and not cause and not is_crowded(run_info):
-        where = f" in {costs.slower_in.value}" if costs.slower_in else ""
+        where = f" in {NAMES[costs.slower_in]}" if costs.slower_in is not None else ""
         yield _advice(
             situation,
             f"Find out what slows rank {run_info.rank} on {run_info.host} down",

@@ -14,6 +14,7 @@ from types import MappingProxyType
 import numpy as np
 
 from torchring.observe.recorder.records import RunInfo
+from torchring.observer import Phase
 from torchring.report.model import buckets as of_buckets
 from torchring.report.model import lanes, waits
 from torchring.report.model.core_time import who_has_them
@@ -21,7 +22,6 @@ from torchring.report.model.loader_time import find_loading
 from torchring.report.model.merge import Job
 from torchring.report.model.network import Network
 from torchring.report.model.optimizers import of_optimizer
-from torchring.report.model.phases import Phase, column
 from torchring.report.model.ranks import efficiency, find_start_up, per_second, summarise_ranks
 from torchring.report.model.scaling import SIZES, Connections, Prediction, hiding_gigabytes_per_s, predict
 from torchring.report.model.timing import spread, typical
@@ -64,8 +64,8 @@ def analyse(
         job = of_optimizer(job, timing)
     path, reducing_path = critical.path[timing.counts], critical.path[timing.reduces]
     step, costs = spread(path.sum(1)), find_costs(timing, critical)
-    backward_ms = typical(reducing_path[:, column(Phase.BACKWARD)])
-    exposed = reducing_path[:, column(Phase.COMMUNICATION)]
+    backward_ms = typical(reducing_path[:, Phase.BACKWARD])
+    exposed = reducing_path[:, Phase.EXPOSED]
     buckets = of_buckets.summarise(job, timing, critical)
     network = fit_network(examined, run_info, job.size)
     has_several_hosts = run_info.local_size < run_info.size

@@ -12,10 +12,10 @@ from typing import Final
 
 import numpy as np
 
+from torchring.observer import Phase
 from torchring.report.model.core_time import Queue, find_queue
-from torchring.report.model.phases import COMPUTING, PHASES, Phase, column
 from torchring.report.model.timing import Array, Steps, typical
-from torchring.report.model.waits import Critical, knows_forward
+from torchring.report.model.waits import COMPUTING, Critical, knows_forward
 from torchring.report.verdict.findings import Kind
 
 TELLING: Final = 0.10  # share of a step
@@ -27,7 +27,6 @@ _LEAST: Final[dict[tuple[Kind, str], float]] = {
 _BLAMED: Final = 0.75  # of the time for which the others wait, they wait for that rank
 _MOST: Final = 0.5
 _LONGER: Final = 1.1  # times as many samples
-_INPUT, _FORWARD, _BACKWARD = (column(each) for each in (Phase.INPUT, Phase.FORWARD, Phase.BACKWARD))
 
 
 @dataclass(frozen=True)
@@ -86,20 +85,19 @@ def find_costs(timing: Steps, critical: Critical) -> Costs:
     cycle, path = critical.cycle[timing.counts].copy(), critical.path[timing.counts].copy()
     slowest = critical.slowest[timing.counts]
     rows = np.arange(len(cycle))
-    loading = np.minimum(timing.loading[timing.counts], cycle[..., _INPUT])
+    loading = np.minimum(timing.loading[timing.counts], cycle[..., Phase.INPUT])
     is_forward_known = knows_forward(cycle)
     if not is_forward_known:  # only what was seen counts as waiting for data
-        cycle[..., _FORWARD] += cycle[..., _INPUT] - loading
-        cycle[..., _INPUT] = loading
+        cycle[..., Phase.FORWARD] += cycle[..., Phase.INPUT] - loading
+        cycle[..., Phase.INPUT] = loading
         path = cycle[rows, slowest]
     excess = cycle - _median_of_others(cycle)
     of_slowest = excess[rows, slowest]
-    computing = [column(phase) for phase in COMPUTING]
-    late = np.clip(of_slowest[:, computing].sum(1), 0, None)
+    late = np.clip(of_slowest[:, COMPUTING].sum(1), 0, None)
     candidate, is_blamed = _find_blamed(slowest, late, cycle.shape[1])
     # Not clipped: where a rank is sometimes faster and sometimes slower, the mean says by how much it is slower.
     of_blamed = np.where((is_blamed & (slowest == candidate))[:, None], of_slowest, 0.0)
-    of_computing = [each for each in computing if each != _INPUT]
+    of_computing = COMPUTING[1:]
     queue = find_queue(timing, critical)
     queued = np.zeros(cycle.shape[:2]) if queue is None else queue.of_ranks
     without_core = (queued - _median_of_others(queued))[rows, slowest]  # makes the rank late, which is not its doing
@@ -108,28 +106,28 @@ def find_costs(timing: Steps, critical: Critical) -> Costs:
     straggler = of_blamed[:, of_computing].sum(1) - blamed_without_core
     cores = np.zeros(len(path)) if queue is None else queue.whole
     slower_in = next(
-        (PHASES[each] for each in of_computing if typical(of_blamed[:, each]) > _MOST * typical(straggler) > 0), None
+        (each for each in of_computing if typical(of_blamed[:, each]) > _MOST * typical(straggler) > 0), None
     )
     path_without = path - of_blamed
-    is_input_of_blamed = is_blamed and typical(of_blamed[:, _INPUT]) > _MOST * typical(path[:, _INPUT])
-    explained = straggler + (of_blamed[:, _INPUT] if is_input_of_blamed else 0.0)
-    jitter = np.clip(late - np.clip(explained, 0, None), 0, None) + path[:, column(Phase.WAITING)]
+    is_input_of_blamed = is_blamed and typical(of_blamed[:, Phase.INPUT]) > _MOST * typical(path[:, Phase.INPUT])
+    explained = straggler + (of_blamed[:, Phase.INPUT] if is_input_of_blamed else 0.0)
+    jitter = np.clip(late - np.clip(explained, 0, None), 0, None) + path[:, Phase.WAITING]
     batch_ratio = _batch_ratio(timing, candidate) if is_blamed else 1.0
-    of_others = typical(path_without[:, _FORWARD] + path_without[:, _BACKWARD])
+    of_others = typical(path_without[:, Phase.FORWARD] + path_without[:, Phase.BACKWARD])
     if (batch_ratio - 1.0) * of_others < _MOST * typical(straggler):
         batch_ratio = 1.0
     return Costs(
         candidate if is_blamed else None,
-        path[:, _INPUT],
+        path[:, Phase.INPUT],
         loading[rows, slowest],
         straggler,
         jitter,
         cores,
         queue,
-        path[:, column(Phase.COMMUNICATION)] - (0.0 if queue is None else queue.communication),
-        path_without[:, column(Phase.BETWEEN)],
-        path_without[:, column(Phase.OPTIMIZER)],
-        path_without[:, _FORWARD] * (not is_forward_known),
+        path[:, Phase.EXPOSED] - (0.0 if queue is None else queue.communication),
+        path_without[:, Phase.BETWEEN],
+        path_without[:, Phase.OPTIMIZER],
+        path_without[:, Phase.FORWARD] * (not is_forward_known),
         path.sum(1),
         is_input_of_blamed,
         bool(typical(blamed_without_core) > _MOST * typical(cores)),

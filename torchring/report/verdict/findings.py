@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from torchring.observe.recorder.records import RunInfo
+from torchring.observer import Phase
 from torchring.report.model.buckets import Bandwidth, BucketSummary, LateParameter
 from torchring.report.model.lanes import MedianStep, Series
 from torchring.report.model.network import Network
-from torchring.report.model.phases import Phase
 from torchring.report.model.ranks import RankSummary, StartUp
 from torchring.report.model.scaling import Prediction
 from torchring.report.model.timing import Spread

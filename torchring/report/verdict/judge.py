@@ -7,10 +7,10 @@ from typing import Final
 
 import numpy as np
 
+from torchring.observer import Phase
 from torchring.report.model.buckets import bus_bytes
 from torchring.report.model.change import find_change
 from torchring.report.model.network import SMALL_BYTES
-from torchring.report.model.phases import Phase
 from torchring.report.model.ranks import StartUp
 from torchring.report.model.timing import Array, Spread, Steps, spread, typical
 from torchring.report.verdict.costs import TELLING, Costs, find_costs

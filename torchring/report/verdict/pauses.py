@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from torchring.report.model.phases import PHASES, Phase, column
+from torchring.observer import Phase
 from torchring.report.model.timing import Array, Spread, Steps, spread
 from torchring.report.model.waits import Critical, knows_forward
 from torchring.report.verdict.findings import Kind
@@ -33,7 +33,7 @@ _PLACES: Final = {
 }
 _KINDS: Final[dict[Phase, Kind]] = {
     Phase.INPUT: "input",
-    Phase.COMMUNICATION: "communication",
+    Phase.EXPOSED: "communication",
     Phase.BETWEEN: "optimizer",
     Phase.OPTIMIZER: "optimizer",
 }
@@ -96,12 +96,12 @@ def find_pauses(timing: Steps, critical: Critical) -> tuple[Pauses, ...]:
         return ()
     step_ms = float(np.median(critical.path[counts].sum(1)))
     found = []
-    for phase in PHASES:
+    for phase in Phase:
         if phase is Phase.WAITING:
             continue
         # Ranks wait for the one that pauses. Where all of them communicate, the one that waits least says for how long.
-        of_ranks = critical.phases[..., column(phase)]
-        of_step = of_ranks.min(1) if phase is Phase.COMMUNICATION else of_ranks.max(1)
+        of_ranks = critical.phases[..., phase]
+        of_step = of_ranks.min(1) if phase is Phase.EXPOSED else of_ranks.max(1)
         longer = of_step - np.median(of_step[counts])
         steps = np.flatnonzero(counts & (longer > _LONG * step_ms))
         share = float(longer[steps].sum()) / timing.counted_ms
@@ -114,7 +114,7 @@ def find_pauses(timing: Steps, critical: Critical) -> tuple[Pauses, ...]:
 
 
 def _describe(timing: Steps, critical: Critical, phase: Phase, steps: Array, longer: Array, share: float) -> Pauses:
-    of_ranks = critical.phases[..., column(phase)]  # [S, R]
+    of_ranks = critical.phases[..., phase]  # [S, R]
     of_rank = np.clip(of_ranks - np.median(of_ranks[timing.counts], axis=0), 0, None)[steps].sum(0)
     most = int(of_rank.argmax())
     is_common = bool(of_rank.min() > _MOST * of_rank[most])

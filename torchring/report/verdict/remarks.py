@@ -7,9 +7,9 @@ from typing import Final
 
 import numpy as np
 
+from torchring.observer import Phase
 from torchring.report.model.bucket_layout import ready_shares
 from torchring.report.model.change import find_change
-from torchring.report.model.phases import Phase, column
 from torchring.report.model.timing import typical
 from torchring.report.verdict.findings import Verdict
 from torchring.report.verdict.situation import Situation
@@ -93,6 +93,6 @@ def _arrive_together(situation: Situation) -> bool:
         return False
     spread = float(np.nanmax(shares) - np.nanmin(shares))
     if not situation.costs.is_forward_known:  # a whole graph leaves out the hooks: backward begins with a gradient
-        before, backward = (np.median(situation.cycle[..., column(each)]) for each in (Phase.INPUT, Phase.BACKWARD))
+        before, backward = (np.median(situation.cycle[..., each]) for each in (Phase.INPUT, Phase.BACKWARD))
         spread *= float(backward / max(before + backward, 1e-9))
     return spread <= _LONGEST_BURST
