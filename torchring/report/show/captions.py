@@ -16,6 +16,7 @@ from torchring.report.show.formats import (
     rate,
     with_spread,
 )
+from torchring.report.verdict.batch import about_batch
 from torchring.report.verdict.findings import NOTICEABLE_WAIT, Analysis
 from torchring.report.words import NAMES
 
@@ -54,7 +55,7 @@ def of_path(analysis: Analysis) -> str:
 
 def name_of(phase: Phase, analysis: Analysis) -> str:
     """The name of a phase in this job."""
-    return "input and forward" if phase is Phase.INPUT and not analysis.is_forward_known else NAMES[phase]
+    return "input and forward" if phase is Phase.INPUT and not analysis.costs.is_forward_known else NAMES[phase]
 
 
 def of_ranks(analysis: Analysis) -> str:
@@ -186,4 +187,4 @@ def of_scaling(analysis: Analysis) -> str:
             f", with {largest.num_ranks:,} ranks about {milliseconds(largest.step_ms)} (efficiency "
             f"{percent(largest.efficiency)})"
         )
-    return f"{text}. {analysis.batch_note}".rstrip()
+    return f"{text}. {about_batch(analysis.run_info)}".rstrip()

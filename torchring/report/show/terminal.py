@@ -14,6 +14,7 @@ from torchring.errors import ranks_in_words
 from torchring.observer import Phase
 from torchring.report.model.buckets import BucketSummary
 from torchring.report.model.timing import Spread
+from torchring.report.verdict.batch import about_batch
 from torchring.report.verdict.findings import NOTICEABLE_WAIT, Advice, Analysis
 from torchring.report.words import NAMES, count, share_in_words
 
@@ -101,7 +102,7 @@ def _title(analysis: Analysis) -> str:
     samples = f", {analysis.samples_per_s:,.0f} samples/s" if analysis.samples_per_s else ""
     first = "first step does" if analysis.num_left_out == 1 else f"first {analysis.num_left_out} do"
     left_out = f"; the {first} not count" if analysis.num_left_out else ""
-    error = analysis.clock_error_ms
+    error = analysis.job.clock_error_ms
     clocks = f"; times of hosts may differ by {error:.2g} ms" if error else ""
     return (
         f"{count(analysis.size, 'rank')} on {count(hosts, 'host')}, {run_info.device}, algorithm {run_info.algorithm}, "
@@ -142,7 +143,7 @@ def table_of_phases(analysis: Analysis) -> Section:
     ]
     columns = {phase: NAMES[phase].split()[0] for phase in Phase}
     columns |= {Phase.EXPOSED: "comm.", Phase.OPTIMIZER: "step()"}
-    if not analysis.is_forward_known:
+    if not analysis.costs.is_forward_known:
         columns[Phase.INPUT] = "input and forward"
     names = ("rank", "step", *(columns[phase] for phase in analysis.phases), *(["no core"] if has_queue else []))
     return Section(title, names, tuple(rows))
@@ -197,8 +198,8 @@ def _scaling(analysis: Analysis) -> Section:
         sentences.append(f"Backward would hide communication of {ranks} from {hiding:.3g} GB/s on.")
     elif analysis.predictions and hiding is None:
         sentences.append("No bandwidth would hide communication: latency alone takes longer.")
-    if analysis.batch_note:
-        sentences.append(analysis.batch_note)
+    if batch_note := about_batch(analysis.run_info):
+        sentences.append(batch_note)
     columns = ("ranks", "step ms", "communication ms", "waiting ms", "efficiency")
     return Section("Predicted", columns, tuple(rows), tuple(sentences))
 

@@ -28,16 +28,12 @@ from torchring.report.model.timing import spread, typical
 from torchring.report.model.waits import examine
 from torchring.report.model.workload import between_hosts, calibrated, describe, fit_network, links_of
 from torchring.report.verdict.advice import advise
-from torchring.report.verdict.batch import about_batch
 from torchring.report.verdict.costs import find_costs
-from torchring.report.verdict.findings import Analysis
+from torchring.report.verdict.findings import FEWEST_STEPS, Analysis
 from torchring.report.verdict.judge import judge
 from torchring.report.verdict.pauses import find_pauses, without
-from torchring.report.verdict.remarks import FEWEST_STEPS, remarks
-from torchring.report.verdict.situation import Situation
+from torchring.report.verdict.remarks import remarks
 from torchring.report.words import count
-
-__all__ = ["Analysis", "analyse"]
 
 
 def analyse(
@@ -75,68 +71,51 @@ def analyse(
     workload = dataclasses.replace(describe(job, examined), slow_rank=costs.blamed)
     if own_links is not None:
         workload = calibrated(workload, own_links, job.size, step.mean)
-    situation = Situation(
+    slow = None if costs.blamed is None else timing.ranks[costs.blamed]
+    predictions: list[Prediction] = []
+    hiding = None
+    if links is not None and workload.bucket_bytes and len(job.steps) >= FEWEST_STEPS:
+        num_ranks = max(job.size, SIZES[0])
+        predicted = between_hosts(workload) if given and not has_several_hosts else workload
+        predictions = predict(predicted, links, sorted({*sizes, num_ranks}))
+        hiding = hiding_gigabytes_per_s(predicted, num_ranks, links.network.alpha_ms)
+    analysis = Analysis(
         job=job,
         timing=timing,
         critical=critical,
         costs=costs,
-        step_ms=step.mean,
-        start_up=find_start_up(job),
         pauses=pauses,
-        efficiency=efficiency(critical, timing, step.mean, job.size),
-        backward_ms=backward_ms,
-        who_has_cores=who_has_them(run_info, timing, critical, costs.queue),
-        loading=find_loading(job, timing, critical, is_forward_known=costs.is_forward_known),
-        exposed_ms=typical(exposed),
-        buckets=buckets,
-        late=of_buckets.late_parameters(job, buckets, backward_ms, typical(reducing_path.sum(1))),
-        network=network,
-        links=own_links,
-        workload=workload,
-    )
-    verdict = judge(situation)
-    if job.ended_badly:
-        verdict = dataclasses.replace(verdict, sentence=f"{job.ended_badly} {verdict.sentence}")
-    has_enough_steps = len(job.steps) >= FEWEST_STEPS
-    predictions: list[Prediction] = []
-    hiding = None
-    if links is not None and workload.bucket_bytes and has_enough_steps:
-        num_ranks = max(job.size, SIZES[0])
-        predicted = between_hosts(workload) if given and run_info.local_size == run_info.size else workload
-        predictions = predict(predicted, links, sorted({*sizes, num_ranks}))
-        hiding = hiding_gigabytes_per_s(predicted, num_ranks, links.network.alpha_ms)
-    slow = None if costs.blamed is None else timing.ranks[costs.blamed]
-    return Analysis(
-        run_info=run_info,
-        size=job.size,
-        num_steps=int(timing.counts.sum()),
         num_left_out=int(np.argmax(every_step.counts)),
-        has_enough_steps=has_enough_steps,
-        is_forward_known=costs.is_forward_known,
-        clock_error_ms=job.clock_error_ms,
-        problems=(*job.problems, *timing.problems, *remarks(situation, verdict, len(examined))),
-        verdict=verdict,
-        advice=advise(situation) if has_enough_steps else (),
         step=step,
         path=waits.spread_by_phase(path),
         steps_per_s=per_second(np.ones((len(job.steps), 1)), every_step),
         samples_per_s=per_second(every_step.num_samples, every_step) or None,
-        efficiency=situation.efficiency,
+        efficiency=efficiency(critical, timing, step.mean, job.size),
+        backward_ms=backward_ms,
+        who_has_cores=who_has_them(run_info, timing, critical, costs.queue),
+        loading=find_loading(job, timing, critical, is_forward_known=costs.is_forward_known),
         ranks=summarise_ranks(job, timing, critical),
         waits=waits.list_waits(timing, critical),
-        start_up=situation.start_up,
+        start_up=find_start_up(job),
         median_step=lanes.median_step(job, timing, critical),
         series=lanes.series(timing, critical),
+        exposed_ms=typical(exposed),
         buckets=buckets,
-        late_parameters=situation.late,
+        late_parameters=of_buckets.late_parameters(job, buckets, backward_ms, typical(reducing_path.sum(1))),
         bandwidth=of_buckets.find_bandwidth(job, timing, critical, exposed, doctor),
+        fitted=network,
+        links=own_links,
+        workload=workload,
         network=given or network,
         is_network_given=given is not None,
         predictions=tuple(predictions),
-        batch_note=about_batch(run_info),
         predictions_note=_note(predictions, links, run_info, given is not None, slow),
         hiding_gigabytes_per_s=hiding,
     )
+    analysis = dataclasses.replace(analysis, verdict=judge(analysis))
+    problems = (*job.problems, *timing.problems, *remarks(analysis, len(examined)))
+    advice = advise(analysis) if analysis.has_enough_steps else ()
+    return dataclasses.replace(analysis, problems=problems, advice=advice)
 
 
 def _note(

@@ -8,7 +8,7 @@ because its data are late has an input problem, and a rank that computes longer 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
@@ -16,8 +16,8 @@ from torchring.observer import Phase
 from torchring.report.model.core_time import Queue, find_queue
 from torchring.report.model.timing import Array, Steps, typical
 from torchring.report.model.waits import COMPUTING, Critical, knows_forward
-from torchring.report.verdict.findings import Kind
 
+Kind = Literal["input", "compute", "communication", "straggler", "optimizer", "cores", "start-up"]
 TELLING: Final = 0.10  # share of a step
 _LEAST: Final[dict[tuple[Kind, str], float]] = {
     ("optimizer", ""): 0.25,

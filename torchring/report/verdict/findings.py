@@ -12,20 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 from torchring.observe.recorder.records import RunInfo
 from torchring.observer import Phase
 from torchring.report.model.buckets import Bandwidth, BucketSummary, LateParameter
 from torchring.report.model.lanes import MedianStep, Series
+from torchring.report.model.loader_time import LoaderTime
+from torchring.report.model.merge import Job
 from torchring.report.model.network import Network
 from torchring.report.model.ranks import RankSummary, StartUp
-from torchring.report.model.scaling import Prediction
-from torchring.report.model.timing import Spread
-from torchring.report.model.waits import RankWait, together
+from torchring.report.model.scaling import Connections, Prediction, Workload
+from torchring.report.model.timing import Array, Spread, Steps
+from torchring.report.model.waits import Critical, RankWait, together
+from torchring.report.verdict.costs import Costs, Kind
+from torchring.report.verdict.pauses import Pauses
 
 NOTICEABLE_WAIT: Final = 0.005  # of a step
-Kind = Literal["input", "compute", "communication", "straggler", "optimizer", "cores", "start-up"]
+FEWEST_STEPS: Final = 10  # for advice and predictions
 
 
 @dataclass(frozen=True)
@@ -58,46 +62,78 @@ class Advice:
     how: str  # a line of code or of shell, or one sentence
 
 
+UNKNOWN: Final = Verdict("compute", None, 0.0, Spread(0.0, 0.0, 0.0, 0.0), "")
+
+
 @dataclass(frozen=True)
 class Analysis:
-    """All that the report says."""
+    """All that is known of a job, and what follows from it. The answers are drawn from the rest."""
 
-    # The job
-    run_info: RunInfo  # of the lowest rank that has a trace
-    size: int  # number of ranks, whether they have a trace or not
-    num_steps: int  # steps that count
+    job: Job
+    timing: Steps  # steps with a pause do not count
+    critical: Critical
+    costs: Costs
+    pauses: tuple[Pauses, ...]  # the most costly first
     num_left_out: int  # steps at the beginning of the trace that do not count
-    has_enough_steps: bool  # for advice and predictions
-    is_forward_known: bool  # forward was told apart from input; if not, `Phase.INPUT` is both
-    clock_error_ms: float | None  # times of different hosts differ by at most this; 0 on one host, None if unknown
-    problems: tuple[str, ...]  # sentences: what is missing or strange
-    # The answers
-    verdict: Verdict
-    advice: tuple[Advice, ...]  # the largest gain first
     # Time
     step: Spread  # from the end of a step to the end of the next, on the rank that the others wait for
     path: Mapping[Phase, Spread]  # phases of that rank, which alone determines how long a step takes
     steps_per_s: float  # this and `samples_per_s` count steps with a pause, too
     samples_per_s: float | None  # of all ranks together; None if unknown
     efficiency: float  # share of a step in which ranks compute, from 0 to 1: the speed-up is this times `size`
+    backward_ms: float  # on the slowest rank
+    who_has_cores: str  # while a rank has none: a clause
+    loading: LoaderTime | None  # None if nothing is known of loading
     ranks: tuple[RankSummary, ...]  # by rank
     waits: tuple[RankWait, ...]  # the longest first
     start_up: StartUp | None
     median_step: MedianStep
     series: Series
     # Communication
+    exposed_ms: float  # in a step that has the buckets below
     buckets: tuple[BucketSummary, ...]  # in plan order; empty if nothing was reduced
     late_parameters: tuple[LateParameter, ...]  # the worst first
     bandwidth: Bandwidth | None  # None if nothing was reduced
-    network: Network | None  # fitted to the buckets, or given; None if nothing was reduced and none was given
-    is_network_given: bool  # on the command line
+    fitted: Network | None  # to the buckets; None if nothing was reduced, as `links`
+    links: Connections | None
+    workload: Workload
     # More ranks
+    network: Network | None  # that the predictions assume: fitted, or given
+    is_network_given: bool  # on the command line
     predictions: tuple[Prediction, ...]  # for 2 to 1,024 ranks; empty without a network
-    batch_note: str  # one sentence: whether a larger batch still pays; "" if that is unknown
     predictions_note: str  # one sentence: which network, algorithm and hosts the predictions assume; "" without any
     # From this bandwidth on, less than 1 % of a step is exposed communication. 0: with any bandwidth. None: with none,
     # because latency alone is more, or the network is unknown.
     hiding_gigabytes_per_s: float | None
+    # The answers
+    verdict: Verdict = UNKNOWN
+    problems: tuple[str, ...] = ()  # sentences: what is missing or strange
+    advice: tuple[Advice, ...] = ()  # the largest gain first
+
+    @property
+    def run_info(self) -> RunInfo:
+        """That of the lowest rank that has a trace."""
+        return self.job.traces[0].run_info
+
+    @property
+    def size(self) -> int:
+        """Number of ranks, whether they have a trace or not."""
+        return self.job.size
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps that count."""
+        return int(self.timing.counts.sum())
+
+    @property
+    def has_enough_steps(self) -> bool:
+        """For advice and predictions."""
+        return len(self.job.steps) >= FEWEST_STEPS
+
+    @property
+    def cycle(self) -> Array:
+        """[S, R, 7], `Critical.cycle` of the steps that count."""
+        return self.critical.cycle[self.timing.counts]
 
     @property
     def phases(self) -> list[Phase]:

@@ -14,9 +14,8 @@ from torchring.report.model.network import SMALL_BYTES
 from torchring.report.model.ranks import StartUp
 from torchring.report.model.timing import Array, Spread, Steps, spread, typical
 from torchring.report.verdict.costs import TELLING, Costs, find_costs
-from torchring.report.verdict.findings import Verdict
+from torchring.report.verdict.findings import Analysis, Verdict
 from torchring.report.verdict.pauses import TELLING as PAUSES_TELLING
-from torchring.report.verdict.situation import Situation
 from torchring.report.words import share_in_words
 
 _WELL: Final = 0.9
@@ -32,9 +31,16 @@ _SLOWER: Final[dict[Phase | None, str]] = {
 }
 
 
-def judge(situation: Situation) -> Verdict:
+def judge(analysis: Analysis) -> Verdict:
+    """What bounds the job. How it ended comes first, if that was badly."""
+    verdict = _judge(analysis)
+    ended_badly = analysis.job.ended_badly
+    return dataclasses.replace(verdict, sentence=f"{ended_badly} {verdict.sentence}") if ended_badly else verdict
+
+
+def _judge(analysis: Analysis) -> Verdict:
     """The largest of the costs that are worth telling."""
-    timing, costs, pauses, start_up = situation.timing, situation.costs, situation.pauses, situation.start_up
+    timing, costs, pauses, start_up = analysis.timing, analysis.costs, analysis.pauses, analysis.start_up
     telling = costs.telling
     pause = next((each for each in pauses if each.share >= PAUSES_TELLING), None)
     if start_up and start_up.share >= (_START_UP_ANYWAY if telling or pause else _START_UP_TELLING):
@@ -42,13 +48,13 @@ def judge(situation: Situation) -> Verdict:
     if pause and pause.share >= (1.0 - pause.share) * max(telling.values(), default=0.0) / typical(costs.whole):
         return Verdict(pause.kind, pause.rank, pause.share, pause.length, pause.sentence, "pauses")
     if not telling:
-        return _compute(costs, situation.job.size, situation.efficiency)
+        return _compute(costs, analysis.size, analysis.efficiency)
     largest = max(telling, key=lambda key: telling[key])
     changed = _where_it_is_large(timing, costs.by_cause[largest], TELLING * typical(costs.whole))
     when = ""
     if changed is not None:
         when, timing = changed
-        costs = find_costs(timing, situation.critical)
+        costs = find_costs(timing, analysis.critical)
         telling = costs.telling
         largest = max(telling, key=lambda key: telling[key], default=largest)
     kind, detail = largest
@@ -68,10 +74,10 @@ def judge(situation: Situation) -> Verdict:
         what = "waits for the slowest rank, and the ranks take turns at that" if detail else what
     elif kind == "cores":
         rank = rank if costs.is_blamed_without_core else None
-        what = f"passes while {'a rank' if rank is None else f'rank {rank}'} has no core: {situation.who_has_cores}"
+        what = f"passes while {'a rank' if rank is None else f'rank {rank}'} has no core: {analysis.who_has_cores}"
     elif kind == "communication":
         rank = None
-        detail, why = _explain_communication(situation)
+        detail, why = _explain_communication(analysis)
         what = f"is communication that {why}"
     else:
         rank = None
@@ -110,16 +116,17 @@ def _explain_input(costs: Costs, who: str) -> tuple[str, str]:
     return "", f"waits for data on {who}, or for other code between step() and forward"
 
 
-def _explain_communication(situation: Situation) -> tuple[str, str]:
+def _explain_communication(analysis: Analysis) -> tuple[str, str]:
     """The detail of the verdict, and the end of a sentence that begins with "communication that"."""
-    size, buckets, network, cost_ms = situation.job.size, situation.buckets, situation.network, situation.exposed_ms
-    huge = next((each for each in situation.late if each.holds_ms == 0 and each.exposed_ms >= _MOST * cost_ms), None)
+    size, buckets, network, cost_ms = analysis.size, analysis.buckets, analysis.fitted, analysis.exposed_ms
+    late = analysis.late_parameters
+    huge = next((each for each in late if each.holds_ms == 0 and each.exposed_ms >= _MOST * cost_ms), None)
     if huge:
         megabytes = f"{huge.num_bytes / 1e6:.0f} MB"
         return "late parameter", (
             f"nothing hides, because the gradient of {huge.name} ({megabytes}) is ready at the end of backward"
         )
-    held = next((each for each in situation.late if each.holds_ms >= _MOST * cost_ms), None)
+    held = next((each for each in late if each.holds_ms >= _MOST * cost_ms), None)
     if held:
         return "late parameter", (
             f"backward does not hide, because bucket {held.bucket} waits {held.holds_ms:.0f} ms for the gradient of "

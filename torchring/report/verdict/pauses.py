@@ -15,7 +15,7 @@ import numpy as np
 from torchring.observer import Phase
 from torchring.report.model.timing import Array, Spread, Steps, spread
 from torchring.report.model.waits import Critical, knows_forward
-from torchring.report.verdict.findings import Kind
+from torchring.report.verdict.costs import Kind
 from torchring.report.words import share_in_words
 
 _FEW: Final = 10  # steps, of which none is an exception

@@ -11,28 +11,26 @@ from torchring.observer import Phase
 from torchring.report.model.bucket_layout import ready_shares
 from torchring.report.model.change import find_change
 from torchring.report.model.timing import typical
-from torchring.report.verdict.findings import Verdict
-from torchring.report.verdict.situation import Situation
+from torchring.report.verdict.findings import FEWEST_STEPS, Analysis
 from torchring.report.words import share_in_words
 
-FEWEST_STEPS: Final = 10  # from which something is predicted
 _NO_CORE: Final = 0.05  # of a step
 # Share of a backward in which gradients arrive. It was 2 % for a model in one graph, and 49 % or more for others.
 _LONGEST_BURST: Final = 0.10
 _FASTER_OR_SLOWER: Final = 0.20  # of a step
 
 
-def remarks(situation: Situation, verdict: Verdict, num_optimizers: int) -> Iterator[str]:
+def remarks(analysis: Analysis, num_optimizers: int) -> Iterator[str]:
     """What numbers do not mean, and what the verdict does not say."""
-    timing, costs = situation.timing, situation.costs
-    if _arrive_together(situation):
+    timing, costs, verdict = analysis.timing, analysis.costs, analysis.verdict
+    if _arrive_together(analysis):
         yield (
             "All gradients arrive together at the end of backward(), so hardly any communication is hidden. Is the "
             "model compiled as a whole? Compile each layer instead: for layer in model.layers: layer.compile()."
         )
     if num_optimizers > 1:
-        yield _about_optimizers(situation, num_optimizers)
-    has_model = situation.run_info.options.get("model") == "given"
+        yield _about_optimizers(analysis, num_optimizers)
+    has_model = analysis.run_info.options.get("model") == "given"
     has_first_only = not timing.numbers[timing.counts].any()  # hooks are put on the model after the first step
     if not costs.is_forward_known and not (has_model and has_first_only):
         why = (
@@ -42,7 +40,7 @@ def remarks(situation: Situation, verdict: Verdict, num_optimizers: int) -> Iter
         )
         other = "other code before backward" if timing.saw_loader else "waiting for data"
         yield f"Forward is not told apart from {other}, {why}."
-    for each in situation.pauses:
+    for each in analysis.pauses:
         sentence = "" if verdict.sentence.endswith(each.sentence) else f"{each.sentence} "
         these = f"S{each.named_steps[1:]} {'is' if len(each.numbers) == 1 else 'are'}"
         yield f"{sentence}{these} left out of all numbers but steps/s and samples/s; the figure over time shows them."
@@ -52,11 +50,9 @@ def remarks(situation: Situation, verdict: Verdict, num_optimizers: int) -> Iter
     if has_first_only:
         yield "The first step begins in wrap(), so what the script does before its loop is part of that step."
     queued_ms = typical(costs.cores)
-    if verdict.kind != "cores" and queued_ms >= _NO_CORE * situation.step_ms > 0:
-        yield (
-            f"For {queued_ms:.3g} ms of a step, a rank was ready to run, but had no core: {situation.who_has_cores}."
-        )
-    whole = situation.critical.path[timing.counts].sum(1)
+    if verdict.kind != "cores" and queued_ms >= _NO_CORE * analysis.step.mean > 0:
+        yield (f"For {queued_ms:.3g} ms of a step, a rank was ready to run, but had no core: {analysis.who_has_cores}.")
+    whole = analysis.critical.path[timing.counts].sum(1)
     change = find_change(whole, _FASTER_OR_SLOWER * typical(whole))
     if verdict.steps is None and change is not None:
         number = timing.numbers[timing.counts][change]
@@ -64,11 +60,11 @@ def remarks(situation: Situation, verdict: Verdict, num_optimizers: int) -> Iter
         yield f"From step {number:,} on, a step takes {since:.3g} ms on average; before, {before:.3g} ms."
 
 
-def _about_optimizers(situation: Situation, num_optimizers: int) -> str:
+def _about_optimizers(analysis: Analysis, num_optimizers: int) -> str:
     """What numbers mean if there are several optimizers."""
-    timing, path = situation.timing, situation.critical.path
+    timing, path = analysis.timing, analysis.critical.path
     share = path[timing.reduces].sum() / path[timing.counts].sum()
-    parameters = situation.run_info.parameters
+    parameters = analysis.run_info.parameters
     names = f", {parameters[0].name} and {len(parameters) - 1} more parameters" if len(parameters) > 1 else ""
     remark = (
         f"Steps have {num_optimizers} different sets of buckets, as those of several optimizers. The step of each "
@@ -84,15 +80,15 @@ def _about_optimizers(situation: Situation, num_optimizers: int) -> str:
     return remark
 
 
-def _arrive_together(situation: Situation) -> bool:
+def _arrive_together(analysis: Analysis) -> bool:
     """Whether torch.compile has made one autograd node of the whole backward, where parts could have been hidden."""
-    run_info, shares = situation.run_info, ready_shares(situation.job)
+    run_info, shares = analysis.run_info, ready_shares(analysis.job)
     if not run_info.is_compiled or run_info.overlap == "inline" or len(run_info.bucket_bytes) < 2 or shares is None:
         return False
     if np.isfinite(shares).sum() < 2:
         return False
     spread = float(np.nanmax(shares) - np.nanmin(shares))
-    if not situation.costs.is_forward_known:  # a whole graph leaves out the hooks: backward begins with a gradient
-        before, backward = (np.median(situation.cycle[..., each]) for each in (Phase.INPUT, Phase.BACKWARD))
+    if not analysis.costs.is_forward_known:  # a whole graph leaves out the hooks: backward begins with a gradient
+        before, backward = (np.median(analysis.cycle[..., each]) for each in (Phase.INPUT, Phase.BACKWARD))
         spread *= float(backward / max(before + backward, 1e-9))
     return spread <= _LONGEST_BURST
