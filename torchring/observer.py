@@ -23,7 +23,7 @@ class Phase(IntEnum):
     FORWARD: the model that `wrap` was given computes. Without a model, forward is not told apart from INPUT.
     BACKWARD: from the end of forward, so with the loss, until the last gradient is computed. Includes stalls for
         buckets that are reduced meanwhile.
-    WAITING: only in reports, which tell it apart from EXPOSED: communication cannot go on, because another rank is late.
+    WAITING: communication cannot go on, because another rank is late. Only reports tell it apart from EXPOSED.
     EXPOSED: all gradients are computed; backward waits for reductions.
     BETWEEN: from the end of a backward that reduces to `step()`: unscaling, clipping, logging.
     OPTIMIZER: inside `step()`.
@@ -38,7 +38,7 @@ class Phase(IntEnum):
     OPTIMIZER = 6
 
 
-INPUT, FORWARD, BACKWARD, _, EXPOSED, BETWEEN, OPTIMIZER = map(int, Phase)  # to look up a member of an enum takes 0.1 us
+INPUT, FORWARD, BACKWARD, _, EXPOSED, BETWEEN, OPTIMIZER = map(int, Phase)  # a look-up in an enum takes 0.1 us
 
 # What happens to a bucket. COPYING and COPIED: a gradient is copied to the wire when it arrives. READY: the last
 # gradient has come, or backward is over. PACKED: all are in the wire. LAUNCHED: the bucket has left. STARTED, REDUCED:
