@@ -134,8 +134,8 @@ def check_bytes(row: dict[str, Any]) -> None:
     layout = Layout.parse(row["layout"])
     for rival, found in row["link_bytes"].items():
         is_by_host = row["stats"].get(rival, {}).get("algorithm") == "hierarchical"
-        members = layout.hosts if is_by_host else layout.num_ranks
-        copies = 0 if rival == "alone" else 2 * (members - 1) / members
+        senders = layout.hosts if is_by_host else layout.num_ranks
+        copies = 0 if rival == "alone" else 2 * (senders - 1) / senders
         expected = copies * row["bytes"] / (2 if rival in ROUNDED else 1)
         if not -0.01 * expected <= found - expected <= MOST_HEADERS * expected + (1 << 18):
             raise SystemExit(f"a step of {rival} sent {found} bytes over the busiest link instead of {expected:.0f}")
@@ -187,14 +187,14 @@ def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
     # With several optimizers, ranks send a message after each backward, which says what it has reached. So only the
     # optimizer whose turn it is stays in the group, as in a process of its own.
     group = default_world().shared(OptimizerGroup)
-    members = {rival: group.owners_of(t.model.parameters()) for rival, t in trainers.items()}
+    reducers = {rival: group.owners_of(t.model.parameters()) for rival, t in trainers.items()}
 
     def prepare(rival: str) -> None:
-        for others in members.values():
-            for member in others:
-                group.members.remove(member)
-        for member in members[rival]:
-            group.members.add(member)
+        for others in reducers.values():
+            for reducer in others:
+                group.reducers.remove(reducer)
+        for reducer in reducers[rival]:
+            group.reducers.add(reducer)
 
     steps: dict[str, Turn] = {rival: functools.partial(t.step, workload, batches) for rival, t in trainers.items()}
     spreads = measure.take_turns(
@@ -212,11 +212,11 @@ def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     weight_differences = check_weights(trainers, build().model)
     last_bytes = {
-        rival: max(member.layout.buckets[-1].plan.num_bytes for member in found)
-        for rival, found in members.items()
+        rival: max(reducer.layout.buckets[-1].plan.num_bytes for reducer in found)
+        for rival, found in reducers.items()
         if found
     }
-    stats = {rival: vars(trainers[rival].optimizer.stats()) for rival, found in members.items() if found}
+    stats = {rival: vars(trainers[rival].optimizer.stats()) for rival, found in reducers.items() if found}
     for rival in stats:
         trainers[rival].optimizer.close()
     parameters = list(workload.model.parameters())

@@ -212,13 +212,13 @@ def train_on_hosts(options: argparse.Namespace) -> None:
 
     # Only the optimizers whose turn it is are in the group, as in a process of its own.
     group = default_world().shared(OptimizerGroup)
-    members = {rival: group.owners_of(trainer.model.parameters()) for rival, trainer in trainers.items()}
+    reducers = {rival: group.owners_of(trainer.model.parameters()) for rival, trainer in trainers.items()}
 
     def choose(rival: str) -> None:
-        for member in list(group.members):
-            group.members.remove(member)
-        for member in members[rival]:
-            group.members.add(member)
+        for reducer in list(group.reducers):
+            group.reducers.remove(reducer)
+        for reducer in reducers[rival]:
+            group.reducers.add(reducer)
 
     actions: dict[str, Callable[[], object]] = {
         rival: functools.partial(trainer.step, workload, batches) for rival, trainer in trainers.items()

@@ -195,10 +195,10 @@ class ConnectedOptimizer(OptimizerWrapper):
             inputs=self._forward_watch.inputs,
             is_sharded=bool(self._options.shard) or is_sharded(self.optimizer),
             owned=group.owned,
-            stale=group.members.stale,
+            stale=group.reducers.stale,
         )
         kinds, end_backward = self._find_participants(setup), group.end_backward
-        self._sync = Reducer(setup, group.members, kinds, end_backward=end_backward, guests=guests, owner=self)
+        self._sync = Reducer(setup, group.reducers, kinds, end_backward=end_backward, guests=guests, owner=self)
         self._watch_wrapped()
         self._observe(world)
         return self._sync

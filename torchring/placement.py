@@ -46,9 +46,9 @@ def topology_of(allowed: set[int], root: Path = Path("/sys")) -> Topology:
     nodes = sorted(
         (root / "devices/system/node").glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:])
     )
-    members = [numbers_in(node.read_text()) & allowed for node in nodes]
-    members.append(allowed.difference(*members))  # of no node, as on hosts without NUMA
-    return [sorted({cores[cpu] for cpu in member}) for member in members if member]
+    sets = [numbers_in(node.read_text()) & allowed for node in nodes]
+    sets.append(allowed.difference(*sets))  # of no node, as on hosts without NUMA
+    return [sorted({cores[cpu] for cpu in each}) for each in sets if each]
 
 
 def num_physical(allowed: set[int], root: Path = Path("/sys")) -> int:

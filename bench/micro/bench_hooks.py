@@ -89,7 +89,7 @@ def hooked(model: torch.nn.Module, all_reduce: NoOpAllReduce) -> Iterator[Reduce
         group = world.shared(OptimizerGroup)
         setup = Setup(world, sgd, None, names, set(), set(), options, None, False, group.owned, {})
         kinds, end_backward = participants(setup), group.end_backward
-        reducer = Reducer(setup, group.members, kinds, end_backward=end_backward, owner=owner)
+        reducer = Reducer(setup, group.reducers, kinds, end_backward=end_backward, owner=owner)
     try:
         yield reducer
     finally:

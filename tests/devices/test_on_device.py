@@ -707,7 +707,7 @@ def _alone(rank: int, size: int) -> list[Any]:
             sgd = torch.optim.SGD(parameters, lr=0.1)
             setup = Setup(world, sgd, None, names, set(), set(), options, None, False, group.owned, {})
             kinds, end_backward = participants(setup), group.end_backward
-            reducer = Reducer(setup, group.members, kinds, end_backward=end_backward, owner=owner)
+            reducer = Reducer(setup, group.reducers, kinds, end_backward=end_backward, owner=owner)
             for step in range(2):
                 for p in parameters:
                     p.grad = None

@@ -1111,7 +1111,7 @@ def _gone(rank: int, world_size: int, everywhere: bool) -> tuple[int, str]:
     second(batch(rank)).backward()
     check_gradients(second, mean_of(second, second, world_size, [0]))
     optimizer.step()
-    count = len(list(default_world().shared(OptimizerGroup).members))
+    count = len(list(default_world().shared(OptimizerGroup).reducers))
     if kept is None:
         return count, ""
     first(batch(rank)).backward()

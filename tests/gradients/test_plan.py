@@ -50,7 +50,7 @@ def fp32(*numels: int) -> list[ParameterSpec]:
     return [spec(f"p{i}", numel) for i, numel in enumerate(numels)]
 
 
-def members(plan: Plan) -> list[list[int]]:
+def parameters_of(plan: Plan) -> list[list[int]]:
     return [[slot.parameter for slot in bucket.slots] for bucket in plan.buckets]
 
 
@@ -84,24 +84,24 @@ def test_worked_example_of_the_announced_constants() -> None:
     ],
 )
 def test_caps_are_soft(numels: tuple[int, ...], cap: int, expected: list[list[int]]) -> None:
-    assert members(build_plan(fp32(*numels), bucket_bytes=cap)) == expected
+    assert parameters_of(build_plan(fp32(*numels), bucket_bytes=cap)) == expected
 
 
 def test_first_bucket_is_small() -> None:
     plan = build_plan(fp32(1, 1, 1, 1, 1), bucket_bytes=12, first_bucket_bytes=4)
-    assert members(plan) == [[4], [3, 2, 1], [0]]
+    assert parameters_of(plan) == [[4], [3, 2, 1], [0]]
     mebi = FIRST_BUCKET_BYTES // 4
-    assert members(build_plan(fp32(1, 1, mebi, 1, mebi - 1), bucket_bytes=1 << 25)) == [[4, 3], [2, 1, 0]]
+    assert parameters_of(build_plan(fp32(1, 1, mebi, 1, mebi - 1), bucket_bytes=1 << 25)) == [[4, 3], [2, 1, 0]]
 
 
 def test_first_bucket_is_never_larger_than_the_others() -> None:
-    assert members(build_plan(fp32(1, 1, 1, 1), bucket_bytes=4, first_bucket_bytes=1000)) == [[3], [2], [1], [0]]
+    assert parameters_of(build_plan(fp32(1, 1, 1, 1), bucket_bytes=4, first_bucket_bytes=1000)) == [[3], [2], [1], [0]]
 
 
 def test_each_dtype_has_a_small_first_bucket() -> None:
     specs = [spec(f"p{i}", 2, dtype=(torch.float32, torch.bfloat16)[i % 2]) for i in range(8)]
     plan = build_plan(specs, bucket_bytes=24, first_bucket_bytes=4)
-    assert members(plan) == [[7], [6], [5, 3, 1], [4, 2, 0]]
+    assert parameters_of(plan) == [[7], [6], [5, 3, 1], [4, 2, 0]]
     bf16, fp32 = torch.bfloat16, torch.float32
     assert [bucket.dtype for bucket in plan.buckets] == [bf16, fp32, bf16, fp32]
 
@@ -109,27 +109,31 @@ def test_each_dtype_has_a_small_first_bucket() -> None:
 def test_little_is_ready_last() -> None:
     specs = [spec(str(i), 1 << 18) for i in range(8)]  # 1 MiB each
     for last, expected in ((None, 6), (4 << 20, 3), (1 << 20, 0), (0, 0), (99 << 20, 6)):
-        *_, end = members(build_plan(specs, bucket_bytes=99 << 20, last_bucket_bytes=last))
+        *_, end = parameters_of(build_plan(specs, bucket_bytes=99 << 20, last_bucket_bytes=last))
         assert (end[0], end[-1]) == (expected, 0), last
     # of two dtypes, in the bucket of the parameter that is ready last
     mixed = [spec("a", 4), spec("b", 4, dtype=torch.float64), spec("c", 4), spec("d", 4)]
-    assert members(build_plan(mixed, bucket_bytes=64, first_bucket_bytes=64, last_bucket_bytes=0)) == [[3, 2], [1], [0]]
+    assert parameters_of(build_plan(mixed, bucket_bytes=64, first_bucket_bytes=64, last_bucket_bytes=0)) == [
+        [3, 2],
+        [1],
+        [0],
+    ]
 
 
 def test_cap_zero_gives_every_parameter_its_own_bucket() -> None:
-    assert members(build_plan(fp32(5, 0, 3), bucket_bytes=0)) == [[2], [1], [0]]
+    assert parameters_of(build_plan(fp32(5, 0, 3), bucket_bytes=0)) == [[2], [1], [0]]
 
 
 def test_default_order_is_the_reverse_of_registration() -> None:
     plan = build_plan(fp32(*[1] * 7), bucket_bytes=8)
-    assert members(plan) == [[6, 5], [4, 3], [2, 1], [0]]
+    assert parameters_of(plan) == [[6, 5], [4, 3], [2, 1], [0]]
     assert [bucket.index for bucket in plan.buckets] == [0, 1, 2, 3]
 
 
 def test_given_order_and_what_it_leaves_out() -> None:
     specs = fp32(*[1] * 6)
-    assert members(build_plan(specs, bucket_bytes=8, order=[1, 4, 0, 2, 3, 5])) == [[1, 4], [0, 2], [3, 5]]
-    assert members(build_plan(specs, bucket_bytes=8, order=[1, 4])) == [[1, 4], [5, 3], [2, 0]]
+    assert parameters_of(build_plan(specs, bucket_bytes=8, order=[1, 4, 0, 2, 3, 5])) == [[1, 4], [0, 2], [3, 5]]
+    assert parameters_of(build_plan(specs, bucket_bytes=8, order=[1, 4])) == [[1, 4], [5, 3], [2, 0]]
     assert build_plan(specs, bucket_bytes=8, order=[]) == build_plan(specs, bucket_bytes=8)
 
 
@@ -142,7 +146,7 @@ def test_dtypes_and_devices_do_not_mix() -> None:
     ]
     specs = [spec(f"p{i}", 3, dtype=kinds[i % 4][0], device=kinds[i % 4][1]) for i in range(12)]
     plan = build_plan(specs, bucket_bytes=1000)
-    assert sorted(map(sorted, members(plan))) == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
+    assert sorted(map(sorted, parameters_of(plan))) == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
     for bucket in plan.buckets:
         assert {(specs[slot.parameter].dtype, specs[slot.parameter].device) for slot in bucket.slots} in [
             {kind} for kind in kinds
@@ -154,7 +158,7 @@ def test_buckets_leave_in_the_order_of_their_last_gradient() -> None:
     # The half-precision bucket is opened first and is complete last.
     specs = [spec("half0", 1, dtype=torch.float16), *fp32(4, 4), spec("half1", 1, dtype=torch.float16)]
     plan = build_plan(specs, bucket_bytes=16)
-    assert members(plan) == [[2], [1], [3, 0]]
+    assert parameters_of(plan) == [[2], [1], [3, 0]]
     assert [bucket.index for bucket in plan.buckets] == [0, 1, 2]
 
 
@@ -201,7 +205,7 @@ def test_empty_and_0_dim_parameters() -> None:
 
 def test_sparse_parameters_are_in_no_bucket() -> None:
     specs = [spec("a", 2), spec("emb", 9, 2, is_sparse=True), spec("b", 2)]
-    assert members(build_plan(specs, bucket_bytes=1000)) == [[2, 0]]
+    assert parameters_of(build_plan(specs, bucket_bytes=1000)) == [[2, 0]]
     assert build_plan([specs[1]], bucket_bytes=0).buckets == ()
 
 
@@ -225,7 +229,7 @@ def test_compression_narrows_and_never_widens(
 
 
 def test_caps_count_bytes_of_gradient_not_of_the_wire() -> None:
-    assert members(build_plan(fp32(1, 1, 1, 1), bucket_bytes=8, compression="fp16")) == [[3, 2], [1, 0]]
+    assert parameters_of(build_plan(fp32(1, 1, 1, 1), bucket_bytes=8, compression="fp16")) == [[3, 2], [1, 0]]
 
 
 def check_layout(plan: Plan, specs: Sequence[ParameterSpec]) -> None:
@@ -309,9 +313,9 @@ def test_building_is_a_pure_function() -> None:
 def test_shifted() -> None:
     plan = build_plan(fp32(4, 2, 3), bucket_bytes=16)
     moved = shifted(plan, buckets=5, parameters=10)
-    assert members(moved) == [[12, 11], [10]]
+    assert parameters_of(moved) == [[12, 11], [10]]
     assert [bucket.index for bucket in moved.buckets] == [5, 6]
-    assert members(plan) == [[2, 1], [0]]
+    assert parameters_of(plan) == [[2, 1], [0]]
     assert shifted(moved, buckets=-5, parameters=-10) == plan
     assert shifted(plan, buckets=0, parameters=0) == plan
 

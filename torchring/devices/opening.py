@@ -172,20 +172,20 @@ def _engine(world: World, algorithm: str, accelerator: Accelerator) -> Engine:
     return BackendEngine(backend, accelerator)
 
 
-def _backend(world: World, members: tuple[int, ...] | None, accelerator: Accelerator) -> Backend | None:
-    """Collective among all ranks: a backend between `members`, one of which is this rank; None if `members` is None.
+def _backend(world: World, ranks: tuple[int, ...] | None, accelerator: Accelerator) -> Backend | None:
+    """Collective among all ranks: a backend between `ranks`, one of which is this rank; None if `ranks` is None.
 
     Raises TopologyError on all ranks if a rank's backend cannot be had, or does not connect.
     """
     opened: list[Backend] = []
 
     def open_it() -> None:
-        if members is None:
+        if ranks is None:
             return
         assert world.rendezvous is not None
-        store = unsigned(within(world.rendezvous.store, f"backend/{name}/{members[0]}"))
-        rank = members.index(world.rank)
-        opened.append(accelerator.open_backend(store, rank, len(members), world.timeout_seconds))
+        store = unsigned(within(world.rendezvous.store, f"backend/{name}/{ranks[0]}"))
+        rank = ranks.index(world.rank)
+        opened.append(accelerator.open_backend(store, rank, len(ranks), world.timeout_seconds))
 
     def connect() -> None:  # now, not in a backward
         for backend in opened:

@@ -33,7 +33,7 @@ _HAS_DATA: Final = struct.Struct("?")
 _REACHED: Final = struct.Struct("<B?H")
 _MOST_LEFT_BEHIND: Final = 2**16 - 1
 REDUCTION: Final = b"backward()"
-"""What a rank announces at the beginning of a reduction, see `Members.announce`."""
+"""What a rank announces at the beginning of a reduction, see `Reducers.announce`."""
 
 
 class _Reached(NamedTuple):
@@ -49,15 +49,15 @@ class _Reached(NamedTuple):
     num_left_behind: int
 
 
-class Members:
+class Reducers:
     """The reducers of one world, in the order in which their optimizers were wrapped, and what they know together.
 
     Attributes:
         guard: runs what takes several collectives, and must not be left between two of them.
         has_ended: whether this rank's data has ended, inside `torchring.join`.
         is_skipping: whether this rank takes part in a backward of the others without one of its own.
-        skipper: the member whose `skip()` is under way.
-        skipped: members that `skip()` of another one has reached, since a step or zero_grad() of any optimizer.
+        skipper: the reducer whose `skip()` is under way.
+        skipped: reducers that `skip()` of another one has reached, since a step or zero_grad() of any optimizer.
         stale: of an earlier training, or of an optimizer that is closed.
         waiting: see `Launcher`.
     """
@@ -103,7 +103,7 @@ class Members:
 
     @contextlib.contextmanager
     def skipping(self, skipper: Reducer | None = None) -> Iterator[None]:
-        """Members that a backward of other ranks reaches are absent on this rank."""
+        """Reducers that a backward of other ranks reaches are absent on this rank."""
         self.is_skipping, self.skipper = True, skipper
         try:
             yield
@@ -126,7 +126,7 @@ class Members:
 
         Breaks the world, where that other thread may be waiting. A device runs all hooks in one thread.
         """
-        if not any(member.in_backward and member.thread not in (0, thread) for member in self._reducers):
+        if not any(reducer.in_backward and reducer.thread not in (0, thread) for reducer in self._reducers):
             return
         error = GradientError(
             "two threads run backward() at the same time, each with an optimizer of its own; ranks could not tell the "
@@ -155,42 +155,42 @@ class OptimizerGroup:
     (`Agreement.starts_at_once`), all buckets leave in step 3.
 
     Attributes:
-        members: the reducers. They know of each other what `Members` says, and never call the group.
+        reducers: the reducers. They know of each other what `Reducers` says, and never call the group.
     """
 
     def __init__(self, world: World) -> None:
-        self.members = Members(world)
+        self.reducers = Reducers(world)
         self._world = world
         self._loose: Any = None
         if world.size > 1 and world.rank == 0:
-            self._loose = room("loose optimizers").LooseOptimizers(self.members, self.owned)
+            self._loose = room("loose optimizers").LooseOptimizers(self.reducers, self.owned)
         world.on_close(self.close)
 
     @property
     def guard(self) -> InterruptionGuard:
         """Runs what takes several collectives, and must not be left between two of them."""
-        return self.members.guard
+        return self.reducers.guard
 
     def owners_of(self, parameters: Iterable[torch.nn.Parameter]) -> list[Reducer]:
-        """The members that reduce one of `parameters`."""
+        """The reducers that reduce one of `parameters`."""
         wanted = {id(parameter) for parameter in parameters}
-        return [member for member in self.members if not wanted.isdisjoint(map(id, member.parameters))]
+        return [reducer for reducer in self.reducers if not wanted.isdisjoint(map(id, reducer.parameters))]
 
     def owned(self) -> set[int]:
-        """The ids of all parameters that a member reduces, or would if they were not frozen."""
-        return {id(p) for member in self.members for p in (*member.parameters, *member.frozen)}
+        """The ids of all parameters that a reducer reduces, or would if they were not frozen."""
+        return {id(p) for reducer in self.reducers for p in (*reducer.parameters, *reducer.frozen)}
 
     def owners(self) -> list[object]:
         """The optimizers that are still there."""
-        return [owner for member in self.members if (owner := member.owner()) is not None]
+        return [owner for reducer in self.reducers if (owner := reducer.owner()) is not None]
 
     def num_steps(self) -> int:
         """Number of steps that this rank has made, with all optimizers."""
-        return sum(member.num_steps for member in self.members)
+        return sum(reducer.num_steps for reducer in self.reducers)
 
     def batch_weights(self) -> set[float | None]:
         """The weights that optimizers have for the batch whose forward or backward runs: several if they differ."""
-        return {member.batch_weight for member in self.members}
+        return {reducer.batch_weight for reducer in self.reducers}
 
     def refuse(self, what: str, reason: str) -> NoReturn:
         """Raise GradientError in the midst of `what`, which other ranks may wait for. They hear of it."""
@@ -211,103 +211,103 @@ class OptimizerGroup:
         Returns the number of reductions that this rank took part in. The last rank to end returns the smallest number.
         """
         num_reductions = 0
-        members = self.members
-        members.has_ended = True
+        reducers = self.reducers
+        reducers.has_ended = True
         try:
-            with torch.no_grad(), contextlib.nullcontext() if counts else members.skipping():
-                for member in members:
-                    member.weighing.forget_next_backward()
-                while list(members) and self._follow_reduction(drops_gradients=counts):
+            with torch.no_grad(), contextlib.nullcontext() if counts else reducers.skipping():
+                for reducer in reducers:
+                    reducer.weighing.forget_next_backward()
+                while list(reducers) and self._follow_reduction(drops_gradients=counts):
                     num_reductions += 1
         finally:
-            members.has_ended = False
+            reducers.has_ended = False
         return num_reductions
 
     def _follow_reduction(self, *, drops_gradients: bool) -> bool:
         """Take part in one reduction of the others. Returns whether there was any rank with data."""
-        while self.members.followers:  # live ranks announce what comes
+        while self.reducers.followers:  # live ranks announce what comes
             said = internal_collectives_of(self._world).all_gather_bytes(b"")
             what = max(said)
             if not what:
                 return False
             if what == REDUCTION:
                 break
-            follow = self.members.followers[what]()
+            follow = self.reducers.followers[what]()
             assert follow is not None  # torchring.join holds the optimizer
             follow(said)
         if drops_gradients:
-            for parameter in (p for member in self.members for p in member.parameters):
+            for parameter in (p for reducer in self.reducers for p in reducer.parameters):
                 parameter.grad = None
-        if self.members.are_several:
+        if self.reducers.are_several:
             return self._reduce_together()
-        (member,) = self.members
-        self._finish(member, reduces=True)
-        return member.reduction.sums["has_ended"] < self._world.size
+        (reducer,) = self.reducers
+        self._finish(reducer, reduces=True)
+        return reducer.reduction.sums["has_ended"] < self._world.size
 
     def end_backward(self, caller: Reducer) -> None:
-        """A backward that reached `caller` is about to return: finish the members that it has reached."""
-        members = self.members
-        reached = [member for member in (caller, *members) if member.in_backward]
-        is_local = not any(member.wants_reduction for member in reached)
-        is_silent = not members.are_several or self._world.failure is not None  # nobody to agree with
-        if is_local and (is_silent or all(member.is_in_no_sync for member in reached)):
-            for member in members:
-                if member.in_backward:
-                    member.finish_backward(reduces=False)
-                elif members.is_skipping:
-                    member.weighing.note_skip()
-        elif not members.are_several:
+        """A backward that reached `caller` is about to return: finish the reducers that it has reached."""
+        reducers = self.reducers
+        reached = [reducer for reducer in (caller, *reducers) if reducer.in_backward]
+        is_local = not any(reducer.wants_reduction for reducer in reached)
+        is_silent = not reducers.are_several or self._world.failure is not None  # nobody to agree with
+        if is_local and (is_silent or all(reducer.is_in_no_sync for reducer in reached)):
+            for reducer in reducers:
+                if reducer.in_backward:
+                    reducer.finish_backward(reduces=False)
+                elif reducers.is_skipping:
+                    reducer.weighing.note_skip()
+        elif not reducers.are_several:
             self.guard.run(_END, partial(self._finish, caller, reduces=caller.wants_reduction))
-        elif caller.in_backward:  # or else finished already, together with another member
-            self.members.announce()
+        elif caller.in_backward:  # or else finished already, together with another reducer
+            self.reducers.announce()
             self.guard.run(_END, self._reduce_together)
 
-    def _finish(self, member: Reducer, *, reduces: bool) -> None:
-        """Collective: finish the only member."""
+    def _finish(self, reducer: Reducer, *, reduces: bool) -> None:
+        """Collective: finish the only reducer."""
         if reduces:
-            member.launch_rest()
-        member.finish_backward(reduces=reduces)
+            reducer.launch_rest()
+        reducer.finish_backward(reduces=reduces)
 
     def _reduce_together(self) -> bool:
-        """Collective: finish all members that a backward has reached on any rank. Returns whether any rank has data."""
-        members = list(self.members)
-        members[0].enter(EXPOSED)
+        """Collective: finish all reducers that a backward has reached on any rank. Returns whether a rank has data."""
+        reducers = list(self.reducers)
+        reducers[0].enter(EXPOSED)
         try:
-            for member in members:
-                member.launch_own()
-            wants, some_have_data = self._agree(members)
-            for member, want in zip(members, wants, strict=True):
+            for reducer in reducers:
+                reducer.launch_own()
+            wants, some_have_data = self._agree(reducers)
+            for reducer, want in zip(reducers, wants, strict=True):
                 if want == 2:
-                    member.launch_rest()
-            for member, want in zip(members, wants, strict=True):
+                    reducer.launch_rest()
+            for reducer, want in zip(reducers, wants, strict=True):
                 if want:
-                    member.enter(EXPOSED)  # the member before has left it
-                    member.finish_backward(reduces=want == 2)
+                    reducer.enter(EXPOSED)  # the reducer before has left it
+                    reducer.finish_backward(reduces=want == 2)
             return some_have_data
         except BaseException:
-            for member in members:
-                member.abandon_backward()
+            for reducer in reducers:
+                reducer.abandon_backward()
             raise
 
-    def _agree(self, members: Sequence[Reducer]) -> tuple[list[int], bool]:
-        """Collective: the greatest `_Reached.wants` of any rank for each member, and whether any rank has data.
+    def _agree(self, reducers: Sequence[Reducer]) -> tuple[list[int], bool]:
+        """Collective: the greatest `_Reached.wants` of any rank for each reducer, and whether any rank has data.
 
-        Raises GradientError on all ranks if a member reduces on some ranks and is in `no_sync()` on others,
+        Raises GradientError on all ranks if a reducer reduces on some ranks and is in `no_sync()` on others,
         PlanMismatchError if a backward was broken off on some ranks only, after buckets had left.
         """
         mine = b"".join(
             _REACHED.pack(
-                member.in_backward + member.wants_reduction,
-                member.is_in_no_sync,
-                min(member.launcher.num_left_behind, _MOST_LEFT_BEHIND),
+                reducer.in_backward + reducer.wants_reduction,
+                reducer.is_in_no_sync,
+                min(reducer.launcher.num_left_behind, _MOST_LEFT_BEHIND),
             )
-            for member in members
+            for reducer in reducers
         )
-        has_data = _HAS_DATA.pack(not self.members.has_ended)
-        own = [member.launcher for member in members if member.wants_reduction]
+        has_data = _HAS_DATA.pack(not self.reducers.has_ended)
+        own = [reducer.launcher for reducer in reducers if reducer.wants_reduction]
         stood_still, started = sum(launcher.reduction.exposed_seconds for launcher in own), time.perf_counter()
         try:
-            everybody = internal_collectives_of(self._world).all_gather_bytes(has_data + mine, self.members.advance)
+            everybody = internal_collectives_of(self._world).all_gather_bytes(has_data + mine, self.reducers.advance)
         except RingError as error:
             for launcher in own:
                 launcher.locate(error)
@@ -319,12 +319,12 @@ class OptimizerGroup:
             raise PlanMismatchError("some ranks have closed an optimizer that others still use", rank=self._world.rank)
         some_have_data = any(_HAS_DATA.unpack_from(theirs)[0] for theirs in everybody)
         rows = [list(map(_Reached._make, _REACHED.iter_unpack(theirs[_HAS_DATA.size :]))) for theirs in everybody]
-        for member, column in zip(members, zip(*rows, strict=True), strict=True):
-            self._check(member, column)
+        for reducer, column in zip(reducers, zip(*rows, strict=True), strict=True):
+            self._check(reducer, column)
         return [max(reached.wants for reached in column) for column in zip(*rows, strict=True)], some_have_data
 
-    def _check(self, member: Reducer, column: Sequence[_Reached]) -> None:
-        """See `_agree`. Args: column: what each rank says about the member."""
+    def _check(self, reducer: Reducer, column: Sequence[_Reached]) -> None:
+        """See `_agree`. Args: column: what each rank says about the reducer."""
         left = [reached.num_left_behind for reached in column]
         if len(set(left)) > 1:
             culprits = [rank for rank, count in enumerate(left) if count]
@@ -338,21 +338,21 @@ class OptimizerGroup:
             raise in_step(GradientError(_UNLIKE_NO_SYNC, rank=self._world.rank))
 
     def release_dead(self) -> None:
-        """Collective: close the members whose optimizer is gone, on all ranks (garbage is not collected in step)."""
-        members = list(self.members)
-        if not members:
+        """Collective: close the reducers whose optimizer is gone, on all ranks (garbage is not collected in step)."""
+        reducers = list(self.reducers)
+        if not reducers:
             return
         gc.collect()  # a learning rate scheduler and its optimizer refer to each other
-        alive = torch.tensor([member.owner() is not None for member in members], dtype=torch.uint8, device="cpu")
+        alive = torch.tensor([reducer.owner() is not None for reducer in reducers], dtype=torch.uint8, device="cpu")
         collectives_of(self._world).all_reduce(alive, "min")
-        for member, is_alive in zip(members, alive.tolist(), strict=True):
+        for reducer, is_alive in zip(reducers, alive.tolist(), strict=True):
             if not is_alive:
-                member.close()
+                reducer.close()
 
     def close(self) -> None:
         """The world is closing: gradients of its optimizers stay local from now on."""
-        for member in self.members:
-            member.close()
+        for reducer in self.reducers:
+            reducer.close()
         if self._loose is not None:
             self._loose.close()
 

@@ -193,18 +193,20 @@ def build_plan(
             closed.append((spec.real_dtype, open_buckets.pop(key)))
             open_bytes[key] = 0
             num_closed[key] = num_closed.get(key, 0) + 1
-    closed += [(dtype, members) for (dtype, _), members in open_buckets.items()]
+    closed += [(dtype, parameters) for (dtype, _), parameters in open_buckets.items()]
     # A bucket can leave when its last gradient is ready, and buckets leave in plan order.
     position = {index: i for i, index in enumerate(ready)}
     closed.sort(key=lambda item: position[item[1][-1]])
     if last_bucket_bytes is not None and closed:
-        dtype, members = closed.pop()
-        sizes = [specs[index].numel * specs[index].dtype.itemsize for index in reversed(members)]
+        dtype, parameters = closed.pop()
+        sizes = [specs[index].numel * specs[index].dtype.itemsize for index in reversed(parameters)]
         num_last = max(1, sum(size <= last_bucket_bytes for size in itertools.accumulate(sizes)))
-        parts = [(dtype, part) for part in (members[:-num_last], members[-num_last:]) if part]
+        parts = [(dtype, part) for part in (parameters[:-num_last], parameters[-num_last:]) if part]
         closed = sorted([*closed, *parts], key=lambda item: position[item[1][-1]])
     return Plan(
-        tuple(_lay_out(i, dtype, members, specs, compression, control) for i, (dtype, members) in enumerate(closed))
+        tuple(
+            _lay_out(i, dtype, parameters, specs, compression, control) for i, (dtype, parameters) in enumerate(closed)
+        )
     )
 
 
@@ -236,14 +238,14 @@ def describe(specs: Iterable[ParameterSpec], options: str) -> list[str]:
 def _lay_out(
     index: int,
     dtype: torch.dtype,
-    members: Sequence[int],
+    parameters: Sequence[int],
     specs: Sequence[ParameterSpec],
     compression: str | None,
     control: ControlFields,
 ) -> BucketPlan:
     wire = wire_dtype(dtype, compression)
     slots, offset = [], 0
-    for parameter in members:
+    for parameter in parameters:
         slots.append(Slot(parameter, offset, specs[parameter].num_reals))
         offset += _round_up(specs[parameter].num_reals, wire)
     control = control if index == 0 else _NO_CONTROL

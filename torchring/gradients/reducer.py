@@ -30,7 +30,7 @@ from torchring.gradients.weighing import unfrozen
 from torchring.observer import BACKWARD, BETWEEN, EXPOSED, INPUT, OPTIMIZER
 
 if TYPE_CHECKING:
-    from torchring.gradients.group import Members
+    from torchring.gradients.group import Reducers
 
 Follow: TypeAlias = weakref.WeakMethod[Callable[[Sequence[bytes]], None]]
 
@@ -40,14 +40,14 @@ class Reducer(Reductions, Sync):
 
     Args:
         setup: what is reduced. Its world has more than one rank.
-        members: the reducers of that world.
+        reducers: the reducers of that world.
         kinds: what takes part in a reduction beside weights, in this order.
         end_backward: called when a backward that has reached this reducer is about to return.
         guests: participants that a room sends; they come before the others.
         owner: the optimizer; referred to weakly.
 
     Attributes:
-        follower: see `Members.followers`. Called with what each rank has announced.
+        follower: see `Reducers.followers`. Called with what each rank has announced.
         failure: the error that ended the last backward between ranks. Gradients are worth nothing after it.
         in_backward: whether a backward of these parameters is under way.
         thread: runs the hooks of that backward, if its parameters are on the CPU; else 0.
@@ -56,14 +56,14 @@ class Reducer(Reductions, Sync):
     def __init__(
         self,
         setup: Setup,
-        members: Members,
+        reducers: Reducers,
         kinds: Sequence[type[Participant]],
         *,
         end_backward: Callable[[Reducer], None],
         guests: Sequence[Guest] = (),
         owner: object,
     ) -> None:
-        super().__init__(setup, members, kinds, guests)
+        super().__init__(setup, reducers, kinds, guests)
         self.owner = weakref.ref(owner)
         self.failure: BaseException | None = None
         self.is_closed = False
@@ -87,7 +87,7 @@ class Reducer(Reductions, Sync):
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._hooked: list[int] = []  # what identifies the parameters, which torch.utils.swap_tensors changes
         self._num_wrappers_seen = -1  # MODULE_WRAPPERS.num_built when these parameters were checked last
-        members.add(self)
+        reducers.add(self)
         self._attach()
 
     @property
@@ -122,14 +122,14 @@ class Reducer(Reductions, Sync):
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._members.remove(self)
+        self._reducers.remove(self)
         self.launcher.close()
         self.layout.all_reduce.close()
         self.weighing.end_zero_weight()
         for close in overridden(self.participants, "close"):
             close()
         self.progress.close()
-        note_stale(self._members.stale, self.parameters)
+        note_stale(self._reducers.stale, self.parameters)
         if not self.in_backward:
             self.watch.close()  # the two refer to each other; a closed watch needs no garbage collector
 
@@ -142,8 +142,8 @@ class Reducer(Reductions, Sync):
                 guest.before_backward()
             self.weighing.refuse_unweighed()
             self.enter(BACKWARD)
-            if self._members.are_several and self.specs[0].device.type == "cpu":
-                self._members.refuse_other_thread(thread := threading.get_ident())
+            if self._reducers.are_several and self.specs[0].device.type == "cpu":
+                self._reducers.refuse_other_thread(thread := threading.get_ident())
                 self.thread = thread
             self.weighing.arrived = self.parameters[index]
             try:
@@ -164,7 +164,7 @@ class Reducer(Reductions, Sync):
 
     def launch_rest(self) -> None:
         """A backward that is to reduce these parameters on some rank is over on all ranks: launch what has not left."""
-        if self._members.is_skipping and not self.in_backward:
+        if self._reducers.is_skipping and not self.in_backward:
             self._leave_out()
         if not self.wants_reduction:  # only other ranks got as far as to begin
             self._begin(reduces=True)
@@ -177,8 +177,8 @@ class Reducer(Reductions, Sync):
 
     def finish_backward(self, *, reduces: bool) -> None:
         """A backward that reached these parameters on some rank is over. With `reduces`, `launch_rest` was called."""
-        members = self._members
-        if members.is_skipping and not self.in_backward:
+        reducers = self._reducers
+        if reducers.is_skipping and not self.in_backward:
             self._leave_out()
         if reduces:
             with self._failing():
@@ -191,10 +191,10 @@ class Reducer(Reductions, Sync):
         else:
             self._num_backwards += self._no_sync_depth == 0
             self.weighing.accumulated()
-        if members.skipper in (None, self):
-            members.skipped.discard(self)
+        if reducers.skipper in (None, self):
+            reducers.skipped.discard(self)
         else:
-            members.skipped.add(self)
+            reducers.skipped.add(self)
         self.in_backward, self.thread = False, 0
         self.enter(BETWEEN if reduces else INPUT)
         self.weighing.end_zero_weight()
@@ -206,7 +206,7 @@ class Reducer(Reductions, Sync):
         """The backward under way has raised (out of memory, an error in a custom function): drop its reduction."""
         if self.in_backward:
             self.in_backward = False
-            if not self._members.is_skipping:
+            if not self._reducers.is_skipping:
                 self._weights.withdraw()
             self.weighing.end_zero_weight()
             if self._reduces and self._has_reduction:
@@ -228,7 +228,7 @@ class Reducer(Reductions, Sync):
     def forget_gradients(self) -> None:
         self._num_backwards = 0
         self._weights.reset()
-        self._members.skipped.clear()
+        self._reducers.skipped.clear()
 
     def weigh(self, weight: float) -> None:
         if self.in_backward:
@@ -238,7 +238,7 @@ class Reducer(Reductions, Sync):
     def skip(self) -> None:
         if self.in_backward:
             raise GradientError("skip() was called inside backward(); call it in place of backward()")
-        if self in self._members.skipped:
+        if self in self._reducers.skipped:
             raise GradientError(
                 "skip() was called on another optimizer before, which stands for a whole backward(): that one has "
                 "reached these parameters, too. Call skip() once for each backward() that this rank leaves out, on the "
@@ -256,7 +256,7 @@ class Reducer(Reductions, Sync):
 
     def _take_part(self, *, reduces: bool, skipper: Reducer | None = None) -> None:
         """Collective: what a backward would do, with what is local already, or nothing."""
-        with torch.no_grad(), self._members.skipping(skipper):
+        with torch.no_grad(), self._reducers.skipping(skipper):
             self._begin(reduces=reduces)
             self._end_backward(self)
 
@@ -288,7 +288,7 @@ class Reducer(Reductions, Sync):
             return
         self.enter(EXPOSED)
         with torch.no_grad():  # a graph on the gradients, of backward(create_graph=True), is cut here
-            self._members.guard.run("synchronize()", self._synchronize)
+            self._reducers.guard.run("synchronize()", self._synchronize)
         self.enter(BETWEEN)
 
     # Step
@@ -297,7 +297,7 @@ class Reducer(Reductions, Sync):
         self.enter(OPTIMIZER)
         for on_step in self._on_step:
             on_step("before")
-        self._members.skipped.clear()
+        self._reducers.skipped.clear()
 
     def agree_on_step(self) -> None:
         for on_step in self._on_step:
@@ -332,7 +332,7 @@ class Reducer(Reductions, Sync):
         self.world.shared(Join).refuse("sync_buffers()")
         if self.buffers is not None:
             with torch.inference_mode(False):
-                self._members.guard.run("sync_buffers()", self.buffers.synchronize)
+                self._reducers.guard.run("sync_buffers()", self.buffers.synchronize)
 
     def can_skip_alone(self) -> bool:
         return self.options.on_nonfinite != "skip" or self.layout.agreement.knows_at_once
@@ -403,13 +403,13 @@ class Reducer(Reductions, Sync):
     def _begin(self, *, reduces: bool) -> None:
         self.launcher.refuse_lost()
         self._reduces, self._has_reduction = reduces, False
-        if not self._members.is_skipping:
+        if not self._reducers.is_skipping:
             with self._failing():
                 self.weighing.begin_backward(reduces=reduces)
         self.on_ready = [self.launcher.mark_local] * len(self.parameters)
         if reduces:
             self.world.raise_if_broken()
-            is_unordered = self._members.are_several
+            is_unordered = self._reducers.are_several
             # Other ranks may wait in another optimizer's reduction. So with several, ranks agree before they drain.
             if not (is_unordered and self.launcher.num_left_behind):
                 with self._failing():

@@ -30,7 +30,7 @@ from torchring.observer import EXPOSED
 from torchring.world import World
 
 if TYPE_CHECKING:
-    from torchring.gradients.group import Members
+    from torchring.gradients.group import Reducers
 
 
 def control_fields(world: World, kinds: Sequence[type[Participant] | Participant]) -> ControlFields:
@@ -63,7 +63,7 @@ class Reductions:
 
     Args:
         setup: what is reduced. Its world has more than one rank.
-        members: the reducers of that world.
+        reducers: the reducers of that world.
         kinds: what takes part beside weights, in this order.
         guests: participants that a room sends; they come before the others.
 
@@ -83,7 +83,7 @@ class Reductions:
     """
 
     def __init__(
-        self, setup: Setup, members: Members, kinds: Sequence[type[Participant]], guests: Sequence[Participant]
+        self, setup: Setup, reducers: Reducers, kinds: Sequence[type[Participant]], guests: Sequence[Participant]
     ) -> None:
         self.world = world = setup.world
         self.options = options = setup.options
@@ -91,7 +91,7 @@ class Reductions:
         self.frozen = [parameter for parameter in setup.names if not parameter.requires_grad]
         self.on_ready: Sequence[Callable[[int], None]] = ()
         self._spec_of = partial(spec_of, setup.names, setup.sparse)
-        self._members = members
+        self._reducers = reducers
 
         # The script's collectives check: another rank may be calling one of those, instead of wrapping.
         self._control = control_fields(world, (*guests, *kinds))
@@ -103,7 +103,7 @@ class Reductions:
         self.parameters: list[torch.nn.Parameter] = []
         self.layout = BucketLayout(
             *(world, options, self._control, specs, self.specs, self.parameters),
-            *(self.progress, members.waiting),
+            *(self.progress, reducers.waiting),
         )
         self.launcher = self.layout.launcher
         self.ledgers: list[Ledger] = []
@@ -158,9 +158,9 @@ class Reductions:
         launcher, weights = self.launcher, self.weighing.weights
         launcher.drain()
         if not is_unordered:
-            self._members.announce()
+            self._reducers.announce()
             self.layout.follow_order()
-        is_absent = (self._members.is_skipping or weights.has_skipped) and not weights.num_backwards
+        is_absent = (self._reducers.is_skipping or weights.has_skipped) and not weights.num_backwards
         current = Reduction(
             number=self.reduction.next_number,
             step=self.num_steps,
@@ -172,7 +172,7 @@ class Reductions:
             bits={
                 "has_unfrozen": bool(unfrozen(self.frozen)),
                 "is_absent": is_absent,
-                "has_ended": self._members.has_ended,
+                "has_ended": self._reducers.has_ended,
             },
         )
         self.weighing.begin(current)

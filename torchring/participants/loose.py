@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchring.dynamo import run_eagerly
-from torchring.gradients.group import Members
+from torchring.gradients.group import Reducers
 from torchring.gradients.hooks import BackwardWatch
 from torchring.gradients.module_wrappers import MODULE_WRAPPERS, living, sharded_by
 from torchring.optimizer_wrapper import OptimizerWrapper
@@ -29,18 +29,18 @@ class LooseOptimizers:
     """Looks at each optimizer of this process once, in its first step that has gradients. Says what it finds once.
 
     Args:
-        members: the wrapped optimizers.
+        reducers: the wrapped optimizers.
         owned: returns the ids of their parameters.
     """
 
-    def __init__(self, members: Members, owned: Callable[[], Container[int]]) -> None:
-        self._members = members
+    def __init__(self, reducers: Reducers, owned: Callable[[], Container[int]]) -> None:
+        self._reducers = reducers
         self._owned = owned
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         look = run_eagerly(lambda stepped, *_: self._look(stepped))
         self._handle = register_optimizer_step_pre_hook(look)
         self._hooked: dict[int, torch.utils.hooks.RemovableHandle] = {}  # by id of the parameter, which may be gone
-        self._reached: dict[torch.Tensor, str] = {}  # by the backward under way, which has reached no member yet
+        self._reached: dict[torch.Tensor, str] = {}  # by the backward under way, which has reached no reducer yet
         self._watch = BackwardWatch(self._ended, self._reached.clear)
 
     def close(self) -> None:
@@ -50,7 +50,7 @@ class LooseOptimizers:
         del self._watch, self._owned  # which refer back
 
     def _look(self, stepped: Optimizer) -> None:
-        """Hook one parameter of an optimizer that has some which no member reduces."""
+        """Hook one parameter of an optimizer that has some which no reducer reduces."""
         if stepped in self._seen:
             return
         trained = [p for group in stepped.param_groups for p in group["params"] if p.grad is not None]
@@ -67,9 +67,9 @@ class LooseOptimizers:
             self._hooked[id(loose)] = loose.register_post_accumulate_grad_hook(hook)
 
     def _arrived(self, kind: str, parameter: torch.Tensor) -> None:
-        """A loose parameter has its gradient, before or after the first gradient of a member."""
+        """A loose parameter has its gradient, before or after the first gradient of a reducer."""
         self._reached[parameter] = kind
-        if any(member.in_backward for member in self._members):
+        if any(reducer.in_backward for reducer in self._reducers):
             self._ended()
         elif not self._watch.is_armed:
             self._watch.arm()
@@ -77,7 +77,7 @@ class LooseOptimizers:
     def _ended(self) -> None:
         reached = list(self._reached.items())
         self._reached.clear()
-        if any(member.in_backward for member in self._members):
+        if any(reducer.in_backward for reducer in self._reducers):
             for parameter, kind in reached:
                 if (handle := self._hooked.pop(id(parameter), None)) is not None:
                     handle.remove()
@@ -86,7 +86,7 @@ class LooseOptimizers:
 
     def _is_known(self, parameter: torch.Tensor) -> bool:
         """Whether somebody reduces the gradient, has looked at the parameter, or is to leave it alone."""
-        watches = (each for member in self._members for each in member.participants if isinstance(each, Ownership))
+        watches = (each for reducer in self._reducers for each in reducer.participants if isinstance(each, Ownership))
         return (
             any(
                 parameter is p

@@ -33,11 +33,9 @@ class Exchange:
         self._sends: list[Transfer] = []
         self._transport = open_transport(world) if world.num_nodes > 1 else None
         mine, index = world.hosts[world.node_rank], world.host.index
-        others = [members for members in world.hosts if members != mine]
-        self._receivers = [members[index % len(members)] for members in others]
-        self._senders = [
-            rank for members in others for i, rank in enumerate(members) if mine[i % len(mine)] == world.rank
-        ]
+        others = [ranks for ranks in world.hosts if ranks != mine]
+        self._receivers = [ranks[index % len(ranks)] for ranks in others]
+        self._senders = [rank for ranks in others for i, rank in enumerate(ranks) if mine[i % len(mine)] == world.rank]
 
     def allocate(self, flats: Sequence[Flat]) -> list[FlatMemory]:
         """Collective: memory that is shared."""

@@ -94,7 +94,7 @@ class Shards:
         world.on_close(self._exchange.close)
         self.number = number
         self._step = weakref.WeakMethod(step)
-        self._members = world.shared(OptimizerGroup).members
+        self._reducers = world.shared(OptimizerGroup).reducers
         self._is_under_way = False
         self.has_said = False
         self._is_closed = False
@@ -173,7 +173,7 @@ class Shards:
         with self._breaking_off("step()"):
             passed, kwargs = run_before(self.optimizer, self._handles[0].id, (self.optimizer, *args), kwargs)
         self._refuse_changes()
-        if ended := self._members.announce(self.name):
+        if ended := self._reducers.announce(self.name):
             self._share_gradients(min({*range(self.world.size)}.difference(ended)))
         result = self._step_shards(functools.partial(run, *passed[1:], **kwargs))
         with self._breaking_off("step()"):
@@ -234,7 +234,7 @@ class Shards:
         chosen = [parameter for parameter, has in zip(self.parameters, has_gradient, strict=True) if has]
         grads = [p.grad if self.world.rank == src else torch.empty_like(p.detach()) for p in chosen]
         collectives.broadcast_together([grad for grad in grads if grad is not None], src)
-        if self._members.has_ended:
+        if self._reducers.has_ended:
             for parameter in self.parameters:
                 parameter.grad = None
             for parameter, grad in zip(chosen, grads, strict=True):

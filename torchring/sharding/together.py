@@ -24,7 +24,7 @@ def begin_together(world: World, number: int, what: str, said: bytes = b"") -> l
 
     Raises PlanMismatchError on all ranks if others begin something else, or, on this host, another backward.
     """
-    entries = (member.progress for member in world.shared(OptimizerGroup).members)
+    entries = (reducer.progress for reducer in world.shared(OptimizerGroup).reducers)
     positions = {entry.key: entry.num_begun for entry in entries if isinstance(entry, Entry)}
     next_look = time.monotonic() + _LOOK_SECONDS
 

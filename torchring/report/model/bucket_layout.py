@@ -76,9 +76,9 @@ def lay_out(
     order = sorted(range(len(parameters)), key=lambda i: (shares[i], -i))
     specs = [_spec(each) for each in parameters]
     plan = build_plan(specs, bucket_bytes=int(bucket_bytes), last_bucket_bytes=last_bucket_bytes, order=order)
-    members = [[slot.parameter for slot in bucket.slots] for bucket in plan.buckets]
-    sizes = tuple(sum(parameters[i].num_bytes for i in each) * ratio for each in members)
-    return sizes, tuple(float(max(shares[i] for i in each)) for each in members)
+    indices = [[slot.parameter for slot in bucket.slots] for bucket in plan.buckets]
+    sizes = tuple(sum(parameters[i].num_bytes for i in each) * ratio for each in indices)
+    return sizes, tuple(float(max(shares[i] for i in each)) for each in indices)
 
 
 def _spec(parameter: ParameterRecord) -> ParameterSpec:
