@@ -119,7 +119,7 @@ class Collective(Generic[_R]):
         return operation.handle
 
     def _operation(self, here: Context, tensors: Sequence[Tensor]) -> Operation:
-        here.members(self.process_set)
+        here.ranks_of(self.process_set)
         handle = here.next_handle()  # counts calls, whether they have a name or not, as in Horovod
         label = f"{self.kind}.{self.name}" if self.name is not None else f"{self.kind}.noname.{handle}"
         equal = tuple(self.arguments.items())

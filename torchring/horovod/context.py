@@ -58,23 +58,23 @@ class ProcessSet:
             return
         ranks = list(ranks_or_comm)
         if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in ranks):
-            raise ValueError(f"a process set takes the global ranks of its members, got {ranks!r}")
+            raise ValueError(f"a process set takes the global ranks of its processes, got {ranks!r}")
         self.ranks = sorted(set(ranks))
 
     def included(self) -> bool:
-        """True if this process is a member."""
+        """True if this process is in the set."""
         return rank() in self.ranks
 
     def size(self) -> int | None:
-        """Number of members; None if the set is not registered."""
+        """Number of ranks; None if the set is not registered."""
         return None if self.process_set_id is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """Position of this process among the members; None if the set is not registered."""
+        """Position of this process in the set; None if the set is not registered."""
         if self.process_set_id is None:
             return None
         if not self.included():
-            raise ValueError(f"this process, rank {rank()}, is not a member of the process set of ranks {self.ranks}")
+            raise ValueError(f"this process, rank {rank()}, is not in the process set of ranks {self.ranks}")
         return self.ranks.index(rank())
 
     def __repr__(self) -> str:
@@ -104,13 +104,13 @@ class Context:
         self.handles: dict[int, tuple[Operation, Callable[[Sequence[torch.Tensor], Sequence[int]], Any]]] = {}
         self.next_handle: Callable[[], int] = itertools.count().__next__
 
-    def members(self, process_set: ProcessSet) -> tuple[int, ...]:
-        """Global ranks of a registered process set that this rank is a member of. ValueError for any other set."""
+    def ranks_of(self, process_set: ProcessSet) -> tuple[int, ...]:
+        """Global ranks of a registered process set that this rank is in. ValueError for any other set."""
         if process_set.process_set_id is None or process_set.process_set_id not in self.sets:
             raise ValueError(f"{process_set!r} is not registered; call hvd.add_process_set() on all ranks first")
         ranks = self.engine.sets[process_set.process_set_id]
         if self.world.rank not in ranks:
-            raise ValueError(f"this process, rank {self.world.rank}, is not a member of the process set {list(ranks)}")
+            raise ValueError(f"this process, rank {self.world.rank}, is not in the process set {list(ranks)}")
         return ranks
 
 
@@ -179,7 +179,7 @@ def _join(settings: Settings) -> Context:
         try:
             return Context(worker.join(settings.timeout_seconds), settings)
         except RingError as error:
-            worker.member.leave()
+            worker.elastic.leave()
             num_tries += 1
             if num_tries == _MOST_TRIES or isinstance(error, TopologyError):
                 raise
@@ -235,7 +235,7 @@ def shutdown() -> None:
         if worker is None:
             worlds.shutdown()
         else:
-            worker.member.leave()
+            worker.elastic.leave()
 
 
 def is_initialized() -> bool:
@@ -275,12 +275,12 @@ def cross_size() -> int:
 
 
 def _hosts_with_local_rank(world: World) -> list[int]:
-    return [number for number, members in enumerate(world.hosts) if len(members) > world.local_rank]
+    return [number for number, ranks in enumerate(world.hosts) if len(ranks) > world.local_rank]
 
 
 def is_homogeneous() -> bool:
     """True if all hosts have equally many processes."""
-    return len({len(members) for members in context().world.hosts}) == 1
+    return len({len(ranks) for ranks in context().world.hosts}) == 1
 
 
 def mpi_threads_supported() -> bool:
@@ -341,7 +341,7 @@ def ccl_built() -> bool:
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Register a process set, on all ranks in the same order. Collective among all ranks, members or not.
+    """Register a process set, on all ranks in the same order. Collective among all ranks, in the set or not.
 
     Raises:
         ValueError: `init` was not called, or process sets are not dynamic; the ranks do not exist, or have a set

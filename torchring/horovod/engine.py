@@ -59,7 +59,7 @@ class CollectiveEngine:
     """The operations of one world. Opening it is collective.
 
     Attributes:
-        planes: process set -> how its members exchange data. Only of sets with this rank.
+        planes: process set -> how its ranks exchange data. Only of sets with this rank.
         sets: process set -> its global ranks, ascending.
         turns: counts SyncBatchNorm layers, and ends them after a join.
     """
@@ -132,7 +132,7 @@ class CollectiveEngine:
         return process_set
 
     def _remove_set(self, process_set: int) -> None:
-        """Collective: forget a process set, and what its members are waiting for."""
+        """Collective: forget a process set, and what its ranks are waiting for."""
         self._negotiation.forget(process_set)
         with self._state:
             error = HorovodInternalError("the process set was removed while this operation was under way")
@@ -172,7 +172,7 @@ class CollectiveEngine:
             self._in_flight[request.key] = operation
             if (timeline := self.timeline) is not None:
                 timeline.submitted(request)
-            if len(self.sets[request.process_set]) == 1:  # this rank is the only member
+            if len(self.sets[request.process_set]) == 1:  # of this rank alone
                 self._carry_out_alone(operation)
                 return False
             self._submitted.append(operation)
@@ -331,14 +331,14 @@ class CollectiveEngine:
     def _carry_out(self, responses: Sequence[Response]) -> None:
         for batch in self._batches(responses):
             first = batch[0].first
-            # None if this rank has joined, or is no member
+            # None if this rank has joined, or is not in the set
             operations = [
                 self._in_flight[response.first.key] if self.world.rank in response.requests else None
                 for response in batch
             ]
             plane = self.planes.get(first.process_set)
             if plane is None:
-                continue  # no member
+                continue  # not in the set
             if batch[0].error:
                 self._finish(operations, error=HorovodInternalError(batch[0].error))
                 continue
@@ -387,7 +387,7 @@ class CollectiveEngine:
             yield batch
 
     def _carry_out_alone(self, operation: Operation) -> None:
-        """The result of an operation whose process set has no other member."""
+        """The result of an operation whose process set has no other rank."""
         request, rank = operation.request, self.world.rank
         try:
             self._carry_out([Response({rank: request}, last_to_join=rank)])

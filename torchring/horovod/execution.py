@@ -1,7 +1,7 @@
 """Computes Horovod's collectives, on every rank, once all ranks have agreed on the tensors. The engine calls it.
 
 Numerics are Horovod's where scripts can rely on them: scale, reduce, scale again; integers are scaled in fp64 and cut
-off towards zero; an average divides by the number of all members, those that have joined included. 16-bit values are
+off towards zero; an average divides by the number of ranks, those that have joined included. 16-bit values are
 summed in fp32 and rounded once, where Horovod rounds after each step.
 """
 
@@ -56,7 +56,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Plane:
-    """Exchanges data among the members of one process set.
+    """Exchanges data among the ranks of one process set.
 
     Attributes:
         world: has exactly these ranks.
@@ -73,7 +73,7 @@ class Plane:
 def carry_out(
     plane: Plane, operations_: Sequence[Operation | None], responses: Sequence[Response], backend: Backend
 ) -> list[Result]:
-    """The results of `operations_` on this rank, which all members of the plane carry out together.
+    """The results of `operations_` on this rank, which all ranks of the plane carry out together.
 
     Args:
         plane: of the process set.
@@ -90,7 +90,7 @@ def carry_out(
         _all_reduce(backend, plane, [tensor for each in tensors for tensor in each], first.arguments)
         return [(tuple(each), ()) for each in tensors]
     operation = operations_[0]
-    if operation is None or first.kind == BARRIER:  # negotiation has shown that all members have called it
+    if operation is None or first.kind == BARRIER:  # negotiation has shown that all ranks have called it
         return [((), ())]
     return [_MOVES[first.kind](backend, plane, operation, responses[0])]
 

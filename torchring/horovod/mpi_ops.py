@@ -1,7 +1,7 @@
 """Horovod's collectives, under the name of Horovod's module: horovod.torch.mpi_ops.
 
 Operations of one name meet, in whatever order ranks call them. Calls without a name are numbered, so all ranks have to
-make them in the same order. `process_set` limits an operation to its members.
+make them in the same order. `process_set` limits an operation to its ranks.
 
 All of them raise ValueError for arguments that are wrong on this rank, and HorovodInternalError, on all ranks, for
 what is wrong between ranks: different operations, dtypes, shapes or arguments of one name, or a rank that is gone.
@@ -167,10 +167,10 @@ def _grouped_allreduce(
         check_reducible(tensor, arguments["op"], ALLREDUCE)
     if op == Adasum:
         here = context_of_collectives()
-        members = here.members(process_set)
-        if len(members) & (len(members) - 1) or len(members) != here.world.size:
+        ranks = here.ranks_of(process_set)
+        if len(ranks) & (len(ranks) - 1) or len(ranks) != here.world.size:
             raise NotImplementedError(
-                f"Adasum takes all ranks, and a power of two of them; got {len(members)} of {here.world.size}"
+                f"Adasum takes all ranks, and a power of two of them; got {len(ranks)} of {here.world.size}"
             )
 
     def gradient(grads: Sequence[Tensor], _: Sequence[int]) -> Sequence[Tensor]:
@@ -196,7 +196,7 @@ def sparse_allreduce_async(
 ) -> Callable[[], Tensor]:
     """Start the sum of sparse tensors, or their average with op=Average. Calling the result waits for it, and returns
     an uncoalesced sparse tensor."""
-    num_members = len(context_of_collectives().members(process_set))
+    num_ranks = len(context_of_collectives().ranks_of(process_set))
     tensor = tensor if tensor.is_coalesced() else tensor.coalesce()
     indices = allgather_async(tensor.indices().transpose(0, 1).contiguous(), f"{name}.indices", process_set)
     values = allgather_async(tensor.values(), f"{name}.values", process_set)
@@ -204,7 +204,7 @@ def sparse_allreduce_async(
     def wait() -> Tensor:
         all_values = synchronize(values)
         if op == Average:
-            all_values = all_values / num_members
+            all_values = all_values / num_ranks
         return torch.sparse_coo_tensor(synchronize(indices).transpose(0, 1), all_values, tensor.size())
 
     return wait
@@ -271,9 +271,9 @@ def broadcast_of(
     """`broadcast` of several tensors as one operation, which Horovod does not have."""
     here = context_of_collectives()
     check_tensors(tensors, "broadcast")
-    members = here.members(process_set)
-    if root_rank not in members:
-        raise ValueError(f"root_rank is a global rank, one of {list(members)}, got {root_rank!r}")
+    ranks = here.ranks_of(process_set)
+    if root_rank not in ranks:
+        raise ValueError(f"root_rank is a global rank, one of {list(ranks)}, got {root_rank!r}")
     is_root = here.world.rank == root_rank
 
     def gradient(grads: Sequence[Tensor], _: Sequence[int]) -> Sequence[Tensor]:
@@ -316,20 +316,20 @@ def _alltoall(
     here = context_of_collectives()
     check_tensors([tensor], "alltoall")
     check_rows([tensor], "alltoall")
-    num_members = len(here.members(process_set))
+    num_ranks = len(here.ranks_of(process_set))
     rows = tensor.shape[0]
     if splits is None:
-        if rows % num_members:
-            raise ValueError(f"dimension 0 has {rows} rows, no multiple of {num_members} ranks; give splits")
-        counts = [rows // num_members] * num_members
+        if rows % num_ranks:
+            raise ValueError(f"dimension 0 has {rows} rows, no multiple of {num_ranks} ranks; give splits")
+        counts = [rows // num_ranks] * num_ranks
     elif isinstance(splits, Tensor):
         if splits.dtype != torch.int32 or splits.dim() != 1:
             raise ValueError(f"splits is a list, or an int32 tensor of one dimension, got {splits!r}")
         counts = splits.tolist()
     else:
         counts = [operator.index(count) for count in splits]
-    if len(counts) != num_members or min(counts, default=0) < 0 or sum(counts) > rows:
-        raise ValueError(f"splits has a number of rows for each of {num_members} ranks, {rows} in all, got {counts}")
+    if len(counts) != num_ranks or min(counts, default=0) < 0 or sum(counts) > rows:
+        raise ValueError(f"splits has a number of rows for each of {num_ranks} ranks, {rows} in all, got {counts}")
     device = splits.device if isinstance(splits, Tensor) else "cpu"
     unsent = (rows - sum(counts), *tensor.shape[1:])
 
@@ -413,7 +413,7 @@ def _grouped_reducescatter(
         check_reducible(tensor, arguments["op"], "reducescatter")
         if tensor.dtype == torch.bool or tensor.is_complex():
             raise ValueError(f"reducescatter does not take {tensor.dtype}")
-    factor = prescale_factor * postscale_factor * (len(here.members(process_set)) if op == Sum else 1)
+    factor = prescale_factor * postscale_factor * (len(here.ranks_of(process_set)) if op == Sum else 1)
 
     def gradient(grads: Sequence[Tensor], _: Sequence[int]) -> Sequence[Tensor]:
         return [grad * factor for grad in _grouped_allgather(grads, None, process_set).wait()]
@@ -456,7 +456,7 @@ def join(device: int = -1) -> int:
 
 @run_eagerly
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until all members have called it; not for operations that were started before."""
+    """Wait until all ranks of the set have called it; not for operations that were started before."""
     Collective(BARRIER, (), "noname", process_set, _all, lambda grads, _: grads).wait()
 
 

@@ -178,8 +178,8 @@ class Negotiation:
     def _missing(self, key: tuple[int, str], requests: Mapping[int, Request]) -> list[int]:
         is_join = any(request.kind == JOIN for request in requests.values())
         excused = () if is_join else self.joined
-        members = self._process_sets.get(key[0], ())
-        return [rank for rank in members if rank not in requests and rank not in excused]
+        ranks = self._process_sets.get(key[0], ())
+        return [rank for rank in ranks if rank not in requests and rank not in excused]
 
     def _answer(self, requests: dict[int, Request]) -> Response:
         in_order = dict(sorted(requests.items()))

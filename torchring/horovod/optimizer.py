@@ -330,8 +330,8 @@ def _close_earlier(optimizer: Optimizer) -> None:
     All ranks do so at the same point.
     """
     group = default_world().shared(OptimizerGroup)
-    for member in group.owners_of(parameters_of(optimizer)):
-        if isinstance(owner := member.owner(), DistributedOptimizer):
+    for reducer in group.owners_of(parameters_of(optimizer)):
+        if isinstance(owner := reducer.owner(), DistributedOptimizer):
             _logger.debug("a DistributedOptimizer is closed: its parameters are wrapped again")
             owner.close()
 

@@ -86,7 +86,7 @@ def _run(state: State, call: Callable[[], _T], reset: Callable[[], object], rese
                 state.on_reset()
                 needs_reset = False
             if worker is not None:
-                worker.member.num_steps = state._num_commits
+                worker.elastic.num_steps = state._num_commits
                 needs_sync = bool(agree("elastic.needs_sync", needs_sync)[0])  # new ranks do
             if needs_sync:
                 state.sync()

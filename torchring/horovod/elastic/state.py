@@ -92,7 +92,7 @@ class State(_Recoverable):
         worker = current_worker()
         before = latest = self._last_updated_timestamp
         if worker is not None:
-            worker.member.num_steps = self._num_commits
+            worker.elastic.num_steps = self._num_commits
             if announced := worker.changes():
                 self.on_hosts_updated(max(time.time(), before + _LATER_SECONDS), announced)
         changes = NO_UPDATE

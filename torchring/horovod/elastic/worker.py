@@ -49,7 +49,7 @@ def find_worker() -> ElasticWorker | None:
 
 def current_worker() -> ElasticWorker | None:
     """The worker that `init` has found. None before `init`, and if ranks stay as they are."""
-    return _worker if _worker is not None and _worker.member.is_own else None
+    return _worker if _worker is not None and _worker.elastic.is_own else None
 
 
 def agree(name: str, *values: float) -> list[float]:
@@ -67,7 +67,7 @@ class ElasticWorker:
     """
 
     def __init__(self, worker: Worker) -> None:
-        self.member = worker
+        self.elastic = worker
         self.reason, self.has_lost_peer = "", False
         self._signals: Signals | None = None
         self._is_over = False
@@ -87,13 +87,13 @@ class ElasticWorker:
         if not worlds.is_initialized():
             worlds.init(timeout_seconds=timeout_seconds)
         try:
-            return self.member.meet(self.reason, has_lost_peer=self.has_lost_peer)
+            return self.elastic.meet(self.reason, has_lost_peer=self.has_lost_peer)
         except JobOverError as over:
             self._say_goodbye(str(over))
-            if self.member.leaves:
+            if self.elastic.leaves:
                 self._end()
             print(f"torchring: {over}", file=sys.stderr, flush=True)
-            sys.exit(0 if self.member.num_steps < 0 else 1)  # 0: it came when the others had finished
+            sys.exit(0 if self.elastic.num_steps < 0 else 1)  # 0: it came when the others had finished
 
     def changes(self) -> int:
         """The change that the driver has announced since this worker has joined: REMOVED, ADDED, or NO_UPDATE."""
@@ -106,12 +106,12 @@ class ElasticWorker:
     def training(self) -> Iterator[None]:
         """Inside, a worker that is told to end leaves at its next commit."""
         with Signals([signal.SIGTERM, signal.SIGINT]) as self._signals:
-            self._signals.on_signal(self.member.ask_to_leave)
+            self._signals.on_signal(self.elastic.ask_to_leave)
             yield
 
     def end_if_told(self) -> None:
         """End this process if it was told to end."""
-        if self.member.leaves:
+        if self.elastic.leaves:
             self._say_goodbye("it was told to end")
             self._end()
 
@@ -121,12 +121,12 @@ class ElasticWorker:
         if world.size > 1:
             collectives_of(world).barrier()
         self._is_over = True
-        self.member.finish()
+        self.elastic.finish()
 
     def _say_goodbye(self, reason: str) -> None:
         self._is_over = True
-        self.member.say_goodbye(reason)
-        self.member.close()
+        self.elastic.say_goodbye(reason)
+        self.elastic.close()
 
     def _end(self) -> NoReturn:
         if self._signals is not None:
@@ -136,5 +136,5 @@ class ElasticWorker:
     def _finish_at_exit(self) -> None:
         """A script without `elastic.run` has trained until its end."""
         has_failed = getattr(sys, "last_value", None) is not None
-        if self.member.is_own and self.member.generation and not self._is_over and not has_failed:
-            self.member.finish()
+        if self.elastic.is_own and self.elastic.generation and not self._is_over and not has_failed:
+            self.elastic.finish()
