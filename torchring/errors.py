@@ -159,7 +159,7 @@ MAX_MESSAGE_BYTES: Final = 1500  # escaping may double the length, and an error 
 
 
 def encode_error(error: RingError) -> bytes:
-    """The error as JSON for the peers, which raise it, too: class, message and culprits."""
+    """The error as JSON for the peers, which raise it, too: class, message and the ranks at fault."""
     message = error.message.encode()[:MAX_MESSAGE_BYTES].decode(errors="ignore")
     words = {"error": type(error).__name__, "message": message, "peers": list(error.peers)}
     return json.dumps(words, ensure_ascii=False).encode()

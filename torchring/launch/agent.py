@@ -44,8 +44,8 @@ from torchring.rendezvous.store import host_on
 
 _LOOPBACK: Final = "127.0.0.1"
 _MEETING_SECONDS: Final = 900  # for the agents to come, as with torchrun
-_PATIENCE_SECONDS: Final = 10.0  # for the agents to tell each other that they are done, and for a culprit to end
-_LAST_WORDS_SECONDS: Final = 2.0  # for ranks to report a rank that has failed; they notice within a second
+_PATIENCE_SECONDS: Final = 10.0  # for the agents to tell each other that they are done, and for a rank at fault to end
+_REPORT_SECONDS: Final = 2.0  # for ranks to report a rank that has failed; they notice within a second
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -162,7 +162,7 @@ class _Pipes(LogsSpecs):
 
 
 class _Ranks(SubprocessContext):
-    """The processes of this host's ranks, as torch runs them, but with a moment for last words.
+    """The processes of this host's ranks, as torch runs them, but with a moment for their errors.
 
     When a rank fails, torch ends the others at once. Here they have time to raise and print their own errors, which
     name the rank, the step and the bucket.
@@ -177,13 +177,13 @@ class _Ranks(SubprocessContext):
             failed = {rank: code for rank, process in ranks.items() if (code := process.poll())}
             # Of several ranks that ended together, those that a signal ended are the cause: an error is an exit code.
             first = {rank for rank, code in failed.items() if code < 0} or {*failed}
-            _wait(ranks.values(), _LAST_WORDS_SECONDS)
+            _wait(ranks.values(), _REPORT_SECONDS)
             # A rank may have failed before these, and take longer to end.
             blamed = {rank: peers for rank in failed if (peers := self._blamed_by(rank))}
-            culprits = {*itertools.chain(*blamed.values())} & ranks.keys() - blamed.keys()
+            at_fault = {*itertools.chain(*blamed.values())} & ranks.keys() - blamed.keys()
             if first <= blamed.keys():
-                _wait([ranks[rank] for rank in culprits], _PATIENCE_SECONDS)
-                first = {rank for rank in culprits if ranks[rank].poll()} or first
+                _wait([ranks[rank] for rank in at_fault], _PATIENCE_SECONDS)
+                first = {rank for rank in at_fault if ranks[rank].poll()} or first
             self.failed.update(ranks[rank].pid for rank in first)
         super().close(death_sig, timeout)
         for handler in self.subprocess_handlers.values():  # torch leaves these files open

@@ -58,7 +58,7 @@ from torchring.rendezvous.environment import JOB
 
 LAUNCHERS: Final = ("auto", "local", "mpirun", "ssh", "srun", "kubectl")
 _PATIENCE_SECONDS: Final = 40.0  # for the reapers after they were told to stop; reaper.py itself waits 32
-_LAST_WORDS_SECONDS: Final = 2.0  # for the other hosts' ranks to report that a rank has failed
+_REPORT_SECONDS: Final = 2.0  # for the other hosts' ranks to report that a rank has failed
 _POLL_SECONDS: Final = 0.05
 _SILENCE_SECONDS: Final = 120  # without a heartbeat, after which reapers of other hosts end their processes
 _PORTS: Final = range(20_000, 30_000)  # below the ports that Linux hands out to clients
@@ -173,7 +173,7 @@ def _end(jobs: Sequence[Job], received: Sequence[int]) -> None:
             time.sleep(_POLL_SECONDS)
 
     if not received:
-        wait(_LAST_WORDS_SECONDS, 1)
+        wait(_REPORT_SECONDS, 1)
     number = received[0] if received else signal.SIGTERM
     for job in jobs:
         job.tell(number)

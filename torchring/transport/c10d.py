@@ -206,7 +206,7 @@ class C10dTransport:
                 timed_out = gloo_links.has_timed_out(failure)
                 self._diagnosis.suspect(peer, timed_out=timed_out)
                 if peer is None and self._group is not None:
-                    # Ranks that wait for innocent ranks must notice, too, or they are taken for the culprit.
+                    # Ranks that wait for innocent ranks must notice, too, or they are taken for the rank at fault.
                     gloo_links.close_links(self._group, self._place, self.size)
                 seconds = time.monotonic() - started
                 raise self.fail(self._diagnosis.explain(peer, seconds, timed_out=timed_out)) from failure

@@ -82,7 +82,7 @@ class MpiTransport:
         self.rank = rendezvous.rank
         self.ranks = tuple(range(rendezvous.size) if ranks is None else ranks)
         self._timeout_seconds = rendezvous.timeout_seconds
-        self._culprits = Culprits(rendezvous, name, host, self.ranks)
+        self._diagnosis = Culprits(rendezvous, name, host, self.ranks)
         self._under_way: set[MpiTransfer] = set()
         self._pid = os.getpid()
         self._failure = FirstFailure()
@@ -144,7 +144,7 @@ class MpiTransport:
 
     def fail(self, error: RingError) -> RingError:
         if self._failure.set(error):
-            self._culprits.report(error)
+            self._diagnosis.report(error)
         self.close()
         return error
 
@@ -167,7 +167,7 @@ class MpiTransport:
             if not left and self._failure.error is None:
                 with contextlib.suppress(self._mpi.Exception):
                     self._communicator.Free()
-        self._culprits.say_goodbye()
+        self._diagnosis.say_goodbye()
 
     def is_done(self, transfer: MpiTransfer) -> bool:
         """Does not wait. Raises if the transport was closed meanwhile, or MPI says that the transfer failed."""
@@ -191,20 +191,20 @@ class MpiTransport:
                 os.sched_yield()
                 continue
             if waited > self._timeout_seconds:
-                self._culprits.suspect(transfer.peer, timed_out=True)
-                raise self.fail(self._culprits.explain(transfer.peer, waited, timed_out=True))
+                self._diagnosis.suspect(transfer.peer, timed_out=True)
+                raise self.fail(self._diagnosis.explain(transfer.peer, waited, timed_out=True))
             if waited > (num_looks + 1) * _LOOK_SECONDS:
                 num_looks += 1
                 error = self._trouble(transfer.peer, asks_the_store=num_looks % _LOOKS_PER_STORE_LOOK == 0)
                 if error is not None and not self._arrives_late(transfer):
-                    raise self.fail(self._culprits.signed(error, time.monotonic() - started))
+                    raise self.fail(self._diagnosis.signed(error, time.monotonic() - started))
             time.sleep(min(max(waited / 20, _SHORTEST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS))
 
     def _trouble(self, peer: int | None, *, asks_the_store: bool) -> RingError | None:
         """The reason why the wait for `peer`, or for all ranks (None), may never end. None if no reason is known."""
         suspects = [rank for rank in self.ranks if rank != self.rank] if peer is None else [peer]
-        error = self._culprits.seen_by_the_host(suspects)
-        return self._culprits.heard_from(suspects) if error is None and asks_the_store else error
+        error = self._diagnosis.seen_by_the_host(suspects)
+        return self._diagnosis.heard_from(suspects) if error is None and asks_the_store else error
 
     def _arrives_late(self, transfer: MpiTransfer) -> bool:
         end = time.monotonic() + _LATE_SECONDS
@@ -237,7 +237,7 @@ class MpiTransport:
             if error is None:
                 where = "" if peer is None else f" in a transfer with rank {peer}"
                 error = RingError(f"MPI reports {failure}{where}", peers=() if peer is None else (peer,))
-            raise self.fail(self._culprits.signed(error, 0.0)) from failure
+            raise self.fail(self._diagnosis.signed(error, 0.0)) from failure
 
     def _buffer(self, data: torch.Tensor) -> Any:
         """The tensor's memory as mpi4py takes it: counted in bytes unless the call names a type."""

@@ -83,12 +83,12 @@ def _events(job: Job) -> Iterator[dict[str, Any]]:
             lanes = _in_lanes(step)
             num_lanes[j] = max([num_lanes[j], *lanes.values()])
             for k, bucket in enumerate(step.buckets):
-                lane, (at, culprit) = lanes[k], last[k]
+                lane, (at, late) = lanes[k], last[k]
                 facts = {"step": step.number, "bytes": bucket.num_bytes}
                 begin, end = bucket.launched - base, bucket.reduced - base
                 yield _span(f"bucket {bucket.index}", "bucket", rank, lane, begin, end, facts)
-                if culprit != rank and begin < (until := min(at - base, end)):
-                    yield _span(f"waiting for rank {culprit}", "waiting", rank, lane, begin, until)
+                if late != rank and begin < (until := min(at - base, end)):
+                    yield _span(f"waiting for rank {late}", "waiting", rank, lane, begin, until)
                 arrow = {"name": f"bucket {bucket.index}", "cat": "bucket", "id": next(arrows), "pid": rank}
                 yield {**arrow, "ph": "s", "tid": _COMPUTE, "ts": (bucket.ready - base) / 1e3}
                 yield {**arrow, "ph": "f", "bp": "e", "tid": lane, "ts": begin / 1e3}
