@@ -517,7 +517,7 @@ def test_a_rank_leaves_when_its_device_is_through(accelerator: FakeAccelerator) 
     assert accelerator.calls["synchronize"] == waited, "there is nothing to wait for"
 
 
-def test_a_reduction_that_was_broken_off_is_not_waited_for(accelerator: FakeAccelerator) -> None:
+def test_a_reduction_that_was_aborted_is_not_waited_for(accelerator: FakeAccelerator) -> None:
     """Its peers will not come."""
     all_reduce, engine = _all_reduce(accelerator)
     waited = accelerator.calls["synchronize"]

@@ -161,18 +161,18 @@ def test_a_rank_that_keeps_others_waiting() -> None:
     assert "rank 1" in waiting[2]
 
 
-def test_a_backward_broken_off_on_one_rank() -> None:
+def test_a_backward_aborted_on_one_rank() -> None:
     """Its later buckets meet others' earlier ones on the device; hosts find out before anybody steps."""
     first, second = (of_rank["raised"] for of_rank in _results_in_turn())
     assert (first[0], second[0]) == (_FATAL_STEP, _FATAL_STEP + 1)
     for _, error, text, peers, seconds, _ in (first, second):
         assert error == "PlanMismatchError", text
         assert peers == (1,), text
-        assert "a backward was broken off on rank 1" in text
+        assert "a backward was aborted on rank 1" in text
         assert seconds < patient(_TOO_LATE)
 
 
-def test_a_backward_broken_off_on_all_ranks() -> None:
+def test_a_backward_aborted_on_all_ranks() -> None:
     results = [of_rank["raised on all"] for of_rank in _results_in_turn()]
     assert [error for _, error, *_ in results] == ["", ""], results
     assert_same_on_all_ranks([trained for _, _, trained, *_ in results])

@@ -401,16 +401,16 @@ def _counts(rank: int, size: int) -> dict[str, float]:
 
 
 def _not_finite(
-    rank: int, size: int, options: dict[str, Any], value: float, everywhere: bool, break_off: bool = False
+    rank: int, size: int, options: dict[str, Any], value: float, everywhere: bool, aborts: bool = False
 ) -> tuple[int, str]:
-    """In which step an error comes if a gradient is not finite in step 2, and its text. A backward may break off."""
-    with FakeAccelerator("lazy" if break_off else "late").installed():
+    """In which step an error comes if a gradient is not finite in step 2, and its text. A backward may be aborted."""
+    with FakeAccelerator("lazy" if aborts else "late").installed():
         model = _model_of_singles()
-        layer = model[2] if break_off else model[1]
+        layer = model[2] if aborts else model[1]
         optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model, **options)
         for step in range(8):
             optimizer.zero_grad()
-            if break_off and step == 2:
+            if aborts and step == 2:
                 attempt(lambda: model[1:](scripts.Raises.apply(model[0](torch.ones(1, 8)))).sum().backward())
                 optimizer.zero_grad()
             factor = value if step == 2 and (everywhere or rank == 1) else 1.0
@@ -674,7 +674,7 @@ def _in_place_nan(rank: int, size: int, algorithm: str) -> str:
         return problem
 
 
-def _broken_off_and_kept(rank: int, size: int) -> list[Any]:
+def _aborted_and_kept(rank: int, size: int) -> list[Any]:
     """A backward that fails on all ranks after its first buckets had left; nobody zeroes the gradients."""
     with FakeAccelerator().installed() as accelerator:
         model = _model_of_singles()
@@ -770,8 +770,8 @@ _SCENARIOS[2] |= {
         _not_finite, options={"algorithm": "ring", "compression": "bf16"}, value=torch.nan, everywhere=False
     ),
     "NaN, native": functools.partial(_not_finite, options={"algorithm": "native"}, value=torch.nan, everywhere=False),
-    "NaN after a broken-off reduction": functools.partial(
-        _not_finite, options={"bucket_mb": _SMALL_MB}, value=torch.nan, everywhere=False, break_off=True
+    "NaN after an aborted reduction": functools.partial(
+        _not_finite, options={"bucket_mb": _SMALL_MB}, value=torch.nan, everywhere=False, aborts=True
     ),
     "NaN beside a stale gradient": _beside_a_stale_one,
     "overflow": functools.partial(
@@ -791,7 +791,7 @@ _SCENARIOS[2] |= {
     "elsewhere": _elsewhere,
     "NaN in place": functools.partial(_in_place_nan, algorithm="direct"),
     "NaN in place, native": functools.partial(_in_place_nan, algorithm="native"),
-    "broken off and kept": _broken_off_and_kept,
+    "aborted and kept": _aborted_and_kept,
     "alone": _alone,
     "signals": _signals,
 }
@@ -912,7 +912,7 @@ def test_a_missing_event_is_noticed() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", _marked(["NaN", "NaN in the ring, bf16", "NaN, native", "NaN after a broken-off reduction"])
+    "name", _marked(["NaN", "NaN in the ring, bf16", "NaN, native", "NaN after an aborted reduction"])
 )
 def test_a_gradient_that_is_not_finite_is_told_to_all_ranks(name: str) -> None:
     results = results_of(name)
@@ -920,7 +920,7 @@ def test_a_gradient_that_is_not_finite_is_told_to_all_ranks(name: str) -> None:
     for step, problem in results:
         assert 2 < step <= 5, results
         assert problem.startswith("GradientError"), problem
-        assert ("2.weight" if "broken-off" in name else "1.weight") in problem
+        assert ("2.weight" if "aborted" in name else "1.weight") in problem
         assert "rank 1" in problem
 
 
@@ -1030,7 +1030,7 @@ def test_auto_measures_what_several_gpus_of_one_host_can_do() -> None:
         assert_same_on_all_ranks([found[i][3] for found in by_rank])
         assert len({found[i][1] for found in by_rank}) == 1
         for used, reason, bucket_bytes, _, turns, races, aborted, connections in (of[i] for of in by_rank):
-            assert not any(aborted), "what was measured was no reduction that was broken off"
+            assert not any(aborted), "what was measured was no reduction that was aborted"
             assert (used, bucket_bytes, races) == (algorithm, size, []), reason
             assert {name for name, _ in turns} == measured
             assert len({num_bytes for _, num_bytes in turns}) <= 1, "all are given the same wires"
@@ -1088,9 +1088,9 @@ def test_gradients_that_were_not_packed_are_looked_at_too(name: str) -> None:
         assert "is not finite" in problem
 
 
-def test_what_a_broken_off_reduction_leaves_in_grad() -> None:
+def test_what_an_aborted_reduction_leaves_in_grad() -> None:
     """This rank's own gradient; or NaN, where it was accumulated in the buffer that others have written to since."""
-    for (copied, no_nan, lost, all_nan), races in results_of("broken off and kept"):
+    for (copied, no_nan, lost, all_nan), races in results_of("aborted and kept"):
         assert all(copied)
         assert not any(no_nan)
         assert all(a or b for a, b in zip(lost, all_nan, strict=True))

@@ -170,7 +170,7 @@ def _raise_after_the_last_bucket(rank: int, size: int, hosts: str, algorithm: st
     ("hosts", "algorithm", "overlap"),
     [("one", "direct", "inline"), ("2", "native", "auto"), ("2x2", "hierarchical", "auto")],
 )
-def test_a_first_reduction_broken_off_after_its_last_bucket(hosts: str, algorithm: str, overlap: str) -> None:
+def test_a_first_reduction_aborted_after_its_last_bucket(hosts: str, algorithm: str, overlap: str) -> None:
     """The peers have all gradients, and look for what only this rank can tell: an error soon, and no wrong gradient."""
     size = len(_HOSTS[hosts])
     total = float(sum(range(1, size + 1)))

@@ -1151,7 +1151,7 @@ def test_changes_in_place_do_not_unsettle() -> None:
     assert bucket.ledger.unsettled() is None
 
 
-def test_a_broken_off_reduction_leaves_what_arrived_unsettled() -> None:
+def test_an_aborted_reduction_leaves_what_arrived_unsettled() -> None:
     bucket = ones(1, 1)
     for slot in range(2):
         give(bucket, slot, 1.0)
@@ -1162,11 +1162,11 @@ def test_a_broken_off_reduction_leaves_what_arrived_unsettled() -> None:
     assert bucket.ledger.unsettled() == ("p1", GradientStatus.LOCAL.value)
 
 
-def test_a_broken_off_reduction_leaves_gradients_without_the_ranks_factor() -> None:
+def test_an_aborted_reduction_leaves_gradients_without_the_ranks_factor() -> None:
     bucket = ones(2)
     bucket.reduction = Reduction(0, factor=4.0)
     give(bucket, 0, 3.0)
-    bucket.abandon()
+    bucket.abort()
     assert grad(bucket, 0) == [3.0, 3.0]
     assert bucket.ledger.unsettled() == ("p0", GradientStatus.LOCAL.value)
 

@@ -568,7 +568,7 @@ class Fail(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, grad: Tensor) -> Tensor:
         if Fail.broken:
-            raise MemoryError("broken off")
+            raise MemoryError("aborted")
         return grad
 
 
@@ -589,7 +589,7 @@ class Deep(torch.nn.Module):
         return x.sum()
 
 
-def _broken_off_everywhere(
+def _aborted_everywhere(
     rank: int,
     world_size: int,
     overlap: str,
@@ -609,7 +609,7 @@ def _broken_off_everywhere(
         # One is behind when it fails, and ahead afterwards: what had left is under way while gradients are zeroed.
         time.sleep(0.02 * (rank == Fail.broken))
         if Fail.broken:
-            with pytest.raises(MemoryError, match="broken off"):
+            with pytest.raises(MemoryError, match="aborted"):
                 model(batch(rank, step)).backward()
             state = "was lost" if compression is None else "holds local contributions"
             with pytest.raises(GradientError, match=rf"\w\.\w+ {state}"):
@@ -622,25 +622,23 @@ def _broken_off_everywhere(
 
 
 @grid("overlap, compression, set_to_none", ["inline", "thread"], [None, "fp16"], [True, False])
-def test_a_backward_broken_off_on_all_ranks_is_forgotten(
-    overlap: str, compression: str | None, set_to_none: bool
-) -> None:
+def test_a_backward_aborted_on_all_ranks_is_forgotten(overlap: str, compression: str | None, set_to_none: bool) -> None:
     """Some buckets had left already, and may still be on their way."""
     arguments = (overlap, compression, set_to_none)
-    assert_same_on_all_ranks(run_pooled(_broken_off_everywhere, 2, *arguments))
+    assert_same_on_all_ranks(run_pooled(_aborted_everywhere, 2, *arguments))
 
 
-def test_a_backward_broken_off_on_all_ranks_is_forgotten_where_ranks_compare_no_tags() -> None:
-    assert_same_on_all_ranks(run_pooled(_broken_off_everywhere, 2, "thread", None, True, "native"))
+def test_a_backward_aborted_on_all_ranks_is_forgotten_where_ranks_compare_no_tags() -> None:
+    assert_same_on_all_ranks(run_pooled(_aborted_everywhere, 2, "thread", None, True, "native"))
 
 
 @pytest.mark.parametrize("algorithm", ["direct", "native"])
-def test_a_backward_of_two_optimizers_broken_off_on_all_ranks_is_forgotten(algorithm: str) -> None:
+def test_a_backward_of_two_optimizers_aborted_on_all_ranks_is_forgotten(algorithm: str) -> None:
     """Buckets of one of them had left."""
-    assert_same_on_all_ranks(run_pooled(_broken_off_everywhere, 2, "auto", None, True, algorithm, 2))
+    assert_same_on_all_ranks(run_pooled(_aborted_everywhere, 2, "auto", None, True, algorithm, 2))
 
 
-def _voided_on_one(rank: int, world_size: int) -> list[str]:
+def _aborted_on_one_untagged(rank: int, world_size: int) -> list[str]:
     model = torch.nn.Sequential(Deep().layers[0], torch.nn.BatchNorm1d(3), Deep())
     optimizer = wrapped(model, bucket_mb=0.0, overlap="thread", algorithm="native")
     outcomes = []
@@ -651,13 +649,13 @@ def _voided_on_one(rank: int, world_size: int) -> list[str]:
     return outcomes
 
 
-def test_a_backward_broken_off_on_one_rank_is_told_where_ranks_compare_no_tags() -> None:
+def test_a_backward_aborted_on_one_rank_is_told_where_ranks_compare_no_tags() -> None:
     """The buckets of the next reduction have other lengths than those that the other rank waits for."""
-    peer, broken = run_pooled(_voided_on_one, 2)
-    told = "PlanMismatchError: a backward was broken off on rank 1 after part of its gradients had left"
+    peer, broken = run_pooled(_aborted_on_one_untagged, 2)
+    told = "PlanMismatchError: a backward was aborted on rank 1 after part of its gradients had left"
     assert peer[0] == broken[0] == ""
     assert told in peer[1]
-    assert broken[1] == "MemoryError: broken off"
+    assert broken[1] == "MemoryError: aborted"
     assert told in broken[2]
 
 
@@ -727,7 +725,7 @@ def test_the_bucket_that_is_waited_for_is_named_not_the_first_one(num_optimizers
     assert step == 1
 
 
-def _broken_off_on_one(rank: int, world_size: int, overlap: str) -> tuple[str, list[str]]:
+def _aborted_on_one(rank: int, world_size: int, overlap: str) -> tuple[str, list[str]]:
     """Rank 1 skips a batch that it has no memory for and goes on; returns the error, and what was stepped on."""
     torchring.init(timeout_seconds=3)
     model = Deep()
@@ -749,9 +747,9 @@ def _broken_off_on_one(rank: int, world_size: int, overlap: str) -> tuple[str, l
 
 
 @pytest.mark.parametrize("overlap", ["inline", "thread"])
-def test_a_backward_broken_off_on_one_rank_is_not_trained_through(overlap: str) -> None:
+def test_a_backward_aborted_on_one_rank_is_not_trained_through(overlap: str) -> None:
     """Its next reduction is not the one that the others are in: mixing the two would be a silent wrong answer."""
-    results = run_pooled(_broken_off_on_one, 2, overlap, deadline=30)
+    results = run_pooled(_aborted_on_one, 2, overlap, deadline=30)
     for rank, (error, _) in enumerate(results):
         assert error, f"rank {rank} noticed nothing"
     (_, first), (_, second) = results
@@ -852,11 +850,11 @@ def test_a_rank_that_is_ahead_reduces_while_it_waits_to_hear_what_others_have_re
     run_pooled(_ahead, 2)
 
 
-def _unlike(rank: int, world_size: int, is_broken_off: bool) -> list[str]:
+def _unlike(rank: int, world_size: int, is_aborted: bool) -> list[str]:
     """Rank 0's backward reaches `a`, that of rank 1 `b`, and a second backward follows. Returns what each has raised.
 
     Args:
-        is_broken_off: rank 1's backward raises when `b` has left. Else it reaches `a`, too, inside no_sync() of `a`.
+        is_aborted: rank 1's backward raises when `b` has left. Else it reaches `a`, too, inside no_sync() of `a`.
     """
     torchring.init(timeout_seconds=20)
     model = Three()
@@ -866,20 +864,20 @@ def _unlike(rank: int, world_size: int, is_broken_off: bool) -> list[str]:
         model.zero_grad()
         x = batch(rank, step).requires_grad_()
         is_unlike = rank == 1 and step == 0
-        if is_broken_off and is_unlike:
+        if is_aborted and is_unlike:
             x.register_hook(lambda _: 1 / 0)
         loss = (model.b if rank else model.a)(x).sum()
-        if is_unlike and not is_broken_off:
+        if is_unlike and not is_aborted:
             loss += model.a(x).sum()
-        with a.no_sync() if is_unlike and not is_broken_off else contextlib.nullcontext():
+        with a.no_sync() if is_unlike and not is_aborted else contextlib.nullcontext():
             started = time.monotonic()
             outcomes.append(attempt(loss.backward))
             assert time.monotonic() - started < patient(3)
     return outcomes
 
 
-def test_a_backward_that_is_broken_off_where_others_reach_another_optimizer_is_told() -> None:
-    told = "PlanMismatchError: a backward was broken off on rank 1 after part of its gradients had left"
+def test_a_backward_that_is_aborted_where_others_reach_another_optimizer_is_told() -> None:
+    told = "PlanMismatchError: a backward was aborted on rank 1 after part of its gradients had left"
     peer, broken = run_pooled(_unlike, 2, True)
     assert told in peer[0]
     assert broken[0].startswith("ZeroDivisionError")
@@ -1023,7 +1021,7 @@ def _refused_before_anything_left(rank: int, world_size: int, overlap: str) -> l
 
 @pytest.mark.parametrize("overlap", ["inline", "thread"])
 def test_a_failure_before_anything_has_left_is_this_ranks_own(overlap: str) -> None:
-    """The reduction is broken off as by an error in backward, and the next one is that which peers are in."""
+    """The reduction is aborted as by an error in backward, and the next one is that which peers are in."""
     assert run_pooled(_refused_before_anything_left, 2, overlap) == [[3], [3]]
 
 

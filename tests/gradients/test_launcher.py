@@ -375,7 +375,7 @@ def test_small_gradients_are_noted_and_the_last_one_of_a_bucket_has_them_counted
             launcher.count_noted()
 
 
-def test_what_was_noted_when_a_backward_is_broken_off_is_local() -> None:
+def test_what_was_noted_when_a_backward_is_aborted_is_local() -> None:
     with opened(1, threaded=False, per_bucket=3) as (launcher, _):
         launcher.forget_order()
         begin(launcher, number=0, step=0, hold=False)
@@ -388,7 +388,7 @@ def test_what_was_noted_when_a_backward_is_broken_off_is_local() -> None:
         grad += 1  # as autograd does it, into the result of the reduction before
         launcher.on_ready(3)[1](1)
         assert launcher.buckets[0].ledger.unsettled() is None
-        launcher.abandon()
+        launcher.abort()
         assert launcher.buckets[0].ledger.unsettled() == ("b0.p1", GradientStatus.LOCAL.value)
 
 
@@ -406,7 +406,7 @@ def test_a_gradient_that_is_in_no_bucket_is_passed_on() -> None:
 
 
 @pytest.mark.parametrize(("num_left", "number", "order"), [(0, 0, None), (2, 1, None), (3, 1, [0, 1, 2])])
-def test_who_breaks_off_a_reduction_goes_on_with_the_number_of_its_peers(
+def test_who_aborts_a_reduction_goes_on_with_the_number_of_its_peers(
     num_left: int, number: int, order: list[int] | None
 ) -> None:
     """Once a bucket has left, peers finish the reduction. Once all have left, they know the order of gradients, too."""
@@ -414,7 +414,7 @@ def test_who_breaks_off_a_reduction_goes_on_with_the_number_of_its_peers(
         launcher.begin(Reduction(0))
         for index in range(num_left):
             arrive(launcher, index)
-        launcher.abandon()
+        launcher.abort()
         assert launcher.reduction.next_number == number
         assert launcher.ready_order == order
         launcher.drain()
@@ -490,10 +490,10 @@ def test_has_launched(threaded: bool) -> None:
                 bucket.close_reduction()
 
 
-# Reductions that are broken off
+# Reductions that are aborted
 
 
-def test_begin_waits_for_what_a_broken_off_reduction_left_with_the_worker() -> None:
+def test_begin_waits_for_what_an_aborted_reduction_left_with_the_worker() -> None:
     """Its buckets are the all-reduce's until then: filling them again would change what is under way."""
     gate = threading.Event()
     with opened(3, threaded=True, all_reduce=RecordingAllReduce(gate=gate)) as (launcher, all_reduce):
@@ -522,7 +522,7 @@ def test_begin_waits_for_what_a_broken_off_reduction_left_with_the_worker() -> N
         opener.join()
 
 
-def test_a_failure_in_a_broken_off_reduction_comes_out_of_begin_once() -> None:
+def test_a_failure_in_an_aborted_reduction_comes_out_of_begin_once() -> None:
     gate = threading.Event()
     all_reduce = RecordingAllReduce(
         gate=gate, fail_at={0: PeerLostError("rank 3 died", rank=0, peers=(3,), seconds=0.5)}
@@ -540,7 +540,7 @@ def test_a_failure_in_a_broken_off_reduction_comes_out_of_begin_once() -> None:
         begin(launcher, number=1, step=8, hold=False)  # it has been said
 
 
-def test_inline_nothing_is_left_of_a_broken_off_reduction() -> None:
+def test_inline_nothing_is_left_of_an_aborted_reduction() -> None:
     with opened(2, threaded=False) as (launcher, all_reduce):
         for number in (0, 1):
             begin(launcher, number=number, step=0, hold=False)
@@ -756,7 +756,7 @@ def test_held_buckets_all_start_before_one_is_waited_for() -> None:
         assert all_reduce.take_events() == events
 
 
-def test_a_reduction_that_was_broken_off_lands_before_the_next_begins() -> None:
+def test_a_reduction_that_was_aborted_lands_before_the_next_begins() -> None:
     all_reduce = StagedRecorder()
     with opened(2, threaded=False, all_reduce=all_reduce) as (launcher, _):
         begin(launcher, number=0, step=0, hold=False)

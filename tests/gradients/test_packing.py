@@ -51,7 +51,7 @@ def _pack(bucket: Any, value: float = 1.0) -> None:
     bucket.packing.finish_packing()
 
 
-def test_after_a_reduction_that_was_broken_off_gradients_in_place_are_waited_for(accelerator: FakeAccelerator) -> None:
+def test_after_a_reduction_that_was_aborted_gradients_in_place_are_waited_for(accelerator: FakeAccelerator) -> None:
     (bucket,) = _buckets(accelerator, num_slots=2)
     bucket.packing.follow_current_stream()
     bucket.packing.pack([0], [torch.full((1,), 4.0)], bucket.views[:1])  # and packing the other one raises

@@ -539,11 +539,11 @@ def _odd_ways(rank: int, size: int) -> dict[str, Any]:
         optimizer.weigh(2)
         a.sum().backward()
         optimizer.weigh(6)
-        found["broken off"] = [attempt((Raises.apply(a).sum() + b.sum()).backward)]  # type: ignore[no-untyped-call]
+        found["aborted"] = [attempt((Raises.apply(a).sum() + b.sum()).backward)]  # type: ignore[no-untyped-call]
         b.grad = None
     optimizer.weigh(4)
     (a * 4).sum().backward()
-    found["broken off"] += _first(a, b)
+    found["aborted"] += _first(a, b)
 
     optimizer.zero_grad()
     a.grad = torch.full_like(a, 3.0 * rank)  # zeros of a rank that has skipped nothing
@@ -636,7 +636,7 @@ def test_odd_ways() -> None:
         assert found["closed"] == [1.0, 1.0]
         assert found["dropped"] == [1.0, 1.0]
         assert found["dropped before weigh()"] == [1.75, 1.75]
-        assert found["broken off"] == ["ArithmeticError: an error in a custom function", 3.0, None]
+        assert found["aborted"] == ["ArithmeticError: an error in a custom function", 3.0, None]
         assert found["zeros by hand"] == [1.5, None]
         assert found["frozen"] == [2.0, None]
         assert found["kept in the wire"] == [2.0, 1.0, ""]

@@ -456,7 +456,7 @@ def test_the_steps_of_all_optimizers_count() -> None:
 
 
 @pytest.mark.parametrize("all_steps", [False, True])
-def test_a_step_that_was_broken_off_on_one_rank_does_not_count(all_steps: bool) -> None:
+def test_a_step_that_was_aborted_on_one_rank_does_not_count(all_steps: bool) -> None:
     first, second = simulate(2, 30)
     cut = [
         dataclasses.replace(step, buckets=step.buckets[:1]) if all_steps or step.number == 29 else step

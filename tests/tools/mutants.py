@@ -48,7 +48,7 @@ TESTS = {
         "gradients/test_weights optimizer/test_semantics observe/test_recorder optimizer/test_options",
         "not (test_recorder or test_options) or closure or another_model_or_option",
     ),
-    "torchring/gradients/group.py": ("gradients/test_hooks gradients/test_broken_off optimizer/test_contract", ""),
+    "torchring/gradients/group.py": ("gradients/test_hooks gradients/test_aborted optimizer/test_contract", ""),
     "torchring/gradients/plan.py": ("gradients/test_plan gradients/test_bucket", ""),
     "torchring/gradients/bucket.py": (
         "gradients/test_bucket gradients/test_launcher gradients/test_hooks devices/test_on_device",
@@ -58,7 +58,7 @@ TESTS = {
         "gradients/test_bucket gradients/test_hooks optimizer/test_mistakes gradients/test_weights",
         "",
     ),
-    "torchring/gradients/launcher.py": ("gradients/test_launcher gradients/test_hooks gradients/test_broken_off", ""),
+    "torchring/gradients/launcher.py": ("gradients/test_launcher gradients/test_hooks gradients/test_aborted", ""),
     "torchring/participants/replicas.py": (
         "participants/test_replicas optimizer/test_mistakes optimizer/test_semantics",
         "not test_semantics or default_device",
@@ -85,7 +85,7 @@ TESTS = {
     "torchring/gradients/agreement.py": (
         "gradients/test_hooks optimizer/test_options optimizer/test_semantics optimizer/test_contract "
         "devices/test_device devices/test_device_faults devices/test_on_device",
-        "not (test_contract or allreduce) or stats_say or a_reduction or broken_off or told_to_all_ranks",
+        "not (test_contract or allreduce) or stats_say or a_reduction or aborted or told_to_all_ranks",
     ),
     "torchring/gradients/reduction.py": (
         "gradients/test_plan gradients/test_bucket gradients/test_launcher gradients/test_hooks "

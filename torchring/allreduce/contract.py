@@ -109,13 +109,13 @@ class AllReduce(Protocol[W]):
 
 
 @runtime_checkable
-class VoidingAllReduce(Protocol):
-    """An all-reduce that compares no tags: a rank voids the buckets that it has not started when it breaks off."""
+class AbortingAllReduce(Protocol):
+    """An all-reduce that compares no tags: a rank also aborts the buckets that it has not started."""
 
-    def void(self, wire: Any) -> BucketWork:
+    def abort_bucket(self, wire: Any) -> BucketWork:
         """Start, in place of this rank's part of `wire`, work that adds nothing. `wire` stays as it is.
 
-        `wait` raises PlanMismatchError, on all ranks, unless all ranks have voided the bucket.
+        `wait` raises PlanMismatchError, on all ranks, unless all ranks have aborted the bucket.
         """
 
 
@@ -132,12 +132,12 @@ def first_non_finite(tensor: torch.Tensor) -> int | None:
     return None if is_finite(tensor) else int((~torch.isfinite(tensor)).nonzero()[0])
 
 
-def broken_off(rank: int, culprit: int) -> PlanMismatchError:
-    """The error if `culprit` has voided what others have reduced."""
+def aborted(rank: int, at_fault: int) -> PlanMismatchError:
+    """The error if `at_fault` has aborted what others have reduced."""
     return PlanMismatchError(
-        f"a backward was broken off on rank {culprit} after part of its gradients had left, and others went on",
+        f"a backward was aborted on rank {at_fault} after part of its gradients had left, and others went on",
         rank=rank,
-        peers=(culprit,),
+        peers=(at_fault,),
     )
 
 
@@ -148,7 +148,7 @@ def tag_mismatch(rank: int, tag: int, other: int, other_tag: int) -> PlanMismatc
     )
     return PlanMismatchError(
         f"rank {ahead} reduces {_describe(its_tag)} while rank {behind} reduces {_describe(expected)}; a backward was "
-        f"broken off on rank {ahead} after part of its gradients had left",
+        f"aborted on rank {ahead} after part of its gradients had left",
         rank=rank,
         peers=(ahead,),
     )

@@ -28,7 +28,7 @@ import torch
 
 from torchring.allreduce.contract import NonFinite
 from torchring.allreduce.native import EngineSum, check_dtypes
-from torchring.allreduce.records import MAX_PENDING, VOID, BucketRecords
+from torchring.allreduce.records import ABORTED, MAX_PENDING, BucketRecords
 from torchring.allreduce.slices import SharedWire, Slices
 from torchring.allreduce.threaded import WorkOnThread
 from torchring.errors import FirstFailure, RingError
@@ -173,15 +173,15 @@ class HierarchicalWork:
 
     def _begin(self) -> None:
         """When all ranks have packed: sum this rank's column over the host, and hand it to the engine."""
-        host, wire, is_void = self._host, self._wire, self._tag == VOID
+        host, wire, is_aborted = self._host, self._wire, self._tag == ABORTED
         host.packed.gather()
         host.records.check_tags(self._number, self._tag)
         if host.transports:
-            # A broken reduction keeps what it has packed.
-            column = torch.zeros_like(wire.column) if is_void else wire.column
-            found = None if is_void else host.slices.sum(wire.shared, self._within, spread=False)
+            # An aborted reduction keeps what it has packed.
+            column = torch.zeros_like(wire.column) if is_aborted else wire.column
+            found = None if is_aborted else host.slices.sum(wire.shared, self._within, spread=False)
             sums, lookups = host.transports
-            self._sum = EngineSum(sums, column, self._between, found, lookups=lookups, is_void=is_void)
+            self._sum = EngineSum(sums, column, self._between, found, lookups=lookups, is_aborted=is_aborted)
 
     def _end(self) -> None:
         """When the engine has summed the column: write it to the ranks of this host."""
@@ -189,7 +189,7 @@ class HierarchicalWork:
         self._begun.wait()
         if self._sum is not None:
             found = self._sum.wait()
-            if self._tag != VOID:
+            if self._tag != ABORTED:
                 for other in wire.others:
                     other.copy_(wire.column)
         if found is not None and found.rank is None:
@@ -237,8 +237,8 @@ class HierarchicalAllReduce:
             self._host.pending[0].wait()
         return HierarchicalWork(self._host, wire, scale, tag)
 
-    def void(self, wire: HierarchicalWire) -> HierarchicalWork:
-        return self.start(wire, tag=VOID)
+    def abort_bucket(self, wire: HierarchicalWire) -> HierarchicalWork:
+        return self.start(wire, tag=ABORTED)
 
     def fail(self, error: RingError) -> None:
         self._host.fail(error)

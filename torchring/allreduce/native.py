@@ -2,9 +2,9 @@
 
 The engine has threads of its own, so a bucket leaves in the hook that has filled it, and nobody waits before the end of
 backward. Ranks do not compare tags, which would be a message in front of every bucket. All ranks start the buckets of a
-reduction in plan order. A rank that has broken a reduction off voids the buckets that are left, before it begins the
-next one. So the n-th all-reduce is that of the same bucket on all ranks. A rank that voids a bucket sends a NaN, so
-that all ranks look for the origin of the NaN, and find out.
+reduction in plan order. A rank that has aborted a reduction sends a NaN for each bucket that is left, before it begins
+the next one. So the n-th all-reduce is that of the same bucket on all ranks, and all ranks look for the origin of the
+NaN, and find out.
 
 Gloo's all-reduce is a ring: each link carries 2(N-1)/N of the buffer. 16-bit values are rounded once per hop, so the
 error of an element is at most (N-1) u sum|x| with u the unit roundoff of the wire dtype.
@@ -22,7 +22,7 @@ import torch
 
 from torchring.allreduce.contract import (
     NonFinite,
-    broken_off,
+    aborted,
     first_non_finite,
     is_finite,
 )
@@ -30,8 +30,8 @@ from torchring.errors import RingError, in_step
 from torchring.transport.contract import Transport
 
 _ELEMENTS: Final = 1 << 40  # more than a wire has
-_NO_SUSPECT: Final = -1
-_VOID: Final = -2
+_NOTHING: Final = -1
+_ABORTED: Final = -2
 
 
 class EngineSum:
@@ -39,11 +39,11 @@ class EngineSum:
 
     Args:
         buffer: [n] on the ranks of `transport`. `wait` leaves scale * sum in it.
-        suspect: the origin of the first NaN or infinity in this rank's `buffer`, None if there is none.
+        found: the origin of the first NaN or infinity in this rank's `buffer`, None if there is none.
         is_marked: the last element of `buffer` is a mark, see `NativeWire`. Otherwise all ranks look at the result.
         lookups: the transport on which ranks look for the origin of a NaN. By default `transport`: then all ranks have
             to start the same sums before the first wait.
-        is_void: this rank has broken the reduction off, and contributes nothing.
+        is_aborted: this rank has aborted the reduction, and contributes nothing.
     """
 
     def __init__(
@@ -51,27 +51,27 @@ class EngineSum:
         transport: Transport,
         buffer: torch.Tensor,
         scale: float,
-        suspect: NonFinite | None,
+        found: NonFinite | None,
         *,
         is_marked: bool = False,
         lookups: Transport | None = None,
-        is_void: bool = False,
+        is_aborted: bool = False,
     ) -> None:
         self._buffer = buffer[:-1] if is_marked else buffer
         self._mark = buffer[-1:] if is_marked else None
         self._scale = scale
         self._lookups = lookups or transport
-        self._suspect = _NO_SUSPECT
-        if is_void:
+        self._found = _NOTHING
+        if is_aborted:
             buffer[:1].fill_(math.nan)
             buffer[-1:].fill_(math.nan)
-            self._suspect = _VOID
-        elif suspect is not None and suspect.rank is not None:
-            self._suspect = suspect.rank * _ELEMENTS + suspect.element
+            self._found = _ABORTED
+        elif found is not None and found.rank is not None:
+            self._found = found.rank * _ELEMENTS + found.element
         self._transfer = transport.start_all_reduce(buffer)
 
     def wait(self) -> NonFinite | None:
-        """Returns the origin of the first NaN or infinity. Raises PlanMismatchError unless all or none have voided."""
+        """Returns the origin of the first NaN or infinity. Raises PlanMismatchError unless all or none have aborted."""
         self._transfer.wait()
         if self._mark is not None and math.isfinite(self._mark):
             return None
@@ -79,14 +79,14 @@ class EngineSum:
             return None
         # All ranks hold the same bits, so either all ranks come here or none.
         lookups = self._lookups
-        suspects = lookups.all_gather(self._suspect)
-        if _VOID in suspects:
-            if set(suspects) == {_VOID}:
+        everybody = lookups.all_gather(self._found)
+        if _ABORTED in everybody:
+            if set(everybody) == {_ABORTED}:
                 return None
-            raise lookups.fail(broken_off(lookups.rank, lookups.ranks[suspects.index(_VOID)]))
-        for suspect in suspects:
-            if suspect != _NO_SUSPECT:
-                return NonFinite(*divmod(suspect, _ELEMENTS))
+            raise lookups.fail(aborted(lookups.rank, lookups.ranks[everybody.index(_ABORTED)]))
+        for found in everybody:
+            if found != _NOTHING:
+                return NonFinite(*divmod(found, _ELEMENTS))
         return NonFinite(None, first_non_finite(self._buffer) or 0)
 
 
@@ -99,13 +99,13 @@ class NativeWire:
             sum, the result is finite, too, and no rank has to look at it.
         scale_first: inputs are scaled and looked at where they are packed, and whoever packs calls `mark`. Otherwise
             inputs of 16 bits are looked at by their extremes, and wider ones before and after the sum.
-        suspect: index of the first NaN or infinity that this rank has packed. None if there is none.
+        found: index of the first NaN or infinity that this rank has packed. None if there is none.
     """
 
     tensor: torch.Tensor
     whole: torch.Tensor
     scale_first: bool = False
-    suspect: int | None = None
+    found: int | None = None
 
     def look(self, num_ranks: int) -> None:
         """Mark the wire if the sum of this many inputs may be not finite, by the extremes of this one."""
@@ -118,36 +118,36 @@ class NativeWire:
     def mark(self, element: int | None) -> None:
         """The result may be not finite. `element` is: this rank's input already holds a NaN or an infinity there."""
         self.whole[-1:].fill_(math.nan)
-        if self.suspect is None:
-            self.suspect = element
+        if self.found is None:
+            self.found = element
 
     def clear(self) -> None:
         """Another reduction begins."""
         self.whole[-1:].zero_()
-        self.suspect = None
+        self.found = None
 
 
 class NativeWork:
     """One all-reduce of a bucket. See `BucketWork`."""
 
-    def __init__(self, wire: NativeWire, scale: float, transport: Transport, *, is_void: bool = False) -> None:
+    def __init__(self, wire: NativeWire, scale: float, transport: Transport, *, is_aborted: bool = False) -> None:
         self.span: tuple[float, float] | None = None
         self._started = time.perf_counter()
         self._result: NonFinite | None = None
-        buffer = torch.zeros_like(wire.whole) if is_void else wire.whole
+        buffer = torch.zeros_like(wire.whole) if is_aborted else wire.whole
         looks = wire.whole.dtype.itemsize == 2  # partial sums of 16 bits travel
-        if looks and not is_void:
+        if looks and not is_aborted:
             if scale != 1.0:
                 buffer.mul_(scale)
             wire.look(len(transport.ranks))
         is_marked = looks or wire.scale_first
         # Without a mark: the sum replaces what this rank has contributed.
-        element = wire.suspect if is_marked else first_non_finite(buffer)
-        suspect = None if element is None else NonFinite(transport.rank, element)
+        element = wire.found if is_marked else first_non_finite(buffer)
+        found = None if element is None else NonFinite(transport.rank, element)
         self._sum = EngineSum(
-            *(transport, buffer, 1.0 if looks else scale, suspect),
+            *(transport, buffer, 1.0 if looks else scale, found),
             is_marked=is_marked,
-            is_void=is_void,
+            is_aborted=is_aborted,
         )
 
     def advance(self) -> bool:
@@ -184,8 +184,8 @@ class NativeAllReduce:
     def start(self, wire: NativeWire, *, scale: float = 1.0, tag: int = 0) -> NativeWork:
         return self._start(NativeWork(wire, scale, self._transport))
 
-    def void(self, wire: NativeWire) -> NativeWork:
-        return self._start(NativeWork(wire, 1.0, self._transport, is_void=True))
+    def abort_bucket(self, wire: NativeWire) -> NativeWork:
+        return self._start(NativeWork(wire, 1.0, self._transport, is_aborted=True))
 
     def _start(self, work: NativeWork) -> NativeWork:
         if not self.in_background:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from torchring.allreduce.contract import NonFinite, broken_off, tag_mismatch
+from torchring.allreduce.contract import NonFinite, aborted, tag_mismatch
 from torchring.memory.host import HostGroup, as_words
 
 MAX_PENDING: Final = 512  # buckets of one all-reduce at a time
-VOID: Final = -1  # the tag of a bucket in a reduction that the rank has broken off
+ABORTED: Final = -1  # the tag of a bucket in a reduction that the rank has aborted
 _NOBODY: Final = -1  # the sum overflowed, no input is to blame
 
 
@@ -39,8 +39,8 @@ class BucketRecords:
         at, group = number % MAX_PENDING * 3, self._group
         for rank, record in zip(group.ranks, self._records, strict=True):
             if record[at] != tag:
-                if VOID in (tag, record[at]):
-                    error = broken_off(group.rank, group.rank if tag == VOID else rank)
+                if ABORTED in (tag, record[at]):
+                    error = aborted(group.rank, group.rank if tag == ABORTED else rank)
                 else:
                     error = tag_mismatch(group.rank, tag, rank, record[at])
                 group.report_failure(error)

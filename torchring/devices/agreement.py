@@ -112,7 +112,7 @@ class DeviceAgreement:
 
     def begin(self) -> None:
         self.poll()
-        if self._all_reduce.take_started():  # of a reduction that was broken off
+        if self._all_reduce.take_started():  # of a reduction that was aborted
             self._fetch_reports()
         self._take_packed()
         reports = list(self._reports().values())
@@ -154,10 +154,10 @@ class DeviceAgreement:
                 own[:] = part
         current.sums = self._control.decode_gathered([header[3:] for header in headers])
         if found := _first_finding(headers):
-            culprit, index = found
+            source, index = found
             # The gradient of that reduction is gone. The parameter shows whether it was trained on.
             trained = self._parameters[index]
-            current.non_finite = NonFiniteGradient(culprit, self._specs[index].name, lambda: trained)
+            current.non_finite = NonFiniteGradient(source, self._specs[index].name, lambda: trained)
 
     def find_non_finite(self) -> NonFiniteGradient | None:
         self._all_reduce.accelerator.synchronize()
@@ -167,8 +167,8 @@ class DeviceAgreement:
         found = _first_finding([_FINDING.unpack(theirs) for theirs in everybody])
         if found is None:
             return None
-        culprit, index = found
-        return NonFiniteGradient(culprit, self._specs[index].name, None)
+        source, index = found
+        return NonFiniteGradient(source, self._specs[index].name, None)
 
     def end(self) -> None: ...
 
@@ -221,7 +221,7 @@ class DeviceAgreement:
         self._timing.add(busy / 1e3, min(busy, exposed) / 1e3)
 
     def _take_packed(self) -> list[list[tuple[Sequence[int], ChunkTable]]]:
-        """The tables that were packed since the last call, in this reduction or in one that was broken off."""
+        """The tables that were packed since the last call, in this reduction or in one that was aborted."""
         return [opened.packing.take_packed() for opened in self._opened]
 
     def _reports(self) -> dict[int, torch.Tensor]:
@@ -244,13 +244,13 @@ def _find(finished: _Unfinished, parameters: Sequence[torch.nn.Parameter]) -> tu
     for (plan, wire, _), packed in zip(finished.opened, finished.packed, strict=True):
         chunk, element = finished.reports[id(wire.report)][wire.row].tolist()
         if chunk != NOTHING_FOUND:
-            return _IN_INPUT, _suspect([plan.slots[slot].parameter for slot in slots_of(packed, chunk)], parameters)
+            return _IN_INPUT, _likeliest([plan.slots[slot].parameter for slot in slots_of(packed, chunk)], parameters)
         if element != NOTHING_FOUND and found is None:
             found = _IN_SUM, [slot.parameter for slot in plan.slots if slot.offset <= element][-1]
     return found
 
 
-def _suspect(indices: Sequence[int], parameters: Sequence[torch.nn.Parameter]) -> int:
+def _likeliest(indices: Sequence[int], parameters: Sequence[torch.nn.Parameter]) -> int:
     """The first of several parameters that is not finite by now; the first one if none is, as when nobody stepped."""
     if len(indices) == 1:
         return indices[0]

@@ -208,14 +208,14 @@ class OnStream:
             self._engine.abort()
 
     def finish(self) -> None:
-        """Wait until the device has finished the reductions that were sealed, and end one that was broken off.
+        """Wait until the device has finished the reductions that were sealed, and end one that was aborted.
 
         Peers' devices wait for this device. If it left when the process ends, peers would find it dead, and its last
         reduction would leave NaN behind.
         """
         failed_before = self._failure.error is not None
         if self._watchdog.is_open:
-            self.fail(PeerLostError("a reduction was broken off", rank=self._rank, peers=(self._rank,)))
+            self.fail(PeerLostError("a reduction was aborted", rank=self._rank, peers=(self._rank,)))
         elif self._watchdog.is_pending() and not failed_before:
             self.accelerator.synchronize()
             if self._failure.error is not None:

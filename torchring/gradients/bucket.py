@@ -145,7 +145,7 @@ class Bucket:
         self._packed: dict[int, tuple[torch.Tensor, int]] = {}
         self._earlier: set[int] = set()  # slots with another tensor than the view in `.grad` before this backward
         self._restrided: set[int] = set()  # slots whose parameter has other strides than when it was wrapped
-        self._is_abandoned = False
+        self._is_aborted = False
 
     def begin(self, current: Reduction) -> None:
         """A reduction begins. The first gradient of its backward may be there already."""
@@ -256,7 +256,7 @@ class Bucket:
         self._move(BucketState.REDUCED)
         self.non_finite = non_finite
         self.packing.release()
-        if not self._live_in_wire and not self._is_abandoned:
+        if not self._live_in_wire and not self._is_aborted:
             self._unpack([slot for slot, arrived in enumerate(self._has_arrived) if arrived])
 
     def close_reduction(self) -> None:
@@ -292,8 +292,8 @@ class Bucket:
             self.ledger.note_versions()
         self.reset()
 
-    def abandon(self) -> None:
-        """The reduction was broken off. A gradient in a buffer that has left is lost: ranks are adding up there.
+    def abort(self) -> None:
+        """The reduction was aborted. A gradient in a buffer that has left is lost: ranks are adding up there.
 
         NaN takes the place of the gradient, outside of the buffer.
         """
@@ -304,7 +304,7 @@ class Bucket:
             self.packing.undo()
         if not (is_under_way or (self._is_asynchronous and self.state is BucketState.PACKED)):
             return
-        self._is_abandoned = True
+        self._is_aborted = True
         slots = [slot for slot, view in enumerate(self._views) if self.parameters[slot].grad is view]
         views = [self._views[slot] for slot in slots]
         kept = {slots[i] for i in referenced_beside_grad(views)} if views else set()
@@ -324,13 +324,13 @@ class Bucket:
                 self.ledger.status[slot] = GradientStatus.LOST
 
     def reset(self) -> None:
-        """Forget a reduction, finished or broken off. Gradients that have arrived keep their status."""
+        """Forget a reduction, finished or aborted. Gradients that have arrived keep their status."""
         self.state = BucketState.IDLE
         self._has_arrived = [False] * len(self.names)
         self._num_missing = len(self.names)
         self._missing, self._kept, self._packed, self._copied, self._left = [], {}, {}, {}, {}
         self._inputs.clear()
-        self._is_abandoned = False
+        self._is_aborted = False
         self.packing.reset()
 
     def release(self) -> None:

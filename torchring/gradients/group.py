@@ -31,7 +31,7 @@ _UNLIKE_NO_SYNC: Final = (
 )
 _HAS_DATA: Final = struct.Struct("?")
 _REACHED: Final = struct.Struct("<B?H")
-_MOST_LEFT_BEHIND: Final = 2**16 - 1
+_MOST_ABORTED: Final = 2**16 - 1
 REDUCTION: Final = b"backward()"
 """What a rank announces at the beginning of a reduction, see `Reducers.announce`."""
 
@@ -41,12 +41,12 @@ class _Reached(NamedTuple):
 
     wants: 0 if the backward has not reached the optimizer, 1 if it accumulates, 2 if it reduces.
     is_in_no_sync: see `Reducer`.
-    num_left_behind: see `Launcher`.
+    num_aborted: see `Launcher`.
     """
 
     wants: int
     is_in_no_sync: bool
-    num_left_behind: int
+    num_aborted: int
 
 
 class Reducers:
@@ -150,7 +150,7 @@ class OptimizerGroup:
         4. wait for one optimizer after the other, in the order of wrapping.
 
     A backward inside `no_sync()` of all optimizers that it reaches sends nothing, as with a single optimizer. After a
-    backward that was broken off, buckets that have left are waited for in step 3: only then have all ranks said that
+    backward that was aborted, buckets that have left are waited for in step 3: only then have all ranks said that
     the same buckets have left everywhere. Where a bucket cannot leave without a wait for other ranks
     (`Agreement.starts_at_once`), all buckets leave in step 3.
 
@@ -286,20 +286,20 @@ class OptimizerGroup:
             return some_have_data
         except BaseException:
             for reducer in reducers:
-                reducer.abandon_backward()
+                reducer.abort_backward()
             raise
 
     def _agree(self, reducers: Sequence[Reducer]) -> tuple[list[int], bool]:
         """Collective: the greatest `_Reached.wants` of any rank for each reducer, and whether any rank has data.
 
         Raises GradientError on all ranks if a reducer reduces on some ranks and is in `no_sync()` on others,
-        PlanMismatchError if a backward was broken off on some ranks only, after buckets had left.
+        PlanMismatchError if a backward was aborted on some ranks only, after buckets had left.
         """
         mine = b"".join(
             _REACHED.pack(
                 reducer.in_backward + reducer.wants_reduction,
                 reducer.is_in_no_sync,
-                min(reducer.launcher.num_left_behind, _MOST_LEFT_BEHIND),
+                min(reducer.launcher.num_aborted, _MOST_ABORTED),
             )
             for reducer in reducers
         )
@@ -325,14 +325,14 @@ class OptimizerGroup:
 
     def _check(self, reducer: Reducer, column: Sequence[_Reached]) -> None:
         """See `_agree`. Args: column: what each rank says about the reducer."""
-        left = [reached.num_left_behind for reached in column]
+        left = [reached.num_aborted for reached in column]
         if len(set(left)) > 1:
-            culprits = [rank for rank, count in enumerate(left) if count]
+            at_fault = [rank for rank, count in enumerate(left) if count]
             raise PlanMismatchError(
-                f"a backward was broken off on {ranks_in_words(culprits)} after part of its gradients had left, and "
+                f"a backward was aborted on {ranks_in_words(at_fault)} after part of its gradients had left, and "
                 "others went on",
                 rank=self._world.rank,
-                peers=culprits,
+                peers=at_fault,
             )
         if any(reached.is_in_no_sync for reached in column) and any(reached.wants == 2 for reached in column):
             raise in_step(GradientError(_UNLIKE_NO_SYNC, rank=self._world.rank))

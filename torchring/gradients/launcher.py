@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torchring.allreduce import TAGS_PER_REDUCTION, AllReduce, BucketWork
-from torchring.allreduce.contract import VoidingAllReduce
+from torchring.allreduce.contract import AbortingAllReduce
 from torchring.allreduce.records import MAX_PENDING
 from torchring.errors import GradientError, RingError
 from torchring.gradients.bucket import Bucket, BucketState
@@ -86,9 +86,9 @@ class Launcher:
         return self in self._waiting
 
     @property
-    def num_left_behind(self) -> int:
-        """Number of buckets of a reduction that was broken off that had left. 0 after the next `drain`."""
-        return self.reduction.num_launched if self.reduction.phase is ReductionPhase.BROKEN_OFF else 0
+    def num_aborted(self) -> int:
+        """Number of buckets that had left when their reduction was aborted. 0 after the next `drain`."""
+        return self.reduction.num_launched if self.reduction.phase is ReductionPhase.ABORTED else 0
 
     def install(self, buckets: Sequence[Bucket]) -> None:
         """Go on with these buckets, which take over what earlier buckets knew. Between reductions only."""
@@ -102,26 +102,26 @@ class Launcher:
         self._on_ready = None
 
     def drain(self) -> None:
-        """Wait for what a reduction that was broken off has left under way.
+        """Wait for what an aborted reduction has left under way.
 
-        Raises PlanMismatchError where the other ranks know that this rank alone has broken the reduction off.
+        Raises PlanMismatchError where the other ranks know that this rank alone has aborted the reduction.
         """
-        current, voids = self.reduction, list[tuple[Reducible, BucketWork]]()
-        is_broken_off = current.phase is ReductionPhase.BROKEN_OFF and current.num_launched
-        if is_broken_off and isinstance(self._all_reduce, VoidingAllReduce):
+        current, aborted = self.reduction, list[tuple[Reducible, BucketWork]]()
+        is_aborted = current.phase is ReductionPhase.ABORTED and current.num_launched
+        if is_aborted and isinstance(self._all_reduce, AbortingAllReduce):
             rest = [*self.buckets[current.num_launched :], *([current.extra] if current.extra is not None else [])]
-            voids = [(bucket, self._all_reduce.void(bucket.wire)) for bucket in rest]
+            aborted = [(bucket, self._all_reduce.abort_bucket(bucket.wire)) for bucket in rest]
             current.num_launched, current.extra = len(self.buckets), None
-        with contextlib.suppress(GradientError):  # about gradients of the broken reduction, which nobody uses
+        with contextlib.suppress(GradientError):  # about gradients of the aborted reduction, which nobody uses
             self.wait(discard=True)
-        for bucket, void in voids:
+        for bucket, work in aborted:
             with self._at(bucket):
-                void.wait()
+                work.wait()
 
     def begin(self, current: Reduction) -> None:
         """A reduction begins, after `drain`. Its first gradient may be there already."""
         for bucket in self.buckets:
-            if self.reduction.phase is ReductionPhase.BROKEN_OFF:
+            if self.reduction.phase is ReductionPhase.ABORTED:
                 bucket.reset()
             bucket.begin(current)
         self.reduction = current
@@ -302,22 +302,22 @@ class Launcher:
         self._keep_order()
 
     def refuse_lost(self) -> None:
-        """Raise GradientError if the script goes on with a gradient that the last reduction was broken off with."""
-        if self.reduction.phase is ReductionPhase.BROKEN_OFF:
+        """Raise GradientError if the script goes on with a gradient of the last reduction, which was aborted."""
+        if self.reduction.phase is ReductionPhase.ABORTED:
             for bucket in self.buckets:
                 bucket.ledger.refuse_lost()
 
-    def abandon(self) -> None:
-        """The reduction was broken off. Gradients that have arrived stay local, or are lost in buffers that left."""
+    def abort(self) -> None:
+        """The reduction was aborted. Gradients that have arrived stay local, or are lost in buffers that left."""
         if self.reduction.phase is ReductionPhase.UNDER_WAY:
-            self.reduction.phase = ReductionPhase.BROKEN_OFF
+            self.reduction.phase = ReductionPhase.ABORTED
         self._waiting.discard(self)
         for bucket, slot in map(self._slots.__getitem__, self._noted):
             if bucket.ledger.status[slot] is not GradientStatus.LOST:
                 bucket.ledger.status[slot] = LOCAL
         self._noted.clear()
         for bucket in self.buckets:
-            bucket.abandon()
+            bucket.abort()
         if self.buckets and self.reduction.num_launched == len(self.buckets):
             self._keep_order()  # as on the peers, for whom the reduction is over
         elif self._order_so_far is not None:

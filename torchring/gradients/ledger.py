@@ -25,7 +25,7 @@ class GradientStatus(enum.Enum):
     LOCAL = "holds local contributions that no other rank has seen"
     ZEROED = "was zeroed in place"
     REDUCED = "is the same on all ranks"
-    LOST = "was lost, because an earlier backward() was broken off while ranks were adding the gradient up"
+    LOST = "was lost, because an earlier backward() was aborted while ranks were adding the gradient up"
 
 
 class Ledger(Protocol):
@@ -263,7 +263,7 @@ class GradientLedger:
         return (status is REDUCED or status is ZEROED) and settled is not None and settled() is grad
 
     def refuse_lost(self) -> None:
-        """Raise GradientError if `.grad` still is what a broken-off reduction has left of a gradient, which is NaN."""
+        """Raise GradientError if `.grad` still is what an aborted reduction has left of a gradient, which is NaN."""
         for slot, (status, parameter) in enumerate(zip(self.status, self._parameters, strict=True)):
             if status is GradientStatus.LOST and parameter.grad is not None:
                 if bool(parameter.grad.isnan().all()):

@@ -67,10 +67,10 @@ class Packing(Protocol):
         """The bucket is reduced: let go of the gradients that were packed."""
 
     def undo(self) -> None:
-        """The reduction was broken off before the bucket has left: gradients in the wire buffer are unscaled again."""
+        """The reduction was aborted before the bucket has left: gradients in the wire buffer are unscaled again."""
 
     def reset(self) -> None:
-        """The reduction is over, or was broken off, maybe between `pack` and `finish_packing`."""
+        """The reduction is over, or was aborted, maybe between `pack` and `finish_packing`."""
 
 
 class HostPacking:

@@ -83,7 +83,7 @@ class Reducer(Reductions, Sync):
         self._has_reduction = False  # that backward
 
         # Hooks and what else calls back
-        self.watch = BackwardWatch(partial(end_backward, self), self.abandon_backward)
+        self.watch = BackwardWatch(partial(end_backward, self), self.abort_backward)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._hooked: list[int] = []  # what identifies the parameters, which torch.utils.swap_tensors changes
         self._num_wrappers_seen = -1  # MODULE_WRAPPERS.num_built when these parameters were checked last
@@ -202,7 +202,7 @@ class Reducer(Reductions, Sync):
             for on_reduced in self._on_reduced:
                 on_reduced(self.reduction)
 
-    def abandon_backward(self) -> None:
+    def abort_backward(self) -> None:
         """The backward under way has raised (out of memory, an error in a custom function): drop its reduction."""
         if self.in_backward:
             self.in_backward = False
@@ -210,7 +210,7 @@ class Reducer(Reductions, Sync):
                 self._weights.withdraw()
             self.weighing.end_zero_weight()
             if self._reduces and self._has_reduction:
-                self.launcher.abandon()
+                self.launcher.abort()
 
     def gradient_failed(self, error: BaseException) -> None:
         """A hook has raised. With no bucket sent yet, backward drops the reduction as after any other error."""
@@ -411,7 +411,7 @@ class Reducer(Reductions, Sync):
             self.world.raise_if_broken()
             is_unordered = self._reducers.are_several
             # Other ranks may wait in another optimizer's reduction. So with several, ranks agree before they drain.
-            if not (is_unordered and self.launcher.num_left_behind):
+            if not (is_unordered and self.launcher.num_aborted):
                 with self._failing():
                     self.begin_reduction(is_unordered=is_unordered)
                     self._has_reduction = True
@@ -474,5 +474,5 @@ class Reducer(Reductions, Sync):
         self.failure = error
         self.in_backward = False
         self.weighing.end_zero_weight()
-        self.launcher.abandon()
+        self.launcher.abort()
         self.world.break_off("the reduction of gradients", error)

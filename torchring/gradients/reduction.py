@@ -185,7 +185,7 @@ class ReductionPhase(enum.Enum):
 
     UNDER_WAY = "gradients are arriving, or being reduced"
     OVER = "every gradient has its result"
-    BROKEN_OFF = "the reduction was given up on this rank"
+    ABORTED = "this rank has given the reduction up"
 
 
 @dataclass(eq=False)
@@ -245,7 +245,7 @@ class Reduction:
 
     @property
     def next_number(self) -> int:
-        """If a bucket has left, peers are past this reduction, even if it was broken off here."""
+        """If a bucket has left, peers are past this reduction, even if it was aborted here."""
         return self.number + (self.phase is ReductionPhase.OVER or self.num_launched > 0)
 
 

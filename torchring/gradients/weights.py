@@ -135,7 +135,7 @@ class Weights:
         self.num_backwards += 1
 
     def withdraw(self) -> None:
-        """The backward under way was broken off."""
+        """The backward under way was aborted."""
         if self.last is not None and self._total is not None:
             self._total -= self.last
         self.num_backwards -= 1

@@ -209,7 +209,7 @@ def _plans_of_optimizers(plans: Sequence[Plan | None], numbers: Array) -> list[P
 
 
 def _plan_of(row: tuple[StepRecord, ...]) -> Plan | None:
-    """The buckets of a step. None if ranks have different buckets, as in a step that was broken off."""
+    """The buckets of a step. None if ranks have different buckets, as in a step that was aborted."""
     first, *others = ([(bucket.index, bucket.num_bytes) for bucket in _sorted(step)] for step in row)
     indices = [index for index, _ in first]
     is_shared = all([index for index, _ in other] == indices for other in others)

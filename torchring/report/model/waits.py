@@ -213,7 +213,7 @@ def _waits_to_agree(job: Job) -> tuple[Array, Array]:
     for i, row in enumerate(job.steps):
         meetings = [[part for part in step.phases if part.phase is Phase.EXPOSED] for step in row]
         most = -1
-        for parts in zip(*meetings, strict=False):  # a step that was broken off on a rank has fewer
+        for parts in zip(*meetings, strict=False):  # a step that was aborted on a rank has fewer
             begins = [part.begin for part in parts]
             late = [min(max(begins), part.end) - part.begin for part in parts]
             waiting[i] += np.array(late) / 1e6
