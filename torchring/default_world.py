@@ -24,7 +24,7 @@ BACKENDS: Final = get_args(Backend)
 
 
 @dataclass
-class _Process:
+class _ThisProcess:
     """This process, and the worlds that it has joined.
 
     Attributes:
@@ -44,7 +44,7 @@ class _Process:
             self.forked = self.forked or self.world.failure
 
 
-_process: Final = _Process()
+_process: Final = _ThisProcess()
 os.register_at_fork(after_in_child=_process.after_fork)
 
 

@@ -40,7 +40,7 @@ _SCRIPTS_GROUP: Final = "torch.distributed"  # in place of a launcher: the scrip
 
 
 @dataclass
-class _Meetings:
+class _ProcessMeetings:
     """The meetings of this process.
 
     Attributes:
@@ -61,7 +61,7 @@ class _Meetings:
         self.store = None  # its connection is the parent's
 
 
-meetings: Final = _Meetings()
+meetings: Final = _ProcessMeetings()
 os.register_at_fork(after_in_child=meetings.after_fork)
 
 

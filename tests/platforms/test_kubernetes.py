@@ -13,14 +13,14 @@ import yaml
 
 from tests.support.commands import free_port
 from tests.support.harness import patient
-from torchring.manifest.job_file import Job
+from torchring.manifest.job_file import JobFile
 from torchring.manifest.kubernetes import KINDS, indexed_job, jobset, objects, to_yaml
 
 pytestmark = pytest.mark.platforms
 
 WORDS = ["python", "train.py", "--lr", "1e-3", "y", "0o7", "-1", "a b"]
-PLAIN = Job("digits", WORDS, "example.com/train", 2, cpus=8, memory=16 << 30, processes=2)
-ELASTIC = Job(**{**vars(PLAIN), "elastic": (1, 4), "env": {"A": "1"}, "volumes": {"checkpoints": "/checkpoints"}})
+PLAIN = JobFile("digits", WORDS, "example.com/train", 2, cpus=8, memory=16 << 30, processes=2)
+ELASTIC = JobFile(**{**vars(PLAIN), "elastic": (1, 4), "env": {"A": "1"}, "volumes": {"checkpoints": "/checkpoints"}})
 PREFIXES = {
     "v1": "IoK8sApiCoreV1",
     "batch/v1": "IoK8sApiBatchV1",
@@ -62,7 +62,7 @@ def test_pods_find_each_other(tmp_path: Path) -> None:
     """Each pod is a process here, with the command and the variables that it would get."""
     script = "import torchring as t; print(t.rank(), t.size(), t.all_reduce(t.tensor(t.rank())).item())"
     script = script.replace("t.tensor(", "__import__('torch').tensor(1.0 + ")
-    job = Job("digits", [sys.executable, "-c", script], "image", 2, cpus=2, processes=1, env={"A": "b"})
+    job = JobFile("digits", [sys.executable, "-c", script], "image", 2, cpus=2, processes=1, env={"A": "b"})
     container = indexed_job(job)[1]["spec"]["template"]["spec"]["containers"][0]
     named = {each["name"]: each.get("value") for each in container["env"]}
     assert named["PET_MASTER_ADDR"] == "digits-0.digits"
@@ -107,7 +107,7 @@ def test_a_coordinator_starts_workers_in_pods(tmp_path: Path) -> None:
     script.write_text(ELASTIC_SCRIPT)
     kubectl.write_text(KUBECTL.format(log=log))
     kubectl.chmod(0o755)
-    job = Job("digits", ["python", str(script)], "image", 2, cpus=1, processes=1, elastic=(1, 2), env={"A": "b"})
+    job = JobFile("digits", ["python", str(script)], "image", 2, cpus=1, processes=1, elastic=(1, 2), env={"A": "b"})
     coordinator = next(
         each["template"]["spec"]["template"]["spec"]["containers"][0]
         for each in jobset(job)[-1]["spec"]["replicatedJobs"]

@@ -21,7 +21,7 @@ from tests.platforms.slurm import Cluster, why_no_slurm
 from tests.support import commands
 from tests.support.documents import snippet
 from torchring.errors import TopologyError
-from torchring.manifest.job_file import Job
+from torchring.manifest.job_file import JobFile
 from torchring.manifest.slurm import sbatch_script
 from torchring.rendezvous.environment import read_environment
 from torchring.rendezvous.frameworks import refuse_lone_tasks
@@ -161,7 +161,7 @@ def test_an_elastic_job_goes_on_without_a_node(cluster: Cluster, repository: Pat
 
 def test_manifests(cluster: Cluster, tmp_path: Path) -> None:
     say = ["sh", "-c", "echo $SLURM_PROCID of $SLURM_STEP_NUM_TASKS, $OMP_NUM_THREADS threads, $SAID"]
-    plain = Job("digits", say, workers=2, cpus=4, memory=64 << 20, processes=2, env={"SAID": "two words"})
+    plain = JobFile("digits", say, workers=2, cpus=4, memory=64 << 20, processes=2, env={"SAID": "two words"})
     elastic = dataclasses.replace(plain, command=["python", "train.py"], elastic=(1, 2))
     for name, written in (("plain", plain), ("elastic", elastic)):
         (tmp_path / name).write_text(sbatch_script(written))

@@ -32,7 +32,7 @@ OVERLAPPING_DEVICES: Final = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 NO_MULTICAST: Final = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
-class Block(Protocol):
+class SymmetricBlock(Protocol):
     """One allocation: `parts[i]` is the memory of the i-th rank of the group, mapped here, as a uint8 tensor.
 
     Attributes:
@@ -61,12 +61,12 @@ class SymmetricGroup(Protocol):
     @property
     def size(self) -> int: ...
 
-    def allocate(self, num_bytes: int) -> Block:
+    def allocate(self, num_bytes: int) -> SymmetricBlock:
         """Collective: every rank contributes `num_bytes` of zeroed memory and maps the memory of all ranks."""
 
 
 class CudaBlock:
-    """See `Block`. The mapping lives as long as this object, or a tensor that views the own part."""
+    """See `SymmetricBlock`. The mapping lives as long as this object, or a tensor that views the own part."""
 
     def __init__(self, parts: Sequence[torch.Tensor], index: int, handle: object) -> None:
         self.parts = tuple(parts)

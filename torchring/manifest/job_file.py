@@ -21,7 +21,7 @@ _SEVERAL_MB: Final = 1 << 22  # Python alone takes more
 
 
 @dataclass(frozen=True)
-class Job:
+class JobFile:
     """What a job file says. A worker is a host or a pod.
 
     Attributes:
@@ -61,10 +61,10 @@ class Job:
         return {**({"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}), **self.env}
 
 
-_KEYS: Final = [key.name for key in fields(Job)]
+_KEYS: Final = [key.name for key in fields(JobFile)]
 
 
-def read_job(path: str) -> Job:
+def read_job(path: str) -> JobFile:
     """The job of a file. Raises LaunchError for what is not a job file, and for a job that no host can run."""
     try:
         with open(path) as file:
@@ -91,7 +91,7 @@ def read_job(path: str) -> Job:
     return parse_job(said)
 
 
-def parse_job(said: Mapping[Any, Any]) -> Job:
+def parse_job(said: Mapping[Any, Any]) -> JobFile:
     """The job that a file's keys and values describe. Raises LaunchError."""
     for key in said:
         if key not in _KEYS:
@@ -112,7 +112,7 @@ def parse_job(said: Mapping[Any, Any]) -> Job:
         what = "processes" if "processes" in said else "processes, one for each GPU,"
         raise LaunchError(f"{processes} {what} need as many cores, and cpus is {cpus}")
     workers = _number(said, "workers", 1, default=1)
-    return Job(
+    return JobFile(
         name,
         _command(said.get("command"), is_elastic="elastic" in said),
         _image(said.get("image", "")),

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
 from typing import Any, Final
 
 from torchring.launch.hosts import LaunchError
-from torchring.manifest.job_file import GRACE_SECONDS, Job
+from torchring.manifest.job_file import GRACE_SECONDS, JobFile
 
 _PORT: Final = 29500
 _MOST_RESTARTS: Final = 100  # each begins with the newest checkpoint
@@ -36,7 +35,7 @@ _IDLE: Final = (
 Object = dict[str, Any]
 
 
-def indexed_job(job: Job) -> list[Object]:
+def indexed_job(job: JobFile) -> list[Object]:
     """A Job with a pod for each worker, and the Service that gives the pods names. It needs nothing installed."""
     pod = _pod(job, [*_TORCHRUN, *job.command], _meeting(job, f"{job.name}-0.{job.name}"), _resources(job))
     pod |= {"subdomain": job.name, "restartPolicy": "OnFailure"}
@@ -49,7 +48,7 @@ def indexed_job(job: Job) -> list[Object]:
     ]
 
 
-def jobset(job: Job) -> list[Object]:
+def jobset(job: JobFile) -> list[Object]:
     """A JobSet. If a pod fails, JobSet starts all of them anew. An elastic job goes on without the pod."""
     if job.elastic:
         return _elastic_jobset(job)
@@ -58,7 +57,7 @@ def jobset(job: Job) -> list[Object]:
     return [_object(_JOBSET, "JobSet", job.name, spec=_jobset([_replicated("worker", _indexed(job.workers, pod))]))]
 
 
-def trainjob(job: Job) -> list[Object]:
+def trainjob(job: JobFile) -> list[Object]:
     """A TrainJob of Kubeflow Trainer, and a ClusterTrainingRuntime for it, which an administrator may have to apply."""
     runtime = f"{job.name}-torchring"
     node = _replicated("node", _indexed(job.workers, _pod(job, [], [], {})))
@@ -81,10 +80,10 @@ def trainjob(job: Job) -> list[Object]:
     ]
 
 
-KINDS: Final[dict[str, Callable[[Job], list[Object]]]] = {"job": indexed_job, "jobset": jobset, "trainjob": trainjob}
+KINDS: Final = {"job": indexed_job, "jobset": jobset, "trainjob": trainjob}
 
 
-def objects(job: Job, kind: str | None) -> list[Object]:
+def objects(job: JobFile, kind: str | None) -> list[Object]:
     """The objects of a kind of `KINDS`; None: an elastic job is a JobSet, others a Job. Raises LaunchError."""
     kind = kind or ("jobset" if job.elastic else "job")
     if job.elastic and kind != "jobset":
@@ -109,7 +108,7 @@ def to_yaml(things: list[Object]) -> str:
     return str(yaml.dump_all(things, Dumper=Dumper, sort_keys=False, width=120))
 
 
-def _elastic_jobset(job: Job) -> list[Object]:
+def _elastic_jobset(job: JobFile) -> list[Object]:
     assert job.elastic is not None
     sizes = (str(num * job.processes) for num in (job.workers, *job.elastic))
     selector = f"jobset.sigs.k8s.io/jobset-name={job.name},jobset.sigs.k8s.io/replicatedjob-name=worker"
@@ -165,7 +164,7 @@ def _indexed(num: int, pod: Object, restarts: int = 0) -> Object:
     }
 
 
-def _pod(job: Job, command: list[str], env: list[Object], resources: Object) -> Object:
+def _pod(job: JobFile, command: list[str], env: list[Object], resources: Object) -> Object:
     claims = enumerate(job.volumes.items())  # a claim's name may have dots, and a volume's may not
     mounts = {
         f"claim{number}": (path, {"persistentVolumeClaim": {"claimName": name}}) for number, (name, path) in claims
@@ -188,7 +187,7 @@ def _pod(job: Job, command: list[str], env: list[Object], resources: Object) -> 
     }
 
 
-def _resources(job: Job) -> Object:
+def _resources(job: JobFile) -> Object:
     amounts = {"cpu": job.cpus, "memory": job.memory, "nvidia.com/gpu": job.gpus}
     return {name: str(amount) for name, amount in amounts.items() if amount}
 
@@ -198,11 +197,11 @@ def _requirements(resources: Object) -> Object:
     return {"requests": resources, "limits": resources.copy()} if resources else {}
 
 
-def _env(job: Job) -> list[Object]:
+def _env(job: JobFile) -> list[Object]:
     return [{"name": name, "value": value} for name, value in job.variables.items()]
 
 
-def _meeting(job: Job, master: str) -> list[Object]:
+def _meeting(job: JobFile, master: str) -> list[Object]:
     """The variables of torchrun, and those of the job."""
     said = {"NNODES": job.workers, "NPROC_PER_NODE": job.processes, "MASTER_ADDR": master, "MASTER_PORT": _PORT}
     rank = {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}

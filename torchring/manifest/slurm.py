@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shlex
 
-from torchring.manifest.job_file import GRACE_SECONDS, Job
+from torchring.manifest.job_file import GRACE_SECONDS, JobFile
 
 
-def sbatch_script(job: Job) -> str:
+def sbatch_script(job: JobFile) -> str:
     """A script for sbatch, which runs it on the first node: in it, srun or `torchring run` starts the processes.
 
     Slurm takes a lost node out of an elastic job, which goes on. If the first node is lost, Slurm starts the job again.

@@ -50,8 +50,8 @@ class ForwardWatch:
             earlier.close()
         _watches[model] = self
         self._handles = [
-            model.register_forward_pre_hook(_Hook(self.begin), with_kwargs=True),
-            model.register_forward_hook(_Hook(self.end)),
+            model.register_forward_pre_hook(_CallHook(self.begin), with_kwargs=True),
+            model.register_forward_hook(_CallHook(self.end)),
         ]
         leave_no_trace(model)
 
@@ -121,7 +121,7 @@ def _state_of(reference: weakref.ref[torch.nn.Module]) -> Any:
     return state
 
 
-class _Hook(TransientHook):
+class _CallHook(TransientHook):
     """Calls `tell` when a model that trains is called."""
 
     def __init__(self, tell: Callable[..., None]) -> None:

@@ -61,8 +61,8 @@ _logger: Final = logging.getLogger("torchring")
 
 
 @dataclass(frozen=True)
-class _Message:
-    """The last message of a rank of another host."""
+class _Heard:
+    """What was last heard from a rank of another host."""
 
     number: int  # of messages that the rank has sent
     sent: float  # when, on this rank's clock. This rank reads messages only when it waits.
@@ -109,7 +109,7 @@ class StallMonitor:
         self._others = [rank for rank in range(rendezvous.size) if rank not in self._memory]
         # All ranks have just met in the store. From here on they count seconds alike, whatever their clocks say.
         self._met_at = time.clock_gettime(time.CLOCK_BOOTTIME)
-        self._messages: dict[int, _Message] = {}
+        self._messages: dict[int, _Heard] = {}
         self._num_published = 0
         self._publish_at = 0.0
         self._publishing: Future[Any] | None = None
@@ -242,7 +242,7 @@ class StallMonitor:
                     if state is not None and state.waits is not None and state.waits[1] < _LASTING * pause:
                         state = replace(state, waits=None)  # over by now, or there would be another message
                     age = max(0.0, self._seconds_since_meeting() - seconds_then)
-                    self._messages[rank] = _Message(number, time.monotonic() - age, pause, state)
+                    self._messages[rank] = _Heard(number, time.monotonic() - age, pause, state)
 
     def _seconds_since_meeting(self) -> float:
         return time.clock_gettime(time.CLOCK_BOOTTIME) - self._met_at
