@@ -25,8 +25,7 @@ from torchring.collectives.join import Join
 from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.default_world import default_world
 from torchring.gradients.group import OptimizerGroup
-from torchring.gradients.reducer import Reducer
-from torchring.optimizer import DistributedOptimizer
+from torchring.optimizer import DistributedOptimizer, sync_of, take_over
 from torchring.world import World
 
 
@@ -97,7 +96,7 @@ def join(*objects: Any) -> Iterator[None]:
     src = _last(group.guard.run("torchring.join()", group.follow_others), world, group)
     for each in objects:
         if isinstance(each, DistributedOptimizer):
-            _take_over(each, src)
+            take_over(each, src)
         elif isinstance(each, torch.nn.Module):
             broadcast_parameters(each, src)
         else:
@@ -125,7 +124,7 @@ def _problem_with(objects: Sequence[Any], world: World) -> Exception | None:
 
 def _check_joinable(optimizer: DistributedOptimizer) -> None:
     """Raise ValueError if `optimizer` cannot be used inside `torchring.join`. A copy connects."""
-    if not optimizer._live_sync().can_skip_alone():
+    if not sync_of(optimizer).can_skip_alone():
         raise ValueError('torchring.join() does not work with on_nonfinite="skip" on a GPU')
     if is_sharded(optimizer.optimizer):
         raise ValueError("torchring.join() does not work with a ZeroRedundancyOptimizer, whose step() needs all ranks")
@@ -146,16 +145,3 @@ def _last(num_followed: int, world: World, group: OptimizerGroup) -> int:
     mine = torch.tensor([num_followed, -group.num_steps()], device="cpu")
     everybody = internal_collectives_of(world).all_gather(mine.unsqueeze(0))
     return min(range(world.size), key=lambda rank: everybody[rank].flatten().tolist())
-
-
-def _take_over(optimizer: DistributedOptimizer, src: int) -> None:
-    """Collective, outside backward: give `optimizer` what it has on rank `src`. Gradients are dropped."""
-    sync = optimizer._live_sync()
-    assert isinstance(sync, Reducer)
-    optimizer.zero_grad()
-    model, names = optimizer._model(), optimizer._names
-    of_model = model.named_parameters() if model is not None else ()
-    others = {name: p.data for name, p in of_model if p not in names and p not in optimizer._ignored}
-    broadcast_parameters({**others, **{name: p.data for p, name in names.items()}}, src)
-    optimizer._take_over(src)
-    sync.take_over(src)

@@ -32,6 +32,7 @@ from torchring.default_world import default_world
 from torchring.errors import GradientError, TopologyError
 from torchring.gradients.group import OptimizerGroup
 from torchring.norms import SyncBatchNorm
+from torchring.optimizer import forward_watch_of, sync_of
 from torchring.releases import check_release
 from torchring.rendezvous.environment import ELASTIC
 from torchring.rooms import room
@@ -249,7 +250,7 @@ class _EqualBuffers(pl.Callback):
 
     def on_validation_start(self, trainer: Any, *_: Any) -> None:
         for ring in trainer.strategy._rings:
-            ring._current.sync_buffers()
+            sync_of(ring).sync_buffers()
 
     def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
         self.on_validation_start(trainer)
@@ -324,7 +325,7 @@ class RingStrategy(_LaunchedRanks, DDPStrategy):
         if module.automatic_optimization and isinstance(self._rings[0], _ClosureFirst):
             # training_step() mostly calls parts of the module, so hooks on the module would see nothing.
             self._watched = self._rings[0]
-            self._watched._forward_watch.close()
+            forward_watch_of(self._watched).close()
 
     def training_step(self, *arguments: Any, **keywords: Any) -> Any:
         """Forward begins and ends here, for `torchring report`; the batch is what the data check looks at."""
@@ -333,9 +334,9 @@ class RingStrategy(_LaunchedRanks, DDPStrategy):
             return super().training_step(*arguments, **keywords)
         batch = arguments[0]
         inputs = tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
-        ring._forward_watch.begin(inputs, keywords)
+        forward_watch_of(ring).begin(inputs, keywords)
         loss = super().training_step(*arguments, **keywords)
-        ring._forward_watch.end()
+        forward_watch_of(ring).end()
         return loss
 
     @contextlib.contextmanager
@@ -347,7 +348,7 @@ class RingStrategy(_LaunchedRanks, DDPStrategy):
     def on_train_end(self) -> None:
         """The script's own hooks may have run forwards, too."""
         for ring in self._rings:
-            ring._current.sync_buffers()
+            sync_of(ring).sync_buffers()
 
     def optimizer_state(self, optimizer: Any) -> Any:
         """After a fit with shard=True, rank 0 has the whole state, and the others refuse to give theirs."""

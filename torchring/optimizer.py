@@ -514,12 +514,40 @@ class DistributedOptimizer(ConnectedOptimizer):
             self._stepped = list(parameters_of(self.optimizer))  # the same in another order
 
 
-# What rooms ask of an optimizer: elastic jobs, and torchring.horovod
+# What rooms ask of an optimizer
 
 
 def names_of(optimizer: DistributedOptimizer) -> dict[torch.nn.Parameter, str]:
     """The names of its parameters. May be changed before `rejoin`."""
     return optimizer._names
+
+
+def options_of(optimizer: DistributedOptimizer) -> Options:
+    """The options that it was wrapped with."""
+    return optimizer._options
+
+
+def sync_of(optimizer: DistributedOptimizer) -> Reducer | LocalSync:
+    """What reduces its gradients. A copy connects."""
+    return optimizer._live_sync()
+
+
+def forward_watch_of(optimizer: DistributedOptimizer) -> Any:
+    """Sees the forwards of its model: a `ForwardWatch`."""
+    return optimizer._forward_watch
+
+
+def take_over(optimizer: DistributedOptimizer, src: int) -> None:
+    """Collective, outside backward: have what it has on rank `src`, with its model's parameters. Drops gradients."""
+    sync = optimizer._live_sync()
+    assert isinstance(sync, Reducer)
+    optimizer.zero_grad()
+    model, names = optimizer._model(), optimizer._names
+    of_model = model.named_parameters() if model is not None else ()
+    others = {name: p.data for name, p in of_model if p not in names and p not in optimizer._ignored}
+    broadcast_parameters({**others, **{name: p.data for p, name in names.items()}}, src)
+    optimizer._take_over(src)
+    sync.take_over(src)
 
 
 def rejoin(optimizer: DistributedOptimizer, world: World | None = None, guests: Sequence[Guest] = ()) -> None:

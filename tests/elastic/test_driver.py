@@ -603,6 +603,19 @@ def test_a_slot_whose_workers_make_steps_and_are_killed_is_used_at_once() -> Non
         job.step(0, worker + 1)
 
 
+def test_a_worker_that_does_not_fit_is_not_started_again() -> None:
+    job = running("a:2,b:1", num=2, max_size=3)
+    job.say("unfit", 2, reason="another model")
+    job.end(2, 1)
+    job.wait(700.0, 0, 1)
+    assert len(job.started) == 3
+    assert len(job.generations) == 1
+    assert job.said[-2:] == [
+        "worker 2 on b does not fit the others: another model",
+        "slot 0 of b is left out from now on: worker 2 did not fit",
+    ]
+
+
 def test_a_host_that_ssh_does_not_reach_is_left_out_as_a_whole() -> None:
     job = running("a:1,b:2", num=1, max_size=3)
     assert [host for _, host, _ in job.started] == ["a", "b", "b"]

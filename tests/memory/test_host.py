@@ -35,7 +35,7 @@ from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError,
 from torchring.memory import host as host_module
 from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup, connect, partition
-from torchring.memory.noticeboard import Noticeboard
+from torchring.memory.noticeboard import Noticeboard, page_bytes
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.world import World
 
@@ -824,7 +824,7 @@ def test_notices_of_any_length_and_alphabet(text: str) -> None:
 
 def test_a_notice_that_is_seen_in_part_is_not_read_yet() -> None:
     """A CPU that orders memory weakly may show the stores of another core in any order."""
-    written, seen = (torch.zeros(Noticeboard.PAGE_BYTES, dtype=torch.uint8) for _ in range(2))
+    written, seen = (torch.zeros(page_bytes(1), dtype=torch.uint8) for _ in range(2))
     rendezvous = Rendezvous(dist.HashStore(), 0, 1, 5.0)
     Noticeboard(rendezvous, [0], [written]).post(PeerLostError("no power", peers=(0,)))
     notices = Noticeboard(rendezvous, [0], [seen])

@@ -35,11 +35,12 @@ CALL: Final = f"{_ROOT}/call"  # number of the generation that is to meet at the
 BROKEN: Final = f"{_ROOT}/broken"  # a `Broken`
 LATEST: Final = f"{_ROOT}/latest"  # number of the newest generation; 0 for none
 END: Final = f"{_ROOT}/end"  # why the job is over, for people; empty as long as it is not
+LAYOUT: Final = f"{_ROOT}/layout"  # lines that say what trains, from a rank 0; empty before
 
 BEAT_SECONDS: Final = 0.5  # between two signs of life of a worker
 LOOK_SECONDS: Final = 0.1  # between two looks of a worker at `call`, `broken` and `end`
 
-WorkerState = Literal["starting", "meeting", "running", "leaving", "finished"]
+WorkerState = Literal["starting", "meeting", "running", "leaving", "finished", "unfit"]
 
 
 def card_key(worker: int) -> str:
@@ -108,6 +109,7 @@ class Card(_Message):
             "running": belongs to `generation`.
             "leaving": was told to end (SIGTERM), has finished its step, and is about to exit.
             "finished": its training function has returned, as those of all workers of `generation`.
+            "unfit": it does not train what the others train, for this `reason`, and is about to exit.
         generation: number of the newest generation that the worker has belonged to, or tried to open; 0 for none.
         checkpoint: path of the newest checkpoint that the worker knows of; "" for none.
         reason: why the worker has left its generation, for people; "" if there is nothing to say.

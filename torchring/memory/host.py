@@ -39,7 +39,7 @@ from torchring.errors import (
 from torchring.linux import boot_id, create_memory, network_id, open_process
 from torchring.memory.links import Listener, credentials, meet
 from torchring.memory.mapping import map_block
-from torchring.memory.noticeboard import Noticeboard
+from torchring.memory.noticeboard import Noticeboard, page_bytes
 from torchring.rendezvous.rendezvous import Rendezvous
 
 _POLL_SECONDS: Final = 0.05  # between two looks of a waiting rank at whether its peers are alive
@@ -95,7 +95,7 @@ class HostGroup:
         self._is_closed = False
         self._aborted: RingError | None = None
         self.notices: Noticeboard | None = None  # until allocate() has returned, which looks for notices, too
-        self.notices = Noticeboard(rendezvous, self.ranks, self.allocate(Noticeboard.PAGE_BYTES).parts)
+        self.notices = Noticeboard(rendezvous, self.ranks, self.allocate(page_bytes(rendezvous.size)).parts)
         _groups.add(self)
 
     @property

@@ -22,16 +22,19 @@ _PATIENCE_SECONDS: Final = 2.0  # for the store: the way there may be cut
 _HEADER: Final = struct.Struct("=2I")  # checksum and length of the notice
 
 
+def page_bytes(size: int) -> int:
+    """For a notice that names all ranks of a world of `size`."""
+    return 4096 + 8 * size
+
+
 class Noticeboard:
     """The notices of all ranks of a world, as one rank reads and writes them. From any thread.
 
     Args:
         rendezvous: the world's store.
         ranks: the ranks of this host.
-        pages: a page of shared memory of each, `PAGE_BYTES` of uint8.
+        pages: a page of shared memory of each, `page_bytes` of uint8.
     """
-
-    PAGE_BYTES: Final = 4096
 
     def __init__(self, rendezvous: Rendezvous, ranks: Sequence[int] = (), pages: Sequence[torch.Tensor] = ()) -> None:
         self._rendezvous = rendezvous.with_timeout(_PATIENCE_SECONDS)

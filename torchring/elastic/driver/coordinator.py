@@ -420,6 +420,12 @@ class Coordinator:
     def _note_failure(self, worker: Worker, *, is_ssh: bool, from_outside: bool) -> None:
         """Leave the slot of a worker out for a while if workers fail there again and again, or the host for ssh."""
         where: Hashable = worker.host if is_ssh else (worker.host, worker.slot)
+        if worker.card.state == "unfit":
+            self._cooldown.exclude(where)
+            self._say(
+                f"slot {worker.slot} of {worker.host} is left out from now on: worker {worker.number} did not fit"
+            )
+            return
         if worker.has_worked(self._clock) and (from_outside or self._clock - worker.started_at > _STEADY_SECONDS):
             self._cooldown.succeed(worker.host)
             self._cooldown.succeed(where)

@@ -8,6 +8,7 @@ jitter: slots that fail for the same reason shall not all come back at the same 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -142,6 +143,10 @@ class Cooldown:
         delay *= 1 - _JITTER * self._random.random()
         self._until[slot] = now + delay
         return delay
+
+    def exclude(self, slot: Hashable) -> None:
+        """Leave the slot out for good."""
+        self._until[slot] = math.inf
 
     def succeed(self, slot: Hashable) -> None:
         """Note that a worker has done well there: earlier failures count no more."""

@@ -96,6 +96,8 @@ class Worker:
 
 
 def how_it_ended(code: int, worker: Worker, is_ssh: bool) -> str:
+    if worker.card.state == "unfit":
+        return f"does not fit the others: {worker.card.reason}"
     if is_ssh:
         return "could not be started, or ended with exit code 255: see what ssh says above"
     try:

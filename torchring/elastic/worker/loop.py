@@ -122,9 +122,13 @@ def _run(state: State, call: Callable[[], _T], worker: Worker, signals: Signals)
     num_apart = 0
     while True:
         try:
+            if worker.num_steps < 0:
+                worker.check_fit(state._layout())
             world = worker.meet(**left)
             saves = True
             state._enter(world, worker, has_failed=has_failed)
+            if world.rank == 0:
+                worker.tell_layout(state._layout())
             has_failed = False
             result = call()
             if world.size > 1:
@@ -169,6 +173,8 @@ def _run(state: State, call: Callable[[], _T], worker: Worker, signals: Signals)
                     state._world.break_off("the training function", error)
                 num_returns = num_returns + 1 if state._progress == returned_at else 1
                 returned_at = state._progress
+                if isinstance(error, PlanMismatchError) and worker.num_steps < 0:
+                    worker.say_unfit(error)
                 if state._returns_to() < 0 or num_returns >= _MOST_RETURNS:
                     raise
                 has_failed = True

@@ -28,7 +28,7 @@ from torchring.elastic.worker.shares import Shares
 from torchring.elastic.worker.worker import Worker
 from torchring.errors import PeerLostError, PlanMismatchError, RingError, in_step
 from torchring.observe.forward import TransientHook, leave_no_trace
-from torchring.optimizer import DistributedOptimizer, rejoin
+from torchring.optimizer import DistributedOptimizer, options_of, rejoin
 from torchring.world import World
 
 _LOST: Final = (
@@ -295,8 +295,7 @@ class State:
     def _meet(self, world: World, rows: list[_Row]) -> None:
         """Collective: have what the rank has that is furthest, and reduce with these ranks."""
         if world.size > 1:
-            layout = self._parts.layout()
-            collectives_of(world).check_equal([*layout, *(f"{name}: shard=True" for name in self._shares.sharded)])
+            collectives_of(world).check_equal(self._layout())
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         src = self._share(world, rows)
@@ -306,6 +305,11 @@ class State:
             rejoin(optimizer, world, guests)
             guests = []
         self._shares.deal_out(world, src, has_stepped=self._parts.counters.steps > 0)
+
+    def _layout(self) -> list[str]:
+        """Lines that are equal on all ranks."""
+        options = [f"{name}: {options_of(each)}" for name, each in self._parts.optimizers.items()]
+        return [*self._parts.layout(), *options]
 
     def _share(self, world: World, rows: list[_Row]) -> int:
         """Give all ranks what one of them has, but for the state of optimizers with shard=True. Collective.

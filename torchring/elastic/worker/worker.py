@@ -22,7 +22,7 @@ from torchring.elastic import protocol
 from torchring.elastic.protocol import Broken, Card, Generation, Invitation, WorkerState
 from torchring.elastic.worker.generation import leave_generation, open_generation
 from torchring.elastic.worker.membership import MembershipChange
-from torchring.errors import PeerLostError, TopologyError
+from torchring.errors import PeerLostError, PlanMismatchError, TopologyError
 from torchring.observe.flight_recorder.entries import FlightRecorder
 from torchring.observe.services import flight_recorder_of
 from torchring.rendezvous.environment import CHOICE, ELASTIC, INVITATION
@@ -65,6 +65,7 @@ class Worker:
         self._pid = os.getpid()
         self._changed = threading.Condition()  # guards what both threads use
         self._world: World | None = None  # of the current generation
+        self._layout: Sequence[str] = ()  # that this worker has told
         self._flight_recorder: FlightRecorder | None = None  # of that world
         # From the main thread to the driver
         self._card = Card("starting")
@@ -169,6 +170,26 @@ class Worker:
         if (world := self._world) is not None:
             change = world.shared(MembershipChange)
             change.leaves = change.is_wanted = True
+
+    def check_fit(self, layout: Sequence[str]) -> None:
+        """Raise PlanMismatchError if these lines differ from those of the workers that train."""
+        theirs = self._store_of_worlds.get(protocol.LAYOUT).decode()
+        if theirs and (differing := {*theirs.split("\n")} ^ {*layout}):
+            mine = [line for line in layout if line in differing]
+            others = [line for line in theirs.split("\n") if line in differing]
+            said = [lines[0] if lines else "nothing in its place" for lines in (mine, others)]
+            raise PlanMismatchError(f"this worker has {said[0]}, and the others have {said[1]}")
+
+    def tell_layout(self, layout: Sequence[str]) -> None:
+        """From rank 0: new workers that train something else need not come."""
+        if layout != self._layout:
+            self._layout = layout
+            self._store_of_worlds.set(protocol.LAYOUT, "\n".join(layout))
+
+    def say_unfit(self, error: PlanMismatchError) -> None:
+        """This worker trains something else than the others, and is about to exit."""
+        self._say("unfit", error.message)
+        self.close()
 
     def say_goodbye(self, reason: str) -> None:
         """This worker takes part in nothing more, and is about to exit. `close` comes next."""
