@@ -485,22 +485,22 @@ def test_no_peer_can_shrink_or_grow_a_block(monkeypatch: pytest.MonkeyPatch, is_
     refused: list[int] = []
     map_it = host_module.map_block
 
-    def attack(descriptor: int, length: int, *, is_own: bool) -> torch.Tensor:
+    def attack(descriptor: int, length: int, **how: bool) -> torch.Tensor:
         for target in (0, length * 2):
             try:
                 os.ftruncate(descriptor, target)
             except PermissionError:
                 refused.append(target)
-        return map_it(descriptor, length, is_own=is_own)
+        return map_it(descriptor, length, **how)
 
     monkeypatch.setattr(host_module, "map_block", attack)
 
     def body(group: HostGroup) -> None:
-        group.allocate(4096)
+        group.allocate(page_bytes(2))
 
     run_groups(2, body)
     assert refused.count(0) == 8  # two blocks (one holds notices) x two ranks x own and peer's
-    assert refused.count(8192) == 8
+    assert refused.count(2 * page_bytes(2)) == 8
 
 
 def test_a_limit_on_file_sizes_is_named() -> None:

@@ -102,12 +102,15 @@ class HostGroup:
     def size(self) -> int:
         return len(self.ranks)
 
-    def allocate(self, num_bytes: int, prepare: Callable[[torch.Tensor], None] | None = None) -> SharedBlock:
+    def allocate(
+        self, num_bytes: int, prepare: Callable[[torch.Tensor], None] | None = None, *, populates: bool = True
+    ) -> SharedBlock:
         """Collective: every rank contributes `num_bytes` of zeroed memory and maps the memory of all ranks.
 
         Args:
             num_bytes: may be 0; the same on every rank.
             prepare: called with this rank's own part before any peer can see it.
+            populates: this rank's own part takes its memory at once, and not page by page when it is written.
 
         Raises PlanMismatchError if ranks ask for different sizes, PeerLostError, PeerTimeoutError.
         """
@@ -116,7 +119,7 @@ class HostGroup:
         length = max(num_bytes, 1)  # a mapping of 0 bytes does not exist
         descriptor = create_memory(f"torchring-{serial}", length)
         try:
-            own = map_block(descriptor, length, is_own=True)
+            own = map_block(descriptor, length, is_own=True, populates=populates)
             if prepare is not None:
                 prepare(own)
             for peer in self._peers.values():
