@@ -1,20 +1,15 @@
-"""Lost and new workers: torchring's elastic training against torchrun's restarts, in one run.
+"""Lost and new workers: how long an elastic job pauses when a worker is killed, leaves, and is replaced.
 
-    torchring bench elastic                        30 kills of torchring's workers, 15 of torchrun's
-    torchring bench elastic --quick                3 kills of each, in one turn
+    torchring bench elastic                        30 kills
+    torchring bench elastic --quick                3 kills, in one turn
     torchring bench elastic --json results.jsonl
 
-Rivals take turns. In a turn, a rival trains a GPT of 17 M parameters (AdamW) with three workers of one thread each. A
-turn begins with undisturbed training. Then workers of all ranks get SIGKILL, and then SIGTERM, one at a time at random
-moments of a step. Each lost worker is replaced at once, and the next signal follows when three workers train together
-again.
-Rivals, at their best settings:
-    torchring  torchring.elastic.State with commit() in each step, under `torchring run --elastic -np 3 --min-np 2`
-    torchrun   DistributedDataParallel over Gloo, `--max-restarts`, a checkpoint as often as 5 % of the time allow
+A GPT of 17 M parameters (AdamW) trains with three workers of one thread each: torchring.elastic.State with commit() in
+each step, under `torchring run --elastic -np 3 --min-np 2`. A turn begins with undisturbed training. Then workers of
+all ranks get SIGKILL, and then SIGTERM, one at a time at random moments of a step. Each lost worker is replaced at
+once, and the next signal follows when three workers train together again.
 Workers write the time of each finished step to files, and all times are from these files. Replicas must be equal after
 each step, and after each change all of their parameters.
-
-Last, torchring trains one copy of the model with State and commit(), and one without, in turns: the cost of both.
 """
 
 from __future__ import annotations
@@ -22,122 +17,203 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import random
+import select
+import shutil
 import signal
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from torchring.bench import measure
-from torchring.bench.elastic_job import SIZE, TORCHRUN, Fault, Job, StuckError, check, make_fault
-from torchring.bench.elastic_worker import PAIRS_IN_BLOCK, work
+from torchring.bench.elastic_worker import Line, train
 from torchring.bench.measure import Spread
 from torchring.bench.models import MODELS
 from torchring.launch.arguments import duration
+from torchring.launch.jobs import OWN_IMPORTS
+from torchring.linux import open_process
 
-RIVALS: Final = ("torchring", "torchrun")
-_START_SECONDS: Final = 120.0
+SIZE: Final = 3  # workers
+_SETTLED_STEPS: Final = 6  # of all workers together: then a fault is over
+_LOOK_SECONDS: Final = 0.02
+_PATIENCE_SECONDS: Final = 120.0
 
 
 def main() -> int:
     parser = measure.parser("elastic", __doc__ or "")
-    parser.add_argument("--rivals", nargs="+", choices=RIVALS, default=RIVALS)
     parser.add_argument("--model", choices=sorted(MODELS), default="gpt")
-    parser.add_argument("--kills", type=measure.positive, default=30, help="SIGKILLs of torchring's workers")
-    parser.add_argument("--rivals-kills", type=measure.positive, default=15, help="SIGKILLs of each rival's workers")
-    parser.add_argument("--polite", type=measure.positive, default=6, help="SIGTERMs of each rival's workers")
-    parser.add_argument("--turns", type=measure.positive, default=3, help="turns of each rival")
+    parser.add_argument("--kills", type=measure.positive, default=30, help="number of SIGKILLs")
+    parser.add_argument("--polite", type=measure.positive, default=6, help="number of SIGTERMs")
+    parser.add_argument("--turns", type=measure.positive, default=3, help="jobs, one after the other")
     parser.add_argument("--seconds", type=duration, default=20.0, help="undisturbed training at the start of a turn")
-    parser.add_argument("--cost-seconds", type=duration, default=120.0, help="steps with and without State in turns")
-    parser.add_argument("--quick", action="store_true", help="3 kills, 1 SIGTERM, 1 turn, 10 s, and 30 s for the cost")
+    parser.add_argument("--quick", action="store_true", help="3 kills, 1 SIGTERM, 1 turn, 10 s")
     parser.add_argument("--seed", type=int, default=0, help="of the moments at which signals are sent")
     options = parser.parse_args()
     if options.worker:
-        work(options.worker, options.model)
+        train(Path(options.worker), options.model)
         return 0
     if options.quick:
-        options.kills = options.rivals_kills = 3
-        options.polite = options.turns = 1
-        options.seconds, options.cost_seconds = 10.0, 30.0
+        options.kills, options.polite, options.turns, options.seconds = 3, 1, 1, 10.0
     about = measure.provenance() | {"script": Path(__file__).name, "seed": options.seed}
-    about["settings"] = {"torchrun": TORCHRUN}
     with measure.stopped_by_signals():
-        records = compare(options.rivals, options)
-        cost = compare_cost(options.cost_seconds, options.model) if "torchring" in options.rivals else None
-    rows = [row_of(record) | {"model": options.model} for record in records]
-    report(rows, cost, about)
-    measure.write_rows(options.json, rows + ([cost] if cost else []), about)
+        row = run(options)
+    report(row, about)
+    measure.write_rows(options.json, [row], about)
     return 0
 
 
-@dataclass
-class Record:
-    """What was measured of one rival.
-
-    Attributes:
-        name: the rival.
-        faults: what each signal cost.
-        failures: why a job did not go on after a signal, and had to be started anew.
-        steps: seconds of each undisturbed step.
-        savings: for each checkpoint: seconds that it took.
-        comparisons: number of digests that were compared with another worker's.
-    """
-
-    name: str
-    faults: list[Fault] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    steps: list[float] = field(default_factory=list)
-    savings: list[float] = field(default_factory=list)
-    comparisons: int = 0
-
-
-def compare(rivals: Sequence[str], options: argparse.Namespace) -> list[Record]:
-    """Let every rival have its turns."""
-    records = {name: Record(name) for name in rivals}
-    generators = {name: random.Random(options.seed) for name in rivals}  # the same moments for all
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """All turns. Raises SystemExit if a job does not go on after a signal."""
+    rng = random.Random(options.seed)
+    faults: list[Fault] = []
+    steps: list[float] = []
+    comparisons = 0
     for turn in range(options.turns):
-        for name in measure.in_turn(rivals, turn):
-            kills = options.kills if name == "torchring" else options.rivals_kills
-            numbers = [
-                *[signal.SIGKILL] * len(range(turn, kills, options.turns)),
-                *[signal.SIGTERM] * len(range(turn, options.polite, options.turns)),
-            ]
-            take_turn(records[name], numbers, options, generators[name])
-    return list(records.values())
+        numbers = [signal.SIGKILL] * len(range(turn, options.kills, options.turns))
+        numbers += [signal.SIGTERM] * len(range(turn, options.polite, options.turns))
+        with closing(Job(__file__, options.model)) as job:
+            job.wait(job.is_settled, _PATIENCE_SECONDS, "the start")
+            steps += undisturbed(job, options.seconds)
+            for number, rank in zip(numbers, _ranks(rng), strict=False):
+                faults.append(make_fault(job, number, rank, statistics.median(steps), rng))
+                print(faults[-1], file=sys.stderr)
+            comparisons += check(job)
+    return {
+        "rival": "torchring",
+        "model": options.model,
+        "ranks": SIZE,
+        "steps_per_s": len(steps) / sum(steps),
+        "step_ms": vars(Spread.of(steps)),
+        "faults": [asdict(fault) for fault in faults],
+        "comparisons": comparisons,
+    }
 
 
-def take_turn(
-    record: Record, numbers: Sequence[signal.Signals], options: argparse.Namespace, rng: random.Random
-) -> None:
-    """Start a job, let it train, and send the signals. After a failure, start another job for the signals left."""
-    pending = list(zip(numbers, _ranks(rng), strict=False))
-    is_first = True
-    while pending or is_first:
-        with closing(Job(__file__, record.name, options.model)) as job:
-            number = None
-            try:
-                job.wait(job.is_settled, _START_SECONDS, "the start")
-                if is_first:
-                    record.steps += undisturbed(job, options.seconds)
-                is_first = False
-                usual = statistics.median(record.steps)
-                while pending:
-                    number, rank = pending.pop(0)
-                    record.faults.append(fault := make_fault(job, number, rank, usual, rng))
-                    print(_told(record.name, fault), file=sys.stderr)
-            except StuckError as error:
-                if number is None:
-                    raise SystemExit(f"{record.name}: {error}; it printed:\n{job.output()}") from error
-                record.failures.append(str(error))
-                print(f"{record.name}: {error}; it printed:\n{job.output()}", file=sys.stderr)
-            lines = [line for each in job.workers.values() for line in each.lines]
-            record.savings += [line.seconds for line in lines if line.event == "saved"]
-            record.comparisons += check(job)
+def _ranks(rng: random.Random) -> Iterator[int]:
+    """All ranks, again and again, in random order."""
+    while True:
+        yield from rng.sample(range(SIZE), SIZE)
+
+
+class Worker:
+    """A process that has opened its file, and the lines that it has written so far."""
+
+    def __init__(self, file: Path) -> None:
+        self.pid = int(file.stem)
+        self.lines: list[Line] = []
+        self._reader = file.open()
+        self._partial = ""
+        try:
+            self._pidfd: int | None = open_process(self.pid)
+        except OSError:  # has ended already
+            self._pidfd = None
+
+    @property
+    def steps(self) -> list[Line]:
+        return [line for line in self.lines if line.event == "step"]
+
+    @property
+    def is_alive(self) -> bool:
+        return self._pidfd is not None and not select.select([self._pidfd], [], [], 0)[0]
+
+    def read(self) -> None:
+        self._partial += self._reader.read()
+        *whole, self._partial = self._partial.split("\n")
+        self.lines += [Line(**json.loads(text)) for text in whole]
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, if the process has not ended."""
+        if self.is_alive:
+            assert self._pidfd is not None
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def close(self) -> None:
+        self.send(signal.SIGKILL)
+        self._reader.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+
+
+class Job:
+    """Three workers, which run `script` with `--worker FOLDER --model MODEL`."""
+
+    def __init__(self, script: str, model: str) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="torchring-bench-"))
+        self.workers: dict[int, Worker] = {}  # all processes so far, by pid
+        self.lost: set[int] = set()  # steps that had to be made again
+        self._output = (self.folder / "output").open("wb")
+        program = f"{OWN_IMPORTS}import runpy; del sys.argv[0]; runpy.run_module(sys.argv[0], run_name='__main__')"
+        launcher = ["torchring", "run", "--elastic", "-np", str(SIZE), "--min-np", "2", "--max-np", str(SIZE)]
+        command = [sys.executable, "-c", program, *launcher, script, "--worker", str(self.folder), "--model", model]
+        self._launcher: subprocess.Popen[bytes] = measure.Command("torchring", command, {"OMP_NUM_THREADS": "1"}).start(
+            self._output
+        )
+
+    @property
+    def alive(self) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.is_alive]
+
+    def look(self) -> None:
+        """Read what the workers have written."""
+        for file in self.folder.glob("*.log"):
+            if int(file.stem) not in self.workers:
+                self.workers[int(file.stem)] = Worker(file)
+        for worker in self.workers.values():
+            worker.read()
+        if self._launcher.poll() is not None:
+            self.fail(f"the job ended with exit code {self._launcher.returncode}")
+
+    def wait(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
+        """Look until the condition holds."""
+        deadline = time.monotonic() + seconds
+        while True:
+            self.look()
+            if condition():
+                return
+            if time.monotonic() > deadline:
+                self.fail(f"{what} took more than {seconds:.0f} s")
+            time.sleep(_LOOK_SECONDS)
+
+    def fail(self, what: str) -> None:
+        """Raise SystemExit, with the end of what workers and launcher have printed."""
+        raise SystemExit(f"{what}; it printed:\n{(self.folder / 'output').read_text(errors='replace')[-4000:]}")
+
+    def is_settled(self) -> bool:
+        """Whether all workers are there, and have trained together for a few steps."""
+        if len(workers := self.alive) != SIZE:
+            return False
+        steps = [worker.steps[-_SETTLED_STEPS:] for worker in workers]
+        return all(
+            len(each) == _SETTLED_STEPS and all(step.size == SIZE and step.world == each[-1].world for step in each)
+            for each in steps
+        )
+
+    def by_rank(self, rank: int) -> Worker:
+        """The worker of that rank in its newest step."""
+        return next(worker for worker in self.alive if worker.steps[-1].rank == rank)
+
+    def close(self) -> None:
+        """Kill all processes, and remove the folder."""
+        self._launcher.terminate()
+        for worker in self.workers.values():
+            worker.send(signal.SIGKILL)
+        measure.end([self._launcher])
+        for file in self.folder.glob("*.log"):  # of workers that have come in the meantime
+            self.workers.setdefault(int(file.stem), Worker(file))
+        for worker in self.workers.values():
+            worker.close()
+        self._output.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def undisturbed(job: Job, seconds: float) -> list[float]:
@@ -149,58 +225,91 @@ def undisturbed(job: Job, seconds: float) -> list[float]:
     return [(b - a) / 1e9 for a, b in itertools.pairwise(times)]
 
 
-def _ranks(rng: random.Random) -> Iterator[int]:
-    """All ranks, again and again, in random order."""
-    while True:
-        yield from rng.sample(range(SIZE), SIZE)
+@dataclass(frozen=True)
+class Fault:
+    """A signal to a worker, and what it cost."""
+
+    signal: str
+    rank: int  # of the worker
+    pause_s: float  # from the signal until all survivors have finished a step without the lost worker
+    gap_s: float  # the longest time between two finished steps of a survivor within the pause
+    new_s: float  # from the signal until a step is finished that was not finished before
+    lost_steps: int  # that a worker had finished, and that were made again
+    usual_s: float  # of a step before all faults
+    # The longest time between two finished steps of a survivor from when the replacement was ready to its second step.
+    join_gap_s: float
+    start_s: float  # from the signal until the replacement was ready to join the others
 
 
-def compare_cost(seconds: float, model: str) -> dict[str, Any]:
-    """The time of a step with State and commit() in relation to a step without, from blocks of some pairs of steps."""
-    with closing(Job(__file__, f"cost:{seconds:g}", model)) as job:
-        try:
-            job.wait_for_end(seconds + 2 * _START_SECONDS)
-        except StuckError as error:
-            raise SystemExit(f"the cost of State: {error}; it printed:\n{job.output()}") from error
-        ranks = [json.loads((job.folder / f"cost{rank}.json").read_text()) for rank in range(SIZE)]
-    sums: dict[str, list[tuple[float, float]]] = {"seconds": [], "cpu": []}
-    for start in range(0, len(ranks[0]) - PAIRS_IN_BLOCK + 1, PAIRS_IN_BLOCK):
-        block = [pair for rows in ranks for pair in rows[start : start + PAIRS_IN_BLOCK]]
-        for index, name in enumerate(sums):
-            plain, elastic = (sum(pair[which][index] for pair in block) for which in ("plain", "elastic"))
-            sums[name].append((plain, elastic))
-    row: dict[str, Any] = {"rival": "State and commit()", "pairs": len(ranks[0])}
-    for name, blocks in sums.items():
-        row[f"{name}_ratio"] = sum(elastic for _, elastic in blocks) / sum(plain for plain, _ in blocks)
-        row[f"{name}_ratios"] = vars(Spread.of([elastic / plain / 1e3 for plain, elastic in blocks]))
-    row["steps_per_s"] = {
-        name: len(ranks[0]) / sum(pair[name][0] for pair in ranks[0]) for name in ("plain", "elastic")
-    }
-    return row
+def make_fault(job: Job, number: signal.Signals, rank: int, usual: float, rng: random.Random) -> Fault:
+    """Signal the worker of that rank at a random moment of a step, and wait until the job has settled again.
+
+    The job must be settled.
+    """
+    time.sleep(rng.uniform(0, 2 * usual))
+    job.look()
+    lost, old = job.by_rank(rank), job.alive
+    others = [worker for worker in old if worker != lost]
+    worlds = {worker.pid: worker.steps[-1].world for worker in old}
+    at = time.monotonic_ns()
+    lost.send(number)
+
+    def without_it() -> list[list[Line]]:
+        """For each survivor: its steps in later worlds."""
+        if not all(worker.is_alive for worker in others):
+            job.fail(f"another worker ended after {number.name} to rank {rank}")
+        return [[line for line in worker.steps if line.world > worlds[worker.pid]] for worker in others]
+
+    job.wait(lambda: all(without_it()), _PATIENCE_SECONDS, f"going on after {number.name} to rank {rank}")
+    job.wait(job.is_settled, _PATIENCE_SECONDS, f"being {SIZE} workers after {number.name} to rank {rank}")
+    new = [worker for worker in job.alive if worker not in old]
+    before = [line for worker in old for line in worker.steps if worker == lost or line.world <= worlds[worker.pid]]
+    resumed = without_it()
+    again = max(steps[0].ns for steps in resumed)
+    last, first = max(line.step for line in before), min(steps[0].step for steps in resumed)
+    job.lost |= {line.step for line in before if line.step >= first}
+    ready = max(line.ns for worker in new for line in worker.lines if line.event == "ready")
+    joined = max(worker.steps[1].ns for worker in new)
+    return Fault(
+        signal=number.name,
+        rank=rank,
+        pause_s=(again - at) / 1e9,
+        gap_s=max(longest_gap(worker.steps, at, again) for worker in others),
+        new_s=(min(line.ns for steps in resumed for line in steps if line.step > last) - at) / 1e9,
+        lost_steps=max(0, last - first + 1),
+        usual_s=usual,
+        join_gap_s=max(longest_gap(worker.steps, ready, joined) for worker in others),
+        start_s=(ready - at) / 1e9,
+    )
 
 
-def row_of(record: Record) -> dict[str, Any]:
-    """All that was measured of a rival, as JSON can hold it."""
-    return {
-        "rival": record.name,
-        "ranks": SIZE,
-        "steps_per_s": _per_second(record.steps),
-        "step_ms": vars(Spread.of(record.steps)),
-        "saving_ms": vars(Spread.of(record.savings)) if record.savings else None,
-        "faults": [asdict(fault) for fault in record.faults],
-        "failures": record.failures,
-        "comparisons": record.comparisons,
-    }
+def longest_gap(steps: Sequence[Line], begin: int, end: int) -> float:
+    """The longest time between two steps of a worker of which some lies between `begin` and `end`. In seconds."""
+    return max(b.ns - a.ns for a, b in itertools.pairwise(steps) if b.ns > begin and a.ns < end) / 1e9
 
 
-def _per_second(steps: Sequence[float]) -> float:
-    """Steps per second. All time counts, checkpoints included."""
-    return len(steps) / sum(steps)
+def check(job: Job) -> int:
+    """Compare the workers' digests of each step. Returns the number of comparisons. Raises SystemExit.
+
+    Steps that were lost may differ, and are left out.
+    """
+    digests: dict[tuple[str, int], set[int]] = defaultdict(set)
+    count = 0
+    for worker in job.workers.values():
+        if any(b.step <= a.step for a, b in itertools.pairwise(worker.steps)):
+            raise SystemExit(f"worker {worker.pid} went back to a step that it had finished")
+        for line in worker.lines:
+            if line.event in ("step", "digest") and line.step not in job.lost:
+                count += (line.event, line.step) in digests
+                digests[line.event, line.step].add(line.digest)
+    if different := [step for (_, step), values in digests.items() if len(values) > 1]:
+        raise SystemExit(f"workers had different parameters after step {min(different)}")
+    return count
 
 
-def report(rows: Sequence[dict[str, Any]], cost: dict[str, Any] | None, about: dict[str, Any]) -> None:
-    """Print the tables."""
-    tables: dict[str, tuple[list[str], dict[str, Callable[[dict[str, Any]], float]]]] = {
+def report(row: dict[str, Any], about: dict[str, Any]) -> None:
+    """Print the tables. Cells are medians with their 20 % and 80 % quantiles, and the worst."""
+    tables: dict[str, tuple[Sequence[str], dict[str, Callable[[dict[str, Any]], float]]]] = {
         f"A worker gets SIGKILL {measure.origin(about)}": (
             ["SIGKILL"],
             {
@@ -227,55 +336,14 @@ def report(rows: Sequence[dict[str, Any]], cost: dict[str, Any] | None, about: d
         ),
     }
     for title, (signals, columns) in tables.items():
-        joins = title == "The replacement joins"
-        cells = []
-        for row in rows:
-            faults = [
-                fault
-                for fault in row["faults"]
-                if fault["signal"] in signals and not (joins and fault["join_gap_s"] is None)
-            ]
-            stuck = sum(any(name in failure for name in signals) for failure in row["failures"])
-            values = [cell for value in columns.values() for cell in _median_and_worst([value(f) for f in faults])]
-            cells.append([row["rival"], str(len(faults)), str(stuck), *values])
-        heads = [text for name in columns for text in (name, "worst")]
-        measure.print_table(title, ["rival", "times", "stuck", *heads], cells)
-    cells = []
-    for row in rows:
-        spread = Spread(**row["step_ms"])
-        saving = "" if row["saving_ms"] is None else Spread(**row["saving_ms"]).text(0)
-        cells.append([row["rival"], f"{row['steps_per_s']:.2f}", spread.text(0), saving, str(row["comparisons"])])
-    heads = ["rival", "steps/s", "step ms", "checkpoint ms", "equal digests"]
-    measure.print_table(f"Without faults, {SIZE} workers", heads, cells)
-    if cost:
-        cells = [
-            [name, f"{100 * (cost[f'{key}_ratio'] - 1):+.2f}%", _percent(Spread(**cost[f"{key}_ratios"]))]
-            for name, key in (("time", "seconds"), ("CPU time", "cpu"))
-        ]
-        title = f"What State and commit() add to a step, {cost['pairs']} pairs of steps"
-        measure.print_table(title, ["", "all", f"blocks of {PAIRS_IN_BLOCK} pairs"], cells)
-
-
-def _median_and_worst(values: Sequence[float]) -> tuple[str, str]:
-    """Table cells: the median with its 20 % and 80 % quantiles, and the worst."""
-    if not values:
-        return "", ""
-    digits = 0 if all(isinstance(value, int) for value in values) else 2
-    return Spread.of([value / 1e3 for value in values]).text(digits), f"{max(values):.{digits}f}"
-
-
-def _percent(spread: Spread) -> str:
-    p50, p20, p80 = (100 * (value - 1) for value in (spread.p50, spread.p20, spread.p80))
-    return f"{p50:+.2f}% ({p20:+.2f}-{p80:+.2f})"
-
-
-def _told(name: str, fault: Fault) -> str:
-    join = "" if fault.join_gap_s is None else f", gap at the join {fault.join_gap_s:.2f} s"
-    return (
-        f"{name}: {fault.signal} to rank {fault.rank}: a step after {fault.pause_s:.2f} s, {fault.lost_steps} lost"
-        f"{join}, {SIZE} again after {fault.whole_s:.1f} s, "
-        f"of which {fault.start_s:.1f} for the start"
-    )
+        faults = [fault for fault in row["faults"] if fault["signal"] in signals]
+        cells = [str(len(faults))]
+        for value in columns.values():
+            found = [value(fault) for fault in faults]
+            cells += [Spread.of([each / 1e3 for each in found]).text(2), f"{max(found):.2f}"] if found else ["", ""]
+        measure.print_table(title, ["times", *(text for name in columns for text in (name, "worst"))], [cells])
+    cells = [f"{row['steps_per_s']:.2f}", Spread(**row["step_ms"]).text(0), str(row["comparisons"])]
+    measure.print_table(f"Without faults, {SIZE} workers", ["steps/s", "step ms", "equal digests"], [cells])
 
 
 if __name__ == "__main__":

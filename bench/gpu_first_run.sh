@@ -42,7 +42,6 @@ part() {
     { [ $code -eq 124 ] || [ $code -eq 137 ]; } && echo "stopped after $limit s, its limit" | tee -a "$out/$name.log"
     [ $code -ne 0 ] && failed=$((failed + 1))
     echo "$name: exit code $code after $((SECONDS - began)) s" | tee -a "$out/summary.txt"
-    "$python" -m torchring.bench.gpu.results "$out"
 }
 
 # tool_part TOOL RUN NAME SECONDS COMMAND...: a part that needs a tool of CUDA's

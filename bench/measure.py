@@ -35,6 +35,7 @@ import torchring
 from torchring.bench import netns
 from torchring.bench.netns import Network
 from torchring.default_world import default_world
+from torchring.launch.arguments import whole
 from torchring.launch.launcher import find_mpirun
 from torchring.launch.signals import handled_by
 from torchring.linux import open_process
@@ -96,17 +97,14 @@ def take_turns(
     """Time every rival, one after the other, again and again. Collective: every rank passes the same rivals.
 
     Args:
-        rivals: functions to time, by name.
         prepare: called with the name of the rival before each of its turns. Not timed.
         warmups: first repetitions, which do not count.
         seconds: stop after about this long, on rank 0's clock.
         most: largest number of repetitions that count.
         calls: number of calls in a turn; a turn counts with their mean. If there are several, an extra call that is not
-            timed precedes them: the previous rival has filled the caches, and calls that take microseconds should be
-            timed with warm caches.
+            timed precedes them, as the previous rival has filled the caches.
 
-    Returns:
-        Times by rival. The time of a repetition is that of the slowest rank.
+    Returns times by rival. The time of a repetition is that of the slowest rank.
     """
     names = list(rivals)
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -133,27 +131,17 @@ def take_turns(
 
 @dataclass(frozen=True)
 class Command:
-    """How to start a process.
+    """How to start a process."""
 
-    Attributes:
-        name: what messages call the process, such as "rank 1".
-        arguments: the program and its arguments.
-        environment: variables that are added to the environment of this process.
-        is_quiet: whether to drop the standard output of the process.
-    """
-
-    name: str
-    arguments: Sequence[str]
-    environment: Mapping[str, str]
-    is_quiet: bool = False
+    name: str  # what messages call the process, such as "rank 1"
+    arguments: Sequence[str]  # the program and its arguments
+    environment: Mapping[str, str]  # variables that are added to the environment of this process
+    is_quiet: bool = False  # drops its standard output
 
     def start(self, output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
         """Start the process. It gets SIGTERM when this process ends.
 
         The process has a session of its own: Ctrl-C reaches only this process, which then stops the others.
-
-        Args:
-            output: the file for what the process prints.
         """
         return subprocess.Popen(
             self.arguments,
@@ -168,16 +156,11 @@ class Command:
 
 @dataclass(frozen=True)
 class Launcher:
-    """How the ranks of a job start.
+    """How the ranks of a job start."""
 
-    Attributes:
-        command: a launcher and its options, such as mpirun's, that goes before Python's command line. If empty, each
-            rank is a plain process with torchrun's environment.
-        environment: variables that are added to the environment of this process.
-    """
-
+    # A launcher and its options, which go before Python's command line. Without: plain processes, as torchrun's.
     command: Sequence[str] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)  # that is added to this process's
 
 
 def run_together(commands: Sequence[Command]) -> int:
@@ -254,14 +237,8 @@ def run_on_hosts(
     ranks_per_host: int,
     script: str,
     arguments: Sequence[str],
-    *,
-    environment: Mapping[str, str] = {},
 ) -> None:
-    """Run `script` on all hosts of a network, with one thread in each rank. Raises SystemExit if a rank fails.
-
-    Args:
-        environment: more variables for all ranks.
-    """
+    """Run `script` on all hosts of a network, with one thread in each rank. Raises SystemExit if a rank fails."""
     count = network.num_hosts * ranks_per_host
     shared = {"MASTER_ADDR": network.addresses[0], "MASTER_PORT": "29500", "WORLD_SIZE": str(count), **search_path()}
     shared |= {"LOCAL_WORLD_SIZE": str(ranks_per_host), "GROUP_WORLD_SIZE": str(network.num_hosts)}
@@ -272,7 +249,7 @@ def run_on_hosts(
         host, local_rank = divmod(rank, ranks_per_host)
         own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(host)}
         command = network.command(host, [sys.executable, script, *arguments])
-        commands.append(Command(f"rank {rank}", command, {**shared, **own, **environment}))
+        commands.append(Command(f"rank {rank}", command, {**shared, **own}))
     if code := run_together(commands):
         raise SystemExit(code)
 
@@ -369,20 +346,8 @@ def parser(name: str, text: str) -> argparse.ArgumentParser:
     return parser
 
 
-def several(text: str) -> int:
-    """Parse a number of ranks, 2 or more."""
-    return _at_least(2, text)
-
-
-def positive(text: str) -> int:
-    """Parse a number that is 1 or more."""
-    return _at_least(1, text)
-
-
-def _at_least(least: int, text: str) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"must be a whole number, {least} or more, got {text!r}")
-    return int(text)
+several: Final = whole("a number of ranks, 2 or more", 2)
+positive: Final = whole("a whole number, 1 or more", 1)
 
 
 def writable(text: str) -> str:

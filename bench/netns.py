@@ -61,13 +61,6 @@ class Network:
 
     Leaving the context, also by an exception, kills the processes that still run on the hosts, and deletes the
     namespaces. If the process is killed, the next `Network` on the machine deletes the namespaces that it has left.
-
-    Args:
-        num_hosts: number of hosts, 1 to 250.
-        rate: rate of every link in either direction, as `set_rate` takes it.
-
-    Attributes:
-        addresses: the IPv4 address of each host, in dotted form.
     """
 
     def __init__(self, num_hosts: int, *, rate: str | None = None) -> None:

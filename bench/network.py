@@ -16,10 +16,6 @@ each with its own copy of the model:
 be what the algorithm promises: in a ring of N ranks, 2(N-1)/N of the gradients' bytes. The wire floor is the time for
 these bytes at the link's nominal rate. No step takes less time, however much communication backward hides.
 
-Backward cannot hide all communication. The larger of two times must stay exposed: the time that the link needs beyond a
-backward of "alone", at the rate that raw Gloo reaches, and the link's time for the bucket that is ready last. The
-report compares torchring's exposed time with this bound.
-
 All rivals must train alike. A few steps hardly change a loss, so the weights are compared: the distance of a rival's
 weights from torchring's at the end, divided by the distance that training moved torchring's. Rounding gradients to bf16
 changes them by at most 0.4 % per rank and hop, and the bound is 2 %. For ddp the bound is 0.1 %. "alone" shows the
@@ -32,11 +28,9 @@ import argparse
 import functools
 import itertools
 import json
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,11 +43,9 @@ from torch.nn.parallel import DistributedDataParallel
 import torchring
 from torchring.bench import measure, netns, step
 from torchring.bench.measure import Spread, Turn
-from torchring.bench.models import MODELS, Batch, Workload
+from torchring.bench.models import MODELS
 from torchring.bench.netns import Network
 from torchring.bench.step import Trainer
-from torchring.default_world import default_world
-from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.plan import Compression
 from torchring.launch.arguments import duration
 
@@ -65,7 +57,6 @@ LARGEST_WEIGHT_DIFFERENCE = {
     "alone": float("inf"),
 }
 MOST_HEADERS = 0.1  # bytes of headers, confirmations and small messages, for each byte of gradients
-PROBE_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -145,33 +136,13 @@ def work(options: argparse.Namespace) -> int:
     """Run as one rank. Rank 0 writes the row."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    gigabytes_per_second = probe_link()
     row = compare(options.models[0], options)
     if torchring.rank() == 0:
-        Path(options.worker).write_text(json.dumps({**row, "link_gigabytes_per_second": gigabytes_per_second}))
+        Path(options.worker).write_text(json.dumps(row))
     torchring.barrier()
     torchring.shutdown()  # ends Gloo's threads while the interpreter, which they may need, still exists
     dist.destroy_process_group()
     return 0
-
-
-def probe_link() -> float:
-    """The rate in GB/s, per direction, at which Gloo sends both ways at once between the first ranks of two hosts."""
-    partner = {0: torchring.local_size(), torchring.local_size(): 0}.get(torchring.rank())
-    seconds = []
-    outgoing, incoming = torch.ones(PROBE_BYTES, dtype=torch.uint8), torch.zeros(PROBE_BYTES, dtype=torch.uint8)
-    for _ in range(4):
-        torchring.barrier()
-        if partner is not None:
-            started = time.perf_counter()
-            transfers = [dist.irecv(incoming, partner), dist.isend(outgoing, partner)]
-            for transfer in transfers:
-                assert transfer is not None
-                transfer.wait()
-            seconds.append(time.perf_counter() - started)
-            assert bool(incoming.all())
-    torchring.barrier()
-    return PROBE_BYTES / statistics.median(seconds[1:]) / 1e9 if seconds else 0.0
 
 
 def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -184,18 +155,7 @@ def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
         trainers[rival] = RIVALS[rival](workload.model)
     batches = [workload.batch(seed=1000 * torchring.rank() + i) for i in range(8)]
 
-    # With several optimizers, ranks send a message after each backward, which says what it has reached. So only the
-    # optimizer whose turn it is stays in the group, as in a process of its own.
-    group = default_world().shared(OptimizerGroup)
-    reducers = {rival: group.owners_of(t.model.parameters()) for rival, t in trainers.items()}
-
-    def prepare(rival: str) -> None:
-        for others in reducers.values():
-            for reducer in others:
-                group.reducers.remove(reducer)
-        for reducer in reducers[rival]:
-            group.reducers.add(reducer)
-
+    reducers, prepare = step.alone_in_turn(trainers)
     steps: dict[str, Turn] = {rival: functools.partial(t.step, workload, batches) for rival, t in trainers.items()}
     spreads = measure.take_turns(
         steps,
@@ -208,14 +168,8 @@ def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
     for rival, train in steps.items():
         prepare(rival)
         sent[rival] = busiest_link(train)
-    backward_ms = time_backward(trainers["alone"], workload, batches)
     torch.manual_seed(0)
     weight_differences = check_weights(trainers, build().model)
-    last_bytes = {
-        rival: max(reducer.layout.buckets[-1].plan.num_bytes for reducer in found)
-        for rival, found in reducers.items()
-        if found
-    }
     stats = {rival: vars(trainers[rival].optimizer.stats()) for rival, found in reducers.items() if found}
     for rival in stats:
         trainers[rival].optimizer.close()
@@ -230,8 +184,6 @@ def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "ms": {rival: vars(spread) for rival, spread in spreads.items()},
         "link_bytes": sent,
         "stats": stats,
-        "backward_ms": backward_ms,
-        "last_bucket_bytes": last_bytes,
     }
 
 
@@ -247,20 +199,6 @@ def busiest_link(train: Turn) -> int:
     before = counted()
     train()
     return int((counted() - before).max())
-
-
-def time_backward(alone: Trainer, workload: Workload, batches: Sequence[Batch]) -> float:
-    """The median milliseconds of a backward without communication, run by all ranks at once. Keeps the weights."""
-    seconds = []
-    for batch in batches:
-        alone.optimizer.zero_grad()
-        loss = workload.loss(alone.model, batch)
-        torchring.barrier()
-        started = time.perf_counter()
-        loss.backward()  # type: ignore[no-untyped-call]
-        seconds.append(time.perf_counter() - started)
-    torchring.barrier()
-    return statistics.median(seconds) * 1e3
 
 
 def with_torchring(model: torch.nn.Module, compression: Compression | None = None) -> Trainer:
@@ -327,27 +265,13 @@ def report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
             table.append([*cells, f"{row['weight_difference'].get(name, 0.0):.0e}"])
     title = f"Training steps between hosts, 1 thread per rank on {about['cores']} cores, p50 (p20-p80)"
     measure.print_table(f"{title} {measure.origin(about)}", columns, table)
-    print("\nspeed-up: over ddp. Below: the rate of raw Gloo both ways at once, and torchring's own measurements.\n")
+    print("\nspeed-up: over ddp. Below: torchring's own measurements.\n")
     for row in rows:
-        nominal = netns.bits_per_second(row["rate"]) / 8e9
-        case = f"{row['model']}, {row['rate']}, {row['layout']}"
-        print(f"- {case}: {row['link_gigabytes_per_second']:.3f} GB/s of {nominal:g}")
+        print(f"- {row['model']}, {row['rate']}, {row['layout']}")
         for rival, stats in row["stats"].items():
             busy, exposed = stats["mean_communication_ms"], stats["mean_exposed_ms"]
-            wire, last = bound_ms(row, rival)
-            print(
-                f"  - {rival} ({stats['algorithm']}, {stats['overlap']}): communication {busy:.0f} ms, of which "
-                f"{exposed:.0f} exposed; at least {max(wire, last):.0f} ms must be (the wire needs {wire:.0f} ms more "
-                f"than backward, and {last:.0f} for the last bucket)"
-            )
-            print(f"    {stats['reason']}")
-
-
-def bound_ms(row: dict[str, Any], rival: str) -> tuple[float, float]:
-    """Milliseconds that must stay exposed: (the wire's time beyond a backward, the wire's time for the last bucket)."""
-    wire = row["link_bytes"][rival] / (row["link_gigabytes_per_second"] * 1e6)
-    last = row["last_bucket_bytes"][rival] / (row["bytes"] / (2 if rival in ROUNDED else 1))
-    return wire - row["backward_ms"], wire * last
+            how = f"{rival} ({stats['algorithm']}, {stats['overlap']})"
+            print(f"  - {how}: communication {busy:.0f} ms, of which {exposed:.0f} exposed: {stats['reason']}")
 
 
 if __name__ == "__main__":

@@ -40,8 +40,6 @@ from torchring.bench import measure, step, turns
 from torchring.bench.measure import Spread
 from torchring.bench.models import MODELS, Block
 from torchring.bench.netns import Network
-from torchring.default_world import default_world
-from torchring.gradients.group import OptimizerGroup
 from torchring.launch.arguments import duration
 from torchring.memory.heap import keep_freed
 
@@ -210,16 +208,7 @@ def train_on_hosts(options: argparse.Namespace) -> None:
         trainers[rival] = build(rival, workload.model, kind)
     batches = [workload.batch(seed=1000 * torchring.rank() + i) for i in range(8)]
 
-    # Only the optimizers whose turn it is are in the group, as in a process of its own.
-    group = default_world().shared(OptimizerGroup)
-    reducers = {rival: group.owners_of(trainer.model.parameters()) for rival, trainer in trainers.items()}
-
-    def choose(rival: str) -> None:
-        for reducer in list(group.reducers):
-            group.reducers.remove(reducer)
-        for reducer in reducers[rival]:
-            group.reducers.add(reducer)
-
+    _, choose = step.alone_in_turn(trainers)
     actions: dict[str, Callable[[], object]] = {
         rival: functools.partial(trainer.step, workload, batches) for rival, trainer in trainers.items()
     }

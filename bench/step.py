@@ -13,8 +13,6 @@ Rivals, at their best settings:
     ddp        DistributedDataParallel(model, gradient_as_bucket_view=True) over Gloo
     horovod    hvd.DistributedOptimizer over MPI, cycle time 0.1 ms (if it can be imported)
     alone      no communication at all
-    recorded   as torchring, with its recorder, as for a trace: only with --rivals recorded
-    unwatched  as torchring, without data check and noise scale: only with --rivals unwatched
 At the end all rivals must have the same weights, to within rounding. "alone" must have other weights.
 """
 
@@ -36,10 +34,8 @@ from torchring.bench import measure, turns
 from torchring.bench.measure import Spread, stopped_by_signals
 from torchring.bench.models import MODELS, Batch, Workload
 from torchring.default_world import default_world
-from torchring.gradients.reduction import overridden
+from torchring.gradients.group import OptimizerGroup
 from torchring.launch.arguments import duration
-from torchring.observe.data_check import DataCheck
-from torchring.observe.recorder.writer import recorder_of
 
 
 @dataclass
@@ -88,13 +84,9 @@ def main() -> int:
 
 
 def compare(name: str, ranks: int, seconds: float, most: int, chosen: Sequence[str] | None = None) -> dict[str, Any]:
-    """Time the rivals on one model; by default all but "recorded" and "unwatched"."""
-    if chosen is None:
-        chosen = [
-            *(rival for rival in RIVALS if rival not in ("recorded", "unwatched")),
-            *(["horovod"] if measure.has_horovod() else []),
-        ]
-    rivals = list(dict.fromkeys(["torchring", "alone", *chosen]))
+    """Time the rivals on one model; by default all."""
+    others = chosen or [*RIVALS, *(["horovod"] if measure.has_horovod() else [])]
+    rivals = list(dict.fromkeys(["torchring", "alone", *others]))
     arguments, launchers = ["--models", name], {"horovod": measure.mpirun(ranks)}
     with (
         stopped_by_signals(),
@@ -167,6 +159,24 @@ def check_weights(rival: str, folder: Path, *, reference: str = "torchring", mos
     return distance
 
 
+def alone_in_turn(trainers: dict[str, Trainer]) -> tuple[dict[str, list[Any]], Callable[[str], None]]:
+    """The reducers that each rival has made, and a function that prepares the turn of a rival.
+
+    With several optimizers, ranks send a message after each backward, which says what it has reached. So only those
+    whose turn it is stay in the group, as in a process of their own.
+    """
+    group = default_world().shared(OptimizerGroup)
+    reducers = {rival: list(group.owners_of(trainer.model.parameters())) for rival, trainer in trainers.items()}
+
+    def prepare(rival: str) -> None:
+        for reducer in list(group.reducers):
+            group.reducers.remove(reducer)
+        for reducer in reducers[rival]:
+            group.reducers.add(reducer)
+
+    return reducers, prepare
+
+
 def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     """Plain SGD. The optimizer takes the same time for all rivals."""
     return torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -174,20 +184,6 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 def with_torchring(model: torch.nn.Module) -> Trainer:
     return Trainer(model, torchring.wrap(sgd(model), model), [])
-
-
-def with_recorder(model: torch.nn.Module) -> Trainer:
-    recorder_of(default_world())
-    return with_torchring(model)
-
-
-def without_data_check(model: torch.nn.Module) -> Trainer:
-    trainer = with_torchring(model)
-    trainer.optimizer._forward_watch.inputs.is_on = False
-    reducer = trainer.optimizer._sync
-    rest = [each for each in reducer.participants if not isinstance(each, DataCheck)]
-    reducer._on_begin, reducer._on_reduced = overridden(rest, "on_begin"), overridden(rest, "on_reduced")
-    return trainer
 
 
 def with_api_of_horovod(model: torch.nn.Module) -> Trainer:
@@ -215,8 +211,6 @@ RIVALS: dict[str, Wrap] = {
     "torchring.horovod": with_api_of_horovod,
     "ddp": with_ddp,
     "alone": without_communication,
-    "recorded": with_recorder,
-    "unwatched": without_data_check,
 }
 
 

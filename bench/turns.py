@@ -72,10 +72,6 @@ class Coordinator:
         launchers: how to start the rivals that plain processes cannot run. These are also stopped between their turns,
             as their background threads or their waiting may never sleep (Horovod).
         limit: how long to wait for the start, the turn or the result of a rival.
-
-    Attributes:
-        rivals: the ranks of each rival, by the rival's name.
-        folder: a temporary folder that all ranks share.
     """
 
     def __init__(
@@ -118,13 +114,7 @@ class Coordinator:
         measure.end(rival.processes)
 
     def take_turns(self, *, warmups: int, seconds: float, most: int) -> None:
-        """Let every rival have a turn, again and again, in an order that rotates.
-
-        Args:
-            warmups: first turns of each rival, which do not count.
-            seconds: stop after about this long.
-            most: largest number of turns of each rival that count.
-        """
+        """Let every rival have a turn, again and again, in an order that rotates. `warmups` turns do not count."""
         names = list(self.rivals)
         started = time.monotonic()
         for repetition in range(-warmups, most):
@@ -134,11 +124,7 @@ class Coordinator:
                 break
 
     def turn(self, name: str, *, counts: bool, request: str = "start") -> list[float]:
-        """Let one rival make `STEPS_PER_TURN` steps. Returns the seconds of those that count.
-
-        Args:
-            request: what each step is called with.
-        """
+        """Let one rival make `STEPS_PER_TURN` steps, called with `request`. Returns the seconds of those that count."""
         rival = self.rivals[name]
         number = rival.num_turns
         rival.num_turns += 1
@@ -194,11 +180,8 @@ class Coordinator:
 def serve(worker: str, prepare: Callable[[str, Path], tuple[Callable[[str], None], Callable[[], Any]]]) -> None:
     """On a rank: make steps whenever the coordinator asks for a turn, until the coordinator ends the run.
 
-    Args:
-        worker: the value of the option `--worker`.
-        prepare: called with the rival's name and the folder that all ranks share. Returns two functions: one
-            makes a step, as the coordinator's request says; the other returns the rank's result at the end, as JSON can
-            hold it.
+    `prepare` is called with the rival's name and the folder that all ranks share. Returns two functions: one makes a
+    step, as the coordinator's request says; the other returns the rank's result at the end, as JSON can hold it.
     """
     rival, port, folder = worker.split(",", 2)
     rank = torchring.rank()

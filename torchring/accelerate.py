@@ -48,8 +48,7 @@ _ASKED_BY_LAUNCH: Final = tuple(
 class RingAccelerator(Accelerator):
     """An Accelerator whose `prepare` adds no DistributedDataParallel, and wraps the optimizers by `torchring.wrap`.
 
-    Everything else is Accelerate's: accumulation, clipping, mixed precision, schedulers, samplers, checkpoints,
-    gathering. Without a GPU it trains on the CPU, with all processes that were launched.
+    Everything else is Accelerate's. Without a GPU it trains on the CPU, with all processes that were launched.
 
     Args:
         *args: as for accelerate.Accelerator.
@@ -266,15 +265,14 @@ def shown_ranks() -> Iterator[None]:
     world = torchring.init(process_group=True)
     shown = dict(zip(_SHOWN, map(str, (world.rank, world.size, world.local_rank)), strict=True))
     shown |= {"LOCAL_WORLD_SIZE": str(world.local_size), "MASTER_ADDR": os.environ.get("MASTER_ADDR", "localhost")}
-    before = {name: os.environ.get(name) for name in (*shown, "MASTER_PORT")}  # Accelerate sets MASTER_PORT
+    before = dict(os.environ)
     os.environ.update(shown)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name in (*shown, "MASTER_PORT"):  # which Accelerate sets
             os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+            os.environ.update({name: before[name]} if name in before else {})
 
 
 def _shares(optimizer: Optimizer, model: torch.nn.Module) -> bool:

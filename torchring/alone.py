@@ -22,11 +22,7 @@ _imported_by: Final = os.getpid()
 def say_if_alone(has_watched: bool) -> None:
     """At exit of rank 0: print a warning if the processes of this launch have trained, but never joined a world.
 
-    The script has no optimizer to wrap, because it updates parameters by hand; or its author forgot to wrap one. A
-    script that cannot have trained, such as a command of torchring's, prints nothing.
-
-    Args:
-        has_watched: this module was imported before the script could build a DDP or FSDP.
+    `has_watched`: this module was imported before the script could build a DDP or FSDP.
     """
     world = sys.modules.get("torchring.default_world")
     if world is not None and world._process.pid is not None:
@@ -46,18 +42,14 @@ def say_if_alone(has_watched: bool) -> None:
     if launch.size == 1 or launch.rank > 0 or launch.member_pid is not None:
         return
     launcher = "torchring run" if JOB in os.environ else launch.launcher
-    text = f"torchring: {launcher} started this process as one of {launch.size}, but "
-    if has_group:
-        text += (
-            "no optimizer was wrapped with torchring.wrap, and no DistributedDataParallel or FSDP was made. Unless the "
-            "script reduces gradients by itself, each process has trained alone"
-        )
-    else:
-        text += (
-            "it never met the others. No optimizer was wrapped with torchring.wrap and no collective was called, so "
-            "each has trained alone"
-        )
-    print(text, file=sys.stderr)
+    why = (
+        "no optimizer was wrapped with torchring.wrap, and no DistributedDataParallel or FSDP was made. Unless the "
+        "script reduces gradients by itself, each process has trained alone"
+        if has_group
+        else "it never met the others. No optimizer was wrapped with torchring.wrap and no collective was called, so "
+        "each has trained alone"
+    )
+    print(f"torchring: {launcher} started this process as one of {launch.size}, but {why}", file=sys.stderr)
 
 
 def _has_built_graphs() -> bool:

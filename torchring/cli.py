@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torchring
 from torchring import placement
@@ -30,58 +30,50 @@ from torchring.launch.output import OutputOptions
 from torchring.observe import PROGRESS, STACKS, TRACE
 from torchring.releases import require_packages
 
-# Commands whose modules parse their own arguments.
-_COMMANDS: Final = {
-    "doctor": ("torchring.doctor", "say what this machine offers, and what is wrong"),
-    "report": ("torchring.report.command", "say what bounds a job, from its trace"),
-    "top": ("torchring.report.show.top", "show how a job goes that is being traced"),
-    "manifest": ("torchring.manifest.manifest", "write an sbatch script or objects for Kubernetes from a job file"),
-}
 _BENCH: Final = Path(__file__).with_name("bench")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments[:1] and arguments[0] in _COMMANDS:
-        module = importlib.import_module(_COMMANDS[arguments[0]][0])
-        return _while_it_is_read(module.main, arguments[1:])
-    parser = Parser(prog="torchring", description="Data-parallel training for PyTorch.")
-    parser.add_argument("-V", "--version", action="version", version=f"torchring {torchring.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    run = _add_run(commands)
-    for name, (_, summary) in _COMMANDS.items():
-        commands.add_parser(name, help=summary)
-    benchmarks = _benchmarks()
-    bench = commands.add_parser(
-        "bench",
-        help="run a benchmark",
-        description="Run a benchmark. `torchring bench NAME --help` shows its options.",
+    if arguments and (known := _COMMANDS.get(arguments[0])):
+        return known[0](arguments[1:])
+    parser = Parser(
+        prog="torchring",
+        usage="torchring COMMAND ...",
+        description="Data-parallel training for PyTorch. `torchring COMMAND --help` shows the options of a command.",
+        epilog="\n".join(["commands:", *(f"  {name:10} {summary}" for name, (_, summary) in _COMMANDS.items())]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    bench.add_argument("name", nargs="?", metavar="NAME", help=", ".join(benchmarks))
-    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the benchmark")
-    if arguments[:1] == ["bench"]:  # parsing the benchmarks takes 0.1 s, which `torchring run` need not spend
-        summaries = [f"  {name:10} {_summary(source)}" for name, source in benchmarks.items()]
-        bench.epilog = "\n".join(["benchmarks:", *summaries])
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in commands.choices:
-        names = [*commands.choices, "--help", "--version"]
+    parser.add_argument("-V", "--version", action="version", version=f"torchring {torchring.__version__}")
+    if arguments and not arguments[0].startswith("-"):
+        names = [*_COMMANDS, "--help", "--version"]
         parser.error(f"there is no command {arguments[0]!r}{did_you_mean(arguments[0], names)}")
-    if arguments[:1] == ["run"]:  # errors of its own parser show its own usage
-        options = run.parse_args(arguments[1:], argparse.Namespace(command="run"))
-    else:
-        options = parser.parse_args(arguments)
-    # argparse drops a leading "--" from what belongs to the script.
-    if arguments[-len(options.arguments) - 1] == "--":
-        options.arguments.insert(0, "--")
-    if options.command == "bench":
-        if options.name is None:
-            bench.print_help()
-            return 0
-        if options.name not in benchmarks:
-            near = did_you_mean(options.name, benchmarks)
-            bench.error(f"there is no benchmark {options.name!r}, but {', '.join(benchmarks)}{near}")
-        return _bench(options.name, options.arguments)
+    parser.parse_args(arguments)
+    parser.error(f"say which command: {', '.join(_COMMANDS)}")
+
+
+def _of_module(name: str) -> Callable[[Sequence[str]], int]:
+    """A command whose module parses its arguments. Its reader may end first, as in `torchring report DIR | head`."""
+
+    def command(arguments: Sequence[str]) -> int:
+        try:
+            code: int = importlib.import_module(name).main(arguments)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())  # Python flushes once more at exit
+            return 128 + signal.SIGPIPE
+        return code
+
+    return command
+
+
+def _run_command(arguments: Sequence[str]) -> int:
+    """`torchring run`."""
+    run = _parser_of_run()
+    options = run.parse_args(arguments)
+    _keep_dashes(options, arguments)
     if options.script is None:
         taken = [name for name in ("trace", "log_dir") if os.path.isfile(getattr(options, name) or "")]
         hint = f": {getattr(options, taken[0])} was taken for --{taken[0].replace('_', '-')} DIR" if taken else ""
@@ -98,73 +90,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _run(options, is_elastic)
 
 
-def _add_run(commands: Any) -> argparse.ArgumentParser:  # argparse._SubParsersAction
-    """Add `torchring run`, and return its parser."""
-    run: argparse.ArgumentParser = commands.add_parser(
-        "run",
-        help="start a script on N processes, of this machine or of several",
-        description="Start a script on N processes: through torchrun's agent on this machine; on several through "
-        "mpirun (Open MPI, with mpi4py) where it is installed, else through ssh and torchrun's agents.",
+def _keep_dashes(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    """argparse drops a leading "--" from what belongs to the script."""
+    if len(options.arguments) < len(arguments) and arguments[-len(options.arguments) - 1] == "--":
+        options.arguments.insert(0, "--")
+
+
+def _parser_of_run() -> argparse.ArgumentParser:
+    run = Parser(
+        prog="torchring run",
+        description="Start a script on N processes of this machine; or of several, through mpirun (Open MPI, with "
+        "mpi4py) where it is installed, else through ssh.",
     )
-    run.add_argument(
-        *("-np", "-n", "--num-proc", "--nproc-per-node"),
-        dest="num_proc",
-        type=positive,
-        metavar="N",
-        help="number of processes; all slots of -H or --hostfile by default",
-    )
-    run.add_argument("--standalone", action="store_true", help=argparse.SUPPRESS)  # torchrun's: so it is without hosts
-    run.add_argument("--nnodes", type=_one_node, help=argparse.SUPPRESS)
+    add = run.add_argument
+    number = "number of processes; all slots of -H or --hostfile by default"
+    names = ("-np", "-n", "--num-proc", "--nproc-per-node")
+    add(*names, dest="num_proc", type=positive, metavar="N", help=number)
+    add("--standalone", action="store_true", help=argparse.SUPPRESS)  # torchrun's: so it is without hosts
+    add("--nnodes", type=_one_node, help=argparse.SUPPRESS)
     where = run.add_mutually_exclusive_group()
-    where.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help="machines, and how many processes each takes")
-    where.add_argument(
-        "--hostfile", "-hostfile", metavar="FILE", help="the same, one `host slots=N` or `host:N` a line"
-    )
-    run.add_argument(
-        "--env",
-        type=setting,
-        action="append",
-        default=[],
-        metavar="NAME[=VALUE]",
-        help="for all processes; without =VALUE, as it is set here; may be repeated",
-    )
-    run.add_argument("--launcher", choices=LAUNCHERS, default="auto", help="what starts them; chosen by default")
-    run.add_argument(
-        "--bind",
-        choices=placement.MODES,
-        help="bind each process to physical cores of its own, or to a NUMA node; by default to cores, on hosts that "
-        "have one for each of their processes",
-    )
-    run.add_argument("--tag-output", action="store_true", help="put [rank] before each line that a process prints")
-    run.add_argument(
-        "--log-dir",
-        metavar="DIR",
-        help="also write what rank N prints to DIR/rankN.log, on the host where it runs; with --elastic, what worker N "
-        "prints to DIR/workerN.log, here",
-    )
-    run.add_argument("--quiet", action="store_true", help="with --log-dir: do not show it here")
-    run.add_argument(
-        "--stacks-on-stall",
-        action="store_true",
-        help="when a process waits for long, have those that it waits for print their Python stacks",
-    )
-    run.add_argument(
-        "--trace",
-        metavar="DIR",
-        help="write where the time of each process's last 1,000 steps went to DIR, for `torchring report DIR`; files "
-        "of an earlier trace in DIR are removed",
-    )
-    run.add_argument(
-        "--progress",
-        action="store_true",
-        help="every 10 seconds, say how fast the job is and what bounds it; with several hosts, --trace has to name a "
-        "folder that they share",
-    )
+    machines = "machines, and how many processes each takes"
+    where.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help=machines)
+    file = "the same, one `host slots=N` or `host:N` a line"
+    where.add_argument("--hostfile", "-hostfile", metavar="FILE", help=file)
+    env = "for all processes; without =VALUE, as it is set here; may be repeated"
+    add("--env", type=setting, action="append", default=[], metavar="NAME[=VALUE]", help=env)
+    add("--launcher", choices=LAUNCHERS, default="auto", help="what starts them; chosen by default")
+    bind = "where each process runs: on physical cores of its own (the default, where there are enough), or a NUMA node"
+    add("--bind", choices=placement.MODES, help=bind)
+    add("--tag-output", action="store_true", help="put [rank] before each line that a process prints")
+    logs = "also write what rank N prints to DIR/rankN.log, on its host; with --elastic, of worker N to DIR/workerN.log"
+    add("--log-dir", metavar="DIR", help=logs)
+    add("--quiet", action="store_true", help="with --log-dir: do not show it here")
+    stacks = "when a process waits for long, have those that it waits for print their Python stacks"
+    add("--stacks-on-stall", action="store_true", help=stacks)
+    trace = "write where the time of the last 1,000 steps went to DIR, for `torchring report DIR`; replaces old ones"
+    add("--trace", metavar="DIR", help=trace)
+    progress = "say every 10 s how fast the job is and what bounds it; several hosts need --trace, on a shared folder"
+    add("--progress", action="store_true", help=progress)
     elastic.add_options(run, where)
     horovodrun.add_options(run)
-    run.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
-    run.add_argument("script", nargs="?", metavar="SCRIPT", help="the Python script, or a folder with a __main__.py")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="handed to the script")
+    add("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
+    add("script", nargs="?", metavar="SCRIPT", help="the Python script, or a folder with a __main__.py")
+    add("arguments", nargs=argparse.REMAINDER, metavar="...", help="handed to the script")
     return run
 
 
@@ -177,18 +145,6 @@ def _one_node(text: str) -> str:
     return text
 
 
-def _while_it_is_read(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
-    """Run a command whose reader may end first, as in `torchring report DIR | head`. Returns the exit code."""
-    try:
-        code = command(arguments)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # Python flushes once more at exit
-        return 128 + signal.SIGPIPE
-    return code
-
-
 def _run(options: argparse.Namespace, is_elastic: bool) -> int:
     """Returns the exit code of the first process that failed; 128 + n if signal n ended it, as in a shell."""
     try:
@@ -198,7 +154,7 @@ def _run(options: argparse.Namespace, is_elastic: bool) -> int:
             command = [*_program(options.script, options.module), *options.arguments]
         output = OutputOptions(options.tag_output, options.log_dir, options.quiet)
         env = horovodrun.settings_of(options) | ({STACKS: "1"} if options.stacks_on_stall else {})
-        ssh_options = horovodrun.ssh_options_of(options)
+        ssh_options = horovodrun.ssh_options_of(options.ssh_port, options.ssh_identity_file)
         if is_elastic:
             limits = elastic.limits_of(options)
             sources = elastic.hosts_of(options, limits)
@@ -295,18 +251,34 @@ def _summary(source: str) -> str:
     return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
 
 
-def _bench(name: str, arguments: Sequence[str]) -> int:
+def _bench(arguments: Sequence[str]) -> int:
     """Become the benchmark, which ends its own processes. Returns 2 if it cannot be started."""
+    benchmarks = _benchmarks()
+    bench = Parser(
+        prog="torchring bench",
+        description="Run a benchmark. `torchring bench NAME --help` shows its options.",
+        epilog="\n".join(["benchmarks:", *(f"  {name:10} {_summary(source)}" for name, source in benchmarks.items())]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    bench.add_argument("name", nargs="?", metavar="NAME", help=", ".join(benchmarks))
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="handed to the benchmark")
+    options = bench.parse_args(arguments)
+    _keep_dashes(options, arguments)
+    if (name := options.name) is None:
+        bench.print_help()
+        return 0
+    if name not in benchmarks:
+        bench.error(f"there is no benchmark {name!r}, but {', '.join(benchmarks)}{did_you_mean(name, benchmarks)}")
     require_packages()
     if name != "micro":
         script = _BENCH / name / "__main__.py" if (_BENCH / name).is_dir() else _BENCH / f"{name}.py"
-        return _become([sys.executable, str(script), *arguments])
+        return _become([sys.executable, str(script), *options.arguments])
     missing = [tool for tool in ("pytest", "pytest-benchmark") if not importlib.util.find_spec(tool.replace("-", "_"))]
     if missing:
         print(f"torchring bench micro needs {' and '.join(missing)}: pip install 'torchring[bench]'", file=sys.stderr)
         return 2
     program = f"{OWN_IMPORTS}import pytest; sys.exit(pytest.main(sys.argv[1:]))"
-    return _become([sys.executable, "-c", program, str(_BENCH / "micro"), *arguments])
+    return _become([sys.executable, "-c", program, str(_BENCH / "micro"), *options.arguments])
 
 
 def _become(command: list[str]) -> int:
@@ -317,6 +289,15 @@ def _become(command: list[str]) -> int:
         print(f"torchring bench: cannot start {command[0]}: {error.strerror}", file=sys.stderr)
     return 2
 
+
+_COMMANDS: Final[dict[str, tuple[Callable[[Sequence[str]], int], str]]] = {
+    "run": (_run_command, "start a script on N processes, of this machine or of several"),
+    "doctor": (_of_module("torchring.doctor"), "say what this machine offers, and what is wrong"),
+    "report": (_of_module("torchring.report.command"), "say what bounds a job, from its trace"),
+    "top": (_of_module("torchring.report.show.top"), "show how a job goes that is being traced"),
+    "manifest": (_of_module("torchring.manifest.manifest"), "write what starts a job on Slurm or Kubernetes"),
+    "bench": (_bench, "run a benchmark"),
+}
 
 if __name__ == "__main__":
     sys.exit(main())

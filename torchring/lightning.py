@@ -116,7 +116,7 @@ def _wrapped(optimizer: Any, model: torch.nn.Module, options: dict[str, Any]) ->
 
 
 class _Environment(ClusterEnvironment):
-    """Ranks as torchring knows them: also under launchers that Lightning does not know, as mpirun without mpi4py."""
+    """Ranks as torchring knows them, also under launchers that Lightning does not know."""
 
     creates_processes_externally = True
     main_address, main_port = "", 0  # torchring.init makes the process group
@@ -265,13 +265,7 @@ class RingStrategy(_LaunchedRanks, DDPStrategy):
     Args:
         **options: of `torchring.wrap`, but `accumulate`, in whose place `Trainer(accumulate_grad_batches=...)` stands.
             Also `accelerator`, `parallel_devices`, `cluster_environment`, `checkpoint_io` and `precision_plugin`, as
-            for any strategy of Lightning's.
-
-    Raises:
-        TypeError: an unknown option, or one of DDP that has no meaning here. The error names the way out.
-        ValueError: from the Trainer: `devices` or `num_nodes` are not those of the launcher, or the precision plugin
-            belongs to another strategy. From `fit`: there is no optimizer.
-        TopologyError: from `fit`: Lightning's ranks are not torchring's.
+            for any strategy of Lightning's. TypeError for others names the way out.
     """
 
     strategy_name = "torchring"

@@ -125,10 +125,8 @@ def describe(allowed: set[int], root: Path = Path("/sys")) -> str:
 def advice(num_ranks: int, threads: int, num_cores: int, num_physical_cores: int, num_online: int) -> str:
     """What to change about where the ranks of a host run; "" if that is fine.
 
-    Args:
-        threads: that each rank computes with.
-        num_cores, num_physical_cores: that the ranks may use together; the former with hardware threads.
-        num_online: cores of the host, with hardware threads.
+    The cores are those that the ranks may use together, and `num_online` those of the host. Both count hardware
+    threads, as `num_physical_cores` does not.
     """
     ranks = "the rank of this host" if num_ranks == 1 else f"the {num_ranks} ranks of this host"
     if num_ranks > num_cores < num_online:
@@ -145,9 +143,7 @@ def advice(num_ranks: int, threads: int, num_cores: int, num_physical_cores: int
 def look_at_cores(numbers: tuple[int, int, int, int], *, speaks: bool) -> None:
     """Say once what keeps the ranks of this host from its cores. Keep workers of data loaders off those of a rank.
 
-    Args:
-        numbers: of ranks, threads and cores, as for `advice`, but for those of the host.
-        speaks: of ranks of other hosts, the same would be said.
+    `numbers` are the arguments of `advice`, but for the last.
     """
     text = advice(*numbers, os.cpu_count() or 1)
     if text and speaks and text not in _said:
@@ -185,12 +181,8 @@ def main(arguments: list[str]) -> int:
     """Does not return unless the rank cannot be bound."""
     mode, command, environ = arguments[0], arguments[1:], os.environ
     mpi = "OMPI_COMM_WORLD_LOCAL_RANK" in environ
-    index, size = (
-        int(environ[name])
-        for name in (
-            ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE") if mpi else ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        )
-    )
+    names = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE") if mpi else ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    index, size = (int(environ[name]) for name in names)
     try:
         cores, threads, sentence = bind(mode, index, size, os.sched_getaffinity(0))
     except ValueError as error:

@@ -7,13 +7,13 @@ Each section runs in processes of its own, for a limited time, so that no sectio
 
     step       a training step of one rank: the plain optimizer, torchring with the algorithms ring and direct, and DDP
                over NCCL; and the memory that each takes at its peak
-    bucket     the host's time for packing, reducing and unpacking a bucket, and the number of launches and CUDA calls
+    bucket     the host's time for packing, reducing and unpacking a bucket
     kernels    pack and unpack as a share of a copy of the same bytes, and torch._foreach_copy_
     allreduce  direct and ring between ranks, and NCCL if each rank has a GPU. Ranks that share one GPU take
                turns in slices of milliseconds: such times show that all-reduce works, and say nothing about NVLink
 
-results.py says what the rows mean. Rates count bytes that are read and bytes that are written. The row of a measurement
-that fails has a "problem".
+bench/README.md says what the rows mean. Rates count bytes that are read and bytes that are written. The row of a
+measurement that fails has a "problem".
 """
 
 from __future__ import annotations
@@ -58,14 +58,11 @@ def main() -> int:
     num_gpus = torch.cuda.device_count()
     has_failed = False
     for section in options.sections:
-        ways = [(1, "none")]
-        if section == "allreduce":
-            ways = [
-                (ranks, algorithm)
-                for ranks in (2, 4, 8)[: 3 if num_gpus >= 8 else 2]
-                for algorithm in ["direct", "ring", *(["native"] if ranks <= num_gpus else [])]
-            ]
-        for ranks, algorithm in ways:
+        numbers = (2, 4, 8)[: 3 if num_gpus >= 8 else 2]
+        ways = [(ranks, algorithm) for ranks in numbers for algorithm in ("direct", "ring", "native")]
+        for ranks, algorithm in ways if section == "allreduce" else [(1, "none")]:
+            if algorithm == "native" and ranks > num_gpus:
+                continue
             has_failed |= run(section, ranks, algorithm, options.json) != 0
     return int(has_failed)
 
@@ -113,13 +110,7 @@ def _about() -> dict[str, Any]:
 
 def facts() -> dict[str, Any]:
     """The GPU, and the version of NCCL."""
-    properties = torch.cuda.get_device_properties(0)
-    found = {
-        "name": properties.name,
-        "count": torch.cuda.device_count(),
-        "processors": properties.multi_processor_count,
-    }
-    found["nccl"] = None
+    found = {"name": torch.cuda.get_device_name(0), "count": torch.cuda.device_count(), "nccl": None}
     with contextlib.suppress(RuntimeError, AttributeError, ImportError):
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return found

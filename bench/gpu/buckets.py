@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-import re
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity
 
 import torchring
 from torchring.accelerators import accelerator_of
@@ -32,8 +29,6 @@ _CALLS_IF_SMALL: Final = 10
 _NUM_ROUNDS: Final = 200
 _NUM_WARMUPS: Final = 8
 _ROUNDS_BETWEEN_WAITS: Final = 8  # a round queues about ten operations, and the queue of a stream takes a thousand
-_API_CALL: Final = re.compile(r"cu(da)?[A-Z]\w+")
-_LAUNCH: Final = re.compile(r"cu(da)?LaunchKernel\w*")
 
 
 # Host time of a bucket
@@ -90,7 +85,6 @@ def _time_backward(shapes: Shapes, algorithm: Algorithm, compression: Compressio
                 times[name].append(seconds)
         if number % _ROUNDS_BETWEEN_WAITS == 0:
             torch.cuda.synchronize()
-    calls = {name: count_calls(functools.partial(backward, name)) for name in parameters}
     if not all(
         p.grad is not None and torch.equal(p.grad, g) for p, g in zip(parameters["torchring"], gradients, strict=True)
     ):
@@ -102,18 +96,7 @@ def _time_backward(shapes: Shapes, algorithm: Algorithm, compression: Compressio
         "buckets": num_buckets,
         "us_of_a_bucket": microseconds([seconds / num_buckets for seconds in added]),
         "us": {name: microseconds(seconds) for name, seconds in times.items()},
-        "launches": {name: sum(n for call, n in own.items() if _LAUNCH.fullmatch(call)) for name, own in calls.items()},
-        "api_calls": calls,
     }
-
-
-def count_calls(work: Callable[[], object]) -> dict[str, int]:
-    """Profile `work`. Returns the host's calls of CUDA functions by name."""
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        work()
-        torch.cuda.synchronize()
-    return dict(Counter(event.name for event in profiler.events() or [] if _API_CALL.fullmatch(event.name)))
 
 
 # All-reduce by size

@@ -18,10 +18,8 @@ from torchring.bench.gpu.timing import Case, Row, gpu_seconds, shares, spreads
 from torchring.bench.models import Workload, gpt2, resnet
 from torchring.kernels import reference
 from torchring.kernels.chunks import ChunkTable
-from torchring.kernels.direct import prepare_direct
 from torchring.kernels.finite import NOT_FOUND
 from torchring.kernels.pack import pack
-from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
 from torchring.kernels.unpack import unpack
 
 Shapes = list[torch.Size]
@@ -29,7 +27,6 @@ Shapes = list[torch.Size]
 POISON: Final = 12288.0  # exact in every dtype here, and rare in random data
 SCALE: Final = 1 / 3
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_BUCKET_NUMEL: Final = 6_553_600  # 25 MiB
 _WAYS: Final = (
     ("pack", "fp32", "fp32"), ("pack", "fp32", "bf16"), ("unpack", "fp32", "fp32"), ("unpack", "bf16", "fp32"),
     ("pack", "bf16", "bf16"), ("pack", "fp32", "fp16"),
@@ -52,17 +49,11 @@ LISTS: Final[dict[str, Callable[[], Shapes]]] = {
 
 @dataclass(frozen=True)
 class Rival:
-    """One way to do an operation.
+    """One way to do an operation."""
 
-    Attributes:
-        run: the function to time.
-        outputs: tensors that `run` writes to.
-        expected: the right content of `outputs`.
-    """
-
-    run: Callable[[], object]
-    outputs: Sequence[Tensor]
-    expected: Sequence[Tensor]
+    run: Callable[[], object]  # is timed
+    outputs: Sequence[Tensor]  # `run` writes to them
+    expected: Sequence[Tensor]  # their right content
 
     def is_right(self) -> bool:
         for output in self.outputs:
@@ -98,7 +89,6 @@ def kernels() -> Iterator[Case]:
         for load, shapes in LISTS.items():
             about = {"op": op, "load": load, "source": source, "target": target}
             yield about, partial(_time_list, op, shapes(), DTYPES[source], DTYPES[target])
-    yield {"op": "pass after NCCL", "load": "25 MiB", "source": "fp32"}, _time_pass
 
 
 def _time_list(op: str, shapes: Shapes, source: torch.dtype, target: torch.dtype) -> Row:
@@ -137,21 +127,3 @@ def _time_list(op: str, shapes: Shapes, source: torch.dtype, target: torch.dtype
     numel = sum(grad.numel() for grad in grads)
     row = compare(rivals, numel * (source.itemsize + target.itemsize))
     return {"tensors": len(shapes), "parameters": numel} | row
-
-
-def _time_pass() -> Row:
-    """`direct` of one rank, the pass that scales and checks after NCCL, by number of blocks."""
-    wire, expected = torch.empty(_BUCKET_NUMEL, device="cuda"), torch.full((_BUCKET_NUMEL,), -POISON, device="cuda")
-    processors = torch.cuda.get_device_properties().multi_processor_count
-    abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-    found = torch.full((1,), NOT_FOUND, dtype=torch.int32, device="cuda")
-    rivals, pads = {}, []
-    for blocks in (MAX_BLOCKS, processors, 4 * processors):
-        pads.append(torch.zeros(signal_bytes(1, blocks) // 4, dtype=torch.int32, device="cuda"))
-        wires, signals = (torch.tensor([tensor.data_ptr()], device="cuda") for tensor in (wire, pads[-1]))
-        launch = prepare_direct(
-            wires, signals, wire, rank=0, num_ranks=1, begin=0, end=_BUCKET_NUMEL, scale=-1.0,
-            abort=abort, found=found, spread=False, max_blocks=blocks,
-        )  # fmt: skip
-        rivals[f"{blocks} blocks"] = Rival(launch, [wire], [expected])
-    return compare(rivals, 2 * wire.nbytes)

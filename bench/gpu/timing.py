@@ -41,7 +41,7 @@ def text_of(row: Row) -> str:
             return f"{value['p50']:.4g} ({value['p20']:.4g}-{value['p80']:.4g})"
         return "{" + ", ".join(f"{key} {text(each)}" for key, each in value.items()) + "}"
 
-    hidden = ("script", "stats", "api_calls", "reason")
+    hidden = ("script", "stats", "reason")
     return "  ".join(f"{key}={text(value)}" for key, value in row.items() if key not in hidden)
 
 

@@ -48,12 +48,10 @@ CONFIGS: Final = {
 class Training:
     """A model, its optimizer and its batches. `step` trains for one step, and does not wait for the device.
 
-    Args:
-        wrap: makes the optimizer from the model. May return another model, too, which is then trained.
-        first_seed: of the batches.
+    `wrap` makes the optimizer from the model. It may return another model, too, which is then trained.
     """
 
-    def __init__(self, config: TrainingConfig, wrap: Callable[[torch.nn.Module], Any], first_seed: int = 0) -> None:
+    def __init__(self, config: TrainingConfig, wrap: Callable[[torch.nn.Module], Any]) -> None:
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")
         torch.manual_seed(0)  # the same weights for all rivals
@@ -62,7 +60,7 @@ class Training:
         if config.layout == torch.channels_last:
             self.model = self.model.to(memory_format=config.layout)  # type: ignore[call-overload]
         self.start = flat_weights(self.model)
-        self._batches = [_to(self._workload.batch(seed=first_seed + i), config.layout) for i in range(_NUM_BATCHES)]
+        self._batches = [_to(self._workload.batch(seed=i), config.layout) for i in range(_NUM_BATCHES)]
         self._run = self.model
         self.optimizer = wrap(self.model)
         if isinstance(self.optimizer, tuple):

@@ -1,13 +1,13 @@
 """The time that hooks add to a backward: 802 tensors of at most 16 KiB, one rank, and an all-reduce that does nothing.
 
 Rivals: no hooks; hooks that do nothing, which shows the cost of Python and autograd; torchring's hooks, which count,
-pack, and set `.grad` to views of the wire. In one table the gradients are passed to autograd, so that backward does
-little except run hooks. In the other table the model runs its own backward.
+pack, and set `.grad` to views of the wire. The gradients are passed to autograd, so that backward does little except
+run hooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -111,43 +111,6 @@ def hooks_of(kind: str, model: torch.nn.Module, all_reduce: NoOpAllReduce) -> It
         handle.remove()
 
 
-def timed_backward(
-    benchmark: BenchmarkFixture,
-    remark: Remark,
-    kind: str,
-    model: torch.nn.Module,
-    backward: Callable[[], Callable[[], object]],
-) -> None:
-    """Time the function that `backward()` returns. Checks that gradients are those of a backward without hooks."""
-    parameters = list(model.parameters())
-    backward()()
-    expected = [parameter.grad for parameter in parameters]
-    all_reduce = NoOpAllReduce()
-
-    def setup() -> tuple[tuple[Callable[[], object]], dict[str, object]]:
-        model.zero_grad()
-        return (backward(),), {}
-
-    with hooks_of(kind, model, all_reduce):
-        for _ in range(2):  # the first reduction ends with a new plan
-            (run,), _ = setup()
-            run()
-        before = all_reduce.num_calls
-        rounds = ROUNDS if benchmark.enabled else 1
-        benchmark.pedantic(lambda run: run(), setup=setup, rounds=rounds)
-        if kind == "torchring":
-            assert all_reduce.num_calls - before == rounds * len(all_reduce.wires)
-            for parameter in parameters:
-                assert parameter.grad is not None
-                assert any(lies_in(parameter.grad, wire.tensor) for wire in all_reduce.wires)
-    for parameter, right in zip(parameters, expected, strict=True):
-        assert parameter.grad is not None
-        assert right is not None
-        assert torch.equal(parameter.grad, right)
-    if benchmark.stats is not None:
-        remark("us per parameter", round(1e6 * benchmark.stats.stats.median / len(parameters), 2))
-
-
 def lies_in(gradient: torch.Tensor, wire: torch.Tensor) -> bool:
     start = wire.data_ptr()
     return start <= gradient.data_ptr() < start + wire.nbytes
@@ -156,16 +119,30 @@ def lies_in(gradient: torch.Tensor, wire: torch.Tensor) -> bool:
 @pytest.mark.parametrize("hooks", HOOKS)
 @pytest.mark.benchmark(group="backward of 802 given gradients", disable_gc=True)
 def bench_gradients(benchmark: BenchmarkFixture, remark: Remark, hooks: str) -> None:
+    """Checks that gradients are those of a backward without hooks."""
     model = small().model
     parameters = list(model.parameters())
     gradients = [torch.full_like(parameter, i) for i, parameter in enumerate(parameters)]
-    timed_backward(benchmark, remark, hooks, model, lambda: lambda: torch.autograd.backward(parameters, gradients))
+    expected = [gradient.clone() for gradient in gradients]
+    all_reduce = NoOpAllReduce()
 
+    def backward() -> None:
+        torch.autograd.backward(parameters, gradients)
 
-@pytest.mark.parametrize("hooks", HOOKS)
-@pytest.mark.benchmark(group="backward of the model of 802 tensors", disable_gc=True)
-def bench_model(benchmark: BenchmarkFixture, remark: Remark, hooks: str) -> None:
-    torch.manual_seed(0)
-    workload = small()
-    batch = workload.batch(seed=0)
-    timed_backward(benchmark, remark, hooks, workload.model, lambda: workload.loss(workload.model, batch).backward)
+    with hooks_of(hooks, model, all_reduce):
+        for _ in range(2):  # the first round ends with a new plan
+            model.zero_grad()
+            backward()
+        before = all_reduce.num_calls
+        rounds = ROUNDS if benchmark.enabled else 1
+        benchmark.pedantic(backward, setup=model.zero_grad, rounds=rounds)
+        if hooks == "torchring":
+            assert all_reduce.num_calls - before == rounds * len(all_reduce.wires)
+            for parameter in parameters:
+                assert parameter.grad is not None
+                assert any(lies_in(parameter.grad, wire.tensor) for wire in all_reduce.wires)
+    for parameter, right in zip(parameters, expected, strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, right)
+    if benchmark.stats is not None:
+        remark("us per parameter", round(1e6 * benchmark.stats.stats.median / len(parameters), 2))

@@ -21,6 +21,7 @@ from tests.support.harness import run_ranks
 from torchring import cli
 from torchring.bench import measure
 from torchring.default_world import default_world
+from torchring.doctor.checks import CHECKS
 
 DOCS = ROOT / "docs"
 OPTIONS = DOCS / "reference" / "options.md"
@@ -242,13 +243,10 @@ def test_every_error_class_has_its_row() -> None:
 
 
 def test_every_line_of_doctor_has_its_row() -> None:
-    tree = ast.parse((ROOT / "torchring" / "doctor" / "checks.py").read_text())
     found = {
-        (level.value if isinstance(level, ast.Constant) else "?", topic.value)
-        for call in ast.walk(tree)
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Finding"
-        for level, topic in [call.args[:2]]
-        if isinstance(topic, ast.Constant)
+        (level, topic)
+        for topic, check, _ in CHECKS
+        for level in re.findall('"(ok|note|warning|wrong)"', inspect.getsource(check))
     }
     text = section(TROUBLESHOOTING, "## torchring doctor")
     described = {

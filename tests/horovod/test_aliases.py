@@ -201,11 +201,3 @@ def test_the_context_of_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "TORCHRING_TEST_C" not in os.environ
     assert os.environ["TORCHRING_TEST_A"] == "before"
     assert "TORCHRING_TEST_B" not in os.environ
-
-
-def test_lists_are_cut_into_parts_of_nearly_one_length() -> None:
-    from torchring.horovod.builds import num_rank_is_power_2, split_list
-
-    assert split_list([1, 2, 3, 4, 5], 3) == [[1, 2], [3, 4], [5]]
-    assert split_list([1], 2) == [[1], []]
-    assert [n for n in range(10) if num_rank_is_power_2(n)] == [1, 2, 4, 8]

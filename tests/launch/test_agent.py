@@ -407,7 +407,7 @@ def test_a_folder_for_logs_that_cannot_be_made_is_named_with_its_option(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(agent, "_store", lambda plan: None)
-    plan = HostPlan(1, 1, 0, "localhost", "", 0, OutputOptions(log_dir=str(tmp_path / "file" / "logs")), "none")
+    plan = HostPlan(1, 0, 1, 1, 0, "localhost", "", 0, OutputOptions(log_dir=str(tmp_path / "file" / "logs")), "none")
     assert agent.main([plan.to_json(), "script.py"]) == 2
     assert capsys.readouterr().err == f"torchring run: --log-dir {tmp_path}/file/logs: Not a directory\n"
 
@@ -479,7 +479,7 @@ def test_an_address_that_may_differ_for_other_hosts(
     address: str, resolved: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agent, "resolve", {address: resolved}.__getitem__)
-    with agent._listener(HostPlan(1, 2, 0, "node1", address, 0, OutputOptions())) as listener:
+    with agent._listener(HostPlan(1, 0, 2, 2, 0, "node1", address, 0, OutputOptions())) as listener:
         assert listener.getsockname()[0] in ("0.0.0.0", "::")
         with socket.create_connection(("127.0.0.1", listener.getsockname()[1])):
             pass

@@ -309,14 +309,14 @@ def test_hosts_that_do_not_fit(line: str, complaint: str, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("", "torchring: the following arguments are required: command"),
+        ("", "torchring: say which command: run, doctor, report, top, manifest, bench"),
         ("walk", "torchring: there is no command 'walk'"),
         ("rnu", "torchring: there is no command 'rnu'; did you mean run?"),
         ("version", "torchring: there is no command 'version'; did you mean --version?"),
         ("run", "torchring run: say which script to run"),
         ("run -np 2", "torchring run: say which script to run"),
         ("run -np", "torchring run: argument -np/-n/--num-proc/--nproc-per-node: expected one argument"),
-        ("bench --wrong", "torchring: unrecognized arguments: --wrong"),
+        ("bench --wrong", "torchring bench: unrecognized arguments: --wrong"),
         ("manifest slurm", "torchring manifest: the following arguments are required: JOB.YAML"),
         ("top --evry=3 x", "torchring top: unrecognized arguments: --evry=3; did you mean --every?"),
     ],

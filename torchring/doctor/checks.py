@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import math
 from collections import Counter, defaultdict
@@ -62,6 +63,7 @@ def _hosts(report: Report) -> _Said:
 def _each_machine(check: Callable[[list[RankFacts]], _Said]) -> Callable[[Report], _Said]:
     """A check of the ranks of one machine, as one of all machines."""
 
+    @functools.wraps(check)
     def of_report(report: Report) -> _Said:
         for ranks in machines(report):
             for level, text in check(ranks):

@@ -11,7 +11,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -97,20 +97,20 @@ def _measure(world: World, available_bytes: int) -> list[PathFacts]:
     with contextlib.ExitStack() as opened:
         if any(len(ranks) > 1 for ranks in world.hosts):
             most = min(_LARGEST_BYTES, available_bytes // (8 * world.size))
-            if (host := world.host) is not None and host.size > 1:
+            host, reducing = world.host, None
+            if host is not None and host.size > 1:
                 direct = DirectAllReduce(host, poll_seconds=POLL_SECONDS)
                 opened.callback(direct.close)
-                path = _time("shared memory", host.ranks, functools.partial(_reducing, host, direct), most)
-                found += [path] if host.index == 0 else []
-            else:
-                _time("nothing", (), _watching, most)
+                reducing = functools.partial(_reducing, host, direct)
+            path = _time("shared memory", world.hosts[world.node_rank], reducing, most)
+            found += [path] if world.rank == path.ranks[0] and reducing is not None else []
         if len(world.hosts) > 1:
             transport = open_transport(world)
             opened.callback(transport.close)
             firsts = [ranks[0] for ranks in world.hosts]
             for pair in itertools.pairwise([*firsts, firsts[0]] if len(firsts) > 2 else firsts):
                 swapping = functools.partial(_swapping, transport, world.rank, sum(pair) - world.rank)
-                path = _time(transport.engine, pair, swapping if world.rank in pair else _watching, _LARGEST_BYTES)
+                path = _time(transport.engine, pair, swapping if world.rank in pair else None, _LARGEST_BYTES)
                 found += [path] if world.rank == pair[0] else []
         return [PathFacts(**path) for of_rank in _gather(world, [*map(asdict, found)]) for path in of_rank]
 
@@ -147,14 +147,10 @@ def _swapping(transport: Transport, rank: int, other: int, num_bytes: int) -> _T
     return once
 
 
-def _watching(_: int) -> _Transfer:
+def _watch() -> tuple[float, bool]:
     """Waits for the ranks that measure."""
-
-    def once() -> tuple[float, bool]:
-        barrier()
-        return 0.0, True
-
-    return once
+    barrier()
+    return 0.0, True
 
 
 def _pattern(num_bytes: int, rank: int) -> torch.Tensor:
@@ -162,7 +158,7 @@ def _pattern(num_bytes: int, rank: int) -> torch.Tensor:
     return torch.arange(num_bytes).add_(rank * 7).remainder_(251).to(torch.uint8)
 
 
-def _time(kind: str, ranks: tuple[int, ...], prepare: Callable[[int], _Transfer], most_bytes: int) -> PathFacts:
+def _time(kind: str, ranks: Sequence[int], prepare: Callable[[int], _Transfer] | None, most_bytes: int) -> PathFacts:
     """Time transfers of sizes that grow by four, until one is long: 100 Mbit/s need less data than shared memory.
 
     Collective among all ranks of the world, which stop at the same size.
@@ -171,7 +167,7 @@ def _time(kind: str, ranks: tuple[int, ...], prepare: Callable[[int], _Transfer]
 
     def seconds_of(num_bytes: int, repetitions: int = _REPETITIONS) -> float:
         nonlocal is_intact
-        once = prepare(num_bytes)
+        once = _watch if prepare is None else prepare(num_bytes)
         results = [once() for _ in range(repetitions + 1)]  # the first one fills caches
         is_intact &= all(intact for _, intact in results)
         return _most(statistics.median(seconds for seconds, _ in results[1:]))

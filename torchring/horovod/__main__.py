@@ -19,11 +19,8 @@ _NAME: Final = "torchring.horovod"
 def main(original: Sequence[str], arguments: Sequence[str]) -> int:
     """Replace this process by `python ARGUMENTS...`, so that nothing differs but the imports.
 
-    Args:
-        original: the command line of this process, with the interpreter's own options.
-        arguments: those behind `-m torchring.horovod`.
-
-    Returns an exit code if there is nothing to run.
+    `original` is the command line of this process, with the interpreter's own options. Returns an exit code if there is
+    nothing to run.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__, file=sys.stdout if arguments else sys.stderr)

@@ -1,18 +1,21 @@
-"""`horovod.common.util`, under which scripts and Horovod's launchers ask which parts of the library there are."""
+"""Which parts of the library there are; and `horovod.common.util`, where Horovod's launchers ask for them."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from torchring.horovod import context
+from torchring import default_world as worlds
 
-_T = TypeVar("_T")
+__all__ = [
+    "ccl_built", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled", "mpi_built", "mpi_enabled",
+    "mpi_threads_supported", "nccl_built", "rocm_built",
+]  # fmt: skip
 _cache = functools.cache  # Horovod's launcher imports it from here
 
 
@@ -26,59 +29,63 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     return ext_base_name == "torch" and torch.cuda.is_available()
 
 
-def _as_of_context(function: Callable[[], _T]) -> Callable[..., _T]:
-    @functools.wraps(function)
-    def ask(verbose: bool = False) -> _T:
-        return function()
+def mpi_threads_supported() -> bool:
+    """True if several threads may call MPI. ValueError unless mpirun has started this process."""
+    if not mpi_enabled():
+        raise ValueError("MPI is not in use: mpirun has not started this process")
+    from mpi4py import MPI
 
-    return ask
-
-
-mpi_built = _as_of_context(context.mpi_built)
-gloo_built = _as_of_context(context.gloo_built)
-nccl_built = _as_of_context(context.nccl_built)
-ddl_built = _as_of_context(context.ddl_built)
-ccl_built = _as_of_context(context.ccl_built)
+    return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
 
-def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
-    """Raise ImportError for a framework that is not supported."""
-    if ext_name.rpartition(".")[2] != "torch":
-        raise ImportError(f"torchring has no {ext_name}: it is for PyTorch only")
+def mpi_enabled() -> bool:
+    """True if mpirun has started this process."""
+    return worlds.launcher().startswith(("mpirun", "mpiexec")) and mpi_built()
 
 
-@contextlib.contextmanager
-def env(**kwargs: str | None) -> Iterator[None]:
-    """Set environment variables inside the `with` block. None leaves a variable as it is."""
-    changes = {name: value for name, value in kwargs.items() if value is not None}
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+def mpi_built(verbose: bool = False) -> bool:
+    """True if mpi4py is installed."""
+    return importlib.util.find_spec("mpi4py") is not None
 
 
-def split_list(l: Sequence[_T], n: int) -> list[Sequence[_T]]:  # noqa: E741 - Horovod's name
-    """Cut a list into `n` parts whose lengths differ by one at most, the longer ones first."""
-    short, num_longer = divmod(len(l), n)
-    ends = [short * (part + 1) + min(part + 1, num_longer) for part in range(n)]
-    return [l[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-
-
-def num_rank_is_power_2(num_rank: int) -> bool:
-    """True for a power of two: Adasum takes no other number of ranks."""
-    return num_rank.bit_count() == 1
-
-
-def is_iterable(x: object) -> bool:
-    """True if `iter(x)` works."""
-    try:
-        iter(x)  # type: ignore[call-overload]
-    except TypeError:
-        return False
+def gloo_enabled() -> bool:
+    """True: ranks never need MPI."""
     return True
+
+
+def gloo_built(verbose: bool = False) -> bool:
+    """True if this PyTorch has Gloo."""
+    return bool(dist.is_available() and dist.is_gloo_available())
+
+
+def nccl_built(verbose: bool = False) -> int:
+    """The version code of PyTorch's NCCL, such as 22703; 0 without NCCL."""
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        return 0
+    major, minor, patch = (*torch.cuda.nccl.version(), 0, 0)[:3]  # type: ignore[no-untyped-call]
+    return int(major * 10000 + minor * 100 + patch)
+
+
+def cuda_built() -> bool:
+    """True if this PyTorch has CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """True if this PyTorch has ROCm."""
+    return torch.version.hip is not None
+
+
+def ddl_built(verbose: bool = False) -> bool:
+    """False: torchring has no support for IBM's DDL and Intel's oneCCL."""
+    return False
+
+
+ccl_built = ddl_built
+
+
+def env(**kwargs: str | None) -> Any:
+    """A context in which environment variables are set. None leaves a variable as it is."""
+    from unittest import mock
+
+    return mock.patch.dict(os.environ, {name: value for name, value in kwargs.items() if value is not None})

@@ -1,15 +1,17 @@
-"""The forms of a collective: plain, in place, and started, made from one description.
+"""The forms of a collective: plain, in place, and started, of one tensor or of several, made from one description.
 
-A describing function has Horovod's signature. It checks its arguments and returns a `Collective`; nothing is sent yet.
+A describing function has Horovod's signature for several tensors. It checks its arguments and returns a `Collective`;
+nothing is sent yet.
 
-    def _broadcast(tensor: Tensor, root_rank: int, name: str | None = None) -> Collective[Tensor]: ...
+    def _broadcast(tensors, root_rank, name=None): ...
 
-    broadcast = plain(_broadcast)                          (tensor, root_rank, name) -> Tensor; differentiable
-    broadcast_ = in_place(_broadcast)                      (tensor, root_rank, name) -> Tensor, which is `tensor`
-    broadcast_async = started(_broadcast)                  (tensor, root_rank, name) -> int, a handle
-    broadcast_async_ = started_in_place(_broadcast)        (tensor, root_rank, name) -> int
+    broadcast = form("broadcast", _broadcast)                    (tensor, root_rank, name) -> Tensor; differentiable
+    broadcast_ = form("broadcast_", _broadcast)                  (tensor, root_rank, name) -> Tensor, which is `tensor`
+    broadcast_async = form("broadcast_async", _broadcast)        (tensor, root_rank, name) -> int, a handle
+    broadcast_async_ = form("broadcast_async_", _broadcast)      (tensor, root_rank, name) -> int
+    grouped_allgather = form("grouped_allgather", _allgather)    (tensors, name) -> tuple of Tensor
 
-Each form has the signature of the describing function, for type checkers and for `help()`.
+`help()` shows each form with its signature.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -30,45 +32,26 @@ from torchring.horovod.exceptions import HorovodInternalError
 from torchring.horovod.execution import Operation, Result
 from torchring.horovod.negotiation import ALLREDUCE, request_of
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_T = TypeVar("_T")
 Handle = int
 
 
 @dataclass
-class Collective(Generic[_R]):
-    """One call of a collective, with checked arguments. Nothing is sent before `wait` or `start`.
+class Collective:
+    """One call of a collective, with checked arguments. Nothing is sent before `wait` or `start`."""
 
-    Attributes:
-        kind: "allreduce", "allgather", ...
-        tensors: the script's.
-        name: by which ranks match their calls. None for the number of the call.
-        process_set: the ranks that take part.
-        give: makes what the caller gets, from the tensors and the numbers of `execution.Result`.
-        gradient: makes the gradients of `tensors`, from the gradients of the result's tensors and the result's numbers.
-        arguments: must be equal on all ranks: op, scale factors, root rank.
-        splits: rows for each rank, of alltoall.
-        overwrites: the engine writes results over the tensors that it sends.
-    """
-
-    kind: str
-    tensors: Sequence[Tensor]
-    name: str | None
+    kind: str  # "allreduce", "allgather", ...
+    tensors: Sequence[Tensor]  # the script's
+    name: str | None  # by which ranks match their calls. None for the number of the call
     process_set: ProcessSet
-    give: Callable[[Sequence[Tensor], Sequence[int]], _R]
+    # Makes what the caller gets, from the tensors and the numbers of `execution.Result`.
+    give: Callable[[Sequence[Tensor], Sequence[int]], Any]
+    # Makes the gradients of `tensors`, from the gradients of the result's tensors and the result's numbers.
     gradient: Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    splits: tuple[int, ...] = ()
-    overwrites: bool = False
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # equal on all ranks: op, scale factors, root rank
+    splits: tuple[int, ...] = ()  # rows for each rank, of alltoall
+    overwrites: bool = False  # the engine writes results over the tensors that it sends
 
-    def of_one(self) -> Collective[Tensor]:
-        """The same call. Its caller gets one tensor, and not a tuple of one."""
-        call = cast("Collective[Tensor]", self)
-        call.give = _first
-        return call
-
-    def wait(self) -> _R:
+    def wait(self) -> Any:
         """Carry out the collective, with new tensors for the result. Differentiable."""
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors):
             numbers: list[int] = []
@@ -76,18 +59,18 @@ class Collective(Generic[_R]):
             return self.give(tensors, numbers)
         return self.give(*self._run(self._copies()))
 
-    def wait_in_place(self) -> _R:
+    def wait_in_place(self) -> Any:
         """Carry out the collective in the script's tensors, which do not get a gradient."""
         self._run(self._own())
         return self.give(self.tensors, ())
 
-    def start(self) -> Handle:
-        """Have the engine carry out the collective, with new tensors for the result."""
-        return self._start(self._copies())
-
-    def start_in_place(self) -> Handle:
-        """Have the engine carry out the collective in the script's tensors."""
-        return self._start(self._own())
+    def start(self, *, in_place: bool = False) -> Handle:
+        """Have the engine carry out the collective, in the script's tensors, or with new ones for the result."""
+        here = context_of_collectives()
+        operation = self._operation(here, self._own() if in_place else self._copies())
+        here.engine.submit(operation)
+        here.handles[operation.handle] = (operation, self.give)
+        return operation.handle
 
     def _copies(self) -> list[Tensor]:
         """Tensors for the engine, which does not write to those of the script."""
@@ -111,13 +94,6 @@ class Collective(Generic[_R]):
         result: Result = here.engine.run(self._operation(here, tensors))
         return result
 
-    def _start(self, tensors: Sequence[Tensor]) -> Handle:
-        here = context_of_collectives()
-        operation = self._operation(here, tensors)
-        here.engine.submit(operation)
-        here.handles[operation.handle] = (operation, self.give)
-        return operation.handle
-
     def _operation(self, here: Context, tensors: Sequence[Tensor]) -> Operation:
         here.ranks_of(self.process_set)
         handle = here.next_handle()  # counts calls, whether they have a name or not, as in Horovod
@@ -131,13 +107,9 @@ class Collective(Generic[_R]):
         return Operation(request, tensors, handle)
 
 
-def _first(tensors: Sequence[Tensor], _: Sequence[int]) -> Tensor:
-    return tensors[0]
-
-
 class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Collective[Any], numbers: list[int], *_: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: Collective, numbers: list[int], *_: Tensor) -> tuple[Tensor, ...]:
         tensors, found = call._run(call._copies())
         numbers.extend(found)
         ctx.gradient, ctx.numbers = call.gradient, numbers
@@ -148,44 +120,56 @@ class _Differentiable(torch.autograd.Function):
         return None, None, *ctx.gradient([grad.contiguous() for grad in grads], ctx.numbers)
 
 
-def plain(describe: Callable[_P, Collective[_R]]) -> Callable[_P, _R]:
-    return _form(describe, Collective.wait, "", describe.__doc__ or "")
+# The ending of a form's name: how the form carries a call out, and what `help()` says of the form.
+_HOW: Final[dict[str, tuple[Callable[[Collective], Any], str]]] = {
+    "": (Collective.wait, "`{}` of several tensors as one operation."),
+    "_": (Collective.wait_in_place, "`{}` in place and without a gradient. Returns what it was given."),
+    "_async": (Collective.start, "Start `{}` without a gradient. `synchronize(handle)` waits, and returns the result."),
+    "_async_": (
+        functools.partial(Collective.start, in_place=True),
+        "Start `{}_`. The library owns its tensors until `synchronize(handle)`.",
+    ),
+}
 
 
-def in_place(describe: Callable[_P, Collective[_R]]) -> Callable[_P, _R]:
-    return _form(
-        describe, Collective.wait_in_place, "_", "`{}` in place and without a gradient. Returns what it was given."
-    )
+def form(name: str, describe: Callable[..., Collective]) -> Callable[..., Any]:
+    """The function `name` of Horovod's, which describes a call and carries it out as the ending of `name` says.
 
-
-def started(describe: Callable[_P, Collective[Any]]) -> Callable[_P, Handle]:
-    doc = "Start `{}` without a gradient. `synchronize(handle)` waits for the result, and returns it."
-    return _form(describe, Collective.start, "_async", doc)
-
-
-def started_in_place(describe: Callable[_P, Collective[Any]]) -> Callable[_P, Handle]:
-    doc = "Start `{}_`. What it was given belongs to the library until `synchronize(handle)` returns it."
-    return _form(describe, Collective.start_in_place, "_async_", doc)
-
-
-def _form(
-    describe: Callable[_P, Collective[_R]], carry_out: Callable[[Collective[_R]], _T], suffix: str, doc: str
-) -> Callable[_P, _T]:
-    """A function that describes a call and carries it out. `help()` shows it as if it was written out."""
-
-    @run_eagerly
-    def form(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        return carry_out(describe(*args, **kwargs))
-
-    functools.update_wrapper(form, describe)
-    name = describe.__name__.removeprefix("_")
-    form.__name__ = form.__qualname__ = f"{name}{suffix}"
-    form.__doc__ = doc.format(name)
+    Only the plain form takes the argument `compression`. Without "grouped_", it takes one tensor, and returns one.
+    """
+    bare = name.removesuffix("_").removesuffix("_async")
+    carry_out, doc = _HOW[name[len(bare) :]]
+    is_grouped = name.startswith("grouped_")
     signature = inspect.signature(describe)
-    returned = "int" if "async" in suffix else signature.return_annotation.removeprefix("Collective[").removesuffix("]")
-    form.__annotations__ = {**describe.__annotations__, "return": returned}
-    form.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
-    return form
+    parameters = list(signature.parameters.values())
+    if not is_grouped:
+        parameters[0] = parameters[0].replace(name="tensor", annotation="Tensor")
+    omitted = next((i for i, each in enumerate(parameters) if each.name == "compression" and name != bare), None)
+    if omitted is not None:
+        del parameters[omitted]
+
+    def of_several(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        if omitted is not None and len(args) >= omitted:
+            args = (*args[: omitted - 1], None, *args[omitted - 1 :])
+        elif omitted is not None:
+            return finish(describe(tensors, *args, compression=None, **kwargs))
+        return finish(describe(tensors, *args, **kwargs))
+
+    def finish(call: Collective) -> Any:
+        if not is_grouped:
+            give = call.give
+            call.give = lambda tensors, numbers: give(tensors, numbers)[0]
+        return carry_out(call)
+
+    def of_one(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return of_several([tensor], *args, **kwargs)
+
+    made: Callable[..., Any] = run_eagerly(of_several if is_grouped else of_one)
+    made.__name__ = made.__qualname__ = name
+    made.__module__ = describe.__module__
+    made.__doc__ = describe.__doc__ if name == bare and not is_grouped else doc.format(bare.removeprefix("grouped_"))
+    made.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return made
 
 
 def check_tensors(tensors: Sequence[Tensor], what: str) -> None:

@@ -5,17 +5,18 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 
 from torchring import default_world as worlds
 from torchring.errors import RingError, TopologyError
+from torchring.horovod import builds
+from torchring.horovod.builds import *  # noqa: F403
 from torchring.horovod.elastic.worker import current_worker, find_worker
 from torchring.horovod.engine import CollectiveEngine
 from torchring.horovod.exceptions import HorovodInternalError
@@ -26,10 +27,9 @@ from torchring.horovod.timeline import Timeline
 from torchring.world import World
 
 __all__ = [
-    "ProcessSet", "add_process_set", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built",
-    "global_process_set", "gloo_built", "gloo_enabled", "init", "is_initialized", "local_rank", "local_size",
-    "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank", "remove_process_set", "rocm_built",
-    "shutdown", "size", "start_timeline", "stop_timeline",
+    "ProcessSet", "add_process_set", "cross_rank", "cross_size", "global_process_set", "init", "is_initialized",
+    "local_rank", "local_size", "rank", "remove_process_set", "shutdown", "size", "start_timeline", "stop_timeline",
+    *builds.__all__,
 ]  # fmt: skip
 
 _MOST_TRIES: Final = 20  # to meet, in an elastic job whose workers are lost meanwhile
@@ -37,26 +37,13 @@ _NOT_INITIALISED: Final = "Horovod has not been initialized; call hvd.init() fir
 
 
 class ProcessSet:
-    """Some of the ranks, which run collectives among themselves.
+    """Some of the ranks, which run collectives among themselves: global ranks, or those of an mpi4py communicator."""
 
-    Args:
-        ranks_or_comm: global ranks, or an mpi4py communicator whose processes are these ranks.
-
-    Attributes:
-        process_set_id: None until `init` or `add_process_set` has registered the set.
-        ranks: global ranks, ascending.
-        mpi_comm: the communicator, if there is one.
-    """
-
-    process_set_id: int | None = None
+    process_set_id: int | None = None  # until `init` or `add_process_set` has registered the set
 
     def __init__(self, ranks_or_comm: Any) -> None:
-        self.mpi_comm: Any = None
-        if hasattr(ranks_or_comm, "Get_group"):
-            self.mpi_comm = ranks_or_comm
-            self.ranks: list[int] = sorted(_ranks_of(ranks_or_comm))
-            return
-        ranks = list(ranks_or_comm)
+        self.mpi_comm = ranks_or_comm if hasattr(ranks_or_comm, "Get_group") else None
+        ranks = list(ranks_or_comm) if self.mpi_comm is None else _ranks_of(ranks_or_comm)
         if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in ranks):
             raise ValueError(f"a process set takes the global ranks of its processes, got {ranks!r}")
         self.ranks = sorted(set(ranks))
@@ -86,12 +73,7 @@ global_process_set: Final = ProcessSet([])
 
 
 class Context:
-    """The world, engine and process sets that `init` has opened.
-
-    Attributes:
-        sets: registered process sets by id.
-        handles: operations that were started, and not waited for yet; see `calls.Collective.give`.
-    """
+    """The world, engine and process sets that `init` has opened."""
 
     def __init__(self, world: World, settings: Settings) -> None:
         self.world = world
@@ -100,7 +82,8 @@ class Context:
         # Open the file of HOROVOD_TIMELINE before other ranks ask for anything.
         timeline = Timeline(str(settings.timeline), mark_cycles=settings.mark_cycles) if has_file else None
         self.engine = CollectiveEngine(world, settings, timeline)
-        self.sets: dict[int, ProcessSet] = {}
+        self.sets: dict[int, ProcessSet] = {}  # that are registered, by id
+        # Operations that were started, and not waited for yet; see `calls.Collective.give`.
         self.handles: dict[int, tuple[Operation, Callable[[Sequence[torch.Tensor], Sequence[int]], Any]]] = {}
         self.next_handle: Callable[[], int] = itertools.count().__next__
 
@@ -138,15 +121,11 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     for the next commit of those that train. The process ends here if the job is over, or goes on without this worker.
 
     Args:
-        comm: for Horovod's signature: None, the list of all ranks, or an mpi4py communicator of all ranks. A part of
-            the ranks is a ProcessSet.
+        comm: None, the list of all ranks, or an mpi4py communicator of all ranks. A part of the ranks is a ProcessSet.
         process_sets: sets to register at once, on all ranks alike; or "dynamic", which allows `add_process_set` and
             `remove_process_set` afterwards, as HOROVOD_DYNAMIC_PROCESS_SETS=1 does.
 
-    Raises:
-        ValueError: a wrong argument or HOROVOD_* variable; two of the process sets have the same ranks. The other sets
-            are registered then, and `init` can be called again.
-        HorovodInternalError: ranks could not meet.
+    Raises ValueError for wrong arguments or HOROVOD_* variables, HorovodInternalError if ranks could not meet.
     """
     global _context
     if isinstance(process_sets, str):
@@ -283,70 +262,10 @@ def is_homogeneous() -> bool:
     return len({len(ranks) for ranks in context().world.hosts}) == 1
 
 
-def mpi_threads_supported() -> bool:
-    """True if several threads may call MPI. ValueError unless mpirun has started this process."""
-    if not mpi_enabled():
-        raise ValueError("MPI is not in use: mpirun has not started this process")
-    from mpi4py import MPI
-
-    return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
-
-
-def mpi_enabled() -> bool:
-    """True if mpirun has started this process."""
-    return worlds.launcher().startswith(("mpirun", "mpiexec")) and mpi_built()
-
-
-def mpi_built() -> bool:
-    """True if mpi4py is installed."""
-    return importlib.util.find_spec("mpi4py") is not None
-
-
-def gloo_enabled() -> bool:
-    """True: ranks never need MPI."""
-    return True
-
-
-def gloo_built() -> bool:
-    """True if this PyTorch has Gloo."""
-    return bool(dist.is_available() and dist.is_gloo_available())
-
-
-def nccl_built() -> int:
-    """The version code of PyTorch's NCCL, such as 22703; 0 without NCCL."""
-    if not (torch.cuda.is_available() and dist.is_nccl_available()):
-        return 0
-    major, minor, patch = (*torch.cuda.nccl.version(), 0, 0)[:3]  # type: ignore[no-untyped-call]
-    return int(major * 10000 + minor * 100 + patch)
-
-
-def cuda_built() -> bool:
-    """True if this PyTorch has CUDA."""
-    return torch.version.cuda is not None
-
-
-def rocm_built() -> bool:
-    """True if this PyTorch has ROCm."""
-    return torch.version.hip is not None
-
-
-def ddl_built() -> bool:
-    """False: torchring has no support for IBM's DDL."""
-    return False
-
-
-def ccl_built() -> bool:
-    """False: torchring has no support for Intel's oneCCL."""
-    return False
-
-
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Register a process set, on all ranks in the same order. Collective among all ranks, in the set or not.
 
-    Raises:
-        ValueError: `init` was not called, or process sets are not dynamic; the ranks do not exist, or have a set
-            already.
-        HorovodInternalError: other ranks add another set.
+    Raises ValueError for a set that cannot be added, HorovodInternalError if other ranks add another set.
     """
     here = context()
     _check_dynamic()
@@ -368,10 +287,7 @@ def _add(process_set: ProcessSet) -> None:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a process set. Collective among all ranks. Returns False for a set that is not registered, or global.
-
-    Raises ValueError if `init` was not called, or process sets are not dynamic.
-    """
+    """Forget a process set. Collective among all ranks. Returns False for a set that is not registered, or global."""
     here = context()
     _check_dynamic()
     number = process_set.process_set_id
@@ -397,10 +313,7 @@ def _get_process_set_ids_and_ranks() -> dict[int, list[int]]:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Write a timeline from now on: rank 0 does, for all ranks.
-
-    Raises ValueError before `init`, or if HOROVOD_TIMELINE was not set then.
-    """
+    """Write a timeline from now on: rank 0 does, for all ranks. HOROVOD_TIMELINE must have been set before `init`."""
     here = context()
     if here.settings.timeline is None:
         raise ValueError("set HOROVOD_TIMELINE=DYNAMIC before hvd.init() to start timelines later")

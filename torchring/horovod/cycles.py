@@ -42,13 +42,7 @@ class Cycles(ABC):
         self._num_cycles = 0
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """Collective: begin a cycle, or take part in the cycle that another rank has begun.
-
-        Args:
-            data: any number of bytes; ranks may have different numbers.
-
-        Returns the data of all ranks, in rank order.
-        """
+        """Collective: begin a cycle, or take part in another rank's. Returns the data of all ranks, in rank order."""
         self._num_cycles += 1
         self._begin()
         return self._backend.exchange(data, _SIGNATURE)
@@ -79,9 +73,8 @@ class Cycles(ABC):
 class SharedMemoryCycles(Cycles):
     """`Cycles` of ranks that share memory: a bell for each rank, and how many cycles it has begun.
 
-    Args:
-        cycle_seconds: how long a rank that has begun a cycle waits for the other ranks' scripts to come by themselves,
-            before it wakes their sleeping threads.
+    A rank that has begun a cycle waits `cycle_seconds` for the other ranks' scripts to come by themselves, before it
+    wakes their sleeping threads.
     """
 
     def __init__(self, host: HostGroup, backend: Backend, cycle_seconds: float) -> None:
@@ -119,11 +112,7 @@ class SharedMemoryCycles(Cycles):
 
 
 class StoreCycles(Cycles):
-    """`Cycles` between hosts, through `backend`. A key in the world's store wakes the other ranks.
-
-    Args:
-        rendezvous: where the ranks of the world meet.
-    """
+    """`Cycles` between hosts, through `backend`. A key in the world's store wakes the other ranks."""
 
     def __init__(self, rendezvous: Rendezvous, backend: Backend) -> None:
         super().__init__(backend)

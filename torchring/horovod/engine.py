@@ -56,23 +56,17 @@ _HEARTBEAT_SECONDS: Final = 5.0  # between hosts, only a cycle shows whether the
 
 
 class CollectiveEngine:
-    """The operations of one world. Opening it is collective.
-
-    Attributes:
-        planes: process set -> how its ranks exchange data. Only of sets with this rank.
-        sets: process set -> its global ranks, ascending.
-        turns: counts SyncBatchNorm layers, and ends them after a join.
-    """
+    """The operations of one world. Opening it is collective."""
 
     def __init__(self, world: World, settings: Settings, timeline: Timeline | None = None) -> None:
         self.world = world
         self.timeline = timeline
-        self.turns = world.shared(LayerTurns)
+        self.turns = world.shared(LayerTurns)  # counts SyncBatchNorm layers, and ends them after a join
         self._settings = settings
         self._fusion_bytes = settings.fusion_threshold_bytes
         self._collectives = Collectives(world, "horovod", is_scripts=False)
         self._is_closed = False
-        # Process sets
+        # Process sets: the global ranks of each, ascending, and how these exchange data (only of sets with this rank)
         self.sets: dict[int, tuple[int, ...]] = {0: tuple(range(world.size))}
         self.planes: dict[int, Plane] = {}
         self._num_sets = 0  # that were ever added
@@ -146,18 +140,11 @@ class CollectiveEngine:
         if plane is not None:
             plane.world.close()
 
-    def submit(self, operation: Operation) -> None:
+    def submit(self, operation: Operation, *, wakes: bool = True) -> None:
         """Put an operation in line. The engine's thread will carry it out, if nobody waits for it before.
 
-        Raises:
-            ValueError: an operation of this name has been submitted, and is not done.
-            HorovodInternalError: the world is closed, or broken.
+        Raises ValueError if one of this name is under way, HorovodInternalError if the world is closed or broken.
         """
-        if self._put_in_line(operation) and self._cycles is not None:
-            self._cycles.wake()
-
-    def _put_in_line(self, operation: Operation) -> bool:
-        """Returns whether it is the first in line."""
         request = operation.request
         with self._state:
             if self._is_closed or not self.world.is_open:
@@ -174,13 +161,15 @@ class CollectiveEngine:
                 timeline.submitted(request)
             if len(self.sets[request.process_set]) == 1:  # of this rank alone
                 self._carry_out_alone(operation)
-                return False
+                return
             self._submitted.append(operation)
-            return len(self._submitted) == 1
+            is_first = len(self._submitted) == 1
+        if is_first and wakes and self._cycles is not None:
+            self._cycles.wake()
 
     def run(self, operation: Operation) -> Any:
         """Submit an operation and wait for its result."""
-        self._put_in_line(operation)  # and leave the engine's thread asleep: this thread runs the cycle
+        self.submit(operation, wakes=False)  # this thread runs the cycle
         return self.wait(operation)
 
     def wait(self, operation: Operation) -> Any:
@@ -252,20 +241,17 @@ class CollectiveEngine:
     def _take_part(self) -> None:
         """Run a cycle if there is reason for it."""
         assert self._cycles is not None
-        self._turn.acquire()
-        try:
-            if self._is_closed:
-                return
+        with self._turn:
             idle = time.monotonic() - self._last_cycle
             is_heartbeat = bool(self._in_flight) and not self.world.shares_memory and idle > _HEARTBEAT_SECONDS
+            if self._is_closed:
+                return
             if self._submitted or self._cycles.is_awaited() or is_heartbeat:
                 self._run_cycle()
             elif self._in_flight:
                 self._watch()
-        finally:
-            self._turn.release()
-            with self._state:
-                self._state.notify_all()
+        with self._state:
+            self._state.notify_all()
 
     def _watch(self) -> None:
         """Look after operations that wait for other ranks: check that these are alive, warn of long waits."""
@@ -297,15 +283,14 @@ class CollectiveEngine:
         self._last_cycle = time.monotonic()
         try:
             self._collectives.run("a cycle of Horovod's collectives", lambda backend: self._negotiate(operations))
-        except Exception as error:
-            self._end_all(error)
-            raise _as_internal_error(error) from error
         except BaseException as error:
             self._end_all(error)
-            raise
+            if not isinstance(error, Exception):
+                raise
+            raise _as_internal_error(error) from error
 
     def _negotiate(self, operations: Sequence[Operation]) -> None:
-        """Tell all ranks about these operations, learn about theirs, and carry out the operations that are ready."""
+        """Tell all ranks about these operations, learn about theirs, and carry out those that are ready."""
         assert self._cycles is not None
         requests = [operation.request for operation in operations]
         message = encode_requests(requests)

@@ -10,8 +10,7 @@ __all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedI
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
     """The hosts of the job have changed, or are about to. Raised at a commit, on all ranks at the same one.
 
-    Attributes:
-        skip_sync: True if hosts were only removed. The ranks that stay agree already.
+    With `skip_sync`, hosts were only removed: the ranks that stay agree already.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -23,14 +22,8 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
 
 
 class HorovodVersionMismatchError(ImportError):
-    """A framework has another version than the one that Horovod was built for. torchring, which is not built for one
-    version, never raises it: the name is for scripts that catch it.
-
-    Attributes:
-        name: the framework.
-        version: its version.
-        installed_version: the version that Horovod was built for.
-    """
+    """A framework has another version than the one that Horovod was built for. torchring never raises it: the name is
+    for scripts that catch it."""
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
         super().__init__(f"built for {name} {installed_version}, found {name} {version}", name=name)

@@ -27,19 +27,7 @@ _BOOL_OPS: Final = {"Sum": "max", "Max": "max", "Min": "min", "Product": "min"} 
 
 
 class Operation:
-    """One call of a collective on this rank.
-
-    Args:
-        request: describes the call to the other ranks.
-        tensors: are sent, or reduced in place.
-        handle: number of the call.
-
-    Attributes:
-        stream: the CUDA stream that computes the tensors. None on the CPU.
-        result: a `Result`, or the number that an operation on ranks or sets returns. None until `is_done`.
-        error: raised in the thread that waits.
-        is_done: True once there is a result or an error.
-    """
+    """One call of a collective on this rank, whose `tensors` are sent, or reduced in place."""
 
     __slots__ = ("error", "handle", "is_done", "request", "result", "since", "stream", "tensors")
 
@@ -47,25 +35,21 @@ class Operation:
         self.handle = handle
         self.request = request
         self.tensors = tensors
+        # The stream that computes the tensors.
         self.stream = torch.cuda.current_stream(tensors[0].device) if tensors and tensors[0].is_cuda else None
-        self.result: Any = None
-        self.error: Exception | None = None
+        self.result: Any = None  # a `Result`, or the number that an operation on ranks or sets returns
+        self.error: Exception | None = None  # raised in the thread that waits
         self.is_done = False
         self.since = 0.0
 
 
 @dataclass(frozen=True)
 class Plane:
-    """Exchanges data among the ranks of one process set.
+    """Exchanges data among the ranks of one process set."""
 
-    Attributes:
-        world: has exactly these ranks.
-        ranks: their global ranks, ascending.
-        run: calls a function with the backend that moves the bytes. Errors name what it was called for.
-    """
-
-    world: World
-    ranks: tuple[int, ...]
+    world: World  # has exactly these ranks
+    ranks: tuple[int, ...]  # their global ranks, ascending
+    # Calls a function with the backend that moves the bytes. Errors name what it was called for.
     run: Callable[[str, Callable[[Backend], list[Result]]], list[Result]]
 
 
@@ -73,13 +57,9 @@ class Plane:
 def carry_out(
     plane: Plane, operations_: Sequence[Operation | None], responses: Sequence[Response], backend: Backend
 ) -> list[Result]:
-    """The results of `operations_` on this rank, which all ranks of the plane carry out together.
+    """The results of `operations_` on this rank; an operation is None where this rank has joined, and gives zeros.
 
-    Args:
-        plane: of the process set.
-        operations_: None where this rank has joined, and contributes zeros.
-        responses: to each; several only for reductions that are alike.
-        backend: moves the bytes.
+    There are several only of reductions that are alike.
     """
     first = responses[0].first
     if first.kind == "allreduce":
@@ -104,11 +84,8 @@ def _all_reduce(backend: Backend, plane: Plane, tensors: Sequence[torch.Tensor],
         for tensor in tensors:
             adasum.all_reduce(backend, tensor, plane.world.rank, [[rank] for rank in range(len(plane.ranks))])
     else:
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for tensor in tensors:
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
-        for dtype, alike in by_dtype.items():
-            _reduce_alike(backend, alike, dtype, op)
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            _reduce_alike(backend, [tensor for tensor in tensors if tensor.dtype == dtype], dtype, op)
     for tensor in tensors:
         _complete(tensor, arguments, len(plane.ranks))
 
@@ -128,21 +105,16 @@ def _reduce_alike(backend: Backend, tensors: Sequence[torch.Tensor], dtype: torc
         tensor.copy_(result)
 
 
+def _reduction(op: str, dtype: torch.dtype) -> str:
+    """The name of the reduction for `torchring.collectives`. Averages of integers are sums, divided afterwards."""
+    return _OPS[op] if op != "Average" or dtype.is_floating_point or dtype.is_complex else "sum"
+
+
 def _complete(tensor: torch.Tensor, arguments: Mapping[str, Any], size: int) -> None:
     """What follows a reduction over `size` ranks: averages of integers are divided, then all values are scaled."""
-    if _divides(arguments["op"], tensor.dtype):
+    if arguments["op"] == "Average" and _reduction("Average", tensor.dtype) == "sum":
         tensor.div_(size, rounding_mode="trunc")
     scale(tensor, arguments["postscale_factor"])
-
-
-def _divides(op: str, dtype: torch.dtype) -> bool:
-    """True for averages of integers: the engine forms the sum, to be divided afterwards."""
-    return op == "Average" and not (dtype.is_floating_point or dtype.is_complex)
-
-
-def _reduction(op: str, dtype: torch.dtype) -> str:
-    """The name of the reduction for `torchring.collectives`."""
-    return "sum" if _divides(op, dtype) else _OPS[op]
 
 
 def scale(tensor: torch.Tensor, factor: float) -> None:

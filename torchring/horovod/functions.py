@@ -21,14 +21,10 @@ __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", 
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Overwrite tensors with those of rank `root_rank`, in place, as one operation.
+    """Overwrite tensors with those of the global rank `root_rank`, in place, as one operation.
 
-    Args:
-        params: `model.state_dict()`, or (name, tensor) pairs such as `model.named_parameters()`, or tensors. Sorted by
-            name, if there are names. Values that are no tensors are left alone.
-        root_rank: a global rank.
-
-    Raises ValueError for anything else, and what collectives raise (see `mpi_ops`).
+    `params` is `model.state_dict()`, or (name, tensor) pairs such as `model.named_parameters()`, or tensors. Values of
+    a dictionary that are no tensors are left alone.
     """
     if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
         raise ValueError(f"broadcast_parameters takes a state_dict() or parameters, got {type(params).__name__}")
@@ -44,14 +40,9 @@ def broadcast_parameters(
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
-    """Give `optimizer` the state and the options of that of rank `root_rank`. Collective, of all ranks in turn.
+    """Give `optimizer` the state and the options of that of rank `root_rank`. Collective.
 
     The ranks' own optimizers may have no state yet. Gradients that are None become zero, as in Horovod.
-
-    Args:
-        model: for Horovod's signature.
-
-    Raises ValueError for LBFGS, as Horovod does, and HorovodInternalError.
     """
     plain = optimizer.optimizer if isinstance(optimizer, DistributedOptimizer) else optimizer
     if isinstance(plain, torch.optim.LBFGS):

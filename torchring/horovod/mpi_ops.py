@@ -7,7 +7,7 @@ All of them raise ValueError for arguments that are wrong on this rank, and Horo
 what is wrong between ranks: different operations, dtypes, shapes or arguments of one name, or a rank that is gone.
 After a disagreement the library works as before.
 
-Functions `_x` that return a `Collective` describe a call; calls.py makes the public forms of it.
+Functions `_x` describe a call; `calls.form` makes the public forms of it.
 """
 
 from __future__ import annotations
@@ -24,17 +24,7 @@ from torch import Tensor
 from torchring.dynamo import run_eagerly
 from torchring.gradients.group import OptimizerGroup
 from torchring.horovod import context as _basics
-from torchring.horovod.calls import (
-    Collective,
-    Handle,
-    check_reducible,
-    check_rows,
-    check_tensors,
-    in_place,
-    plain,
-    started,
-    started_in_place,
-)
+from torchring.horovod.calls import Collective, Handle, check_reducible, check_rows, check_tensors, form
 from torchring.horovod.compression import Compression
 from torchring.horovod.context import *  # noqa: F403 - horovod.torch.mpi_ops has these, too
 from torchring.horovod.context import ProcessSet, context_of_collectives, global_process_set
@@ -76,16 +66,24 @@ def handle_average_backwards_compatibility(op: int | None, average: bool | None)
     return Average
 
 
-def _all(tensors: Sequence[Tensor], _: Sequence[int]) -> tuple[Tensor, ...]:
+def _all(tensors: Sequence[Tensor], _: Sequence[int]) -> Any:
     return tuple(tensors)
 
 
-# ---- allreduce
+def _compressed(compression: Any, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Callable[..., Any]]:
+    """The tensors to send, and what makes the caller's result of those that come back."""
+    if compression is None:
+        return tensors, _all
+    pairs = [compression.compress(tensor) for tensor in tensors]
+
+    def give(reduced: Sequence[Tensor], _: Sequence[int]) -> list[Tensor]:
+        return [compression.decompress(each, about) for each, (_, about) in zip(reduced, pairs, strict=True)]
+
+    return [sent for sent, _ in pairs], give
 
 
-@run_eagerly
-def allreduce(
-    tensor: Tensor,
+def _allreduce(
+    tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
     compression: Any = Compression.none,
@@ -93,8 +91,8 @@ def allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Tensor:
-    """The tensors of all ranks combined. Differentiable: gradients are combined in the same way.
+) -> Collective:
+    """The tensors of all ranks combined. Differentiable: gradients are combined in the same way. Returns a new tensor.
 
     Args:
         tensor: any shape; a floating-point, complex, integer or boolean dtype. Does not change.
@@ -103,67 +101,14 @@ def allreduce(
         compression: how to send the tensor; see `Compression`.
         op: Average, which is the default, Sum, Adasum, Min, Max or Product. The average of integers is cut off towards
             zero. For booleans, Sum and Max are "any", Min and Product are "all".
-        prescale_factor: multiplies each tensor before the reduction.
-        postscale_factor: multiplies the result.
+        prescale_factor, postscale_factor: multiply each tensor before the reduction, and the result.
         process_set: the ranks that take part.
-
-    Returns:
-        A new tensor.
     """
-    arguments = average, name, compression, op, prescale_factor, postscale_factor, process_set
-    return grouped_allreduce([tensor], *arguments)[0]
-
-
-@run_eagerly
-def grouped_allreduce(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[Tensor]:
-    """`allreduce` of several tensors as one operation. Dtypes may differ, devices may not."""
-    arguments = average, name, op, prescale_factor, postscale_factor, process_set
-    return _compressed(compression, tensors, lambda sent: _grouped_allreduce(sent, *arguments))
-
-
-def _compressed(
-    compression: Any, tensors: Sequence[Tensor], describe: Callable[[Sequence[Tensor]], Collective[tuple[Tensor, ...]]]
-) -> list[Tensor]:
-    """Carry out a collective of compressed tensors."""
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    reduced = describe([sent for sent, _ in pairs]).wait()
-    return [compression.decompress(each, about) for each, (_, about) in zip(reduced, pairs, strict=True)]
-
-
-def _allreduce(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Collective[Tensor]:
-    return _grouped_allreduce([tensor], average, name, op, prescale_factor, postscale_factor, process_set).of_one()
-
-
-def _grouped_allreduce(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Collective[tuple[Tensor, ...]]:
     op = handle_average_backwards_compatibility(op, average)
     arguments = _how_to_reduce(op, prescale_factor, postscale_factor, ALLREDUCE)
-    check_tensors(tensors, "grouped_allreduce")
-    for tensor in tensors:
+    sent, give = _compressed(compression, tensors)
+    check_tensors(sent, "grouped_allreduce")
+    for tensor in sent:
         check_reducible(tensor, arguments["op"], ALLREDUCE)
     if op == Adasum:
         here = context_of_collectives()
@@ -173,22 +118,20 @@ def _grouped_allreduce(
                 f"Adasum takes all ranks, and a power of two of them; got {len(ranks)} of {here.world.size}"
             )
 
-    def gradient(grads: Sequence[Tensor], _: Sequence[int]) -> Sequence[Tensor]:
-        return _grouped_allreduce(grads, None, None, op, prescale_factor, postscale_factor, process_set).wait()
+    def gradient(grads: Sequence[Tensor], _: Sequence[int]) -> Any:
+        return _allreduce(grads, None, None, None, op, prescale_factor, postscale_factor, process_set).wait()
 
-    return Collective(ALLREDUCE, tensors, name, process_set, _all, gradient, arguments, overwrites=True)
-
-
-allreduce_ = in_place(_allreduce)
-allreduce_async = started(_allreduce)
-allreduce_async_ = started_in_place(_allreduce)
-grouped_allreduce_ = in_place(_grouped_allreduce)
-grouped_allreduce_async = started(_grouped_allreduce)
-grouped_allreduce_async_ = started_in_place(_grouped_allreduce)
+    return Collective(ALLREDUCE, sent, name, process_set, give, gradient, arguments, overwrites=True)
 
 
-def _average(tensors: Sequence[Tensor], process_set: ProcessSet) -> Sequence[Tensor]:
-    return _grouped_allreduce(tensors, process_set=process_set).wait()
+allreduce = form("allreduce", _allreduce)
+allreduce_ = form("allreduce_", _allreduce)
+allreduce_async = form("allreduce_async", _allreduce)
+allreduce_async_ = form("allreduce_async_", _allreduce)
+grouped_allreduce = form("grouped_allreduce", _allreduce)
+grouped_allreduce_ = form("grouped_allreduce_", _allreduce)
+grouped_allreduce_async = form("grouped_allreduce_async", _allreduce)
+grouped_allreduce_async_ = form("grouped_allreduce_async_", _allreduce)
 
 
 def sparse_allreduce_async(
@@ -210,65 +153,42 @@ def sparse_allreduce_async(
     return wait
 
 
-# ---- allgather
-
-
 def _allgather(
-    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Collective[Tensor]:
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Collective:
     """The tensors of all ranks, one after the other along dimension 0, in rank order. Differentiable.
 
     Args:
         tensor: any dtype, at least one dimension; only the size of dimension 0 may differ between ranks.
     """
-    return _grouped_allgather([tensor], name, process_set).of_one()
-
-
-def _grouped_allgather(
-    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Collective[tuple[Tensor, ...]]:
-    """`allgather` of several tensors as one operation."""
     check_tensors(tensors, "grouped_allgather")
     check_rows(tensors, "allgather")
     num_rows = [len(tensor) for tensor in tensors]
 
     def gradient(grads: Sequence[Tensor], starts: Sequence[int]) -> Sequence[Tensor]:
-        means = _average(grads, process_set)
+        means = _allreduce(grads, process_set=process_set).wait()
         return [mean[start : start + rows] for mean, start, rows in zip(means, starts, num_rows, strict=True)]
 
     return Collective("allgather", tensors, name, process_set, _all, gradient)
 
 
-allgather = plain(_allgather)
-allgather_async = started(_allgather)
-grouped_allgather = plain(_grouped_allgather)
-grouped_allgather_async = started(_grouped_allgather)
+allgather = form("allgather", _allgather)
+allgather_async = form("allgather_async", _allgather)
+grouped_allgather = form("grouped_allgather", _allgather)
+grouped_allgather_async = form("grouped_allgather_async", _allgather)
 
 
-# ---- broadcast
-
-
-def _broadcast(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Collective[Tensor]:
+def broadcast_of(
+    tensors: Sequence[Tensor],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Collective:
     """The tensor of rank `root_rank`, which is a global rank, on all ranks. Differentiable. Returns a new tensor.
 
     Args:
         tensor: any dtype, the same shape on all ranks. Does not change.
     """
-    return broadcast_of([tensor], root_rank, name, process_set).of_one()
-
-
-broadcast = plain(_broadcast)
-broadcast_ = in_place(_broadcast)
-broadcast_async = started(_broadcast)
-broadcast_async_ = started_in_place(_broadcast)
-
-
-def broadcast_of(
-    tensors: Sequence[Tensor], root_rank: int, name: str | None, process_set: ProcessSet
-) -> Collective[tuple[Tensor, ...]]:
-    """`broadcast` of several tensors as one operation, which Horovod does not have."""
     here = context_of_collectives()
     check_tensors(tensors, "broadcast")
     ranks = here.ranks_of(process_set)
@@ -277,14 +197,17 @@ def broadcast_of(
     is_root = here.world.rank == root_rank
 
     def gradient(grads: Sequence[Tensor], _: Sequence[int]) -> Sequence[Tensor]:
-        means = _average(grads, process_set)
+        means: Sequence[Tensor] = _allreduce(grads, process_set=process_set).wait()
         return means if is_root else [torch.zeros_like(mean) for mean in means]
 
     arguments = {"root rank": int(root_rank)}
     return Collective("broadcast", tensors, name, process_set, _all, gradient, arguments, overwrites=True)
 
 
-# ---- alltoall
+broadcast = form("broadcast", broadcast_of)
+broadcast_ = form("broadcast_", broadcast_of)
+broadcast_async = form("broadcast_async", broadcast_of)
+broadcast_async_ = form("broadcast_async_", broadcast_of)
 
 
 @run_eagerly
@@ -303,19 +226,19 @@ def alltoall(
     Returns:
         The received rows, in rank order; with `splits`, also how many came from each rank, as an int32 tensor.
     """
-    rows, counts = _alltoall(tensor, splits, name, process_set).wait()
+    ((rows, counts),) = _alltoall([tensor], splits, name, process_set).wait()
     return rows if splits is None else (rows, counts)
 
 
 def _alltoall(
-    tensor: Tensor,
+    tensors: Sequence[Tensor],
     splits: Tensor | Sequence[int] | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Collective[tuple[Tensor, Tensor]]:
-    here = context_of_collectives()
-    check_tensors([tensor], "alltoall")
-    check_rows([tensor], "alltoall")
+) -> Collective:
+    here, tensor = context_of_collectives(), tensors[0]
+    check_tensors(tensors, "alltoall")
+    check_rows(tensors, "alltoall")
     num_ranks = len(here.ranks_of(process_set))
     rows = tensor.shape[0]
     if splits is None:
@@ -333,32 +256,28 @@ def _alltoall(
     device = splits.device if isinstance(splits, Tensor) else "cpu"
     unsent = (rows - sum(counts), *tensor.shape[1:])
 
-    def give(tensors: Sequence[Tensor], received: Sequence[int]) -> tuple[Tensor, Tensor]:
-        return tensors[0], torch.tensor(received, dtype=torch.int32, device=device)
+    def give(tensors: Sequence[Tensor], received: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        return [(tensors[0], torch.tensor(received, dtype=torch.int32, device=device))]
 
     def gradient(grads: Sequence[Tensor], received: Sequence[int]) -> Sequence[Tensor]:
-        grad, _ = _alltoall(grads[0], received, None, process_set).wait()
+        ((grad, _),) = _alltoall(grads, received, None, process_set).wait()
         return [torch.cat([grad, grad.new_zeros(unsent)])]
 
-    return Collective("alltoall", [tensor], name, process_set, give, gradient, splits=tuple(counts))
+    return Collective("alltoall", tensors, name, process_set, give, gradient, splits=tuple(counts))
 
 
-alltoall_async = started(_alltoall)
+alltoall_async = form("alltoall_async", _alltoall)
 
 
-# ---- reducescatter
-
-
-@run_eagerly
-def reducescatter(
-    tensor: Tensor,
+def _reducescatter(
+    tensors: Sequence[Tensor],
     name: str | None = None,
     compression: Any = Compression.none,
     op: int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Tensor:
+) -> Collective:
     """This rank's share of the rows of the average, or sum, of all ranks' tensors. Differentiable.
 
     Args:
@@ -366,66 +285,29 @@ def reducescatter(
             first ranks get one more.
         op: Average or Sum. For the others see `allreduce`.
     """
-    return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
-
-
-@run_eagerly
-def grouped_reducescatter(
-    tensors: Sequence[Tensor],
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> list[Tensor]:
-    """`reducescatter` of several tensors as one operation."""
-    arguments = name, op, process_set, prescale_factor, postscale_factor
-    return _compressed(compression, tensors, lambda sent: _grouped_reducescatter(sent, *arguments))
-
-
-def _reducescatter(
-    tensor: Tensor,
-    name: str | None = None,
-    op: int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Collective[Tensor]:
-    return _grouped_reducescatter([tensor], name, op, process_set, prescale_factor, postscale_factor).of_one()
-
-
-def _grouped_reducescatter(
-    tensors: Sequence[Tensor],
-    name: str | None = None,
-    op: int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Collective[tuple[Tensor, ...]]:
     here = context_of_collectives()
     arguments = _how_to_reduce(op, prescale_factor, postscale_factor, "reducescatter")
     if op not in (Average, Sum):
         raise HorovodInternalError(f"reducescatter takes op=Average or op=Sum, got {arguments['op']}")
-    check_tensors(tensors, "grouped_reducescatter")
-    check_rows(tensors, "reducescatter")
-    for tensor in tensors:
+    sent, give = _compressed(compression, tensors)
+    check_tensors(sent, "grouped_reducescatter")
+    check_rows(sent, "reducescatter")
+    for tensor in sent:
         check_reducible(tensor, arguments["op"], "reducescatter")
         if tensor.dtype == torch.bool or tensor.is_complex():
             raise ValueError(f"reducescatter does not take {tensor.dtype}")
     factor = prescale_factor * postscale_factor * (len(here.ranks_of(process_set)) if op == Sum else 1)
 
     def gradient(grads: Sequence[Tensor], _: Sequence[int]) -> Sequence[Tensor]:
-        return [grad * factor for grad in _grouped_allgather(grads, None, process_set).wait()]
+        return [grad * factor for grad in _allgather(grads, None, process_set).wait()]
 
-    return Collective("reducescatter", tensors, name, process_set, _all, gradient, arguments)
-
-
-reducescatter_async = started(_reducescatter)
-grouped_reducescatter_async = started(_grouped_reducescatter)
+    return Collective("reducescatter", sent, name, process_set, give, gradient, arguments)
 
 
-# ---- join, barrier, handles
+reducescatter = form("reducescatter", _reducescatter)
+reducescatter_async = form("reducescatter_async", _reducescatter)
+grouped_reducescatter = form("grouped_reducescatter", _reducescatter)
+grouped_reducescatter_async = form("grouped_reducescatter_async", _reducescatter)
 
 
 def join(device: int = -1) -> int:
@@ -433,16 +315,10 @@ def join(device: int = -1) -> int:
 
     Until then, this rank takes part in the allreduces of the others, and in those of their DistributedOptimizers, with
     zeros. An average is divided by the number of all ranks all the same. Other collectives of the others, and
-    SyncBatchNorm layers in training, raise HorovodInternalError.
+    SyncBatchNorm layers in training, raise HorovodInternalError. Each step of a DistributedOptimizer has to come within
+    the timeout after the one before.
 
-    The others may go on for longer than the timeout. Only if there is a DistributedOptimizer, each of its steps has to
-    come within the timeout after the one before.
-
-    Args:
-        device: for Horovod's signature. Zeros need no GPU.
-
-    Returns:
-        The rank that has joined last. Of several in the same moment, the highest.
+    Returns the rank that has joined last. Of several in the same moment, the highest.
     """
     here = context_of_collectives()
     request = Request(JOIN, JOIN, arguments={LAYERS: here.engine.turns.num_begun})

@@ -31,23 +31,15 @@ _FREE_ROWS: Final = ("allgather", "alltoall")  # the size of dimension 0 may dif
 
 @dataclass(frozen=True)
 class Request:
-    """One call of a collective on one rank.
+    """One call of a collective on one rank."""
 
-    Attributes:
-        kind: "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "join", ...
-        name: by which ranks match their calls.
-        process_set: id of the process set.
-        tensors: dtype and shape of each tensor; several in a grouped call.
-        arguments: what must be equal on all ranks, beside dtype and shape: op, scale factors, root rank, device.
-        splits: rows for each rank, of alltoall. They may differ between ranks.
-    """
-
-    kind: str
-    name: str
+    kind: str  # "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "join", ...
+    name: str  # by which ranks match their calls
     process_set: int = 0
-    tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()  # dtype and shape of each; several in a grouped call
+    # What must be equal on all ranks, beside dtype and shape: op, scale factors, root rank, device.
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    splits: tuple[int, ...] = ()
+    splits: tuple[int, ...] = ()  # rows for each rank, of alltoall; may differ between ranks
 
     @property
     def key(self) -> tuple[int, str]:
@@ -101,17 +93,11 @@ def decode_requests(data: bytes) -> list[Request]:
 
 @dataclass(frozen=True)
 class Response:
-    """A collective that all ranks carry out now.
+    """A collective that all ranks carry out now."""
 
-    Attributes:
-        requests: rank -> its request. Ranks that have joined are missing.
-        error: why the ranks do not fit together, for all of them to raise; "" if they do.
-        last_to_join: the rank that has joined last, in the response to "join"; else -1.
-    """
-
-    requests: Mapping[int, Request]
-    error: str = ""
-    last_to_join: int = -1
+    requests: Mapping[int, Request]  # by rank; ranks that have joined are missing
+    error: str = ""  # why the ranks do not fit together, for all of them to raise
+    last_to_join: int = -1  # the rank that has joined last, in the response to "join"
 
     @property
     def first(self) -> Request:

@@ -32,8 +32,9 @@ from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import Guest, Participant
 from torchring.gradients.validation import parameters_of, sparse_parameters
 from torchring.horovod import mpi_ops
+from torchring.horovod.builds import rocm_built
 from torchring.horovod.compression import BF16Compressor, Compression, Compressor, FP16Compressor, NoneCompressor
-from torchring.horovod.context import ProcessSet, context, global_process_set, rocm_built
+from torchring.horovod.context import ProcessSet, context, global_process_set
 from torchring.horovod.elastic.worker import current_worker
 from torchring.participants.replicas import ReplicaCheck
 from torchring.world import World
@@ -61,29 +62,20 @@ class _LenientReplicaCheck(ReplicaCheck):
 
 
 class DistributedOptimizer(wrapping.DistributedOptimizer):
-    """An optimizer that reduces its gradients over all ranks, with Horovod's arguments.
-
-    `torchring.DistributedOptimizer` says what it has in common with the optimizer that it wraps: state is kept, and it
-    can be pickled and copied. The wrapped optimizer is its attribute `optimizer`.
+    """An optimizer that reduces its gradients over all ranks, with Horovod's arguments. See `torchring.wrap`, too.
 
     Args:
-        optimizer: any torch.optim.Optimizer.
         named_parameters: (name, parameter) pairs that name all parameters of the optimizer, for errors.
         compression: `Compression.none`, `.fp16` or `.bf16`, or an object of the script's own with `compress` and
             `decompress`.
         backward_passes_per_step: gradients of so many backwards are added up before they are reduced. `step()` reduces
             what there is.
         op: Average, Sum or Adasum.
-        gradient_predivide_factor: Horovod divides by this number before the sum, and by size() / it afterwards. Here,
-            an average is scaled in fp32 and rounded once, so that the factor makes no difference.
-        num_groups, groups: how Horovod groups gradients. torchring's buckets do not need them.
-        sparse_as_dense: reduce sparse gradients as dense ones; they stay sparse. torchring reduces both.
+        gradient_predivide_factor, num_groups, groups, sparse_as_dense: make no difference: an average is scaled in fp32
+            and rounded once, buckets need no groups, and sparse gradients are reduced, too.
         process_set: the ranks that reduce. Others make steps of their own.
 
-    Raises:
-        ValueError: a wrong argument, which is found before anything else happens.
-        NotImplementedError: Adasum on a process set.
-        HorovodInternalError: other ranks wrap another optimizer.
+    Raises ValueError for wrong arguments, HorovodInternalError if other ranks wrap another optimizer.
     """
 
     # Not pickled
@@ -339,12 +331,9 @@ def _close_earlier(optimizer: Optimizer) -> None:
 def _check_names(
     optimizer: Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
 ) -> dict[torch.nn.Parameter, str]:
+    own = [(i, j, p) for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])]
     if named_parameters is None:
-        return {
-            parameter: f"allreduce.noname.{i}.{j}"
-            for i, group in enumerate(optimizer.param_groups)
-            for j, parameter in enumerate(group["params"])
-        }
+        return {parameter: f"allreduce.noname.{i}.{j}" for i, j, parameter in own}
     pairs = list(named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise ValueError("named_parameters takes (name, parameter) pairs, such as model.named_parameters()")
@@ -352,14 +341,8 @@ def _check_names(
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"names in named_parameters must be unique; these are not: {', '.join(repeated)}")
     named = {id(parameter) for _, parameter in pairs}
-    unnamed = [
-        f"group {i}, parameter {j}"
-        for i, group in enumerate(optimizer.param_groups)
-        for j, parameter in enumerate(group["params"])
-        if id(parameter) not in named
-    ]
-    if unnamed:
-        raise ValueError(f"named_parameters leaves out parameters of the optimizer: {'; '.join(unnamed)}")
+    if unnamed := "; ".join(f"group {i}, parameter {j}" for i, j, parameter in own if id(parameter) not in named):
+        raise ValueError(f"named_parameters leaves out parameters of the optimizer: {unnamed}")
     return {parameter: name for name, parameter in pairs}
 
 

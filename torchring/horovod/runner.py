@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar
 
 from torchring.errors import ranks_in_words
 from torchring.launch import task
-from torchring.launch.horovodrun import SOCKETS
+from torchring.launch.horovodrun import SOCKETS, ssh_options_of
 from torchring.launch.hosts import Host, LaunchError, is_here, parse_hostfile, parse_hosts
 from torchring.launch.launcher import start
 from torchring.launch.output import OutputOptions
@@ -61,33 +61,13 @@ def run(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[_T]:
-    """Call func(*args, **kwargs) on `num_proc` processes: `horovod.run`.
+    """Call func(*args, **kwargs) on `num_proc` processes: `horovod.run`, with Horovod's arguments.
 
-    The signature is Horovod's. Function, arguments and results are pickled, by cloudpickle where it is installed;
-    without cloudpickle the function must be one that the processes can import. Signals that stop this process end the
-    others, if this is called from the main thread.
-
-    Args:
-        func: the function to call. It calls `init` itself.
-        num_proc, np: number of processes.
-        hosts: "a:2,b:2"; this host by default. The first host gets the lowest ranks.
-        hostfile: a file with a line `a slots=2` for each host, in place of `hosts`.
-        ssh_port, ssh_identity_file: for hosts that are reached through ssh.
-        output_filename: a folder, in which rank N's output is also written to rankN.log.
-        verbose: print how many processes are started, and where.
-        use_gloo, use_mpi: start the processes without mpirun, or with it.
-        network_interface, network_interfaces: "a,b", over which ranks of several hosts talk.
-        min_num_proc, max_num_proc, min_np, max_np, slots, reset_limit, cooldown_range, start_timeout, disable_cache,
-            mpi_args, executable: no meaning here; a warning names those that are given.
+    Function, arguments and results are pickled, by cloudpickle where it is installed; without cloudpickle the function
+    must be one that the processes can import. The function calls `init` itself. A warning names arguments that have no
+    meaning here. If a process fails, RuntimeError has its traceback, and the function's exception is the cause.
 
     Returns the results in the order of ranks.
-
-    Raises:
-        RuntimeError: a process failed. The text says which one, and has its traceback; the exception of the function is
-            the cause.
-        ValueError: arguments that exclude each other, hosts that do not parse, something that cannot be pickled.
-        NotImplementedError: `host_discovery_script`.
-        torchring.launch.hosts.LaunchError: nothing was started.
     """
     if hosts is not None and hostfile is not None:
         raise ValueError(f"give hosts or hostfile, not both, got hosts={hosts!r} and hostfile={os.fspath(hostfile)!r}")
@@ -100,16 +80,15 @@ def run(
         "reset_limit": reset_limit, "cooldown_range": cooldown_range, "start_timeout": start_timeout,
         "disable_cache": disable_cache, "mpi_args": mpi_args, "executable": executable,
     }  # fmt: skip
-    if given := [name for name, value in ignored.items() if value is not None]:
-        warnings.warn(f"torchring.horovod.run: {', '.join(given)}: no meaning here, ignored", stacklevel=2)
+    if given := ", ".join(name for name, value in ignored.items() if value is not None):
+        warnings.warn(f"torchring.horovod.run: {given}: no meaning here, ignored", stacklevel=2)
     number = num_proc if np is None else np
     if number < 1:
         raise ValueError(f"num_proc must be 1 or more, got {number}")
     places = _places(hosts, hostfile)
     launcher = "mpirun" if use_mpi else "auto" if not use_gloo else "local" if places is None else "ssh"
     sockets = network_interfaces or network_interface
-    ssh_options = [] if ssh_port is None else ["-p", str(ssh_port)]
-    ssh_options += [] if ssh_identity_file is None else ["-i", ssh_identity_file]
+    ssh_options = ssh_options_of(ssh_port, ssh_identity_file)
     payload = _pickled(func, args, kwargs or {})
     is_shared = places is not None and not all(is_here(host.name) for host in places)
     folder = Path(tempfile.mkdtemp(prefix=".torchring-run-" if is_shared else None, dir="." if is_shared else None))
@@ -118,18 +97,11 @@ def run(
     try:
         files.write(task.PAYLOAD, payload)
         command = ["-c", task.PROGRAM, str(files.folder)]
+        env = {JOB: secret, **(dict.fromkeys(SOCKETS, sockets) if sockets else {})}
         if verbose:
             print(f"torchring.horovod.run: {number} processes on {hosts or hostfile or 'this machine'}", flush=True)
-        code = start(
-            command,
-            number,
-            places,
-            {JOB: secret, **(dict.fromkeys(SOCKETS, sockets) if sockets else {})},
-            launcher,
-            OutputOptions(log_dir=output_filename),
-            ssh_options=ssh_options,
-        )
-        return _results(files, number, code)
+        output = OutputOptions(log_dir=output_filename)
+        return _results(files, number, start(command, number, places, env, launcher, output, ssh_options=ssh_options))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

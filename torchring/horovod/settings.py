@@ -35,33 +35,19 @@ _warned_of: set[str] = set()  # in this process
 
 @dataclass(frozen=True)
 class Settings:
-    """The values of the HOROVOD_* variables. The defaults are Horovod's.
+    """The values of the HOROVOD_* variables. The defaults are Horovod's."""
 
-    Attributes:
-        fusion_threshold_bytes: tensors are reduced together until they have this many bytes. 0: never together.
-        cycle_seconds: how long a tensor may wait for others to be reduced with. The variable has milliseconds.
-        timeline: path of the timeline's file, DYNAMIC_TIMELINE if start_timeline() will give one, or None.
-        mark_cycles: show negotiation cycles in the timeline.
-        stall_check: warn of ranks that keep others waiting. The variable disables it.
-        stall_warning_seconds: how long a rank waits before it warns. 0 for never.
-        stall_shutdown_seconds: how long a rank waits before it gives up. 0 for never. Horovod ignores a time shorter
-            than the warning's; torchring gives up at that time, warned or not.
-        dynamic_process_sets: process sets may be added and removed after init().
-        log_level: level of the logger "torchring", as in `logging`. None leaves the logger as it is.
-        timeout_seconds: how long ranks may take to meet in init(), and a peer to move bytes of a collective that all
-            ranks have called. None for torchring's default. Not how long a rank waits for another one to call a
-            collective: Horovod never gives up on that, unless stall_shutdown_seconds says so.
-    """
-
-    fusion_threshold_bytes: int = 128 * 2**20
-    cycle_seconds: float = 0.001
-    timeline: str | None = None
-    mark_cycles: bool = False
-    stall_check: bool = True
+    fusion_threshold_bytes: int = 128 * 2**20  # tensors are reduced together up to this size. 0: never together
+    cycle_seconds: float = 0.001  # how long a tensor may wait for others to be reduced with
+    timeline: str | None = None  # path of the file, or DYNAMIC_TIMELINE if start_timeline() will give one
+    mark_cycles: bool = False  # in the timeline
+    stall_check: bool = True  # warn of ranks that keep others waiting
     stall_warning_seconds: float = 60.0
-    stall_shutdown_seconds: float = 0.0
-    dynamic_process_sets: bool = False
-    log_level: int | None = None
+    stall_shutdown_seconds: float = 0.0  # how long a rank waits before it gives up, warned or not. 0 for never
+    dynamic_process_sets: bool = False  # may be added and removed after init()
+    log_level: int | None = None  # of the logger "torchring"
+    # How long ranks may take to meet, and a peer to move bytes of a collective that all have called. Not how long a
+    # rank waits for another one to call a collective: Horovod gives up on that after stall_shutdown_seconds only.
     timeout_seconds: float | None = None
 
 

@@ -25,12 +25,7 @@ _END: Final = "\n]\n"
 
 
 class Timeline:
-    """The file. For any thread.
-
-    Args:
-        path: is overwritten.
-        mark_cycles: mark each negotiation cycle.
-    """
+    """The file, which is overwritten. For any thread."""
 
     def __init__(self, path: str, *, mark_cycles: bool) -> None:
         self._file: io.TextIOWrapper | None = open(create(Path(path)), "w")  # noqa: SIM115 - closed by `close`

@@ -80,33 +80,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--horovod", action="store_true", help="have `import horovod.torch` find torchring.horovod in the script"
     )
-    group.add_argument(
-        *("-cb", "--check-build"),
-        action="version",
-        version="torchring: PyTorch; Gloo between hosts, and MPI under mpirun with mpi4py; NCCL's place is taken by "
-        "torchring's own kernels. `torchring doctor` says what this machine offers.",
-        help="say what processes reduce with",
+    build = (
+        "torchring: PyTorch; Gloo between hosts, and MPI under mpirun with mpi4py; NCCL's place is taken by "
+        "torchring's own kernels. `torchring doctor` says what this machine offers."
     )
+    what = "say what processes reduce with"
+    group.add_argument("-cb", "--check-build", action="version", version=build, help=what)
     group.add_argument("--config-file", type=_no_file, metavar="FILE", help="refused: pass its settings as options")
     group.add_argument("--verbose", action="store_true", help="say what is started where")
-    group.add_argument(
-        "-p", "--ssh-port", type=whole("a TCP port, 1 to 65535", 1, 65535), metavar="PORT", help="of ssh on other hosts"
-    )
+    port = whole("a TCP port, 1 to 65535", 1, 65535)
+    group.add_argument("-p", "--ssh-port", type=port, metavar="PORT", help="of ssh on other hosts")
     group.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="key for ssh")
     group.add_argument("--output-filename", dest="log_dir", metavar="DIR", help="as --log-dir")
     how = group.add_mutually_exclusive_group()
     how.add_argument("--gloo", action="store_true", help="start processes without mpirun")
     how.add_argument("--mpi", action="store_true", help="start processes with mpirun")
-    group.add_argument(
-        *("--network-interfaces", "--network-interface"),
-        dest="settings",
-        type=_interfaces,
-        action="append",
-        metavar="a,b",
-        help=f"{' and '.join(SOCKETS)} for the processes",
-    )
+    names, sockets = ("--network-interfaces", "--network-interface"), f"{' and '.join(SOCKETS)} for the processes"
+    group.add_argument(*names, dest="settings", type=_interfaces, action="append", metavar="a,b", help=sockets)
     for name, variable, convert, metavar in _SETTINGS:
-        setting = functools.partial(_setting, variable, convert)
+        setting = functools.partial(lambda variable, convert, text: {variable: convert(text)}, variable, convert)
         help_ = f"{variable} for the processes"
         group.add_argument(name, dest="settings", type=setting, action="append", metavar=metavar, help=help_)
     for name, variable, value in _SWITCHES:
@@ -114,8 +106,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         group.add_argument(name, dest="settings", const={variable: value}, action="append_const", help=help_)
     for name in _IGNORED_SWITCHES.split():
         group.add_argument(name, dest="ignored", const=name, action="append_const", help=argparse.SUPPRESS)
-    for name in _IGNORED_SETTINGS.split():
-        its_name = functools.partial(_name, name)  # in place of its value
+    for name in _IGNORED_SETTINGS.split():  # their name in place of their value
+        its_name = functools.partial(lambda name, _: name, name)
         group.add_argument(name, dest="ignored", type=its_name, action="append", help=argparse.SUPPRESS)
     parser.set_defaults(settings=[], ignored=[])
 
@@ -153,10 +145,9 @@ def launcher_of(options: argparse.Namespace) -> str:
     return "local" if options.hosts is None and options.hostfile is None else "ssh"
 
 
-def ssh_options_of(options: argparse.Namespace) -> list[str]:
+def ssh_options_of(port: int | None, identity_file: str | None) -> list[str]:
     """Arguments for ssh."""
-    port = [] if options.ssh_port is None else ["-p", str(options.ssh_port)]
-    return port + ([] if options.ssh_identity_file is None else ["-i", options.ssh_identity_file])
+    return ([] if port is None else ["-p", str(port)]) + ([] if identity_file is None else ["-i", identity_file])
 
 
 def describe(command: Sequence[str], num_proc: int | None, hosts: Sequence[Host] | None) -> str:
@@ -177,14 +168,6 @@ def with_aliases(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ`, in which every Python process finds torchring for `import horovod.torch`."""
     paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != str(_STARTUP)]
     return {**environ, "PYTHONPATH": os.pathsep.join([str(_STARTUP), *paths])}
-
-
-def _setting(variable: str, convert: Callable[[str], str], text: str) -> dict[str, str]:
-    return {variable: convert(text)}
-
-
-def _name(name: str, _: str) -> str:
-    return name
 
 
 def _interfaces(text: str) -> dict[str, str]:

@@ -35,25 +35,18 @@ class Host:
 
 @dataclass(frozen=True)
 class HostPlan:
-    """The share of one host in a launch, for its agent.
+    """The share of one host in a launch, for its agent."""
 
-    Attributes:
-        num_proc: number of ranks on this host.
-        num_hosts, number: number of hosts, and the number of this host, 0 <= number < num_hosts.
-        host: name of this host, for messages.
-        address, port: where the agents meet, if there are several hosts.
-        output: how to show the output of the ranks.
-        bind: where the ranks run, see `placement.py`.
-    """
-
-    num_proc: int
+    num_proc: int  # ranks on this host
+    first_rank: int
+    size: int  # number of all ranks
     num_hosts: int
-    number: int
-    host: str
-    address: str
+    number: int  # of this host, 0 <= number < num_hosts
+    host: str  # for messages
+    address: str  # where the agents meet, if there are several hosts
     port: int
     output: OutputOptions
-    bind: str = "auto"
+    bind: str = "auto"  # where the ranks run, see placement.py
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -96,20 +96,14 @@ def host_job(
     patience: float | None = None,
     title: str = "",
 ) -> Job:
-    """A job on this host, or on another one through ssh, srun or kubectl.
+    """A job on this host, or on another one through ssh, srun or kubectl (if `name` is that of a pod).
 
     Args:
         env: variables to set for the command.
         environ: the other variables of a command on this host, and of one that srun starts. Through ssh, see
             `forwarded`.
-        silence: seconds without a heartbeat, after which a reaper of another host ends the command.
-        sharing: if the command is one of so many ranks of the host, which share its cores equally: their number. It
-            matters if OMP_NUM_THREADS is not set there.
+        silence, sharing, patience, title: of the reaper, see reaper.py. `silence` counts on other hosts only.
         ssh_options: arguments for ssh, such as -p and a port.
-        launcher: "srun" for srun, inside an allocation of Slurm. "kubectl" for kubectl, if `name` is that of a pod.
-            Otherwise ssh.
-        patience: seconds that the command gets to end after a signal. By default those of reaper.py.
-        title: what to call the command in a message, if a signal ends it. By default there is no message.
     """
     options = {"patience": patience, "title": title, "sharing": sharing}
     if is_here:

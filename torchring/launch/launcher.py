@@ -1,8 +1,8 @@
 """`torchring run` starts a Python program on N processes, of this host or of several.
 
-    this host       torchrun's agent (agent.py)
-    several hosts   mpirun (Open MPI), if it and mpi4py are installed; else torchrun's agent on each, over ssh, or over
-                    srun or kubectl if asked:
+    this host    an agent (agent.py)
+    several hosts   mpirun (Open MPI), if it and mpi4py are installed; else an agent on each, over ssh, or over srun or
+                    kubectl if asked:
 
         start ---- pipe -------- reaper --- agent ---- ranks        this host
               ---- ssh's stdin - reaper --- agent ---- ranks        another
@@ -29,7 +29,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from torchring.launch.hosts import (
     Host,
@@ -84,28 +84,17 @@ def start(
 ) -> int:
     """Run `python COMMAND...` in `num_proc` processes that find each other, and wait for them.
 
-    Call `start` from the main thread: SIGINT, SIGTERM and SIGHUP end all processes, and then `start` returns. A second
-    signal kills the processes at once. Their output is shown in whole lines. Rank 0 reads this process's standard input
-    if rank 0 is on this host; the other ranks read nothing.
+    Call it from the main thread: SIGINT, SIGTERM and SIGHUP end all processes, a second signal at once. Rank 0 reads
+    this process's standard input if rank 0 is on this host; the other ranks read nothing.
 
     Args:
-        command: the arguments of `python`: a script, or `-m` and a module, and their arguments.
-        num_proc: number of processes. By default all slots of `hosts`, or 1 without hosts.
         hosts: by default this host. The first host gets the lowest ranks.
-        env: variables to set for the processes, on every host. Other hosts get these variables, PYTHONPATH,
-            OMP_NUM_THREADS and HOROVOD_*, and no others.
-        launcher: "local" (this host only), "mpirun", "ssh", "srun" (inside an allocation of Slurm), or
-            "auto".
-        output: how to show the output of the processes. With ssh, each host writes the log files of its own ranks.
+        env: variables for the processes. Other hosts get these, PYTHONPATH, OMP_NUM_THREADS and HOROVOD_*.
         ssh_options: arguments for ssh, such as -p and a port. With them, "auto" prefers ssh to mpirun.
-        bind: "core" binds each rank to physical cores of its own, "numa" to a NUMA node, "none" leaves them alone.
-            "auto" is "core" on hosts with a physical core for each of their ranks, else "none".
+        bind: see placement.py. "auto" is "core" on hosts with a physical core for each of their ranks, else "none".
 
-    Returns the exit code of the first process that failed, or 0 if none failed. A process that signal n ended has exit
-    code 128 + n. With several hosts over ssh, "first" is the host whose processes ended first.
-
-    Raises:
-        LaunchError: nothing was started.
+    Returns the exit code of the process that failed first (over ssh: on the host whose processes ended first), 128 + n
+    if signal n ended it, or 0. Raises LaunchError if nothing was started.
     """
     if launcher not in LAUNCHERS:
         raise LaunchError(f"launcher must be one of {', '.join(LAUNCHERS)}, got {launcher!r}")
@@ -119,10 +108,8 @@ def start(
     if launcher == "mpirun":
         # mpirun sends values to other hosts in messages. In its command line, all users of the host could read them.
         environ = {**os.environ, **env}
-        jobs = [
-            Job("mpirun", _mpirun(filled, command, env, bind), environ, options={"title": "mpirun"}, is_mpirun=True)
-        ]
-        return _supervise(jobs, open_output(output))
+        job = Job("mpirun", _mpirun(filled, command, env, bind), environ, options={"title": "mpirun"}, is_mpirun=True)
+        return _supervise([job], open_output(output))
     jobs = _agents(filled, command, env, output, ssh_options, launcher, bind)
     # The agents write log files and tags. Several agents may print parts of lines at the same time.
     return _supervise(jobs, open_output(OutputOptions()) if len(jobs) > 1 else None)
@@ -186,21 +173,21 @@ def _end(jobs: Sequence[Job], received: Sequence[int]) -> None:
 
 
 def _exit_code(job: Job) -> int:
-    code = job.process.returncode
+    code, said = job.process.returncode, ""
     if code == 255 and job.is_remote and job.command[0] == "ssh":
-        print(
-            f"torchring run: {job.name} ended first, with 255: ssh could not run the processes there (it says why "
-            "above; try `ssh -o BatchMode=yes` yourself), or one of them ended so",
-            file=sys.stderr,
+        said = (
+            f"{job.name} ended first, with 255: ssh could not run the processes there (it says why above; try "
+            "`ssh -o BatchMode=yes` yourself), or one of them ended so"
         )
     elif code and job.is_remote:
-        print(f"torchring run: the processes on {job.name} failed, with exit code {code}", file=sys.stderr)
+        said = f"the processes on {job.name} failed, with exit code {code}"
     elif code < 0:
-        print(
-            f"torchring run: the process that watches over the ranks (reaper.py, pid {job.process.pid}) was killed by "
-            f"{signal.Signals(-code).name}; the ranks were told to end, but not what they have started",
-            file=sys.stderr,
+        said = (
+            f"the process that watches over the ranks (reaper.py, pid {job.process.pid}) was killed by "
+            f"{signal.Signals(-code).name}; the ranks were told to end, but not what they have started"
         )
+    if said:
+        print(f"torchring run: {said}", file=sys.stderr)
     return code if code >= 0 else 128 - code
 
 
@@ -262,30 +249,19 @@ def _agents(
 ) -> list[Job]:
     """One job per host: an agent."""
     address, port = _rendezvous_endpoint(hosts) if len(hosts) > 1 else ("", 0)
+    how: dict[str, Any] = {"environ": os.environ, "silence": _SILENCE_SECONDS, "title": _AGENT_TITLE}
+    how |= {"ssh_options": ssh_options, "launcher": launcher}
     jobs = []
     for number, host in enumerate(hosts):
-        plan = HostPlan(host.slots, len(hosts), number, host.name, address, port, output, bind)
+        first, size = (sum(each.slots for each in part) for part in (hosts[:number], hosts))
+        plan = HostPlan(host.slots, first, size, len(hosts), number, host.name, address, port, output, bind)
         agent = [sys.executable, "-c", _AGENT, plan.to_json(), *command]
-        job = host_job(
-            host.name,
-            agent,
-            env,
-            is_here=is_here(host.name),
-            environ=os.environ,
-            silence=_SILENCE_SECONDS,
-            ssh_options=ssh_options,
-            launcher=launcher,
-            title=_AGENT_TITLE,
-        )
-        jobs.append(job)
+        jobs.append(host_job(host.name, agent, env, is_here=is_here(host.name), **how))
     return jobs
 
 
 def _rendezvous_endpoint(hosts: Sequence[Host]) -> tuple[str, int]:
-    """An address of the first host that the others can reach, and a port.
-
-    The port is free if the first host is this host.
-    """
+    """An address of the first host that the others can reach, and a port, which is free if that is this host."""
     first = hosts[0].name
     if not is_here(first):
         return resolvable(first), random.choice(_PORTS)

@@ -45,18 +45,11 @@ _Owner: TypeAlias = "tuple[int, int | None]"  # of a line: the number of its sou
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Options for the output of the ranks.
+    """Options for the output of the ranks."""
 
-    Attributes:
-        tag: put "[rank] " before each line.
-        log_dir: also write the output of rank N to rankN.log (of worker N to workerN.log) in this folder. Overwrites a
-            file that exists.
-        is_quiet: show nothing.
-    """
-
-    tag: bool = False
-    log_dir: str | None = None
-    is_quiet: bool = False
+    tag: bool = False  # put "[rank] " before each line
+    log_dir: str | None = None  # also write the output of rank N to rankN.log (of worker N to workerN.log) there
+    is_quiet: bool = False  # show nothing
 
 
 @dataclass

@@ -1,14 +1,15 @@
 """Runs a command, and makes sure that no process outlives a launch. Run by its path, needs nothing but Python.
 
-    python reaper.py FD COMMAND...               runs the command; the exit code is the command's, 128 + n if signal n
-                                                ended it
-    python reaper.py FD --silence N COMMAND...   the same, but N seconds without a byte from FD count as a closed pipe
-    python reaper.py FD --patience N COMMAND...  the same, but the command gets N seconds to end after a signal
-    python reaper.py FD --title T COMMAND...     the same, and says so if a signal ends T, which is the command
-    python reaper.py FD --environ N COMMAND...   the same, but the first N bytes from FD are JSON: variables for the
-                                                 command, which all users could read if they were in a command line
-    python reaper.py FD --sharing N COMMAND...   the same, with OMP_NUM_THREADS set to the cores divided by N, if it is
-                                                 not set
+    python reaper.py FD [OPTIONS] COMMAND...
+
+    --silence N    N seconds without a byte from FD count as a closed pipe
+    --patience N   the command gets N seconds to end after a signal
+    --title T      if a signal ends the command, a message calls it T
+    --environ N    the first N bytes from FD are JSON: variables for the command, which all users could read if they
+                   were in a command line
+    --sharing N    OMP_NUM_THREADS becomes the number of cores divided by N, if it is not set
+
+The exit code is the command's, 128 + n if signal n ended it.
 
 The process that starts a reaper holds the other end of the pipe FD, and writes numbers of signals into the pipe, a byte
 each. The reaper passes the first SIGINT, SIGTERM or SIGHUP on to the command, and gives it some time to end. SIGKILL
@@ -32,7 +33,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-PATIENCE_SECONDS = 32.0  # torch's agent gives its ranks 30
+PATIENCE_SECONDS = 32.0  # the agent gives its ranks 30
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.2
@@ -42,11 +43,11 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def main(arguments: list[str]) -> int:
     lifeline, command = int(arguments[0]), arguments[1:]
-    options = {"--silence": "inf", "--patience": str(PATIENCE_SECONDS), "--title": "", "--environ": "0"}
-    options["--sharing"] = "0"
+    options: dict[str, str | float] = {"--silence": "inf", "--patience": PATIENCE_SECONDS, "--title": ""}
+    options |= {"--environ": 0, "--sharing": 0}
     while command[0] in options:
         options[command[0]], command = command[1], command[2:]
-    silence, patience, title = float(options["--silence"]), float(options["--patience"]), options["--title"]
+    silence, patience, title = float(options["--silence"]), float(options["--patience"]), str(options["--title"])
     environ = b""
     while (left := int(options["--environ"]) - len(environ)) > 0:
         environ += (more := os.read(lifeline, left))
@@ -66,11 +67,8 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGCHLD, lambda number, _: None)  # wakes select
     try:
         started = time.monotonic()
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL if lifeline == 0 else None,
-            preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
-        )
+        stdin = subprocess.DEVNULL if lifeline == 0 else None
+        process = subprocess.Popen(command, stdin=stdin, preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM))
     except OSError as error:
         print(f"torchring run: cannot start {command[0]}: {error.strerror}", file=sys.stderr)
         return 127

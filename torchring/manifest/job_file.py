@@ -15,40 +15,24 @@ from torchring.launch.hosts import LaunchError
 
 _UNITS: Final = {f"{prefix}{i}": (1024 if i else 1000) ** n for n, prefix in enumerate("KMGTP", 1) for i in ("i", "")}
 GRACE_SECONDS: Final = 120  # between SIGTERM and the end, to finish the step and write a checkpoint
-_MOST_LETTERS: Final = 1 << 16
-_DEEPEST: Final = 8  # lists and dictionaries in each other
 _SEVERAL_MB: Final = 1 << 22  # Python alone takes more
 
 
 @dataclass(frozen=True)
 class JobFile:
-    """What a job file says. A worker is a host or a pod.
+    """What a job file says. A worker is a host or a pod. 0: the file does not say."""
 
-    Attributes:
-        name: of the job, and of its objects in Kubernetes.
-        command: starts one process.
-        image: of the pods.
-        workers: how many; in an elastic job of Kubernetes, how many it starts with.
-        gpus: of each worker.
-        cpus: cores of each worker; 0 if the file does not say.
-        memory: bytes of each worker; 0 if the file does not say.
-        processes: of each worker. One for each GPU; without GPUs, one for each core.
-        elastic: the fewest and the most workers of an elastic job; None if their number stays the same.
-        env: variables for all processes.
-        volumes: for pods, the names of persistent volume claims, and where each is mounted.
-    """
-
-    name: str
-    command: list[str]
-    image: str = ""
-    workers: int = 1
-    gpus: int = 0
-    cpus: int = 0
-    memory: int = 0
-    processes: int = 0
-    elastic: tuple[int, int] | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
-    volumes: Mapping[str, str] = field(default_factory=dict)
+    name: str  # of the job, and of its objects in Kubernetes
+    command: list[str]  # starts one process
+    image: str = ""  # of the pods
+    workers: int = 1  # in an elastic job of Kubernetes, how many it starts with
+    gpus: int = 0  # of each worker
+    cpus: int = 0  # cores of each worker
+    memory: int = 0  # bytes of each worker
+    processes: int = 0  # of each worker. One for each GPU; without GPUs, one for each core
+    elastic: tuple[int, int] | None = None  # the fewest and the most workers; None if their number stays the same
+    env: Mapping[str, str] = field(default_factory=dict)  # for all processes
+    volumes: Mapping[str, str] = field(default_factory=dict)  # persistent volume claims, and where each is mounted
 
     @property
     def threads(self) -> int:
@@ -67,24 +51,15 @@ _KEYS: Final = [key.name for key in fields(JobFile)]
 def read_job(path: str) -> JobFile:
     """The job of a file. Raises LaunchError for what is not a job file, and for a job that no host can run."""
     try:
-        with open(path) as file:
-            text = file.read(_MOST_LETTERS + 1)
-    except OSError as error:
-        raise LaunchError(f"cannot be read: {error.strerror}") from error
-    if len(text) > _MOST_LETTERS:
-        raise LaunchError(f"is not a job file: it has more than {_MOST_LETTERS} letters")
-    try:
         import yaml
     except ImportError as error:
         raise LaunchError("job files need PyYAML: run `pip install 'torchring[manifest]'`") from error
     try:
-        depth = 0
-        for event in yaml.parse(text, yaml.SafeLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > _DEEPEST or isinstance(event, yaml.AliasEvent):  # a few lines of aliases make a billion values
-                raise LaunchError("is not a job file: it has lists in lists, or an alias such as *name; write it out")
-        said = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        with open(path) as file:
+            said = yaml.safe_load(file)
+    except OSError as error:
+        raise LaunchError(f"cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, RecursionError) as error:
         raise LaunchError(f"is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(said, dict):
         raise LaunchError(f"a job file has a line `key: value` for each of {', '.join(_KEYS)}; got {said!r}")
@@ -112,21 +87,16 @@ def parse_job(said: Mapping[Any, Any]) -> JobFile:
         what = "processes" if "processes" in said else "processes, one for each GPU,"
         raise LaunchError(f"{processes} {what} need as many cores, and cpus is {cpus}")
     workers = _number(said, "workers", 1, default=1)
-    return JobFile(
-        name,
-        _command(said.get("command"), is_elastic="elastic" in said),
-        _image(said.get("image", "")),
-        workers,
-        gpus,
-        cpus,
-        _bytes(said.get("memory", "0")),
-        processes,
-        _bounds(said["elastic"], workers) if "elastic" in said else None,
-        _strings(said, "env", "[A-Za-z_][A-Za-z0-9_]*", "names of variables, with a value each"),
-        _strings(
-            said, "volumes", "[a-z0-9]([-.a-z0-9]*[a-z0-9])?", "names of persistent volume claims, with a path each"
-        ),
-    )
+    command = _command(said.get("command"), is_elastic="elastic" in said)
+    image = said.get("image", "")
+    if not isinstance(image, str) or re.search(r"\s", image):
+        raise LaunchError(f"image: the name of a container image; got {image!r}")
+    bounds = _bounds(said["elastic"], workers) if "elastic" in said else None
+    env = _strings(said, "env", "[A-Za-z_][A-Za-z0-9_]*", "names of variables, with a value each")
+    claims = "names of persistent volume claims, with a path each"
+    volumes = _strings(said, "volumes", "[a-z0-9]([-.a-z0-9]*[a-z0-9])?", claims)
+    memory = _bytes(said.get("memory", "0"))
+    return JobFile(name, command, image, workers, gpus, cpus, memory, processes, bounds, env, volumes)
 
 
 def _number(said: Mapping[Any, Any], key: str, least: int, default: int = 0) -> int:
@@ -149,12 +119,6 @@ def _command(said: Any, is_elastic: bool) -> list[str]:
     return words
 
 
-def _image(said: Any) -> str:
-    if not isinstance(said, str) or re.search(r"\s", said):
-        raise LaunchError(f"image: the name of a container image; got {said!r}")
-    return said
-
-
 def _bytes(said: Any) -> int:
     found = re.fullmatch("([0-9]+)([KMGTP]?i?)", str(said))
     if found is None or found[2] == "i":
@@ -168,12 +132,10 @@ def _bytes(said: Any) -> int:
 def _bounds(said: Any, workers: int) -> tuple[int, int]:
     if not isinstance(said, dict) or set(said) != {"min", "max"} or {type(bound) for bound in said.values()} != {int}:
         raise LaunchError(f"elastic: the fewest and the most workers, as {{min: 2, max: 8}}; got {said!r}")
-    if not 1 <= said["min"] <= workers <= said["max"]:
-        raise LaunchError(
-            f"elastic: from 1 worker up, min <= workers <= max; got min {said['min']}, {workers} workers, "
-            f"max {said['max']}"
-        )
-    return said["min"], said["max"]
+    least, most = said["min"], said["max"]
+    if not 1 <= least <= workers <= most:
+        raise LaunchError(f"elastic: 1 <= min <= workers <= max; got min {least}, {workers} workers, max {most}")
+    return least, most
 
 
 def _strings(said: Mapping[Any, Any], key: str, names: str, what: str) -> dict[str, str]:

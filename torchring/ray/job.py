@@ -19,12 +19,7 @@ from typing import Any, Final, TypeVar
 import ray
 from ray import cloudpickle
 from ray.exceptions import RayError, RayTaskError
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from torchring.errors import PeerLostError, TopologyError
@@ -48,9 +43,8 @@ def run(
 ) -> list[_T]:
     """Call fn(*args, **kwargs) on `num_workers` workers of a Ray cluster, each a rank of one world.
 
-    Workers of one node have adjacent ranks. As under torchrun, RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-    GROUP_RANK, MASTER_ADDR and MASTER_PORT are set. The store is hosted by the worker of rank 0. Connects to Ray as Ray
-    itself does, if `ray.init` was not called. When this returns or raises, workers and resources are released.
+    Workers of one node have adjacent ranks, and torchrun's variables are set. Connects to Ray as Ray itself does, if
+    `ray.init` was not called. When this returns or raises, workers and resources are released.
 
     Args:
         fn: the function, in which `torchring.wrap` or a collective joins the world. Function, arguments and results
@@ -144,40 +138,25 @@ def _wait_for(group: PlacementGroup, resources: Mapping[str, float], seconds: fl
 
 
 def _places(node_of: Mapping[int, str]) -> list[tuple[int, dict[str, str]]]:
-    """The bundle and the variables of each rank.
-
-    Args:
-        node_of: the node of each bundle. {0: "a", 1: "b", 2: "a"} gives ranks 0, 1, 2 the bundles 0, 2, 1.
-    """
+    """The bundle and the variables of each rank. Nodes {0: "a", 1: "b", 2: "a"}: ranks 0, 1, 2 have bundles 0, 2, 1."""
     bundles = sorted(node_of)
     nodes = list(dict.fromkeys(node_of[bundle] for bundle in bundles))
     places: list[tuple[int, dict[str, str]]] = []
     for number, node in enumerate(nodes):
         here = [bundle for bundle in bundles if node_of[bundle] == node]
         for local_rank, bundle in enumerate(here):
-            environ = {
-                "RANK": len(places),
-                "WORLD_SIZE": len(bundles),
-                "LOCAL_RANK": local_rank,
-                "LOCAL_WORLD_SIZE": len(here),
-                "GROUP_RANK": number,
-            }
+            environ = {"RANK": len(places), "WORLD_SIZE": len(bundles), "LOCAL_RANK": local_rank}
+            environ |= {"LOCAL_WORLD_SIZE": len(here), "GROUP_RANK": number}
             places.append((bundle, {name: str(value) for name, value in environ.items()}))
     return places
 
 
 def _start(group: PlacementGroup, bundle: int, environ: dict[str, str], resources: Mapping[str, float]) -> Any:
     options: dict[str, Any] = {_OPTION_OF[name]: resources[name] for name in _OPTION_OF if name in resources}
-    options = {"num_cpus": 0, **options}
-    return (
-        ray.remote(Rank)
-        .options(
-            **options,
-            resources={name: amount for name, amount in resources.items() if name not in _OPTION_OF},
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
-        )
-        .remote(environ)
-    )
+    custom = {name: amount for name, amount in resources.items() if name not in _OPTION_OF}
+    place = PlacementGroupSchedulingStrategy(group, bundle)
+    options = {"num_cpus": 0, **options, "resources": custom, "scheduling_strategy": place}
+    return ray.remote(Rank).options(**options).remote(environ)
 
 
 def _results(calls: list[Any]) -> list[Any]:

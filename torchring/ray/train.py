@@ -24,14 +24,9 @@ from torchring.meeting import meetings
 class TorchringConfig(TorchConfig):
     """`ray.train.torch.TorchConfig` for training loops that call `torchring.wrap`.
 
-    - `ray.train.torch.prepare_model(model)` moves the model to the worker's device, and adds no
-      DistributedDataParallel, as with `parallel_strategy=None`.
-    - A loop that ends on one of several workers without having used torchring raises TopologyError: each worker has
-      trained alone.
-    - Workers leave the world when their loop ends, so a worker that still waits for another raises PeerLostError at
-      once.
-
-    Its fields are those of TorchConfig, for the process group that Ray makes.
+    `ray.train.torch.prepare_model(model)` adds no DistributedDataParallel. A loop that ends on one of several workers
+    without having used torchring raises TopologyError: each worker has trained alone. Workers leave the world when
+    their loop ends. Its fields are those of TorchConfig, for the process group that Ray makes.
     """
 
     @property

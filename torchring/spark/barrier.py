@@ -39,21 +39,17 @@ def run(
 ) -> list[_T]:
     """Call fn(*args, **kwargs) on `num_proc` ranks, each a task of a Spark job in barrier mode.
 
-    The ranks find each other, and those of one host share memory: `torchring.wrap` and the collectives work in `fn` as
-    under any launcher, and so does `torch.distributed.init_process_group()`. Ranks of a host have consecutive numbers.
-    Function, arguments and results are pickled by cloudpickle. Modules that `fn` imports, torchring among them, have to
-    be installed where the executors run. `fn` runs in a Python worker that Spark uses again: afterwards, environment
-    variables are what they were, and `torchring.shutdown()` has been called.
-
-    If a rank fails, Spark ends the others, and does not start the job again.
+    `torchring.wrap`, the collectives and `torch.distributed.init_process_group()` work in `fn` as under any launcher.
+    Ranks of a host have consecutive numbers. Function, arguments and results are pickled by cloudpickle. Modules that
+    `fn` imports have to be installed where the executors run. Afterwards, environment variables are what they were, and
+    `torchring.shutdown()` has been called. If a rank fails, Spark ends the others.
 
     Args:
         fn: the function to call.
         num_proc: number of ranks. By default one for each task slot that Spark has.
         spark: the session. By default the active one, or a new one.
-        use_gpu: by default, ranks see the GPUs that Spark gives its tasks (`spark.task.resource.gpu.amount`), one each:
-            that of a rank has the number LOCAL_RANK, as in `torchring.device()`. If Spark gives none, nothing is
-            changed. True: an error if Spark gives none. False: ranks see no GPUs.
+        use_gpu: by default, ranks see the GPUs that Spark gives its tasks (`spark.task.resource.gpu.amount`), one each.
+            If Spark gives none, nothing is changed. True: an error if Spark gives none. False: ranks see no GPUs.
         show_output: print here what the ranks print from Python, with the rank before each line.
         env: environment variables for the ranks.
 

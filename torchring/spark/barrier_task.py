@@ -47,25 +47,15 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @dataclass(frozen=True)
 class RankCall:
-    """What all ranks are to do.
+    """What all ranks are to do."""
 
-    Attributes:
-        payload: function, arguments and keyword arguments, pickled.
-        driver: host and port of its `Reports`.
-        token: of `Reports`; also the secret of the job.
-        shows_output: whether the driver gets the output.
-        is_local: whether the tasks are children of the driver, and have its stdout.
-        use_gpu: see `torchring.spark.run`.
-        env: more variables.
-    """
-
-    payload: bytes
-    driver: tuple[str, int]
-    token: str
-    shows_output: bool
-    is_local: bool
-    use_gpu: bool | None
-    env: Mapping[str, str]
+    payload: bytes  # function, arguments and keyword arguments, pickled
+    driver: tuple[str, int]  # host and port of its `Reports`
+    token: str  # of `Reports`; also the secret of the job
+    shows_output: bool  # the driver gets the output
+    is_local: bool  # the tasks are children of the driver, and have its stdout
+    use_gpu: bool | None  # see `torchring.spark.run`
+    env: Mapping[str, str]  # more variables
 
 
 def order_by_host(hosts: Sequence[str]) -> list[int]:

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import io
 import json
 import secrets
 import socket
 import socketserver
 import sys
 import threading
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, cast
 
 _CONNECT_SECONDS: Final = 5.0
 _DRAIN_SECONDS: Final = 10.0
@@ -31,21 +30,15 @@ _MOST_STRANGERS: Final = 64  # connections that have not shown the token
 
 
 class Reports(socketserver.ThreadingTCPServer):
-    """Listens on the driver, and prints the output of ranks, whole lines with the rank before each.
-
-    Attributes:
-        token: what ranks have to know.
-        names: by partition, what to call the rank.
-        failures: what ended ranks, as the driver learnt of it: the name of the rank, the traceback (None if the rank
-            was killed), and whether the failure of another rank is the cause.
-    """
+    """Listens on the driver, and prints the output of ranks, whole lines with the rank before each."""
 
     daemon_threads = True
     request_queue_size = 128  # many ranks connect at the same moment; socketserver has 5
 
     def __init__(self, address: str) -> None:
-        self.token: Final = secrets.token_hex(16)
-        self.names: Final[dict[int, str]] = {}
+        self.token: Final = secrets.token_hex(16)  # what ranks have to know
+        self.names: Final[dict[int, str]] = {}  # by partition, what to call the rank
+        # What ended ranks: name, traceback (None if the rank was killed), whether another rank is the cause.
         self.failures: Final[list[tuple[str, str | None, bool]]] = []
         self._changed: Final = threading.Condition()
         self._num_read = 0
@@ -141,7 +134,7 @@ class Reporter:
             self.socket = None
 
 
-class _Copied(io.TextIOBase):
+class _Copied:
     """A stdout or stderr of which the driver gets each line. In local mode `inner` is the driver's, and gets none."""
 
     def __init__(self, inner: Any, reporter: Reporter, is_local: bool) -> None:
@@ -149,7 +142,6 @@ class _Copied(io.TextIOBase):
         self._line = ""
 
     def write(self, text: str) -> int:
-        """See io.TextIOBase."""
         if not self._is_local or self._reporter.socket is None:
             self._inner.write(text)
         *lines, self._line = (self._line + text).replace("\r", "\n").split("\n")
@@ -157,27 +149,13 @@ class _Copied(io.TextIOBase):
             self._reporter.say(output=line)
         return len(text)
 
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
+
     def end_line(self) -> None:
         """Send a last line that has no end."""
         if self._line:
             self.write("\n")
-
-    def writable(self) -> bool:
-        """See io.TextIOBase."""
-        return True
-
-    def fileno(self) -> int:
-        """See io.TextIOBase."""
-        return int(self._inner.fileno())
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """See io.TextIOBase."""
-        return str(self._inner.encoding)
-
-    def flush(self) -> None:
-        """See io.TextIOBase."""
-        self._inner.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -186,7 +164,7 @@ class _Copied(io.TextIOBase):
 @contextlib.contextmanager
 def copied_output(reporter: Reporter, is_local: bool) -> Iterator[None]:
     """The driver gets what this process prints in this context, but for lines that C or a child process prints."""
-    out, error = (_Copied(stream, reporter, is_local) for stream in (sys.stdout, sys.stderr))
+    out, error = (cast(Any, _Copied(stream, reporter, is_local)) for stream in (sys.stdout, sys.stderr))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
         try:
             yield

@@ -40,18 +40,12 @@ def run(func: Any = None, *, reset_limit: int | None = None) -> Any:
 
     In between, `shutdown()` and `init()` run, and the callbacks of `state.register_reset_callbacks`.
 
-    Under `torchring run --elastic`, ranks may be lost, leave, and come: those that are left go on, and `init()` waits
-    for new ones. `init()` may also end the process, with SystemExit: the job is over, or goes on without it. SIGTERM
-    lets the worker leave at its next commit, with exit code 143. Under any other launcher, the loss of a rank ends the
-    job, and so does a rank that has kept others waiting for too long: the error is raised.
+    Under `torchring run --elastic`, those that are left go on, and `init()` waits for new ones, or ends the process:
+    the job is over, or goes on without it. SIGTERM lets the worker leave at its next commit, with exit code 143. Under
+    any other launcher, the loss of a rank ends the job, and so does a rank that has kept others waiting for too long.
 
     Args:
-        reset_limit: how often the function may be called again; the next failure is raised. Horovod has this as an
-            option of its launcher. None for no limit. Equal on all ranks.
-
-    Raises:
-        HorovodInternalError: from the function, if it is not called again.
-        ValueError: `reset_limit` is negative.
+        reset_limit: how often the function may be called again, equal on all ranks. None for no limit.
     """
     if reset_limit is not None and reset_limit < 0:
         raise ValueError(f"reset_limit must be 0 or more, or None for no limit, got {reset_limit}")

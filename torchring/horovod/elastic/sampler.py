@@ -20,12 +20,8 @@ class ElasticSampler(Sampler[int]):
     With samples 0 to 9 unshuffled, two ranks and batches of two, rank 0 takes 0, 2 | 4, 6 | 8 and rank 1 takes
     1, 3 | 5, 7 | 9. After one batch and a reset in a world of three, 4 to 9 are left: 4, 7 | 5, 8 | 6, 9.
 
-    Where the samples that are left are no multiple of the ranks, the first of them are repeated.
-
-    Args:
-        dataset: something with a length, which does not change.
-        shuffle: whether to shuffle, in an order that depends on seed and epoch.
-        seed: equal on all ranks.
+    Where the samples that are left are no multiple of the ranks, the first of them are repeated. `seed` is equal on all
+    ranks.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:

@@ -44,12 +44,7 @@ class _Recoverable:
 
 
 class State(_Recoverable):
-    """The parts that every state has: `horovod.common.elastic.State`. Subclasses say what is saved, and how.
-
-    Args:
-        bcast_object: hands an object of rank 0's to all ranks. By default `torchring.horovod.broadcast_object`.
-        get_rank: returns this rank. By default `torchring.horovod.rank`.
-    """
+    """The parts that every state has: `horovod.common.elastic.State`. Subclasses say what is saved, and how."""
 
     _num_commits: int = 0
 
@@ -151,10 +146,7 @@ class ObjectState(State):
 class StateHandler(_Recoverable, Generic[_V]):
     """Saves, restores and synchronises one value of a `TorchState`. The extension point for types of your own:
 
-        set_handler_registry([*get_handler_registry(), (MyType, MyHandler)])
-
-    Attributes:
-        value: the value that is handled.
+    set_handler_registry([*get_handler_registry(), (MyType, MyHandler)])
     """
 
     def __init__(self, value: _V) -> None:
@@ -238,11 +230,6 @@ class TorchState(ObjectState):
     Modules, optimizers and samplers are changed in place by `restore` and `sync`; other values are replaced. Assigning
     a module to `state.model` has that module handled, and saves it. Where Horovod leaves the last commit as it was,
     `sync` also saves.
-
-    Args:
-        model: a module.
-        optimizer: an optimizer.
-        kwargs: more of them, and other values, under the names that they get as attributes.
     """
 
     _handlers: Mapping[str, StateHandler[Any]] = {}

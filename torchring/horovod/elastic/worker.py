@@ -59,15 +59,11 @@ def agree(name: str, *values: float) -> list[float]:
 
 
 class ElasticWorker:
-    """This process as a worker.
-
-    Attributes:
-        reason: why this worker has left its ranks, for people; "" if there is nothing to say.
-        has_lost_peer: this worker has left its ranks because another one is lost, or may be.
-    """
+    """This process as a worker."""
 
     def __init__(self, worker: Worker) -> None:
         self.elastic = worker
+        # Why this worker has left its ranks, for people, and whether another one is lost, or may be.
         self.reason, self.has_lost_peer = "", False
         self._signals: Signals | None = None
         self._is_over = False
