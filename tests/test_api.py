@@ -98,7 +98,6 @@ OF_RECIPES = {
     ),
     "MeanMetric": "() -> 'None'",
     "WarmUp": "(optimizer: 'Optimizer', after: 'LRScheduler | None', steps: 'int', start: 'float') -> 'None'",
-    "correct_momentum": "(optimizer: 'Optimizer', buffer: 'str' = 'momentum_buffer') -> 'RemovableHandle'",
     "scale_lr": "(base_lr: 'float', base_batch: 'int', batch: 'int', rule: 'Rule' = 'linear') -> 'float'",
     "warm_up": "(after: 'Optimizer | LRScheduler', steps: 'int', start: 'float' = 0.0) -> 'WarmUp'",
 }

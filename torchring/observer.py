@@ -120,9 +120,6 @@ class Observer:
     def end_step(self, number: int) -> None:
         """An optimizer has made step `number` of this world, or left it out."""
 
-    def noise(self, batch_size: float, noise_scale: float | None) -> None:
-        """The gradient noise scale was measured, in samples."""
-
     def connected(self, wrapped: Wrapped) -> None:
         """An optimizer trains in this world from now on."""
 
@@ -162,10 +159,6 @@ class Observers(Observer):
         self.num_steps += 1
         for each in self.listeners:
             each.end_step(self.num_steps - 1)
-
-    def noise(self, batch_size: float, noise_scale: float | None) -> None:
-        for each in self.listeners:
-            each.noise(batch_size, noise_scale)
 
     def connect(self, describe: Callable[[], Wrapped]) -> None:
         """An optimizer trains in this world from now on. `describe`: a method of it, which is referred to weakly."""

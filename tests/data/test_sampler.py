@@ -201,12 +201,11 @@ def test_a_look_inside_a_loop_changes_nothing() -> None:
     assert [batch.tolist() for batch in loader] == [[6, 7], [8, 9], [10, 11]]  # the rest
 
 
-def test_weights_of_batches_by_number() -> None:
-    """For a loop that holds batches ahead, or leaves some out before it asks."""
+def test_a_rank_without_a_share_and_a_loop_that_holds_batches_ahead() -> None:
     sampler = Sampler(range(5), shuffle=False, global_batch=3, rank=2, size=3)
     batches = list(sampler)
     assert (batches, sampler.batch_size) == ([[2], [3]], 1)
-    assert [sampler.weight(0), sampler.weight(1), sampler.weight(0)] == [1, 0, 1]
+    assert [sampler.weight(), sampler.weight()] == [1, 0]
     assert sampler.position == 5
     with pytest.raises(ValueError, match="for batch 2, counted from 0, of an iteration that has drawn 2"):
         sampler.weight()

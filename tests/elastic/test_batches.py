@@ -46,8 +46,8 @@ class _Job:
         self.second.zero_grad()
         self.positions = []
 
-    def weight(self, number: int | None = None) -> int:
-        return 0 if self.sampler is None else self.sampler.weight(number)
+    def weight(self) -> int:
+        return 0 if self.sampler is None else self.sampler.weight()
 
     def backward(self, loss: Tensor, weight: int, *, with_second: bool = False) -> None:
         if self.sampler is not None:
@@ -74,8 +74,8 @@ def _two(job: _Job, batches: Iterable[Any]) -> None:
 
 
 def _held(job: _Job, batches: Iterable[Any]) -> None:
-    for number, batch in enumerate(list(batches)):
-        job.backward(job.loss(batch), job.weight(number))
+    for batch in list(batches):
+        job.backward(job.loss(batch), job.weight())
         job.step()
 
 

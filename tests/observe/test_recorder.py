@@ -77,7 +77,7 @@ def test_the_recorder_keeps_the_parts_of_the_last_thousand_steps(monkeypatch: py
             clock.now = 100 * number + begin
             recorder.phase(part, 0)
         recorder.num_samples += 8
-        recorder.add_reduction([0, 64, 1, 2, 3, 4, 5], 7, 6)
+        recorder.add_reduction([0, 64, 1, 2, 3, 4, 0], 7, 6)
         clock.now = 100 * (number + 1)
         recorder.end_step(number)
     steps = steps_of(recorder)
@@ -100,14 +100,14 @@ def test_the_recorder_knows_how_long_its_thread_had_no_core(monkeypatch: pytest.
     def run_step() -> tuple[int, int]:
         nonlocal queued_ns
         for part in (FORWARD, BACKWARD, EXPOSED, BETWEEN, OPTIMIZER):
-            queued_ns += part  # 3 of them before EXPOSED begins, and 4 until it ends
+            queued_ns += part  # 4 of them before EXPOSED begins, and 5 until it ends
             recorder.phase(part, 0)
         recorder.end_step(recorder.num_steps)
         step = steps_of(recorder)[-1]
         return step.queued_ns, step.exposed_queued_ns
 
     assert run_step() == (-1, -1), "nothing is known of what was before"
-    assert run_step() == (15, 4)
+    assert run_step() == (18, 5)
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(run_step).result() == (-1, -1), "these are numbers of another thread"
     num_slices = 0
@@ -232,7 +232,7 @@ def test_real_steps(options: dict[str, Any], micros: int) -> None:
         assert [parameter.name for parameter in run_info.parameters] == [
             f"{i}.{k}" for i in range(3) for k in ("weight", "bias")
         ]
-        assert sum(run_info.bucket_bytes) == bytes_per_step
+        num_buckets = 1 + max(parameter.bucket for parameter in run_info.parameters)
         assert 0 < run_info.process_began < run_info.wrapped < trace.steps[0].end
         assert [step.number for step in trace.steps] == list(range(8))
         for before, step in itertools.pairwise(trace.steps):
@@ -241,10 +241,10 @@ def test_real_steps(options: dict[str, Any], micros: int) -> None:
             assert kinds == [INPUT, FORWARD, BACKWARD] * micros + [EXPOSED, BETWEEN, OPTIMIZER]
             assert step.num_samples == 5 * micros
             assert step.num_bytes == bytes_per_step
-            assert [bucket.index for bucket in step.buckets] == list(range(len(run_info.bucket_bytes)))
+            assert [bucket.index for bucket in step.buckets] == list(range(num_buckets))
             (backward,) = (part for part in step.phases[-4:] if part.phase == BACKWARD)
             for bucket in step.buckets:
-                assert backward.begin < bucket.ready <= bucket.packed <= bucket.launched <= bucket.started
+                assert backward.begin < bucket.ready <= bucket.launched <= bucket.started
                 assert bucket.started <= bucket.reduced <= step.phases[-2].begin
             assert 0 <= step.stall_ns <= step.ns_in(Phase.BACKWARD)
             assert step.packing_ns > 0
@@ -425,29 +425,29 @@ def test_what_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogC
     ]
 
 
-def _wraps_two(rank: int, size: int, folder: Path) -> tuple[RunInfo, tuple[int, ...]]:
+def _wraps_two(rank: int, size: int, folder: Path) -> RankTrace:
     recorder = recorder_of(torchring.init())
     models = _model(), nn.Linear(4, 4, dtype=torch.bfloat16)
-    first, second = (torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model) for model in models)
-    for model, optimizer in zip(models, (first, second), strict=True):
-        for _ in range(2):  # after the first backward, buckets are laid out anew
+    for model in (models[0], *models):  # the first one is wrapped again
+        optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.0), model)
+        for _ in range(4):  # after the first backward, buckets are laid out anew
             weight = next(model.parameters())
             model(torch.ones(5, weight.shape[1], dtype=weight.dtype)).sum().backward()
             optimizer.step()
-    trace = decoded(*recorder.trace())
-    return read(write(folder, trace)).run_info, tuple(bucket.num_bytes for bucket in trace.steps[1].buckets)
+        optimizer.close()
+    return read(write(folder, decoded(*recorder.trace())))
 
 
 def test_the_trace_knows_all_optimizers(tmp_path: Path) -> None:
-    for run_info, sent in run_pooled(_wraps_two, 2, tmp_path):
-        assert [parameter.name for parameter in run_info.parameters] == ["weight", "bias"]
-        assert {parameter.dtype for parameter in run_info.parameters} == {"bfloat16"}
-        (other,) = run_info.others
-        assert {parameter.dtype for parameter in other.parameters} == {"float32"}
-        assert [parameter.name for parameter in other.parameters] == [
-            f"{i}.{k}" for i in range(3) for k in ("weight", "bias")
-        ]
-        assert other.bucket_bytes == sent
+    names = [f"{i}.{k}" for i in range(3) for k in ("weight", "bias")]
+    for trace in run_pooled(_wraps_two, 2, tmp_path):
+        found = [(each.optimizer, each.name, each.dtype) for each in trace.run_info.parameters]
+        of_second = [(1, name, "bfloat16") for name in ("weight", "bias")]
+        assert found == [*((0, name, "float32") for name in names), *of_second]
+        assert [{bucket.optimizer for bucket in step.buckets} for step in trace.steps] == [{0}] * 8 + [{1}] * 4
+        assert len(trace.arrivals) == 2  # of the steps in which all parameters were known
+        for arrivals in trace.arrivals:
+            assert [at >= 0 for at in arrivals.ready_ns] == [False] * 6 + [True] * 2
 
 
 def test_arrivals_of_fewer_parameters_are_left_out(tmp_path: Path) -> None:
@@ -524,7 +524,7 @@ def test_steps_get_the_times_of_the_device_when_it_has_come_to_their_end(monkeyp
             clock.now, stream.now = host + 1 + i, device + 100 * (i + 1)
             recorder.phase(part, 0)
         marks = [(_Mark(stream, device + 250), _Mark(stream, device + 380))]
-        recorder.add_reduction([0, 64, 1, 1, 1, 1, 1], 0, 0, marks)
+        recorder.add_reduction([0, 64, 1, 1, 1, 1, 0], 0, 0, marks)
         clock.now, stream.now = host + 10, device + 600
         recorder.end_step(recorder.num_steps)
 

@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer, lr_scheduler
 
 import torchring
 from tests.support.harness import run_pooled
-from torchring.recipes import LARS, correct_momentum, scale_lr, warm_up
+from torchring.recipes import LARS, scale_lr, warm_up
 
 
 def test_scale_lr() -> None:
@@ -143,23 +143,6 @@ def test_a_warm_up_with_a_scheduler_is_not_loaded_into_one_without() -> None:
         warm_up(_sgd(0.1), 5).load_state_dict(state)
 
 
-class _InBuffer(Optimizer):
-    """SGD whose momentum buffer has the learning rate as a factor, as in equation 10 of Goyal et al."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    v = state.get("momentum_buffer", torch.zeros_like(p))
-                    state["momentum_buffer"] = 0.9 * v + group["lr"] * p.grad
-                    p -= state["momentum_buffer"]
-
-
 def _follow(optimizer: Any, parameters: list[nn.Parameter], rates: list[float]) -> list[Tensor]:
     for step, rate in enumerate(rates):
         optimizer.param_groups[0]["lr"] = rate
@@ -169,44 +152,25 @@ def _follow(optimizer: Any, parameters: list[nn.Parameter], rates: list[float]) 
     return [p.detach().clone() for p in parameters]
 
 
-def test_momentum_correction_makes_equations_9_and_10_the_same() -> None:
-    """SGD of PyTorch is equation 9, which needs none; 10 does."""
+def test_lars_keeps_the_learning_rate_out_of_its_buffers() -> None:
+    """As SGD does, whose steps LARS makes with all parameters excluded. So momentum needs no correction."""
     rates = [0.1, 0.2, 0.2, 0.4, 0.05, 0.05]
     results = []
-    for make in (
-        lambda p: SGD(p, 0.1, momentum=0.9),
-        lambda p: LARS(p, 0.1, exclude=True),
-        lambda p: _InBuffer(p, 0.1),
-        lambda p: _InBuffer(p, 0.1),
-    ):
+    for make in (lambda p: SGD(p, 0.1, momentum=0.9), lambda p: LARS(p, 0.1, exclude=True)):
         parameters = [nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2)]
-        optimizer = make(parameters)
-        if len(results) == 3:
-            handle = correct_momentum(optimizer)
-        results.append(_follow(optimizer, parameters, rates))
-    sgd, lars, uncorrected, corrected = results
-    for right, same, wrong, mended in zip(sgd, lars, uncorrected, corrected, strict=True):
-        torch.testing.assert_close(same, right)
-        torch.testing.assert_close(mended, right)
-        assert not torch.allclose(wrong, right)
-    handle.remove()
-    assert not optimizer._optimizer_step_pre_hooks
-    with pytest.raises(ValueError, match="SGD has no learning rate in its momentum buffer"):
-        correct_momentum(_sgd(0.1))
-    with pytest.raises(ValueError, match="LARS has no learning rate in its momentum buffer"):
-        correct_momentum(LARS([nn.Parameter(torch.ones(1))], 0.1))
+        results.append(_follow(make(parameters), parameters, rates))
+    torch.testing.assert_close(*results)
 
 
 def _wrapped(rank: int, size: int) -> None:
-    """A warm-up and momentum correction of a wrapped optimizer, sharded or not, are those of one process."""
+    """A warm-up of a wrapped optimizer, sharded or not, is that of one process."""
     results = []
     for shard in (None, False, True):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
-        optimizer: Any = _InBuffer(net.parameters(), 0.1)
+        optimizer: Any = SGD(net.parameters(), 0.1, momentum=0.9)
         if shard is not None:
             optimizer = torchring.wrap(optimizer, net, shard=shard)
-        correct_momentum(optimizer)
         scheduler = warm_up(lr_scheduler.ExponentialLR(optimizer, 0.5), 3, start=0.25)
         for step in range(6):
             torch.manual_seed(step)

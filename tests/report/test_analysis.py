@@ -12,7 +12,6 @@ from tests.support.traces import MS, shifted, simulate
 from torchring.observe.recorder.records import (
     Arrivals,
     BucketRecord,
-    OptimizerRecord,
     ParameterRecord,
     PhaseRecord,
     RankTrace,
@@ -258,7 +257,6 @@ def delayed_rank(trace: RankTrace, is_late: bool, by_ns: int, each: int, part: P
             dataclasses.replace(
                 bucket,
                 ready=bucket.ready + own,
-                packed=bucket.packed + own,
                 launched=bucket.launched + own,
                 started=bucket.started + own,
                 reduced=bucket.reduced + reduced,
@@ -289,7 +287,7 @@ def one_step(num_steps: int = 12, run_info: RunInfo | None = None, **buckets: An
             )
             parts = [PhaseRecord(kind, ns(a), ns(b)) for kind, a, b in (*kinds, (Phase.OPTIMIZER, 90, 100))]
             records = [
-                BucketRecord(i, 10_000_000, ns(go), ns(go), ns(go), ns(go), ns(end))
+                BucketRecord(i, 10_000_000, ns(go), ns(go), ns(go), ns(end))
                 for i, (go, end) in enumerate(buckets["of_ranks"][rank])
             ]
             stall = round(buckets.get("stall_ms", [0, 0])[rank] * MS)
@@ -364,7 +362,7 @@ def test_a_parameter_for_which_its_bucket_waits_is_named() -> None:
 def test_a_model_compiled_as_a_whole_shows_what_is_exposed_and_why() -> None:
     run_info = RunInfo(algorithm="ring", overlap="thread", size=2, local_size=1, is_compiled=True)
     parameters = tuple(ParameterRecord(name, 4, i) for i, name in enumerate("ab"))
-    run_info = dataclasses.replace(run_info, parameters=parameters, bucket_bytes=(4, 4))
+    run_info = dataclasses.replace(run_info, parameters=parameters)
     traces = one_step(run_info=run_info, of_ranks=[[(60, 90), (60, 120)]] * 2)
     for first, is_told in ((57, True), (50, False)):
         arrivals = Arrivals(0, 60 * MS, (60 * MS, first * MS))
@@ -425,18 +423,17 @@ def of_gan(num_steps: int = 60, **of_generator: Any) -> list[RankTrace]:
     discriminator, generator = simulate(2, num_steps, **QUICK), simulate(2, num_steps, **{**QUICK, **of_generator})
     traces = []
     for d, g in zip(discriminator, generator, strict=True):
-        others = (OptimizerRecord(g.run_info.bucket_bytes[:1], (ParameterRecord("generator.weight", 120_000_000, 0),)),)
-        of_d = d.run_info.bucket_bytes
+        of_g = ParameterRecord("generator.weight", 120_000_000, 0, optimizer=1)
+        of_d = [bucket.num_bytes for bucket in d.steps[0].buckets]
         steps = []
         for number, step in enumerate(d.steps):
             if number % 3 == 2:
                 step = g.steps[number]
                 first = [dataclasses.replace(step.buckets[0], index=i, num_bytes=size) for i, size in enumerate(of_d)]
-                step = dataclasses.replace(step, buckets=(*first, step.buckets[0]))
+                step = dataclasses.replace(step, buckets=(*first, dataclasses.replace(step.buckets[0], optimizer=1)))
             steps.append(step)
-        traces.append(
-            dataclasses.replace(d, run_info=dataclasses.replace(d.run_info, others=others), steps=tuple(steps))
-        )
+        run_info = dataclasses.replace(d.run_info, parameters=(*d.run_info.parameters, of_g))
+        traces.append(dataclasses.replace(d, run_info=run_info, steps=tuple(steps)))
     return traces
 
 

@@ -179,7 +179,7 @@ def test_the_trace_of_all_ranks_has_the_phases_of_the_table(tmp_path: Path) -> N
     assert totals["backward"] == pytest.approx(NUM_STEPS * (60 - 7 + 15 - 7))
 
 
-def test_arrows_and_a_track_show_how_buckets_travel(folder: Path) -> None:
+def test_arrows_show_how_buckets_travel(folder: Path) -> None:
     file = folder / "trace.json"
     assert main(["report", str(folder), "--no-html", "--trace-json", str(file)]) == 0
     events = json.loads(file.read_text())["traceEvents"]
@@ -191,10 +191,6 @@ def test_arrows_and_a_track_show_how_buckets_travel(folder: Path) -> None:
     for number, end in ends.items():
         assert buckets[end["pid"], end["tid"], end["ts"]] == end["name"]
         assert begins[number]["ts"] <= end["ts"]
-    speeds = {each["args"]["GB/s"] for each in events if each["ph"] == "C"}
-    # 25 MB take 0.2 ms and 16.7 ms: each rank sends 33.3 MB.
-    assert max(speeds) == pytest.approx(33.333 / 16.867, rel=1e-3)
-    assert min(speeds) == 0
 
 
 def test_a_host_name_is_no_formula(tmp_path: Path) -> None:

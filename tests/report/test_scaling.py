@@ -74,8 +74,10 @@ def test_where_it_was_measured_the_prediction_is_the_measurement() -> None:
 
 def test_one_rank_predicts_with_a_network_that_is_given() -> None:
     """Two ranks at 1.25 GB/s: 25 MB are ready after 40 ms, and 25 MB after 60 ms. Each takes 20.2 ms, until 80.4."""
-    (trace,) = simulated(1)
-    alone = dataclasses.replace(trace, steps=tuple(dataclasses.replace(step, buckets=()) for step in trace.steps))
+    (trace,) = simulated(1, bucket_mb=[2, 25, 25])
+    run_info = dataclasses.replace(trace.run_info, options={"bucket_mb": "23"})
+    steps = tuple(dataclasses.replace(step, buckets=()) for step in trace.steps)
+    alone = dataclasses.replace(trace, run_info=run_info, steps=steps)
     assert analyse(merge([alone])).predictions == ()
     given = analyse(merge([alone]), Network(0.1, 1.25))
     (prediction, *_) = given.predictions
@@ -485,8 +487,8 @@ def test_larger_buckets_are_advised_for_many_small_ones() -> None:
 
 def test_arrivals_say_when_buckets_of_one_rank_are_ready() -> None:
     (trace,) = simulated(1, bucket_mb=[])
-    parameters = (ParameterRecord("a", 25 * MB, 1), ParameterRecord("b", 1 * MB, 0), ParameterRecord("c", 25 * MB, 1))
-    run_info = dataclasses.replace(trace.run_info, parameters=parameters, bucket_bytes=(1 * MB, 50 * MB))
+    parameters = (ParameterRecord("a", 25 * MB, 1), ParameterRecord("b", 2 * MB, 0), ParameterRecord("c", 25 * MB, 1))
+    run_info = dataclasses.replace(trace.run_info, parameters=parameters, options={"bucket_mb": "50"})
     arrivals = (Arrivals(5, 60 * MS, (30 * MS, 6 * MS, 15 * MS)),)
     traced = dataclasses.replace(trace, run_info=run_info, arrivals=arrivals)
     # 50 MB leave in the middle of a backward of 60 ms, and take 40 ms: 10 ms are exposed, and two latencies.

@@ -108,9 +108,7 @@ def simulate(
             for index, row in enumerate(times):
                 launched_at, reduced_at = (t + skews[rank] for t in row[rank])
                 size = round(bucket_mb[index] * MB)
-                buckets.append(
-                    BucketRecord(index, size, launched_at - MS // 10, launched_at, launched_at, launched_at, reduced_at)
-                )
+                buckets.append(BucketRecord(index, size, launched_at - MS // 10, launched_at, launched_at, reduced_at))
             steps[rank].append(
                 StepRecord(
                     *(number, begin + skews[rank], end + skews[rank]),
@@ -139,7 +137,6 @@ def simulate(
             algorithm="direct" if per_host == num_ranks else "ring",
             reason="simulated",
             options={"bucket_mb": "25", "compression": "None"},
-            bucket_bytes=tuple(round(mb * MB) for mb in bucket_mb),
             parameters=tuple(
                 ParameterRecord(name, round(mb * MB), i)
                 for i, (name, mb) in enumerate(zip(names, bucket_mb, strict=True))

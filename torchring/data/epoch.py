@@ -16,10 +16,6 @@ from typing import Any, NamedTuple
 from torchring import default_world
 
 
-def _no_iterator() -> None:
-    """Of a pass that has not begun."""
-
-
 @dataclass(eq=False)
 class Pass:
     """One iteration over what is left of an epoch.
@@ -46,7 +42,7 @@ class Pass:
     rank: int
     size: int
     unit: int
-    iterator: Callable[[], Iterator[Any] | None] = _no_iterator
+    iterator: Callable[[], Iterator[Any] | None] = lambda: None
     num_drawn: int = 0
     num_asked: int = 0
     num_ahead: int = 0

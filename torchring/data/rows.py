@@ -24,26 +24,15 @@ Interval = tuple[int, int]
 
 
 class _Group(NamedTuple):
-    """A row group of a Parquet file, or a record batch of an Arrow file, that has rows."""
+    """A row group of a Parquet file, or an Arrow file, that has rows."""
 
     fragment: Any
-    number: int
     num_rows: int
 
     def read(self, schema: pyarrow.Schema, columns: Sequence[str], rows: torch.Tensor) -> pyarrow.Table:
-        """These rows."""
         import pyarrow
-        from pyarrow import dataset
 
-        if hasattr(self.fragment, "row_groups"):
-            table = self.fragment.to_table(schema=schema, columns=columns)
-        else:
-            with pyarrow.ipc.open_file(self.fragment.open()) as file:
-                table = pyarrow.Table.from_batches([file.get_batch(self.number)])
-            for name, value in dataset.get_partition_keys(self.fragment.partition_expression).items():
-                table = table.append_column(name, pyarrow.array([value] * len(table), schema.field(name).type))
-            table = table.select(columns)
-        return table.take(pyarrow.array(rows.numpy()))
+        return self.fragment.to_table(schema=schema, columns=columns).take(pyarrow.array(rows.numpy()))
 
 
 def share(intervals: Sequence[Interval], part: int, num_parts: int) -> list[Interval]:
@@ -312,8 +301,6 @@ class _Rows(Iterator[Any]):
 
 def _groups_of(files: Sequence[Any], schema: pyarrow.Schema, columns: Sequence[str]) -> Iterator[_Group]:
     """The row groups of files that have the same columns. Reads only where these are, and how long."""
-    from pyarrow import ipc
-
     of_folders = {*schema.names} - {*files[0].physical_schema.names}
     for file in files:
         names = file.physical_schema.names
@@ -327,11 +314,10 @@ def _groups_of(files: Sequence[Any], schema: pyarrow.Schema, columns: Sequence[s
                     f"{files[0].path}: write the files with one schema, or choose other columns"
                 )
         if hasattr(file, "row_groups"):
-            groups = [(each, each.row_groups[0].num_rows) for each in file.split_by_row_group()]
-        else:  # reading one column tells the lengths
-            with ipc.open_file(file.open(), options=ipc.IpcReadOptions(included_fields=[0])) as opened:
-                groups = [(file, opened.get_batch(n).num_rows) for n in range(opened.num_record_batches)]
-        yield from (_Group(each, n, num_rows) for n, (each, num_rows) in enumerate(groups) if num_rows)
+            groups = [_Group(each, each.row_groups[0].num_rows) for each in file.split_by_row_group()]
+        else:
+            groups = [_Group(file, file.count_rows())]
+        yield from (each for each in groups if each.num_rows)
 
 
 def _batch(table: pyarrow.Table) -> dict[str, Any]:

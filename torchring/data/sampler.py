@@ -37,20 +37,16 @@ class Sampler(torch.utils.data.Sampler[Any]):
                 ...
 
     The k-th batches of all ranks are a global batch: the next samples of one order, which is the same for any number of
-    ranks. All ranks draw the same number of batches, and each sample of an epoch is drawn once. The last global batch
-    may be smaller. Where a global batch has fewer samples than there are ranks, the other ranks draw one of them again,
-    which counts with weight 0. Where ranks have unequal shares, a backward that is not weighed raises GradientError.
-    Iterations that begin under `torch.no_grad()` are taken to be evaluation, and need no weights.
+    ranks. All ranks draw the same number of batches, and each sample of an epoch is drawn once. Where a global batch
+    has fewer samples than there are ranks, the other ranks draw one of them again, which counts with weight 0. Where
+    ranks have unequal shares, a backward that is not weighed raises GradientError. Iterations that begin under
+    `torch.no_grad()` are taken to be evaluation, and need no weights.
 
     The sampler counts the batches whose weight was asked for; in an `elastic.State`, those of them that finished steps
-    have used. `state_dict()` is the same on all ranks. What workers of the `DataLoader` have drawn ahead does not
-    count. torchdata's `StatefulDataLoader` saves the sampler with its own state.
-
-    An iteration that is left early is followed by one over the rest of its epoch, and one that has ended by the next
-    epoch. `set_epoch(e)` begins any epoch; the one under way goes on. After `load_state_dict`, after a change of ranks
-    and after `set_epoch(e)` for the epoch under way, an iteration yields nothing if its samples have all been used. An
-    iteration in which no weight was asked for was a look: the next one begins where it began, or with the next epoch if
-    the look drew the whole epoch and there was no `set_epoch`.
+    have used. An iteration that is left early is followed by one over the rest of its epoch, and one that has ended by
+    the next epoch. After `load_state_dict`, after a change of ranks and after `set_epoch(e)` for the epoch under way,
+    an iteration yields nothing if its samples have all been used. An iteration in which no weight was asked for was a
+    look: the next one begins where it began, or with the next epoch if the look drew the whole epoch.
 
     Without `batch_size`, `global_batch` and `batch_sampler`, this is used as torch's `DistributedSampler`:
     `DataLoader(dataset, batch_size=32, sampler=sampler)`. It then yields samples, repeats some so that all ranks get
@@ -92,8 +88,9 @@ class Sampler(torch.utils.data.Sampler[Any]):
         given = [name for name, value in sizes.items() if value is not None]
         if len(given) > 1:
             raise ValueError(f"{given[0]} and {given[1]} both say what a batch is; leave out {given[0]}")
-        _check_size("batch_size", batch_size)
-        _check_size("global_batch", global_batch)
+        for name, number in (("batch_size", batch_size), ("global_batch", global_batch)):
+            if number is not None and number < 1:
+                raise ValueError(f"{name} must be at least 1, got {number}")
         try:
             self._length = len(dataset)
         except TypeError as error:
@@ -161,17 +158,13 @@ class Sampler(torch.utils.data.Sampler[Any]):
         else:
             self._resume(epoch, 0)
 
-    def weight(self, number: int | None = None) -> int:
-        """Number of samples that count in a batch, for `optimizer.weigh`: its length, or 0 for a sample drawn again.
+    def weight(self) -> int:
+        """Number of samples that count in the loop's next batch, for `optimizer.weigh`: 0 for a sample drawn again.
 
         Call this once for each batch of the loop, those that are left out included: it counts the batch as used.
 
-        Args:
-            number: of the batch in the newest iteration, from 0. By default the batch after the one that was asked for
-                last.
-
         Raises:
-            ValueError: that batch has not been drawn, or a batch in between was left out; or a `DataLoader` makes the
+            ValueError: that batch has not been drawn, or one before it was left out; or a `DataLoader` makes the
                 batches.
         """
         current = self._current()
@@ -179,30 +172,27 @@ class Sampler(torch.utils.data.Sampler[Any]):
             raise ValueError(_NO_BATCHES)
         if current is None:
             raise ValueError("weight() is that of a batch, and the sampler has drawn none: call it in the loop")
-        is_next, number = number is None, current.num_asked if number is None else number
-        if not 0 <= number < current.num_drawn:
+        number = current.num_asked
+        if number >= current.num_drawn:
             raise ValueError(
                 f"weight() was asked for batch {number}, counted from 0, of an iteration that has drawn "
                 f"{current.num_drawn}: call it once for each batch, in the loop over the DataLoader"
             )
         num_ahead = current.num_drawn - number  # of a DataLoader with workers, or of a loop, the same all the time
         current.num_ahead = current.num_ahead or num_ahead
-        if is_next and num_ahead > current.num_ahead:
+        if num_ahead > current.num_ahead:
             raise ValueError(
                 f"weight() was asked for batch {number}, counted from 0, but the loop has taken a later one: ask for "
-                "the weight of each batch, also of one that is left out, or say which: sampler.weight(number)"
+                "the weight of each batch, also of one that is left out"
             )
-        current.num_asked = max(current.num_asked, number + 1)
+        current.num_asked += 1
         if (draws := current.iterator()) is not None and current.num_asked == current.num_batches:
             unequal_shares.discard(draws)  # workers that stay keep the iterator
         self._is_counted = True
         return current.weight(number)
 
     def count_steps(self, global_batch: int | None) -> None:
-        """Count finished steps from now on. Called by `elastic.State`.
-
-        Args:
-            global_batch: as for the constructor, for a sampler that has none of its own.
+        """Count finished steps, with this global batch if the sampler has none. Called by `elastic.State`.
 
         Raises:
             ValueError: nothing says what a batch is, or two things do.
@@ -231,17 +221,7 @@ class Sampler(torch.utils.data.Sampler[Any]):
         current.num_used = current.num_asked
 
     def share_out(self, rank: int, size: int) -> None:
-        """Share out what is left to other ranks, from the next iteration on. What no finished step used is left.
-
-        Called by `elastic.run` before the training function.
-
-        Args:
-            rank: this process.
-            size: number of ranks.
-
-        Raises:
-            ValueError: no such rank.
-        """
+        """From the next iteration on, share out what no finished step has used. Called by `elastic.run`."""
         self._place = rank_and_size(rank, size)
         self._resume(self.epoch, self.position)
 
@@ -301,7 +281,6 @@ class Sampler(torch.utils.data.Sampler[Any]):
         return self._passes[-1] if self._passes else None
 
     def _resume(self, epoch: int, position: int) -> None:
-        """The next iteration goes on at this position."""
         self._epoch, self._start, self._passes, self._goes_on = epoch, position, [], True
 
     def _next(self) -> tuple[int, int]:
@@ -376,13 +355,8 @@ class Sampler(torch.utils.data.Sampler[Any]):
         return self._batches[1]
 
     def _state(self, epoch: int, position: int) -> dict[str, int | bool]:
-        return {
-            "epoch": epoch,
-            "position": position,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "length": self._length,
-        }
+        own: dict[str, int | bool] = {"seed": self._seed, "shuffle": self._shuffle, "length": self._length}
+        return {"epoch": epoch, "position": position, **own}
 
 
 class _Draws(Iterator[Any]):
@@ -419,8 +393,3 @@ class _Draws(Iterator[Any]):
     def _begin(self) -> None:
         self._pass = self._sampler._begin(self)
         self._drawing = self._sampler._draw(self._pass)
-
-
-def _check_size(name: str, size: int | None) -> None:
-    if size is not None and size < 1:
-        raise ValueError(f"{name} must be at least 1, got {size}")

@@ -65,7 +65,7 @@ class DataCheck(Participant):
         self._recent: deque[int] = deque(maxlen=_IN_A_ROW)  # digests of this rank's batches
         self._in_a_row: dict[int, int] = {}  # by rank: for how many reductions it has had the batches of this rank
         self._repeats = Repeats()
-        self._sizes = Sizes()
+        self._num_compared = self._num_uneven = 0  # reductions: of sizes, and those in which they differ much
         self._finding = 0, ""  # what the next reduction tells the others
         self._told: set[int] = set()
 
@@ -94,15 +94,30 @@ class DataCheck(Participant):
         self._tell(sums.by_rank["data_finding"])
         is_plain = self._is_mean and UNEVEN not in self._told
         if is_plain and not (sums["is_weighted"] or sums["is_absent"] or sums["has_ended"]):
-            self._sizes.note(
-                (self.batch.num_samples, sums["num_samples"] / self._size, _UNEVEN_SAMPLES),
-                (self.batch.num_tokens, sums["num_tokens"] / self._size, _UNEVEN_TOKENS),
-            )
-            if self._sizes.is_uneven and not self._finding[0]:
-                self._finding = UNEVEN, self._sizes.describe()
+            self._compare_sizes(sums["num_samples"] / self._size, sums["num_tokens"] / self._size)
 
     def close(self) -> None:
         loading.forget(self._inputs.loading)
+
+    def _compare_sizes(self, mean_samples: float, mean_tokens: float) -> None:
+        self._num_compared += 1
+        for own, mean, most in (
+            (self.batch.num_samples, mean_samples, _UNEVEN_SAMPLES),
+            (self.batch.num_tokens, mean_tokens, _UNEVEN_TOKENS),
+        ):
+            if abs(own - mean) > most * mean:
+                break
+        else:
+            return
+        self._num_uneven += 1
+        is_often = self._num_uneven >= max(_IN_A_ROW, _OFTEN * self._num_compared)  # the last batch may be short
+        if is_often and not self._finding[0]:
+            self._finding = (
+                UNEVEN,
+                f"batches often differ much in size from those of other ranks (last time {own} samples or tokens, and "
+                f"{mean:.0f} on average), while each rank's gradient counts the same. If the loss is a mean over "
+                "these, call optimizer.weigh(number of samples or tokens that count) before each backward()",
+            )
 
     def _compare(self, digests: Sequence[int]) -> None:
         own, digest = digests[self._rank], self.batch.digest
@@ -183,37 +198,6 @@ class Repeats:
     def _search(self, search: str) -> str:
         self._num_searches += 1
         return _look(search) if self._num_searches <= _MOST_SEARCHES else ""
-
-
-class Sizes:
-    """Compares the size of this rank's batches with the mean of the ranks."""
-
-    def __init__(self) -> None:
-        self._num_reductions = 0
-        self._num_uneven = 0
-        self._last = 0, 0.0
-
-    @property
-    def is_uneven(self) -> bool:
-        """Whether the sizes differ much, and often: the last batch of an epoch may be short."""
-        return self._num_uneven >= _IN_A_ROW and self._num_uneven >= _OFTEN * self._num_reductions
-
-    def note(self, *sizes: tuple[int, float, float]) -> None:
-        """A reduction is over. Of each size: that of this rank, the mean of the ranks, and how much they may differ."""
-        self._num_reductions += 1
-        for own, mean, most in sizes:
-            if abs(own - mean) > most * mean:
-                self._num_uneven += 1
-                self._last = own, mean
-                break
-
-    def describe(self) -> str:
-        own, mean = self._last
-        return (
-            f"batches often differ much in size from those of other ranks (last time {own} samples or tokens, and "
-            f"{mean:.0f} on average), while each rank's gradient counts the same. If the loss is a mean over these, "
-            "call optimizer.weigh(number of samples or tokens that count) before each backward()"
-        )
 
 
 def _look(search: str, *arguments: int) -> str:

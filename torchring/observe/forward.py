@@ -56,17 +56,14 @@ class ForwardWatch:
         leave_no_trace(model)
 
     def begin(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-        """The model begins its forward, with these arguments."""
         if (observers := self._observers()) is not None:
             observers.forward(self.inputs.see(arguments, keywords))
 
     def end(self, *_: Any) -> None:
-        """The model has ended its forward."""
         if (observers := self._observers()) is not None:
             observers.forward(None)
 
     def close(self) -> None:
-        """Remove the hooks."""
         self._model = None
         for handle in self._handles:
             handle.remove()
@@ -122,8 +119,6 @@ def _state_of(reference: weakref.ref[torch.nn.Module]) -> Any:
 
 
 class _CallHook(TransientHook):
-    """Calls `tell` when a model that trains is called."""
-
     def __init__(self, tell: Callable[..., None]) -> None:
         self._tell = tell
 

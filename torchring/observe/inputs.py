@@ -10,11 +10,9 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from torchring.accelerators import accelerator_of
@@ -26,10 +24,11 @@ _PLACE_BITS: Final = 24  # of a random place, as a fraction of the tensor
 _NUM_FIRST: Final = 64  # batches that are looked at when training begins
 _NUM_OF_EPOCH: Final = 24  # when a DataLoader begins
 _NUM_AGAIN: Final = 16  # of each 128, for loops without a DataLoader
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 _LAG: Final = 4  # reductions until a digest is read that a device works out: nobody waits for it
 
 
-_Values = tuple["bytes | torch.Tensor", int]  # sampled values of a tensor, and the size of one in bytes
+_Values = tuple[torch.Tensor, int]  # the bytes of sampled values of a tensor, and the size of one in bytes
 
 
 class Batch(NamedTuple):
@@ -127,13 +126,16 @@ class Inputs:
             if not is_plain or tensor.numel() < 2:
                 continue
             accelerator = accelerator_of(tensor.device)
-            if accelerator is None and tensor.device.type == "cpu":
-                yield _values_of(tensor), tensor.itemsize
-            elif accelerator is not None and not accelerator.is_capturing():
-                tensor.data_ptr()  # raises inside vmap, where take() would warn of its loops
+            if tensor.device.type != "cpu" if accelerator is None else accelerator.is_capturing():
+                continue
+            tensor.data_ptr()  # raises inside vmap, where take() would warn of its loops
+            places = _fractions(tensor.device) * tensor.numel() >> _PLACE_BITS  # of any size, without waiting
+            integers = tensor.detach().view(_INTEGERS.get(tensor.itemsize, tensor.dtype))  # take() knows no fp8
+            values = integers.take(places).view(torch.uint8)
+            if accelerator is not None:
                 self._is_on_device = True
-                places = _fractions_on(tensor.device) * tensor.numel() >> _PLACE_BITS  # of any size, without waiting
-                yield accelerator.fetch(tensor.detach().take(places).view(torch.uint8)), tensor.itemsize
+                values = accelerator.fetch(values)
+            yield values, tensor.itemsize
 
 
 def _tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -147,45 +149,17 @@ def _tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from (value for value in each if isinstance(value, torch.Tensor))
 
 
-def _values_of(tensor: torch.Tensor) -> bytes:
-    # Not by tensor.numpy(), after which the script could not resize the tensor any more.
-    size = tensor.itemsize
-    array = np.asarray(
-        SimpleNamespace(
-            __array_interface__={
-                "version": 3,
-                "typestr": f"|V{size}",
-                "shape": tuple(tensor.shape),
-                "strides": tuple(size * stride for stride in tensor.stride()),
-                "data": (tensor.data_ptr(), True),  # raises inside vmap
-            }
-        )
-    )
-    places = _places(array.size)
-    if array.flags.c_contiguous:
-        return array.reshape(-1).take(places).tobytes()
-    return array[np.unravel_index(places, array.shape)].tobytes()
-
-
-@functools.lru_cache(maxsize=64)
-def _places(size: int) -> npt.NDArray[np.int64]:
-    """The positions that are looked at in a tensor of `size` elements, the same on all ranks."""
-    return _fractions() * size >> _PLACE_BITS
-
-
-def _fractions() -> npt.NDArray[np.int64]:
-    return np.sort(np.random.RandomState(0).randint(2**_PLACE_BITS, size=_NUM_VALUES, dtype=np.int64))
-
-
 @functools.lru_cache(maxsize=16)
-def _fractions_on(device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(_fractions()).to(device)
+def _fractions(device: torch.device) -> torch.Tensor:
+    """The places that are looked at, as fractions of a tensor, the same on all ranks."""
+    found = np.random.RandomState(0).randint(2**_PLACE_BITS, size=_NUM_VALUES, dtype=np.int64)
+    return torch.from_numpy(found).to(device)
 
 
 def _digest(values: _Values) -> int | None:
     """None if all values are the same: so is what has not come from a device yet."""
     read, size = values
-    raw = read if isinstance(read, bytes) else read.numpy().tobytes()
+    raw = read.numpy().tobytes()
     if raw == raw[:size] * (len(raw) // size):
         return None
     return zlib.crc32(raw) + 1

@@ -101,7 +101,6 @@ class NoiseScale(Participant):
         self._specs = specs
         self._parameters = parameters
         self._holds_result = holds_result
-        self._observer = world.observer
         self._scale = 1 / world.size if is_sum else 1.0
         self._num_specs = 0  # of which the windows are
         self._windows: list[list[Rows]] = []
@@ -215,7 +214,6 @@ class NoiseScale(Participant):
         self._signal[window] += ((size * large - small) / (size - 1) - self._signal[window]) * share
         noise = (small - large) * size / (size - 1) * sample.batch
         self._noise[window] += (noise - self._noise[window]) * share
-        self._observer.noise(self.batch_size, self.noise_scale)
 
     def _cut(self) -> None:
         self._num_specs = len(self._specs)

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.hooks import RemovableHandle
-
-from torchring.optimizer_wrapper import OptimizerWrapper
 
 Rule = Literal["linear", "sqrt"]
-_LR_OF_BUFFER: Final = "lr_of_buffer"
 
 
 def scale_lr(base_lr: float, base_batch: int, batch: int, rule: Rule = "linear") -> float:
@@ -107,7 +103,7 @@ def warm_up(after: Optimizer | LRScheduler, steps: int, start: float = 0.0) -> W
     with the full one. Then `after` goes on as if it began there: its own steps are counted from the end of the warm-up.
     Call `step()` of what `warm_up` returns, and not that of `after`. Each parameter group keeps its own learning rate.
 
-    PyTorch's optimizers, LARS and LAMB need no correction of momentum for that: see `correct_momentum`.
+    PyTorch's optimizers, LARS and LAMB need no correction of momentum for that.
 
     Args:
         after: the scheduler that goes on, any of torch's; or the optimizer, if the learning rates stay as they are.
@@ -132,48 +128,3 @@ def warm_up(after: Optimizer | LRScheduler, steps: int, start: float = 0.0) -> W
     if isinstance(after, Optimizer):
         return WarmUp(after, None, steps, start)
     return WarmUp(after.optimizer, after, steps, start)
-
-
-def correct_momentum(optimizer: Optimizer, buffer: str = "momentum_buffer") -> RemovableHandle:
-    """Momentum correction, for optimizers whose momentum buffer has the learning rate as a factor.
-
-        v = momentum * v + lr * g        w = w - v
-
-    If lr changes there, v still holds steps of the old size. Before each step, this multiplies v by new lr / old lr for
-    each parameter whose lr has changed, as `momentum_correction=True` of Horovod's callbacks for Keras has the effect
-    of. Optimizers of torch.optim, LARS and LAMB keep lr out of their buffers, and need no correction. An old lr of 0
-    leaves v as it is.
-
-    Args:
-        optimizer: of another library or your own; wrapped or not.
-        buffer: the name of the buffer in the optimizer's state.
-
-    Returns:
-        A handle whose `remove()` ends the correction.
-
-    Raises ValueError for an optimizer that would be corrected wrongly.
-
-    Source: P. Goyal et al., arXiv:1706.02677, 2017, section 3, remark 2.
-    """
-    while isinstance(optimizer, OptimizerWrapper):
-        optimizer = optimizer.optimizer  # which has the state, by piece with shard=True
-    homes = [kind.__module__ for kind in type(optimizer).__mro__ if kind is not Optimizer]
-    if any(home.startswith(("torch.optim.", "torchring.recipes.")) for home in homes):
-        raise ValueError(
-            f"{type(optimizer).__name__} has no learning rate in its momentum buffer, so a change of the learning rate "
-            "needs no correction; leave correct_momentum out"
-        )
-
-    def correct(optimizer: Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            lr = float(group["lr"])
-            for p in group["params"]:
-                if p.grad is None:  # the optimizer leaves its buffer alone, too
-                    continue
-                state = optimizer.state[p]
-                old = state.get(_LR_OF_BUFFER, lr)
-                if old not in (0.0, lr) and isinstance(state.get(buffer), torch.Tensor):
-                    state[buffer].mul_(lr / old)
-                state[_LR_OF_BUFFER] = lr
-
-    return optimizer.register_step_pre_hook(correct)

@@ -46,9 +46,9 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
     codes = [0]
     if options.csv is not None:
-        codes.append(_write(options.csv, lambda path: write_csv(job, path)))
+        codes.append(_write(options.csv, lambda path: write_csv(analysis, path)))
     if options.trace_json is not None:
-        codes.append(_write(options.trace_json, lambda path: write_trace_json(job, path)))
+        codes.append(_write(options.trace_json, lambda path: write_trace_json(analysis, path)))
     if not options.no_html:
         try:
             codes.append(_write(options.html or folder / _PAGE, lambda path: write_page(analysis, path)))

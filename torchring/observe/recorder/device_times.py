@@ -23,7 +23,6 @@ from torchring.observe.recorder.records import (
     LAUNCHED,
     NUM_BUCKETS,
     NUM_PHASES,
-    PACKED,
     PACKING_NS,
     READY,
     REDUCED,
@@ -67,7 +66,6 @@ class DeviceTimes:
         self._shifts_ns = deque([now], maxlen=_NUM_SHIFTS)  # the least that each of the last steps allows
 
     def mark(self, now: int) -> None:
-        """A phase of a step begins."""
         if self._device.is_capturing():  # an event would become part of the graph
             self._is_complete = False
         else:
@@ -125,7 +123,7 @@ class DeviceTimes:
         for number, (started_at, reduced_at) in enumerate(finished.buckets[: step[NUM_BUCKETS]]):
             bucket = bucket_start(step[NUM_PHASES], number)
             started = begin + _ns_between(first, started_at)
-            for time in (READY, PACKED, LAUNCHED, STARTED):
+            for time in (READY, LAUNCHED, STARTED):
                 step[bucket + time] = started
             step[bucket + REDUCED] = begin + _ns_between(first, reduced_at)
         self._elapsed_ns += offsets[-1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import operator
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ import numpy as np
 from torchring.observe.recorder.records import (
     Arrivals,
     ClockOffset,
-    OptimizerRecord,
     ParameterRecord,
     RankTrace,
     RunInfo,
@@ -113,8 +111,7 @@ def _parse(run_info: dict[str, Any], arrays: Mapping[str, Any]) -> RankTrace:
     if len(steps) != (ends[-1] if len(ends) else 0):
         raise ValueError("steps are missing")
     num_dropped = run_info.pop("num_dropped")
-    run_info.update(vars(_parse_optimizer(run_info)))
-    run_info["others"] = tuple(map(_parse_optimizer, run_info.get("others", ())))
+    run_info["parameters"] = tuple(_typed(ParameterRecord(**each)) for each in run_info["parameters"])
     return RankTrace(
         _typed(RunInfo(**run_info)),
         tuple(decode(part.tolist()) for part in np.split(steps, ends[:-1]) if len(part)),
@@ -122,11 +119,6 @@ def _parse(run_info: dict[str, Any], arrays: Mapping[str, Any]) -> RankTrace:
         tuple(Arrivals(step, length, tuple(ready)) for step, length, *ready in arrays["arrivals"].tolist()),
         tuple(ClockOffset(*each) for each in arrays["clock"].tolist()),
     )
-
-
-def _parse_optimizer(fields: Mapping[str, Any]) -> OptimizerRecord:
-    parameters = tuple(_typed(ParameterRecord(**each)) for each in fields["parameters"])
-    return OptimizerRecord(tuple(map(operator.index, fields["bucket_bytes"])), parameters)
 
 
 def _typed(record: _Record) -> _Record:

@@ -127,9 +127,6 @@ class Recorder(Observer):
         self.phase(FORWARD if num_samples is not None else BACKWARD, 0)
         self.num_samples += num_samples or 0
 
-    def noise(self, batch_size: float, noise_scale: float | None) -> None:
-        self.batch_size, self.noise_scale = batch_size, noise_scale
-
     def end_step(self, number: int) -> None:
         now = time.perf_counter_ns()
         stamps, buckets, loading = self._stamps, self._buckets, self.loading

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
@@ -14,6 +15,7 @@ import torch
 from torchring.accelerators import accelerator_of
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.layout import BucketLayout
+from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import Participant, Reduction
 from torchring.linux import host_name, process_began_ns
 from torchring.observe.recorder.clocks import offsets_of
@@ -22,7 +24,6 @@ from torchring.observe.recorder.records import REDUCED as REDUCED_AT
 from torchring.observe.recorder.records import STARTED as STARTED_AT
 from torchring.observe.recorder.records import (
     Arrivals,
-    OptimizerRecord,
     ParameterRecord,
     RunInfo,
 )
@@ -48,11 +49,11 @@ class WorldRecorder(Recorder):
             if accelerator := accelerator_of(parameter.device):
                 self.follow(accelerator)
                 break
-        layout = None
-        if wrapped.reducer is not None:
-            layout = wrapped.reducer.layout
-            wrapped.reducer.take_in(ReductionRecording(self, layout))
-        self.run_info = run_info(self.world, wrapped, layout, self.run_info)
+        reducer: Reducer | None = wrapped.reducer
+        layout = None if reducer is None else reducer.layout
+        self.run_info, number = describe(self.world, wrapped, layout, self.run_info)
+        if reducer is not None:
+            reducer.take_in(ReductionRecording(self, reducer, number))
 
 
 class ReductionTimes:
@@ -65,14 +66,14 @@ class ReductionTimes:
         arrivals: of gradients, in nanoseconds by parameter index; -1 for none. Without stalls and copies until then.
     """
 
-    def __init__(self, current: Reduction, layout: BucketLayout, num_parameters: int) -> None:
+    def __init__(self, current: Reduction, layout: BucketLayout, num_parameters: int, optimizer: int) -> None:
         self.rows: list[int] = []
         self.stall_ns = self.packing_ns = self.early_packing_ns = 0
         self.arrivals = [-1] * num_parameters
         self._current = current
         self._layout = layout
+        self._optimizer = optimizer
         self._since: dict[int, int] = {}  # by bucket: when a copy has begun, or the last gradient has come
-        self._packed: dict[int, int] = {}
         self._starts: dict[int, int] = {}  # by bucket: where its row begins
 
     def note(self, event: int, index: int, at: int) -> None:
@@ -81,13 +82,12 @@ class ReductionTimes:
             self._since[index] = now
         elif event in (COPIED, PACKED):
             self.packing_ns += now - self._since[index]
-            self._packed[index] = now
         elif event == LAUNCHED:
             self._starts[index] = len(self.rows)
             buckets, extra = self._layout.buckets, self._current.extra
             bucket = buckets[index] if index < len(buckets) or extra is None else extra
-            ready, packed = self._since.get(index, now), self._packed.get(index, now)
-            self.rows += (index, bucket.wire.tensor.nbytes, ready, packed, now, now, 0)
+            ready = self._since.get(index, now)
+            self.rows += (index, bucket.wire.tensor.nbytes, ready, now, now, 0, self._optimizer)
         elif event == OVER:
             self.early_packing_ns = self.packing_ns
             self.stall_ns = int(self._current.exposed_seconds * 1e9)
@@ -105,9 +105,11 @@ class ReductionTimes:
 class ReductionRecording(Participant):
     """Writes down where the time of one optimizer's reductions went, when gradients came, and the plan."""
 
-    def __init__(self, recorder: Recorder, layout: BucketLayout) -> None:
+    def __init__(self, recorder: Recorder, reducer: Reducer, number: int) -> None:
         self._recorder = recorder
-        self._layout = layout
+        self._reducer = reducer
+        self._layout = layout = reducer.layout
+        self._number = number  # of the optimizer
         self._noted: tuple[Sequence[Bucket], str] = layout.buckets, layout.reason
         # The reduction
         self._times: ReductionTimes | None = None
@@ -118,7 +120,7 @@ class ReductionRecording(Participant):
         has_arrivals = 2 <= current.number < 6 or current.number % 64 == 63
         has_arrivals = has_arrivals and current.mark_ready is None and not current.is_unordered
         num_parameters = len(self._layout.specs) if has_arrivals else 0
-        self._times = times = ReductionTimes(current, self._layout, num_parameters)
+        self._times = times = ReductionTimes(current, self._layout, num_parameters, self._number)
         current.events = times.note
         if has_arrivals:
             current.mark_ready = times.mark_ready
@@ -130,13 +132,17 @@ class ReductionRecording(Participant):
             return
         if any(at >= 0 for at in times.arrivals):
             length = recorder.phase_began - began - times.stall_ns - times.early_packing_ns
-            ready = tuple(at if at < 0 else max(0, at - began) for at in times.arrivals)
+            own = (at if at < 0 else max(0, at - began) for at in times.arrivals)
+            known = recorder.run_info.parameters if recorder.run_info is not None else ()
+            ready = tuple(next(own, -1) if each.optimizer == self._number else -1 for each in known)
             recorder.arrivals.append(Arrivals(recorder.num_steps, max(0, length), ready))
         marks = [(work.begin, work.end) for work in self._layout.agreement.works]
         recorder.add_reduction(times.rows, times.stall_ns, times.packing_ns, marks)
 
     def on_reduced(self, current: Reduction) -> None:
         self._note_plan()
+        if (noise := self._reducer.noise) is not None:
+            self._recorder.batch_size, self._recorder.noise_scale = noise.batch_size, noise.noise_scale
 
     def _note_plan(self) -> None:
         """Write down how the buckets are laid out, and why, if that has changed."""
@@ -145,21 +151,14 @@ class ReductionRecording(Participant):
         if known is None or (now[0] is self._noted[0] and now[1] == self._noted[1]):
             return
         self._noted = now
-        sizes = tuple(bucket.plan.num_bytes for bucket in layout.buckets)
-        records = _parameter_records(layout)
-        own = _sizes_by_name(records)
-        if _sizes_by_name(known.parameters) <= own:  # parameters may have been added
-            self._recorder.run_info = replace(known, reason=layout.reason, bucket_bytes=sizes, parameters=records)
-            return
-        others = tuple(
-            OptimizerRecord(sizes, records) if _sizes_by_name(other.parameters) <= own else other
-            for other in known.others
-        )
-        self._recorder.run_info = replace(known, others=others)
+        parameters = _with(known.parameters, _parameter_records(layout), self._number)
+        self._recorder.run_info = replace(known, reason=layout.reason, parameters=parameters)
 
 
-def run_info(world: World, wrapped: Wrapped, layout: BucketLayout | None, before: RunInfo | None) -> RunInfo:
-    """Describe this rank, and the optimizer that is wrapped now.
+def describe(
+    world: World, wrapped: Wrapped, layout: BucketLayout | None, before: RunInfo | None
+) -> tuple[RunInfo, int]:
+    """Describe this rank, and the optimizer that is wrapped now. Returns its number, too.
 
     Args:
         layout: its buckets; None if it has none.
@@ -169,6 +168,7 @@ def run_info(world: World, wrapped: Wrapped, layout: BucketLayout | None, before
     devices = {parameter.device for parameter in names}
     device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
     found = RunInfo(
+        run="" if world.rendezvous is None else world.rendezvous.run(),
         rank=world.rank,
         size=world.size,
         local_rank=world.local_rank,
@@ -196,19 +196,26 @@ def run_info(world: World, wrapped: Wrapped, layout: BucketLayout | None, before
             algorithm=layout.all_reduce.algorithm,
             reason=layout.reason,
             overlap=layout.agreement.overlap,
-            bucket_bytes=tuple(bucket.plan.num_bytes for bucket in layout.buckets),
             parameters=_parameter_records(layout),
         )
-    if before is None:
-        return found
-    others = (OptimizerRecord(before.bucket_bytes, before.parameters), *before.others)  # the last one first
-    own = _sizes_by_name(found.parameters)
-    kept = [other for other in others if other.parameters and _sizes_by_name(other.parameters) != own]
-    return replace(found, others=tuple(kept[: _MOST_OPTIMIZERS - 1]))
+    earlier = () if before is None else before.parameters
+    sizes: dict[int, set[tuple[str, int]]] = defaultdict(set)
+    for each in earlier:
+        sizes[each.optimizer].add((each.name, each.num_bytes))
+    own = {(each.name, each.num_bytes) for each in found.parameters}
+    again = (number for number, each in sizes.items() if each == own)  # of what was wrapped before
+    number = next(again, max(sizes, default=-1) + 1)
+    return replace(found, parameters=_with(earlier, found.parameters, number)), number
 
 
-def _sizes_by_name(parameters: Sequence[ParameterRecord]) -> set[tuple[str, int]]:
-    return {(parameter.name, parameter.num_bytes) for parameter in parameters}
+def _with(
+    known: Sequence[ParameterRecord], own: Sequence[ParameterRecord], optimizer: int
+) -> tuple[ParameterRecord, ...]:
+    """The known parameters, with those of an optimizer in place of what was known of it."""
+    kept = [each for each in known if each.optimizer != optimizer and each.optimizer > optimizer - _MOST_OPTIMIZERS]
+    return tuple(
+        sorted([*kept, *(replace(each, optimizer=optimizer) for each in own)], key=lambda each: each.optimizer)
+    )
 
 
 def _parameter_records(layout: BucketLayout) -> tuple[ParameterRecord, ...]:

@@ -32,7 +32,7 @@ LOADING_CPU_NS, NUM_WORKERS, QUEUED_NS, EXPOSED_QUEUED_NS, COLLECTING_NS, NUM_PH
 )
 PHASE_LENGTH: Final = 2
 BUCKET_LENGTH: Final = 7
-INDEX, NUM_BYTES, READY, PACKED, LAUNCHED, STARTED, REDUCED = range(BUCKET_LENGTH)
+INDEX, NUM_BYTES, READY, LAUNCHED, STARTED, REDUCED, OPTIMIZER = range(BUCKET_LENGTH)
 _OWN: Final = (  # attributes of a step, in the order of a row
     *("number", "begin", "end", "num_samples", "stall_ns", "packing_ns"),
     *("loading_ns", "loading_cpu_ns", "num_workers", "queued_ns", "exposed_queued_ns", "collecting_ns"),
@@ -44,25 +44,23 @@ ENDED_WELL: Final = ("", "end", "SIGUSR1")  # see `RunInfo.ended_by`
 class BucketRecord:
     """One bucket in one step.
 
-    On a GPU, `ready`, `packed`, `launched` and `started` are when the GPU has begun to reduce the bucket.
+    On a GPU, `ready`, `launched` and `started` are when the GPU has begun to reduce the bucket.
     """
 
     index: int  # number of the bucket in its plan; the model's buffers, which travel last, have the number after it
     num_bytes: int  # that this rank contributes, after compression
     ready: int  # the last gradient of the bucket has been computed
-    packed: int  # all gradients are in the wire buffer
     launched: int  # the bucket has left: it is packed, and so are all buckets before it
     # The reduction has begun to work on it, on a thread that may have been busy until then. With overlap="inline": this
     # rank has begun to do its part, in a call between gradients or at the end.
     started: int
     # The result is there. With overlap="inline": this rank has done its part. The result is there when all have.
     reduced: int
+    optimizer: int = 0  # number of its optimizer, as in `ParameterRecord`
 
 
 @dataclass(frozen=True)
 class PhaseRecord:
-    """One phase of a step."""
-
     phase: Phase
     begin: int
     end: int
@@ -129,14 +127,7 @@ class ParameterRecord:
     num_bytes: int
     bucket: int  # -1 if its gradient is sparse
     dtype: str = "float32"
-
-
-@dataclass(frozen=True)
-class OptimizerRecord:
-    """An optimizer of a job that has several. Attributes: as in `RunInfo`."""
-
-    bucket_bytes: tuple[int, ...]
-    parameters: tuple[ParameterRecord, ...]
+    optimizer: int = 0  # which one: numbers are given in the order of wrapping
 
 
 @dataclass(frozen=True)
@@ -144,6 +135,7 @@ class RunInfo:
     """What was run: the process, its host, and how the optimizer was wrapped."""
 
     # In the world
+    run: str = ""  # the same on all its ranks, and no other world has it
     rank: int = 0
     size: int = 1
     local_rank: int = 0
@@ -165,9 +157,7 @@ class RunInfo:
     noise_scale: float = -1.0  # of gradients, in samples; infinite if noise hides the gradient, -1 if unknown
     is_compiled: bool = False  # torch.compile has compiled something
     options: dict[str, str] = field(default_factory=dict)  # other arguments of `wrap`, by name, as text
-    bucket_bytes: tuple[int, ...] = ()  # of each bucket of the last plan
-    parameters: tuple[ParameterRecord, ...] = ()  # in the order of registration
-    others: tuple[OptimizerRecord, ...] = ()  # the other optimizers of the job
+    parameters: tuple[ParameterRecord, ...] = ()  # of one optimizer after the other, in the order of registration
     # The trace
     versions: dict[str, str] = field(default_factory=dict)  # of "torchring", "torch" and "python"
     ended_by: str = "end"  # why it was written: "end", "SIGUSR1", or the text of an error. "" while the job runs.

@@ -95,7 +95,7 @@ class TraceWriter:
                     return
                 trace, steps = recorder.trace("", _LIVE_STEPS, self._first.get(recorder, 0))
                 # The names of all parameters would take most of the time.
-                trace = replace(trace, run_info=replace(trace.run_info, parameters=(), others=()), arrivals=())
+                trace = replace(trace, run_info=replace(trace.run_info, parameters=()), arrivals=())
                 files.write(files.live_path_of(self.folder, trace.run_info.rank), trace, steps)
 
     @contextlib.contextmanager

@@ -117,13 +117,6 @@ def layout_between_hosts(job: Job) -> Layout:
         # Gradients come in about the opposite order of forward, and each byte takes equally long.
         total = np.cumsum([parameter.num_bytes for parameter in reversed(parameters)])[::-1]
         shares = total / max(1, total.max(initial=0))
-    if not run_info.bucket_bytes:
-        is_default = run_info.options.get("bucket_mb", "None") == "None" and run_info.device == "cpu"
-        last = LAST_BUCKET_BYTES if is_default else None
-        return lay_out(parameters, shares, nominal_bytes(run_info), last_bucket_bytes=last)
-    shares = np.nan_to_num(shares, nan=1.0)
-    ready = [
-        max((float(shares[i]) for i, parameter in enumerate(parameters) if parameter.bucket == index), default=1.0)
-        for index in range(len(run_info.bucket_bytes))
-    ]
-    return tuple(map(float, run_info.bucket_bytes)), tuple(ready)
+    is_default = run_info.options.get("bucket_mb", "None") == "None" and run_info.device == "cpu"
+    last = LAST_BUCKET_BYTES if is_default else None
+    return lay_out(parameters, shares, nominal_bytes(run_info), last_bucket_bytes=last)

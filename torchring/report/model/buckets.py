@@ -30,7 +30,7 @@ _MAX_LATE: Final = 10
 class BucketSummary:
     """One bucket."""
 
-    index: int  # number in the plan; the model's buffers have the number after the last one
+    index: int  # place in the plan; the model's buffers come last
     num_bytes: int  # contributed by one rank, after compression
     names: tuple[str, ...]  # names of parameters; empty if unknown, and for the model's buffers
     ready: Spread  # from the beginning of the (last) backward to the last gradient, on the slowest rank
@@ -78,16 +78,16 @@ def summarise(job: Job, timing: Steps, critical: Critical) -> tuple[BucketSummar
     backward_end = np.take_along_axis(timing.backward_end, critical.slowest[:, None], axis=1)[counts]
     exposed = np.clip(ends - np.maximum(begins, backward_end), 0, None)
     found = []
-    for i, index in enumerate(timing.bucket_indices):
+    for i in range(len(timing.plan)):
         durations = ends[:, i] - begins[:, i]
         size = bus_bytes(timing.bucket_bytes[i], job.size)
         # A bucket that was reduced before this rank looked took no time that can be seen.
         bandwidth = size / 1e6 / np.where(durations > 0, durations, np.nan)
         found.append(
             BucketSummary(
-                index,
+                i,
                 int(timing.bucket_bytes[i]),
-                tuple(parameter.name for parameter in run_info.parameters if parameter.bucket == index),
+                tuple(parameter.name for parameter in run_info.parameters if parameter.bucket == i),
                 spread(ready[:, i]),
                 spread(durations),
                 spread(exposed[:, i]),

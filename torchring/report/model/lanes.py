@@ -76,11 +76,11 @@ def median_step(job: Job, timing: Steps, critical: Critical) -> MedianStep:
             LaneSpan(rank, phase, at_ms + (begin - step.begin) / 1e6, at_ms + (end - step.begin) / 1e6)
             for phase, begin, end in spans_of(step, float(critical.waiting[i, j]))
         ]
-        for k, index in enumerate(timing.bucket_indices):
+        for k in range(len(timing.plan)):
             ready, launched, reduced = (float(each[i, j, k]) - base for each in times)
             all_launched = float(critical.all_launched[i, k]) - base
             num_bytes, last = int(timing.bucket_bytes[k]), timing.ranks[critical.last[i, k]]
-            buckets.append(LaneBucket(rank, index, num_bytes, ready, launched, all_launched, reduced, last))
+            buckets.append(LaneBucket(rank, k, num_bytes, ready, launched, all_launched, reduced, last))
     return MedianStep(int(timing.numbers[i]), float(durations[i]), tuple(spans), tuple(buckets))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,9 +13,9 @@ import numpy as np
 
 from torchring.errors import ranks_in_words
 from torchring.observe.recorder.files import TraceError, find, find_live, read
-from torchring.observe.recorder.records import ENDED_WELL, ClockOffset, RankTrace, StepRecord
+from torchring.observe.recorder.records import ENDED_WELL, RankTrace, StepRecord
 
-BUCKET_TIMES: Final = ("ready", "packed", "launched", "started", "reduced")
+BUCKET_TIMES: Final = ("ready", "launched", "started", "reduced")
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Job:
     traces: tuple[RankTrace, ...]  # of the ranks that have one, by rank. Times are on rank 0's clock.
     # steps that all these ranks have, at least one; steps[i][j] is the i-th such step of `traces[j]`
     steps: tuple[tuple[StepRecord, ...], ...]
-    clock_error_ms: float | None  # times of different hosts differ by at most this; 0 on one host, None if unknown
+    clock_error_ms: float  # times of different hosts differ by at most this; 0 on one host
     problems: tuple[str, ...]  # sentences: what is missing or strange
     ended_badly: str = ""  # how the job ended, if it did not end well: a sentence
 
@@ -68,7 +67,7 @@ def load(folder: Path) -> Job:
     named = next((trace.run_info for trace in traces.values() if trace.run_info.parameters), None)
     for rank, trace in used.items():
         if named is not None:  # live files name no parameters
-            run_info = dataclasses.replace(trace.run_info, parameters=named.parameters, others=named.others)
+            run_info = dataclasses.replace(trace.run_info, parameters=named.parameters)
             traces[rank] = dataclasses.replace(trace, run_info=run_info)
     job = merge(traces.values(), problems)
     # As long as no rank has ended, the job runs. An error of another rank is what came of it.
@@ -100,8 +99,7 @@ def _is_newer(live: RankTrace, whole: RankTrace | None) -> bool:
 def merge(traces: Iterable[RankTrace], problems: Sequence[str] = ()) -> Job:
     """Put traces together. Raises TraceError if no rank has written down a step."""
     found = list(problems)
-    kept = _of_one_size(sorted(traces, key=lambda trace: trace.run_info.rank), found)
-    kept = _of_one_run(kept, found)
+    kept = _of_one_run(sorted(traces, key=lambda trace: trace.run_info.rank), found)
     missing = sorted(set(range(kept[0].run_info.size)) - {trace.run_info.rank for trace in kept})
     if missing:
         have, it = ("have", "them") if len(missing) > 1 else ("has", "it")
@@ -114,61 +112,24 @@ def merge(traces: Iterable[RankTrace], problems: Sequence[str] = ()) -> Job:
     # An exception that nobody caught has its class in front. Other texts may say that another rank is lost.
     failed.sort(key=lambda run_info: not re.match(r"\w+: ", run_info.ended_by))
     kept = _with_common_steps(kept, found)
-    aligned, error_ms = _on_one_clock(kept, found)
+    aligned, error_ms = _on_one_clock(kept)
     numbers = set.intersection(*({step.number for step in trace.steps} for trace in aligned))
     rows = [[step for step in trace.steps if step.number in numbers] for trace in aligned]
     ended_badly = f'Rank {failed[0].rank} ended with an error: "{failed[0].ended_by}".' if failed else ""
     return Job(tuple(aligned), tuple(zip(*rows, strict=True)), error_ms, tuple(found), ended_badly)
 
 
-def _of_one_size(traces: list[RankTrace], problems: list[str]) -> list[RankTrace]:
-    """The traces of the world with most files; of two such worlds, of the world that was written last."""
-    worlds = collections.defaultdict(list)
-    for trace in traces:
-        worlds[trace.run_info.size].append(trace)
-    if len(worlds) == 1:
-        return traces
-    kept = max(worlds.values(), key=lambda world: (len(world), max(trace.run_info.written_at for trace in world)))
-    named = {size: ranks_in_words(trace.run_info.rank for trace in world) for size, world in sorted(worlds.items())}
-    told = "; ".join(f"{ranks}: {size}" for size, ranks in named.items())
-    problems.append(
-        f"The ranks do not agree how many they are ({told}). An elastic job has lost or got ranks, or the folder holds "
-        f"files of several jobs. Only files of a world of {kept[0].run_info.size} are shown."
-    )
-    return kept
-
-
 def _of_one_run(traces: list[RankTrace], problems: list[str]) -> list[RankTrace]:
-    """The traces of the newest run: ranks that made their steps at the time of the rank that wrote its file last."""
-    newest = max(traces, key=lambda trace: (trace.run_info.written_at, -trace.run_info.rank))
-    earlier = [trace.run_info.rank for trace in traces if _are_of_two_runs(trace, newest)]
+    """The traces of the run whose rank wrote its file last."""
+    newest = max(traces, key=lambda trace: (trace.run_info.written_at, -trace.run_info.rank)).run_info
+    earlier = [trace.run_info.rank for trace in traces if trace.run_info.run != newest.run]
     if earlier:
         files = "file of" if len(earlier) == 1 else "files of"
         problems.append(
-            f"The {files} {ranks_in_words(earlier)} {'is' if len(earlier) == 1 else 'are'} left over from another run: "
-            f"rank {newest.run_info.rank} made the same steps at another time."
+            f"The {files} {ranks_in_words(earlier)} {'is' if len(earlier) == 1 else 'are'} left over from another run "
+            f"than that of rank {newest.rank}, or from before an elastic job has lost or got ranks."
         )
-    return [trace for trace in traces if trace.run_info.rank not in earlier]
-
-
-def _are_of_two_runs(one: RankTrace, other: RankTrace) -> bool:
-    common = {step.number for step in one.steps} & {step.number for step in other.steps}
-    is_one_clock = one.run_info.node_rank == other.run_info.node_rank
-    if not common or not (is_one_clock or all(each.clock or not each.run_info.node_rank for each in (one, other))):
-        return False
-    begins, ends = [], []
-    for trace in (one, other):
-        steps = [step for step in trace.steps if step.number in common]
-        offset_ns, error_ns = (0, 0) if is_one_clock or not trace.clock else _offset_of(trace)
-        begins.append(steps[0].begin - offset_ns - error_ns)
-        ends.append(steps[-1].end - offset_ns + error_ns)
-    return max(begins) > min(ends)
-
-
-def _offset_of(trace: RankTrace) -> tuple[int, int]:
-    """Offset of a clock in nanoseconds as it was last measured, and the largest error."""
-    last = max(trace.clock, key=lambda offset: offset.at)
-    return last.offset_ns, max(offset.error_ns for offset in trace.clock)
+    return [trace for trace in traces if trace.run_info.run == newest.run]
 
 
 def _with_common_steps(traces: list[RankTrace], problems: list[str]) -> list[RankTrace]:
@@ -194,34 +155,11 @@ def _with_common_steps(traces: list[RankTrace], problems: list[str]) -> list[Ran
     return kept
 
 
-def _on_one_clock(traces: list[RankTrace], problems: list[str]) -> tuple[list[RankTrace], float | None]:
-    """The traces with times of rank 0's clock, and the error."""
+def _on_one_clock(traces: list[RankTrace]) -> tuple[list[RankTrace], float]:
+    """The traces with times of rank 0's clock, and the error in ms. Ranks of several hosts compare their clocks."""
     home = next((trace.run_info.node_rank for trace in traces if trace.run_info.rank == 0), 0)
-    if len({trace.run_info.node_rank for trace in traces}) == 1:
-        return traces, 0.0
-    aligned = [_moved(trace) if trace.run_info.node_rank != home and trace.clock else trace for trace in traces]
-    unknown = [trace.run_info.rank for trace in traces if trace.run_info.node_rank != home and not trace.clock]
-    if not unknown:
-        return aligned, max(offset.error_ns for trace in traces for offset in trace.clock) / 1e6
-    problems.append(
-        f"The clocks of {ranks_in_words(unknown)} were not compared with the clock of rank 0. Times are aligned where "
-        "reductions end, so waits between hosts are estimates."
-    )
-    ends = _ends_of_reductions(next((trace for trace in aligned if trace.run_info.rank not in unknown), aligned[0]))
-    return [_aligned_at_ends(trace, ends) if trace.run_info.rank in unknown else trace for trace in aligned], None
-
-
-def _ends_of_reductions(trace: RankTrace) -> dict[int, int]:
-    """When the last bucket of each step was reduced, by number of the step; without buckets, when the step ended."""
-    return {step.number: step.buckets[-1].reduced if step.buckets else step.end for step in trace.steps}
-
-
-def _aligned_at_ends(trace: RankTrace, ends: dict[int, int]) -> RankTrace:
-    """The same trace, moved so that its reductions end when `ends` says."""
-    own = _ends_of_reductions(trace)
-    apart = [own[number] - ends[number] for number in own.keys() & ends.keys()]
-    offset_ns = sorted(apart)[len(apart) // 2]
-    return _moved(dataclasses.replace(trace, clock=(ClockOffset(trace.steps[0].begin, offset_ns, 0),)))
+    moved = [_moved(trace) if trace.run_info.node_rank != home and trace.clock else trace for trace in traces]
+    return moved, max((offset.error_ns for trace in traces for offset in trace.clock), default=0) / 1e6
 
 
 def _moved(trace: RankTrace) -> RankTrace:

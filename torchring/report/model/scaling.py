@@ -168,7 +168,6 @@ def _mean_rank(of_rank: Array, num_ranks: int, slow_rank: int | None) -> float:
 
 
 def step_ms(workload: Workload, num_ranks: int, links: Connections) -> float:
-    """Mean duration of a step."""
     slowest = slowest_ms(workload.computing_ms, num_ranks, workload.slow_rank)
     return slowest + exposed_ms(workload, num_ranks, links) + workload.unexplained_ms
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -16,13 +15,13 @@ from torchring.observer import Phase
 from torchring.report.model.merge import BUCKET_TIMES, Job
 
 Array = NDArray[Any]
-Plan = tuple[tuple[int, int], ...]
-"""Number and bytes of each bucket."""
+Plan = tuple[tuple[int, int, int], ...]
+"""Optimizer, number and bytes of each bucket."""
 
 _NUM_FIRST: Final = 3  # buckets are laid out anew after the first reduction, and memory is touched for the first time
 _OFTEN: Final = 0.25  # of the steps: the step of a second optimizer may use the same batch
 _ENOUGH: Final = 10  # steps, to leave some out
-_MANY_CHANGES: Final = 8  # of buckets, which a job with one optimizer does not have
+_SELDOM: Final = 0.05  # of the steps: an optimizer that makes fewer is not shown
 _QUANTILES: Final = (0.5, 0.2, 0.8)
 
 
@@ -59,18 +58,23 @@ class Steps:
     loading_cpu: Array
     queued: Array
     exposed_queued: Array
-    # Of buckets: [B]. A step may have several reductions, as the backward of a GAN's generator through its
-    # discriminator does. Then buckets are numbered from 0 on over all of them, and `reductions` says where each begins.
-    bucket_indices: tuple[int, ...]
-    reductions: tuple[int, ...]
-    bucket_bytes: Array
+    plan: Plan  # B buckets, those of one optimizer after the other
     # Of each step, rank and bucket: [S, R, B]; NaN in steps that have another plan
     ready: Array
-    packed: Array
     launched: Array
     started: Array
     reduced: Array
     problems: tuple[str, ...]  # sentences
+
+    @property
+    def bucket_bytes(self) -> Array:
+        """[B]."""
+        return np.array([num_bytes for *_, num_bytes in self.plan], float)
+
+    @property
+    def optimizers(self) -> tuple[int, ...]:
+        """Of the buckets. There are several where a backward goes through all of them, as that of a GAN's generator."""
+        return tuple(dict.fromkeys(optimizer for optimizer, *_ in self.plan))
 
     @property
     def reduces(self) -> Array:
@@ -94,7 +98,7 @@ def tabulate(job: Job) -> tuple[Steps, ...]:
     base = min(step.begin for step in rows[0])
     plans = [_plan_of(row) for row in rows]
     numbers = np.array([row[0].number for row in rows])
-    of_optimizers = _plans_of_optimizers(plans, numbers)
+    of_optimizers = _plans_of_optimizers(plans)
     has_plan = np.array([each in of_optimizers for each in plans])
     # The step 0 begins in `wrap`, so it has the time until the loop begins.
     counts = has_plan & (numbers >= (_NUM_FIRST if len(rows) > _ENOUGH else 1))
@@ -126,9 +130,7 @@ def tabulate(job: Job) -> tuple[Steps, ...]:
         loading_cpu=_ms([[step.loading_cpu_ns for step in row] for row in rows]),
         queued=_ms([[step.queued_ns for step in row] for row in rows]),
         exposed_queued=_ms([[step.exposed_queued_ns for step in row] for row in rows]),
-        bucket_indices=(),
-        reductions=(),
-        bucket_bytes=np.zeros(0),
+        plan=(),
         **{name: np.zeros((len(rows), len(job.traces), 0)) for name in BUCKET_TIMES},
         problems=tuple(problems),
     )
@@ -138,9 +140,7 @@ def tabulate(job: Job) -> tuple[Steps, ...]:
 def _with_buckets(timing: Steps, job: Job, plan: Plan | None, plans: Sequence[Plan | None], base: int) -> Steps:
     """The same steps, with the buckets of one plan."""
     has_plan = [each == plan for each in plans]
-    indices_and_bytes = plan or ()
-    reductions = _first_of_reductions([index for index, _ in indices_and_bytes])
-    nothing = [[np.nan] * len(BUCKET_TIMES)] * len(indices_and_bytes)
+    nothing = [[np.nan] * len(BUCKET_TIMES)] * len(plan or ())
     times = [
         [
             [[getattr(bucket, name) - base for name in BUCKET_TIMES] for bucket in _sorted(step)]
@@ -150,17 +150,10 @@ def _with_buckets(timing: Steps, job: Job, plan: Plan | None, plans: Sequence[Pl
         ]
         for row, has in zip(job.steps, has_plan, strict=True)
     ]
-    shape = (len(job.steps), len(job.traces), len(indices_and_bytes), len(BUCKET_TIMES))
+    shape = (len(job.steps), len(job.traces), len(plan or ()), len(BUCKET_TIMES))
     bucket_times = np.array(times, float).reshape(shape) / 1e6
     fields: dict[str, Any] = {name: bucket_times[..., i] for i, name in enumerate(BUCKET_TIMES)}
-    return replace(
-        timing,
-        has_buckets=np.array(has_plan),
-        bucket_indices=tuple(i if len(reductions) > 1 else index for i, (index, _) in enumerate(indices_and_bytes)),
-        reductions=tuple(reductions),
-        bucket_bytes=np.array([num_bytes for _, num_bytes in indices_and_bytes], float),
-        **fields,
-    )
+    return replace(timing, has_buckets=np.array(has_plan), plan=plan or (), **fields)
 
 
 def spread(values: Any, unit: str = "ms") -> Spread:
@@ -177,43 +170,53 @@ def typical(values: Any) -> float:
 
 
 def _sorted(step: StepRecord) -> list[BucketRecord]:
-    """One reduction after the other, each in the order of its plan."""
-    firsts = _first_of_reductions([bucket.index for bucket in step.buckets])
-    reductions = [step.buckets[a:b] for a, b in itertools.pairwise([*firsts, len(step.buckets)])]
-    return [bucket for each in reductions for bucket in sorted(each, key=lambda bucket: bucket.index)]
+    """In the order of the plan; of a plan that was reduced twice in the step, one reduction after the other."""
+    seen: collections.Counter[tuple[int, int]] = collections.Counter()
+    places = []
+    for position, bucket in enumerate(step.buckets):
+        key = bucket.optimizer, bucket.index
+        places.append((seen[key], *key, position))
+        seen[key] += 1
+    return [step.buckets[position] for *_, position in sorted(places)]
 
 
-def _first_of_reductions(indices: Sequence[int]) -> list[int]:
-    """Positions at which reductions begin: a reduction has no bucket twice."""
-    firsts: list[int] = []
-    seen: set[int] = set()
-    for position, index in enumerate(indices):
-        if not seen or index in seen:
-            firsts.append(position)
-            seen = set()
-        seen.add(index)
-    return firsts
-
-
-def _plans_of_optimizers(plans: Sequence[Plan | None], numbers: Array) -> list[Plan | None]:
-    """The plan of each optimizer, and first the plan that most steps have; of two such plans, the later one."""
-    known = [plan for plan in reversed(plans) if plan is not None]
-    if not known:
-        return [None]
-    first = collections.Counter(known).most_common(1)[0][0]
-    has_first = np.array([each == first for each in plans])
-    if np.count_nonzero(np.diff(has_first[numbers >= _NUM_FIRST])) < _MANY_CHANGES:
-        return [first]
-    newer = collections.Counter(known[: max(1, len(known) // 2)])  # than plans before buckets were laid out anew
-    return [first, *(plan for plan, count in newer.most_common() if plan != first and count > 1)]
+def _plans_of_optimizers(plans: Sequence[Plan | None]) -> list[Plan | None]:
+    """The plan that most steps of each optimizer have, the later of two such plans. The most frequent comes first."""
+    found: dict[frozenset[int], collections.Counter[Plan]] = collections.defaultdict(collections.Counter)
+    for plan in reversed(plans):
+        if plan is not None:
+            found[frozenset(optimizer for optimizer, *_ in plan)][plan] += 1
+    counted = sorted((each.most_common(1)[0] for each in found.values()), key=lambda pair: -pair[1])
+    return [plan for i, (plan, count) in enumerate(counted) if not i or count > _SELDOM * len(plans)] or [None]
 
 
 def _plan_of(row: tuple[StepRecord, ...]) -> Plan | None:
     """The buckets of a step. None if ranks have different buckets, as in a step that was aborted."""
-    first, *others = ([(bucket.index, bucket.num_bytes) for bucket in _sorted(step)] for step in row)
-    indices = [index for index, _ in first]
-    is_shared = all([index for index, _ in other] == indices for other in others)
+    first, *others = ([(bucket.optimizer, bucket.index, bucket.num_bytes) for bucket in _sorted(step)] for step in row)
+    is_shared = all([each[:2] for each in other] == [each[:2] for each in first] for other in others)
     return tuple(first) if is_shared else None
+
+
+def of_optimizers(job: Job, timing: Steps) -> Job:
+    """The same job, with the parameters of the optimizers whose buckets these are, and the buckets' places there."""
+    if not timing.plan:
+        return job
+    places: dict[tuple[int, int], int] = {}
+    for place, (optimizer, index, _) in enumerate(timing.plan):
+        places.setdefault((optimizer, index), place)
+    traces = []
+    for trace in job.traces:
+        known = trace.run_info.parameters
+        kept = [i for i, each in enumerate(known) if each.optimizer in timing.optimizers]
+        parameters = (replace(known[i], bucket=places.get((known[i].optimizer, known[i].bucket), -1)) for i in kept)
+        arrivals = tuple(
+            replace(each, ready_ns=tuple(each.ready_ns[i] for i in kept))
+            for each in trace.arrivals
+            if len(each.ready_ns) == len(known)
+        )
+        run_info = replace(trace.run_info, parameters=tuple(parameters))
+        traces.append(replace(trace, run_info=run_info, arrivals=arrivals))
+    return replace(job, traces=tuple(traces))
 
 
 def _last_backward(step: StepRecord) -> PhaseRecord:

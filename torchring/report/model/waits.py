@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -32,8 +31,8 @@ class RankWait:
 
 
 @dataclass(frozen=True)
-class _Meetings:
-    """When R ranks come together, in each of S steps, to reduce the B buckets of one optimizer.
+class Critical:
+    """When R ranks come together in each of S steps to reduce the B buckets of one optimizer, and who comes last.
 
     Of buckets, only steps of `Steps.has_buckets` mean anything.
     """
@@ -45,12 +44,6 @@ class _Meetings:
     reduction_ends: Array
     waiting: Array  # [S, R], time for which a rank stood still for a late rank
     awaited: Array  # [S, R], position of that rank
-
-
-@dataclass(frozen=True)
-class Critical(_Meetings):
-    """Also, the rank that the others wait for, and the phases of all ranks."""
-
     slowest: Array  # [S], position of the rank that the others wait for
     phases: Array  # [S, R, 7], durations by `Phase`, which add up to the step
     # [S, R, 7], the same from the end of a backward to the end of the next, so that BETWEEN and OPTIMIZER are those of
@@ -65,8 +58,7 @@ def examine(job: Job) -> list[tuple[Steps, Critical]]:
     timings = tabulate(job)
     found = [_find_meetings(timing, run_info) for timing in timings]
     if _agree_first(job, timings):
-        waiting, awaited = _waits_to_agree(job)
-        found = [dataclasses.replace(each, waiting=waiting, awaited=awaited) for each in found]
+        found = [each | _waits_to_agree(job) for each in found]
     criticals = [_find_critical(timings[0], each) for each in found]
     path = criticals[0].path
     communication = [path[timing.reduces, Phase.EXPOSED].sum() for timing in timings]
@@ -88,10 +80,10 @@ def _standstill(timing: Steps) -> Array:
     return np.asarray(timing.parts[..., Phase.EXPOSED] + timing.stall)
 
 
-def _find_meetings(timing: Steps, run_info: RunInfo) -> _Meetings:
-    """Cut the time in which ranks stand still into waiting for a rank, and communication."""
+def _find_meetings(timing: Steps, run_info: RunInfo) -> dict[str, Array]:
+    """Cut the time in which ranks stand still into waiting for a rank, and communication: parts of a `Critical`."""
     num_steps, num_ranks = timing.begin.shape
-    num_buckets = len(timing.bucket_indices)
+    num_buckets = len(timing.plan)
     waiting = np.zeros((num_steps, num_ranks))
     awaited = np.zeros((num_steps, num_ranks), int)
     launched = np.nan_to_num(timing.launched, nan=-np.inf)
@@ -120,22 +112,23 @@ def _find_meetings(timing: Steps, run_info: RunInfo) -> _Meetings:
     else:
         all_launched = begins = ends = np.zeros((num_steps, num_buckets))
         last = np.zeros((num_steps, num_buckets), int)
-    return _Meetings(all_launched, last, begins, ends, waiting, awaited)
+    buckets = {"all_launched": all_launched, "last": last, "reduction_begins": begins, "reduction_ends": ends}
+    return {**buckets, "waiting": waiting, "awaited": awaited}
 
 
-def _find_critical(timing: Steps, found: _Meetings) -> Critical:
+def _find_critical(timing: Steps, found: dict[str, Array]) -> Critical:
     """Find the rank that determines how long a step takes."""
     phases = timing.parts.copy()
     phases[..., Phase.BACKWARD] = np.clip(phases[..., Phase.BACKWARD] - timing.stall, 0, None)
-    phases[..., Phase.WAITING] = found.waiting
-    phases[..., Phase.EXPOSED] = _standstill(timing) - found.waiting
+    phases[..., Phase.WAITING] = found["waiting"]
+    phases[..., Phase.EXPOSED] = _standstill(timing) - found["waiting"]
     cycle = phases.copy()
     for phase in (Phase.BETWEEN, Phase.OPTIMIZER):
         cycle[1:, :, phase] = phases[:-1, :, phase]
     # Where nobody waits, the rank that computes for longest determines the step.
-    slowest = np.lexsort((-computing(cycle), found.waiting), axis=1)[:, 0]
+    slowest = np.lexsort((-computing(cycle), found["waiting"]), axis=1)[:, 0]
     path = np.take_along_axis(cycle, slowest[:, None, None], axis=1)[:, 0]
-    return Critical(**vars(found), slowest=slowest, phases=phases, cycle=cycle, path=path)
+    return Critical(**found, slowest=slowest, phases=phases, cycle=cycle, path=path)
 
 
 def list_waits(timing: Steps, critical: Critical) -> tuple[RankWait, ...]:
@@ -196,7 +189,7 @@ def _heads(all_launched: Array, earlier: Array, run_info: RunInfo) -> Array:
 
 def _agree_first(job: Job, timings: Sequence[Steps]) -> bool:
     """True if buckets wait for the end of backward, because ranks first agree on which optimizers take part."""
-    if len(timings) > 1 or not job.traces[0].run_info.others:
+    if len(timings) > 1 or len({each.optimizer for each in job.traces[0].run_info.parameters}) < 2:
         return len(timings) > 1
     return all(
         step.buckets[0].launched >= next((part.begin for part in step.phases if part.phase is Phase.EXPOSED), step.end)
@@ -206,8 +199,8 @@ def _agree_first(job: Job, timings: Sequence[Steps]) -> bool:
     )
 
 
-def _waits_to_agree(job: Job) -> tuple[Array, Array]:
-    """[S, R] each: how long each rank waits where ranks meet, and for whom most. They meet where EXPOSED begins."""
+def _waits_to_agree(job: Job) -> dict[str, Array]:
+    """How long each rank waits where ranks meet, and for whom most. They meet where EXPOSED begins."""
     shape = len(job.steps), len(job.traces)
     waiting, awaited = np.zeros(shape), np.zeros(shape, int)
     for i, row in enumerate(job.steps):
@@ -219,4 +212,4 @@ def _waits_to_agree(job: Job) -> tuple[Array, Array]:
             waiting[i] += np.array(late) / 1e6
             if max(late) > most:
                 most, awaited[i] = max(late), begins.index(max(begins))
-    return waiting, awaited
+    return {"waiting": waiting, "awaited": awaited}

@@ -44,7 +44,7 @@ def _describe(job: Job, timing: Steps, critical: Critical) -> Workload:
     overlapped = is_overlapped(timing, run_info)
     lanes = _NUM_LANES if run_info.overlap == "thread" and run_info.local_size != run_info.size else 1
     draws = computing(critical.cycle[timing.counts])
-    if timing.bucket_indices:
+    if timing.plan:
         backward_end = np.take_along_axis(timing.backward_end, critical.slowest[:, None], axis=1)
         ready = np.median((critical.all_launched - backward_end)[counts], axis=0)
         return Workload(draws, tuple(map(float, timing.bucket_bytes)), tuple(map(float, ready)), overlapped, lanes)
@@ -108,7 +108,6 @@ def between_hosts(workload: Workload) -> Workload:
 
 
 def with_layout(workload: Workload, layout: Layout, backward_ms: float) -> Workload:
-    """The workload with other buckets."""
     sizes, shares = layout
     # What packing adds at the end, it adds with other buckets, too.
     late = max(0.0, workload.ready_ms[-1]) if workload.ready_ms else 0.0

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from statistics import median
 from typing import Final
 
 from torchring.observer import Phase
 from torchring.report.model.buckets import Bandwidth
 from torchring.report.show.formats import (
     mean_with_spread,
-    megabytes,
     milliseconds,
     number,
     percent,
@@ -29,12 +27,9 @@ MEANINGS: Final = {
     Phase.BETWEEN: "clipping, unscaling, logging",
     Phase.OPTIMIZER: "inside step()",
 }
-_NOTICEABLE: Final = 0.02  # of a step: ranks that differ by less are alike
-_DRIFT: Final = 0.05  # of a step: a job that changes by less is steady
 
 
 def of_verdict(analysis: Analysis) -> str:
-    """The speed-up, and what brackets mean."""
     text = ""
     if analysis.size > 1:
         achieved = analysis.efficiency * analysis.size
@@ -45,7 +40,6 @@ def of_verdict(analysis: Analysis) -> str:
 
 
 def of_path(analysis: Analysis) -> str:
-    """Which phases make up the step."""
     largest = sorted(analysis.path.items(), key=lambda item: -item[1].mean)[:2]
     pace = "Ranks wait for each other, so the rank that comes last sets the pace: the table shows that rank. "
     pace = pace if analysis.size > 1 else ""
@@ -54,48 +48,10 @@ def of_path(analysis: Analysis) -> str:
 
 
 def name_of(phase: Phase, analysis: Analysis) -> str:
-    """The name of a phase in this job."""
     return "input and forward" if phase is Phase.INPUT and not analysis.costs.is_forward_known else NAMES[phase]
 
 
-def of_ranks(analysis: Analysis) -> str:
-    """Where ranks differ."""
-    text = "A bar for each rank, made of the means of its phases. The line at its end is the spread of a whole step. "
-    if len(analysis.ranks) == 1:
-        return text
-    differences = []
-    for phase in set(Phase) - {Phase.WAITING}:
-        means = [(rank.phases[phase].mean, rank.rank) for rank in analysis.ranks]
-        differences.append((max(means)[0] - min(means)[0], NAMES[phase], min(means), max(means)))
-    difference, phase_name, (least, fastest), (most, slowest) = max(differences)
-    if difference < _NOTICEABLE * analysis.step.mean:
-        return f"{text}The ranks are alike: no phase differs by more than {milliseconds(difference)}."
-    return (
-        f"{text}The ranks differ most in {phase_name}: {milliseconds(least)} on rank {fastest}, "
-        f"{milliseconds(most)} on rank {slowest}."
-    )
-
-
-def of_time(analysis: Analysis, rank: int) -> str:
-    """How the job changes while it runs."""
-    series = analysis.series
-    totals = [sum(values) for values in zip(*series.phases[rank].values(), strict=True)]
-    text = "The same phases, one rank at a time, from the first recorded step on. "
-    if series.num_steps_per_point > 1:
-        text += f"Each point is the mean of {series.num_steps_per_point} steps. "
-    third = len(totals) // 3
-    if third == 0:
-        return text
-    early, late = median(totals[third : 2 * third]), median(totals[-third:])  # the beginning of a job is special
-    change = late / early - 1 if early else 0.0
-    if abs(change) < _DRIFT:
-        return f"{text}Rank {rank} is steady: about {milliseconds(late)} a step."
-    word = "slower" if change > 0 else "faster"
-    return f"{text}Rank {rank} becomes {word}: from {milliseconds(early)} to {milliseconds(late)} a step."
-
-
 def of_waits(analysis: Analysis) -> str:
-    """The rank that others wait for most."""
     if not analysis.waits:
         return "No rank waits for another one."
     longest = analysis.waits[0]
@@ -106,23 +62,14 @@ def of_waits(analysis: Analysis) -> str:
     )
     if longest.mean_ms < NOTICEABLE_WAIT * analysis.step.mean:
         return f"{reading}Ranks hardly wait for each other. {example}"
-    by_rank = {wait.awaited: 0.0 for wait in analysis.waits}
-    for wait in analysis.waits:
-        by_rank[wait.awaited] += wait.mean_ms
-    blamed = max(by_rank, key=lambda rank: by_rank[rank])
-    return f"{reading}{percent(by_rank[blamed] / sum(by_rank.values()))} of all waiting is for rank {blamed}. {example}"
+    return f"{reading}{example}"
 
 
 def of_buckets(analysis: Analysis) -> str:
-    """Which bucket is slowest, and whether reductions keep backward waiting."""
-    slowest = max(analysis.buckets, key=lambda bucket: bucket.reducing.median)
     text = (
         "Gradients are reduced in buckets while backward runs. What is reduced after the end of backward is exposed: "
-        f"nothing hides it. Bucket {slowest.index} ({megabytes(slowest.num_bytes)}) takes longest, "
-        f"{with_spread(slowest.reducing)}"
+        "nothing hides it."
     )
-    hidden = slowest.exposed.median <= 0
-    text += ", and none of that is exposed." if hidden else f", of which {with_spread(slowest.exposed)} is exposed."
     stall = max((rank.stall for rank in analysis.ranks), key=lambda spread: spread.mean)
     if stall.mean >= NOTICEABLE_WAIT * analysis.step.mean:
         text += f" Reductions inside backward keep it waiting for {mean_with_spread(stall)} of each step."
@@ -130,7 +77,6 @@ def of_buckets(analysis: Analysis) -> str:
 
 
 def of_lanes(analysis: Analysis) -> str:
-    """How much of the reductions of that step is behind the end of backward."""
     step = analysis.median_step
     text = (
         f"Step {step.number:,} took {milliseconds(step.duration_ms)}, which is nearest to the median. For each rank, "
@@ -147,7 +93,6 @@ def of_lanes(analysis: Analysis) -> str:
 
 
 def of_bandwidth(analysis: Analysis) -> str:
-    """The bandwidth that was achieved, and the cost of a message."""
     parts = [
         "Bus bandwidth is 2 (N − 1) / N times the bytes of a bucket, divided by the time of its reduction. For a "
         "perfect ring it is the bandwidth of the link. GB are 10⁹ bytes."
@@ -175,16 +120,5 @@ def _doctor(path: Bandwidth) -> str:
 
 
 def of_scaling(analysis: Analysis) -> str:
-    """A step with many ranks, and which network would hide communication."""
-    largest = analysis.predictions[-1]
-    now = next((each for each in analysis.predictions if each.num_ranks >= 2 * analysis.size), largest)
-    text = (
-        f"{analysis.predictions_note} Efficiency is 100% if each rank is as fast as one that trains alone. With "
-        f"{now.num_ranks:,} ranks a step takes about {milliseconds(now.step_ms)} (efficiency {percent(now.efficiency)})"
-    )
-    if now is not largest:
-        text += (
-            f", with {largest.num_ranks:,} ranks about {milliseconds(largest.step_ms)} (efficiency "
-            f"{percent(largest.efficiency)})"
-        )
-    return f"{text}. {about_batch(analysis.run_info)}".rstrip()
+    text = f"{analysis.predictions_note} Efficiency is 100% if each rank is as fast as one that trains alone."
+    return f"{text} {about_batch(analysis.run_info)}".rstrip()

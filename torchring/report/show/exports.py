@@ -13,72 +13,68 @@ from pathlib import Path
 from typing import Any, Final
 
 from torchring.observe.recorder.records import StepRecord
-from torchring.observer import Phase
-from torchring.report.model.buckets import bus_bytes
 from torchring.report.model.lanes import spans_of
 from torchring.report.model.merge import Job
-from torchring.report.model.waits import examine
+from torchring.report.verdict.findings import Analysis
 from torchring.report.words import NAMES
 from torchring.safe_files import replacing
 
 _COMPUTE: Final = 0  # number of the lane; those of buckets follow
 
 
-def write_trace_json(job: Job, path: Path) -> None:
+def write_trace_json(analysis: Analysis, path: Path) -> None:
     """One process for each rank, a lane for what it computes, and lanes for its buckets. Raises OSError.
 
     An arrow leads from where the last gradient of a bucket is ready to the bucket.
     """
     with replacing(path, "w") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-        for i, event in enumerate(_events(job)):
+        for i, event in enumerate(_events(analysis)):
             file.write((",\n" if i else "") + json.dumps(event))
         file.write("\n]}\n")
 
 
-def write_csv(job: Job, path: Path) -> None:
+def write_csv(analysis: Analysis, path: Path) -> None:
     """One row for each step and rank. Raises OSError."""
-    timing, critical = examine(job)[0]
-    phases = [f"{NAMES[phase].replace(' ', '_')}_ms" for phase in Phase]
-    head = ["step", "rank", "host", "is_in_statistics", "begin_ms", "step_ms", *phases, "waits_for_rank"]
+    rows = [_row(analysis, i, j) for i, row in enumerate(analysis.job.steps) for j in range(len(row))]
     with replacing(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow([*head, "stall_ms", "packing_ms", "num_samples", "num_bytes"])
-        for i, row in enumerate(job.steps):
-            for j, (trace, step) in enumerate(zip(job.traces, row, strict=True)):
-                waits = critical.waiting[i, j] > 0
-                writer.writerow(
-                    [
-                        *(step.number, trace.run_info.rank, _as_text(trace.run_info.host), int(timing.counts[i])),
-                        *_rounded(timing.begin[i, j], (step.end - step.begin) / 1e6),
-                        *_rounded(*(critical.phases[i, j, phase] for phase in Phase)),
-                        timing.ranks[critical.awaited[i, j]] if waits else "",
-                        *_rounded(step.stall_ns / 1e6, step.packing_ns / 1e6),
-                        *(step.num_samples, step.num_bytes),
-                    ]
-                )
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
 
 
-def _as_text(name: str) -> str:
-    """A name that a spreadsheet does not take for a formula."""
-    return f"'{name}" if name.startswith(("=", "+", "-", "@")) else name
+def _row(analysis: Analysis, i: int, j: int) -> dict[str, Any]:
+    timing, critical, step = analysis.timing, analysis.critical, analysis.job.steps[i][j]
+    host = analysis.job.traces[j].run_info.host
+    phases = {f"{name.replace(' ', '_')}_ms": critical.phases[i, j, phase] for phase, name in NAMES.items()}
+    own = {
+        "step": step.number,
+        "rank": timing.ranks[j],
+        "host": f"'{host}" if host.startswith(("=", "+", "-", "@")) else host,  # no formula of a spreadsheet
+        "is_in_statistics": int(timing.counts[i]),
+        "begin_ms": timing.begin[i, j],
+        "step_ms": (step.end - step.begin) / 1e6,
+        **phases,
+        "waits_for_rank": timing.ranks[critical.awaited[i, j]] if critical.waiting[i, j] > 0 else "",
+        "stall_ms": step.stall_ns / 1e6,
+        "packing_ms": step.packing_ns / 1e6,
+        "num_samples": step.num_samples,
+        "num_bytes": step.num_bytes,
+    }
+    return {name: f"{value:.6f}" if name.endswith("_ms") else value for name, value in own.items()}  # a nanosecond
 
 
-def _rounded(*milliseconds: float) -> list[str]:
-    return [f"{each:.6f}" for each in milliseconds]  # a nanosecond
-
-
-def _events(job: Job) -> Iterator[dict[str, Any]]:
+def _events(analysis: Analysis) -> Iterator[dict[str, Any]]:
+    job = analysis.job
     base = min(step.begin for step in job.steps[0])
     num_lanes = [0] * len(job.traces)
-    _, critical = examine(job)[0]
     arrows = itertools.count()
     for i, row in enumerate(job.steps):
         last = _last_launches(job, row)
         for j, (trace, step) in enumerate(zip(job.traces, row, strict=True)):
             rank = trace.run_info.rank
             yield _span(f"step {step.number}", "step", rank, _COMPUTE, step.begin - base, step.end - base)
-            for phase, begin, end in spans_of(step, float(critical.waiting[i, j])):
+            for phase, begin, end in spans_of(step, float(analysis.critical.waiting[i, j])):
                 yield _span(NAMES[phase], "phase", rank, _COMPUTE, begin - base, end - base)
             lanes = _in_lanes(step)
             num_lanes[j] = max([num_lanes[j], *lanes.values()])
@@ -92,9 +88,6 @@ def _events(job: Job) -> Iterator[dict[str, Any]]:
                 arrow = {"name": f"bucket {bucket.index}", "cat": "bucket", "id": next(arrows), "pid": rank}
                 yield {**arrow, "ph": "s", "tid": _COMPUTE, "ts": (bucket.ready - base) / 1e3}
                 yield {**arrow, "ph": "f", "bp": "e", "tid": lane, "ts": begin / 1e3}
-            for at, speed in _speeds(step, last, job.size):
-                track = {"name": "bus bandwidth", "cat": "bucket", "ph": "C", "pid": rank, "tid": _COMPUTE}
-                yield {**track, "ts": (at - base) / 1e3, "args": {"GB/s": speed}}
     for trace, count in zip(job.traces, num_lanes, strict=True):
         run_info = trace.run_info
         name = f"rank {run_info.rank} ({run_info.host}, {run_info.device})"
@@ -103,16 +96,6 @@ def _events(job: Job) -> Iterator[dict[str, Any]]:
         yield _name("thread_name", run_info.rank, _COMPUTE, "compute")
         for lane in range(1, count + 1):
             yield _name("thread_name", run_info.rank, lane, "buckets" if lane == 1 else f"buckets ({lane})")
-
-
-def _speeds(step: StepRecord, last: dict[int, tuple[int, int]], num_ranks: int) -> Iterator[tuple[int, float]]:
-    """Times at which the bus bandwidth changes, and its value. Buckets take turns."""
-    free = 0
-    for k, bucket in sorted(enumerate(step.buckets), key=lambda pair: pair[1].reduced):
-        begin, free = max(last[k][0], free), max(bucket.reduced, free)
-        if begin < free:
-            yield begin, bus_bytes(bucket.num_bytes, num_ranks) / (free - begin)
-            yield free, 0.0
 
 
 def _last_launches(job: Job, row: tuple[StepRecord, ...]) -> dict[int, tuple[int, int]]:

@@ -14,7 +14,7 @@ from torchring.report.model.buckets import BucketSummary
 from torchring.report.model.lanes import MOST_RANKS
 from torchring.report.model.ranks import RankSummary
 from torchring.report.model.timing import Spread
-from torchring.report.show.formats import mean_with_spread, megabytes, milliseconds, percent, with_spread
+from torchring.report.show.formats import mean_with_spread, megabytes, milliseconds, with_spread
 from torchring.report.verdict.findings import Analysis
 from torchring.report.words import NAMES
 
@@ -81,39 +81,26 @@ def _error(spreads: Sequence[Spread], middles: Sequence[float]) -> dict[str, Any
     return {"array": above, "arrayminus": below, "thickness": 1.5, "width": 3}
 
 
+def _drawn(kind: Any, x: Sequence[Any], y: Sequence[Any], hover: str | Sequence[str], **style: Any) -> Any:
+    """Bars, marks or a line, with a text where the mouse is."""
+    return kind(x=x, y=y, hovertext=hover, hoverinfo="text", **style)
+
+
 def phases_by_rank(analysis: Analysis) -> Any:
-    """A bar for each rank, made of the means of its phases."""
     ranks = shown_ranks(analysis)
-    labels = [str(rank.rank) for rank in ranks]
+    labels, means = [str(rank.rank) for rank in ranks], [rank.step.mean for rank in ranks]
     hosts = [f"rank {rank.rank} on {escape(rank.host)}<br>" for rank in ranks]
-    bars = [
-        go.Bar(
-            name=NAMES[phase],
-            orientation="h",
-            y=labels,
-            x=[rank.phases[phase].mean for rank in ranks],
-            marker_color=COLORS[phase],
-            hovertext=[
-                f"{host}{NAMES[phase]}: {mean_with_spread(rank.phases[phase])}"
-                for host, rank in zip(hosts, ranks, strict=True)
-            ],
-            hoverinfo="text",
-        )
-        for phase in analysis.phases
-    ]
-    means = [rank.step.mean for rank in ranks]
-    whole = go.Scatter(
-        name="whole step",
-        mode="markers",
-        y=labels,
-        x=means,
-        error_x=_error([rank.step for rank in ranks], means),
-        marker={"size": 5},
-        hovertext=[f"{host}whole step: {mean_with_spread(rank.step)}" for host, rank in zip(hosts, ranks, strict=True)],
-        hoverinfo="text",
-    )
+    drawn = []
+    for phase in analysis.phases:
+        spreads, name = [rank.phases[phase] for rank in ranks], NAMES[phase]
+        hover = [f"{host}{name}: {mean_with_spread(each)}" for host, each in zip(hosts, spreads, strict=True)]
+        x, style = [each.mean for each in spreads], {"name": name, "orientation": "h", "marker_color": COLORS[phase]}
+        drawn.append(_drawn(go.Bar, x, labels, hover, **style))
+    hover = [f"{host}whole step: {mean_with_spread(rank.step)}" for host, rank in zip(hosts, ranks, strict=True)]
+    error = _error([rank.step for rank in ranks], means)
+    marks = {"name": "whole step", "mode": "markers", "error_x": error, "marker": {"size": 5}}
     return figure(
-        [*bars, whole],
+        [*drawn, _drawn(go.Scatter, means, labels, hover, **marks)],
         height=70 + max(56, len(ranks) * max(12, 36 - len(ranks))),
         barmode="stack",
         bargap=0.25,
@@ -144,21 +131,6 @@ def phases_over_time(analysis: Analysis) -> Any:
             for phase, values in series.phases[rank].items()
             if any(values)
         ]
-        if top is not None:
-            totals = np.sum([*series.phases[rank].values()], axis=0)
-            (points,) = np.nonzero(totals > top)
-            drawn.append(
-                go.Scatter(
-                    **group,
-                    name="longer",
-                    x=series.numbers[0] + points * series.num_steps_per_point,
-                    y=np.full(len(points), 0.97 * top, np.float32),
-                    mode="markers",
-                    marker={"symbol": "triangle-up", "size": 9},
-                    text=[milliseconds(each) for each in totals[points]],
-                    hovertemplate="%{text}<extra>whole step</extra>",
-                )
-            )
     return figure(
         drawn,
         height=320,
@@ -215,33 +187,20 @@ def who_waits_for_whom(analysis: Analysis) -> Any:
 
 
 def bandwidth_by_bucket(analysis: Analysis) -> Any:
-    """A bar for each bucket."""
     buckets = shown_buckets(analysis)
     labels, speeds = [str(each.index) for each in buckets], [each.bus_bandwidth.median for each in buckets]
-    bars = go.Bar(
-        x=labels,
-        y=speeds,
-        error_y=_error([each.bus_bandwidth for each in buckets], speeds),
-        marker_color=COLORS[Phase.EXPOSED],
-        width=0.6 if len(buckets) > 3 else 0.3,
-        hovertext=[
-            f"bucket {each.index}, {megabytes(each.num_bytes)}<br>{with_spread(each.bus_bandwidth)}"
-            f"<br>reduced in {with_spread(each.reducing)}"
-            for each in buckets
-        ],
-        hoverinfo="text",
-    )
-    drawn = [bars]
+    hover = [
+        f"bucket {each.index}, {megabytes(each.num_bytes)}<br>{with_spread(each.bus_bandwidth)}"
+        f"<br>reduced in {with_spread(each.reducing)}"
+        for each in buckets
+    ]
+    error = _error([each.bus_bandwidth for each in buckets], speeds)
+    style = {"marker_color": COLORS[Phase.EXPOSED], "width": 0.6 if len(buckets) > 3 else 0.3}
+    drawn = [_drawn(go.Bar, labels, speeds, hover, error_y=error, **style)]
     if path := analysis.bandwidth:
-        line = go.Scatter(
-            x=labels,
-            y=[path.bus.median] * len(buckets),
-            mode="lines",
-            line={"dash": "dash", "width": 1.5},
-            hovertext=f"{escape(path.algorithm)}, {path.path}, all buckets<br>{with_spread(path.bus)}",
-            hoverinfo="text",
-        )
-        drawn.append(line)
+        about = f"{escape(path.algorithm)}, {path.path}, all buckets<br>{with_spread(path.bus)}"
+        line = {"dash": "dash", "width": 1.5}
+        drawn.append(_drawn(go.Scatter, labels, [path.bus.median] * len(buckets), about, mode="lines", line=line))
     known = [speed for speed in speeds if speed > 0]
     scale: dict[str, Any] = {"title": "bus bandwidth (GB/s)", "rangemode": "tozero"}
     if known and max(known) > _WIDE * min(known):
@@ -259,56 +218,19 @@ def predicted_step(analysis: Analysis) -> Any:
         (NAMES[Phase.WAITING], COLORS[Phase.WAITING], [each.waiting_ms for each in predictions]),
         (NAMES[Phase.EXPOSED], COLORS[Phase.EXPOSED], [each.exposed_ms for each in predictions]),
     ]
-    bars = [
-        go.Bar(
-            name=name,
-            x=labels,
-            y=values,
-            marker_color=color,
-            hovertext=[
-                f"{label} ranks<br>{name}: {milliseconds(value)}<br>whole step: {milliseconds(each.step_ms)}"
-                for label, value, each in zip(labels, values, predictions, strict=True)
-            ],
-            hoverinfo="text",
-        )
-        for name, color, values in parts
-    ]
-    measured = go.Scatter(
-        name="measured",
-        mode="markers",
-        x=[f"{analysis.size:,}"],
-        y=[analysis.step.mean],
-        error_y=_error([analysis.step], [analysis.step.mean]),
-        marker={"size": 9, "symbol": "diamond"},
-        hovertext=f"measured with {analysis.size:,} ranks<br>{mean_with_spread(analysis.step)}",
-        hoverinfo="text",
-    )
+    drawn = []
+    for name, color, values in parts:
+        hover = [
+            f"{label} ranks<br>{name}: {milliseconds(value)}<br>whole step: {milliseconds(each.step_ms)}"
+            for label, value, each in zip(labels, values, predictions, strict=True)
+        ]
+        drawn.append(_drawn(go.Bar, labels, values, hover, name=name, marker_color=color))
+    about = f"measured with {analysis.size:,} ranks<br>{mean_with_spread(analysis.step)}"
+    error = _error([analysis.step], [analysis.step.mean])
+    marks = {"name": "measured", "mode": "markers", "error_y": error, "marker": {"size": 9, "symbol": "diamond"}}
+    drawn.append(_drawn(go.Scatter, [f"{analysis.size:,}"], [analysis.step.mean], about, **marks))
+    numbers = sorted({analysis.size, *(each.num_ranks for each in predictions)})
+    order = {"categoryorder": "array", "categoryarray": [f"{each:,}" for each in numbers]}
+    xaxis = {"title": "ranks", "type": "category", "showgrid": False, **order}
     yaxis = {"title": "milliseconds of a step", "rangemode": "tozero"}
-    return figure([*bars, measured], height=320, barmode="stack", xaxis=_numbers_of_ranks(analysis), yaxis=yaxis)
-
-
-def predicted_efficiency(analysis: Analysis) -> Any:
-    """A line over the number of ranks."""
-    line = go.Scatter(
-        name="predicted",
-        mode="lines+markers",
-        x=[f"{each.num_ranks:,}" for each in analysis.predictions],
-        y=[100 * each.efficiency for each in analysis.predictions],
-        line={"color": COLORS[Phase.OPTIMIZER], "width": 2.5},
-        hovertext=[
-            f"{each.num_ranks:,} ranks: efficiency {percent(each.efficiency)}"
-            f"<br>as fast as {each.efficiency * each.num_ranks:,.1f} ranks without loss"
-            for each in analysis.predictions
-        ],
-        hoverinfo="text",
-    )
-    yaxis = {"title": "efficiency (%)", "range": [0, 105]}
-    return figure([line], height=280, xaxis=_numbers_of_ranks(analysis), yaxis=yaxis)
-
-
-def _numbers_of_ranks(analysis: Analysis) -> dict[str, Any]:
-    """An axis with a place for each predicted number of ranks, and for the present one."""
-    numbers = sorted({analysis.size, *(each.num_ranks for each in analysis.predictions)})
-    labels = [f"{each:,}" for each in numbers]
-    order = {"categoryorder": "array", "categoryarray": labels}
-    return {"title": "ranks", "type": "category", "showgrid": False, **order}
+    return figure(drawn, height=320, barmode="stack", xaxis=xaxis, yaxis=yaxis)

@@ -18,7 +18,6 @@ def number(value: float, like: float | None = None) -> str:
 
 
 def milliseconds(value: float) -> str:
-    """A duration of that many milliseconds."""
     return f"{number(value)}{_SPACE}ms"
 
 
@@ -42,7 +41,6 @@ def megabytes(num_bytes: float) -> str:
 
 
 def rate(gigabytes_per_s: float) -> str:
-    """A bandwidth in GB/s, and in Gbit/s."""
     return f"{number(gigabytes_per_s)}{_SPACE}GB/s ({number(8 * gigabytes_per_s)}{_SPACE}Gbit/s)"
 
 
@@ -53,7 +51,7 @@ def bounds(spread: Spread) -> str:
 
 def median(spread: Spread) -> str:
     """The median and its unit: "101 ms"."""
-    return number(spread.median) + ("%" if spread.unit == "%" else _SPACE + spread.unit)
+    return f"{number(spread.median)}{_SPACE}{spread.unit}"
 
 
 def with_spread(spread: Spread) -> str:

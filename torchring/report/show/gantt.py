@@ -19,7 +19,6 @@ _RANKS_IN_VIEW: Final = 8
 
 
 def median_step(analysis: Analysis) -> Any:
-    """Two lanes for each rank."""
     ranks = [rank.rank for rank in shown_ranks(analysis)]
     place = {rank: i for i, rank in enumerate(ranks)}
     spans = [span for span in analysis.median_step.spans if span.rank in place]
@@ -62,7 +61,6 @@ def views_of(analysis: Analysis) -> tuple[list[tuple[str, list[float]]], int]:
 
 
 def _buckets(analysis: Analysis, place: Mapping[int, int]) -> list[Any]:
-    """The lower lanes."""
     buckets = [bucket for bucket in analysis.median_step.buckets if bucket.rank in place]
     buckets.sort(key=lambda bucket: (bucket.rank, bucket.launched_ms, bucket.index))
     if not buckets:

@@ -55,7 +55,6 @@ def page_of(analysis: Analysis) -> str:
         "lanes": gantt.median_step,
         "bus-bandwidth": figures.bandwidth_by_bucket,
         "step-time": figures.predicted_step,
-        "efficiency": figures.predicted_efficiency,
     }
 
     def draw(name: str) -> Any:

@@ -54,7 +54,6 @@ def plain(analysis: Analysis) -> str:
 
 
 def text_of(section: Section) -> str:
-    """A section without colours."""
     lines = _wrap(section.title)
     for sentence in section.sentences:
         text, _, code = sentence.partition("\n")
@@ -121,7 +120,6 @@ def _advice(advice: Advice) -> str:
 
 
 def table_of_phases(analysis: Analysis) -> Section:
-    """Milliseconds of a step, by rank and phase."""
     ranks, title = list(analysis.ranks), "Milliseconds of a step, by rank, on average"
     if len(ranks) > _MAX_ROWS:
         awaited = {wait.awaited for wait in analysis.waits if wait.mean_ms >= NOTICEABLE_WAIT * analysis.step.mean}
@@ -216,7 +214,6 @@ def _short(value: float) -> str:
 
 
 def _show_with_rich(analysis: Analysis, file: IO[str]) -> None:
-    """The same lines, with colours."""
     from rich.console import Console
     from rich.text import Text
 

@@ -106,7 +106,6 @@ def _traces(find_them: Callable[[Path], dict[int, Path]], folder: Path) -> list[
 
 
 def _watch(folder: Path, seconds: float) -> None:
-    """Show pictures until the job has ended."""
     if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
         _show_until_over(folder, seconds, lambda text: print(text, end="\n\n", flush=True))
         return

@@ -143,7 +143,6 @@ def _about_pauses(analysis: Analysis) -> Iterator[Advice]:
 
 
 def _about_cores(analysis: Analysis) -> Iterator[Found]:
-    """Cores that ranks do not get."""
     if analysis.costs.queue is None:
         return
     run_info, queued = analysis.run_info, typical(analysis.costs.queue.whole)
@@ -158,7 +157,6 @@ def _about_cores(analysis: Analysis) -> Iterator[Found]:
 
 
 def _about_ranks(analysis: Analysis) -> Iterator[Found]:
-    """The slowest rank."""
     costs, run_info = analysis.costs, analysis.job.traces[analysis.costs.blamed or 0].run_info
     queued = 0.0 if costs.queue is None else costs.queue.of_ranks
     longer = _longer_ms(analysis, analysis.cycle[..., COMPUTING[1:]].sum(2) - queued)

@@ -21,10 +21,9 @@ from torchring.report.model.core_time import who_has_them
 from torchring.report.model.loader_time import find_loading
 from torchring.report.model.merge import Job
 from torchring.report.model.network import Network
-from torchring.report.model.optimizers import of_optimizer
 from torchring.report.model.ranks import efficiency, find_start_up, per_second, summarise_ranks
 from torchring.report.model.scaling import SIZES, Connections, Prediction, hiding_gigabytes_per_s, predict
-from torchring.report.model.timing import spread, typical
+from torchring.report.model.timing import of_optimizers, spread, typical
 from torchring.report.model.waits import examine
 from torchring.report.model.workload import between_hosts, calibrated, describe, fit_network, links_of
 from torchring.report.verdict.advice import advise
@@ -56,8 +55,7 @@ def analyse(
     pauses = find_pauses(every_step, critical)
     examined = [(without(each, pauses), its_critical) for each, its_critical in examined]
     timing = examined[0][0]
-    if len(examined) > 1 or len(timing.reductions) > 1:
-        job = of_optimizer(job, timing)
+    job = of_optimizers(job, timing)
     path, reducing_path = critical.path[timing.counts], critical.path[timing.reduces]
     step, costs = spread(path.sum(1)), find_costs(timing, critical)
     backward_ms = typical(reducing_path[:, Phase.BACKWARD])

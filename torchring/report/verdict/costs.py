@@ -81,7 +81,6 @@ class Costs:
 
 
 def find_costs(timing: Steps, critical: Critical) -> Costs:
-    """Attribute each step to causes."""
     cycle, path = critical.cycle[timing.counts].copy(), critical.path[timing.counts].copy()
     slowest = critical.slowest[timing.counts]
     rows = np.arange(len(cycle))

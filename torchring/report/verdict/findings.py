@@ -122,12 +122,10 @@ class Analysis:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps that count."""
         return int(self.timing.counts.sum())
 
     @property
     def has_enough_steps(self) -> bool:
-        """For advice and predictions."""
         return len(self.job.steps) >= FEWEST_STEPS
 
     @property

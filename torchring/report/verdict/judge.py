@@ -107,7 +107,6 @@ def _where_it_is_large(timing: Steps, cost: Array, least: float) -> tuple[str, S
 
 
 def _explain_input(costs: Costs, who: str) -> tuple[str, str]:
-    """The detail of the verdict, and the end of its sentence."""
     loading = typical(costs.loading) / max(typical(costs.input), 1e-9)
     if loading >= _NEARLY_ALL:
         return "", f"waits for data on {who}"

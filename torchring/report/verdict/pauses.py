@@ -56,12 +56,10 @@ class Pauses:
 
     @property
     def kind(self) -> Kind:
-        """The kind of verdict."""
         return _KINDS.get(self.phase, "compute")
 
     @property
     def who(self) -> str:
-        """Who pauses, in words."""
         if self.rank is not None:
             return f"rank {self.rank}"
         return "each rank" if self.is_common else "one rank or another"

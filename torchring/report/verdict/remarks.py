@@ -21,7 +21,6 @@ _FASTER_OR_SLOWER: Final = 0.20  # of a step
 
 
 def remarks(analysis: Analysis, num_optimizers: int) -> Iterator[str]:
-    """What numbers do not mean, and what the verdict does not say."""
     timing, costs, verdict = analysis.timing, analysis.costs, analysis.verdict
     if _arrive_together(analysis):
         yield (
@@ -61,7 +60,6 @@ def remarks(analysis: Analysis, num_optimizers: int) -> Iterator[str]:
 
 
 def _about_optimizers(analysis: Analysis, num_optimizers: int) -> str:
-    """What numbers mean if there are several optimizers."""
     timing, path = analysis.timing, analysis.critical.path
     share = path[timing.reduces].sum() / path[timing.counts].sum()
     parameters = analysis.run_info.parameters
@@ -71,9 +69,9 @@ def _about_optimizers(analysis: Analysis, num_optimizers: int) -> str:
         "optimizer counts as a step, and times are means over all of them. Buckets are those of the steps that send "
         f"{timing.bucket_bytes.sum() / 1e6:.3g} MB{names}: these steps take {share_in_words(share)} of the time."
     )
-    if len(timing.reductions) > 1:
+    if len(timing.optimizers) > 1:
         remark += (
-            f" Their backward computes gradients for {len(timing.reductions)} optimizers, and all of them are reduced. "
+            f" Their backward computes gradients for {len(timing.optimizers)} optimizers, and all of them are reduced. "
             "If only one of the optimizers steps then, call requires_grad_(False) on the parameters of the others "
             "before forward, and requires_grad_(True) after backward."
         )
@@ -83,7 +81,7 @@ def _about_optimizers(analysis: Analysis, num_optimizers: int) -> str:
 def _arrive_together(analysis: Analysis) -> bool:
     """Whether torch.compile has made one autograd node of the whole backward, where parts could have been hidden."""
     run_info, shares = analysis.run_info, ready_shares(analysis.job)
-    if not run_info.is_compiled or run_info.overlap == "inline" or len(run_info.bucket_bytes) < 2 or shares is None:
+    if not run_info.is_compiled or run_info.overlap == "inline" or len(analysis.buckets) < 2 or shares is None:
         return False
     if np.isfinite(shares).sum() < 2:
         return False
