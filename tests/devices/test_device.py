@@ -257,7 +257,7 @@ def test_how_long_a_reduction_took_and_how_much_of_it_showed(
         in_background=True,
         accelerator=accelerator,
         stream=SimpleNamespace(run=lambda work: work(), follow=lambda: None),
-        take_started=lambda: [WorkOnStream(_Mark(begin), _Mark(end)) for begin, end in flights],
+        take_started=lambda: [WorkOnStream(all_reduce, _Mark(begin), _Mark(end)) for begin, end in flights],
         check=lambda: None,
         seal=lambda fetched: None,
     )

@@ -1,7 +1,7 @@
 """Reducing in a stream of a device.
 
-`OnStream` puts each bucket into its stream, behind the work that the stream has been given before. `wait` has the
-current stream wait for the bucket; the host waits for nothing. What ranks compare, they compare on the host: see
+`OnStream` puts each reduction into its stream, behind the work that the stream has been given before. `wait` has the
+current stream wait for the last of them; the host waits for nothing. What ranks compare, they compare on the host: see
 `gradients/agreement.py`. What the stream is given comes from an engine: see `engines.py`.
 """
 
@@ -90,9 +90,10 @@ class WorkOnStream:
 
     span = None
 
-    __slots__ = ("begin", "end")
+    __slots__ = ("_all_reduce", "begin", "end")
 
-    def __init__(self, begin: Mark, end: Mark) -> None:
+    def __init__(self, all_reduce: OnStream, begin: Mark, end: Mark) -> None:
+        self._all_reduce = all_reduce
         self.begin = begin
         self.end = end
 
@@ -104,7 +105,7 @@ class WorkOnStream:
 
     def wait(self) -> NonFinite | None:
         """Have the current stream wait; the host does not. Returns None: findings come later, with a report."""
-        self.end.hold_current()
+        self._all_reduce.hold_current()
         return None
 
 
@@ -140,6 +141,8 @@ class OnStream:
         self._engine = engine
         self._failure = FirstFailure()
         self._started: list[WorkOnStream] = []  # since `take_started`
+        self._end: Mark | None = None  # of `stream`; None if a reduction has been started since
+        self._held: set[object] = set()  # the streams that wait for `_end`
         self._rank = 0 if host is None else host.rank
         self._watchdog = DeviceWatchdog(self, host, timeout_seconds, lost_afar)
 
@@ -160,12 +163,26 @@ class OnStream:
         index, mib = tag % TAGS_PER_REDUCTION, wire.buffer.nbytes / 2**20
         with span(f"torchring.{self.algorithm} bucket {index}, {mib:.2f} MiB"):
             self.stream.run(lambda: self._engine.launch(wire, scale))
-        work = WorkOnStream(begin, self.stream.mark())
-        self._started.append(work)
+        pending = WorkOnStream(self, begin, self.stream.mark())
+        self._started.append(pending)
+        self._end = None
         self._watchdog.started()
         if not self.in_background:
-            work.wait()
-        return work
+            self.hold_current()
+        return pending
+
+    def hold_current(self) -> None:
+        """Have the current stream wait for what was started so far. Reductions are done in order: one wait is enough.
+
+        Costs nothing where the current stream has waited before.
+        """
+        if self._end is None:
+            self._end = self.stream.mark()
+            self._held.clear()
+        current = self.accelerator.current_stream()
+        if current not in self._held:
+            self._end.hold_current()
+            self._held.add(current)
 
     def run(self, work: Callable[[], None], report: torch.Tensor) -> None:
         """Run `work`, which is no all-reduce, in `stream`, between reductions. The current stream waits for it.
@@ -182,8 +199,9 @@ class OnStream:
         self.stream.follow()
         self._watchdog.started()
         self.stream.run(run)
+        self._end = None
         self.seal(fetched[0])
-        self.stream.mark().hold_current()
+        self.hold_current()
 
     def seal(self, fetched: torch.Tensor) -> None:
         """All of a reduction has been started. `Accelerator.fetch` was called behind it, and gave `fetched`."""
