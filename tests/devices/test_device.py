@@ -29,7 +29,7 @@ from torchring.devices.engines import BackendEngine, HierarchicalEngine, SharedM
 from torchring.devices.handover import describe_handover, why_no_handover
 from torchring.devices.opening import open_on_device
 from torchring.devices.packing import DevicePacking, UnreadGradients, slots_of
-from torchring.devices.stream import NOTHING_FOUND, DeviceWire, OnStream, WorkOnStream
+from torchring.devices.stream import NOTHING_FOUND, Dated, DeviceWire, OnStream
 from torchring.devices.symmetric_memory import (
     CudaBlock,
     CudaGroup,
@@ -257,9 +257,10 @@ def test_how_long_a_reduction_took_and_how_much_of_it_showed(
         in_background=True,
         accelerator=accelerator,
         stream=SimpleNamespace(run=lambda work: work(), follow=lambda: None),
-        take_started=lambda: [WorkOnStream(all_reduce, _Mark(begin), _Mark(end)) for begin, end in flights],
+        take_started=lambda: (len(flights), [Dated(_Mark(begin), _Mark(end)) for begin, end in flights]),
         check=lambda: None,
         seal=lambda fetched: None,
+        is_dated=True,
     )
     world = World(None, 0, 1)
     timing = Timing()

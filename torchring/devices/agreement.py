@@ -1,11 +1,12 @@
 """Ranks agree at the end of a reduction with the help of a device. See `gradients/agreement.py`.
 
-A device reduces gradients and nothing else. The hosts tell each other which parameters were used, the number of the
-reduction, the control bits and what was found in earlier reductions. They do so in one small message at the end of each
-backward, when the device still has to compute most of the reduction. So no host waits for a device, and a rank that is
-dead or out of step is found before anybody steps. The message must not come with the next reduction: a rank that skips
-changes the mean of all others, and a rank in another reduction has contributed another step's gradients. How long a
-reduction took, and whether its gradients were finite, is known when the device has come that far: in a later reduction.
+A device reduces gradients and nothing else. The hosts tell each other which parameters were used, which round it is,
+the control bits and what was found in earlier rounds. They do so in one small message at the end of each backward, when
+the device still has to compute most of the round. So no host waits for a device, and a rank that is dead or out of step
+is found before anybody steps. The message must not come a round late: a rank that skips a round changes the mean of all
+others, and a rank in another round has contributed another step's gradients. How long a round took, and whether its
+gradients were finite, is known when the device has come that far: in one of the next rounds. Times take events, each of
+which costs the host some microseconds, so few rounds are dated.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torchring.allreduce import TAGS_PER_REDUCTION, Wire
 from torchring.allreduce.contract import tag_mismatch
 from torchring.collectives.service import internal_collectives_of
 from torchring.devices.packing import DevicePacking, UnreadGradients, slots_of
-from torchring.devices.stream import NOTHING_FOUND, DeviceWire, OnStream, WorkOnStream
+from torchring.devices.stream import NOTHING_FOUND, Dated, DeviceWire, OnStream
 from torchring.devices.watchdog import has_come
 from torchring.gradients.agreement import Timing, wires_of
 from torchring.gradients.bucket import Bucket
@@ -37,6 +38,7 @@ from torchring.world import World
 
 _FINDING: Final = struct.Struct("3q")  # number of the reduction, what was found, in which parameter
 _IN_INPUT, _IN_SUM = 1, 2
+_FIRST_DATED, _DATED_EVERY = 4, 16  # the first rounds are dated, and then one in so many
 
 
 class _Opened(NamedTuple):
@@ -51,14 +53,16 @@ class _Opened(NamedTuple):
 class _Unfinished:
     """A reduction that the device is still busy with, as far as the host knows."""
 
-    works: list[WorkOnStream]
-    backward_end: Mark
+    reductions: list[Dated]
+    backward_end: Mark | None  # of a round that is dated
     opened: list[_Opened]
     packed: list[list[tuple[Sequence[int], ChunkTable]]]
     reports: dict[int, torch.Tensor]  # by id of the tensor on the device
 
     def is_over(self) -> bool:
-        return all(map(has_come, self.reports.values())) and self.backward_end.is_reached()
+        return all(map(has_come, self.reports.values())) and (
+            self.backward_end is None or self.backward_end.is_reached()
+        )
 
 
 class DeviceAgreement:
@@ -99,7 +103,7 @@ class DeviceAgreement:
         self._unfinished: deque[_Unfinished] = deque()
         self._finding: tuple[int, int] | None = None  # (kind, parameter), for the other ranks
         self._backward_end: Mark | None = None
-        self.works: list[WorkOnStream] = []
+        self.reductions: list[Dated] = []
 
     def open_wires(self, plan: Plan) -> list[tuple[Wire, Callable[[float], Packing]]]:
         wires = self._all_reduce.open_wires(wires_of(plan))
@@ -110,9 +114,11 @@ class DeviceAgreement:
     def is_captured(self) -> bool:
         return self._all_reduce.accelerator.is_capturing()
 
-    def begin(self) -> None:
+    def begin(self, current: Reduction) -> None:
         self.poll()
-        if self._all_reduce.take_started():  # of a reduction that was aborted
+        is_dated = current.events is not None or current.number < _FIRST_DATED or current.number % _DATED_EVERY == 0
+        self._all_reduce.is_dated = is_dated
+        if self._all_reduce.take_started()[0]:  # of a round that was broken off
             self._fetch_reports()
         self._take_packed()
         reports = list(self._reports().values())
@@ -128,7 +134,7 @@ class DeviceAgreement:
         self._packing_stream.run(clear_reports)
 
     def backward_is_over(self) -> None:
-        self._backward_end = self._all_reduce.accelerator.mark_current()
+        self._backward_end = self._all_reduce.accelerator.mark_current() if self._all_reduce.is_dated else None
 
     def agree(self, current: Reduction, buckets: Sequence[Bucket]) -> None:
         """See `Agreement`.
@@ -199,9 +205,8 @@ class DeviceAgreement:
         return packing
 
     def _keep_unfinished(self) -> None:
-        """Every bucket of this reduction has been launched."""
-        assert self._backward_end is not None
-        self.works, reports = self._all_reduce.take_started(), self._fetch_reports()
+        """Every bucket of this round has been launched."""
+        self.reductions, reports = self._all_reduce.take_started()[1], self._fetch_reports()
         self._unfinished.append(
             _Unfinished(self.works, self._backward_end, list(self._opened), self._take_packed(), reports)
         )
@@ -213,11 +218,10 @@ class DeviceAgreement:
             self._finding = self._finding or _find(finished, self._parameters)
 
     def _take_time(self, finished: _Unfinished) -> None:
-        works = finished.works
-        if not works:
+        if not finished.reductions or finished.backward_end is None:
             return
-        busy = sum(work.end.milliseconds_since(work.begin) for work in works)
-        exposed = max(0.0, works[-1].end.milliseconds_since(finished.backward_end))
+        busy = sum(end.milliseconds_since(begin) for begin, end in finished.reductions)
+        exposed = max(0.0, finished.reductions[-1].end.milliseconds_since(finished.backward_end))
         self._timing.add(busy / 1e3, min(busy, exposed) / 1e3)
 
     def _take_packed(self) -> list[list[tuple[Sequence[int], ChunkTable]]]:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 
@@ -85,17 +85,22 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
+class Dated(NamedTuple):
+    """Where a reduction begins and ends in its stream."""
+
+    begin: Mark
+    end: Mark
+
+
 class WorkOnStream:
-    """The all-reduce of a bucket in a stream. See `BucketWork`."""
+    """All reductions that an `OnStream` has started. See `BucketWork`."""
 
     span = None
 
-    __slots__ = ("_all_reduce", "begin", "end")
+    __slots__ = ("_all_reduce",)
 
-    def __init__(self, all_reduce: OnStream, begin: Mark, end: Mark) -> None:
+    def __init__(self, all_reduce: OnStream) -> None:
         self._all_reduce = all_reduce
-        self.begin = begin
-        self.end = end
 
     def advance(self) -> bool:
         return True
@@ -122,6 +127,7 @@ class OnStream:
 
     Attributes:
         stream: buckets are reduced on it. The code that packs them makes this stream wait.
+        is_dated: whether to mark where each reduction begins and ends.
     """
 
     def __init__(
@@ -138,9 +144,11 @@ class OnStream:
         self.in_background = in_background
         self.accelerator = accelerator
         self.stream: Stream = accelerator.open_stream()
+        self.is_dated = False
         self._engine = engine
         self._failure = FirstFailure()
-        self._started: list[WorkOnStream] = []  # since `take_started`
+        self._num_started = 0  # since `take_started`
+        self._dated: list[Dated] = []
         self._end: Mark | None = None  # of `stream`; None if a reduction has been started since
         self._held: set[object] = set()  # the streams that wait for `_end`
         self._rank = 0 if host is None else host.rank
@@ -159,17 +167,17 @@ class OnStream:
         Work of other streams is not waited for: call `stream.follow` first, or hold `stream` for a mark.
         """
         self.check()
-        begin = self.stream.mark()
-        index, mib = tag % TAGS_PER_REDUCTION, wire.buffer.nbytes / 2**20
-        with span(f"torchring.{self.algorithm} bucket {index}, {mib:.2f} MiB"):
+        begin = self.stream.mark() if self.is_dated else None
+        with span(f"torchring.{self.algorithm} bucket {tag % TAGS_PER_REDUCTION}, {wire.buffer.nbytes / 2**20:.2f} MiB"):
             self.stream.run(lambda: self._engine.launch(wire, scale))
-        pending = WorkOnStream(self, begin, self.stream.mark())
-        self._started.append(pending)
+        if begin is not None:
+            self._dated.append(Dated(begin, self.stream.mark()))
+        self._num_started += 1
         self._end = None
         self._watchdog.started()
         if not self.in_background:
             self.hold_current()
-        return pending
+        return WorkOnStream(self)
 
     def hold_current(self) -> None:
         """Have the current stream wait for what was started so far. Reductions are done in order: one wait is enough.
@@ -208,13 +216,13 @@ class OnStream:
         self._watchdog.sealed(fetched)
 
     def settle(self) -> None:
-        """The caller has waited for all buckets, which belong to no reduction."""
-        self._started = []
+        """The caller has waited for all reductions, which belong to no round."""
+        self.take_started()
         self.seal(torch.zeros(1, dtype=torch.int32, device="cpu"))
 
-    def take_started(self) -> list[WorkOnStream]:
-        """The buckets that were started since the last call."""
-        started, self._started = self._started, []
+    def take_started(self) -> tuple[int, list[Dated]]:
+        """How many reductions were started since the last call, and those of them that are dated."""
+        started, self._num_started, self._dated = (self._num_started, self._dated), 0, []
         return started
 
     def check(self) -> None:

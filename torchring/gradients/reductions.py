@@ -178,7 +178,7 @@ class Reductions:
         self.weighing.begin(current)
         for on_begin in self._on_begin:
             on_begin(current)
-        self.layout.agreement.begin()
+        self.layout.agreement.begin(current)
         self._found_before = self.non_finite
         launcher.begin(current)
         if current.mark_ready is None:
