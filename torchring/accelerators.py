@@ -4,9 +4,8 @@ A CPU is no accelerator: its work is done when a call returns. `ACCELERATORS` li
 that reduces on a device uses `Accelerator`, so that tests can replace it by a simulated device, which delays work for
 as long as the order of streams allows.
 
-      compute stream   ... gradients ready ......................................... [hold] unpack, step
-      packing                [follow] pack bucket 0 [mark]  pack bucket 1 [mark]
-      communication            [hold] reduce bucket 0 [mark]  [hold] reduce bucket 1 [mark]
+      compute stream   ... gradients ready, pack bucket 0 ... pack bucket 1 ............ [hold] unpack, step
+      communication                              [follow] reduce bucket 0  [follow] reduce bucket 1 [mark]
 
 Only `synchronize`, which is for set-up, makes the host wait for the device.
 """
@@ -41,10 +40,8 @@ class Mark(Protocol):
 class Stream(Protocol):
     """A queue of work on the device, done in order."""
 
-    def follow(self, streams: Iterable[object] = ()) -> None:
-        """Make later work on this stream wait for all work that is now on the caller's current stream and on
-        `streams`.
-        """
+    def follow(self) -> None:
+        """Make later work on this stream wait for all work that is now on the caller's current stream."""
 
     def run(self, work: Callable[[], None]) -> None:
         """Call `work` with this stream as the current stream, so that `work` launches its kernels here."""
@@ -66,7 +63,13 @@ class Accelerator(Protocol):
         """Open a stream of high priority beside the current one."""
 
     def current_stream(self) -> object:
-        """The current stream, as a hashable value that `Stream.follow` accepts."""
+        """The current stream, as a hashable value that `join` accepts. Each gradient's hook calls this."""
+
+    def join(self, streams: Iterable[object], tensors: Iterable[torch.Tensor]) -> None:
+        """Make later work on the current stream wait for all work that is now on `streams`, and read `tensors`.
+
+        The memory of the tensors, which were allocated on any of these streams, is not used again before.
+        """
 
     def mark_current(self) -> Mark:
         """A mark at the present end of the current stream."""

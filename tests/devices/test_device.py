@@ -28,7 +28,7 @@ from torchring.devices.cuda import CudaAccelerator, span
 from torchring.devices.engines import BackendEngine, HierarchicalEngine, SharedMemoryEngine
 from torchring.devices.handover import describe_handover, why_no_handover
 from torchring.devices.opening import open_on_device
-from torchring.devices.packing import DevicePacking, UnreadGradients, slots_of
+from torchring.devices.packing import DevicePacking, slots_of
 from torchring.devices.stream import NOTHING_FOUND, Dated, DeviceWire, OnStream
 from torchring.devices.symmetric_memory import (
     CudaBlock,
@@ -135,14 +135,15 @@ def test_a_result_that_was_not_waited_for_is_a_race(accelerator: FakeAccelerator
         stream.mark().hold_current()
 
 
-def test_other_streams_have_to_be_followed_by_name(accelerator: FakeAccelerator) -> None:
+def test_other_streams_have_to_be_joined_by_name(accelerator: FakeAccelerator) -> None:
     stream = accelerator.open_stream()
     value = torch.zeros(8)
     for streams in ((), ("another",)):
         accelerator.synchronize()
         with accelerator.on_stream("another"):
             value.fill_(5.0)
-        stream.follow(streams)
+        accelerator.join(streams, ())
+        stream.follow()
         stream.run(lambda: value.fill_(6.0))
         mark = stream.mark()
         if streams:
@@ -163,28 +164,11 @@ def _packing(
     [plan] = build_plan(specs, bucket_bytes=1 << 20, compression=compression, order=range(len(specs))).buckets
     wire = torch.zeros(plan.numel, dtype=plan.wire_dtype)
     found = torch.full((1,), NOTHING_FOUND, dtype=torch.int32)
-    stream, unread = accelerator.open_stream(), UnreadGradients(accelerator)
-    packing = DevicePacking(
-        0.5, plan, wire, found, stream, accelerator, reduction_stream=accelerator.open_stream(), unread=unread
-    )
+    stream = accelerator.open_stream()
+    all_reduce: Any = SimpleNamespace(accelerator=accelerator, stream=stream, hold_for_earlier=lambda: None)
+    packing = DevicePacking(0.5, plan, wire, found, all_reduce, set())
     views = [wire[slot.offset : slot.offset + slot.numel].view(shapes[slot.parameter]) for slot in plan.slots]
     return SimpleNamespace(packing=packing, plan=plan, wire=wire, found=found, stream=stream, views=views)
-
-
-def test_every_stream_that_computed_a_gradient_is_followed(accelerator: FakeAccelerator) -> None:
-    here = _packing(accelerator)
-    followed: list[set[object]] = []
-    here.stream.follow = lambda streams=(): followed.append(set(streams))
-    here.packing.follow_current_stream()
-    with accelerator.on_stream("another"):
-        here.packing.follow_current_stream()
-    with accelerator.on_stream("a third"):
-        here.packing.follow_current_stream()
-        here.packing.pack([0], [torch.ones(40)], here.views[:1])
-        here.packing.finish_packing()
-    here.packing.follow_current_stream()
-    here.packing.finish_packing()  # accumulated in place: nothing to copy, but what reduces it follows all the same
-    assert followed == [{COMPUTE, "another"}, set()]
 
 
 def test_gradients_laid_out_otherwise_are_copied_by_index(accelerator: FakeAccelerator) -> None:

@@ -321,7 +321,7 @@ def peak(rank: int, size: int) -> None:
         before = torch.cuda.memory_allocated()
         loss.backward()
         num_gradients = (torch.cuda.max_memory_allocated() - before) / 2**22
-    assert 1 <= num_gradients < 5, "one that fills a bucket, one that is packed, and what autograd computes with"
+    assert 1 <= num_gradients < 5, "one that fills a bucket, and what autograd computes with"
     torchring.shutdown()
 
 

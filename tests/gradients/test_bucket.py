@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,7 @@ import torch
 from tests.support.checks import assert_bitwise
 from tests.support.fake_device import FakeAccelerator
 from torchring.allreduce import NonFinite
-from torchring.devices.packing import DevicePacking, UnreadGradients
+from torchring.devices.packing import DevicePacking
 from torchring.devices.stream import NOTHING_FOUND
 from torchring.errors import GradientError
 from torchring.gradients.bucket import COPY_ON_ARRIVAL_BYTES, Bucket, BucketState
@@ -74,11 +75,9 @@ def make(
     def on_device(scale: float) -> DevicePacking:
         assert accelerator is not None
         found = torch.full((1,), NOTHING_FOUND, dtype=torch.int32)
-        stream, reduction_stream = accelerator.open_stream(), accelerator.open_stream()
-        unread = UnreadGradients(accelerator)
-        return DevicePacking(
-            scale, plan, wire.buffer, found, stream, accelerator, reduction_stream=reduction_stream, unread=unread
-        )
+        stream = accelerator.open_stream()
+        all_reduce: Any = SimpleNamespace(accelerator=accelerator, stream=stream, hold_for_earlier=lambda: None)
+        return DevicePacking(scale, plan, wire.buffer, found, all_reduce, set())
 
     packing = HostPacking if accelerator is None else on_device
     scale = 1.0 if is_sum else 1 / world_size

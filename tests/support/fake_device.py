@@ -111,11 +111,9 @@ class FakeStream:
         if accelerator.mode == "thread":
             threading.Thread(target=self._work, name="fake device", daemon=True).start()
 
-    def follow(self, streams: Iterable[object] = ()) -> None:
-        self.accelerator.calls["follow"] += 1
-        for stream in (self.accelerator.current, *streams):
-            self.accelerator.calls.update(("record", "wait"))
-            self.seen[stream] = self.accelerator.clock
+    def follow(self) -> None:
+        self.accelerator.calls.update(("follow", "record", "wait"))
+        self.seen |= self.accelerator.seen_from_current()
         self.accelerator.forget_before(min([self.seen[COMPUTE], *(task.seen.get(COMPUTE, 0) for task in self.queue)]))
 
     def run(self, work: Callable[[], None]) -> None:
@@ -206,6 +204,7 @@ class FakeAccelerator:
         self.clock = 0
         self.streams: list[FakeStream] = []
         self._noted: list[_Noted] = []
+        self._joined: dict[object, dict[object, int]] = {}  # by stream that computes: what it has waited for
         self._one_kernel = threading.RLock()  # the interpreter runs one at a time
         self._executing = threading.local()
         self._holds: list[tuple[FakeStream, FakeMark]] = []  # mode "lazy": what the compute stream is to wait for
@@ -235,6 +234,16 @@ class FakeAccelerator:
         mark = FakeMark(None, self)
         mark.reach()
         return mark
+
+    def join(self, streams: Iterable[object], tensors: Iterable[torch.Tensor]) -> None:
+        self.calls["join"] += 1
+        for stream in streams:
+            self.calls.update(("record", "wait"))
+            self._joined.setdefault(self.current, {})[stream] = self.clock
+
+    def seen_from_current(self) -> dict[object, int]:
+        """Up to when work of each stream that computes comes before what the current stream does next."""
+        return {**self._joined.get(self.current, {}), self.current: self.clock}
 
     def is_capturing(self) -> bool:
         self.calls["is_capturing"] += 1
@@ -346,6 +355,7 @@ class FakeAccelerator:
             return
         if not self.is_executing:
             self.wait_for_holds()
+            self.check_order(_Task(run, accesses, what, self.seen_from_current()))
             self.note(accesses(), what)
         run()
 

@@ -1,12 +1,12 @@
 """Ranks agree at the end of a reduction with the help of a device. See `gradients/agreement.py`.
 
-A device reduces gradients and nothing else. The hosts tell each other which parameters were used, which round it is,
-the control bits and what was found in earlier rounds. They do so in one small message at the end of each backward, when
-the device still has to compute most of the round. So no host waits for a device, and a rank that is dead or out of step
-is found before anybody steps. The message must not come a round late: a rank that skips a round changes the mean of all
-others, and a rank in another round has contributed another step's gradients. How long a round took, and whether its
-gradients were finite, is known when the device has come that far: in one of the next rounds. Times take events, each of
-which costs the host some microseconds, so few rounds are dated.
+A device reduces gradients and nothing else. The hosts tell each other which parameters were used, the number of the
+reduction, the control bits and what was found in earlier reductions. They do so in one small message at the end of each
+backward, when the device still has to compute most of the reduction. So no host waits for a device, and a rank that is
+dead or out of step is found before anybody steps. The message must not come with the next reduction: a rank that skips
+changes the mean of all others, and a rank in another reduction has contributed another step's gradients. How long a
+reduction took, and whether its gradients were finite, is known when the device has come that far: in a later reduction.
+Times take events, each of which costs the host some microseconds: few reductions are dated.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from torchring.accelerators import Mark, Stream
+from torchring.accelerators import Mark
 from torchring.allreduce import TAGS_PER_REDUCTION, Wire
 from torchring.allreduce.contract import tag_mismatch
 from torchring.collectives.service import internal_collectives_of
-from torchring.devices.packing import DevicePacking, UnreadGradients, slots_of
+from torchring.devices.packing import DevicePacking, slots_of
 from torchring.devices.stream import NOTHING_FOUND, Dated, DeviceWire, OnStream
 from torchring.devices.watchdog import has_come
 from torchring.gradients.agreement import Timing, wires_of
@@ -38,7 +38,7 @@ from torchring.world import World
 
 _FINDING: Final = struct.Struct("3q")  # number of the reduction, what was found, in which parameter
 _IN_INPUT, _IN_SUM = 1, 2
-_FIRST_DATED, _DATED_EVERY = 4, 16  # the first rounds are dated, and then one in so many
+_FIRST_DATED, _DATED_EVERY = 4, 16  # the first reductions are dated, and then one in so many
 
 
 class _Opened(NamedTuple):
@@ -53,8 +53,8 @@ class _Opened(NamedTuple):
 class _Unfinished:
     """A reduction that the device is still busy with, as far as the host knows."""
 
-    reductions: list[Dated]
-    backward_end: Mark | None  # of a round that is dated
+    works: list[Dated]
+    backward_end: Mark | None  # of a reduction that is dated
     opened: list[_Opened]
     packed: list[list[tuple[Sequence[int], ChunkTable]]]
     reports: dict[int, torch.Tensor]  # by id of the tensor on the device
@@ -97,13 +97,12 @@ class DeviceAgreement:
         self._specs = specs
         self._parameters = parameters
         self._opened: list[_Opened] = []
-        self._packing_stream: Stream | None = None  # of all buckets; opened with the first
-        self._unread = UnreadGradients(all_reduce.accelerator)
+        self._streams: set[object] = set()  # on which gradients were computed since the reduction began
         self.follow_current_stream = all_reduce.stream.follow
         self._unfinished: deque[_Unfinished] = deque()
         self._finding: tuple[int, int] | None = None  # (kind, parameter), for the other ranks
         self._backward_end: Mark | None = None
-        self.reductions: list[Dated] = []
+        self.works: list[Dated] = []
 
     def open_wires(self, plan: Plan) -> list[tuple[Wire, Callable[[float], Packing]]]:
         wires = self._all_reduce.open_wires(wires_of(plan))
@@ -118,20 +117,11 @@ class DeviceAgreement:
         self.poll()
         is_dated = current.events is not None or current.number < _FIRST_DATED or current.number % _DATED_EVERY == 0
         self._all_reduce.is_dated = is_dated
-        if self._all_reduce.take_started()[0]:  # of a round that was broken off
+        if self._all_reduce.take_started()[0]:  # of a reduction that was broken off
             self._fetch_reports()
         self._take_packed()
-        reports = list(self._reports().values())
-        if self._packing_stream is None:
-            return
-        reduced = self._all_reduce.stream.mark()
-
-        def clear_reports() -> None:
-            reduced.hold_current()  # packing overwrites what was reduced, and reports that are being fetched
-            for report in reports:
-                report.fill_(NOTHING_FOUND)
-
-        self._packing_stream.run(clear_reports)
+        self._streams.clear()
+        self._clear_reports()
 
     def backward_is_over(self) -> None:
         self._backward_end = self._all_reduce.accelerator.mark_current() if self._all_reduce.is_dated else None
@@ -188,25 +178,13 @@ class DeviceAgreement:
         self._opened = []
 
     def _packing(self, plan: BucketPlan, wire: DeviceWire, scale: float) -> DevicePacking:
-        all_reduce = self._all_reduce
-        if self._packing_stream is None:
-            self._packing_stream = all_reduce.accelerator.open_stream()
-        packing = DevicePacking(
-            scale,
-            plan,
-            wire.buffer,
-            wire.found_in_inputs,
-            self._packing_stream,
-            all_reduce.accelerator,
-            reduction_stream=all_reduce.stream,
-            unread=self._unread,
-        )
+        packing = DevicePacking(scale, plan, wire.buffer, wire.found_in_inputs, self._all_reduce, self._streams)
         self._opened.append(_Opened(plan, wire, packing))
         return packing
 
     def _keep_unfinished(self) -> None:
-        """Every bucket of this round has been launched."""
-        self.reductions, reports = self._all_reduce.take_started()[1], self._fetch_reports()
+        """Every bucket of this reduction has been launched."""
+        self.works, reports = self._all_reduce.take_started()[1], self._fetch_reports()
         self._unfinished.append(
             _Unfinished(self.works, self._backward_end, list(self._opened), self._take_packed(), reports)
         )
@@ -218,10 +196,10 @@ class DeviceAgreement:
             self._finding = self._finding or _find(finished, self._parameters)
 
     def _take_time(self, finished: _Unfinished) -> None:
-        if not finished.reductions or finished.backward_end is None:
+        if not finished.works or finished.backward_end is None:
             return
-        busy = sum(end.milliseconds_since(begin) for begin, end in finished.reductions)
-        exposed = max(0.0, finished.reductions[-1].end.milliseconds_since(finished.backward_end))
+        busy = sum(end.milliseconds_since(begin) for begin, end in finished.works)
+        exposed = max(0.0, finished.works[-1].end.milliseconds_since(finished.backward_end))
         self._timing.add(busy / 1e3, min(busy, exposed) / 1e3)
 
     def _take_packed(self) -> list[list[tuple[Sequence[int], ChunkTable]]]:
@@ -231,6 +209,19 @@ class DeviceAgreement:
     def _reports(self) -> dict[int, torch.Tensor]:
         """The tensors in which kernels report NaN: one for each set of wires that was opened together."""
         return {id(wire.report): wire.report for _, wire, _ in self._opened}
+
+    def _clear_reports(self) -> None:
+        """In the stream that reduces, behind what fetches the reports. Packing waits."""
+        reports = list(self._reports().values())
+        if not reports:
+            return
+
+        def clear() -> None:
+            for report in reports:
+                report.fill_(NOTHING_FOUND)
+
+        self._all_reduce.stream.run(clear)
+        self._all_reduce.stream.mark().hold_current()
 
     def _fetch_reports(self) -> dict[int, torch.Tensor]:
         """Have the device send the reports to the host, after everything that was launched."""

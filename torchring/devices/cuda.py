@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, cast
 
 import torch
@@ -70,11 +71,9 @@ class CudaStream:
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._followed = torch.cuda.Event()  # type: ignore[no-untyped-call]  # used again, as those of `CudaMark`
 
-    def follow(self, streams: Iterable[object] = ()) -> None:
-        self._wait_for(torch.cuda.current_stream(self._device))
-        for stream in streams:  # as `CudaAccelerator.current_stream` has returned them
-            stream_id, index, kind = cast("tuple[int, int, int]", stream)
-            self._wait_for(torch.cuda.Stream(stream_id=stream_id, device_index=index, device_type=kind))  # type: ignore[no-untyped-call]
+    def follow(self) -> None:
+        self._followed.record(torch.cuda.current_stream(self._device))
+        self._stream.wait_event(self._followed)
 
     def run(self, work: Callable[[], None]) -> None:
         if torch.cuda.current_device() != self._device.index:
@@ -91,10 +90,6 @@ class CudaStream:
     def mark(self) -> CudaMark:
         return CudaMark(self._stream, self._device)
 
-    def _wait_for(self, other: torch.cuda.Stream) -> None:
-        self._followed.record(other)
-        self._stream.wait_event(self._followed)
-
 
 # Never given back. Kernels that were told to stop may still be queued when their engine is gone. A later engine that
 # got the same memory would clear the word, and those kernels would wait for ranks that have left. PyTorch does not know
@@ -109,12 +104,18 @@ class CudaAccelerator:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self.num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self.current_stream: Callable[[], object] = partial(torch._C._cuda_getCurrentStream, index)  # without a frame
 
     def open_stream(self) -> Stream:
         return CudaStream(self.device)
 
-    def current_stream(self) -> object:
-        return torch._C._cuda_getCurrentStream(self.device.index)
+    def join(self, streams: Iterable[object], tensors: Iterable[torch.Tensor]) -> None:
+        current = torch.cuda.current_stream(self.device)
+        for stream in streams:  # as `current_stream` has returned them
+            stream_id, index, kind = cast("tuple[int, int, int]", stream)
+            current.wait_stream(torch.cuda.Stream(stream_id=stream_id, device_index=index, device_type=kind))  # type: ignore[no-untyped-call]
+        for tensor in tensors:
+            tensor.record_stream(current)
 
     def mark_current(self) -> CudaMark:
         return CudaMark(torch.cuda.current_stream(self.device), self.device)

@@ -1,6 +1,6 @@
 """Reducing in a stream of a device.
 
-`OnStream` puts each reduction into its stream, behind the work that the stream has been given before. `wait` has the
+`OnStream` puts each bucket into its stream, behind the work that the stream has been given before. `wait` has the
 current stream wait for the last of them; the host waits for nothing. What ranks compare, they compare on the host: see
 `gradients/agreement.py`. What the stream is given comes from an engine: see `engines.py`.
 """
@@ -86,14 +86,14 @@ class Engine(Protocol):
 
 
 class Dated(NamedTuple):
-    """Where a reduction begins and ends in its stream."""
+    """Where the all-reduce of a bucket begins and ends in its stream."""
 
     begin: Mark
     end: Mark
 
 
 class WorkOnStream:
-    """All reductions that an `OnStream` has started. See `BucketWork`."""
+    """The buckets that an `OnStream` has started. See `BucketWork`."""
 
     span = None
 
@@ -127,7 +127,7 @@ class OnStream:
 
     Attributes:
         stream: buckets are reduced on it. The code that packs them makes this stream wait.
-        is_dated: whether to mark where each reduction begins and ends.
+        is_dated: whether to mark where each bucket begins and ends.
     """
 
     def __init__(
@@ -149,7 +149,8 @@ class OnStream:
         self._failure = FirstFailure()
         self._num_started = 0  # since `take_started`
         self._dated: list[Dated] = []
-        self._end: Mark | None = None  # of `stream`; None if a reduction has been started since
+        self._is_open = False  # a bucket has been started since `_end`
+        self._end: Mark | None = None  # of `stream`, when somebody waited for it last
         self._held: set[object] = set()  # the streams that wait for `_end`
         self._rank = 0 if host is None else host.rank
         self._watchdog = DeviceWatchdog(self, host, timeout_seconds, lost_afar)
@@ -168,27 +169,29 @@ class OnStream:
         """
         self.check()
         begin = self.stream.mark() if self.is_dated else None
-        with span(f"torchring.{self.algorithm} bucket {tag % TAGS_PER_REDUCTION}, {wire.buffer.nbytes / 2**20:.2f} MiB"):
+        index, mib = tag % TAGS_PER_REDUCTION, wire.buffer.nbytes / 2**20
+        with span(f"torchring.{self.algorithm} bucket {index}, {mib:.2f} MiB"):
             self.stream.run(lambda: self._engine.launch(wire, scale))
         if begin is not None:
             self._dated.append(Dated(begin, self.stream.mark()))
         self._num_started += 1
-        self._end = None
+        self._is_open = True
         self._watchdog.started()
         if not self.in_background:
             self.hold_current()
         return WorkOnStream(self)
 
     def hold_current(self) -> None:
-        """Have the current stream wait for what was started so far. Reductions are done in order: one wait is enough.
-
-        Costs nothing where the current stream has waited before.
-        """
-        if self._end is None:
-            self._end = self.stream.mark()
+        """Have the current stream wait for what was started so far. All is done in order: one wait is enough."""
+        if self._is_open:
+            self._is_open, self._end = False, self.stream.mark()
             self._held.clear()
+        self.hold_for_earlier()
+
+    def hold_for_earlier(self) -> None:
+        """Have the current stream wait for what another stream has waited for. Costs nothing if it did so before."""
         current = self.accelerator.current_stream()
-        if current not in self._held:
+        if self._end is not None and current not in self._held:
             self._end.hold_current()
             self._held.add(current)
 
@@ -207,7 +210,7 @@ class OnStream:
         self.stream.follow()
         self._watchdog.started()
         self.stream.run(run)
-        self._end = None
+        self._is_open = True
         self.seal(fetched[0])
         self.hold_current()
 
@@ -216,12 +219,12 @@ class OnStream:
         self._watchdog.sealed(fetched)
 
     def settle(self) -> None:
-        """The caller has waited for all reductions, which belong to no round."""
+        """The caller has waited for all buckets, which belong to no reduction."""
         self.take_started()
         self.seal(torch.zeros(1, dtype=torch.int32, device="cpu"))
 
     def take_started(self) -> tuple[int, list[Dated]]:
-        """How many reductions were started since the last call, and those of them that are dated."""
+        """How many buckets were started since the last call, and those of them that are dated."""
         started, self._num_started, self._dated = (self._num_started, self._dated), 0, []
         return started
 

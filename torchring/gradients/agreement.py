@@ -53,7 +53,7 @@ class Agreement(Protocol):
     Attributes:
         overlap: what `stats()` reports: "inline", "thread" or "stream".
         knows_at_once: whether `agree` finds all that is not finite, so that `find_non_finite` is not collective.
-        reductions: of the last round, on a device, if it was dated; empty on the host.
+        works: the all-reduces of the last reduction's buckets, on a device, if it was dated; empty on the host.
     """
 
     overlap: str
@@ -79,7 +79,7 @@ class Agreement(Protocol):
         """What is reduced next has been written on the current stream of the device."""
 
     def begin(self, current: Reduction) -> None:
-        """A round begins. Raises what has ended the all-reduce."""
+        """A reduction begins. Raises what has ended the all-reduce."""
 
     def backward_is_over(self) -> None:
         """The host has run the whole backward, and is about to wait for the buckets."""

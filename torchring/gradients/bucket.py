@@ -255,8 +255,7 @@ class Bucket:
         """The wire buffer comes back reduced. Gradients that do not live in it are written."""
         self._move(BucketState.REDUCED)
         self.non_finite = non_finite
-        self.packing.release()
-        if not self._live_in_wire and not self._is_aborted:
+        if not self._live_in_wire and not self._is_abandoned:
             self._unpack([slot for slot, arrived in enumerate(self._has_arrived) if arrived])
 
     def close_reduction(self) -> None:
@@ -312,9 +311,7 @@ class Bucket:
             self.ledger.status[slot] = LOCAL
         for slot in slots:
             view = self._views[slot]
-            if (original := self.packing.original(slot)) is not None:
-                self.parameters[slot].grad = torch.view_as_complex(original) if view.is_complex() else original
-            elif view.numel():
+            if view.numel():
                 if slot in kept and not self._is_asynchronous:  # a tensor that somebody else has moves itself
                     self._replace_view(slot, move_out(view, self.wire.tensor))
                     view.fill_(math.nan)

@@ -1,6 +1,6 @@
 """Copies a bucket's gradients to its wire buffer and back, on the thread of backward.
 
-A copy on the host is done when the call returns. `devices/packing.py` copies in streams of a device.
+A copy on the host is done when the call returns. `devices/packing.py` copies in a stream of a device.
 """
 
 from __future__ import annotations
@@ -60,12 +60,6 @@ class Packing(Protocol):
     def unpack(self, slots: Sequence[int], views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
         """grads[i] <- cast(views[i])."""
 
-    def original(self, slot: int) -> torch.Tensor | None:
-        """The gradient that was packed in this reduction. None if none was packed, or it is no longer kept."""
-
-    def release(self) -> None:
-        """The bucket is reduced: let go of the gradients that were packed."""
-
     def undo(self) -> None:
         """The reduction was aborted before the bucket has left: gradients in the wire buffer are unscaled again."""
 
@@ -99,10 +93,6 @@ class HostPacking:
 
     def unpack(self, slots: Sequence[int], views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
         reference.unpack(views, grads)
-
-    def original(self, slot: int) -> torch.Tensor | None: ...
-
-    def release(self) -> None: ...
 
     def undo(self) -> None: ...
 
