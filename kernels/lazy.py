@@ -48,7 +48,8 @@ class Kernel:
         # Triton looks up names in a kernel's body, such as `tl` and called functions, in the globals of the file.
         names = self.fn.__globals__
         names["tl"] = triton.language
-        names.update({helper.fn.__name__: helper.jitted for helper in self.uses})
+        # A file that is imported after a launch finds what was jitted in place of a function of this decorator.
+        names.update({helper.fn.__name__: getattr(helper, "jitted", helper) for helper in self.uses})
         return triton.jit(self.fn, do_not_specialize=self.do_not_specialize)
 
     def launch(self, device: torch.device, programs: int, *args: Any, **options: Any) -> None:

@@ -77,9 +77,13 @@ class Accelerator(Protocol):
     def is_capturing(self) -> bool:
         """Whether work that is launched now is recorded into a graph, to be replayed later."""
 
-    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+    def fetch(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         """A copy in host memory, which holds -1 until the current stream has made the copy. Reading it asks no
         device.
+
+        Args:
+            into: an earlier copy of a tensor of this shape and dtype, which takes the values. It has come, and nobody
+                looks at it any more.
         """
 
     def host_word(self) -> torch.Tensor:

@@ -131,7 +131,6 @@ def _time_all_reduce(all_reduce: OnStream, numel: int) -> Row:
         for _ in range(calls):
             reduce(1 / world.size)
         torch.cuda.synchronize()
-        all_reduce.take_started()
 
     def prepare(name: str = "") -> None:
         wire.buffer.copy_(source)

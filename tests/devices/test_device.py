@@ -235,15 +235,16 @@ def test_how_long_a_reduction_took_and_how_much_of_it_showed(
     flights: list[tuple[float, float]], backward_end: float, expected: tuple[float, float] | None
 ) -> None:
     accelerator = SimpleNamespace(
-        mark_current=lambda: _Mark(backward_end), fetch=lambda report: report.clone(), synchronize=lambda: None
+        mark_current=lambda: _Mark(backward_end), current_stream=lambda: COMPUTE, synchronize=lambda: None
     )
     all_reduce: Any = SimpleNamespace(
         in_background=True,
         accelerator=accelerator,
         stream=SimpleNamespace(run=lambda work: work(), follow=lambda: None),
-        take_started=lambda: (len(flights), [Dated(_Mark(begin), _Mark(end)) for begin, end in flights]),
+        take_dated=lambda: [Dated(_Mark(begin), _Mark(end)) for begin, end in flights],
+        take_fetched=list,
+        give_back=lambda fetched: None,
         check=lambda: None,
-        seal=lambda fetched: None,
         is_dated=True,
     )
     world = World(None, 0, 1)
@@ -277,10 +278,10 @@ def test_what_a_reduction_found_is_found_again() -> None:
         ChunkTable([20, 20], [s.offset for s in plan.slots], wire_dtype=torch.float32, device="cpu") for plan in plans
     ]
     packed = [[((0, 1), table)] for table in tables]
-    opened = [(plan, wire, None) for plan, wire in zip(plans, wires, strict=True)]
+    opened = [(plan, wire, None, 0) for plan, wire in zip(plans, wires, strict=True)]
 
     def found(values: list[list[int]]) -> tuple[int, int] | None:
-        reports = {id(report): torch.tensor(values, dtype=torch.int32)}
+        reports = [torch.tensor(values, dtype=torch.int32)]
         finished: Any = SimpleNamespace(opened=opened, packed=packed, reports=reports)
         return agreement_module._find(finished, [])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, no_type_check
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import triton
 
 from tests.support.driver import DEVICE, Driver, OnDevice, driver_of
-from torchring.kernels.lazy import lazy_jit
+from torchring.kernels.lazy import Kernel, lazy_jit
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -35,6 +36,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[Driver]:
     with driver_of("sm_90") as fake:
         yield fake
         _some_kernel.jitted.device_caches.clear()
+
+
+def test_a_file_may_be_imported_after_what_it_uses_was_jitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_some_kernel.fn.__globals__, "helper", None)
+    helper: Any = SimpleNamespace(fn=SimpleNamespace(__name__="helper"))  # as `triton.jit` has returned
+    assert Kernel(_some_kernel.fn, [], [helper]).jitted is not None
+    assert _some_kernel.fn.__globals__["helper"] is helper
 
 
 def _launches() -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ GPU: a `follow` or a `hold_current` is missing, or memory was used again. It rai
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
 import time
@@ -113,6 +114,8 @@ class FakeStream:
 
     def follow(self) -> None:
         self.accelerator.calls.update(("follow", "record", "wait"))
+        if self.accelerator._holds:
+            self.call(self.accelerator.wait_for_holds, list, "follow")
         self.seen |= self.accelerator.seen_from_current()
         self.accelerator.forget_before(min([self.seen[COMPUTE], *(task.seen.get(COMPUTE, 0) for task in self.queue)]))
 
@@ -207,7 +210,7 @@ class FakeAccelerator:
         self._joined: dict[object, dict[object, int]] = {}  # by stream that computes: what it has waited for
         self._one_kernel = threading.RLock()  # the interpreter runs one at a time
         self._executing = threading.local()
-        self._holds: list[tuple[FakeStream, FakeMark]] = []  # mode "lazy": what the compute stream is to wait for
+        self._holds: list[Callable[[], object]] = []  # mode "lazy": waits of the compute stream, and kernels behind
         self._wires: set[tuple[int, int]] = set()  # where results come
         self._pointed_at: Sequence[torch.Tensor] = ()  # by the last column of addresses
 
@@ -249,10 +252,11 @@ class FakeAccelerator:
         self.calls["is_capturing"] += 1
         return self.capturing
 
-    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.calls["launch"] += 1
+    def fetch(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        self.calls.update(("launch", "fetch into" if into is not None else "fetch"))
         with self.executing():
-            copy = torch.full_like(tensor, -1)
+            assert into is None or -1 not in into
+            copy = torch.full_like(tensor, -1) if into is None else into.fill_(-1)
 
         def fill() -> None:
             copy.copy_(tensor)
@@ -303,7 +307,7 @@ class FakeAccelerator:
                 with accelerator._one_kernel, accelerator.executing():
                     launch(kernel, device, programs, *args, **options)
 
-            if kernel.fn.__name__ != "_unpack_kernel":
+            if kernel.fn.__name__ not in ("_pack_kernel", "_unpack_kernel"):
                 accelerator.results_come_to(*(arg for arg in args if isinstance(arg, torch.Tensor)))
             accelerator._call(run, lambda: _accesses_of(kernel, args, options), kernel.fn.__name__)
 
@@ -353,8 +357,10 @@ class FakeAccelerator:
         if not self.is_executing and isinstance(self.current, FakeStream):
             self.current.call(run, accesses, what)
             return
+        if not self.is_executing and self._holds:
+            self._holds.append(run)
+            return
         if not self.is_executing:
-            self.wait_for_holds()
             self.check_order(_Task(run, accesses, what, self.seen_from_current()))
             self.note(accesses(), what)
         run()
@@ -372,7 +378,7 @@ class FakeAccelerator:
             return
         self.calls["hold_current"] += 1
         if self.mode == "lazy":
-            self._holds.append((stream, mark))
+            self._holds.append(functools.partial(stream.do_until, mark))
         else:
             stream.do_until(mark)
 
@@ -383,8 +389,8 @@ class FakeAccelerator:
         """If somebody is about to touch a wire; without `touched`, anyhow."""
         if self._holds and (touched is None or any(a.begin < e and b < a.end for a in touched for b, e in self._wires)):
             holds, self._holds = self._holds, []
-            for stream, mark in holds:
-                stream.do_until(mark)
+            for hold in holds:
+                hold()
 
     # Who may touch what
 

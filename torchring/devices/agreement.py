@@ -30,6 +30,7 @@ from torchring.devices.stream import NOTHING_FOUND, Dated, DeviceWire, OnStream
 from torchring.devices.watchdog import has_come
 from torchring.gradients.agreement import Timing, wires_of
 from torchring.gradients.bucket import Bucket
+from torchring.gradients.hooks import StreamNotes
 from torchring.gradients.packing import Packing
 from torchring.gradients.plan import BucketPlan, ParameterSpec, Plan
 from torchring.gradients.reduction import ControlFields, NonFiniteGradient, Reduction
@@ -47,6 +48,7 @@ class _Opened(NamedTuple):
     plan: BucketPlan
     wire: DeviceWire
     packing: DevicePacking
+    report: int  # which of the reports is the wire's
 
 
 @dataclass
@@ -57,12 +59,10 @@ class _Unfinished:
     backward_end: Mark | None  # of a reduction that is dated
     opened: list[_Opened]
     packed: list[list[tuple[Sequence[int], ChunkTable]]]
-    reports: dict[int, torch.Tensor]  # by id of the tensor on the device
+    reports: list[torch.Tensor]  # one for each set of wires that was opened together
 
     def is_over(self) -> bool:
-        return all(map(has_come, self.reports.values())) and (
-            self.backward_end is None or self.backward_end.is_reached()
-        )
+        return all(map(has_come, self.reports)) and (self.backward_end is None or self.backward_end.is_reached())
 
 
 class DeviceAgreement:
@@ -98,6 +98,7 @@ class DeviceAgreement:
         self._parameters = parameters
         self._opened: list[_Opened] = []
         self._streams: set[object] = set()  # on which gradients were computed since the reduction began
+        self.stream_notes: StreamNotes | None = (all_reduce.accelerator.current_stream, self._streams.add)
         self.follow_current_stream = all_reduce.stream.follow
         self._unfinished: deque[_Unfinished] = deque()
         self._finding: tuple[int, int] | None = None  # (kind, parameter), for the other ranks
@@ -117,11 +118,10 @@ class DeviceAgreement:
         self.poll()
         is_dated = current.events is not None or current.number < _FIRST_DATED or current.number % _DATED_EVERY == 0
         self._all_reduce.is_dated = is_dated
-        if self._all_reduce.take_started()[0]:  # of a reduction that was broken off
-            self._fetch_reports()
-        self._take_packed()
+        self._all_reduce.take_dated()
+        if any(self._take_packed()):  # of a reduction that was broken off
+            self._all_reduce.clear_reports()
         self._streams.clear()
-        self._clear_reports()
 
     def backward_is_over(self) -> None:
         self._backward_end = self._all_reduce.accelerator.mark_current() if self._all_reduce.is_dated else None
@@ -175,25 +175,28 @@ class DeviceAgreement:
     def wait_for_device(self) -> None:
         self._all_reduce.accelerator.synchronize()
         self._take_finished()
-        self._opened = []
+        self._opened, self._all_reduce.reports = [], []
 
     def _packing(self, plan: BucketPlan, wire: DeviceWire, scale: float) -> DevicePacking:
         packing = DevicePacking(scale, plan, wire.buffer, wire.found_in_inputs, self._all_reduce, self._streams)
-        self._opened.append(_Opened(plan, wire, packing))
+        reports = self._all_reduce.reports
+        if not reports or reports[-1] is not wire.report:
+            reports.append(wire.report)
+        self._opened = [*self._opened, _Opened(plan, wire, packing, len(reports) - 1)]
         return packing
 
     def _keep_unfinished(self) -> None:
         """Every bucket of this reduction has been launched."""
-        self.works, reports = self._all_reduce.take_started()[1], self._fetch_reports()
-        self._unfinished.append(
-            _Unfinished(self.works, self._backward_end, list(self._opened), self._take_packed(), reports)
-        )
+        self.works = self._all_reduce.take_dated()
+        reports = self._all_reduce.take_fetched()
+        self._unfinished.append(_Unfinished(self.works, self._backward_end, self._opened, self._take_packed(), reports))
 
     def _take_finished(self) -> None:
         while self._unfinished and self._unfinished[0].is_over():
             finished = self._unfinished.popleft()
             self._take_time(finished)
             self._finding = self._finding or _find(finished, self._parameters)
+            self._all_reduce.give_back(finished.reports)
 
     def _take_time(self, finished: _Unfinished) -> None:
         if not finished.works or finished.backward_end is None:
@@ -206,38 +209,12 @@ class DeviceAgreement:
         """The tables that were packed since the last call, in this reduction or in one that was aborted."""
         return [opened.packing.take_packed() for opened in self._opened]
 
-    def _reports(self) -> dict[int, torch.Tensor]:
-        """The tensors in which kernels report NaN: one for each set of wires that was opened together."""
-        return {id(wire.report): wire.report for _, wire, _ in self._opened}
-
-    def _clear_reports(self) -> None:
-        """In the stream that reduces, behind what fetches the reports. Packing waits."""
-        reports = list(self._reports().values())
-        if not reports:
-            return
-
-        def clear() -> None:
-            for report in reports:
-                report.fill_(NOTHING_FOUND)
-
-        self._all_reduce.stream.run(clear)
-        self._all_reduce.stream.mark().hold_current()
-
-    def _fetch_reports(self) -> dict[int, torch.Tensor]:
-        """Have the device send the reports to the host, after everything that was launched."""
-        fetched: dict[int, torch.Tensor] = {}
-        fetch, reports = self._all_reduce.accelerator.fetch, self._reports()
-        self._all_reduce.stream.run(lambda: fetched.update({key: fetch(report) for key, report in reports.items()}))
-        for copy in fetched.values():
-            self._all_reduce.seal(copy)
-        return fetched
-
 
 def _find(finished: _Unfinished, parameters: Sequence[torch.nn.Parameter]) -> tuple[int, int] | None:
     """(what was found, in which parameter) first in a reduction. Inputs of this rank go before sums."""
     found = None
-    for (plan, wire, _), packed in zip(finished.opened, finished.packed, strict=True):
-        chunk, element = finished.reports[id(wire.report)][wire.row].tolist()
+    for (plan, wire, _, number), packed in zip(finished.opened, finished.packed, strict=True):
+        chunk, element = finished.reports[number][wire.row].tolist()
         if chunk != NOTHING_FOUND:
             return _IN_INPUT, _likeliest([plan.slots[slot].parameter for slot in slots_of(packed, chunk)], parameters)
         if element != NOTHING_FOUND and found is None:

@@ -124,9 +124,10 @@ class CudaAccelerator:
         with torch.cuda.device(self.device):  # PyTorch asks the current device
             return torch.cuda.is_current_stream_capturing()
 
-    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        copy = torch.full(tensor.shape, -1, dtype=tensor.dtype, device="cpu", pin_memory=True)
-        return copy.copy_(tensor, non_blocking=True)
+    def fetch(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        if into is None:
+            into = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        return into.fill_(-1).copy_(tensor, non_blocking=True)
 
     def host_word(self) -> torch.Tensor:
         _host_words.append(torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True))

@@ -80,9 +80,6 @@ class DevicePacking:
         self._packed: list[tuple[Sequence[int], ChunkTable]] = []
         self._name = f"torchring.pack bucket {plan.index}, {plan.num_bytes / 2**20:.2f} MiB"
 
-    def follow_current_stream(self) -> None:
-        self._streams.add(self._all_reduce.accelerator.current_stream())
-
     def pack(
         self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor], factor: float = 1.0
     ) -> None:

@@ -128,6 +128,7 @@ class OnStream:
     Attributes:
         stream: buckets are reduced on it. The code that packs them makes this stream wait.
         is_dated: whether to mark where each bucket begins and ends.
+        reports: of the wires of a reduction; see `DeviceWire.report`. They are fetched and cleared at its end.
     """
 
     def __init__(
@@ -147,8 +148,10 @@ class OnStream:
         self.is_dated = False
         self._engine = engine
         self._failure = FirstFailure()
-        self._num_started = 0  # since `take_started`
-        self._dated: list[Dated] = []
+        self.reports: list[torch.Tensor] = []
+        self._dated: list[Dated] = []  # since `take_dated`
+        self._fetched: list[torch.Tensor] = []  # since `take_fetched`
+        self._spare: dict[torch.Size, list[torch.Tensor]] = {}  # in pinned memory, which takes long to allocate
         self._is_open = False  # a bucket has been started since `_end`
         self._end: Mark | None = None  # of `stream`, when somebody waited for it last
         self._held: set[object] = set()  # the streams that wait for `_end`
@@ -174,19 +177,30 @@ class OnStream:
             self.stream.run(lambda: self._engine.launch(wire, scale))
         if begin is not None:
             self._dated.append(Dated(begin, self.stream.mark()))
-        self._num_started += 1
         self._is_open = True
         self._watchdog.started()
         if not self.in_background:
-            self.hold_current()
+            self.stream.mark().hold_current()
         return WorkOnStream(self)
 
     def hold_current(self) -> None:
-        """Have the current stream wait for what was started so far. All is done in order: one wait is enough."""
+        """Have the current stream wait for what was started so far. All is done in order: one wait is enough.
+
+        The stream then also waits until reports are cleared, which later work may write to.
+        """
         if self._is_open:
+            if self.reports:
+                self.stream.run(self._fetch_reports)
             self._is_open, self._end = False, self.stream.mark()
             self._held.clear()
         self.hold_for_earlier()
+
+    def _fetch_reports(self) -> None:
+        for report in self.reports:
+            spare = self._spare.get(report.shape)
+            self._fetched.append(self.accelerator.fetch(report, spare.pop() if spare else None))
+            report.fill_(NOTHING_FOUND)
+            self.seal(self._fetched[-1])
 
     def hold_for_earlier(self) -> None:
         """Have the current stream wait for what another stream has waited for. Costs nothing if it did so before."""
@@ -210,9 +224,8 @@ class OnStream:
         self.stream.follow()
         self._watchdog.started()
         self.stream.run(run)
-        self._is_open = True
         self.seal(fetched[0])
-        self.hold_current()
+        self.stream.mark().hold_current()
 
     def seal(self, fetched: torch.Tensor) -> None:
         """All of a reduction has been started. `Accelerator.fetch` was called behind it, and gave `fetched`."""
@@ -220,13 +233,30 @@ class OnStream:
 
     def settle(self) -> None:
         """The caller has waited for all buckets, which belong to no reduction."""
-        self.take_started()
         self.seal(torch.zeros(1, dtype=torch.int32, device="cpu"))
 
-    def take_started(self) -> tuple[int, list[Dated]]:
-        """How many buckets were started since the last call, and those of them that are dated."""
-        started, self._num_started, self._dated = (self._num_started, self._dated), 0, []
-        return started
+    def take_dated(self) -> list[Dated]:
+        """The buckets that were dated since the last call."""
+        dated, self._dated = self._dated, []
+        return dated
+
+    def take_fetched(self) -> list[torch.Tensor]:
+        """Copies of `reports` as they were at the end of each reduction since the last call."""
+        fetched, self._fetched = self._fetched, []
+        return fetched
+
+    def clear_reports(self) -> None:
+        """Nobody wants to know of what was packed and reduced so far, in a reduction that was broken off."""
+        self.stream.follow()
+        self._is_open = True
+        self.hold_current()
+        self.take_fetched()
+
+    def give_back(self, fetched: Sequence[torch.Tensor]) -> None:
+        """These copies have come, and are not looked at any more."""
+        self._watchdog.forget_finished()
+        for copy in fetched:
+            self._spare.setdefault(copy.shape, []).append(copy)
 
     def check(self) -> None:
         """Raise the failure that ended this all-reduce, if there was any."""

@@ -76,6 +76,12 @@ class DeviceWatchdog:
             self._sealed.append((fetched, time.monotonic()))
             self._open_since = None
 
+    def forget_finished(self) -> None:
+        """Reports that have come are about to be used again."""
+        with self._lock:
+            while self._sealed and has_come(self._sealed[0][0]):
+                self._sealed.popleft()
+
     @property
     def is_open(self) -> bool:
         """True if a reduction was started and not sealed."""
@@ -119,9 +125,8 @@ class DeviceWatchdog:
 
     def _look(self) -> RingError | None:
         """The error if the device waits in vain. None if this is not certain."""
+        self.forget_finished()
         with self._lock:
-            while self._sealed and has_come(self._sealed[0][0]):
-                self._sealed.popleft()
             is_sealed = bool(self._sealed)
             since = self._sealed[0][1] if is_sealed else self._open_since
         suspicious, self._suspicious = self._suspicious, None
@@ -153,4 +158,4 @@ class DeviceWatchdog:
 
 def has_come(fetched: torch.Tensor) -> bool:
     """True if the device has sent the result of `Accelerator.fetch`: no report holds a -1."""
-    return bool((fetched != -1).all())
+    return -1 not in fetched.view(-1).tolist()

@@ -17,6 +17,7 @@ from torchring.allreduce import AllReduce, Wire
 from torchring.allreduce.native import NativeWire
 from torchring.collectives.service import internal_collectives_of
 from torchring.gradients.bucket import Bucket
+from torchring.gradients.hooks import StreamNotes
 from torchring.gradients.packing import HostPacking, MarkingPacking, Packing
 from torchring.gradients.plan import BucketPlan, ParameterSpec, Plan
 from torchring.gradients.reduction import ControlFields, NonFiniteGradient, Reduction
@@ -53,11 +54,13 @@ class Agreement(Protocol):
     Attributes:
         overlap: what `stats()` reports: "inline", "thread" or "stream".
         knows_at_once: whether `agree` finds all that is not finite, so that `find_non_finite` is not collective.
+        stream_notes: for hooks, see `hooks.Listener`.
         works: the all-reduces of the last reduction's buckets, on a device, if it was dated; empty on the host.
     """
 
     overlap: str
     knows_at_once: bool
+    stream_notes: StreamNotes | None
 
     @property
     def works(self) -> Sequence[Any]: ...
@@ -107,6 +110,7 @@ class HostAgreement:
     """For reductions on the host. See `Agreement`."""
 
     knows_at_once = True
+    stream_notes: StreamNotes | None = None
     works: Sequence[Any] = ()
 
     def __init__(

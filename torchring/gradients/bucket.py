@@ -116,7 +116,7 @@ class Bucket:
             not self._is_asynchronous and slot.numel * plan.dtype.itemsize >= COPY_ON_ARRIVAL_BYTES
             for slot in plan.slots
         ]
-        self.only_counts = [not (self._is_asynchronous or copies) for copies in self.copies_on_arrival]
+        self.only_counts = [not copies for copies in self.copies_on_arrival]
         self.flags = wire.tensor[plan.flags_offset : plan.control_offset]
         self._control = wire.tensor[plan.control_offset :]
         if self._is_asynchronous:
@@ -169,8 +169,6 @@ class Bucket:
         if self._is_sum:
             self.ledger.refuse_sum_of_sums(slot)
         self.ledger.status[slot] = LOCAL
-        if self._is_asynchronous:
-            self.packing.follow_current_stream()
         if not self._has_arrived[slot]:
             self._has_arrived[slot] = True
             self._num_missing -= 1
@@ -414,7 +412,6 @@ class Bucket:
                 continue
             views[i] = move_out(views[i], self.wire.tensor)
             self._replace_view(slot, views[i])
-            self.packing.follow_current_stream()  # on a device: packing waits for the copy
 
     def _pack_rest(self) -> bool:
         """Copy the gradients that were only counted on arrival. Returns True: the bucket is PACKED."""

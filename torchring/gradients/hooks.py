@@ -1,7 +1,7 @@
 """Hears from autograd: a gradient has arrived, or backward is about to return. Only this file asks autograd's engine.
 
 A gradient arrives in a public post-accumulate hook of its parameter. Most hooks only note a number in a list: see
-`Launcher.on_ready`.
+`Launcher.on_ready`. On a device they also note the stream that computed the gradient, in the same frame.
 
 The end of backward comes through `Variable._execution_engine.queue_callback`, which is not a public name.
 DistributedDataParallel and FSDP2 use the same name. The engine leaves two cases to us. With reentrant checkpointing a
@@ -22,6 +22,8 @@ from torch.autograd import Variable
 from torchring.dynamo import run_eagerly
 
 Hook = Callable[[torch.Tensor], None]
+StreamNotes = tuple[Callable[[], object], Callable[[object], None]]
+"""On a device: returns the current stream, and takes the stream that has computed a gradient."""
 
 
 class Listener(Protocol):
@@ -30,12 +32,15 @@ class Listener(Protocol):
     Attributes:
         watch: notices the end of a backward.
         on_ready: for each parameter, what its hook calls with its index when it has its gradient.
+        stream_notes: what hooks call on a device. None on the CPU.
     """
 
     @property
     def watch(self) -> BackwardWatch: ...
     @property
     def on_ready(self) -> Sequence[Callable[[int], None]]: ...
+    @property
+    def stream_notes(self) -> StreamNotes | None: ...
 
     def begin_backward(self, index: int) -> None:
         """The first gradient of a backward arrives; or of an outer backward, after the end of an inner one.
@@ -74,7 +79,22 @@ def make_hook(listener: Listener, index: int) -> Hook:
             listener.gradient_failed(error)
             raise
 
-    return hook
+    if (notes := listener.stream_notes) is None:
+        return hook
+    current_stream, note = notes
+
+    @run_eagerly
+    def hook_on_device(_: torch.Tensor) -> None:
+        if not listener.watch.is_armed:
+            listener.begin_backward(index)
+        try:
+            note(current_stream())
+            listener.on_ready[index](index)
+        except BaseException as error:
+            listener.gradient_failed(error)
+            raise
+
+    return hook_on_device
 
 
 class BackwardWatch:

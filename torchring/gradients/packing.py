@@ -36,9 +36,6 @@ class Packing(Protocol):
     is_asynchronous: bool
     takes_once: bool
 
-    def follow_current_stream(self) -> None:
-        """A gradient was computed on the current stream, so packing has to wait for that stream."""
-
     def pack(
         self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor], factor: float = 1.0
     ) -> None:
@@ -75,8 +72,6 @@ class HostPacking:
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
-
-    def follow_current_stream(self) -> None: ...
 
     def pack(
         self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor], factor: float = 1.0

@@ -79,7 +79,7 @@ class Reductions:
         participants: what takes part in a reduction beside weights, in this order on all ranks.
         buffers, noise: those of the participants, if they are there.
         num_steps: how many optimizer steps this rank has made.
-        on_ready: what hooks call, by parameter.
+        on_ready, stream_notes: what hooks call, see `hooks.Listener`.
     """
 
     def __init__(
@@ -106,6 +106,7 @@ class Reductions:
             *(self.progress, reducers.waiting),
         )
         self.launcher = self.layout.launcher
+        self.stream_notes = self.layout.agreement.stream_notes
         self.ledgers: list[Ledger] = []
         self.ledger = OptimizerLedger(partial(_ledgers, self.launcher, self.ledgers))
         self._found_before: NonFiniteGradient | None = None  # as `non_finite`, before the reduction under way
