@@ -1097,9 +1097,9 @@ def test_gradients_that_were_not_packed_are_looked_at_too(name: str) -> None:
         assert "is not finite" in problem
 
 
-def test_what_a_broken_off_round_leaves_in_grad() -> None:
+def test_what_an_aborted_reduction_leaves_in_grad() -> None:
     """This rank's own gradient; or NaN, if it was packed into the buffer that others may have written to since."""
-    for (new, new_nan, in_place, in_place_nan), races in results_of("broken off and kept"):
+    for (new, new_nan, in_place, in_place_nan), races in results_of("aborted and kept"):
         for kept, nan in ((new, new_nan), (in_place, in_place_nan)):
             assert all(a or b for a, b in zip(kept, nan, strict=True))
             assert any(kept)

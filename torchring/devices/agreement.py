@@ -119,7 +119,7 @@ class DeviceAgreement:
         is_dated = current.events is not None or current.number < _FIRST_DATED or current.number % _DATED_EVERY == 0
         self._all_reduce.is_dated = is_dated
         self._all_reduce.take_dated()
-        if any(self._take_packed()):  # of a reduction that was broken off
+        if any(self._take_packed()) or self._all_reduce.take_fetched():  # of a reduction that was aborted
             self._all_reduce.clear_reports()
         self._streams.clear()
 

@@ -246,7 +246,7 @@ class OnStream:
         return fetched
 
     def clear_reports(self) -> None:
-        """Nobody wants to know of what was packed and reduced so far, in a reduction that was broken off."""
+        """Nobody wants to know of what was packed and reduced so far, in a reduction that was aborted."""
         self.stream.follow()
         self._is_open = True
         self.hold_current()

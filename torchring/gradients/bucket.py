@@ -253,7 +253,7 @@ class Bucket:
         """The wire buffer comes back reduced. Gradients that do not live in it are written."""
         self._move(BucketState.REDUCED)
         self.non_finite = non_finite
-        if not self._live_in_wire and not self._is_abandoned:
+        if not self._live_in_wire and not self._is_aborted:
             self._unpack([slot for slot, arrived in enumerate(self._has_arrived) if arrived])
 
     def close_reduction(self) -> None:
