@@ -280,17 +280,17 @@ def test_what_a_reduction_found_is_found_again() -> None:
     packed = [[((0, 1), table)] for table in tables]
     opened = [(plan, wire, None, 0) for plan, wire in zip(plans, wires, strict=True)]
 
-    def found(values: list[list[int]]) -> tuple[int, int] | None:
+    def found(values: list[list[int]]) -> tuple[int, list[int]] | None:
         reports = [torch.tensor(values, dtype=torch.int32)]
         finished: Any = SimpleNamespace(opened=opened, packed=packed, reports=reports)
-        return agreement_module._find(finished, [])
+        return agreement_module._find(finished)
 
     no = NOTHING_FOUND
     assert found([[no, no], [no, no]]) is None
-    assert found([[no, no], [1, no]]) == (1, 3)
-    assert found([[no, 5], [no, no]]) == (2, 0)
-    assert found([[no, plans[0].slots[1].offset], [no, no]]) == (2, 1)
-    assert found([[no, 5], [0, no]]) == (1, 2)
+    assert found([[no, no], [1, no]]) == (1, [3])
+    assert found([[no, 5], [no, no]]) == (2, [0])
+    assert found([[no, plans[0].slots[1].offset], [no, no]]) == (2, [1])
+    assert found([[no, 5], [0, no]]) == (1, [2])
 
 
 # Engines

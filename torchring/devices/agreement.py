@@ -101,7 +101,7 @@ class DeviceAgreement:
         self.stream_notes: StreamNotes | None = (all_reduce.accelerator.current_stream, self._streams.add)
         self.follow_current_stream = all_reduce.stream.follow
         self._unfinished: deque[_Unfinished] = deque()
-        self._finding: tuple[int, int] | None = None  # (kind, parameter), for the other ranks
+        self._finding: tuple[int, list[int]] | None = None  # (kind, parameters), one of them for the other ranks
         self._backward_end: Mark | None = None
         self.works: list[Dated] = []
 
@@ -132,7 +132,7 @@ class DeviceAgreement:
         Raises PlanMismatchError where a rank is in another reduction, PeerLostError, PeerTimeoutError.
         """
         self._keep_unfinished()
-        (kind, parameter), self._finding = self._finding or (0, 0), None
+        kind, parameter = self._take_finding()
         flags = [bucket.flags.numpy() for bucket in buckets]
         used = np.concatenate(flags).astype(np.bool_).tobytes() if flags else b""
         bits = self._control.own.encode(current.bits, torch.float64)
@@ -158,7 +158,7 @@ class DeviceAgreement:
     def find_non_finite(self) -> NonFiniteGradient | None:
         self._all_reduce.accelerator.synchronize()
         self._take_finished()
-        (kind, parameter), self._finding = self._finding or (0, 0), None
+        kind, parameter = self._take_finding()
         everybody = internal_collectives_of(self._world).all_gather_bytes(_FINDING.pack(0, kind, parameter))
         found = _first_finding([_FINDING.unpack(theirs) for theirs in everybody])
         if found is None:
@@ -195,8 +195,12 @@ class DeviceAgreement:
         while self._unfinished and self._unfinished[0].is_over():
             finished = self._unfinished.popleft()
             self._take_time(finished)
-            self._finding = self._finding or _find(finished, self._parameters)
+            self._finding = self._finding or _find(finished)
             self._all_reduce.give_back(finished.reports)
+
+    def _take_finding(self) -> tuple[int, int]:
+        (kind, parameters), self._finding = self._finding or (0, [0]), None
+        return kind, _likeliest(parameters, self._parameters)
 
     def _take_time(self, finished: _Unfinished) -> None:
         if not finished.works or finished.backward_end is None:
@@ -210,23 +214,24 @@ class DeviceAgreement:
         return [opened.packing.take_packed() for opened in self._opened]
 
 
-def _find(finished: _Unfinished, parameters: Sequence[torch.nn.Parameter]) -> tuple[int, int] | None:
-    """(what was found, in which parameter) first in a reduction. Inputs of this rank go before sums."""
+def _find(finished: _Unfinished) -> tuple[int, list[int]] | None:
+    """(what was found, in one of which parameters) first in a reduction. Inputs of this rank go before sums."""
     found = None
     for (plan, wire, _, number), packed in zip(finished.opened, finished.packed, strict=True):
         chunk, element = finished.reports[number][wire.row].tolist()
         if chunk != NOTHING_FOUND:
-            return _IN_INPUT, _likeliest([plan.slots[slot].parameter for slot in slots_of(packed, chunk)], parameters)
+            return _IN_INPUT, [plan.slots[slot].parameter for slot in slots_of(packed, chunk)]
         if element != NOTHING_FOUND and found is None:
-            found = _IN_SUM, [slot.parameter for slot in plan.slots if slot.offset <= element][-1]
+            found = _IN_SUM, [slot.parameter for slot in plan.slots if slot.offset <= element][-1:]
     return found
 
 
 def _likeliest(indices: Sequence[int], parameters: Sequence[torch.nn.Parameter]) -> int:
-    """The first of several parameters that is not finite by now; the first one if none is, as when nobody stepped."""
+    """The first of several parameters that is not finite by now; or else whose gradient is not; or else the first."""
     if len(indices) == 1:
         return indices[0]
-    return next((i for i in indices if not bool(parameters[i].isfinite().all())), indices[0])
+    suspects = [*((i, parameters[i]) for i in indices), *((i, parameters[i].grad) for i in indices)]
+    return next((i for i, tensor in suspects if tensor is not None and not tensor.isfinite().all()), indices[0])
 
 
 def _first_finding(headers: Sequence[Sequence[int]]) -> tuple[int | None, int] | None:
