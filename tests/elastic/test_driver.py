@@ -130,7 +130,7 @@ class Job:
         self.coordinator.note_end(worker, code, **how)
         self.tick()
 
-    def members(self) -> tuple[int, ...]:
+    def workers(self) -> tuple[int, ...]:
         return self.generations[-1].workers if self.generations else ()
 
 
@@ -164,7 +164,7 @@ def test_a_job_starts_without_workers_that_have_died() -> None:
     job.say("meeting", 0)
     assert (job.generations, len(job.started)) == ([], 3)
     job.say("meeting", 2)
-    assert job.members() == (0, 2)
+    assert job.workers() == (0, 2)
     assert "worker 1 on a ended with exit code 3 before it came to torchring.elastic.run" in job.said
 
 
@@ -177,7 +177,7 @@ def test_a_job_starts_without_workers_that_take_long() -> None:
     job.wait(29)
     assert job.generations == []
     job.wait(2)
-    assert job.members() == (0, 1)
+    assert job.workers() == (0, 1)
 
 
 def test_too_few_workers_at_the_start_are_replaced_when_nobody_is_starting() -> None:
@@ -233,7 +233,7 @@ def test_a_death_between_plan_and_pick_up_breaks_the_generation() -> None:
     job.end(1)  # its card says "meeting", of generation 1
     assert job.broken == [Broken(2, (1,), "rank 1 (worker 1, on a) was killed by SIGKILL")]
     job.say("meeting", 0, 2)
-    assert job.members() == (0, 2)
+    assert job.workers() == (0, 2)
 
 
 def test_a_death_after_leaving_breaks_nothing() -> None:
@@ -268,7 +268,7 @@ def test_a_silent_worker_is_killed_and_the_others_hear_of_it_before_it_is_dead()
     assert job.broken[0].reason.endswith("gave no sign of life for 4 s, and was killed")
     assert len(job.started) == 2, "its slot is not free"
     job.say("meeting", 0)
-    assert job.members() == (0,)
+    assert job.workers() == (0,)
     job.say("running", 0)
     job.end(1)
     assert job.started[2:] == [(2, "a", 1)]
@@ -309,7 +309,7 @@ def test_a_worker_that_takes_long_to_end_is_given_up_but_not_killed_for_a_while(
     assert len(job.started) == 2, "its slot is not free"
     job.say("meeting", 0)
     job.say("running", 0)
-    assert job.members() == (0,)
+    assert job.workers() == (0,)
     job.wait(294, 0)
     assert job.sent == []
     job.wait(2, 0)
@@ -336,7 +336,7 @@ def test_a_worker_that_never_comes_is_killed() -> None:
     assert job.sent == [(2, signal.SIGKILL)]
 
 
-def test_a_member_that_does_not_leave_is_killed_in_the_end() -> None:
+def test_a_worker_that_does_not_leave_is_killed_in_the_end() -> None:
     job = running(num=3)
     job.say("meeting", 0, 2)
     job.wait(299, 0, 1, 2)
@@ -346,7 +346,7 @@ def test_a_member_that_does_not_leave_is_killed_in_the_end() -> None:
     assert "did not leave its step for 300 s" in job.broken[0].reason
 
 
-def test_a_member_that_others_have_given_up_is_killed_soon() -> None:
+def test_a_worker_that_others_have_given_up_is_killed_soon() -> None:
     job = running(num=3)
     job.say("meeting", 0, 2, given_up=(1,))
     job.wait(9.5, 0, 1, 2)
@@ -357,7 +357,7 @@ def test_a_member_that_others_have_given_up_is_killed_soon() -> None:
 
 
 @pytest.mark.parametrize("limit", [30.0, None])
-def test_a_member_that_the_others_wait_for_and_that_does_not_move_is_killed(limit: float | None) -> None:
+def test_a_worker_that_the_others_wait_for_and_that_does_not_move_is_killed(limit: float | None) -> None:
     job = running(num=3, stall_timeout=limit)
 
     def wait(seconds: float, progress: int = 0, *, waits: bool = True) -> None:
@@ -406,7 +406,7 @@ def test_new_workers_wait_for_each_other_for_a_moment() -> None:
     assert job.called == [1]
     job.say("meeting", 2)
     job.say("meeting", 0)
-    assert job.members() == (0, 1, 2)
+    assert job.workers() == (0, 1, 2)
     assert job.called == [1]
 
 
@@ -452,7 +452,7 @@ def test_a_replacement_in_time_ends_the_wait() -> None:
     job.say("meeting", 0)
     job.wait(20, 0)
     job.say("meeting", 2)
-    assert job.members() == (0, 2)
+    assert job.workers() == (0, 2)
     job.wait(20, 0, 2)
     assert job.over == []
 
@@ -506,24 +506,24 @@ def test_a_script_that_kills_worker_after_worker_before_the_first_step_ends_the_
     for _ in range(30):
         if job.over:
             break
-        job.end(job.members()[1], 5)
-        job.say("meeting", job.members()[0])
+        job.end(job.workers()[1], 5)
+        job.say("meeting", job.workers()[0])
         for _ in range(100):
             job.tick(0.5)
             job.beat(0)
-            if job.started[-1][0] not in job.members():
+            if job.started[-1][0] not in job.workers():
                 break
         job.say("meeting", job.started[-1][0])
-        job.say("running", *job.members())
+        job.say("running", *job.workers())
     assert "workers were lost in a row without a step in between; first worker 1 on a" in job.over[0]
-    job.end(job.members()[0], 0)
+    job.end(job.workers()[0], 0)
     assert job.code == 5
 
 
 def lose_all(job: Job, steps: int, code: int = 1) -> None:
     """All workers of a new life make so many steps, and fail."""
     for _ in range(2000):
-        if len(job.started) >= 2 and job.started[-2][0] not in job.members():
+        if len(job.started) >= 2 and job.started[-2][0] not in job.workers():
             break
         job.tick(0.5)
     workers = [worker for worker, _, _ in job.started[-2:]]
@@ -643,7 +643,7 @@ def test_cooldown() -> None:
 # ---- the end
 
 
-def test_the_job_ends_well_when_its_members_have_finished() -> None:
+def test_the_job_ends_well_when_its_workers_have_finished() -> None:
     job = running(num=2, max_size=3)
     job.say("finished", 0)
     assert job.over == []

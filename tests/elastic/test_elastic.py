@@ -234,7 +234,7 @@ def check_growth(job: ElasticJob) -> dict[str, int]:
 def check_result(job: ElasticJob, num_steps: int) -> None:
     """All workers of the last generation have what one process would have, to rounding."""
     results = job.notes("result")
-    assert len(results) == len(job.members)
+    assert len(results) == len(job.workers)
     for result in results:
         for found, wanted in zip(result["result"], expected(num_steps), strict=True):
             torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), wanted, rtol=1e-9, atol=1e-11)
@@ -265,13 +265,13 @@ def _lose_two(step: int) -> None:
 def test_losses_joins_and_polite_ends_change_nothing() -> None:
     script = functools.partial(train_worker, trouble=_overflow_once, scaled_trouble=_lose_two)
     with ElasticJob(script, 3, stall_timeout=5) as job:
-        job.run_until(lambda: job.members, "a generation")
-        lost = job.members[0]
+        job.run_until(lambda: job.workers, "a generation")
+        lost = job.workers[0]
         # On a busy machine, the replacement may come before the others have met.
-        job.run_until(lambda: lost not in job.members and len(job.members) == 3, "a replacement")
-        leaving = job.members[1]
+        job.run_until(lambda: lost not in job.workers and len(job.workers) == 3, "a replacement")
+        leaving = job.workers[1]
         job.send(leaving, signal.SIGTERM)
-        job.run_until(lambda: leaving not in job.members, "a generation without it")
+        job.run_until(lambda: leaving not in job.workers, "a generation without it")
         job.run_until(lambda: job.last_step() > 60, "60 steps")
         assert len(job.notes("stuck")) == 1
         num_steps = job.stop()
@@ -325,12 +325,12 @@ def _raise_once(step: int, loss: torch.Tensor) -> None:
 def test_without_a_commit_a_failing_rank_ends_and_lost_jobs_go_on_from_a_checkpoint(tmp_path: Path) -> None:
     script = functools.partial(train_worker, trouble=_raise_once, checkpoint=tmp_path, every=7)
     with ElasticJob(script, 2) as job:
-        job.run_until(lambda: job.members == (1,) or job.members[:1] == (1,), "a generation without rank 0")
-        job.run_until(lambda: len(job.members) == 2 and job.last_step() > 60, "a replacement, and 60 steps")
-        lost = job.members
+        job.run_until(lambda: job.workers == (1,) or job.workers[:1] == (1,), "a generation without rank 0")
+        job.run_until(lambda: len(job.workers) == 2 and job.last_step() > 60, "a replacement, and 60 steps")
+        lost = job.workers
         for worker in lost:
             job.send(worker)
-        job.run_until(lambda: not set(lost) & set(job.members), "new workers")
+        job.run_until(lambda: not set(lost) & set(job.workers), "new workers")
         num_steps = job.stop()
         assert job.run() == 0
         check_books(job, num_steps)
@@ -416,12 +416,12 @@ def test_new_workers_and_checkpoints_take_over_what_was_unfrozen_and_added(shard
         job.run_until(lambda: job.last_step() > 15, "15 steps")
         job.send(1)
         job.run_until(lambda: any(each.get("worker") == 3 for each in job.notes("step")), "a worker that fits")
-        survivors = job.members
+        survivors = job.workers
         assert survivors == (0, 3)
         assert job.generation == 3, "the others have met for a worker that does not fit"
         for worker in survivors:
             job.send(worker)
-        job.run_until(lambda: job.members and not set(survivors) & set(job.members), "new workers")
+        job.run_until(lambda: job.workers and not set(survivors) & set(job.workers), "new workers")
         num_steps = job.stop()
         assert job.run() == 0
         assert job.notes("enters")[-1]["enters"] >= 10  # from a checkpoint
@@ -545,7 +545,7 @@ def test_buffers_are_equal_callbacks_are_called_and_a_job_without_a_driver_saves
         job.run_until(lambda: len(job.notes("old")) == 5, "callbacks on three")
         resized = [(each["old"], each["new"]) for each in job.notes("old")]
         assert resized == [(3, 2)] * 2 + [(2, 3)] * 3  # the new one, too
-        workers = job.members
+        workers = job.workers
         job.driver._store = job.driver._opening = None  # as after SIGKILL, for the workers
         gc.collect()
         end = time.monotonic() + patient(30)

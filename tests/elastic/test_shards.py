@@ -185,7 +185,7 @@ def _expected(make: Kind, num_steps: int) -> tuple[list[torch.Tensor], list[torc
 
 def check_result(job: ElasticJob, make: Kind, num_steps: int) -> None:
     results = job.notes("result")
-    assert len(results) == len(job.members)
+    assert len(results) == len(job.workers)
     parameters, state = expected(make, num_steps)
     for result in results:
         found_parameters, found_state = torch.load(result["result"])
@@ -214,14 +214,14 @@ def _run(make: Kind, points: list[str], folder: Path) -> None:
         job.run_until(lambda: len(job.notes("lost")) >= len(points) - 1, "all losses but one", 120)
         job.run_until(
             lambda: (
-                len(job.notes("lost")) == len(points) or (len(job.members) == 3 and job.notes("step")[-1]["size"] == 3)
+                len(job.notes("lost")) == len(points) or (len(job.workers) == 3 and job.notes("step")[-1]["size"] == 3)
             ),
             "three ranks",
         )
         if len(job.notes("lost")) < len(points):  # the replacement came at once: have shares dealt out again
-            job.send(job.members[2], signal.SIGTERM)
+            job.send(job.workers[2], signal.SIGTERM)
         job.run_until(lambda: len(job.notes("lost")) == len(points), "all losses", 60)
-        job.run_until(lambda: len(job.members) == 3 and job.notes("step")[-1]["size"] == 3, "a replacement")
+        job.run_until(lambda: len(job.workers) == 3 and job.notes("step")[-1]["size"] == 3, "a replacement")
         num_steps = job.stop(50)
         assert job.run(120) == 0
         check_books(job, num_steps)
@@ -276,15 +276,15 @@ def test_other_optimizers(make: Kind, tmp_path: Path) -> None:
 def test_ranks_that_are_told_to_end_leave_their_shares_and_without_a_checkpoint_a_loss_means_the_beginning() -> None:
     with ElasticJob(functools.partial(train_worker, make_adamw, []), 3) as job:
         job.run_until(lambda: job.last_step() > 10, "10 steps")
-        leaving, stays = job.members[:2], job.members[2]
+        leaving, stays = job.workers[:2], job.workers[2]
         for worker in leaving:
             job.send(worker, signal.SIGTERM)
-        job.run_until(lambda: job.members[:1] == (stays,) and len(job.members) == 3, "replacements")
+        job.run_until(lambda: job.workers[:1] == (stays,) and len(job.workers) == 3, "replacements")
         job.run_until(lambda: job.notes("step")[-1]["generation"] == job.generation, "a step of theirs")
         check_continuity(job)
-        lost = job.members
+        lost = job.workers
         job.send(lost[1])
-        job.run_until(lambda: len(job.members) == 3 and not set(lost) & set(job.members), "new workers")
+        job.run_until(lambda: len(job.workers) == 3 and not set(lost) & set(job.workers), "new workers")
         num_steps = job.stop(30)
         assert job.run(120) == 0
         old = {job.pids[worker] for worker in (*leaving, *lost)}
@@ -300,7 +300,7 @@ def test_without_the_driver_rank_0_writes_the_whole_state(tmp_path: Path) -> Non
         job.driver._store = job.driver._opening = None  # as after SIGKILL, for the workers
         gc.collect()
         end = time.monotonic() + patient(30)
-        processes = [job.driver._processes[worker].job.process for worker in job.members]
+        processes = [job.driver._processes[worker].job.process for worker in job.workers]
         while any(process.poll() is None for process in processes):
             assert time.monotonic() < end, "workers did not end without the driver"
             time.sleep(0.02)

@@ -60,20 +60,20 @@ def _work() -> None:
 def test_workers_come_are_killed_and_leave() -> None:
     hosts = Slots(["localhost"], 4)
     with ElasticJob(_work, 3, max_size=4, hosts=hosts) as job:
-        job.run_until(lambda: 2 not in job.members and len(job.members) == 4, "a replacement of worker 2")
-        assert job.members == (0, 1, 3, 4)
+        job.run_until(lambda: 2 not in job.workers and len(job.workers) == 4, "a replacement of worker 2")
+        assert job.workers == (0, 1, 3, 4)
         hosts.offer({"localhost": 3})
-        job.run_until(lambda: len(job.members) == 3, "a generation without the worker of slot 3")
-        assert job.members == (0, 1, 4)
+        job.run_until(lambda: len(job.workers) == 3, "a generation without the worker of slot 3")
+        assert job.workers == (0, 1, 4)
         job.stop()
         assert job.run() == 0
         results, entries = job.notes("result"), job.notes("enters")
     generations: dict[int, list[dict[str, Any]]] = {}
     for entry in entries:
         generations.setdefault(entry["generation"], []).append(entry)
-    for members in generations.values():
-        assert sorted(entry["rank"] for entry in members) == list(range(len(members)))
-        assert len({entry["enters"] for entry in members}) == 1  # a new worker begins where the others are
+    for entered in generations.values():
+        assert sorted(entry["rank"] for entry in entered) == list(range(len(entered)))
+        assert len({entry["enters"] for entry in entered}) == 1  # a new worker begins where the others are
     assert all(result["result"] == results[0]["result"] for result in results)
     for result in results:  # none after a worker has left: the others agree
         assert result["syncs"] == sum(entry["pid"] == result["pid"] for entry in entries) - 1

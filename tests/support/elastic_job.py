@@ -2,7 +2,7 @@
 
     with ElasticJob(train, args, size=3) as job:          train(*args) is the whole script of a worker
         job.run_until(lambda: job.last_step() > 20, "20 steps")
-        job.kill(job.members[0])
+        job.kill(job.workers[0])
         code = job.run()
 
 The driver is the one of `torchring run --elastic`, in this process. Workers write what they do to a file: see `note`.
@@ -214,7 +214,7 @@ class ElasticJob:
         return self.driver._code
 
     @property
-    def members(self) -> tuple[int, ...]:
+    def workers(self) -> tuple[int, ...]:
         """The workers of the newest generation, in the order of ranks."""
         return self.driver._coordinator.generation.workers
 

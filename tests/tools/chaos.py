@@ -104,7 +104,7 @@ class Adversary:
         return bool(alive) and self._send(self._random.choice(alive), signal.SIGKILL)
 
     def _kill_rank_0(self) -> bool:
-        return bool(self._job.members) and self._send(self._job.members[0], signal.SIGKILL)
+        return bool(self._job.workers) and self._send(self._job.workers[0], signal.SIGKILL)
 
     def _kill_writer(self) -> bool:
         if any(file.suffix == ".tmp" for file in self._folder.iterdir()):

@@ -25,7 +25,7 @@ from torchring.launch.hosts import Host
 _LONGEST_GAP: Final = BEAT_SECONDS  # seconds between two ticks; what goes beyond does not count: the driver was stopped
 _JOIN_SECONDS: Final = 0.5  # that a new worker waits for others that are starting
 _STRAGGLER_SECONDS: Final = 30.0  # that a first generation waits for more workers once there are enough
-_LEAVE_SECONDS: Final = 300.0  # for a member to leave a generation after the first has, and then to end
+_LEAVE_SECONDS: Final = 300.0  # for a worker to leave a generation after the first has, and then to end
 _MISSED_SECONDS: Final = 3 * BEAT_SECONDS  # of silence, after which a worker is lost if others have lost a connection
 _STEADY_SECONDS: Final = 60.0  # after which a failure has nothing to do with earlier ones
 _GOODBYE_SECONDS: Final = 30.0  # for workers to end by themselves when the job is over
@@ -33,7 +33,7 @@ _FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SI
 
 
 class Coordinator:
-    """Starts workers, puts them together to generations, and ends the job. A *member* is a worker of the current one.
+    """Starts workers, puts them together to generations, and ends the job. *Current* workers: of the newest.
 
     Args:
         limits: the limits that the user sets.
@@ -55,7 +55,7 @@ class Coordinator:
 
         # Hosts and workers
         self._slots: dict[str, int] = {}  # by host
-        self._workers: dict[int, Worker] = {}  # those whose processes run, and members
+        self._workers: dict[int, Worker] = {}  # those whose processes run, and current ones
         self._num_started = 0
         self._num_started_anew = 0  # since all workers were started anew
         self._is_anew = True  # no generation has begun since then
@@ -66,8 +66,8 @@ class Coordinator:
         self.generation = Generation(0, (), "")
         self.stage = Stage.LEFT
         self._broken_ranks: tuple[int, ...] = ()
-        self._left_at: float | None = None  # when its first member left
-        self._gone: list[str] = []  # why members are there no more
+        self._left_at: float | None = None  # when its first worker left
+        self._gone: list[str] = []  # why current workers are there no more
         self._stalled_since = -1.0  # of the stall that the user was told of
 
         # Waiting for the next generation
@@ -111,17 +111,17 @@ class Coordinator:
         """A worker's process has ended. `is_ssh`: the code is that of ssh."""
         worker = self._workers[number]
         worker.code = code
-        is_member = number in self.generation.workers
+        is_current = number in self.generation.workers
         is_known = bool(worker.lost) and worker.rank >= 0
         worker.lost = worker.lost or how_it_ended(code, worker, is_ssh)
-        if is_member and worker.card.state != "leaving":
+        if is_current and worker.card.state != "leaving":
             self._end.failed_code = self._end.failed_code or code
         if worker.is_dismissed or worker.card.state == "finished" or self._end.began_at is not None:
             return
         from_outside = code - 128 in _FROM_OUTSIDE
         if worker.card.state != "leaving":
             self._losses.note_loss(f"{worker.name} {worker.lost}", code, self._clock, from_outside=from_outside)
-            if not is_member and not is_known:
+            if not is_current and not is_known:
                 self._say(f"{worker.name} {worker.lost}")
         self._note_failure(worker, is_ssh=is_ssh, from_outside=from_outside or worker.card.state == "leaving")
 
@@ -166,14 +166,14 @@ class Coordinator:
     def _running_processes(self) -> list[Worker]:
         return [worker for worker in self._workers.values() if worker.code is None]
 
-    def _members(self) -> list[Worker]:
+    def _current(self) -> list[Worker]:
         return [self._workers[number] for number in self.generation.workers]
 
     def _in_state(self, state: str) -> list[Worker]:
         return [worker for worker in self._living() if worker.card.state == state and not worker.is_dismissed]
 
     def _has_left(self, worker: Worker) -> bool:
-        """True if a member has left the current generation by itself."""
+        """True if a worker has left the current generation by itself."""
         return worker.card.generation >= self.generation.number and worker.card.state != "running"
 
     def _say(self, text: str) -> None:
@@ -187,11 +187,11 @@ class Coordinator:
         self._actions.append(Send(worker.number, signal.SIGKILL))
 
     def _kill_silent(self) -> None:
-        # Where a host dies, ssh may not notice, and srun does not; but connections to its workers break. A member whose
+        # Where a host dies, ssh may not notice, and srun does not; but connections to its workers break. A worker whose
         # process has ended explains that: the others may be busy, and get all of their time.
-        members = self._members()
-        is_explained = any(worker.code is not None and not worker.is_killed for worker in members)
-        is_missed = not is_explained and any(self._has_left(one) and one.card.has_lost_peer for one in members)
+        current = self._current()
+        is_explained = any(worker.code is not None and not worker.is_killed for worker in current)
+        is_missed = not is_explained and any(self._has_left(one) and one.card.has_lost_peer for one in current)
         for worker in self._running_processes():
             card, state = worker.card, worker.card.state
             silence = self._clock - worker.said_at
@@ -207,7 +207,7 @@ class Coordinator:
                     worker.lost = f"did not end within {self.limits.heartbeat_timeout:g} s after its script"
             elif card.count:
                 patience = self.limits.heartbeat_timeout
-                if is_missed and worker in members and not self._has_left(worker):
+                if is_missed and worker in current and not self._has_left(worker):
                     patience = min(_MISSED_SECONDS, patience)
                 if silence > patience:
                     self._kill(worker, f"gave no sign of life for {patience:g} s")
@@ -215,12 +215,12 @@ class Coordinator:
                 self._kill(worker, f"did not come to torchring.elastic.run within {self.limits.elastic_timeout:g} s")
 
     def _kill_stuck(self) -> None:
-        """Say whom the members wait for if none of them moves, and kill it after `--stall-timeout`."""
-        members = [worker for worker in self._members() if not worker.is_lost and worker.card.state == "running"]
-        stuck = [worker for worker in members if worker.card.count and not worker.card.waits]
-        if not stuck or len(stuck) == len(members):
+        """Say whom the current workers wait for if none of them moves, and kill it after `--stall-timeout`."""
+        current = [worker for worker in self._current() if not worker.is_lost and worker.card.state == "running"]
+        stuck = [worker for worker in current if worker.card.count and not worker.card.waits]
+        if not stuck or len(stuck) == len(current):
             return
-        since = max(worker.moved_at for worker in members)
+        since = max(worker.moved_at for worker in current)
         seconds, limit = self._clock - since, self.limits.stall_timeout
         if seconds > self.limits.heartbeat_timeout and self._stalled_since != since:
             self._stalled_since = since
@@ -233,9 +233,9 @@ class Coordinator:
                 self._kill(worker, f"made no progress for {limit:g} s while others waited for it (--stall-timeout)")
 
     def _break(self) -> None:
-        """Break the generation if members are lost: the others have to hear of it."""
+        """Break the generation if workers of it are lost: the others have to hear of it."""
         lost = []
-        for worker in self._members():
+        for worker in self._current():
             has_left = self._has_left(worker)
             # A worker that goes before it has seen the generation will not open the world that the others open.
             if (worker.is_lost or (worker.is_going and not has_left)) and not worker.is_broken_off:
@@ -265,26 +265,26 @@ class Coordinator:
     # Generations
 
     def _form(self) -> None:
-        """Begin the next generation if all members have left the current one, and there are enough workers."""
-        members = self._members()
-        if self.stage is Stage.PUBLISHED and all(worker.card.state == "running" for worker in members):
+        """Begin the next generation if all workers have left the current one, and there are enough workers."""
+        current = self._current()
+        if self.stage is Stage.PUBLISHED and all(worker.card.state == "running" for worker in current):
             self.stage = Stage.RUNNING
-        finished = [worker for worker in members if worker.card.state == "finished"]
+        finished = [worker for worker in current if worker.card.state == "finished"]
         self._end.is_near = self._end.is_near or bool(finished)
-        staying = [worker for worker in members if not worker.is_lost and not self._has_left(worker)]
+        staying = [worker for worker in current if not worker.is_lost and not self._has_left(worker)]
         if staying:
-            if len(staying) < len(members):
+            if len(staying) < len(current):
                 self._wait_for_leaving(staying)
             return
         self.stage, self._left_at = Stage.LEFT, None
         meeting = self._in_state("meeting")
-        survivors = [worker for worker in meeting if worker in members]
+        survivors = [worker for worker in meeting if worker in current]
         if finished:
             meeting = survivors  # a new worker has nothing left to do
             if not survivors:
                 self._over("the training has finished", None)
                 return
-        if members and all(worker.code == 0 and not worker.is_dismissed for worker in members):
+        if current and all(worker.code == 0 and not worker.is_dismissed for worker in current):
             reason = "the script has ended with exit code 0 on all ranks, without a return from the training function"
             self._over(reason, 0)
             return
@@ -306,7 +306,7 @@ class Coordinator:
 
     def _wait_for_leaving(self, staying: Sequence[Worker]) -> None:
         self._left_at = self._clock if self._left_at is None else self._left_at
-        given_up = {rank for worker in self._members() if self._has_left(worker) for rank in worker.card.given_up}
+        given_up = {rank for worker in self._current() if self._has_left(worker) for rank in worker.card.given_up}
         for worker in staying:
             patience = self.limits.heartbeat_timeout if worker.rank in given_up else _LEAVE_SECONDS
             if self._clock - self._left_at > patience:
@@ -328,8 +328,8 @@ class Coordinator:
             )
 
     def _all_gone(self) -> list[str]:
-        """Why members are there no more, those too that have gone by themselves."""
-        going = [worker.end for worker in self._members() if worker.is_going and not worker.is_broken_off]
+        """Why current workers are there no more, those too that have gone by themselves."""
+        going = [worker.end for worker in self._current() if worker.is_going and not worker.is_broken_off]
         return [*self._gone, *going]
 
     def _publish(self, meeting: Sequence[Worker]) -> None:
@@ -366,10 +366,10 @@ class Coordinator:
         return "; ".join(reasons or said or ["its workers met again"])
 
     def _call(self) -> None:
-        """Have the members meet at the end of their step, if one has left, or if workers wait that are not members."""
+        """Have the current workers meet at the end of their step, if one has left, or if others wait."""
         if self.stage >= Stage.CALLED or self._end.is_near:
             return
-        if not any(map(self._has_left, self._members())):
+        if not any(map(self._has_left, self._current())):
             if self.stage is Stage.BROKEN or not self._may_change():
                 return
             waiting = [worker for worker in self._in_state("meeting") if worker.number not in self.generation.workers]

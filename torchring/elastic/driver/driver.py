@@ -1,6 +1,6 @@
 """Runs an elastic job: processes, signals, and the loop around the decisions of coordinator.py.
 
-    driver --- lifeline --- reaper --- worker        this machine
+    driver --- lifeline --- reaper --- worker        this host
            --- ssh's stdin - reaper --- worker       another; or srun's, or kubectl's
 
 The loop reads what workers say, looks which processes have ended, and carries out what `Coordinator` decides: when a
@@ -75,7 +75,7 @@ def start_elastic(
         hosts: where workers start. `start_elastic` starts and closes it.
         env: variables to set for the workers, on every host. Other hosts get these variables, PYTHONPATH,
             OMP_NUM_THREADS and HOROVOD_*, and no others.
-        output: how to show the output of the workers. Log files are written on this machine.
+        output: how to show the output of the workers. Log files are written on this host.
         ssh_options: arguments for ssh, such as -p and a port.
         launcher: what starts workers of other hosts: "srun" inside an allocation of Slurm, "kubectl" in pods, else ssh.
 

@@ -45,8 +45,8 @@ _KEPT: Final = 2  # generations whose keys stay
 class Listener:
     """A socket for the store.
 
-    It listens on loopback if all hosts are this machine and no others can come. Otherwise it listens at the address
-    through which this machine reaches the other hosts. It listens everywhere if there are several such addresses, or if
+    It listens on loopback if this host is the only one and no others can come. Otherwise it listens at the address
+    through which this host reaches the other hosts. It listens everywhere if there are several such addresses, or if
     the hosts may change.
 
     Args:
@@ -130,7 +130,7 @@ class DriverStore:
         self._clean(generation.number - _KEPT)
 
     def break_off(self, broken: Broken) -> None:
-        """A generation is broken: its members hear of it, also those that are opening its world."""
+        """A generation is broken: its workers hear of it, also those that are opening its world."""
         error = PeerLostError(broken.reason, peers=broken.ranks)
         gave_up = f"{world_prefix(broken.generation)}/gave_up"
         self._set({BROKEN: broken.encode(), gave_up: encode_error(error)})

@@ -113,7 +113,7 @@ class Losses:
     def _is_storm(self, now: float) -> bool:
         """True if all losses since the last step came from outside, and the first of them is not long ago.
 
-        Machines that are taken away say nothing about the script. But the kernel kills a script that needs too much
+        Hosts that are taken away say nothing about the script. But the kernel kills a script that needs too much
         memory by the same signal, again and again.
         """
         return self._are_from_outside and now - self._since < _STORM_SECONDS

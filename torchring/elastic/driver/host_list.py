@@ -56,7 +56,7 @@ class Hosts:
         return self._ask is not None
 
     def is_here(self, name: str) -> bool:
-        """Return True if the host is this machine. Knows all hosts that were ever named, and asks no name service."""
+        """Return True for a name of this host. Knows all hosts that were ever named, and asks no name service."""
         return self._here[name]
 
     def start(self) -> None:
@@ -94,7 +94,7 @@ class Hosts:
             self._is_closed.wait(_ASK_SECONDS)
 
     def _merged(self, hosts: Sequence[Host]) -> tuple[Host, ...]:
-        """Each host once, and all names of this machine as one host."""
+        """Each host once, and all names of this one as one host."""
         slots: dict[str, int] = {}
         here = next((name for name, is_one in self._here.items() if is_one), None)
         for host in hosts:

@@ -148,7 +148,7 @@ def limits_of(options: argparse.Namespace) -> Limits:
 
 
 def hosts_of(options: argparse.Namespace, limits: Limits) -> Hosts:
-    """The hosts that the options name; without such options, this machine. Raises LaunchError."""
+    """The hosts that the options name; without such options, this host. Raises LaunchError."""
     if options.hostfile is not None:
         hosts = hosts_module.from_file(options.hostfile)
     elif options.discover is not None:

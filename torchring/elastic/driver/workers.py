@@ -40,11 +40,11 @@ class Limits:
 class Stage(enum.IntEnum):
     """The stage of the current generation. A generation only moves forward, and may skip stages."""
 
-    PUBLISHED = 1  # its members open a world together
+    PUBLISHED = 1  # its workers open a world together
     RUNNING = 2  # they train
-    BROKEN = 3  # a member is lost: the others are told at once, and meet
-    CALLED = 4  # a member has left, or new workers wait: the others are told, and meet at the end of their step
-    LEFT = 5  # each member has met, has ended, or is about to end: the next generation can begin
+    BROKEN = 3  # a worker is lost: the others are told at once, and meet
+    CALLED = 4  # a worker has left, or new workers wait: the others are told, and meet at the end of their step
+    LEFT = 5  # each worker has met, has ended, or is about to end: the next generation can begin
 
 
 @dataclass(eq=False)
