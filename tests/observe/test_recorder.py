@@ -32,7 +32,7 @@ from torchring.observe.forward import ForwardWatch
 from torchring.observe.recorder import recorder as recorder_module
 from torchring.observe.recorder import writer
 from torchring.observe.recorder.clocks import estimate, measure
-from torchring.observe.recorder.files import find, live_path_of, path_of, read
+from torchring.observe.recorder.files import find, path_of, read
 from torchring.observe.recorder.recorder import Recorder
 from torchring.observe.recorder.records import (
     Arrivals,
@@ -377,19 +377,19 @@ def _writes(rank: int, size: int, folder: Path) -> None:
         assert ([each.number for each in now.steps], now.run_info.ended_by) == ([1], "SIGUSR1"), "step 0 was before"
         step()
         writer._writer._write_live()
-        assert len(read(live_path_of(folder / "block", rank)).steps) == 2
+        assert len(read(path_of(folder / "block", rank, live=True)).steps) == 2
         with pytest.raises(ValueError, match=r"written to .*block already"), torchring.trace(folder / "other"):
             pass
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
     assert len(read(path_of(folder / "block", rank)).steps) == 2
-    assert not live_path_of(folder / "block", rank).exists()
+    assert not path_of(folder / "block", rank, live=True).exists()
     with torchring.trace(folder / "broken"):
         step()
         error = torchring.PeerLostError("rank 7 is gone", rank=rank, peers=(7,))
         world_module.default_world().fail(error)
         assert "rank 7 is gone" in read(path_of(folder / "broken", rank)).run_info.ended_by
     assert "rank 7 is gone" in read(path_of(folder / "broken", rank)).run_info.ended_by
-    assert live_path_of(folder / "progress", rank).exists()
+    assert path_of(folder / "progress", rank, live=True).exists()
 
 
 def test_when_a_trace_is_written(tmp_path: Path) -> None:

@@ -221,20 +221,20 @@ def nested(spans: list[dict[str, Any]]) -> bool:
     return True
 
 
-def test_a_terminal_gets_colours_and_no_markup() -> None:
-    rich = pytest.importorskip("rich")
-    assert rich
+def test_a_terminal_gets_colours_and_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
     advice = Advice("Use [bold]", 1.0, 0.5, "Because.", "x[red]")
     analysis = dataclasses.replace(analyse(merge(simulate(2, 5))), advice=(advice,))
     terminal.show(analysis, screen := Screen())
     text = screen.getvalue()
     assert "\x1b[1m" in text
+    assert re.sub(r"\x1b\[[0-9;]*m", "", text) == terminal.plain(analysis)
     assert "Use [bold]" in text
     assert "x[red]" in text
 
 
 def test_headings_are_whole_in_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("rich")
     monkeypatch.setenv("COLUMNS", "80")
     analysis = analyse(merge(simulate(2, 12, ranks_per_host=1, latency_ms=20, bucket_mb=(0.01, 0.02))))
     terminal.show(analysis, screen := Screen())
@@ -243,13 +243,6 @@ def test_headings_are_whole_in_a_terminal_of_80_columns(monkeypatch: pytest.Monk
     assert "rank step input forward backward waiting comm. between step()" in words
     assert "bucket MB ready ms reduced in ms exposed ms MB/s parameters" in words
     assert all(len(line) <= 80 for line in [*text.splitlines(), *terminal.plain(analysis).splitlines()])
-
-
-def test_without_rich_a_terminal_gets_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal.importlib.util, "find_spec", lambda name: None)
-    analysis = analyse(merge(simulate(2, 5)))
-    terminal.show(analysis, screen := Screen())
-    assert screen.getvalue() == f"{terminal.plain(analysis)}\nWith colours and lines: pip install 'torchring[report]'\n"
 
 
 class Screen(io.StringIO):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.traces import MS, shifted, simulate, write
-from torchring.observe.recorder.files import TraceError, live_path_of, path_of
+from torchring.observe.recorder.files import TraceError, path_of
 from torchring.observe.recorder.records import ClockOffset, RankTrace, RunInfo
 from torchring.report.model.merge import Job, load, merge
 from torchring.report.verdict.analysis import analyse
@@ -105,19 +105,19 @@ def test_a_killed_rank_has_the_steps_that_it_wrote_last(tmp_path: Path) -> None:
         write(tmp_path, trace)
     for trace in (second, third):  # that of rank 1 has fewer steps than its trace, that of rank 2 is newer
         newest = run_info(dataclasses.replace(trace, steps=trace.steps[40:]), ended_by="", written_at=11.0)
-        write(tmp_path, newest, live_path_of)
+        write(tmp_path, newest, live=True)
     job = load(tmp_path)
     assert [len(trace.steps) for trace in job.traces] == [60, 60, 20]
     assert job.problems == ("Rank 2 was killed, or still runs. Of its steps, only 20 are known.",)
     assert job.ended_badly == "Rank 2 was killed, or still runs."
     nameless = run_info(third, ended_by="", written_at=11.0, parameters=(), rank=0)
-    write(tmp_path, nameless, live_path_of)
+    write(tmp_path, nameless, live=True)
     job = load(tmp_path)
     assert job.traces[0].run_info.parameters == first.run_info.parameters != ()  # which another rank has, too
     assert job.problems == ("Ranks 0, 2 were killed, or still run. Of their steps, only 60 are known.",)
-    live_path_of(tmp_path, 0).unlink()
+    path_of(tmp_path, 0, live=True).unlink()
     next_run = run_info(second, ended_by="", written_at=12.0, pid=second.run_info.pid + 1)
-    write(tmp_path, next_run, live_path_of)
+    write(tmp_path, next_run, live=True)
     assert load(tmp_path).traces[1].run_info.pid == second.run_info.pid + 1, "that of SIGUSR1 is of an earlier run"
     for rank in range(3):
         path_of(tmp_path, rank).unlink()

@@ -16,7 +16,7 @@ import pytest
 from tests.support.traces import simulate, write
 from torchring import cli
 from torchring.observe import TRACE
-from torchring.observe.recorder.files import live_path_of, path_of
+from torchring.observe.recorder.files import path_of
 from torchring.observe.recorder.records import RankTrace
 from torchring.report.show import progress, top
 from torchring.report.show.top import Picture
@@ -25,7 +25,7 @@ from torchring.report.show.top import Picture
 def write_live(folder: Path, traces: Sequence[RankTrace], age: float = 0.0) -> None:
     for trace in traces:
         run_info = dataclasses.replace(trace.run_info, ended_by="", written_at=time.time() - age)
-        write(folder, dataclasses.replace(trace, run_info=run_info), live_path_of)
+        write(folder, dataclasses.replace(trace, run_info=run_info), live=True)
 
 
 def test_a_job_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,9 +75,9 @@ def test_it_ends_with_the_job(
     (error, other) = simulate(2, 50)
     stages = iter(
         [
-            lambda: live_path_of(tmp_path, 0).write_bytes(b"torn"),
+            lambda: path_of(tmp_path, 0, live=True).write_bytes(b"torn"),
             lambda: write_live(tmp_path, [error, other]),
-            lambda: [live_path_of(tmp_path, rank).unlink() for rank in (0, 1)],
+            lambda: [path_of(tmp_path, rank, live=True).unlink() for rank in (0, 1)],
         ]
     )
 
@@ -85,7 +85,7 @@ def test_it_ends_with_the_job(
         assert seconds == 0.25
         stage = next(stages)
         stage()
-        if not live_path_of(tmp_path, 0).exists():
+        if not path_of(tmp_path, 0, live=True).exists():
             run_info = dataclasses.replace(error.run_info, ended_by="rank 1 is gone")
             write(tmp_path, dataclasses.replace(error, run_info=run_info))
             write(tmp_path, other)

@@ -170,6 +170,8 @@ def decoded(trace: RankTrace, rows: Sequence[Sequence[int]]) -> RankTrace:
     return dataclasses.replace(trace, steps=tuple(map(decode, rows)))
 
 
-def write(folder: Path, trace: RankTrace, path_of: Callable[[Path, int], Path] = files.path_of) -> Path:
-    """Write a trace as its rank does at the end, or with `live_path_of` while it trains."""
-    return files.write(path_of(folder, trace.run_info.rank), trace, [encode(step) for step in trace.steps])
+def write(folder: Path, trace: RankTrace, *, live: bool = False) -> Path:
+    """Write a trace as its rank does at the end, or, `live`, while it trains."""
+    return files.write(
+        files.path_of(folder, trace.run_info.rank, live=live), trace, [encode(step) for step in trace.steps]
+    )

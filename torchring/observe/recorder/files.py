@@ -22,9 +22,6 @@ from torchring.observe.recorder.records import (
 from torchring.safe_files import reading, replacing
 
 FORMAT: Final = 3
-_NAME: Final = re.compile(r"rank-(\d+)\.npz")
-_LIVE_NAME: Final = re.compile(r"live-(\d+)\.npz")
-
 
 _TYPES: Final[dict[str, type | tuple[type, ...]]] = {
     "int": int,
@@ -39,27 +36,14 @@ class TraceError(Exception):
     """A file of a trace cannot be read. The text says why."""
 
 
-def path_of(folder: Path, rank: int) -> Path:
-    """Where a rank writes its trace."""
-    return folder / f"rank-{rank:05d}.npz"
+def path_of(folder: Path, rank: int, *, live: bool = False) -> Path:
+    """Where a rank writes its trace; `live`: its newest steps, while it trains."""
+    return folder / f"{'live' if live else 'rank'}-{rank:05d}.npz"
 
 
-def live_path_of(folder: Path, rank: int) -> Path:
-    """Where a rank writes its newest steps while it trains."""
-    return folder / f"live-{rank:05d}.npz"
-
-
-def find(folder: Path) -> dict[int, Path]:
-    """The files of a trace, by rank. Raises OSError if the folder cannot be read."""
-    return _matching(folder, _NAME)
-
-
-def find_live(folder: Path) -> dict[int, Path]:
-    """The files of a job that is being traced, by rank. Raises OSError if the folder cannot be read."""
-    return _matching(folder, _LIVE_NAME)
-
-
-def _matching(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+def find(folder: Path, *, live: bool = False) -> dict[int, Path]:
+    """The files of a trace, by rank; `live`: those that ranks write while they train. Raises OSError."""
+    pattern = re.compile(rf"{'live' if live else 'rank'}-(\d+)\.npz")
     matches = ((pattern.fullmatch(path.name), path) for path in folder.iterdir())
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Final
 
 from torchring.observer import Phase
@@ -33,10 +33,6 @@ LOADING_CPU_NS, NUM_WORKERS, QUEUED_NS, EXPOSED_QUEUED_NS, COLLECTING_NS, NUM_PH
 PHASE_LENGTH: Final = 2
 BUCKET_LENGTH: Final = 7
 INDEX, NUM_BYTES, READY, LAUNCHED, STARTED, REDUCED, OPTIMIZER = range(BUCKET_LENGTH)
-_OWN: Final = (  # attributes of a step, in the order of a row
-    *("number", "begin", "end", "num_samples", "stall_ns", "packing_ns"),
-    *("loading_ns", "loading_cpu_ns", "num_workers", "queued_ns", "exposed_queued_ns", "collecting_ns"),
-)
 ENDED_WELL: Final = ("", "end", "SIGUSR1")  # see `RunInfo.ended_by`
 
 
@@ -98,6 +94,9 @@ class StepRecord:
     def num_bytes(self) -> int:
         """What this rank has contributed to reductions."""
         return sum(bucket.num_bytes for bucket in self.buckets)
+
+
+_OWN: Final = [each.name for each in fields(StepRecord) if each.name not in ("phases", "buckets")]  # as in a row
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class TraceWriter:
         with self._lock, self._warning():
             trace, steps = recorder.trace(ended_by, first=self._first.get(recorder, 0))
             path = files.write(files.path_of(self.folder, trace.run_info.rank), trace, steps)
-            files.live_path_of(self.folder, trace.run_info.rank).unlink(missing_ok=True)
+            files.path_of(self.folder, trace.run_info.rank, live=True).unlink(missing_ok=True)
             _log.info("the trace of rank %d is in %s", trace.run_info.rank, path)
 
     def close(self, ended_by: str = "end") -> None:
@@ -96,7 +96,7 @@ class TraceWriter:
                 trace, steps = recorder.trace("", _LIVE_STEPS, self._first.get(recorder, 0))
                 # The names of all parameters would take most of the time.
                 trace = replace(trace, run_info=replace(trace.run_info, parameters=()), arrivals=())
-                files.write(files.live_path_of(self.folder, trace.run_info.rank), trace, steps)
+                files.write(files.path_of(self.folder, trace.run_info.rank, live=True), trace, steps)
 
     @contextlib.contextmanager
     def _warning(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from torchring.errors import ranks_in_words
-from torchring.observe.recorder.files import TraceError, find, find_live, read
+from torchring.observe.recorder.files import TraceError, find, read
 from torchring.observe.recorder.records import ENDED_WELL, RankTrace, StepRecord
 
 BUCKET_TIMES: Final = ("ready", "launched", "started", "reduced")
@@ -39,7 +39,7 @@ def load(folder: Path) -> Job:
     """Read a folder of traces. Raises TraceError if nothing in it can be read."""
     how = f"`torchring run --trace {folder} ...` writes one"
     try:
-        paths, live_paths = find(folder), find_live(folder)
+        paths, live_paths = find(folder), find(folder, live=True)
     except FileNotFoundError as error:
         raise TraceError(f"there is no folder {folder}. A trace is a folder; {how}") from error
     except OSError as error:

@@ -112,24 +112,28 @@ def tabulate(job: Job) -> tuple[Steps, ...]:
             f"other {len(rows) - others}, and are left out of the statistics."
         )
     backwards = [[_last_backward(step) for step in row] for row in rows]
+
+    def of_steps(name: str) -> Array:
+        return np.array([[getattr(step, name) for step in row] for row in rows], np.int64)
+
     without_buckets = Steps(
         ranks=tuple(trace.run_info.rank for trace in job.traces),
         numbers=numbers,
         counts=counts,
         has_buckets=np.zeros(len(rows), bool),
-        begin=_ms([[step.begin - base for step in row] for row in rows]),
-        end=_ms([[step.end - base for step in row] for row in rows]),
+        begin=_ms(of_steps("begin") - base),
+        end=_ms(of_steps("end") - base),
         parts=_ms([[[step.ns_in(part) for part in Phase] for step in row] for row in rows]),
-        stall=_ms([[step.stall_ns for step in row] for row in rows]),
+        stall=_ms(of_steps("stall_ns")),
         backward_begin=_ms([[part.begin - base for part in row] for row in backwards]),
         backward_end=_ms([[part.end - base for part in row] for row in backwards]),
-        num_samples=np.array([[step.num_samples for step in row] for row in rows]),
+        num_samples=of_steps("num_samples"),
         loading=_ms([[min(step.loading_ns, step.ns_in(Phase.INPUT)) for step in row] for row in rows]),
-        collecting=_ms([[step.collecting_ns for step in row] for row in rows]),
-        num_workers=np.array([[step.num_workers for step in row] for row in rows]),
-        loading_cpu=_ms([[step.loading_cpu_ns for step in row] for row in rows]),
-        queued=_ms([[step.queued_ns for step in row] for row in rows]),
-        exposed_queued=_ms([[step.exposed_queued_ns for step in row] for row in rows]),
+        collecting=_ms(of_steps("collecting_ns")),
+        num_workers=of_steps("num_workers"),
+        loading_cpu=_ms(of_steps("loading_cpu_ns")),
+        queued=_ms(of_steps("queued_ns")),
+        exposed_queued=_ms(of_steps("exposed_queued_ns")),
         plan=(),
         **{name: np.zeros((len(rows), len(job.traces), 0)) for name in BUCKET_TIMES},
         problems=tuple(problems),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import os
 import shutil
 import sys
 import textwrap
@@ -22,6 +22,7 @@ _WIDTH: Final = 110  # where neither a terminal nor COLUMNS says another
 _SLOW: Final = 0.1  # GB/s, below which a table is in MB/s
 _MAX_ROWS: Final = 8
 _MAX_NAME: Final = 48
+_BOLD, _DIM, _HEADING, _CODE = "1", "2", "1;36", "32"  # colours of a terminal
 
 
 @dataclass(frozen=True)
@@ -35,36 +36,38 @@ class Section:
 
 
 def show(analysis: Analysis, file: IO[str] | None = None) -> None:
-    """Print the summary: with colours to a terminal, as plain text else, and where rich is not installed."""
+    """Print the summary, with colours to a terminal."""
     out = file or sys.stdout
-    if not out.isatty():
-        out.write(plain(analysis))
-    elif importlib.util.find_spec("rich") is None:
-        out.write(plain(analysis) + "\nWith colours and lines: pip install 'torchring[report]'\n")
-    else:
-        _show_with_rich(analysis, out)
+    in_colours = out.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    out.write(plain(analysis, in_colours=in_colours))
 
 
-def plain(analysis: Analysis) -> str:
-    """The summary as text without colours."""
-    lines = [*_wrap(analysis.verdict.sentence), "", *_wrap(_title(analysis))]
+def plain(analysis: Analysis, *, in_colours: bool = False) -> str:
+    """The summary as text."""
+    verdict, title = ("\n".join(_wrap(text)) for text in (analysis.verdict.sentence, _title(analysis)))
+    lines = [_painted(verdict, _BOLD, in_colours), "", _painted(title, _DIM, in_colours)]
     for section in sections(analysis):
-        lines += ["", text_of(section)]
+        lines += ["", text_of(section, in_colours=in_colours)]
     return "\n".join(lines) + "\n"
 
 
-def text_of(section: Section) -> str:
-    lines = _wrap(section.title)
+def text_of(section: Section, *, in_colours: bool = False) -> str:
+    lines = [_painted("\n".join(_wrap(section.title)), _HEADING, in_colours)]
     for sentence in section.sentences:
         text, _, code = sentence.partition("\n")
         lines += _wrap(text, "  ", "    ")
-        lines += [f"      {code}"] if code else []
+        lines += [_painted(f"      {code}", _CODE, in_colours)] if code else []
     if section.rows:
         rows = (section.columns, *_fitting(section, _width()))
         widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
         for row in rows:
-            lines.append("  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)))
-    return "\n".join(line.rstrip() for line in lines)
+            cells = (f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
+            lines.append(f"  {'  '.join(cells)}".rstrip())
+    return "\n".join(lines)
+
+
+def _painted(text: str, colour: str, in_colours: bool) -> str:
+    return f"\x1b[{colour}m{text}\x1b[0m" if in_colours else text
 
 
 def _width() -> int:
@@ -211,20 +214,6 @@ def _number(spread: Spread, factor: float = 1.0) -> str:
 def _short(value: float) -> str:
     """Three digits, or all before the point."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def _show_with_rich(analysis: Analysis, file: IO[str]) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(file=file, soft_wrap=True)
-    console.print(Text("\n".join(_wrap(analysis.verdict.sentence)), style="bold"))
-    console.print(Text("\n".join(_wrap(_title(analysis))), style="dim"))
-    for section in sections(analysis):
-        text = Text(f"\n{text_of(section)}")
-        text.stylize("bold cyan", 0, 1 + len("\n".join(_wrap(section.title))))
-        text.highlight_regex(r"(?m)^ {6}\S.*$", "green")  # code
-        console.print(text)
 
 
 def _fitting(section: Section, width: int) -> Sequence[Sequence[str]]:

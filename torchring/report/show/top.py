@@ -9,7 +9,6 @@ read.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from torchring.launch.arguments import Parser, duration
-from torchring.observe.recorder.files import TraceError, find, find_live
+from torchring.observe.recorder.files import TraceError, find
 from torchring.observe.recorder.records import ENDED_WELL, RankTrace
 from torchring.report.model.merge import merge, read_all
 from torchring.report.show.terminal import table_of_phases, table_of_waits, text_of
@@ -67,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def look(folder: Path) -> Picture:
     """Read what the ranks have written, and put it in words."""
-    live, whole = _traces(find_live, folder), _traces(find, folder)
+    live, whole = _traces(folder, live=True), _traces(folder)
     ends = [trace.run_info.written_at for trace in whole if trace.run_info.ended_by != "SIGUSR1"]
     if ends and all(trace.run_info.written_at < max(ends) for trace in live):
         live = []  # of ranks that were killed
@@ -96,24 +95,18 @@ def look(folder: Path) -> Picture:
     return Picture(text, headline, is_over=not live)
 
 
-def _traces(find_them: Callable[[Path], dict[int, Path]], folder: Path) -> list[RankTrace]:
+def _traces(folder: Path, *, live: bool = False) -> list[RankTrace]:
     """The traces that can be read: a rank may be writing its file, or removing it."""
     try:
-        paths = find_them(folder)
+        paths = find(folder, live=live)
     except OSError:
         return []
     return [trace for trace in read_all(paths, []).values() if trace.steps]
 
 
 def _watch(folder: Path, seconds: float) -> None:
-    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
-        _show_until_over(folder, seconds, lambda text: print(text, end="\n\n", flush=True))
-        return
-    from rich.live import Live
-    from rich.text import Text
-
-    with Live(auto_refresh=False) as live:
-        _show_until_over(folder, seconds, lambda text: live.update(Text(text), refresh=True))
+    begin, end = ("\x1b[H\x1b[J", "\n") if sys.stdout.isatty() else ("", "\n\n")  # at the top of an empty screen
+    _show_until_over(folder, seconds, lambda text: print(begin + text, end=end, flush=True))
 
 
 def _show_until_over(folder: Path, seconds: float, show: Callable[[str], None]) -> None:
