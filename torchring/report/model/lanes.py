@@ -1,4 +1,4 @@
-"""The median step in lanes, and the phases of all steps over time."""
+"""The median step, the phases of a step as spans, and those of all steps over time."""
 
 from __future__ import annotations
 
@@ -10,47 +10,12 @@ import numpy as np
 
 from torchring.observe.recorder.records import StepRecord
 from torchring.observer import Phase
-from torchring.report.model.merge import Job
 from torchring.report.model.timing import Steps
 from torchring.report.model.waits import Critical
 
 _MAX_POINTS: Final = 300  # over time; fewer with more ranks, lest the page becomes too large
 _RANKS_IN_FULL: Final = 24
 MOST_RANKS: Final = 64  # that figures show
-
-
-@dataclass(frozen=True)
-class LaneSpan:
-    """A phase of one rank in the median step. Milliseconds from the beginning of the step on the first rank."""
-
-    rank: int
-    phase: Phase
-    begin_ms: float
-    end_ms: float
-
-
-@dataclass(frozen=True)
-class LaneBucket:
-    """A bucket of one rank in the median step. Milliseconds from the beginning of the step on the first rank."""
-
-    rank: int
-    index: int
-    num_bytes: int
-    ready_ms: float  # times as in `BucketRecord`
-    launched_ms: float
-    all_launched_ms: float  # the last rank has launched it. Until then, the bucket waits for `last_rank`.
-    reduced_ms: float
-    last_rank: int
-
-
-@dataclass(frozen=True)
-class MedianStep:
-    """The step whose duration is nearest to the median, in lanes: one lane for a rank, one for its buckets."""
-
-    number: int
-    duration_ms: float
-    spans: tuple[LaneSpan, ...]
-    buckets: tuple[LaneBucket, ...]
 
 
 @dataclass(frozen=True)
@@ -62,26 +27,11 @@ class Series:
     phases: Mapping[int, Mapping[Phase, tuple[float, ...]]]  # by rank and phase, milliseconds a step
 
 
-def median_step(job: Job, timing: Steps, critical: Critical) -> MedianStep:
-    """Of the steps that count, the step whose duration is nearest to the median."""
+def median_step(timing: Steps) -> int:
+    """The position of the step whose duration is nearest to the median, of those with the buckets of `timing`."""
     durations = (timing.end - timing.begin).max(1)
     off = np.where(timing.reduces, np.abs(durations - np.median(durations[timing.reduces])), np.inf)
-    i = int(off.argmin())
-    base = float(timing.begin[i].min())
-    spans, buckets = [], []
-    times = (timing.ready, timing.launched, timing.reduced)
-    for j, rank in enumerate(timing.ranks):
-        step, at_ms = job.steps[i][j], float(timing.begin[i, j]) - base
-        spans += [
-            LaneSpan(rank, phase, at_ms + (begin - step.begin) / 1e6, at_ms + (end - step.begin) / 1e6)
-            for phase, begin, end in spans_of(step, float(critical.waiting[i, j]))
-        ]
-        for k in range(len(timing.plan)):
-            ready, launched, reduced = (float(each[i, j, k]) - base for each in times)
-            all_launched = float(critical.all_launched[i, k]) - base
-            num_bytes, last = int(timing.bucket_bytes[k]), timing.ranks[critical.last[i, k]]
-            buckets.append(LaneBucket(rank, k, num_bytes, ready, launched, all_launched, reduced, last))
-    return MedianStep(int(timing.numbers[i]), float(durations[i]), tuple(spans), tuple(buckets))
+    return int(off.argmin())
 
 
 def series(timing: Steps, critical: Critical) -> Series:

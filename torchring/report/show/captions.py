@@ -77,19 +77,19 @@ def of_buckets(analysis: Analysis) -> str:
 
 
 def of_lanes(analysis: Analysis) -> str:
-    step = analysis.median_step
+    timing, i = analysis.timing, analysis.median_step
+    took = milliseconds(float((timing.end - timing.begin)[i].max()))
     text = (
-        f"Step {step.number:,} took {milliseconds(step.duration_ms)}, which is nearest to the median. For each rank, "
-        "the upper lane shows what the rank does, the lower lane its buckets, each with its number. A tick marks when "
-        "the last gradient of a bucket was ready. "
+        f"Step {timing.numbers[i]:,} took {took}, which is nearest to the median. For each rank, the upper lane shows "
+        "what the rank does, the lower lane its buckets, each with its number. A tick marks when the last gradient of a "
+        "bucket was ready. "
     )
-    if not step.buckets:
+    if not timing.plan:
         return text
-    backward = max((span.end_ms for span in step.spans if span.phase is Phase.BACKWARD), default=0.0)
-    reduced = max(bucket.reduced_ms for bucket in step.buckets)
-    if reduced <= backward:
+    late = float(timing.reduced[i].max() - timing.backward_end[i].max())
+    if late <= 0:
         return f"{text}All buckets are reduced before the last backward ends: communication is hidden."
-    return f"{text}The last bucket is reduced {milliseconds(reduced - backward)} after the last backward ends."
+    return f"{text}The last bucket is reduced {milliseconds(late)} after the last backward ends."
 
 
 def of_bandwidth(analysis: Analysis) -> str:

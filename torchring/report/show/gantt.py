@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 import plotly.graph_objects as go
 
 from torchring.observer import Phase
-from torchring.report.model.lanes import LaneBucket
+from torchring.report.model.lanes import spans_of
 from torchring.report.show.figures import COLORS, default_rank, figure, shown_ranks
 from torchring.report.verdict.findings import Analysis
 from torchring.report.words import NAMES
@@ -19,23 +19,31 @@ _RANKS_IN_VIEW: Final = 8
 
 
 def median_step(analysis: Analysis) -> Any:
-    ranks = [rank.rank for rank in shown_ranks(analysis)]
-    place = {rank: i for i, rank in enumerate(ranks)}
-    spans = [span for span in analysis.median_step.spans if span.rank in place]
+    timing, i = analysis.timing, analysis.median_step
+    ranks, base = [rank.rank for rank in shown_ranks(analysis)], float(timing.begin[i].min())
+    bars: dict[Phase, list[tuple[float, float, float]]] = {phase: [] for phase in Phase}
+    ranks_of: dict[Phase, list[tuple[int]]] = {phase: [] for phase in Phase}
+    for place, rank in enumerate(ranks):
+        j = timing.ranks.index(rank)
+        step, at_ms = analysis.job.steps[i][j], float(timing.begin[i, j]) - base
+        for phase, *times in spans_of(step, float(analysis.critical.waiting[i, j])):
+            begin, end = (at_ms + (time - step.begin) / 1e6 for time in times)
+            bars[phase].append((place - 0.2, begin, end))
+            ranks_of[phase].append((rank,))
     phases = [
         _bars(
             NAMES[phase],
             COLORS[phase],
-            [(place[span.rank] - 0.2, span.begin_ms, span.end_ms) for span in spans if span.phase is phase],
+            bars[phase],
             f"rank %{{customdata[1]}}: {NAMES[phase]}<br>%{{customdata[0]:.2f}} ms, until %{{x:.2f}} ms",
-            [(span.rank,) for span in spans if span.phase is phase],
+            ranks_of[phase],
         )
         for phase in Phase
-        if any(span.phase is phase for span in spans)
+        if bars[phase]
     ]
     views, shown = views_of(analysis)
     return figure(
-        [*phases, *_buckets(analysis, place)],
+        [*phases, *_buckets(analysis, ranks, base)],
         height=110 + 62 * min(len(ranks), _RANKS_IN_VIEW),
         barmode="overlay",
         uniformtext={"minsize": 9, "mode": "hide"},
@@ -60,54 +68,46 @@ def views_of(analysis: Analysis) -> tuple[list[tuple[str, list[float]]], int]:
     return views, ranks.index(default_rank(analysis)) // _RANKS_IN_VIEW
 
 
-def _buckets(analysis: Analysis, place: Mapping[int, int]) -> list[Any]:
-    buckets = [bucket for bucket in analysis.median_step.buckets if bucket.rank in place]
-    buckets.sort(key=lambda bucket: (bucket.rank, bucket.launched_ms, bucket.index))
-    if not buckets:
+def _buckets(analysis: Analysis, ranks: Sequence[int], base: float) -> list[Any]:
+    timing, critical, i = analysis.timing, analysis.critical, analysis.median_step
+    facts: list[tuple[float, ...]] = []
+    waits: list[tuple[float, float, float]] = []
+    reductions: list[tuple[float, float, float]] = []
+    for place, rank in enumerate(ranks):
+        j, free = timing.ranks.index(rank), -math.inf
+        for k in np.argsort(timing.launched[i, j], kind="stable"):
+            ready, launched, reduced = (
+                float(each[i, j, k]) - base for each in (timing.ready, timing.launched, timing.reduced)
+            )
+            # Buckets of a rank take turns. Then a bucket waits for the last rank, and is reduced.
+            begin = min(max(launched, free), reduced)
+            middle = min(max(float(critical.all_launched[i, k]) - base, begin), reduced)
+            waits.append((place + 0.2, begin, middle))
+            reductions.append((place + 0.2, middle, reduced))
+            last = timing.ranks[critical.last[i, k]]
+            facts.append((rank, int(k), timing.bucket_bytes[k] / 1e6, ready, launched, last))
+            free = reduced
+    if not facts:
         return []
-    turns = [_turn(bucket, before) for before, bucket in zip([None, *buckets], buckets, strict=False)]
-    lanes = [place[bucket.rank] + 0.2 for bucket in buckets]
     about = (
         "rank %{customdata[1]}, bucket %{customdata[2]} (%{customdata[3]:.2f} MB)"
         "<br>ready at %{customdata[4]:.2f} ms, left at %{customdata[5]:.2f} ms<br>"
     )
-    facts = [
-        (each.rank, each.index, each.num_bytes / 1e6, each.ready_ms, each.launched_ms, each.last_rank)
-        for each in buckets
-    ]
+    of_waits = about + "waits %{customdata[0]:.2f} ms for rank %{customdata[6]}"
+    of_reductions = about + "reduced in %{customdata[0]:.2f} ms, at %{x:.2f} ms"
+    numbers = [str(index) for _, index, *_ in facts]
     return [
-        _bars(
-            "bucket waits",
-            COLORS[Phase.WAITING],
-            [(lane, begin, middle) for lane, (begin, middle, _) in zip(lanes, turns, strict=True)],
-            about + "waits %{customdata[0]:.2f} ms for rank %{customdata[6]}",
-            facts,
-        ),
-        _bars(
-            "bucket is reduced",
-            COLORS[Phase.EXPOSED],
-            [(lane, middle, end) for lane, (_, middle, end) in zip(lanes, turns, strict=True)],
-            about + "reduced in %{customdata[0]:.2f} ms, at %{x:.2f} ms",
-            facts,
-            [str(bucket.index) for bucket in buckets],
-        ),
+        _bars("bucket waits", COLORS[Phase.WAITING], waits, of_waits, facts),
+        _bars("bucket is reduced", COLORS[Phase.EXPOSED], reductions, of_reductions, facts, numbers),
         go.Scatter(
             name="bucket is ready",
             mode="markers",
-            x=np.array([bucket.ready_ms for bucket in buckets], np.float32),
-            y=np.array(lanes, np.float32),
+            x=np.array([ready for _, _, _, ready, *_ in facts], np.float32),
+            y=np.array([lane for lane, *_ in waits], np.float32),
             marker={"symbol": "line-ns-open", "size": 20, "line": {"width": 1.5}},
             hoverinfo="skip",
         ),
     ]
-
-
-def _turn(bucket: LaneBucket, before: LaneBucket | None) -> tuple[float, float, float]:
-    """Buckets of a rank take turns. When the turn of this one begins, its reduction begins, and its reduction ends."""
-    free = before.reduced_ms if before is not None and before.rank == bucket.rank else -math.inf
-    begin = min(max(bucket.launched_ms, free), bucket.reduced_ms)
-    middle = min(max(bucket.all_launched_ms, begin), bucket.reduced_ms)
-    return begin, middle, bucket.reduced_ms
 
 
 def _bars(

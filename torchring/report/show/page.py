@@ -68,9 +68,8 @@ def page_of(analysis: Analysis) -> str:
     ranks = figures.shown_ranks(analysis)
     views, view = gantt.views_of(analysis)
     first = figures.default_rank(analysis)
-    spans = {span.phase for span in analysis.median_step.spans}
-    if analysis.median_step.buckets:
-        spans |= {Phase.WAITING, Phase.EXPOSED}
+    spent = analysis.critical.phases[analysis.median_step].max(0)
+    shown = [phase for phase in Phase if spent[phase] > 0]
     return environment.get_template("page.html").render(
         a=analysis,
         captions=captions,
@@ -82,7 +81,7 @@ def page_of(analysis: Analysis) -> str:
         first=first,
         rank_menu=[(f"{rank.rank} on {rank.host}", rank.rank) for rank in ranks],
         phases=[(NAMES[phase], figures.COLORS[phase]) for phase in analysis.phases],
-        lane_phases=[(NAMES[phase], figures.COLORS[phase]) for phase in Phase if phase in spans],
+        lane_phases=[(NAMES[phase], figures.COLORS[phase]) for phase in shown],
         views=views,
         view=view,
         buckets=figures.shown_buckets(analysis, _MAX_ROWS),

@@ -95,7 +95,7 @@ def analyse(
         ranks=summarise_ranks(job, timing, critical),
         waits=waits.list_waits(timing, critical),
         start_up=find_start_up(job),
-        median_step=lanes.median_step(job, timing, critical),
+        median_step=lanes.median_step(timing),
         series=lanes.series(timing, critical),
         exposed_ms=typical(exposed),
         buckets=buckets,

@@ -17,7 +17,7 @@ from typing import Final
 from torchring.observe.recorder.records import RunInfo
 from torchring.observer import Phase
 from torchring.report.model.buckets import Bandwidth, BucketSummary, LateParameter
-from torchring.report.model.lanes import MedianStep, Series
+from torchring.report.model.lanes import Series
 from torchring.report.model.loader_time import LoaderTime
 from torchring.report.model.merge import Job
 from torchring.report.model.network import Network
@@ -87,7 +87,7 @@ class Analysis:
     ranks: tuple[RankSummary, ...]  # by rank
     waits: tuple[RankWait, ...]  # the longest first
     start_up: StartUp | None
-    median_step: MedianStep
+    median_step: int  # position of the step whose duration is nearest to the median
     series: Series
     # Communication
     exposed_ms: float  # in a step that has the buckets below
