@@ -81,8 +81,8 @@ def of_lanes(analysis: Analysis) -> str:
     took = milliseconds(float((timing.end - timing.begin)[i].max()))
     text = (
         f"Step {timing.numbers[i]:,} took {took}, which is nearest to the median. For each rank, the upper lane shows "
-        "what the rank does, the lower lane its buckets, each with its number. A tick marks when the last gradient of a "
-        "bucket was ready. "
+        "what the rank does, the lower lane its buckets, each with its number. A tick marks when the last gradient of "
+        "a bucket was ready. "
     )
     if not timing.plan:
         return text
