@@ -126,7 +126,6 @@ def simulate(
         run_info = RunInfo(
             rank=rank,
             size=num_ranks,
-            local_rank=rank % per_host,
             local_size=per_host,
             node_rank=rank // per_host,
             host=f"host{rank // per_host}",

@@ -16,7 +16,7 @@ from typing import Final
 
 from torchring.launch.arguments import Parser
 from torchring.observe.recorder.files import TraceError
-from torchring.report.model.doctor import DoctorReportError, bus_bandwidths
+from torchring.report.model.doctor import bus_bandwidths
 from torchring.report.model.merge import load
 from torchring.report.model.network import Network
 from torchring.report.show.exports import write_csv, write_trace_json
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         job = load(folder)
         doctor = bus_bandwidths(options.doctor) if options.doctor is not None else {}
-    except (TraceError, DoctorReportError) as error:
+    except TraceError as error:
         print(f"torchring report: {error}", file=sys.stderr)
         return 1
     given = options.bandwidth and network_of(options.bandwidth)

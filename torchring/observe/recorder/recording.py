@@ -171,7 +171,6 @@ def describe(
         run="" if world.rendezvous is None else world.rendezvous.run(),
         rank=world.rank,
         size=world.size,
-        local_rank=world.local_rank,
         local_size=world.local_size,
         node_rank=world.node_rank,
         host=host_name(),

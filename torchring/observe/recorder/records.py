@@ -137,7 +137,6 @@ class RunInfo:
     run: str = ""  # the same on all its ranks, and no other world has it
     rank: int = 0
     size: int = 1
-    local_rank: int = 0
     local_size: int = 1
     node_rank: int = 0  # number of the host among the hosts of the world
     # The process

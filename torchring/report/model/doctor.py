@@ -6,19 +6,16 @@ import json
 from pathlib import Path
 from typing import Final
 
+from torchring.observe.recorder.files import TraceError
 from torchring.report.model.buckets import BETWEEN_HOSTS, WITHIN_HOST, bus_bytes
 
 _SHARED_MEMORY: Final = "shared memory"
 
 
-class DoctorReportError(Exception):
-    """The file cannot be read, or is no report of `torchring doctor --json`."""
-
-
 def bus_bandwidths(file: Path) -> dict[str, float]:
     """Bus bandwidth in GB/s by path, as `torchring doctor --json > file` has found it: the slowest of each kind.
 
-    Raises DoctorReportError.
+    Raises TraceError.
     """
     try:
         report = json.loads(file.read_text())
@@ -31,6 +28,6 @@ def bus_bandwidths(file: Path) -> dict[str, float]:
             found[name] = min(found.get(name, float("inf")), factor * float(path["gigabytes_per_second"]))
         return found
     except OSError as error:
-        raise DoctorReportError(f"cannot read {file}: {error.strerror}") from error
+        raise TraceError(f"cannot read {file}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise DoctorReportError(f"{file} is no report of `torchring doctor --json`: {error}") from error
+        raise TraceError(f"{file} is no report of `torchring doctor --json`: {error}") from error
