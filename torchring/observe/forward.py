@@ -82,6 +82,12 @@ class TransientHook:
     was wrapped can be unpickled where torchring is not installed.
     """
 
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> None:
+        self._call(*arguments)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
@@ -119,12 +125,11 @@ def _state_of(reference: weakref.ref[torch.nn.Module]) -> Any:
 
 
 class _CallHook(TransientHook):
-    def __init__(self, tell: Callable[..., None]) -> None:
-        self._tell = tell
+    """Calls when a model is called that trains."""
 
     def __call__(self, module: torch.nn.Module, *arguments: Any) -> None:
         # A look at the clock would break the graph, or become a constant of it.
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return
         if torch.is_grad_enabled():
-            self._tell(*arguments)
+            super().__call__(*arguments)

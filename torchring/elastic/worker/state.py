@@ -141,7 +141,7 @@ class State:
             optimizer_.register_step_pre_hook(functools.partial(self._before_step, i == 0))
             optimizer_.register_step_post_hook(functools.partial(self._after_step, i == 0))
         for module in self._parts.modules.values():
-            module.register_forward_pre_hook(_Hook(self._before_forward), with_kwargs=True)
+            module.register_forward_pre_hook(TransientHook(self._before_forward), with_kwargs=True)
             leave_no_trace(module)
 
     @property
@@ -437,13 +437,3 @@ class _Row(NamedTuple):
     has_failed: bool
     saved: int
     size: int
-
-
-class _Hook(TransientHook):
-    """A hook on a module of a State: calls a method of the State."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *arguments: object) -> None:
-        self._call(*arguments)
