@@ -39,7 +39,9 @@ def main(arguments: Sequence[str]) -> int:
     except TraceError as error:
         print(f"torchring report: {error}", file=sys.stderr)
         return 1
-    given = options.bandwidth and network_of(options.bandwidth)
+    given = None
+    if options.bandwidth is not None:
+        given = Network(_TYPICAL_ALPHA_MS, options.bandwidth / 8 * _GOODPUT, is_alpha_known=False)
     analysis = analyse(job, given, doctor=doctor)
     with contextlib.suppress(BrokenPipeError):  # as in `torchring report DIR | head`: files are written all the same
         show(analysis)
@@ -87,11 +89,6 @@ def _parser() -> argparse.ArgumentParser:
         help="predict for links of so many Gbit/s between hosts, 6 %% of it for headers (default: as in the trace)",
     )
     return parser
-
-
-def network_of(gigabits_per_s: float) -> Network:
-    """A network of this bandwidth, with the latency of usual ones."""
-    return Network(_TYPICAL_ALPHA_MS, gigabits_per_s / 8 * _GOODPUT, is_alpha_known=False)
 
 
 def _bandwidth(text: str) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torchring.observer import Phase
 from torchring.report.model import waits
 from torchring.report.model.merge import Job
-from torchring.report.model.timing import Array, Spread, Steps, spread, typical
+from torchring.report.model.timing import Array, Spread, Steps, spread
 from torchring.report.model.waits import Critical
 
 
@@ -68,12 +68,6 @@ def find_start_up(job: Job) -> StartUp | None:
         if run > 0:
             found.append(StartUp(until_wrapped, until_first, run, (until_wrapped + (until_first or 0.0)) / run))
     return max(found, key=lambda each: each.share, default=None)
-
-
-def efficiency(critical: Critical, timing: Steps, step_ms: float, size: int) -> float:
-    if size == 1 or step_ms <= 0:
-        return 1.0
-    return min(1.0, typical(waits.computing(critical.cycle[timing.counts]).mean(1)) / step_ms)
 
 
 def per_second(values: Array, timing: Steps) -> float:

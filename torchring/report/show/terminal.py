@@ -83,11 +83,12 @@ def _wrap(text: str, first: str = "", others: str = "") -> list[str]:
 
 def sections(analysis: Analysis) -> list[Section]:
     """The sections below the verdict, without empty ones."""
+    no_advice = "Nothing that is known." if analysis.has_enough_steps else "So few steps do not tell."
     found = [
         Section("What is missing or strange", sentences=analysis.problems),
         Section(
             "What would help, and how much of the time that a sample takes",
-            sentences=tuple(map(_advice, analysis.advice)) or (_no_advice(analysis),),
+            sentences=tuple(map(_advice, analysis.advice)) or (no_advice,),
         ),
         table_of_phases(analysis),
         table_of_waits(analysis),
@@ -111,10 +112,6 @@ def _title(analysis: Analysis) -> str:
         f"overlap {run_info.overlap}. {count(analysis.num_steps, 'step')} of {_number(analysis.step)} ms (the median), "
         f"{speed}{samples}{left_out}{clocks}. In brackets: 20 % and 80 % of the steps are below."
     )
-
-
-def _no_advice(analysis: Analysis) -> str:
-    return "Nothing that is known." if analysis.has_enough_steps else "So few steps do not tell."
 
 
 def _advice(advice: Advice) -> str:

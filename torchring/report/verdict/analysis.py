@@ -21,7 +21,7 @@ from torchring.report.model.core_time import who_has_them
 from torchring.report.model.loader_time import find_loading
 from torchring.report.model.merge import Job
 from torchring.report.model.network import Network
-from torchring.report.model.ranks import efficiency, find_start_up, per_second, summarise_ranks
+from torchring.report.model.ranks import find_start_up, per_second, summarise_ranks
 from torchring.report.model.scaling import SIZES, Connections, Prediction, hiding_gigabytes_per_s, predict
 from torchring.report.model.timing import of_optimizers, spread, typical
 from torchring.report.model.waits import examine
@@ -69,6 +69,7 @@ def analyse(
     workload = dataclasses.replace(describe(job, examined), slow_rank=costs.blamed)
     if own_links is not None:
         workload = calibrated(workload, own_links, job.size, step.mean)
+    computed = typical(waits.computing(critical.cycle[timing.counts]).mean(1))
     slow = None if costs.blamed is None else timing.ranks[costs.blamed]
     predictions: list[Prediction] = []
     hiding = None
@@ -88,7 +89,7 @@ def analyse(
         path=waits.spread_by_phase(path),
         steps_per_s=per_second(np.ones((len(job.steps), 1)), every_step),
         samples_per_s=per_second(every_step.num_samples, every_step) or None,
-        efficiency=efficiency(critical, timing, step.mean, job.size),
+        efficiency=min(1.0, computed / step.mean) if job.size > 1 and step.mean > 0 else 1.0,
         backward_ms=backward_ms,
         who_has_cores=who_has_them(run_info, timing, critical, costs.queue),
         loading=find_loading(job, timing, critical, is_forward_known=costs.is_forward_known),

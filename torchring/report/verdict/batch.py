@@ -28,7 +28,7 @@ def about_batch(run_info: RunInfo) -> str:
     times = min(_MOST, 2 ** math.floor(math.log2(max(scale / batch, 1))))
     larger = max(2, times)
     share = (1 + scale / (larger * batch)) / (1 + scale / batch)
-    begin = f"Batch {batch:,.0f}; noise scale about {_rounded(scale):,.0f}"
+    begin = f"Batch {batch:,.0f}; noise scale about {float(f'{scale:.2g}'):,.0f}"
     steps = f"{_WORDS.get(larger, f'{larger} times')} the ranks"
     if times > 1:
         return f"{begin}: {steps} still pay, with {share_in_words(share)} of the steps."
@@ -36,8 +36,3 @@ def about_batch(run_info: RunInfo) -> str:
         return f"{begin}: {steps} would take {share_in_words(share)} of the steps."
     saved = share_in_words(share)
     return f"{begin}: {steps} would still take {saved} of the steps, as noise hardly asks for so large a batch."
-
-
-def _rounded(value: float) -> float:
-    """To two digits: 2,134 -> 2,100."""
-    return float(f"{value:.2g}")
