@@ -12,13 +12,11 @@ from typing import Final
 
 import torch
 
-from torchring.accelerators import accelerator_of
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.layout import BucketLayout
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import Participant, Reduction
 from torchring.linux import host_name, process_began_ns
-from torchring.observe.recorder.clocks import offsets_of
 from torchring.observe.recorder.recorder import Recorder
 from torchring.observe.recorder.records import REDUCED as REDUCED_AT
 from torchring.observe.recorder.records import STARTED as STARTED_AT
@@ -32,28 +30,6 @@ from torchring.releases import installed_version
 from torchring.world import World
 
 _MOST_OPTIMIZERS: Final = 16  # that are kept in mind: a script may wrap one again and again
-
-
-class WorldRecorder(Recorder):
-    """Records the steps of this rank in `world`."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__(world.observer.num_steps)
-        self.world: World | None = world  # until it is closed
-        self.clock = world.shared(offsets_of)
-
-    def connected(self, wrapped: Wrapped) -> None:
-        if self.world is None:
-            return
-        for parameter in wrapped.names:
-            if accelerator := accelerator_of(parameter.device):
-                self.follow(accelerator)
-                break
-        reducer: Reducer | None = wrapped.reducer
-        layout = None if reducer is None else reducer.layout
-        self.run_info, number = describe(self.world, wrapped, layout, self.run_info)
-        if reducer is not None:
-            reducer.take_in(ReductionRecording(self, reducer, number))
 
 
 class ReductionTimes:

@@ -15,14 +15,18 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from torchring.accelerators import accelerator_of
 from torchring.default_world import open_world
 from torchring.errors import RingError
+from torchring.gradients.reducer import Reducer
 from torchring.linux import is_caught
 from torchring.observe import PROGRESS, TRACE, loading
 from torchring.observe.recorder import files
+from torchring.observe.recorder.clocks import offsets_of
 from torchring.observe.recorder.recorder import Recorder
-from torchring.observe.recorder.recording import WorldRecorder
+from torchring.observe.recorder.recording import ReductionRecording, describe
 from torchring.observe.recorder.records import ENDED_WELL
+from torchring.observer import Wrapped
 from torchring.threads import PeriodicThread, at_last
 from torchring.world import World
 
@@ -118,14 +122,16 @@ def _takes_signal() -> bool:
     return is_main and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL and not is_caught(signal.SIGUSR1)
 
 
-class _Recording:
-    """The recorder of a world, from now on. Its trace is written when the world breaks or closes."""
+class WorldRecorder(Recorder):
+    """Records the steps of this rank in `world`. The trace is written when the world breaks or closes."""
 
     def __init__(self, world: World) -> None:
-        self.recorder = recorder = WorldRecorder(world)
-        _recorders.add(recorder)
-        loading.watch(recorder.loading)
-        world.observer.add(recorder)
+        super().__init__(world.observer.num_steps)
+        self.world: World | None = world  # until it is closed
+        self.clock = world.shared(offsets_of)
+        _recorders.add(self)
+        loading.watch(self.loading)
+        world.observer.add(self)
         world.on_failure(self)
         world.on_close(self.close)
         global _writer
@@ -134,21 +140,32 @@ class _Recording:
         elif _writer is None and os.environ.get(PROGRESS):
             _writer = TraceWriter(Path(os.environ[PROGRESS]), is_for_progress=True)
 
+    def connected(self, wrapped: Wrapped) -> None:
+        if self.world is None:
+            return
+        if accelerator := next(filter(None, (accelerator_of(each.device) for each in wrapped.names)), None):
+            self.follow(accelerator)
+        reducer: Reducer | None = wrapped.reducer
+        layout = None if reducer is None else reducer.layout
+        self.run_info, number = describe(self.world, wrapped, layout, self.run_info)
+        if reducer is not None:
+            reducer.take_in(ReductionRecording(self, reducer, number))
+
     def fail(self, error: RingError) -> None:
         if _writer is not None:
-            _writer.write(self.recorder, str(error))
+            _writer.write(self, str(error))
 
     def close(self) -> None:
         if _writer is not None:
-            _writer.write(self.recorder)
-        self.recorder.world = None
-        _recorders.discard(self.recorder)  # a later world writes to the same file
-        loading.forget(self.recorder.loading)
+            _writer.write(self)
+        self.world = None
+        _recorders.discard(self)  # a later world writes to the same file
+        loading.forget(self.loading)
 
 
 def recorder_of(world: World) -> Recorder:
     """Writes down the steps of this rank in `world`, from the first call on."""
-    return world.shared(_Recording).recorder
+    return world.shared(WorldRecorder)
 
 
 def is_writing() -> bool:
