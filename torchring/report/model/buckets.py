@@ -8,7 +8,6 @@ from typing import Final
 
 import numpy as np
 
-from torchring.observe.recorder.records import RunInfo
 from torchring.report.model.bucket_layout import nominal_bytes, ready_shares
 from torchring.report.model.merge import Job
 from torchring.report.model.timing import Array, Spread, Steps, spread
@@ -99,7 +98,12 @@ def summarise(job: Job, timing: Steps, critical: Critical) -> tuple[BucketSummar
 
 
 def find_bandwidth(
-    job: Job, timing: Steps, critical: Critical, exposed: Array, doctor: Mapping[str, float]
+    job: Job,
+    timing: Steps,
+    critical: Critical,
+    buckets: Sequence[BucketSummary],
+    exposed: Array,
+    doctor: Mapping[str, float],
 ) -> Bandwidth | None:
     """Bandwidth that the algorithm of the job achieved.
 
@@ -108,19 +112,15 @@ def find_bandwidth(
             after their buckets between gradients, that is what a reduction takes.
         doctor: see `doctor.bus_bandwidths`.
     """
-    run_info, counts = job.traces[0].run_info, timing.reduces
-    durations = (critical.reduction_ends - critical.reduction_begins)[counts]
+    run_info = job.traces[0].run_info
+    durations = (critical.reduction_ends - critical.reduction_begins)[timing.reduces]
     if job.size == 1 or not durations.size or not (durations > 0).any():
         return None
-    sizes = bus_bytes(1.0, job.size) * timing.bucket_bytes
     total = exposed if run_info.algorithm == "direct" else durations.sum(1)
-    bus = sizes.sum() / 1e6 / np.where(total > 0, total, np.nan)
-    medians = np.median(durations, axis=0)
-    rates = np.where(medians > 0, sizes / np.where(medians > 0, medians, 1.0), 0.0)
-    best = int(rates.argmax())
-    of_best = sizes[best] / 1e6 / np.where(durations[:, best] > 0, durations[:, best], np.nan)
+    bus = bus_bytes(timing.bucket_bytes.sum(), job.size) / 1e6 / np.where(total > 0, total, np.nan)
+    best = max((bucket.bus_bandwidth for bucket in buckets), key=lambda each: each.median)
     path = WITHIN_HOST if run_info.local_size == run_info.size else BETWEEN_HOSTS
-    return Bandwidth(run_info.algorithm, path, spread(bus, "GB/s"), spread(of_best, "GB/s"), doctor.get(path))
+    return Bandwidth(run_info.algorithm, path, spread(bus, "GB/s"), best, doctor.get(path))
 
 
 def late_parameters(
@@ -138,7 +138,8 @@ def late_parameters(
     found = []
     for summary in summaries:
         inside = [i for i, parameter in enumerate(run_info.parameters) if parameter.bucket == summary.index]
-        if not inside or summary.exposed.median < _WORTH_TELLING * step_ms:
+        exposed = summary.exposed.median
+        if not inside or exposed < _WORTH_TELLING * step_ms:
             continue
         total = sum(run_info.parameters[i].num_bytes for i in inside) or 1
         largest = max(inside, key=lambda i: run_info.parameters[i].num_bytes)
@@ -150,7 +151,9 @@ def late_parameters(
                 f"Its gradient of {size / 1e6:.0f} MB makes its bucket large, and is ready after "
                 f"{share_in_words(ready_share)} of backward, so that little is left to hide the reduction."
             )
-            found.append(_late(run_info, largest, ready_share, 0.0, summary.exposed.median, why))
+            found.append(
+                LateParameter(run_info.parameters[largest].name, summary.index, size, ready_share, 0.0, exposed, why)
+            )
             continue
         known = sorted((shares[i], i) for i in inside if i in shares)
         if len(known) < 2:
@@ -162,10 +165,6 @@ def late_parameters(
                 f"All other gradients of bucket {summary.index} are ready {holds_ms:.1f} ms earlier. The bucket, and "
                 "all buckets after it, wait for this one."
             )
-            found.append(_late(run_info, last, last_share, holds_ms, summary.exposed.median, why))
+            late = run_info.parameters[last]
+            found.append(LateParameter(late.name, summary.index, late.num_bytes, last_share, holds_ms, exposed, why))
     return tuple(sorted(found, key=lambda late: -late.exposed_ms)[:_MAX_LATE])
-
-
-def _late(run_info: RunInfo, i: int, share: float, holds_ms: float, exposed_ms: float, why: str) -> LateParameter:
-    parameter = run_info.parameters[i]
-    return LateParameter(parameter.name, parameter.bucket, parameter.num_bytes, share, holds_ms, exposed_ms, why)

@@ -101,7 +101,7 @@ def analyse(
         exposed_ms=typical(exposed),
         buckets=buckets,
         late_parameters=of_buckets.late_parameters(job, buckets, backward_ms, typical(reducing_path.sum(1))),
-        bandwidth=of_buckets.find_bandwidth(job, timing, critical, exposed, doctor),
+        bandwidth=of_buckets.find_bandwidth(job, timing, critical, buckets, exposed, doctor),
         fitted=network,
         links=own_links,
         workload=workload,
