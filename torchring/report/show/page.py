@@ -69,7 +69,8 @@ def page_of(analysis: Analysis) -> str:
     views, view = gantt.views_of(analysis)
     first = figures.default_rank(analysis)
     spent = analysis.critical.phases[analysis.median_step].max(0)
-    shown = [phase for phase in Phase if spent[phase] > 0]
+    of_buckets = (Phase.WAITING, Phase.EXPOSED) if analysis.timing.plan else ()
+    shown = [phase for phase in Phase if spent[phase] > 0 or phase in of_buckets]
     return environment.get_template("page.html").render(
         a=analysis,
         captions=captions,
