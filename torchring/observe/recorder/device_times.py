@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import deque
-from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from torchring.accelerators import Accelerator, Mark
@@ -57,13 +56,19 @@ class DeviceTimes:
 
     def __init__(self, device: Accelerator, now: int) -> None:
         self._device = device
-        self._marks = [device.mark_current()]
-        self._recorded = [now]
-        self._buckets: list[tuple[Mark, Mark]] = []
-        self._is_complete = True  # all stamps of this step have a mark
         self._unfinished: deque[_Step] = deque()
+        self._begin_anew(now)
+
+    def _begin_anew(self, now: int) -> None:
+        """Begin with the next step as if it were the first: its times do not continue those of earlier steps."""
+        self._marks: list[Mark] = []
+        self._recorded: list[int] = []
+        self.buckets: list[tuple[Mark, Mark]] = []  # that reductions have started, in this order: begin and end
+        self._unfinished.clear()
         self._elapsed_ns = 0  # from the first mark to the end of the last finished step
         self._shifts_ns = deque([now], maxlen=_NUM_SHIFTS)  # the least that each of the last steps allows
+        self._is_complete = True  # all stamps of this step have a mark
+        self.mark(now)
 
     def mark(self, now: int) -> None:
         if self._device.is_capturing():  # an event would become part of the graph
@@ -72,29 +77,16 @@ class DeviceTimes:
             self._marks.append(self._device.mark_current())
             self._recorded.append(now)
 
-    def add_buckets(self, buckets: Sequence[tuple[Mark, Mark]]) -> None:
-        """A reduction has started these, in this order: begin and end of each."""
-        self._buckets += buckets
-
     def end_step(self, step: array[int], now: int) -> None:
         """A step has ended. `step`: its row, with its buckets."""
         self.mark(now)
         if self._is_complete and len(self._marks) == step[NUM_PHASES] + 1:
-            self._unfinished.append(_Step(step, self._marks, self._recorded, self._buckets))
+            self._unfinished.append(_Step(step, self._marks, self._recorded, self.buckets))
             self._marks, self._recorded = self._marks[-1:], self._recorded[-1:]
-            self._buckets = []
+            self.buckets = []
         else:
             self._begin_anew(now)
         self.take_finished()
-
-    def _begin_anew(self, now: int) -> None:
-        """Begin with the next step as if it were the first: its times do not continue those of earlier steps."""
-        self._marks, self._recorded, self._buckets = [], [], []
-        self._unfinished.clear()
-        self._elapsed_ns = 0
-        self._shifts_ns = deque([now], maxlen=_NUM_SHIFTS)
-        self._is_complete = True
-        self.mark(now)
 
     def take_finished(self) -> None:
         """Give times to the steps that the device has finished since."""

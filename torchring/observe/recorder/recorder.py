@@ -118,7 +118,7 @@ class Recorder(Observer):
         if len(self._buckets) + len(buckets) > _MOST_NUMBERS:
             return
         if self._device is not None:
-            self._device.add_buckets(marks)
+            self._device.buckets += marks
         self._buckets += buckets
         self._stall_ns += stall_ns
         self._packing_ns += packing_ns
