@@ -202,7 +202,6 @@ class Repeats:
 
 def _look(search: str, *arguments: int) -> str:
     """What a function of `loaders.py` says, which is imported where something is wrong."""
-    found = ""
     with contextlib.suppress(Exception):  # a script's loaders, samplers and datasets may be of any kind
-        found = getattr(importlib.import_module("torchring.observe.loaders"), search)(*arguments)
-    return found
+        return str(getattr(importlib.import_module("torchring.observe.loaders"), search)(*arguments))
+    return ""

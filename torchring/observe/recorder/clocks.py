@@ -16,6 +16,7 @@ Source: K. Marzullo and S. Owicki, "Maintaining the time in a distributed system
 
 from __future__ import annotations
 
+import itertools
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -53,20 +54,17 @@ def measure(exchange: Callable[[bytes], Sequence[bytes]], *, is_same_host: bool)
         is_same_host: rank 0 is on this host, so the clock is the same.
     """
     mine: list[tuple[int, int]] = []
-    sent_by_first: list[int] = []
-    received_by_first: list[int] = []
+    theirs: list[tuple[int, int]] = []  # each exchange was sent, the exchange before was received
     received = 0
     for _ in range(_NUM_EXCHANGES + 1):  # the last one tells when the one before was received
         sent = time.perf_counter_ns()
         first = exchange(_TIMES.pack(sent, received))[0]
         received = time.perf_counter_ns()
         mine.append((sent, received))
-        their_sent, their_received = _TIMES.unpack(first)
-        sent_by_first.append(their_sent)
-        received_by_first.append(their_received)
+        theirs.append(_TIMES.unpack(first))
     if is_same_host:
         return ClockOffset(received, 0, 0)
-    return estimate(mine[:-1], list(zip(sent_by_first[:-1], received_by_first[1:], strict=True)))
+    return estimate(mine[:-1], [(sent, after) for (sent, _), (_, after) in itertools.pairwise(theirs)])
 
 
 def offsets_of(world: World) -> list[ClockOffset]:
