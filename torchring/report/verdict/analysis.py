@@ -1,6 +1,6 @@
 """Makes the analysis of a job from its traces.
 
-`timing.py` puts the steps into arrays. `waits.py` finds out who waits for whom, and `verdict.py` what bounds the job.
+`timing.py` puts the steps into arrays. `waits.py` finds out who waits for whom, and `judge.py` what bounds the job.
 `buckets.py` and `network.py` look at communication; `bucket_layout.py`, `workload.py` and `scaling.py` predict what
 would be different.
 """
