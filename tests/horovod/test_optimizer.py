@@ -264,7 +264,6 @@ def test_wrong_arguments_are_found_before_init() -> None:
     net = model()
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     pairs = list(net.named_parameters())
-    weight = pairs[0][1]
     for options, match in [
         ({"named_parameters": [name for name, _ in pairs]}, "pairs"),
         ({"named_parameters": [("same", parameter) for _, parameter in pairs]}, "unique.* same"),
@@ -272,15 +271,10 @@ def test_wrong_arguments_are_found_before_init() -> None:
         ({"backward_passes_per_step": 0}, "at least 1"),
         ({"op": hvd.Max}, "Average"),
         ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "Average"),
-        ({"groups": 0}, "positive"),
-        ({"groups": [[weight], [weight]]}, "twice"),
-        ({"groups": [["weight"]]}, "str"),
         ({}, "init"),
     ]:
         with pytest.raises(ValueError, match=match):
             hvd.DistributedOptimizer(sgd, **options)
-    with pytest.warns(DeprecationWarning, match="num_groups"), pytest.raises(ValueError, match="init"):
-        hvd.DistributedOptimizer(sgd, num_groups=1)
 
 
 def _odd_ways(rank: int, size: int) -> list[Tensor]:

@@ -312,7 +312,7 @@ def test_what_cannot_be_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")
-    with pytest.raises(TypeError, match="the function returned lock on rank 0, which cannot be pickled"):
+    with pytest.raises(TypeError, match="rank 0 returned lock, which cannot be pickled"):
         Rank.__new__(Rank).call(("a", "1"), cloudpickle.dumps((threading.Lock, (), {})))
     assert pickle.loads(Rank.__new__(Rank).call(("a", "1"), cloudpickle.dumps((sys.exit, (0,), {})))) is None
     with pytest.raises(SystemExit):

@@ -32,7 +32,6 @@ from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import Guest, Participant
 from torchring.gradients.validation import parameters_of, sparse_parameters
 from torchring.horovod import mpi_ops
-from torchring.horovod.builds import rocm_built
 from torchring.horovod.compression import BF16Compressor, Compression, Compressor, FP16Compressor, NoneCompressor
 from torchring.horovod.context import ProcessSet, context, global_process_set
 from torchring.horovod.elastic.worker import current_worker
@@ -101,7 +100,6 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         self._given_names = _check_names(optimizer, named_parameters)
         _check_passes(backward_passes_per_step)
         _check_op(op, gradient_predivide_factor, process_set)
-        _check_groups(num_groups, groups)
         is_global = process_set is global_process_set
         if not is_global and process_set.process_set_id is None:
             raise ValueError(f"{process_set!r} is not registered; call hvd.add_process_set() on all ranks first")
@@ -354,31 +352,7 @@ def _check_passes(passes: int) -> None:
 def _check_op(op: int, factor: float, process_set: ProcessSet) -> None:
     if op not in (mpi_ops.Average, mpi_ops.Sum, mpi_ops.Adasum):
         raise ValueError(f"op is hvd.Average, hvd.Sum or hvd.Adasum, got {op!r}")
-    if factor != 1.0:
-        if op != mpi_ops.Average:
-            raise ValueError("gradient_predivide_factor needs op=hvd.Average")
-        if rocm_built():
-            raise ValueError("gradient_predivide_factor is not supported with ROCm")
+    if factor != 1.0 and op != mpi_ops.Average:
+        raise ValueError("gradient_predivide_factor needs op=hvd.Average")
     if op == mpi_ops.Adasum and process_set.process_set_id not in (None, 0):
         raise NotImplementedError("op=hvd.Adasum takes all ranks, and no other process set")
-
-
-def _check_groups(num_groups: int, groups: int | Sequence[Sequence[torch.Tensor]] | None) -> None:
-    if num_groups:
-        warnings.warn(
-            "num_groups is deprecated; use groups, which takes a number, too", DeprecationWarning, stacklevel=4
-        )
-        groups = num_groups
-    if groups is None:
-        return
-    if isinstance(groups, int):
-        if groups <= 0:
-            raise ValueError(f"groups is a positive number, or lists of tensors, got {groups!r}")
-        return
-    seen: set[int] = set()
-    for tensor in (tensor for group in groups for tensor in group):
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"groups holds tensors, got {type(tensor).__name__}")
-        if id(tensor) in seen:
-            raise ValueError("a tensor stands in groups twice")
-        seen.add(id(tensor))

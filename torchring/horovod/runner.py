@@ -116,14 +116,9 @@ def _places(hosts: str | None, hostfile: str | os.PathLike[str] | None) -> list[
 
 
 def _pickled(func: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    call = (func, tuple(args), dict(kwargs))
-    name = getattr(func, "__qualname__", repr(func))
     if task.has_cloudpickle() or getattr(func, "__module__", "__main__") != "__main__":
-        try:
-            return pickle.dumps((sys.path, task.dumps(call)))
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"cannot send {name} and its arguments to other processes: {reason}") from error
+        return pickle.dumps((sys.path, task.pickled_call(task.dumps, func, args, kwargs)))
+    name = getattr(func, "__qualname__", repr(func))
     raise ValueError(f"cannot send {name}, which is not in a module that others can import; pip install cloudpickle")
 
 

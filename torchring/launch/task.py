@@ -1,4 +1,4 @@
-"""Calls a function in each process of a launch, for horovod/runner.py: `python -c PROGRAM FOLDER`.
+"""Calls a function in other processes. For horovod/runner.py, in each process of a launch: `python -c PROGRAM FOLDER`.
 
 Another user may exchange the folder where it is in one that others can write to. So each file begins with an HMAC of
 its name and its contents, and nothing is unpickled before that was checked. Its key is the secret of the job.
@@ -12,6 +12,7 @@ import os
 import pickle
 import sys
 import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,6 +40,38 @@ def dumps(obj: Any) -> bytes:
     return bytes(cloudpickle.dumps(obj))
 
 
+def pickled_call(
+    dumps: Callable[[Any], bytes], function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> bytes:
+    """A call, for other processes. Raises ValueError."""
+    try:
+        return bytes(dumps((function, tuple(args), dict(kwargs or {}))))
+    except Exception as error:
+        raise ValueError(
+            f"cannot send {getattr(function, '__qualname__', repr(function))} and its arguments to other processes "
+            f"({type(error).__name__}: {error}). Make sessions, connections, open files and locks inside the function, "
+            "and import modules there"
+        ) from error
+
+
+def make_call(dumps: Callable[[Any], bytes], call: bytes, rank: str) -> bytes:
+    """What a call of `pickled_call` returns, pickled. A script that ends by sys.exit() returns None."""
+    function, args, kwargs = pickle.loads(call)
+    try:
+        returned = function(*args, **kwargs)
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            raise
+        returned = None
+    try:
+        return bytes(dumps(returned))
+    except Exception as error:
+        raise TypeError(
+            f"{rank} returned {type(returned).__name__}, which cannot be pickled ({type(error).__name__}: {error}); "
+            "return what the caller needs: numbers, tensors on the CPU, a state_dict() or a path"
+        ) from error
+
+
 def main(folder: str) -> int:
     """Call the function, and write what it returns or raises. Returns the exit code."""
     rank = read_environment(os.environ).rank
@@ -46,12 +79,8 @@ def main(folder: str) -> int:
     try:
         search, call = pickle.loads(files.read(PAYLOAD))
         sys.path[:] = search  # where the caller's modules are
-        func, args, kwargs = pickle.loads(call)
-        files.write(f"{RESULT}{rank}", dumps(func(*args, **kwargs)))
+        files.write(f"{RESULT}{rank}", make_call(dumps, call, f"rank {rank}"))
     except BaseException as error:
-        if isinstance(error, SystemExit) and error.code in (None, 0):
-            files.write(f"{RESULT}{rank}", dumps(None))
-            return 0
         try:
             pickled = dumps(error)
         except Exception:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import pickle
 import socket
 import sys
 from datetime import timedelta
@@ -13,6 +12,7 @@ from typing import Final
 import ray
 from ray import cloudpickle
 
+from torchring.launch.task import make_call
 from torchring.rendezvous.environment import CHOICE
 
 _LOOPBACK: Final = "127.0.0.1"
@@ -47,22 +47,10 @@ class Rank:
     def call(self, master: tuple[str, str], pickled: bytes) -> bytes:
         """Call the function. Returns what it returns, pickled."""
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = master
-        function, args, kwargs = pickle.loads(pickled)
-        try:
-            returned = function(*args, **kwargs)
-        except SystemExit as ended:
-            if ended.code not in (None, 0):
-                raise
-            returned = None
+        returned = make_call(cloudpickle.dumps, pickled, repr(self))
         # This process lives on until the other ranks have returned, too, and Ray ends it without exit handlers.
         if "torchring.default_world" in sys.modules:
             sys.modules["torchring.default_world"].leave("its function had returned")
         if os.environ["RANK"] == "0":
             importlib.import_module("torchring.alone").say_if_alone(has_watched=True)
-        try:
-            return bytes(cloudpickle.dumps(returned))
-        except Exception as error:
-            raise TypeError(
-                f"the function returned {type(returned).__name__} on {self!r}, which cannot be pickled "
-                f"({type(error).__name__}: {error}); return numbers, tensors on the CPU, state_dict() or a path"
-            ) from error
+        return returned

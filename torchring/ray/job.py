@@ -23,6 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from torchring.errors import PeerLostError, TopologyError
+from torchring.launch.task import pickled_call
 from torchring.ray.actor import Rank
 from torchring.rendezvous.environment import JOB
 
@@ -66,14 +67,7 @@ def run(
     """
     resources = {"CPU": 1} if resources is None else dict(resources)
     _check(num_workers, resources)
-    try:
-        pickled = cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))
-    except Exception as error:
-        name = getattr(fn, "__qualname__", repr(fn))
-        raise ValueError(
-            f"cannot send {name} and its arguments to workers of Ray ({type(error).__name__}: {error}); open files, "
-            "connections and locks inside the function"
-        ) from error
+    pickled = pickled_call(cloudpickle.dumps, fn, args, kwargs)
     if not ray.is_initialized():
         ray.init()
     if start_timeout_seconds is None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
+from torchring.launch.task import pickled_call
 from torchring.spark.barrier_task import FAILED, RankCall, take_part
 from torchring.spark.reports import Reports
 
@@ -65,7 +66,7 @@ def run(
     is_local = re.fullmatch(r"local(\[.*\])?", context.master) is not None
     _check_conf(conf, is_local, use_gpu)
     num_proc = _check_slots(context, num_proc, is_local)
-    payload, host = pickled(fn, args, kwargs), conf.get("spark.driver.host")
+    payload, host = pickled_call(cloudpickle.dumps, fn, args, kwargs), conf.get("spark.driver.host")
     with Reports(conf.get("spark.driver.bindAddress", host)) as reports:
         driver = host, reports.server_address[1]
         call = RankCall(payload, driver, reports.token, show_output, is_local, use_gpu, dict(env or {}))
@@ -134,18 +135,6 @@ def _train_on(train: Callable[..., Any], path: str, num_rows: int, *args: Any, *
         )
     result = train(path, *args, **kwargs)
     return result if torchring.rank() == 0 else None
-
-
-def pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
-    """A call, for executors. Functions of a notebook are pickled by value. Raises ValueError."""
-    try:
-        return bytes(cloudpickle.dumps((fn, tuple(args), dict(kwargs or {}))))
-    except Exception as error:
-        raise ValueError(
-            f"cannot send {getattr(fn, '__qualname__', repr(fn))} and its arguments to other processes "
-            f"({type(error).__name__}: {error}). A session, a lock or an open file stays on the driver: make it inside "
-            "the function, and import modules there"
-        ) from error
 
 
 def _check_conf(conf: SparkConf, is_local: bool, use_gpu: bool | None) -> None:

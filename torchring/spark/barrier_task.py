@@ -22,6 +22,7 @@ from torch.distributed import TCPStore
 
 from torchring import default_world
 from torchring.errors import RingError
+from torchring.launch.task import make_call
 from torchring.linux import host_name
 from torchring.meeting import forget_store
 from torchring.rendezvous.environment import CHOICE, JOB
@@ -79,7 +80,7 @@ def take_part(call: RankCall, _: object) -> Iterator[bytes]:
     reporter = Reporter(call.driver, token=call.token, partition=partition, name=name, rank=rank)
     try:
         with _as_rank(call, task, hosts, order):
-            result = _result(call, name)
+            result = make_call(cloudpickle.dumps, call.payload, name)
     except BaseException as error:
         text = traceback.format_exc()
         reporter.say(failure=text, is_consequence=isinstance(error, RingError))
@@ -88,24 +89,6 @@ def take_part(call: RankCall, _: object) -> Iterator[bytes]:
     reporter.close()
     reporter = None
     return iter([pickle.dumps((rank, result))])
-
-
-def _result(call: RankCall, name: str) -> bytes:
-    """What the function returns, pickled."""
-    function, args, kwargs = pickle.loads(call.payload)
-    try:
-        found = function(*args, **kwargs)
-    except SystemExit as ended:
-        if ended.code not in (None, 0):
-            raise
-        found = None
-    try:
-        return bytes(cloudpickle.dumps(found))
-    except Exception as error:
-        raise TypeError(
-            f"{name} returned {type(found).__name__}, which cannot be pickled ({type(error).__name__}: {error}); "
-            "return what the driver needs, a state_dict on the CPU for instance"
-        ) from error
 
 
 @contextlib.contextmanager

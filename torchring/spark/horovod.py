@@ -10,10 +10,12 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
+from pyspark import cloudpickle
+
 from torchring.horovod import aliases
 from torchring.horovod import run as run_here
+from torchring.launch.task import pickled_call
 from torchring.spark import barrier_task
-from torchring.spark.barrier import pickled
 from torchring.spark.barrier import run as run_on_spark
 
 _T = TypeVar("_T")
@@ -44,7 +46,7 @@ class HorovodRunner:
         Raises:
             ValueError, RuntimeError: see `torchring.spark.run`, for np < 0 `torchring.horovod.run`.
         """
-        call = (pickled(main, (), kwargs),)
+        call = (pickled_call(cloudpickle.dumps, main, (), kwargs),)
         if self.np < 0:
             results: list[_T] = run_here(_with_aliases, call, num_proc=-self.np)
         else:
@@ -87,4 +89,11 @@ def run(
     if ignored or more_ignored:
         named = ", ".join([*map(repr, ignored), *more_ignored])
         warnings.warn(f"horovod.spark.run: {named}: no meaning here, ignored", stacklevel=2)
-    return run_on_spark(_with_aliases, (pickled(fn, args, kwargs),), None, num_proc, show_output=verbose > 0, env=env)
+    return run_on_spark(
+        _with_aliases,
+        (pickled_call(cloudpickle.dumps, fn, args, kwargs),),
+        None,
+        num_proc,
+        show_output=verbose > 0,
+        env=env,
+    )

@@ -58,8 +58,7 @@ class State(_Recoverable):
         self._reset_callbacks: list[Callable[[], object]] = []
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], object]]) -> None:
-        """Have `callbacks` called after each reset: init() has run, `sync` has not. For a learning rate that depends on
-        the number of ranks, say."""
+        """Have `callbacks` called after each reset: init() has run, `sync` has not."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -70,10 +69,7 @@ class State(_Recoverable):
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Announce that hosts have changed, at `timestamp`: 1 for removed, 2 for added, 3 for both. From any thread.
-
-        It counts at the next commit. In a job without a driver, only what rank 0 is told counts.
-        """
+        """Announce a change of hosts for the next commit: 1 for removed, 2 for added, 3 for both. From any thread."""
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
