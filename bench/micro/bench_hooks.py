@@ -16,7 +16,6 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from torchring.allreduce import NonFinite, Wire
-from torchring.bench.micro.conftest import Remark
 from torchring.bench.models import small
 from torchring.errors import RingError
 from torchring.gradients import layout
@@ -118,7 +117,7 @@ def lies_in(gradient: torch.Tensor, wire: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("hooks", HOOKS)
 @pytest.mark.benchmark(group="backward of 802 given gradients", disable_gc=True)
-def bench_gradients(benchmark: BenchmarkFixture, remark: Remark, hooks: str) -> None:
+def bench_gradients(benchmark: BenchmarkFixture, hooks: str) -> None:
     """Checks that gradients are those of a backward without hooks."""
     model = small().model
     parameters = list(model.parameters())
@@ -144,5 +143,3 @@ def bench_gradients(benchmark: BenchmarkFixture, remark: Remark, hooks: str) -> 
     for parameter, right in zip(parameters, expected, strict=True):
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, right)
-    if benchmark.stats is not None:
-        remark("us per parameter", round(1e6 * benchmark.stats.stats.median / len(parameters), 2))
