@@ -22,7 +22,8 @@ import torchring
 from tests.support.documents import ROOT, section
 from tests.support.harness import patient
 from tests.support.training import attempt
-from torchring.doctor.facts import listening_addresses
+from torchring.doctor.facts import listening
+from torchring.rendezvous.addresses import list_interfaces
 
 pytestmark = pytest.mark.platforms
 
@@ -118,7 +119,7 @@ def _train(lr: float, *, fails: int | None = None, killed: int | None = None) ->
     weights = _trained(model, optimizer, range(rank, rank + 1))
     os.environ["LEFT_BY"] = str(rank)
     found = {"pid": os.getpid(), "weights": weights, "algorithm": optimizer.stats().algorithm}
-    found["store"] = listening_addresses(int(os.environ["MASTER_PORT"]))
+    found["store"] = listening([address for _, address in list_interfaces()], int(os.environ["MASTER_PORT"]))
     return found | {name: os.environ.get(name) for name in (*_LAUNCH, "CUDA_VISIBLE_DEVICES", "GIVEN")}
 
 
