@@ -28,14 +28,14 @@ from torchring.report.model.merge import merge
 from torchring.report.model.network import Network
 from torchring.report.model.timing import Spread
 from torchring.report.show import captions, figures
-from torchring.report.show.figures import COLORS, bandwidth_by_bucket
+from torchring.report.show.figures import COLORS
 from torchring.report.show.formats import number, percent, seconds
 from torchring.report.show.page import page_of, write_page
 from torchring.report.verdict.analysis import analyse
 from torchring.report.verdict.findings import Analysis
 
 STEP_MS = 2.0 + 40.0 + 30.0 + 60.0 + 18.95 + 0.5 + 8.0  # of the rank whose data comes late
-FIGURES = ["by-rank", "over-time", "wait-map", "lanes", "bus-bandwidth", "step-time"]
+FIGURES = ["by-rank", "over-time", "lanes", "step-time"]
 BAD = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>\"'&"
 
 
@@ -225,16 +225,6 @@ def test_long_points_over_time_leave_the_others_large(analysis: Analysis) -> Non
     assert f"What is longer than {number(top)}\u00a0ms is cut off." in Elements(page).text
 
 
-def test_who_waits_for_whom(page: str) -> None:
-    (heat,) = traces_of(page, "wait-map").values()
-    expected = np.zeros((4, 4))
-    expected[:3, 3] = 40.0
-    off_diagonal = ~np.eye(4, dtype=bool)
-    assert heat["z"][off_diagonal] == pytest.approx(expected[off_diagonal], abs=0.1)
-    assert np.isnan(heat["z"].diagonal()).all()
-    assert heat["customdata"][0, 3] == pytest.approx([1.0, 40.0, 40.0, 40.0], abs=0.1)
-
-
 def test_lanes_show_when_buckets_wait_and_when_they_are_reduced(page: str) -> None:
     lanes = traces_of(page, "lanes")
     reduced, waits = lanes["bucket is reduced"], lanes["bucket waits"]
@@ -245,19 +235,6 @@ def test_lanes_show_when_buckets_wait_and_when_they_are_reduced(page: str) -> No
     assert waits["base"][:3] == pytest.approx([52.0, 92.95, 130.95], abs=0.1)
     assert waits["x"] == pytest.approx([40.0, 112.0 - 92.95, 132.0 - 130.95] * 3 + [0.0] * 3, abs=0.1)
     assert lanes["input"]["x"] == pytest.approx([2, 2, 2, 42], abs=0.1)
-
-
-def test_bandwidth_of_each_bucket(page: str) -> None:
-    bars = traces_of(page, "bus-bandwidth")["0"]
-    assert list(bars["x"]) == ["0", "1", "2"]
-    assert bars["y"] == pytest.approx([1.5 / 0.95, 37.5 / 18.95, 37.5 / 18.95], rel=0.01)
-
-
-def test_bandwidths_that_are_far_apart_have_a_logarithmic_axis(analysis: Analysis) -> None:
-    assert bandwidth_by_bucket(analysis).layout.yaxis.type is None
-    fast = dataclasses.replace(analysis.buckets[0], bus_bandwidth=Spread(500.0, 500.0, 400.0, 600.0, "GB/s"))
-    wide = dataclasses.replace(analysis, buckets=(fast, *analysis.buckets[1:]))
-    assert bandwidth_by_bucket(wide).layout.yaxis.type == "log"
 
 
 def test_predictions_beside_what_was_measured(page: str, analysis: Analysis) -> None:
@@ -372,9 +349,7 @@ DRAWN = "[...document.querySelectorAll('.plotly-graph-div')].every(each => each.
 HOVERS = [  # what the mouse points at, and what it shows
     ("#by-rank .barlayer .point path", "rank 0 on host0", "input: 2.00 ms"),
     ("#over-time .nsewdrag", "2.0 ms", "backward"),
-    ("#wait-map .heatmaplayer image", "waits for rank", "of each step"),
     ("#lanes .barlayer .trace:last-child .point:nth-child(2) path", "rank 0, bucket 1", "reduced in 23.12 ms"),
-    ("#bus-bandwidth .barlayer .point path", "bucket 0, 1.00 MB", "GB/s"),
     ("#step-time .barlayer .point path", "2 ranks", "everything else"),
 ]
 
@@ -413,7 +388,7 @@ def test_in_a_browser(browser: Browser, tmp_path: Path) -> None:
 
 
 def check_that_all_is_drawn(browser: Browser) -> None:
-    marks = ".cartesianlayer :is(.point path, .heatmaplayer image, .scatterlayer path)"
+    marks = ".cartesianlayer :is(.point path, .scatterlayer path)"
     sizes = browser.evaluate(
         "[...document.querySelectorAll('.plotly-graph-div')].map(each => {"
         "const box = each.querySelector('svg.main-svg').getBoundingClientRect();"

@@ -55,14 +55,13 @@ def of_waits(analysis: Analysis) -> str:
     if not analysis.waits:
         return "No rank waits for another one."
     longest = analysis.waits[0]
-    reading = "Each row is a rank that waits, each column a rank that it waits for. "
     example = (
         f"The longest wait: rank {longest.waiting} for rank {longest.awaited}, {milliseconds(longest.mean_ms)} of each "
         "step on average."
     )
     if longest.mean_ms < NOTICEABLE_WAIT * analysis.step.mean:
-        return f"{reading}Ranks hardly wait for each other. {example}"
-    return f"{reading}{example}"
+        return f"Ranks hardly wait for each other. {example}"
+    return example
 
 
 def of_buckets(analysis: Analysis) -> str:

@@ -14,7 +14,7 @@ from torchring.report.model.buckets import BucketSummary
 from torchring.report.model.lanes import MOST_RANKS
 from torchring.report.model.ranks import RankSummary
 from torchring.report.model.timing import Spread
-from torchring.report.show.formats import mean_with_spread, megabytes, milliseconds, with_spread
+from torchring.report.show.formats import mean_with_spread, milliseconds
 from torchring.report.verdict.findings import Analysis
 from torchring.report.words import NAMES
 
@@ -29,11 +29,7 @@ COLORS: Final = {
     Phase.OPTIMIZER: "#009e73",
 }
 OTHER_COLOR: Final = "#64748b"  # of several phases together
-MOST_BUCKETS: Final = 64
-_LONG_WAIT: Final = 0.05  # of a step: shorter waits are pale in the heat map
-_WIDE: Final = 30.0  # times the slowest bucket: if the fastest is faster than that, the axis is logarithmic
 _LONG_POINT: Final = 3.0  # times the 95 % quantile: points over time that are longer are cut off
-_MAX_WRITTEN: Final = 8  # ranks: a heat map of more has no numbers in its cells
 
 
 def shown_ranks(analysis: Analysis) -> list[RankSummary]:
@@ -42,7 +38,7 @@ def shown_ranks(analysis: Analysis) -> list[RankSummary]:
     return sorted(by_blame[:MOST_RANKS], key=lambda rank: rank.rank)
 
 
-def shown_buckets(analysis: Analysis, at_most: int = MOST_BUCKETS) -> list[BucketSummary]:
+def shown_buckets(analysis: Analysis, at_most: int) -> list[BucketSummary]:
     """The buckets with most exposed communication, in plan order."""
     by_exposed = sorted(analysis.buckets, key=lambda bucket: (-bucket.exposed.median, -bucket.num_bytes))
     return sorted(by_exposed[:at_most], key=lambda bucket: bucket.index)
@@ -146,67 +142,6 @@ def top_over_time(analysis: Analysis) -> float | None:
     totals = np.array([np.sum([*phases.values()], axis=0) for phases in analysis.series.phases.values()])
     top = _LONG_POINT * float(np.quantile(totals, 0.95))
     return top if totals.max() > top > 0 else None
-
-
-def who_waits_for_whom(analysis: Analysis) -> Any:
-    """A heat map: a row for each rank that waits, a column for each that is waited for."""
-    ranks = [rank.rank for rank in shown_ranks(analysis)]
-    place = {rank: i for i, rank in enumerate(ranks)}
-    means = np.zeros((len(ranks), len(ranks)), np.float32)
-    facts = np.zeros((len(ranks), len(ranks), 4), np.float32)
-    for wait in analysis.waits:
-        if wait.waiting in place and wait.awaited in place:
-            cell = place[wait.waiting], place[wait.awaited]
-            means[cell] = wait.mean_ms
-            facts[cell] = wait.share, wait.cost.mean, wait.cost.low, wait.cost.high
-    np.fill_diagonal(means, np.nan)
-    labels = [str(rank) for rank in ranks]
-    heat = go.Heatmap(
-        x=labels,
-        y=labels,
-        z=means,
-        customdata=facts,
-        hovertemplate="rank %{y} waits for rank %{x}<br>%{z:,.2f} ms of each step on average<br>"
-        "in %{customdata[0]:.0%} of the steps, %{customdata[1]:,.2f} ms "
-        "(%{customdata[2]:,.2f}–%{customdata[3]:,.2f})<extra></extra>",
-        hoverongaps=False,
-        colorscale=[[0.0, "rgba(204,121,167,0.06)"], [1.0, "rgba(204,121,167,0.85)"]],
-        zmin=0.0,
-        zmax=max([_LONG_WAIT * analysis.step.mean, *(wait.mean_ms for wait in analysis.waits)]),
-        texttemplate="%{z:,.1f}" if len(ranks) <= _MAX_WRITTEN else "",
-        xgap=1,
-        ygap=1,
-        colorbar={"title": {"text": "ms", "font": {"size": 12}}, "thickness": 12, "outlinewidth": 0},
-    )
-    return figure(
-        [heat],
-        height=max(230, min(620, 120 + 34 * len(ranks))),
-        xaxis={"title": "rank that is waited for", "type": "category", "showgrid": False},
-        yaxis={"title": "rank that waits", "type": "category", "autorange": "reversed", "showgrid": False},
-    )
-
-
-def bandwidth_by_bucket(analysis: Analysis) -> Any:
-    buckets = shown_buckets(analysis)
-    labels, speeds = [str(each.index) for each in buckets], [each.bus_bandwidth.median for each in buckets]
-    hover = [
-        f"bucket {each.index}, {megabytes(each.num_bytes)}<br>{with_spread(each.bus_bandwidth)}"
-        f"<br>reduced in {with_spread(each.reducing)}"
-        for each in buckets
-    ]
-    error = _error([each.bus_bandwidth for each in buckets], speeds)
-    style = {"marker_color": COLORS[Phase.EXPOSED], "width": 0.6 if len(buckets) > 3 else 0.3}
-    drawn = [_drawn(go.Bar, labels, speeds, hover, error_y=error, **style)]
-    if path := analysis.bandwidth:
-        about = f"{escape(path.algorithm)}, {path.path}, all buckets<br>{with_spread(path.bus)}"
-        line = {"dash": "dash", "width": 1.5}
-        drawn.append(_drawn(go.Scatter, labels, [path.bus.median] * len(buckets), about, mode="lines", line=line))
-    known = [speed for speed in speeds if speed > 0]
-    scale: dict[str, Any] = {"title": "bus bandwidth (GB/s)", "rangemode": "tozero"}
-    if known and max(known) > _WIDE * min(known):
-        scale = {"title": "bus bandwidth (GB/s, logarithmic)", "type": "log"}
-    xaxis = {"title": "bucket", "type": "category", "showgrid": False}
-    return figure(drawn, height=300, xaxis=xaxis, yaxis=scale)
 
 
 def predicted_step(analysis: Analysis) -> Any:

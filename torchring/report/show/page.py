@@ -51,9 +51,7 @@ def page_of(analysis: Analysis) -> str:
     draw_as: dict[str, Callable[[Analysis], Any]] = {
         "by-rank": figures.phases_by_rank,
         "over-time": figures.phases_over_time,
-        "wait-map": figures.who_waits_for_whom,
         "lanes": gantt.median_step,
-        "bus-bandwidth": figures.bandwidth_by_bucket,
         "step-time": figures.predicted_step,
     }
 
@@ -76,7 +74,6 @@ def page_of(analysis: Analysis) -> str:
         captions=captions,
         draw=draw,
         colors=figures.COLORS,
-        exposed=Phase.EXPOSED,
         max_rows=_MAX_ROWS,
         ranks=[rank.rank for rank in ranks],
         first=first,
