@@ -40,28 +40,12 @@ def of_verdict(analysis: Analysis) -> str:
 
 
 def of_path(analysis: Analysis) -> str:
-    largest = sorted(analysis.path.items(), key=lambda item: -item[1].mean)[:2]
-    pace = "Ranks wait for each other, so the rank that comes last sets the pace: the table shows that rank. "
-    pace = pace if analysis.size > 1 else ""
-    named = " and ".join(f"{name_of(phase, analysis)} ({milliseconds(spread.mean)})" for phase, spread in largest)
-    return f"A step takes {mean_with_spread(analysis.step)} on average. {pace}Most of it is {named}."
+    pace = " Ranks wait for each other, so the rank that comes last sets the pace: the table shows that rank."
+    return f"A step takes {mean_with_spread(analysis.step)} on average.{pace if analysis.size > 1 else ''}"
 
 
 def name_of(phase: Phase, analysis: Analysis) -> str:
     return "input and forward" if phase is Phase.INPUT and not analysis.costs.is_forward_known else NAMES[phase]
-
-
-def of_waits(analysis: Analysis) -> str:
-    if not analysis.waits:
-        return "No rank waits for another one."
-    longest = analysis.waits[0]
-    example = (
-        f"The longest wait: rank {longest.waiting} for rank {longest.awaited}, {milliseconds(longest.mean_ms)} of each "
-        "step on average."
-    )
-    if longest.mean_ms < NOTICEABLE_WAIT * analysis.step.mean:
-        return f"Ranks hardly wait for each other. {example}"
-    return example
 
 
 def of_buckets(analysis: Analysis) -> str:
