@@ -9,9 +9,10 @@ A *global batch* is the next B samples. With 10 samples in order:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchring import default_world
 
@@ -95,20 +96,12 @@ def share_of(global_batch: int, rank: int, size: int) -> int:
     return max(1, len(range(rank, global_batch, size)))
 
 
-class Place(NamedTuple):
-    """This process and its world, as a script gives them, or else torchring when it is asked."""
-
-    rank: int | None
-    size: int | None
-
-    def __call__(self) -> tuple[int, int]:
-        if self.rank is None or self.size is None:
-            return default_world.rank(), default_world.size()
-        return self.rank, self.size
+def _place(rank: int | None, size: int | None) -> tuple[int, int]:
+    return (default_world.rank(), default_world.size()) if rank is None or size is None else (rank, size)
 
 
-def rank_and_size(rank: int | None, size: int | None) -> Place:
-    """Raises ValueError: no such place."""
+def rank_and_size(rank: int | None, size: int | None) -> Callable[[], tuple[int, int]]:
+    """This process and its world, as a script gives them, or else torchring when it is asked. Raises ValueError."""
     if (rank is None) != (size is None) or (rank is not None and size is not None and not 0 <= rank < size):
         raise ValueError(f"pass both rank and size, with rank in [0, size), or none; got rank={rank}, size={size}")
-    return Place(rank, size)
+    return functools.partial(_place, rank, size)
