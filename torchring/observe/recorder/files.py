@@ -11,14 +11,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from torchring.observe.recorder.records import (
-    Arrivals,
-    ClockOffset,
-    ParameterRecord,
-    RankTrace,
-    RunInfo,
-    decode,
-)
+from torchring.observe.recorder.records import Arrivals, ClockOffset, ParameterRecord, RankTrace, RunInfo, decode
 from torchring.safe_files import reading, replacing
 
 FORMAT: Final = 3

@@ -20,11 +20,7 @@ from torchring.linux import host_name, process_began_ns
 from torchring.observe.recorder.recorder import Recorder
 from torchring.observe.recorder.records import REDUCED as REDUCED_AT
 from torchring.observe.recorder.records import STARTED as STARTED_AT
-from torchring.observe.recorder.records import (
-    Arrivals,
-    ParameterRecord,
-    RunInfo,
-)
+from torchring.observe.recorder.records import Arrivals, ParameterRecord, RunInfo
 from torchring.observer import COPIED, COPYING, LAUNCHED, OVER, PACKED, READY, STARTED, Wrapped
 from torchring.releases import installed_version
 from torchring.world import World

@@ -5,15 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from torchring.observer import Phase
-from torchring.report.model.buckets import Bandwidth
-from torchring.report.show.formats import (
-    mean_with_spread,
-    milliseconds,
-    number,
-    percent,
-    rate,
-    with_spread,
-)
+from torchring.report.show.formats import mean_with_spread, milliseconds, number, percent, rate, with_spread
 from torchring.report.verdict.batch import about_batch
 from torchring.report.verdict.findings import NOTICEABLE_WAIT, Analysis
 from torchring.report.words import NAMES
@@ -49,14 +41,10 @@ def name_of(phase: Phase, analysis: Analysis) -> str:
 
 
 def of_buckets(analysis: Analysis) -> str:
-    text = (
-        "Gradients are reduced in buckets while backward runs. What is reduced after the end of backward is exposed: "
-        "nothing hides it."
-    )
     stall = max((rank.stall for rank in analysis.ranks), key=lambda spread: spread.mean)
-    if stall.mean >= NOTICEABLE_WAIT * analysis.step.mean:
-        text += f" Reductions inside backward keep it waiting for {mean_with_spread(stall)} of each step."
-    return text
+    if stall.mean < NOTICEABLE_WAIT * analysis.step.mean:
+        return ""
+    return f" Reductions inside backward keep it waiting for {mean_with_spread(stall)} of each step."
 
 
 def of_lanes(analysis: Analysis) -> str:
@@ -83,8 +71,11 @@ def of_bandwidth(analysis: Analysis) -> str:
     if path := analysis.bandwidth:
         parts.append(
             f"The {path.algorithm} algorithm achieves {with_spread(path.bus)} {path.path}, and "
-            f"{with_spread(path.best)} with its best bucket.{_doctor(path)}"
+            f"{with_spread(path.best)} with its best bucket."
         )
+        if path.doctor:
+            share = percent(path.bus.median / path.doctor)
+            parts.append(f"The doctor found {rate(path.doctor)} there, so the job uses {share} of it.")
     if analysis.network is not None:
         network = analysis.network
         latency = f"{milliseconds(network.alpha_ms)} and " if network.is_alpha_known else ""
@@ -93,13 +84,6 @@ def of_bandwidth(analysis: Analysis) -> str:
             f"For predictions, a message costs {latency}its bytes at {rate(network.gigabytes_per_s)}, {origin}."
         )
     return " ".join(parts)
-
-
-def _doctor(path: Bandwidth) -> str:
-    if path.doctor is None:
-        return ""
-    share = path.bus.median / path.doctor if path.doctor else 0.0
-    return f" The doctor found {rate(path.doctor)} there, so the job uses {percent(share)} of it."
 
 
 def of_scaling(analysis: Analysis) -> str:
