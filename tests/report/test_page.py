@@ -27,7 +27,7 @@ from torchring.report import words
 from torchring.report.model.merge import merge
 from torchring.report.model.network import Network
 from torchring.report.model.timing import Spread
-from torchring.report.show import captions, figures
+from torchring.report.show import captions
 from torchring.report.show.figures import COLORS
 from torchring.report.show.formats import number, percent, seconds
 from torchring.report.show.page import page_of, write_page
@@ -212,17 +212,6 @@ def test_phases_over_time_of_each_rank(page: str) -> None:
     inputs = {area["legendgroup"]: area["y"] for area in areas if area["name"] == "input"}
     assert inputs["3"] == pytest.approx([42.0] * 24, abs=0.1)
     assert inputs["0"] == pytest.approx([2.0] * 24, abs=0.1)
-
-
-def test_long_points_over_time_leave_the_others_large(analysis: Analysis) -> None:
-    """The first step takes 50 times as long as the others, on rank 3 only."""
-    series = analysis.series
-    phases = {rank: {**of_rank} for rank, of_rank in series.phases.items()}
-    phases[3][Phase.INPUT] = (50 * STEP_MS, *phases[3][Phase.INPUT][1:])
-    page = page_of(dataclasses.replace(analysis, series=dataclasses.replace(series, phases=phases)))
-    assert figures.phases_over_time(analysis).layout.yaxis.range is None
-    top = 3 * STEP_MS
-    assert f"What is longer than {number(top)}\u00a0ms is cut off." in Elements(page).text
 
 
 def test_lanes_show_when_buckets_wait_and_when_they_are_reduced(page: str) -> None:

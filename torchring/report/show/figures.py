@@ -29,7 +29,6 @@ COLORS: Final = {
     Phase.OPTIMIZER: "#009e73",
 }
 OTHER_COLOR: Final = "#64748b"  # of several phases together
-_LONG_POINT: Final = 3.0  # times the 95 % quantile: points over time that are longer are cut off
 
 
 def shown_ranks(analysis: Analysis) -> list[RankSummary]:
@@ -107,7 +106,7 @@ def phases_by_rank(analysis: Analysis) -> Any:
 
 def phases_over_time(analysis: Analysis) -> Any:
     """Phases of one rank as stacked areas. The traces of a rank share a legend group; one rank is visible."""
-    series, first, top = analysis.series, default_rank(analysis), top_over_time(analysis)
+    series, first = analysis.series, default_rank(analysis)
     drawn = []
     for rank in (each.rank for each in shown_ranks(analysis)):
         group = {"legendgroup": str(rank), "visible": rank == first}
@@ -133,15 +132,8 @@ def phases_over_time(analysis: Analysis) -> Any:
         hovermode="x unified",
         hoverdistance=-1,  # the nearest point, however far it is
         xaxis={"title": "step", "showgrid": False, "hoverformat": ",d"},
-        yaxis={"title": "milliseconds of a step", "range": None if top is None else [0, top], "rangemode": "tozero"},
+        yaxis={"title": "milliseconds of a step", "rangemode": "tozero"},
     )
-
-
-def top_over_time(analysis: Analysis) -> float | None:
-    """Milliseconds at which points over time are cut off, so that the others can be told apart; None if none is."""
-    totals = np.array([np.sum([*phases.values()], axis=0) for phases in analysis.series.phases.values()])
-    top = _LONG_POINT * float(np.quantile(totals, 0.95))
-    return top if totals.max() > top > 0 else None
 
 
 def predicted_step(analysis: Analysis) -> Any:

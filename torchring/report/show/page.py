@@ -83,7 +83,6 @@ def page_of(analysis: Analysis) -> str:
         views=views,
         view=view,
         buckets=figures.shown_buckets(analysis, _MAX_ROWS),
-        top=figures.top_over_time(analysis),
         predicted_phases=[
             ("everything else", figures.OTHER_COLOR),
             *((NAMES[phase], figures.COLORS[phase]) for phase in (Phase.WAITING, Phase.EXPOSED)),
