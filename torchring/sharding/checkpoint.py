@@ -18,7 +18,7 @@ from torchring.collectives.initial_state import fill_outline, load_plain, outlin
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import in_step, ranks_in_words
 from torchring.memory.heap import trim
-from torchring.sharding.kinds import SCALARS, Kind
+from torchring.sharding.kinds import Kind, is_scalar
 from torchring.sharding.shard import Shard, by_parameter, flat, laid_out_as
 from torchring.sharding.shard_tensor import ShardTensor
 from torchring.sharding.step import Shards, num_bytes_of
@@ -32,11 +32,6 @@ State = dict[torch.Tensor, Entry]
 Tensors = dict[str, torch.Tensor]  # of an entry, by their places in it
 Outline = Entry  # an entry whose tensors have no values, but those that `is_scalar`
 Rows = dict[int, list[tuple[int, int, Outline]]]  # the shards of a rank that have state, by parameter: start, stop
-
-
-def is_scalar(key: str, value: Any) -> bool:
-    """Whether an optimizer that steps elements keeps this once for each tensor, and not for each element."""
-    return key in SCALARS or not isinstance(value, torch.Tensor)
 
 
 def outline(kind: Kind, entry: Entry, tensors: Tensors) -> Outline:
@@ -85,6 +80,7 @@ def gather_state(shards: Shards, *, keeps: bool) -> dict[str, Any] | None:
 
 def tell(shards: Shards) -> tuple[list[Rows], dict[tuple[int, int], Tensors]]:
     """Collective: which shards have which state, by rank. And the tensors of this rank's, by parameter and start."""
+    shards.split()
     said: Rows = {}
     mine: dict[tuple[int, int], Tensors] = {}
     for shard in shards.shards:
@@ -165,6 +161,7 @@ def deal_out(shards: Shards, entries: Mapping[torch.Tensor, Entry], src: int | N
     if src is not None:
         outlines = load_plain(collectives.broadcast_bytes(save_plain(outlines), src))
     shards.optimizer.state.clear()
+    shards.split()
     trim()
     own = by_parameter(shards.shards)
     groups = {parameter: group for group in shards.optimizer.param_groups for parameter in group["params"]}

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from torchring.sharding.checkpoint import Entry, Outline, State, is_scalar, mapped, tell
-from torchring.sharding.kinds import Kind
+from torchring.sharding.checkpoint import Entry, Outline, State, mapped, tell
+from torchring.sharding.kinds import Kind, is_scalar
 from torchring.sharding.shard import Shard, by_parameter, flat, laid_out_as
 from torchring.sharding.shard_tensor import ShardTensor
 from torchring.sharding.step import Shards

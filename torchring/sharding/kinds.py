@@ -75,13 +75,22 @@ def cost_of(parameter: torch.Tensor, group: dict[str, Any], optimizer: Optimizer
     return float(group.get("ns_steps", 5)) * (4.0 * few * few * many + 2.0 * few**3)
 
 
+def is_scalar(key: str, value: Any) -> bool:
+    """Whether an optimizer that steps elements keeps this once for each tensor, and not for each element."""
+    return key in SCALARS or not isinstance(value, torch.Tensor)
+
+
+def scalar(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
 def plain_values(optimizer: Optimizer, groups: Collection[int]) -> dict[str, str]:
     """Numbers, strings and 0-dim tensors of the optimizer and of these groups, by where they are."""
     places = {f"the attribute {key}": value for key, value in vars(optimizer).items()}
     for index in groups:
         places.update({f"{key} of param_groups[{index}]": v for key, v in optimizer.param_groups[index].items()})
     return {
-        place: repr(value.item() if isinstance(value, torch.Tensor) else value)
+        place: repr(scalar(value))
         for place, value in places.items()
         if isinstance(value, (bool, int, float, complex, str))
         or (isinstance(value, torch.Tensor) and value.is_cpu and value.dim() == 0)

@@ -28,7 +28,7 @@ from torchring.sharding.device import DeviceExchange
 from torchring.sharding.exchange import Exchange
 from torchring.sharding.kinds import Kind, cost_of, kind_of, plain_values
 from torchring.sharding.parameters import FlatMemory, movable, move
-from torchring.sharding.shard import Shard, cut_shards, whole_shards
+from torchring.sharding.shard import Run, Shard, cut_shards, join, whole_shards
 from torchring.sharding.step_hooks import refuse_patched, run_after, run_before, without_hooks
 from torchring.sharding.together import begin_together
 from torchring.world import World
@@ -82,11 +82,14 @@ class Shards:
         self.names: list[str] = []
         self.memories: list[FlatMemory] = []
         self.shards: list[Shard] = []
+        self._runs: list[Run] = []
+        self._joined_for: list[bool] = []  # which parameters had gradients then
         self.everywhere: dict[torch.nn.Parameter, None] = {}
         self.accelerator = all_reduce.accelerator if isinstance(all_reduce, OnStream) else None
         self._names = names
         self._sparse = sparse
         self._kept: list[torch.Tensor] = []  # memory that the parameters had, where others may still read it
+        self._cut: list[torch.nn.Parameter] = []
         self._addresses: list[int] = []
         self._group_of: dict[torch.nn.Parameter, int] = {}  # when they were cut
         self._num_looks = 0  # steps after which `_refuse_differences` may look
@@ -116,7 +119,8 @@ class Shards:
         added = [p for group in self.optimizer.param_groups for p in group["params"]][first:]
         self.parameters += added
         self.names += [self._names[parameter] for parameter in added]
-        self._group_of = {p: g for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        self._group_of = self._find_groups()
+        self._layout = self._find_layout()
         candidates = []
         for index, (parameter, can_move) in enumerate(zip(added, self._movable(added), strict=True), start=first):
             if can_move:
@@ -124,6 +128,7 @@ class Shards:
                 candidates.append(Candidate(index, parameter.numel(), parameter.dtype, parameter.requires_grad, cost))
             else:
                 self.everywhere[parameter] = None
+        self._cut += [self.parameters[each.index] for each in candidates]
         cut = assign_whole if self.kind is Kind.WHOLE else cut_elements
         memories = self._exchange.allocate(cut(candidates, self.world.size))
         self._kept += move(self.parameters, memories)
@@ -135,6 +140,27 @@ class Shards:
                 on_device = self.accelerator is not None
                 self.shards += cut_shards(memory, self.world.rank, self.parameters, on_device=on_device)
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+        self.split()
+
+    def split(self) -> None:
+        """Each shard gets a state of its own, until the next step."""
+        for run in self._runs:
+            run.split_state(self.optimizer.state)
+        self._runs = [Run([shard]) for shard in self.shards]
+        self._joined_for = []
+
+    def _join(self, stepped: list[bool]) -> None:
+        """Join small shards that are stepped alike, given which parameters have gradients."""
+        self.split()
+        self._joined_for = stepped
+        fused = {g for g, group in enumerate(self.optimizer.param_groups) if group.get("fused")}
+
+        def traits(shard: Shard) -> object:
+            group = self._group_of[shard.parameter]
+            return shard if group in fused else group, stepped[shard.index]
+
+        if self.kind is Kind.ELEMENTS and self.accelerator is None:
+            self._runs = join(self.shards, self.optimizer.state, traits)
 
     def _movable(self, parameters: Sequence[torch.nn.Parameter]) -> list[bool]:
         """Collective: which parameters all ranks can move to shared memory."""
@@ -259,10 +285,12 @@ class Shards:
         with self._breaking_off("step()"):
             stepped = [p.grad is not None for p in self.parameters]
             changed = [m for m in self.memories if any(stepped[index] for index in m.flat.spans)]
+            if stepped != self._joined_for:
+                self._join(stepped)
             with self._in_place():
                 with torch.no_grad():
-                    for shard in self.shards:
-                        shard.take_gradient(self.names[shard.index])
+                    for each in self._runs:
+                        each.take_gradient(self.names)
                 result = run()
             self._exchange.start(changed)
             self._exchange.finish()
@@ -281,11 +309,13 @@ class Shards:
         groups = self.optimizer.param_groups
         whole = [group["params"] for group in groups]
         own: list[list[torch.Tensor]] = [[] for _ in groups]
-        for shard in self.shards:
-            own[self._group_of[shard.parameter]].append(shard.tensor)
+        for run in self._runs:
+            own[self._group_of[run.shards[0].parameter]].append(run.tensor)
+        for parameter in self.everywhere:
+            own[self._group_of[parameter]].append(parameter)
         try:
-            for group, parameters, tensors in zip(groups, whole, own, strict=True):
-                group["params"] = [*tensors, *(p for p in parameters if p in self.everywhere)]
+            for group, tensors in zip(groups, own, strict=True):
+                group["params"] = tensors
             self._is_under_way = True
             with without_hooks(self.optimizer):
                 yield
@@ -293,12 +323,12 @@ class Shards:
             self._is_under_way = False
             for group, parameters in zip(groups, whole, strict=True):
                 group["params"] = parameters
-            for shard in self.shards:
-                shard.drop_gradient()
+            for run in self._runs:
+                run.drop_gradient()
 
     def _enter(self) -> None:
         """Collective: from here on, other ranks write to this rank's parameters."""
-        pattern = zlib.crc32(bytes([p.grad is not None for p in self.parameters if p not in self.everywhere]))
+        pattern = zlib.crc32(bytes([p.grad is not None for p in self._cut]))
         said = begin_together(self.world, self.number, "step()", pattern.to_bytes(4, "little"))
         if others := [rank for rank, other in enumerate(said) if other != said[0]]:
             text = (
@@ -311,8 +341,7 @@ class Shards:
         """Raise an error if the script has changed what shards know nothing of."""
         refuse_patched(self.optimizer)
         self._refuse_moved()
-        group_of = {p: g for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
-        if group_of != self._group_of:
+        if self._find_layout() != self._layout and (group_of := self._find_groups()) != self._group_of:
             pairs = zip(self.parameters, self.names, strict=True)
             name = next((n for p, n in pairs if group_of.get(p) != self._group_of[p]), "a parameter")
             raise GradientError(
@@ -323,6 +352,13 @@ class Shards:
                 rank=self.world.rank,
                 parameters=(name,),
             )
+
+    def _find_layout(self) -> list[list[int]]:
+        """The ids of the parameters of each group."""
+        return [list(map(id, group["params"])) for group in self.optimizer.param_groups]
+
+    def _find_groups(self) -> dict[torch.nn.Parameter, int]:
+        return {p: g for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
 
     def _refuse_entry(self, key: object) -> None:
         """Raise GradientError if the script changes the state of a parameter, which is kept by shards."""
