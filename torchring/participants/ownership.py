@@ -68,8 +68,10 @@ class Ownership(Participant):
         return cls(setup.model, setup.names, kind, *rest)
 
     def on_reduced(self, current: Reduction) -> None:
+        """A rank without data has computed nothing: its gradients are those of its last step, scaled by clipping."""
         self._has_reduction = True
-        if not current.number & (current.number - 1) or current.number % STEPS_BETWEEN_CHECKS == 0:
+        is_due = not current.number & (current.number - 1) or current.number % STEPS_BETWEEN_CHECKS == 0
+        if is_due and not current.is_empty:
             self._look()
 
     def on_step(self, when: StepPoint) -> None:

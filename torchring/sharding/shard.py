@@ -117,7 +117,7 @@ class Run:
 
     def join_state(self, state: State) -> None:
         """Make one entry of those of the shards, which are alike."""
-        if len(self.shards) > 1 and self.shards[0].tensor in state:
+        if len(self.shards) > 1 and state.get(self.shards[0].tensor):
             entries = [state.pop(shard.tensor) for shard in self.shards]
             entry = state[self.tensor] = dict(entries[0])
             for key, value in entries[0].items():
