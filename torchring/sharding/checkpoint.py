@@ -19,9 +19,9 @@ from torchring.collectives.service import internal_collectives_of
 from torchring.errors import in_step, ranks_in_words
 from torchring.memory.heap import trim
 from torchring.sharding.kinds import Kind, is_scalar
-from torchring.sharding.shard import Shard, by_parameter, flat, laid_out_as
+from torchring.sharding.shard import Shard, by_parameter, flat, laid_out_as, num_bytes_of
 from torchring.sharding.shard_tensor import ShardTensor
-from torchring.sharding.step import Shards, num_bytes_of
+from torchring.sharding.step import Shards
 from torchring.sharding.together import begin_together
 
 _BYTES_AT_ONCE: Final = 64 << 20  # that are gathered; or one shard

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -184,3 +185,40 @@ def laid_out_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if tensor.stride() == like.stride() and not (tensor.is_conj() or tensor.is_neg()):
         return tensor
     return torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+class ShardState(defaultdict[torch.Tensor, Any]):
+    """The state of an optimizer. `refuse` raises an error for a key whose entry the script may not change.
+
+    To look up such a key gives an empty entry, as torch.distributed.checkpoint expects.
+    """
+
+    def __init__(self, entries: Mapping[torch.Tensor, Any], refuse: Callable[[object], None]) -> None:
+        super().__init__(dict, entries)
+        self._refuse = refuse
+
+    def __missing__(self, key: torch.Tensor) -> Any:
+        entry: dict[str, Any] = {}
+        dict.__setitem__(self, key, entry)
+        return entry
+
+    def __setitem__(self, key: torch.Tensor, entry: Any) -> None:
+        self._refuse(key)
+        super().__setitem__(key, entry)
+
+    def pop(self, key: torch.Tensor, *default: Any) -> Any:
+        self._refuse(key)
+        return super().pop(key, *default)
+
+    def __reduce__(self) -> Any:
+        """A copy belongs to no optimizer that steps shards."""
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+
+def num_bytes_of(value: Any) -> int:
+    """Bytes of all tensors in a state."""
+    if isinstance(value, torch.Tensor):
+        return value._indices().nbytes + value._values().nbytes if value.is_sparse else value.nbytes
+    if isinstance(value, dict):
+        return sum(map(num_bytes_of, value.values()))
+    return sum(map(num_bytes_of, value)) if isinstance(value, (list, tuple)) else 0

@@ -28,7 +28,7 @@ from torchring.sharding.device import DeviceExchange
 from torchring.sharding.exchange import Exchange
 from torchring.sharding.kinds import Kind, cost_of, kind_of, plain_values
 from torchring.sharding.parameters import FlatMemory, movable, move
-from torchring.sharding.shard import Run, Shard, cut_shards, join, whole_shards
+from torchring.sharding.shard import Run, Shard, ShardState, cut_shards, join, num_bytes_of, whole_shards
 from torchring.sharding.step_hooks import refuse_patched, run_after, run_before, without_hooks
 from torchring.sharding.together import begin_together
 from torchring.world import World
@@ -89,9 +89,8 @@ class Shards:
         self._names = names
         self._sparse = sparse
         self._kept: list[torch.Tensor] = []  # memory that the parameters had, where others may still read it
-        self._cut: list[torch.nn.Parameter] = []
         self._addresses: list[int] = []
-        self._group_of: dict[torch.nn.Parameter, int] = {}  # when they were cut
+        self._group_of: dict[int, int] = {}  # when they were cut
         self._num_looks = 0  # steps after which `_refuse_differences` may look
         self._exchange = DeviceExchange(world, all_reduce) if isinstance(all_reduce, OnStream) else Exchange(world)
         world.on_close(self._exchange.close)
@@ -120,15 +119,13 @@ class Shards:
         self.parameters += added
         self.names += [self._names[parameter] for parameter in added]
         self._group_of = self._find_groups()
-        self._layout = self._find_layout()
         candidates = []
         for index, (parameter, can_move) in enumerate(zip(added, self._movable(added), strict=True), start=first):
             if can_move:
-                cost = cost_of(parameter, self.optimizer.param_groups[self._group_of[parameter]], self.optimizer)
+                cost = cost_of(parameter, self.optimizer.param_groups[self._group_of[id(parameter)]], self.optimizer)
                 candidates.append(Candidate(index, parameter.numel(), parameter.dtype, parameter.requires_grad, cost))
             else:
                 self.everywhere[parameter] = None
-        self._cut += [self.parameters[each.index] for each in candidates]
         cut = assign_whole if self.kind is Kind.WHOLE else cut_elements
         memories = self._exchange.allocate(cut(candidates, self.world.size))
         self._kept += move(self.parameters, memories)
@@ -156,7 +153,7 @@ class Shards:
         fused = {g for g, group in enumerate(self.optimizer.param_groups) if group.get("fused")}
 
         def traits(shard: Shard) -> object:
-            group = self._group_of[shard.parameter]
+            group = self._group_of[id(shard.parameter)]
             return shard if group in fused else group, stepped[shard.index]
 
         if self.kind is Kind.ELEMENTS and self.accelerator is None:
@@ -310,9 +307,9 @@ class Shards:
         whole = [group["params"] for group in groups]
         own: list[list[torch.Tensor]] = [[] for _ in groups]
         for run in self._runs:
-            own[self._group_of[run.shards[0].parameter]].append(run.tensor)
+            own[self._group_of[id(run.shards[0].parameter)]].append(run.tensor)
         for parameter in self.everywhere:
-            own[self._group_of[parameter]].append(parameter)
+            own[self._group_of[id(parameter)]].append(parameter)
         try:
             for group, tensors in zip(groups, own, strict=True):
                 group["params"] = tensors
@@ -328,7 +325,8 @@ class Shards:
 
     def _enter(self) -> None:
         """Collective: from here on, other ranks write to this rank's parameters."""
-        pattern = zlib.crc32(bytes([p.grad is not None for p in self._cut]))
+        cut = (self.parameters[index] for memory in self.memories for index in memory.flat.spans)
+        pattern = zlib.crc32(bytes([p.grad is not None for p in cut]))
         said = begin_together(self.world, self.number, "step()", pattern.to_bytes(4, "little"))
         if others := [rank for rank, other in enumerate(said) if other != said[0]]:
             text = (
@@ -341,9 +339,9 @@ class Shards:
         """Raise an error if the script has changed what shards know nothing of."""
         refuse_patched(self.optimizer)
         self._refuse_moved()
-        if self._find_layout() != self._layout and (group_of := self._find_groups()) != self._group_of:
+        if (group_of := self._find_groups()) != self._group_of:
             pairs = zip(self.parameters, self.names, strict=True)
-            name = next((n for p, n in pairs if group_of.get(p) != self._group_of[p]), "a parameter")
+            name = next((n for p, n in pairs if group_of.get(id(p)) != self._group_of[id(p)]), "a parameter")
             raise GradientError(
                 f"{name} is in another parameter group than when torchring.wrap(..., shard=True) cut it. Leave "
                 "parameters where they are, and change the options of groups. Or, on all ranks: keep "
@@ -353,12 +351,9 @@ class Shards:
                 parameters=(name,),
             )
 
-    def _find_layout(self) -> list[list[int]]:
-        """The ids of the parameters of each group."""
-        return [list(map(id, group["params"])) for group in self.optimizer.param_groups]
-
-    def _find_groups(self) -> dict[torch.nn.Parameter, int]:
-        return {p: g for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+    def _find_groups(self) -> dict[int, int]:
+        """The group of each parameter, by its id: to hash a parameter takes a call of Python."""
+        return {each: g for g, group in enumerate(self.optimizer.param_groups) for each in map(id, group["params"])}
 
     def _refuse_entry(self, key: object) -> None:
         """Raise GradientError if the script changes the state of a parameter, which is kept by shards."""
@@ -382,7 +377,7 @@ class Shards:
         self._num_looks += 1
         if self.kind is not Kind.WHOLE or self._num_looks & (self._num_looks - 1):
             return
-        groups = {self._group_of[shard.parameter] for shard in self.shards}
+        groups = {self._group_of[id(shard.parameter)] for shard in self.shards}
         mine = json.dumps(plain_values(self.optimizer, groups) if groups else {}).encode()
         first: dict[str, tuple[int, str]] = {}
         said: Sequence[bytes] = ()
@@ -477,34 +472,6 @@ class Shards:
             self._refuse("load_state_dict()")
 
 
-class ShardState(defaultdict[torch.Tensor, Any]):
-    """The state of an optimizer. `refuse` raises an error for a key whose entry the script may not change.
-
-    To look up such a key gives an empty entry, as torch.distributed.checkpoint expects.
-    """
-
-    def __init__(self, entries: Mapping[torch.Tensor, Any], refuse: Callable[[object], None]) -> None:
-        super().__init__(dict, entries)
-        self._refuse = refuse
-
-    def __missing__(self, key: torch.Tensor) -> Any:
-        entry: dict[str, Any] = {}
-        dict.__setitem__(self, key, entry)
-        return entry
-
-    def __setitem__(self, key: torch.Tensor, entry: Any) -> None:
-        self._refuse(key)
-        super().__setitem__(key, entry)
-
-    def pop(self, key: torch.Tensor, *default: Any) -> Any:
-        self._refuse(key)
-        return super().pop(key, *default)
-
-    def __reduce__(self) -> Any:
-        """A copy belongs to no optimizer that steps shards."""
-        return defaultdict, (dict,), None, None, iter(self.items())
-
-
 class _StateOf:
     """The state of what every rank steps, by its number."""
 
@@ -518,12 +485,3 @@ class _StateOf:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for i, entry in state_dict.items():
             self._shards.optimizer.state[list(self._shards.everywhere)[int(i)]] = entry
-
-
-def num_bytes_of(value: Any) -> int:
-    """Bytes of all tensors in a state."""
-    if isinstance(value, torch.Tensor):
-        return value._indices().nbytes + value._values().nbytes if value.is_sparse else value.nbytes
-    if isinstance(value, dict):
-        return sum(map(num_bytes_of, value.values()))
-    return sum(map(num_bytes_of, value)) if isinstance(value, (list, tuple)) else 0
