@@ -52,8 +52,9 @@ def main(arguments: Sequence[str]) -> int:
         store = _store(plan)
         _meet("here", plan, store, timedelta(seconds=_MEETING_SECONDS))
         code = _run(plan, command, store)
-        if code == 0:
-            _meet("done", plan, store, _FOREVER, waits=plan.number == 0)  # the store ends last
+        with contextlib.suppress(DistError):  # another agent is lost, which `start` sees, too
+            if code == 0:
+                _meet("done", plan, store, _FOREVER, waits=plan.number == 0)  # the store ends last
         return code
     except (OSError, DistError) as error:
         print(f"torchring run: cannot start the ranks: {error}", file=sys.stderr)
