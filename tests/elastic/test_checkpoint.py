@@ -64,24 +64,22 @@ def test_checkpoints_are_files_of_torch_save(tmp_path: Path) -> None:
 
 
 def test_old_checkpoints_are_removed_and_newer_ones_stay(tmp_path: Path) -> None:
-    writer = CheckpointWriter(tmp_path, keep=2)
-    for step in (1, 2, 10**9, 3, 4):
+    writer = CheckpointWriter(tmp_path)
+    for step in (1, 2, 10**9, 3, 4, 5):
         writer.write_now(step, _state(step))
     (tmp_path / "step-1.pt").touch()  # the user's
-    assert _names(tmp_path) == ["step-000000003.pt", "step-000000004.pt", "step-1.pt", "step-1000000000.pt"]
+    assert _names(tmp_path) == [*(f"step-{n:09}.pt" for n in (3, 4, 5)), "step-1.pt", "step-1000000000.pt"]
     assert newest_step(tmp_path) == 10**9
-    with pytest.raises(ValueError, match="keep must be at least 1"):
-        CheckpointWriter(tmp_path, keep=0)
 
 
 def test_the_newest_that_waits_is_written(tmp_path: Path) -> None:
     """Meanwhile another writer takes its place, and leaves the file that is being written alone."""
-    writer, gate = CheckpointWriter(tmp_path, keep=9), _Gate()
+    writer, gate = CheckpointWriter(tmp_path), _Gate()
     writer.write(1, {"gate": gate, **_state(1)})
     assert gate.reached.wait(_PATIENCE_SECONDS)
     torn = tmp_path / ".step-000000001.pt.0123456789abcdef.tmp"  # of a writer that was killed
     torn.touch()
-    other = CheckpointWriter(tmp_path, keep=9)
+    other = CheckpointWriter(tmp_path)
     assert not torn.exists()
     assert len(_names(tmp_path)) == 1
     writer.write(2, _state(2))
@@ -95,7 +93,7 @@ def test_the_newest_that_waits_is_written(tmp_path: Path) -> None:
 
 def _train_until_killed(directory: Path, first: int, pipe: Connection) -> None:
     torch.set_num_threads(1)  # the forked child has none of the others
-    writer = CheckpointWriter(directory, keep=2)
+    writer = CheckpointWriter(directory)
     for step in range(first, first + 1000):
         writer.write(step, _state(step, numel=300_000))
         writer.flush(_PATIENCE_SECONDS)

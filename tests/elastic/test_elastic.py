@@ -425,7 +425,7 @@ def test_new_workers_and_checkpoints_take_over_what_was_unfrozen_and_added(shard
         num_steps = job.stop()
         assert job.run() == 0
         assert job.notes("enters")[-1]["enters"] >= 10  # from a checkpoint
-        assert "this worker has optimizer: op='mean', compression='bf16'" in (job.folder / "worker2.log").read_text()
+        assert "and this one has optimizer: op='mean', compression='bf16'" in (job.folder / "worker2.log").read_text()
         for result in job.notes("result"):
             for found, wanted in zip(result["result"], _train_growing(None, num_steps), strict=True):
                 torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), wanted, rtol=1e-9, atol=1e-11)

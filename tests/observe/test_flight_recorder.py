@@ -440,28 +440,6 @@ def test_stuck_ranks_print_their_stacks(tmp_path: Path) -> None:
     assert printed.count("observe/test_flight_recorder.py") == 1, "once, and of that rank alone"
 
 
-def _far_and_stuck(rank: int, size: int, folder: str) -> Any:
-    """Rank 1 is on another host: its own timer thread prints."""
-    with open(Path(folder, f"stderr{rank}"), "wb") as stderr:
-        os.dup2(stderr.fileno(), 2)
-
-    def stand_still() -> None:
-        wait_until(lambda: "Its Python stacks" in Path(folder, "stderr1").read_text(), "the stacks")
-
-    with on_hosts(rank, "apart", stall_warning_seconds=_LIMIT):
-        torchring.barrier()
-        if rank == 1:
-            stand_still()
-        torchring.barrier()
-
-
-def test_stuck_ranks_of_other_hosts_print_their_stacks(tmp_path: Path) -> None:
-    run_ranks(_far_and_stuck, 2, str(tmp_path), env={STACKS: "1"})
-    printed = (tmp_path / "stderr1").read_text()
-    assert printed.count("torchring: rank 1 keeps other ranks waiting. Its Python stacks:") == 1
-    assert "keeps other ranks waiting" not in (tmp_path / "stderr0").read_text()
-
-
 def test_no_signal_is_sent_to_a_process_that_would_die_of_it() -> None:
     descriptor = open_process(os.getpid())
     try:

@@ -35,7 +35,7 @@ CALL: Final = f"{_ROOT}/call"  # number of the generation that is to meet at the
 BROKEN: Final = f"{_ROOT}/broken"  # a `Broken`
 LATEST: Final = f"{_ROOT}/latest"  # number of the newest generation; 0 for none
 END: Final = f"{_ROOT}/end"  # why the job is over, for people; empty as long as it is not
-LAYOUT: Final = f"{_ROOT}/layout"  # lines that say what trains, from a rank 0; empty before
+LAYOUT: Final = f"{_ROOT}/layout"  # JSON of lines that say what trains, from a rank 0; none before
 
 BEAT_SECONDS: Final = 0.5  # between two signs of life of a worker
 LOOK_SECONDS: Final = 0.1  # between two looks of a worker at `call`, `broken` and `end`

@@ -107,7 +107,7 @@ class DriverStore:
 
         self._server = host_on(listener.socket, _TIMEOUT)
         self._store: Store = signed(self._server, listener.secret)
-        self._set({CALL: b"0", BROKEN: Broken().encode(), LATEST: b"0", END: b"", LAYOUT: b"", TOKEN: b""})
+        self._set({CALL: b"0", BROKEN: Broken().encode(), LATEST: b"0", END: b"", LAYOUT: b"[]", TOKEN: b""})
 
     def add_worker(self, worker: int) -> None:
         """Reading this worker's card waits no more. A worker that was started before the store may have set it."""

@@ -29,6 +29,7 @@ from torchring.threads import end_at_exit
 _log: Final = logging.getLogger("torchring.elastic")
 _NAME: Final = re.compile(r"step-(\d{9,})\.pt")
 _EXIT_SECONDS: Final = 10.0
+_KEPT: Final = 3  # checkpoints, the newest included. Older ones go once the newest is on the disk.
 
 
 class CheckpointWriter:
@@ -42,17 +43,13 @@ class CheckpointWriter:
 
     Args:
         directory: is made if it is not there. What writers that were killed have left there is removed.
-        keep: number of checkpoints, the newest included, that stay. Older ones go once the newest is on the disk.
 
     Attributes:
         newest: path of the newest checkpoint that this writer has written.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], keep: int = 3) -> None:
-        if keep < 1:
-            raise ValueError(f"keep must be at least 1, got {keep}")
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
-        self._keep = keep
         self.newest: Path | None = None
         self._changed = threading.Condition()  # guards what follows
         self._waiting: tuple[int, dict[str, Any]] | None = None
@@ -104,7 +101,7 @@ class CheckpointWriter:
             path = _write(self.directory, step, state)
             self.newest = path
         with contextlib.suppress(OSError):
-            for old in [path for number, path in _found(self.directory) if number < step][self._keep - 1 :]:
+            for old in [path for number, path in _found(self.directory) if number < step][_KEPT - 1 :]:
                 old.unlink(missing_ok=True)
         return path
 

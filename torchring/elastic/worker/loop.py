@@ -123,7 +123,7 @@ def _run(state: State, call: Callable[[], _T], worker: Worker, signals: Signals)
     while True:
         try:
             if worker.num_steps < 0:
-                worker.check_fit(state._layout())
+                state._check_fit(worker)
             world = worker.meet(**left)
             saves = True
             state._enter(world, worker, has_failed=has_failed)

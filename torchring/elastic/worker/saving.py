@@ -73,7 +73,7 @@ class Saving:
             raise ValueError(f"the checkpoint of step {step} in {self.folder} is of another version of torchring")
         mine = self._parts.layout()
         if everything["layout"] != mine:
-            saved_has, mine_has = _difference(everything["layout"], mine)
+            saved_has, mine_has = difference(everything["layout"], mine)
             raise ValueError(
                 f"the checkpoint of step {step} in {self.folder} is of another model or State: it has {saved_has}, "
                 f"the script has {mine_has}; use another folder, or remove the checkpoints"
@@ -127,6 +127,6 @@ class Saving:
         return self.newest
 
 
-def _difference(theirs: list[str], mine: list[str]) -> tuple[str, str]:
+def difference(theirs: list[str], mine: list[str]) -> tuple[str, str]:
     """The first line that differs, in both."""
     return next(pair for pair in zip_longest(theirs, mine, fillvalue="nothing more") if pair[0] != pair[1])

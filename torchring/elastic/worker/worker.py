@@ -6,6 +6,7 @@ answer for as long as TCP waits. The main thread waits for that thread, and can 
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
@@ -65,7 +66,7 @@ class Worker:
         self._pid = os.getpid()
         self._changed = threading.Condition()  # guards what both threads use
         self._world: World | None = None  # of the current generation
-        self._layout: Sequence[str] = ()  # that this worker has told
+        self._layout: list[str] = []  # that this worker has told
         self._flight_recorder: FlightRecorder | None = None  # of that world
         # From the main thread to the driver
         self._card = Card("starting")
@@ -171,20 +172,16 @@ class Worker:
             change = world.shared(MembershipChange)
             change.leaves = change.is_wanted = True
 
-    def check_fit(self, layout: Sequence[str]) -> None:
-        """Raise PlanMismatchError if these lines differ from those of the workers that train."""
-        theirs = self._store_of_worlds.get(protocol.LAYOUT).decode()
-        if theirs and (differing := {*theirs.split("\n")} ^ {*layout}):
-            mine = [line for line in layout if line in differing]
-            others = [line for line in theirs.split("\n") if line in differing]
-            said = [lines[0] if lines else "nothing in its place" for lines in (mine, others)]
-            raise PlanMismatchError(f"this worker has {said[0]}, and the others have {said[1]}")
+    def told_layout(self) -> list[str]:
+        """Lines that say what the other workers train. Empty if none has trained yet."""
+        lines: list[str] = json.loads(self._store_of_worlds.get(protocol.LAYOUT))
+        return lines
 
-    def tell_layout(self, layout: Sequence[str]) -> None:
+    def tell_layout(self, layout: list[str]) -> None:
         """From rank 0: new workers that train something else need not come."""
         if layout != self._layout:
             self._layout = layout
-            self._store_of_worlds.set(protocol.LAYOUT, "\n".join(layout))
+            self._store_of_worlds.set(protocol.LAYOUT, json.dumps(layout))
 
     def say_unfit(self, error: PlanMismatchError) -> None:
         """This worker trains something else than the others, and is about to exit."""

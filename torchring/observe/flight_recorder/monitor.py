@@ -101,7 +101,6 @@ class StallMonitor:
         self.recorder = FlightRecorder(self._memory[self._rank], operations)
         self._has_warned: set[tuple[int, int]] = set()  # (key, since) of the waits under way
         self._prints_stacks = os.environ.get(STACKS) == "1"
-        self._printed_for = 0
         if self._prints_stacks:
             self.recorder.offer_stacks(stacks.offer())
 
@@ -114,7 +113,6 @@ class StallMonitor:
         self._publish_at = 0.0
         self._publishing: Future[Any] | None = None
         self._reading: Future[Any] | None = None
-        self._asking: Future[Any] | None = None
         self._published_waits: set[tuple[int, int]] = set()
         self._looked_for: set[tuple[int, int]] = set()
 
@@ -155,8 +153,6 @@ class StallMonitor:
                 self._warn(wait, seconds)
         if self._prints_stacks:
             self.recorder.offer_stacks(stacks.offer())  # the script may have a handler for the signal by now
-            if self._others:
-                self._print_own_stacks()
 
     def explain(self, ranks: Iterable[int]) -> str:
         """Say what `ranks`, or all other ranks if there are none, did last: a sentence each. From any thread."""
@@ -256,29 +252,14 @@ class StallMonitor:
     # Stacks
 
     def _ask_for_stacks(self, wait: CurrentWait, missing: Sequence[int]) -> set[int]:
-        """Have ranks print their stacks, once for each stall. Returns the ranks that do so now, or have done so."""
+        """Have ranks of this host print their stacks, once for each stall. Returns those that do, or have done so."""
         stall = key_of(f"{wait.key} {wait.position}")
-        asked = set(missing) & set(self._others)
-        if keys := [_wanted_key(rank) for rank in asked]:
-            values = [str(stall)] * len(keys)
-            self._start(lambda store: store.multi_set(keys, values))  # type: ignore[attr-defined]  # not in the stubs
-        for rank in set(missing) - asked:
+        asked = set()
+        for rank in set(missing).intersection(self._memory):
             process = self._host.process_of(rank)
             if process is not None and want_stacks(self._memory[rank], stall, partial(stacks.ask, *process)):
                 asked.add(rank)
         return asked
-
-    def _print_own_stacks(self) -> None:
-        """If ranks of other hosts want to see the stacks of this rank, to which they cannot send the signal."""
-        if not self._num_published or _is_under_way(self._asking):
-            return
-        if self._asking is not None and self._asking.exception() is None:
-            wanted = int(self._asking.result() or 0)
-            if wanted and wanted != self._printed_for:
-                self._printed_for = wanted
-                stacks.print_own(self._rank)
-        key = _wanted_key(self._rank)
-        self._asking = self._start(lambda store: _read(store, [key])[0])
 
 
 def _send(key: str, message: bytes, may_be_gone: bool, store: Store) -> None:
@@ -310,7 +291,3 @@ def _is_under_way(future: Future[Any] | None) -> bool:
 
 def _state_key(rank: int) -> str:
     return f"stalls/state/{rank}"
-
-
-def _wanted_key(rank: int) -> str:
-    return f"stalls/wanted/{rank}"

@@ -1,4 +1,4 @@
-"""Python stacks of a rank that others wait for, on its standard error: `torchring run --stacks-on-stall`.
+"""Python stacks of a rank for which ranks of its host wait, on its standard error: `torchring run --stacks-on-stall`.
 
 faulthandler prints from within a signal handler in C, so a rank that holds the interpreter's lock prints, too.
 """
@@ -6,7 +6,6 @@ faulthandler prints from within a signal handler in C, so a rank that holds the 
 from __future__ import annotations
 
 import faulthandler
-import os
 import signal
 from typing import Final
 
@@ -36,9 +35,3 @@ def ask(pid: int, pidfd: int, number: int) -> bool:
     except OSError:  # the process has ended, or the kernel is older than 5.1
         return False
     return True
-
-
-def print_own(rank: int) -> None:
-    """Print the stacks of this process, which can run."""
-    os.write(_STDERR, f"torchring: rank {rank} keeps other ranks waiting. Its Python stacks:\n".encode())
-    faulthandler.dump_traceback(file=_STDERR, all_threads=True)
