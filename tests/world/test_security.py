@@ -436,13 +436,13 @@ def test_nothing_is_unpickled_or_evaluated_but_objects_that_the_script_sends() -
         # functions that the user's driver sends to workers of Ray and tasks of Spark, and what they return
         ("ray/job.py", "run: cloudpickle.dumps"),
         ("ray/job.py", "_results: pickle.loads"),
-        ("ray/actor.py", "call: pickle.loads"),
         ("ray/actor.py", "call: cloudpickle.dumps"),
-        ("spark/barrier.py", "pickled: cloudpickle.dumps"),
+        ("spark/barrier.py", "run: cloudpickle.dumps"),
         ("spark/barrier.py", "run: pickle.loads"),
-        ("spark/barrier_task.py", "_result: pickle.loads"),
-        ("spark/barrier_task.py", "_result: cloudpickle.dumps"),
+        ("spark/barrier_task.py", "take_part: cloudpickle.dumps"),
+        ("spark/horovod.py", "run: cloudpickle.dumps"),
         ("spark/horovod.py", "_with_aliases: pickle.loads"),
+        ("launch/task.py", "make_call: pickle.loads"),
         # a State of the user's objects
         ("horovod/elastic/state.py", "__init__: hvd.broadcast_object"),
         # torchring.horovod.run: files in a folder of the user's own
