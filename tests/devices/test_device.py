@@ -41,8 +41,9 @@ from torchring.devices.symmetric_memory import (
 )
 from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
 from torchring.gradients.agreement import Timing
+from torchring.gradients.message import Said
 from torchring.gradients.plan import ParameterSpec, build_plan
-from torchring.gradients.reduction import ControlFields, Reduction
+from torchring.gradients.reduction import Reduction
 from torchring.kernels.chunks import ChunkTable
 from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
 from torchring.rendezvous.rendezvous import Rendezvous
@@ -249,11 +250,11 @@ def test_how_long_a_reduction_took_and_how_much_of_it_showed(
     )
     world = World(None, 0, 1)
     timing = Timing()
-    agreement = DeviceAgreement(world, all_reduce, timing, ControlFields(("a", "b"), ("weight",)), [], [])
+    agreement = DeviceAgreement(world, all_reduce, timing, [], [])
     agreement.backward_is_over()
-    current = Reduction(0, bits={"b": 1, "weight": 0.5})
+    current = Reduction(0, said=Said({"non_finite": [0], "overflowed": [0]}))
     agreement.agree(current, [])
-    assert (current.sums, current.non_finite) == ({"a": 0, "b": 1, "weight": 0.5}, None)
+    assert current.non_finite is None
     agreement.poll()
     world.close()
     assert timing.num_timed == (-1 if expected is None else 0)
@@ -261,10 +262,9 @@ def test_how_long_a_reduction_took_and_how_much_of_it_showed(
 
 
 def test_who_is_named_when_several_have_found_something() -> None:
-    nothing, of_input, of_sum = [5, 0, 0], [5, 1, 3], [5, 2, 4]
-    assert _first_finding([nothing, nothing]) is None
-    assert _first_finding([of_sum, nothing]) == (None, 4)
-    assert _first_finding([of_sum, of_input, [5, 1, 9]]) == (1, 3)
+    assert _first_finding([0, 0], [0, 0]) is None
+    assert _first_finding([0, 0], [5, 0]) == (None, 4)
+    assert _first_finding([0, 4, 10], [5, 0, 0]) == (1, 3)
 
 
 def test_what_a_reduction_found_is_found_again() -> None:

@@ -722,7 +722,7 @@ def _alone(rank: int, size: int) -> list[Any]:
                 torch.autograd.backward(parameters, gradients)
                 reducer.has_stepped()
             means = [p.grad.unique().tolist() for p in parameters if p.grad is not None]
-            found.append((means, reducer.layout.all_reduce.algorithm, reducer.reduction.sums["odd_steps"]))
+            found.append((means, reducer.layout.all_reduce.algorithm, reducer.reduction.heard.sums["odd_steps"]))
             world.close()
     return found
 
@@ -790,7 +790,7 @@ _SCENARIOS[2] |= {
     "joined": _joined,
     "running statistics": functools.partial(_running_statistics, algorithm="direct"),
     "running statistics, native": functools.partial(_running_statistics, algorithm="native"),
-    "weighed, fp16": functools.partial(_weighed, compression="fp16"),
+    "weighed, bf16": functools.partial(_weighed, compression="bf16"),
     "choices": _choices,
     "measured on one host": _measured_on_one_host,
     "captured": _captured,
@@ -956,7 +956,7 @@ def test_a_step_that_the_script_leaves_out_is_no_error() -> None:
         assert problem.startswith("GradientError: the gradient of 0.weight is not finite"), problem
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("weighed", 1e-9), ("weighed, fp16", 0.05)])
+@pytest.mark.parametrize(("name", "tolerance"), [("weighed", 1e-9), ("weighed, bf16", 0.05)])
 def test_weights_and_ranks_that_skip(name: str, tolerance: float) -> None:
     results = results_of(name)
     expected = [*test_weights._as_one(2, 2, torch.float64), *test_weights._skipping_as_one(2, True)]

@@ -20,12 +20,12 @@ from torchring.devices.stream import NOTHING_FOUND
 from torchring.errors import GradientError
 from torchring.gradients.bucket import COPY_ON_ARRIVAL_BYTES, Bucket, BucketState
 from torchring.gradients.ledger import GradientStatus, OptimizerLedger
+from torchring.gradients.message import Said
 from torchring.gradients.packing import HostPacking
 from torchring.gradients.plan import ParameterSpec, build_plan
-from torchring.gradients.reduction import ControlFields, Reduction
+from torchring.gradients.reduction import Reduction
 from torchring.gradients.views import CAN_SWAP
 
-CONTROL = ControlFields(("a", "b", "c"), ("weight",))
 IDLE, FILLING, PACKED, REDUCING, REDUCED = BucketState
 BIG = COPY_ON_ARRIVAL_BYTES // 4  # elements of fp32 that are copied on arrival; one less is only counted
 
@@ -68,7 +68,6 @@ def make(
         first_bucket_bytes=1 << 40,
         compression=compression,
         order=range(len(specs)) if order is None else order,
-        control=CONTROL,
     ).buckets
     wire = plain_wire(torch.full((plan.numel,), float("nan"), dtype=plan.wire_dtype))
 
@@ -119,7 +118,9 @@ def finish(*ranks: Bucket) -> None:
         if bucket.state in (IDLE, FILLING):
             bucket.fill_missing()
     reduce(*ranks)
+    unused = set.intersection(*({bucket.plan.slots[slot].parameter for slot in bucket.unused} for bucket in ranks))
     for bucket in ranks:
+        bucket.reduction.said = Said({}, unused)
         bucket.close_reduction()
 
 
@@ -437,19 +438,17 @@ def test_missing_on_one_rank_counts_as_zero(numel: int, compression: str | None)
 
 
 @pytest.mark.parametrize("compression", [None, "fp16"])
-def test_flags_say_which_were_used(compression: str | None) -> None:
+def test_a_bucket_says_what_is_unused(compression: str | None) -> None:
     bucket = ones(2, 1, 3, compression=compression)
     give(bucket, 1, 1.0)
     bucket.fill_missing()
-    flags = slice(bucket.plan.flags_offset, bucket.plan.control_offset)
-    assert bucket.wire.tensor[flags].tolist() == [0.0, 1.0, 0.0]
-    assert not bucket.wire.tensor[bucket.plan.control_offset :].any()
+    assert bucket.unused == {0, 2}
     assert bucket.wire.tensor[:2].tolist() == [0.0, 0.0]
     assert bucket.wire.tensor[bucket.plan.slots[2].offset :][:3].tolist() == [0.0] * 3
     full = ones(2, 1, 3, compression=compression)
     for slot in range(3):
         give(full, slot, 1.0)
-    assert full.wire.tensor[flags].tolist() == [1.0, 1.0, 1.0]
+    assert full.unused == set()
 
 
 @pytest.mark.parametrize("compression", [None, "fp16"])
@@ -566,59 +565,6 @@ def test_a_missing_gradient_is_missing_in_its_own_reduction_only() -> None:
         assert [give(bucket, 0, 2.0), give(bucket, 1, 6.0)] == [False, True]
     finish(*ranks)
     assert [grad(ranks[1], 0), grad(ranks[1], 1)] == [[2.0], [6.0]]
-
-
-# Control bits
-
-
-@pytest.mark.parametrize("compression", [None, "fp16", "bf16"])
-@pytest.mark.parametrize("is_sum", [False, True])
-def test_control_bits_of_some_ranks_reach_all(is_sum: bool, compression: str | None) -> None:
-    """Whether the bucket was filled by arrivals or at the end; each bit by itself, and no bit lasts."""
-    ranks = [ones(1, 1, world_size=4, compression=compression, is_sum=is_sum) for _ in range(4)]
-    scale = ranks[0].reduce_scale
-    assert scale == (1.0 if is_sum or compression else 0.25)
-    sent = [
-        [(0, 0, 0)] * 4,
-        [(1, 0, 0), (0, 0, 0), (0, 0, 0), (0, 0, 0)],
-        [(0, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)],
-        [(1, 1, 1)] * 4,
-        [(0, 0, 0)] * 4,
-    ]
-    for i, bits in enumerate(sent):
-        for rank, bucket in enumerate(ranks):
-            bucket.reduction.bits = dict(zip(CONTROL.bits, bits[rank], strict=True))
-            if is_sum:
-                bucket.parameters[0].grad = bucket.parameters[1].grad = None
-            give(bucket, 0, 1.0)
-            if i % 2:
-                give(bucket, 1, 1.0)
-        finish(*ranks)
-        expected = summed(*map(sum, zip(*bits, strict=True)))
-        assert [bucket.control_sums() for bucket in ranks] == [expected] * 4
-
-
-def summed(a: int, b: int, c: int) -> dict[str, float]:
-    return {"a": a, "b": b, "c": c, "weight": 0.0}
-
-
-def test_control_bits_are_unset_by_default() -> None:
-    bucket = ones(2, 1)
-    finish(bucket)
-    assert bucket.control_sums() == summed(0, 0, 0)
-
-
-def test_control_bits_touch_neither_gradients_nor_flags() -> None:
-    """Half the bucket is unused on all ranks, so its flag decides that it stays None."""
-    ranks = [ones(2, 1, world_size=2) for _ in range(2)]
-    for bucket in ranks:
-        bucket.reduction.bits = {"a": 1, "b": 1, "c": 1}
-        give(bucket, 0, 3.0)
-    finish(*ranks)
-    for bucket in ranks:
-        assert grad(bucket, 0) == [3.0, 3.0]
-        assert bucket.parameters[1].grad is None
-        assert bucket.control_sums() == summed(2, 2, 2)
 
 
 # Gradients that a script keeps over zero_grad(set_to_none=True)
@@ -847,6 +793,7 @@ def test_compressed_gradient_written_to_while_the_bucket_was_away(numel: int, ar
     value = bucket.parameters[0].grad
     assert value is not None
     value.mul_(2.0)
+    bucket.reduction.said = Said({})
     with pytest.raises(GradientError, match=r"the gradient of p0 was (taken away|changed)"):
         [bucket.end_reduce(None), bucket.close_reduction()]
     assert bucket.ledger.unsettled() == ("p0", GradientStatus.LOCAL.value)

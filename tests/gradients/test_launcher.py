@@ -19,6 +19,7 @@ from torchring.errors import FirstFailure, GradientError, PeerLostError, RingErr
 from torchring.gradients.bucket import Bucket, BucketState
 from torchring.gradients.launcher import Launcher, union_length
 from torchring.gradients.ledger import GradientStatus
+from torchring.gradients.message import Said
 from torchring.gradients.plan import ParameterSpec, build_plan
 from torchring.gradients.reduction import Reduction
 from torchring.observer import LAUNCHED, OVER, PACKED, READY, REDUCED, STARTED
@@ -168,7 +169,7 @@ def finish(launcher: Launcher) -> None:
 def begin(launcher: Launcher, *, number: int, step: int, hold: bool) -> None:
     """As `Reducer` does it."""
     launcher.drain()
-    launcher.begin(Reduction(number, step, hold))
+    launcher.begin(Reduction(number, step, hold, said=Said({})))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -309,6 +310,8 @@ def test_finish_fills_the_buckets_whose_gradients_have_not_arrived(threaded: boo
         bucket.mark_ready(0)
         finish(launcher)
         assert all_reduce.order == [0, 1, 2]
+        unused = {each.plan.slots[slot].parameter for each in launcher.buckets for slot in each.unused}
+        launcher.reduction.said = Said({}, unused)
         launcher.close_reduction()
         grads = [[parameter.grad for parameter in bucket.parameters] for bucket in launcher.buckets]
         assert [[None if grad is None else grad.tolist() for grad in row] for row in grads] == [

@@ -24,10 +24,8 @@ from torchring.gradients.plan import (
     shifted,
     wire_dtype,
 )
-from torchring.gradients.reduction import ControlFields
 
 CPU = torch.device("cpu")
-CONTROL = ControlFields(("first", "second"), ("number",))
 
 
 def spec(
@@ -60,11 +58,11 @@ def parameters_of(plan: Plan) -> list[list[int]]:
 def test_worked_example() -> None:
     plan = build_plan(fp32(4, 2, 3), bucket_bytes=16)
     assert plan.buckets == (
-        BucketPlan(0, torch.float32, torch.float32, (Slot(2, 0, 3), Slot(1, 16, 2)), flags_offset=32, numel=34),
-        BucketPlan(1, torch.float32, torch.float32, (Slot(0, 0, 4),), flags_offset=16, numel=17),
+        BucketPlan(0, torch.float32, torch.float32, (Slot(2, 0, 3), Slot(1, 16, 2)), numel=32),
+        BucketPlan(1, torch.float32, torch.float32, (Slot(0, 0, 4),), numel=16),
     )
-    assert [bucket.num_bytes for bucket in plan.buckets] == [136, 68]
-    assert plan.num_bytes == 204
+    assert [bucket.num_bytes for bucket in plan.buckets] == [128, 64]
+    assert plan.num_bytes == 192
 
 
 def test_worked_example_of_the_announced_constants() -> None:
@@ -180,27 +178,16 @@ def test_slots_are_aligned_in_the_wire_dtype(
     (bucket,) = build_plan(specs, bucket_bytes=10_000, compression=compression).buckets
     assert [slot.offset for slot in bucket.slots] == [0, line, 3 * line, 4 * line]
     assert [slot.numel for slot in bucket.slots] == [line - 1, line + 1, line, 1]
-    assert bucket.flags_offset == 5 * line
-
-
-def test_one_flag_per_slot_and_the_control_bits_in_the_first_bucket() -> None:
-    for count in range(1, 5):
-        (bucket,) = build_plan(fp32(*[16] * count), bucket_bytes=1000, control=CONTROL).buckets
-        assert (bucket.flags_offset, bucket.control_offset) == (16 * count, 16 * count + count)
-        assert bucket.numel == bucket.control_offset + 3
-    first, *others = build_plan(fp32(*[16] * 4), bucket_bytes=0, control=CONTROL).buckets
-    assert first.numel == first.control_offset + 3
-    assert first.control == CONTROL
-    assert [bucket.numel - bucket.control_offset for bucket in others] == [0, 0, 0]
+    assert bucket.numel == 5 * line
 
 
 def test_empty_and_0_dim_parameters() -> None:
     specs = [spec("scalar"), spec("none", 0, 3), spec("row", 2)]
     (bucket,) = build_plan(specs, bucket_bytes=1000).buckets
     assert bucket.slots == (Slot(2, 0, 2), Slot(1, 16, 0), Slot(0, 16, 1))
-    assert (bucket.flags_offset, bucket.numel) == (32, 32 + 3)
+    assert bucket.numel == 32
     (alone,) = build_plan([spec("none", 0)], bucket_bytes=1000).buckets
-    assert (alone.slots, alone.flags_offset, alone.numel) == ((Slot(0, 0, 0),), 0, 1)
+    assert (alone.slots, alone.numel) == ((Slot(0, 0, 0),), 0)
 
 
 def test_sparse_parameters_are_in_no_bucket() -> None:
@@ -233,7 +220,7 @@ def test_caps_count_bytes_of_gradient_not_of_the_wire() -> None:
 
 
 def check_layout(plan: Plan, specs: Sequence[ParameterSpec]) -> None:
-    """Every dense parameter is in exactly one slot; slots are aligned, disjoint, and before the flags."""
+    """Every dense parameter is in exactly one slot; slots are aligned, disjoint, and within the buffer."""
     counts = Counter(slot.parameter for bucket in plan.buckets for slot in bucket.slots)
     assert counts == Counter(i for i, s in enumerate(specs) if not s.is_sparse)
     assert [bucket.index for bucket in plan.buckets] == list(range(len(plan.buckets)))
@@ -245,9 +232,7 @@ def check_layout(plan: Plan, specs: Sequence[ParameterSpec]) -> None:
             assert slot.offset >= end
             assert slot.offset * bucket.wire_dtype.itemsize % ALIGNMENT_BYTES == 0
             end = slot.offset + slot.numel
-        assert bucket.flags_offset >= end
-        assert bucket.control_offset == bucket.flags_offset + len(bucket.slots)
-        assert bucket.numel == bucket.control_offset + bucket.control.num_elements(bucket.wire_dtype)
+        assert bucket.numel >= end
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -293,8 +278,7 @@ def test_random_plan_check_can_fail() -> None:
     overlapping = replace(bucket, slots=(bucket.slots[0], replace(bucket.slots[1], offset=0)))
     twice = replace(bucket, slots=(bucket.slots[0], replace(bucket.slots[1], parameter=1)))
     outside = replace(bucket, slots=(bucket.slots[0], replace(bucket.slots[1], offset=32)))
-    silent = replace(bucket, numel=bucket.numel - 1)  # no room for the last signal
-    for wrong in (overlapping, twice, outside, silent):
+    for wrong in (overlapping, twice, outside):
         with pytest.raises(AssertionError):
             check_layout(Plan((wrong,)), specs)
 
@@ -544,8 +528,3 @@ def test_first_difference_of_none() -> None:
 )
 def test_how_large_buckets_are(hosts: list[int], algorithm: str, on_device: bool, expected: float) -> None:
     assert default_bucket_mb(sum(hosts), len(hosts), algorithm, on_device=on_device) == expected
-
-
-def test_a_plan_of_sparse_parameters_alone_has_no_control_bits() -> None:
-    plan = build_plan([replace(spec("words", 3, 2), is_sparse=True)], bucket_bytes=0, control=CONTROL)
-    assert (plan.buckets, plan.control) == ((), ControlFields())

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 import torchring
 from tests.support.checks import logged
 from tests.support.harness import run_ranks
-from torchring.gradients.reduction import ControlFields, Reduction
+from torchring.gradients.message import MessageFormat
+from torchring.gradients.reduction import Reduction
 from torchring.observe.data_check import DataCheck
 from torchring.observe.inputs import Inputs
 from torchring.world import World
@@ -247,11 +248,10 @@ def watch(size: int, reads: Callable[[int, int], int], *, is_on: bool = True) ->
         for rank, (inputs, check, current) in enumerate(zip(every_inputs, checks, reductions, strict=True)):
             inputs.see((torch.randn(4, 8, generator=seeded(reads(rank, step))),), {})
             check.on_begin(current)
-        fields = [ControlFields((), DataCheck.numbers, DataCheck.by_rank, rank, size) for rank in range(size)]
-        wires = [field.encode(current.bits, torch.bfloat16) for field, current in zip(fields, reductions, strict=True)]
-        total = (torch.tensor(wires, dtype=torch.bfloat16) / size).sum(0, dtype=torch.bfloat16)
+        fields = MessageFormat(DataCheck.fields)
+        said = fields.decode([fields.encode(current.mine) for current in reductions])
         for rank, (check, current) in enumerate(zip(checks, reductions, strict=True)):
-            current.sums = fields[0].decode((total.double() * size).tolist(), torch.bfloat16)
+            current.said = said
             with logged() as lines:
                 check.on_reduced(current)
             texts[rank] += lines
@@ -259,7 +259,7 @@ def watch(size: int, reads: Callable[[int, int], int], *, is_on: bool = True) ->
 
 
 def test_pairs_of_many_ranks() -> None:
-    """Ranks 0, 2 and 5 of six read the same, in a wire of bf16; ranks 1 and 3 read the same at other times."""
+    """Ranks 0, 2 and 5 of six read the same; ranks 1 and 3 read the same at other times."""
 
     def reads(rank: int, step: int) -> int:
         if rank in (0, 2, 5):
@@ -316,7 +316,7 @@ def test_what_was_seen_before_the_ranks_met_belongs_to_no_reduction() -> None:
     check, current = DataCheck(cast(World, world), inputs, is_mean=True), Reduction(0)
     inputs.see((torch.randn(4, 8),), {})
     check.on_begin(current)
-    assert current.bits["num_samples"] == 4
+    assert current.mine["num_samples"] == 4
 
 
 def test_batches_of_another_size_each_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,6 @@ def test_noise_that_hides_the_gradient() -> None:
 
 
 def test_nothing_is_sent_for_what_ranks_tell_each_other() -> None:
-    """It travels among the control bits."""
+    """It travels in the message of a reduction."""
     for module in (noise, data_check):
         assert "collectives" not in inspect.getsource(module)

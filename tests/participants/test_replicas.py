@@ -9,7 +9,8 @@ import torch
 
 import torchring
 from tests.support.harness import run_ranks
-from torchring.gradients.reduction import ControlSums, Reduction
+from torchring.gradients.message import Said
+from torchring.gradients.reduction import Reduction
 from torchring.participants import replicas
 
 
@@ -31,7 +32,7 @@ class CountingCheck(replicas.ReplicaCheck):
 
 
 def finish_reduction(check: replicas.ReplicaCheck, number: int = 0, *, alarmed: bool = False) -> None:
-    check.on_reduced(Reduction(number, sums=ControlSums(parameters_changed=float(alarmed))))
+    check.on_reduced(Reduction(number, said=Said({"parameters_changed": [alarmed]})))
 
 
 def test_has_changed_since_accept() -> None:
@@ -67,7 +68,7 @@ def test_a_change_is_remembered_until_all_ranks_were_told() -> None:
     check.write(1)
     step(check)
     assert check.has_changed()
-    finish_reduction(check)  # a reduction whose control bits were sent before
+    finish_reduction(check)  # a reduction whose message was sent before
     assert check.has_changed()
     finish_reduction(check, alarmed=True)
     assert not check.has_changed()

@@ -114,7 +114,7 @@ def cases(draw: Any, num_ranks: int, is_one_host: bool) -> Case:
     parts = draw(_parts(num_optimizers, num_ranks, is_loose))
     options = {
         "op": "sum" if is_sum else "mean",
-        "compression": draw(st.sampled_from([None, None, None, "fp16", "bf16"])),
+        "compression": draw(st.sampled_from([None, None, None, "bf16", *([] if is_weighted else ["fp16"])])),
         "bucket_mb": draw(st.sampled_from([None, 0, 50 / 2**20, 200 / 2**20, 0.01, 0.3])),
         "accumulate": accumulate,
         "algorithm": draw(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from torchring.collectives.operations import Meanwhile
 from torchring.collectives.signature import Signature, mismatch
 from torchring.errors import RingError
 from torchring.kernels import reference
@@ -24,7 +25,7 @@ _REDUCE_OPS = {
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
 }
-_LEAST_WORDS = 16  # that travel with a signature
+_LEAST_WORDS = 64  # that travel with a signature: what ranks say in each reduction fits
 _NATIVE_DTYPES = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64)
 
 
@@ -87,15 +88,19 @@ class GlooCollectives:
             self._transport.collective(lambda group: group.allgather([gathered], [padded]))
         return [part[:size] for part, size in zip(gathered, sizes, strict=True)]
 
-    def exchange(self, data: bytes, signature: Signature, meanwhile: Callable[[], bool] | None = None) -> list[bytes]:
-        """As all_gather. A few bytes travel with the signature."""
+    def start_exchange(self, data: bytes, signature: Signature) -> Callable[[Meanwhile], list[bytes]]:
+        """As all_gather. What fits travels with the signature. Gloo proceeds by itself: nothing is called meanwhile."""
         room = 8 * (_LEAST_WORDS - 1)
-        start = memoryview(data[:room].ljust(room, b"\0")).cast("q")
-        rows = self._agree(signature, [len(data), *start])
-        sizes = [int(row[0]) for row in rows]
-        if max(sizes) <= room:
-            return [row[1:].numpy().tobytes()[:size] for row, size in zip(rows, sizes, strict=True)]
-        return [part.numpy().tobytes() for part in self._gather(tensor_of(data), sizes)]
+        finish = self._start_agree(signature, [len(data), *memoryview(data[:room].ljust(room, b"\0")).cast("q")])
+
+        def wait(meanwhile: Meanwhile) -> list[bytes]:
+            rows = finish()
+            sizes = [int(row[0]) for row in rows]
+            if max(sizes) <= room:
+                return [row[1:].numpy().tobytes()[:size] for row, size in zip(rows, sizes, strict=True)]
+            return [part.numpy().tobytes() for part in self._gather(tensor_of(data), sizes)]
+
+        return wait
 
     def all_to_all(self, pieces: Sequence[torch.Tensor], signature: Signature) -> list[torch.Tensor]:
         rows = self._agree(signature, [piece.numel() for piece in pieces])
@@ -116,16 +121,24 @@ class GlooCollectives:
 
     def _agree(self, signature: Signature, sizes: Sequence[int] = ()) -> list[torch.Tensor]:
         """Compare signatures, and return the `sizes` of all ranks, in one small message."""
+        return self._start_agree(signature, sizes)()
+
+    def _start_agree(self, signature: Signature, sizes: Sequence[int]) -> Callable[[], list[torch.Tensor]]:
         # Every row has room for the most sizes that any collective sends, so that all rows are equally long.
         room = max(self._transport.size, _LEAST_WORDS)
         text = torch.frombuffer(bytearray(signature.text), dtype=torch.int64)
         mine = torch.cat([torch.tensor([signature.checksum, *sizes, *[0] * (room - len(sizes))], device="cpu"), text])
         rows = [torch.empty_like(mine) for _ in range(self._transport.size)]
-        self._transport.collective(lambda group: group.allgather([rows], [mine]))
-        for rank, row in enumerate(rows):
-            if row[0] != mine[0]:
-                raise mismatch(self._transport.rank, signature, rank, row[1 + room :].numpy().tobytes())
-        return [row[1 : 1 + len(sizes)] for row in rows]
+        transfer = self._transport.start(lambda group: group.allgather([rows], [mine]))
+
+        def finish() -> list[torch.Tensor]:
+            transfer.wait()
+            for rank, row in enumerate(rows):
+                if row[0] != mine[0]:
+                    raise mismatch(self._transport.rank, signature, rank, row[1 + room :].numpy().tobytes())
+            return [row[1 : 1 + len(sizes)] for row in rows]
+
+        return finish
 
 
 def _as_integers(values: torch.Tensor, *, nan_is_least: bool) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 import torch
 
@@ -19,6 +19,8 @@ _REDUCIBLE = (
 )  # fmt: skip
 
 
+Meanwhile: TypeAlias = Callable[[], bool] | None
+"""Called now and then while a rank waits for ranks of its host, until it returns False."""
 DETAILS = {op: f"op={op!r}" for op in OPS}
 _BARRIER = Signature("barrier")
 _EXCHANGE = Signature("all_gather_object")
@@ -30,9 +32,7 @@ class Backend(Protocol):
     def all_reduce(self, data: torch.Tensor, op: str, signature: Signature) -> None: ...
     def broadcast(self, data: torch.Tensor, src: int, signature: Signature) -> None: ...
     def all_gather(self, data: torch.Tensor, signature: Signature) -> list[torch.Tensor]: ...
-    def exchange(
-        self, data: bytes, signature: Signature, meanwhile: Callable[[], bool] | None = None
-    ) -> list[bytes]: ...
+    def start_exchange(self, data: bytes, signature: Signature) -> Callable[[Meanwhile], list[bytes]]: ...
     def all_to_all(self, pieces: Sequence[torch.Tensor], signature: Signature) -> list[torch.Tensor]: ...
     def barrier(self, signature: Signature) -> None: ...
     def close(self) -> None: ...
@@ -49,8 +49,8 @@ class SingleRank:
     def all_gather(self, data: torch.Tensor, signature: Signature) -> list[torch.Tensor]:
         return [data.clone()]
 
-    def exchange(self, data: bytes, signature: Signature, meanwhile: Callable[[], bool] | None = None) -> list[bytes]:
-        return [data]
+    def start_exchange(self, data: bytes, signature: Signature) -> Callable[[Meanwhile], list[bytes]]:
+        return lambda meanwhile: [data]
 
     def all_to_all(self, pieces: Sequence[torch.Tensor], signature: Signature) -> list[torch.Tensor]:
         return [piece.clone() for piece in pieces]
@@ -142,8 +142,10 @@ def all_to_all(
     return received, [len(part) for part in received]
 
 
-def exchange(backend: Backend, data: bytes, meanwhile: Callable[[], bool] | None = None) -> list[bytes]:
-    return backend.exchange(data, _EXCHANGE, meanwhile)
+def exchange(
+    backend: Backend, data: bytes, signature: Signature = _EXCHANGE, meanwhile: Meanwhile = None
+) -> list[bytes]:
+    return backend.start_exchange(data, signature)(meanwhile)
 
 
 def barrier(backend: Backend) -> None:

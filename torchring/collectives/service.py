@@ -12,7 +12,7 @@ import torch
 
 from torchring.collectives import operations
 from torchring.collectives.join import Join
-from torchring.collectives.operations import Backend, SingleRank
+from torchring.collectives.operations import Backend, Meanwhile, SingleRank
 from torchring.collectives.shared_memory import SharedMemoryCollectives
 from torchring.collectives.signature import Signature, fingerprint, first_difference
 from torchring.dynamo import run_eagerly
@@ -91,13 +91,9 @@ class Collectives:
         return result
 
     def _call(self, what: str, operation: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
-        world = self.world
-        if self._backend is None:
-            from torchring.collectives.gloo import open_gloo  # a job on one host does not need it
-
-            self._backend, self._find_lost_peer = open_gloo(world, self._name)
+        world, backend = self.world, self._opened()
         try:
-            return operation(self._backend, *arguments)
+            return operation(backend, *arguments)
         except PeerLostError as error:
             called = (
                 f". Its own output says whether it failed. If it did not: this rank is in {what}(), which every rank "
@@ -106,6 +102,13 @@ class Collectives:
             )
             error.message = error.message.replace(world.advice, called)
             raise
+
+    def _opened(self) -> Backend:
+        if self._backend is None:
+            from torchring.collectives.gloo import open_gloo  # a job on one host does not need it
+
+            self._backend, self._find_lost_peer = open_gloo(self.world, self._name)
+        return self._backend
 
     def lost_peer(self) -> RingError | None:
         """The error if a rank of another host is gone, as far as these collectives know. From any thread."""
@@ -147,13 +150,17 @@ class Collectives:
 
         return self.run("broadcast_object", operation)
 
-    def all_gather_bytes(self, data: bytes, meanwhile: Callable[[], bool] | None = None) -> list[bytes]:
-        """The `data` of all ranks, in rank order. Up to 120 bytes travel in one message.
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """The `data` of all ranks, in rank order. Some hundred bytes travel in one message."""
+        return self.run("all_gather_object", operations.exchange, data)
 
-        Args:
-            meanwhile: called now and then while this rank waits for ranks of its host, until it returns False.
+    def start_exchange(self, data: bytes, signature: Signature) -> Callable[[Meanwhile], list[bytes]]:
+        """As `all_gather_bytes`, in two calls, inside an operation that an `InterruptionGuard` runs.
+
+        Returns what waits for the `data` of all ranks. No other collective may come in between.
         """
-        return self.run("all_gather_object", operations.exchange, data, meanwhile)
+        wait = self._opened().start_exchange(data, signature)
+        return lambda meanwhile: self._progress.run(signature.operation, wait, meanwhile)
 
     def all_gather(self, tensor: torch.Tensor, signature: Signature | None = None) -> list[torch.Tensor]:
         """The tensors of all ranks, in rank order. Sizes of dimension 0 may differ.

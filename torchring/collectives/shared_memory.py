@@ -21,11 +21,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import torch
 
 from torchring.collectives.combine import combine
+from torchring.collectives.operations import Meanwhile
 from torchring.collectives.signature import Signature, mismatch
 from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup, as_words, tensor_of
@@ -135,21 +137,26 @@ class SharedMemoryCollectives:
                 piece.copy_(stage[: piece.numel()])
         return gathered
 
-    def exchange(self, data: bytes, signature: Signature, meanwhile: Callable[[], bool] | None = None) -> list[bytes]:
-        """The `data` of all ranks, in rank order; of any length on each rank. As all_gather, without tensors.
+    def start_exchange(self, data: bytes, signature: Signature) -> Callable[[Meanwhile], list[bytes]]:
+        """Give all ranks the `data` of all, in rank order; of any length on each rank. As all_gather, without tensors.
 
-        Args:
-            meanwhile: see `Channel`.
+        Returns what waits for the other ranks, before any other collective. Its argument: see `Channel`.
         """
-        me, room = self._group.index, self._stage_bytes
-        stages = self._bytes[self._next_half()]
+        room, stages = self._stage_bytes, self._bytes[self._next_half()]
         first = data[:room]
-        stages[me][: len(first)] = first
-        self._channel.meanwhile = meanwhile
+        stages[self._group.index][: len(first)] = first
+        self._announce(signature, [len(data)])
+        return partial(self._finish_exchange, stages, data, signature)
+
+    def _finish_exchange(
+        self, stages: Sequence[memoryview], data: bytes, signature: Signature, meanwhile: Meanwhile
+    ) -> list[bytes]:
+        room, self._channel.meanwhile = self._stage_bytes, meanwhile
         try:
-            sizes = [row[0] for row in self._meet(signature, [len(data)])]
+            self._channel.gather()
         finally:
             self._channel.meanwhile = None
+        sizes = [row[0] for row in self._compare(signature, 1)]
         gathered = [bytes(stage[: min(size, room)]) for stage, size in zip(stages, sizes, strict=True)]
         if max(sizes) <= room:
             return gathered
@@ -206,19 +213,27 @@ class SharedMemoryCollectives:
         if signature is None:
             self._channel.barrier()
             return []
+        self._announce(signature, sizes)
+        self._channel.gather()
+        return self._compare(signature, len(sizes))
+
+    def _announce(self, signature: Signature, sizes: Sequence[int]) -> None:
         half = self._num_turns & 1
-        first = half * self._num_words
-        start = half * Signature.MAX_BYTES
-        mine, checksum = self._words[self._group.index], signature.checksum
+        mine, first = self._words[self._group.index], half * self._num_words
         if self._written[half] is not signature:
-            mine[first] = checksum
+            start = half * Signature.MAX_BYTES
+            mine[first] = signature.checksum
             self._texts[self._group.index][start : start + Signature.MAX_BYTES] = signature.text
             self._written[half] = signature
         for i, size in enumerate(sizes, start=first + 1):
             mine[i] = size
-        self._channel.barrier()
+        self._channel.announce()
+
+    def _compare(self, signature: Signature, num_sizes: int) -> list[list[int]]:
+        half = self._num_turns & 1
+        first, start = half * self._num_words, half * Signature.MAX_BYTES
         for index, words in enumerate(self._words):
-            if words[first] != checksum:
+            if words[first] != signature.checksum:
                 theirs = bytes(self._texts[index][start : start + Signature.MAX_BYTES])
                 raise mismatch(self._group.rank, signature, self._group.ranks[index], theirs)
-        return [words[first + 1 : first + 1 + len(sizes)].tolist() for words in self._words] if sizes else []
+        return [words[first + 1 : first + 1 + num_sizes].tolist() for words in self._words] if num_sizes else []

@@ -11,19 +11,16 @@ Times take events, each of which costs the host some microseconds: few reduction
 
 from __future__ import annotations
 
-import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from torchring.accelerators import Mark
-from torchring.allreduce import TAGS_PER_REDUCTION, Wire
-from torchring.allreduce.contract import tag_mismatch
+from torchring.allreduce import Wire
 from torchring.collectives.service import internal_collectives_of
 from torchring.devices.packing import DevicePacking, slots_of
 from torchring.devices.stream import NOTHING_FOUND, Dated, DeviceWire, OnStream
@@ -33,11 +30,10 @@ from torchring.gradients.bucket import Bucket
 from torchring.gradients.hooks import StreamNotes
 from torchring.gradients.packing import Packing
 from torchring.gradients.plan import BucketPlan, ParameterSpec, Plan
-from torchring.gradients.reduction import ControlFields, NonFiniteGradient, Reduction
+from torchring.gradients.reduction import NonFiniteGradient, Reduction
 from torchring.kernels.chunks import ChunkTable
 from torchring.world import World
 
-_FINDING: Final = struct.Struct("3q")  # number of the reduction, what was found, in which parameter
 _IN_INPUT, _IN_SUM = 1, 2
 _FIRST_DATED, _DATED_EVERY = 4, 16  # the first reductions are dated, and then one in so many
 
@@ -72,7 +68,6 @@ class DeviceAgreement:
         world: of any size.
         all_reduce: works in a stream of the device.
         timing: gets the seconds of every reduction that the device has finished.
-        control: the control bits.
         specs, parameters: all of the optimizer's; both lists may grow.
     """
 
@@ -84,7 +79,6 @@ class DeviceAgreement:
         world: World,
         all_reduce: OnStream,
         timing: Timing,
-        control: ControlFields,
         specs: Sequence[ParameterSpec],
         parameters: Sequence[torch.nn.Parameter],
     ) -> None:
@@ -92,8 +86,6 @@ class DeviceAgreement:
         self._world = world
         self._all_reduce = all_reduce
         self._timing = timing
-        self._control = control
-        self._header = struct.Struct(f"{_FINDING.format}{control.own.num_elements(torch.float64)}d")
         self._specs = specs
         self._parameters = parameters
         self._opened: list[_Opened] = []
@@ -126,30 +118,15 @@ class DeviceAgreement:
     def backward_is_over(self) -> None:
         self._backward_end = self._all_reduce.accelerator.mark_current() if self._all_reduce.is_dated else None
 
-    def agree(self, current: Reduction, buckets: Sequence[Bucket]) -> None:
-        """See `Agreement`.
-
-        Raises PlanMismatchError where a rank is in another reduction, PeerLostError, PeerTimeoutError.
-        """
-        self._keep_unfinished()
+    def tell(self, current: Reduction) -> None:
         kind, parameter = self._take_finding()
-        flags = [bucket.flags.numpy() for bucket in buckets]
-        used = np.concatenate(flags).astype(np.bool_).tobytes() if flags else b""
-        bits = self._control.own.encode(current.bits, torch.float64)
-        mine = self._header.pack(current.number, kind, parameter, *bits) + used
-        everybody = internal_collectives_of(self._world).all_gather_bytes(mine)
-        headers = [self._header.unpack_from(theirs) for theirs in everybody]
-        for rank, (number, *_) in enumerate(headers):
-            if number != current.number:
-                tags = current.number * TAGS_PER_REDUCTION, number * TAGS_PER_REDUCTION
-                raise tag_mismatch(self._world.rank, tags[0], rank, tags[1])
-        if any(text[self._header.size :] != used for text in everybody):  # else this rank's flags are right already
-            parts = [np.frombuffer(text, np.uint8, offset=self._header.size) for text in everybody]
-            ends = np.cumsum([len(own) for own in flags])
-            for own, part in zip(flags, np.split(np.sum(parts, axis=0), ends), strict=False):
-                own[:] = part
-        current.sums = self._control.decode_gathered([header[3:] for header in headers])
-        if found := _first_finding(headers):
+        if kind:
+            current.mine["non_finite" if kind == _IN_INPUT else "overflowed"] = parameter + 1
+
+    def agree(self, current: Reduction, buckets: Sequence[Bucket]) -> None:
+        self._keep_unfinished()
+        by_rank = current.heard.by_rank
+        if found := _first_finding(by_rank["non_finite"], by_rank["overflowed"]):
             source, index = found
             # The gradient of that reduction is gone. The parameter shows whether it was trained on.
             trained = self._parameters[index]
@@ -159,8 +136,9 @@ class DeviceAgreement:
         self._all_reduce.accelerator.synchronize()
         self._take_finished()
         kind, parameter = self._take_finding()
-        everybody = internal_collectives_of(self._world).all_gather_bytes(_FINDING.pack(0, kind, parameter))
-        found = _first_finding([_FINDING.unpack(theirs) for theirs in everybody])
+        mine = torch.tensor([(parameter + 1) * (kind == _IN_INPUT), (parameter + 1) * (kind == _IN_SUM)], device="cpu")
+        everybody = internal_collectives_of(self._world).all_gather(mine)
+        found = _first_finding(*torch.stack(everybody).t().tolist())
         if found is None:
             return None
         source, index = found
@@ -234,10 +212,12 @@ def _likeliest(indices: Sequence[int], parameters: Sequence[torch.nn.Parameter])
     return next((i for i, tensor in suspects if tensor is not None and not tensor.isfinite().all()), indices[0])
 
 
-def _first_finding(headers: Sequence[Sequence[int]]) -> tuple[int | None, int] | None:
-    """(rank, parameter) of the lowest rank that found something in its own gradients; else (None, parameter)."""
-    for kind in (_IN_INPUT, _IN_SUM):
-        for rank, header in enumerate(headers):
-            if header[1] == kind:
-                return (rank if kind == _IN_INPUT else None), header[2]
-    return None
+def _first_finding(in_inputs: Sequence[float], in_sums: Sequence[float]) -> tuple[int | None, int] | None:
+    """(rank, parameter) of the lowest rank that found something in its own gradients; else (None, parameter).
+
+    Args: of each rank, 1 + the index of a parameter, or 0.
+    """
+    for rank, found in enumerate(in_inputs):
+        if found:
+            return rank, int(found) - 1
+    return next(((None, int(found) - 1) for found in in_sums if found), None)

@@ -1,7 +1,6 @@
-"""Ranks agree at the end of a reduction. `BucketLayout` chooses once how.
+"""Whether a reduction was finite, and how long it took. `BucketLayout` chooses once who finds out.
 
-Where the host reduces, the wire buffers carry everything: which parameters were used, the control bits, and what was
-not finite. `devices/agreement.py` is for reductions on a device.
+Here it is the host that reduces. `devices/agreement.py` is for reductions on a device.
 """
 
 from __future__ import annotations
@@ -15,15 +14,13 @@ import torch
 
 from torchring.allreduce import AllReduce, Wire
 from torchring.allreduce.native import NativeWire
-from torchring.collectives.service import internal_collectives_of
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.hooks import StreamNotes
 from torchring.gradients.packing import HostPacking, MarkingPacking, Packing
 from torchring.gradients.plan import BucketPlan, ParameterSpec, Plan
-from torchring.gradients.reduction import ControlFields, NonFiniteGradient, Reduction
+from torchring.gradients.reduction import NonFiniteGradient, Reduction
 from torchring.gradients.views import CAN_SWAP
 from torchring.memory.heap import give_back, keep_freed
-from torchring.world import World
 
 
 @dataclass
@@ -87,11 +84,11 @@ class Agreement(Protocol):
     def backward_is_over(self) -> None:
         """The host has run the whole backward, and is about to wait for the buckets."""
 
-    def agree(self, current: Reduction, buckets: Sequence[Bucket]) -> None:
-        """Collective: every bucket is REDUCED. Sets `sums` and `non_finite` of the reduction.
+    def tell(self, current: Reduction) -> None:
+        """Every gradient is packed. Set the fields `non_finite` and `overflowed` of the message."""
 
-        After this, flags are 0 only where no rank has used the parameter.
-        """
+    def agree(self, current: Reduction, buckets: Sequence[Bucket]) -> None:
+        """Every bucket is REDUCED, and ranks know `current.said`. Sets `non_finite` of the reduction."""
 
     def find_non_finite(self) -> NonFiniteGradient | None:
         """Collective, after `agree`: the reduction's first NaN or infinity, if `agree` could not know of it yet."""
@@ -113,17 +110,9 @@ class HostAgreement:
     stream_notes: StreamNotes | None = None
     works: Sequence[Any] = ()
 
-    def __init__(
-        self,
-        world: World,
-        all_reduce: AllReduce[Any],
-        timing: Timing,
-        control: ControlFields,
-    ) -> None:
+    def __init__(self, all_reduce: AllReduce[Any], timing: Timing) -> None:
         self.overlap = "thread" if all_reduce.in_background else "inline"
         self.starts_at_once = all_reduce.in_background or all_reduce.algorithm == "direct"
-        self._world = world
-        self._control = control
         self._all_reduce = all_reduce
         self._timing = timing
 
@@ -143,15 +132,10 @@ class HostAgreement:
 
     def backward_is_over(self) -> None: ...
 
+    def tell(self, current: Reduction) -> None: ...
+
     def agree(self, current: Reduction, buckets: Sequence[Bucket]) -> None:
         self._timing.add(current.busy_seconds, current.exposed_seconds)
-        if buckets:
-            current.sums = buckets[0].control_sums()
-        else:  # all gradients are sparse
-            elements = self._control.encode(current.bits, torch.float64)
-            tensor = torch.tensor(elements, dtype=torch.float64, device="cpu")
-            internal_collectives_of(self._world).all_reduce(tensor, "sum")
-            current.sums = self._control.decode(tensor.tolist(), torch.float64)
         for bucket in buckets:
             if (found := bucket.non_finite) is not None:
                 slot = bucket.slot_at(found.element)

@@ -23,7 +23,7 @@ from torchring.errors import GradientError
 from torchring.gradients.ledger import LOCAL, GradientLedger, GradientStatus, grad_of
 from torchring.gradients.packing import COPY_ON_ARRIVAL_BYTES, HostPacking, Packing
 from torchring.gradients.plan import BucketPlan, ParameterSpec, Slot
-from torchring.gradients.reduction import ControlSums, Reduction
+from torchring.gradients.reduction import Reduction
 from torchring.gradients.views import (
     CAN_SWAP,
     as_real,
@@ -62,8 +62,7 @@ class Bucket:
 
     Attributes:
         ledger: what is known about each gradient.
-        flags: float[slots] on the host, 1 for each parameter that is used. A part of the wire buffer on the host; on a
-            device `DeviceAgreement` compares the flags.
+        unused: slots of parameters that this rank has not used in this reduction.
         reduction: the reduction under way, or the last one.
         non_finite: where the first NaN or infinity of this reduction came from.
         copies_on_arrival: for each slot, whether `mark_ready` copies the gradient at once.
@@ -117,10 +116,6 @@ class Bucket:
             for slot in plan.slots
         ]
         self.only_counts = [not copies for copies in self.copies_on_arrival]
-        self.flags = wire.tensor[plan.flags_offset : plan.control_offset]
-        self._control = wire.tensor[plan.control_offset :]
-        if self._is_asynchronous:
-            self.flags = torch.zeros(len(plan.slots), dtype=torch.float32, device="cpu")
 
         # Of large gradients: the first block of this rank's slice within, begin and end of the blocks in the gradient,
         # and elements to a block. There the sum reads the gradient itself.
@@ -135,6 +130,7 @@ class Bucket:
         self.reduction = Reduction(0)
         self.state = BucketState.IDLE
         self.non_finite: NonFinite | None = None
+        self.unused: set[int] = set()
         self._has_arrived = [False] * len(plan.slots)
         self._num_missing = len(plan.slots)
         self._missing: list[int] = []  # slots that had not arrived when backward ended
@@ -200,14 +196,12 @@ class Bucket:
     def fill_missing(self) -> None:
         """Backward is over: parameters whose gradient did not arrive contribute what they hold, or zero. Then PACKED.
 
-        A parameter whose gradient holds nothing new is flagged 0. If the flag is 0 on every rank, `.grad` stays as it
-        is.
+        A parameter whose gradient holds nothing new is unused. If it is unused on every rank, `.grad` stays as it is.
         """
         if (tell := self.reduction.events) is not None:
             tell(READY, self.index, 0)
         if self.state is BucketState.IDLE:
             self._move(BucketState.FILLING)
-        self.flags.fill_(1)
         self._missing = [slot for slot, arrived in enumerate(self._has_arrived) if not arrived]
         self._take_back_moved(self._missing)
         present: list[int] = []
@@ -215,11 +209,9 @@ class Bucket:
         for slot in self._missing:
             grad = self.parameters[slot].grad
             (absent if grad is None or self.reduction.is_absent else present).append(slot)
-            if grad is None:
-                self.flags[slot] = 0
-            elif self.reduction.is_absent or self.ledger.is_settled(slot, grad):
-                self.flags[slot] = 0
-                if grad is self._views[slot]:
+            if grad is None or self.reduction.is_absent or self.ledger.is_settled(slot, grad):
+                self.unused.add(slot)
+                if grad is not None and grad is self._views[slot]:
                     self._kept[slot] = grad.clone()
         if absent:
             self._keep_for_copying_back(absent)
@@ -228,11 +220,6 @@ class Bucket:
             torch._foreach_zero_([self._views[slot] for slot in absent])
         self._pack(present)
         self._pack_rest()
-
-    def control_sums(self) -> ControlSums:
-        """The control bits of the last reduction, summed over ranks. On the host, where the plan has room for them."""
-        elements = [value / self.reduce_scale for value in self._control.tolist()]
-        return self.plan.control.decode(elements, self.plan.wire_dtype)
 
     def begin_reduce(self) -> None:
         """The wire buffer goes to the all-reduce."""
@@ -267,11 +254,11 @@ class Bucket:
             else self._has_arrived
         )
         if scale != 1.0 and self._live_in_wire:
-            self.wire.tensor[: self.plan.flags_offset].mul_(scale)
+            self.wire.tensor.mul_(scale)
         unused: set[int] = set()
         if self._missing:
-            flags = self.flags.tolist()
-            unused = {slot for slot in self._missing if flags[slot] == 0}
+            nobodys = self.reduction.heard.unused
+            unused = {slot for slot in self._missing if self.plan.slots[slot].parameter in nobodys}
             self._hand_out([slot for slot in self._missing if slot not in unused])
             for slot in unused & self._kept.keys():
                 self._views[slot].copy_(self._kept[slot])
@@ -296,7 +283,7 @@ class Bucket:
         """
         is_under_way = self.state in (BucketState.REDUCING, BucketState.REDUCED)
         if self.state is BucketState.PACKED and self._scales_in_wire and self.reduction.factor:
-            self.wire.tensor[: self.plan.flags_offset].div_(self.reduction.factor)
+            self.wire.tensor.div_(self.reduction.factor)
         if self.state in (BucketState.FILLING, BucketState.PACKED):
             self.packing.undo()
         if not (is_under_way or (self._is_asynchronous and self.state is BucketState.PACKED)):
@@ -323,6 +310,7 @@ class Bucket:
         self.state = BucketState.IDLE
         self._has_arrived = [False] * len(self.names)
         self._num_missing = len(self.names)
+        self.unused = set()
         self._missing, self._kept, self._packed, self._copied, self._left = [], {}, {}, {}, {}
         self._inputs.clear()
         self._is_aborted = False
@@ -331,7 +319,7 @@ class Bucket:
     def release(self) -> None:
         """Another bucket is about to replace this one: let go of the buffer. The ledger stays."""
         self.ledger.release_views()
-        del self.wire, self.flags, self.packing, self._control
+        del self.wire, self.packing
 
     @property
     def _scales_in_wire(self) -> bool:
@@ -416,10 +404,8 @@ class Bucket:
     def _pack_rest(self) -> bool:
         """Copy the gradients that were only counted on arrival. Returns True: the bucket is PACKED."""
         tell = self.reduction.events
-        if self._num_missing == 0:
-            if tell is not None:
-                tell(READY, self.index, 0)
-            self.flags.fill_(1)
+        if self._num_missing == 0 and tell is not None:
+            tell(READY, self.index, 0)
         arrived = [slot for slot, here in enumerate(self._has_arrived) if here]
         self._pack([slot for slot in arrived if not self.copies_on_arrival[slot]])
         for slot, version in self._copied.items():
@@ -429,13 +415,10 @@ class Bucket:
         factor = 1.0
         if self._scales_in_wire:
             factor = self.reduction.factor
-            self.wire.tensor[: self.plan.flags_offset].mul_(factor)
+            self.wire.tensor.mul_(factor)
         self.packing.finish_packing(factor)
         if self.packing.takes_once:
             self.ledger.note_versions()
-        if not self._is_asynchronous and self._control.numel():
-            elements = self.plan.control.encode(self.reduction.bits, self.plan.wire_dtype)
-            self._control.copy_(torch.tensor(elements, dtype=torch.float64, device="cpu"))
         self._move(BucketState.PACKED)
         if tell is not None:
             tell(PACKED, self.index, 0)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 
+from torchring.allreduce import TAGS_PER_REDUCTION
+from torchring.allreduce.contract import tag_mismatch
 from torchring.collectives.join import Join
+from torchring.collectives.operations import Meanwhile
 from torchring.collectives.service import collectives_of, internal_collectives_of
+from torchring.collectives.signature import Signature
 from torchring.errors import GradientError, PlanMismatchError, RingError, in_step, ranks_in_words
 from torchring.gradients.launcher import Launcher
 from torchring.gradients.ledger import StaleGradients
+from torchring.gradients.message import Said, join, split
 from torchring.gradients.module_wrappers import MODULE_WRAPPERS, explain
 from torchring.gradients.reducer import Follow, Reducer
+from torchring.gradients.reductions import Reductions
 from torchring.interruption import InterruptionGuard
 from torchring.observer import EXPOSED
 from torchring.rooms import room
@@ -29,24 +34,9 @@ _UNLIKE_NO_SYNC: Final = (
     "a backward() ran inside no_sync() on some ranks only, or reached another optimizer there that was to reduce. "
     "Enter no_sync() on all ranks, of all optimizers whose parameters the backward may reach"
 )
-_HAS_DATA: Final = struct.Struct("?")
-_REACHED: Final = struct.Struct("<B?H")
-_MOST_ABORTED: Final = 2**16 - 1
+_MESSAGE: Final = Signature("backward")
 REDUCTION: Final = b"backward()"
 """What a rank announces at the beginning of a reduction, see `Reducers.announce`."""
-
-
-class _Reached(NamedTuple):
-    """One rank's message about one optimizer, at the end of a backward.
-
-    wants: 0 if the backward has not reached the optimizer, 1 if it accumulates, 2 if it reduces.
-    is_in_no_sync: see `Reducer`.
-    num_aborted: see `Launcher`.
-    """
-
-    wants: int
-    is_in_no_sync: bool
-    num_aborted: int
 
 
 class Reducers:
@@ -120,6 +110,50 @@ class Reducers:
             text = f"{ranks_in_words(others)} called {theirs} where this rank called {what.decode()}"
             raise in_step(PlanMismatchError(text, rank=self._world.rank, peers=others))
         return [rank for rank, theirs in enumerate(said) if not theirs]
+
+    def start_exchange(self, reducers: Sequence[Reductions]) -> Callable[[Meanwhile], list[Said]]:
+        """Give all ranks this rank's messages about `reducers`, in the order of wrapping.
+
+        Returns what waits for those of all ranks, before any other collective. Where a reduction has begun on all
+        ranks, it gets to know what was said.
+
+        Raises GradientError on all ranks if an optimizer reduces on some ranks and is in `no_sync()` on others,
+        PlanMismatchError if a backward was aborted on some ranks only, after buckets had left.
+        """
+        mine = join(reducer.message() for reducer in reducers)
+        return partial(self._hear, reducers, internal_collectives_of(self._world).start_exchange(mine, _MESSAGE))
+
+    def _hear(
+        self, reducers: Sequence[Reductions], wait: Callable[[Meanwhile], list[bytes]], meanwhile: Meanwhile
+    ) -> list[Said]:
+        everybody = list(map(split, wait(meanwhile)))
+        if len(set(map(len, everybody))) > 1:
+            raise PlanMismatchError("some ranks have closed an optimizer that others still use", rank=self._world.rank)
+        heard = []
+        for reducer, messages in zip(reducers, zip(*everybody, strict=True), strict=True):
+            heard.append(said := reducer.hear(messages))
+            self._check(said)
+            if all(said.by_rank["is_complete"]):
+                reducer.reduction.said = said
+        return heard
+
+    def _check(self, said: Said) -> None:
+        rank, by_rank = self._world.rank, said.by_rank
+        if len(set(by_rank["num_aborted"])) > 1:
+            at_fault = [rank for rank, count in enumerate(by_rank["num_aborted"]) if count]
+            raise PlanMismatchError(
+                f"a backward was aborted on {ranks_in_words(at_fault)} after part of its gradients had left, and "
+                "others went on",
+                rank=rank,
+                peers=at_fault,
+            )
+        if said.sums["is_in_no_sync"] and 2 in by_rank["reach"]:
+            raise in_step(GradientError(_UNLIKE_NO_SYNC, rank=rank))
+        numbers = {int(n): other for other, n in enumerate(by_rank["number"]) if by_rank["is_complete"][other]}
+        if len(numbers) > 1:
+            mine = int(by_rank["number"][rank])
+            number, other = next((number, other) for number, other in numbers.items() if number != mine)
+            raise tag_mismatch(rank, mine * TAGS_PER_REDUCTION, other, number * TAGS_PER_REDUCTION)
 
     def refuse_other_thread(self, thread: int) -> None:
         """Raise GradientError if a backward begins in `thread` while one of another thread is under way.
@@ -242,7 +276,7 @@ class OptimizerGroup:
             return self._reduce_together()
         (reducer,) = self.reducers
         self._finish(reducer, reduces=True)
-        return reducer.reduction.sums["has_ended"] < self._world.size
+        return reducer.reduction.heard.sums["has_ended"] < self._world.size
 
     def end_backward(self, caller: Reducer) -> None:
         """A backward that reached `caller` is about to return: finish the reducers that it has reached."""
@@ -265,6 +299,7 @@ class OptimizerGroup:
     def _finish(self, reducer: Reducer, *, reduces: bool) -> None:
         """Collective: finish the only reducer."""
         if reduces:
+            reducer.join_backward()
             reducer.launch_rest()
         reducer.finish_backward(reduces=reduces)
 
@@ -275,39 +310,36 @@ class OptimizerGroup:
         try:
             for reducer in reducers:
                 reducer.launch_own()
-            wants, some_have_data = self._agree(reducers)
-            for reducer, want in zip(reducers, wants, strict=True):
-                if want == 2:
+            heard = self._agree(reducers)
+            reach = [max(said.by_rank["reach"]) for said in heard]
+            late = [
+                reducer
+                for reducer, reached, said in zip(reducers, reach, heard, strict=True)
+                if reached == 2 and not all(said.by_rank["is_complete"])
+            ]
+            for reducer in late:
+                reducer.join_backward()
+            if late:
+                self.reducers.start_exchange(late)(self.reducers.advance)
+            for reducer, reached in zip(reducers, reach, strict=True):
+                if reached == 2:
                     reducer.launch_rest()
-            for reducer, want in zip(reducers, wants, strict=True):
-                if want:
+            for reducer, reached in zip(reducers, reach, strict=True):
+                if reached:
                     reducer.enter(EXPOSED)  # the reducer before has left it
-                    reducer.finish_backward(reduces=want == 2)
-            return some_have_data
+                    reducer.finish_backward(reduces=reached == 2)
+            return heard[0].sums["has_ended"] < self._world.size
         except BaseException:
             for reducer in reducers:
                 reducer.abort_backward()
             raise
 
-    def _agree(self, reducers: Sequence[Reducer]) -> tuple[list[int], bool]:
-        """Collective: the greatest `_Reached.wants` of any rank for each reducer, and whether any rank has data.
-
-        Raises GradientError on all ranks if a reducer reduces on some ranks and is in `no_sync()` on others,
-        PlanMismatchError if a backward was aborted on some ranks only, after buckets had left.
-        """
-        mine = b"".join(
-            _REACHED.pack(
-                reducer.in_backward + reducer.wants_reduction,
-                reducer.is_in_no_sync,
-                min(reducer.launcher.num_aborted, _MOST_ABORTED),
-            )
-            for reducer in reducers
-        )
-        has_data = _HAS_DATA.pack(not self.reducers.has_ended)
+    def _agree(self, reducers: Sequence[Reducer]) -> list[Said]:
+        """Collective: what all ranks say about each reducer. Goes on reducing meanwhile."""
         own = [reducer.launcher for reducer in reducers if reducer.wants_reduction]
         stood_still, started = sum(launcher.reduction.exposed_seconds for launcher in own), time.perf_counter()
         try:
-            everybody = internal_collectives_of(self._world).all_gather_bytes(has_data + mine, self.reducers.advance)
+            heard = self.reducers.start_exchange(reducers)(self.reducers.advance)
         except RingError as error:
             for launcher in own:
                 launcher.locate(error)
@@ -315,27 +347,7 @@ class OptimizerGroup:
         if own:  # calls of `advance` have been counted already
             counted = sum(launcher.reduction.exposed_seconds for launcher in own) - stood_still
             own[0].stood_still(time.perf_counter() - started - counted)
-        if len(set(map(len, everybody))) > 1:
-            raise PlanMismatchError("some ranks have closed an optimizer that others still use", rank=self._world.rank)
-        some_have_data = any(_HAS_DATA.unpack_from(theirs)[0] for theirs in everybody)
-        rows = [list(map(_Reached._make, _REACHED.iter_unpack(theirs[_HAS_DATA.size :]))) for theirs in everybody]
-        for reducer, column in zip(reducers, zip(*rows, strict=True), strict=True):
-            self._check(reducer, column)
-        return [max(reached.wants for reached in column) for column in zip(*rows, strict=True)], some_have_data
-
-    def _check(self, reducer: Reducer, column: Sequence[_Reached]) -> None:
-        """See `_agree`. Args: column: what each rank says about the reducer."""
-        left = [reached.num_aborted for reached in column]
-        if len(set(left)) > 1:
-            at_fault = [rank for rank, count in enumerate(left) if count]
-            raise PlanMismatchError(
-                f"a backward was aborted on {ranks_in_words(at_fault)} after part of its gradients had left, and "
-                "others went on",
-                rank=self._world.rank,
-                peers=at_fault,
-            )
-        if any(reached.is_in_no_sync for reached in column) and any(reached.wants == 2 for reached in column):
-            raise in_step(GradientError(_UNLIKE_NO_SYNC, rank=self._world.rank))
+        return heard
 
     def release_dead(self) -> None:
         """Collective: close the reducers whose optimizer is gone, on all ranks (garbage is not collected in step)."""

@@ -25,7 +25,6 @@ from torchring.gradients.plan import (
     default_bucket_mb,
     shifted,
 )
-from torchring.gradients.reduction import ControlFields
 from torchring.observer import Progress
 from torchring.rooms import room
 from torchring.world import World
@@ -71,7 +70,6 @@ class BucketLayout:
     Args:
         world: has more than one rank.
         options: see `Options`.
-        control: the control bits, in the first bucket.
         first: the parameters that `open` is going to lay out.
         specs, parameters: lists of all that are laid out. They grow with `open` and `add`.
         progress, waiting: see `Launcher`.
@@ -90,7 +88,6 @@ class BucketLayout:
         self,
         world: World,
         options: Options,
-        control: ControlFields,
         first: Sequence[ParameterSpec],
         specs: list[ParameterSpec],
         parameters: list[torch.nn.Parameter],
@@ -102,7 +99,6 @@ class BucketLayout:
         self.world = world
         self.options = options
         self.timing = Timing()
-        self._control = control
         device = first[0].device
         ranks, on_device = (world.size, world.num_nodes), accelerator_of(device) is not None
         self._on_device = on_device
@@ -118,10 +114,10 @@ class BucketLayout:
         self.agreement: Agreement
         if on_device:
             self.agreement = room("device agreement").DeviceAgreement(
-                world, self.all_reduce, self.timing, control, self.specs, self.parameters
+                world, self.all_reduce, self.timing, self.specs, self.parameters
             )
         else:
-            self.agreement = HostAgreement(world, self.all_reduce, self.timing, control)
+            self.agreement = HostAgreement(self.all_reduce, self.timing)
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -150,7 +146,6 @@ class BucketLayout:
             last_bucket_bytes=LAST_BUCKET_BYTES if is_small_last else None,
             compression=self.options.compression,
             order=order,
-            control=self._control,
         )
 
     def open(self, specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -114,11 +114,11 @@ class MarkingPacking(HostPacking):
         self._factor = scale
         self._wire = wire
         self._slots = plan.slots
-        self._gradients = wire.tensor[: plan.flags_offset]
+        self._gradients = wire.tensor
         self._piece = _PIECE_BYTES // plan.wire_dtype.itemsize
         self._are_large = [slot.numel * plan.wire_dtype.itemsize >= COPY_ON_ARRIVAL_BYTES for slot in plan.slots]
         self._runs: list[tuple[int, int]] = []  # of small gradients: begin and end
-        ends = [slot.offset for slot in plan.slots[1:]] + [plan.flags_offset]
+        ends = [slot.offset for slot in plan.slots[1:]] + [plan.numel]
         for slot, end, is_large in zip(plan.slots, ends, self._are_large, strict=True):
             if not is_large:
                 begin = self._runs.pop()[0] if self._runs and self._runs[-1][1] == slot.offset else slot.offset

@@ -13,8 +13,6 @@ from typing import Final, Literal
 
 import torch
 
-from torchring.gradients.reduction import ControlFields
-
 ALIGNMENT_BYTES: Final = 64  # of each parameter in its bucket: a cache line, and 128-bit accesses on a GPU
 FIRST_BUCKET_BYTES: Final = 1 << 20  # small, so that the link is busy early in backward
 # Between hosts, what is reduced after backward has ended is not hidden, so little should be ready last.
@@ -31,7 +29,6 @@ _REAL: Final = {torch.complex32: torch.float16, torch.complex64: torch.float32, 
 
 Compression = Literal["fp16", "bf16"]
 COMPRESSIONS: Final[dict[str | None, torch.dtype | None]] = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}
-_NO_CONTROL: Final = ControlFields()
 
 
 @dataclass(frozen=True)
@@ -89,30 +86,19 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """One wire buffer: its slots, then one flag per slot that says whether any rank used the parameter.
-
-    The first bucket of a plan ends with the control bits.
+    """One wire buffer, and the places of gradients in it.
 
     Attributes:
         dtype: dtype of the gradients, or of their real and imaginary parts if they are complex.
         wire_dtype: dtype of the wire buffer.
-        flags_offset: where the flags begin, in elements.
         numel: number of elements of the whole wire buffer.
-        control: the control bits, which come last; only in the first bucket.
     """
 
     index: int
     dtype: torch.dtype
     wire_dtype: torch.dtype
     slots: tuple[Slot, ...]
-    flags_offset: int
     numel: int
-    control: ControlFields = _NO_CONTROL
-
-    @property
-    def control_offset(self) -> int:
-        """End of the flags, in elements. The control bits begin here if the bucket has any."""
-        return self.flags_offset + len(self.slots)
 
     @property
     def num_bytes(self) -> int:
@@ -130,11 +116,6 @@ class Plan:
     def num_bytes(self) -> int:
         """Bytes of all wire buffers: what one rank contributes to one reduction."""
         return sum(bucket.num_bytes for bucket in self.buckets)
-
-    @property
-    def control(self) -> ControlFields:
-        """The control bits that travel with the first bucket."""
-        return self.buckets[0].control if self.buckets else _NO_CONTROL
 
 
 def default_bucket_mb(num_ranks: int, num_hosts: int, algorithm: str, *, on_device: bool) -> float:
@@ -155,7 +136,6 @@ def build_plan(
     last_bucket_bytes: int | None = None,
     compression: str | None = None,
     order: Sequence[int] | None = None,
-    control: ControlFields = _NO_CONTROL,
 ) -> Plan:
     """Fill buckets in `order` until each has reached its cap.
 
@@ -170,7 +150,6 @@ def build_plan(
         compression: a key of COMPRESSIONS; narrows wider floating-point gradients on the wire.
         order: indices into specs, in the order in which gradients become ready. Default: reverse registration.
             Indices left out (gradients never seen) follow at the end, in reverse registration order.
-        control: the control bits that the first bucket has room for.
 
     Example: three fp32 parameters of 4, 2 and 3 elements and a cap of 16 bytes: the bucket (2, 1), reached first, holds
     parameter 2 at element 0 and parameter 1 at element 16 (64-byte aligned); parameter 0 has the second to itself.
@@ -204,9 +183,7 @@ def build_plan(
         parts = [(dtype, part) for part in (parameters[:-num_last], parameters[-num_last:]) if part]
         closed = sorted([*closed, *parts], key=lambda item: position[item[1][-1]])
     return Plan(
-        tuple(
-            _lay_out(i, dtype, parameters, specs, compression, control) for i, (dtype, parameters) in enumerate(closed)
-        )
+        tuple(_lay_out(i, dtype, parameters, specs, compression) for i, (dtype, parameters) in enumerate(closed))
     )
 
 
@@ -236,21 +213,14 @@ def describe(specs: Iterable[ParameterSpec], options: str) -> list[str]:
 
 
 def _lay_out(
-    index: int,
-    dtype: torch.dtype,
-    parameters: Sequence[int],
-    specs: Sequence[ParameterSpec],
-    compression: str | None,
-    control: ControlFields,
+    index: int, dtype: torch.dtype, parameters: Sequence[int], specs: Sequence[ParameterSpec], compression: str | None
 ) -> BucketPlan:
     wire = wire_dtype(dtype, compression)
     slots, offset = [], 0
     for parameter in parameters:
         slots.append(Slot(parameter, offset, specs[parameter].num_reals))
         offset += _round_up(specs[parameter].num_reals, wire)
-    control = control if index == 0 else _NO_CONTROL
-    numel = offset + len(slots) + control.num_elements(wire)
-    return BucketPlan(index, dtype, wire, tuple(slots), offset, numel, control)
+    return BucketPlan(index, dtype, wire, tuple(slots), offset)
 
 
 def _round_up(numel: int, dtype: torch.dtype) -> int:

@@ -156,14 +156,17 @@ class Reducer(Reductions, Sync):
 
     def launch_own(self) -> None:
         """A backward is over on this rank: launch what needs no other rank, before ranks agree what it has reached."""
-        if self.wants_reduction and self._has_reduction and not self.reduction.hold:
+        if self.wants_reduction and self._has_reduction:
             self._count_noted()
             with self._failing():
                 self.launcher.fill_rest()
                 self.launcher.advance()
 
-    def launch_rest(self) -> None:
-        """A backward that is to reduce these parameters on some rank is over on all ranks: launch what has not left."""
+    def _reach(self) -> dict[str, float]:
+        return {"reach": self.in_backward + self.wants_reduction, "is_in_no_sync": self.is_in_no_sync}
+
+    def join_backward(self) -> None:
+        """A backward reduces these parameters on some rank, and is over on all ranks. Pack what has not been packed."""
         if self._reducers.is_skipping and not self.in_backward:
             self._leave_out()
         if not self.wants_reduction:  # only other ranks got as far as to begin
@@ -173,6 +176,11 @@ class Reducer(Reductions, Sync):
             if not self._has_reduction:
                 self.begin_reduction(is_unordered=True)
                 self._has_reduction = True
+            self.launcher.fill_rest()
+
+    def launch_rest(self) -> None:
+        """After `join_backward`: launch what has not left."""
+        with self._failing():
             self.launch_all()
 
     def finish_backward(self, *, reduces: bool) -> None:
@@ -183,7 +191,7 @@ class Reducer(Reductions, Sync):
         if reduces:
             with self._failing():
                 self.finish_reduction()
-                if self.reduction.sums["has_unfrozen"]:
+                if self.reduction.heard.sums["has_unfrozen"]:
                     self._adopt_unfrozen()
                     self.reduce_again()
             self._num_backwards = 0

@@ -1,128 +1,25 @@
-"""A reduction: its state, what takes part in it beside the gradients, and what ranks tell each other in it.
+"""A reduction: its state, and what takes part in it beside the gradients.
 
 A reduction reduces all gradients of an optimizer, once. Features such as buffers and the replica check are its
-participants: each has a file in `torchring/participants/` and a line in `rooms.py`, and registers control bits by name.
-`Reducer` calls the participants, in one order on all ranks.
-
-Control bits are what ranks tell each other in every reduction, in the wire buffer of the first bucket. The order of
-their names is the order on the wire, so ranks compare the names, too, before the first reduction.
+participants: each has a file in `torchring/participants/` and a line in `rooms.py`, and adds fields to the message that
+ranks exchange (`message.py`). `Reducer` calls the participants, in one order on all ranks.
 """
 
 from __future__ import annotations
 
 import enum
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from torchring.allreduce import NonFinite
+from torchring.gradients.message import Said
 from torchring.observer import BucketEvents
 
-FRACTION_BITS: Final = 16  # of a number among the control bits, in a wire of 16 bits
-NUMBER_BITS: Final = 48
 StepPoint: TypeAlias = Literal["before", "agreed", "after"]
 STEPS_BETWEEN_CHECKS: Final = 100  # a check reads every parameter: 70 ms for 42 M on one core
-MOST_BY_RANK: Final = 63  # divided by the number of ranks and multiplied again, bf16 still holds it to the integer
-
-
-class ControlSums(dict[str, float]):
-    """Control bits, summed over ranks, by name: how many ranks have set a bit. 0 for a name that nobody has.
-
-    Attributes:
-        by_rank: what each rank has said, by name, for the fields of that kind.
-    """
-
-    by_rank: Mapping[str, Sequence[int]] = {}  # replaced, never changed
-
-    def __missing__(self, name: str) -> float:
-        return 0
-
-
-@dataclass(frozen=True)
-class ControlFields:
-    """The names of the control bits, in the order on the wire.
-
-    Attributes:
-        bits: 0 or 1 on each rank.
-        numbers: 0, or from 2**-10 to 2**28. In a wire of 16 bits, a multiple of 2**-16.
-        by_rank: an integer from 0 to `MOST_BY_RANK` on each rank, which all ranks get to know. Each takes an element
-            for each rank, which is 0 on all others.
-        rank, size: this process and its world.
-    """
-
-    bits: tuple[str, ...] = ()
-    numbers: tuple[str, ...] = ()
-    by_rank: tuple[str, ...] = ()
-    rank: int = 0
-    size: int = 1
-
-    def describe(self) -> str:
-        """The line that ranks compare."""
-        return f"control bits: {', '.join((*self.bits, *self.numbers, *self.by_rank))}"
-
-    def num_elements(self, wire: torch.dtype) -> int:
-        """Number of elements that the fields take in a wire buffer of dtype `wire`."""
-        return len(self.bits) + len(self.numbers) * _width(wire) + len(self.by_rank) * self.size
-
-    def encode(self, values: Mapping[str, float], wire: torch.dtype) -> list[float]:
-        """The elements, which ranks add up. A field without a value is 0."""
-        elements = [float(values.get(name, 0)) for name in self.bits]
-        for name in self.numbers:
-            elements += encode_number(values.get(name, 0.0), wire)
-        for name in self.by_rank:
-            own = [0.0] * self.size
-            own[self.rank] = float(values.get(name, 0))
-            elements += own
-        return elements
-
-    def decode(self, elements: Sequence[float], wire: torch.dtype) -> ControlSums:
-        """The sums, given the sums of the elements."""
-        sums = ControlSums(zip(self.bits, map(round, elements), strict=False))
-        width, start = _width(wire), len(self.bits)
-        for name in self.numbers:
-            sums[name] = decode_number(elements[start : start + width], wire)
-            start += width
-        by_rank = {}
-        for name in self.by_rank:
-            by_rank[name] = [*map(round, elements[start : start + self.size])]
-            start += self.size
-        sums.by_rank = by_rank
-        return sums
-
-    @functools.cached_property
-    def own(self) -> ControlFields:
-        """For ranks that gather what each of them says: the fields of one rank."""
-        return ControlFields(self.bits, self.numbers, self.by_rank)
-
-    def decode_gathered(self, rows: Sequence[Sequence[float]]) -> ControlSums:
-        """The sums, given what each rank has encoded with `own`, in float64."""
-        sums = self.own.decode([*map(sum, zip(*rows, strict=True))], torch.float64)
-        first = len(self.bits) + len(self.numbers)
-        sums.by_rank = {name: [round(row[i]) for row in rows] for i, name in enumerate(self.by_rank, start=first)}
-        return sums
-
-
-@functools.lru_cache(maxsize=64)  # most numbers are the same in every reduction
-def encode_number(number: float, wire: torch.dtype) -> list[float]:
-    """16 bits do not hold a number, so there each element is a binary digit, whose sum counts ranks."""
-    if wire.itemsize > 2:
-        return [number]
-    digits = round(number * 2**FRACTION_BITS)
-    return [float(digits >> i & 1) for i in range(NUMBER_BITS)]
-
-
-def decode_number(elements: Sequence[float], wire: torch.dtype) -> float:
-    """The sum of the numbers whose elements were added up."""
-    if wire.itemsize > 2:
-        return float(elements[0])
-    return float(sum(round(count) << i for i, count in enumerate(elements)) / 2**FRACTION_BITS)
-
-
-def _width(wire: torch.dtype) -> int:
-    return NUMBER_BITS if wire.itemsize == 2 else 1
 
 
 class NonFiniteGradient(NamedTuple):
@@ -201,14 +98,14 @@ class Reduction:
         is_empty: no sample of this rank counts.
         is_again: another reduction for the same backward, whose results are in `.grad`.
         factor: this rank's gradients are multiplied by it in the wire buffer.
-        bits: control bits and numbers of this rank, by name.
+        mine: what this rank tells the others, by field of the message.
         extra: leaves after all buckets, if there is anything.
         events: if given, hears what happens to each bucket.
         mark_ready: if given, called by all hooks, with the index of a parameter that has its gradient.
 
         phase: what has become of the reduction.
         num_launched: number of buckets that have left.
-        sums: the control bits, summed over ranks. Known when all buckets are reduced.
+        said: what all ranks have said. None until they are heard.
         scale: another factor of the result.
         non_finite: the first NaN or infinity, if there is one. On a device it may be of an earlier reduction.
 
@@ -226,15 +123,15 @@ class Reduction:
     is_empty: bool = False
     is_again: bool = False
     factor: float = 1.0
-    bits: dict[str, float] = field(default_factory=dict)
+    mine: dict[str, float] = field(default_factory=dict)
     extra: Reducible | None = None
-    mark_ready: Callable[[int], None] | None = None
     events: BucketEvents | None = None
+    mark_ready: Callable[[int], None] | None = None
 
     # What has become of it
     phase: ReductionPhase = ReductionPhase.UNDER_WAY
     num_launched: int = 0
-    sums: ControlSums = field(default_factory=ControlSums)
+    said: Said | None = None
     scale: float = 1.0
     non_finite: NonFiniteGradient | None = None
 
@@ -242,6 +139,12 @@ class Reduction:
     busy_seconds: float = 0.0
     exposed_seconds: float = 0.0
     is_filled: bool = False
+
+    @property
+    def heard(self) -> Said:
+        """What all ranks have said. Known when all buckets are reduced."""
+        assert self.said is not None
+        return self.said
 
     @property
     def next_number(self) -> int:
@@ -253,12 +156,10 @@ class Participant:
     """Takes part in the reductions of one optimizer, on all ranks alike. Overrides what it needs; only that is called.
 
     Attributes:
-        bits, numbers, by_rank: names of its control bits, see `ControlFields`.
+        fields: names of what it adds to the message.
     """
 
-    bits: tuple[str, ...] = ()
-    numbers: tuple[str, ...] = ()
-    by_rank: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, reducer: Any, setup: Any) -> Participant:
@@ -266,13 +167,13 @@ class Participant:
         raise NotImplementedError
 
     def on_begin(self, current: Reduction) -> None:
-        """A reduction begins; nothing has left. Set this rank's control bits in `current.bits`.
+        """A reduction begins; nothing has left. Set what this rank tells the others in `current.mine`.
 
         May be collective, unless `current.is_unordered`.
         """
 
     def on_message(self, current: Reduction) -> None:
-        """All buckets are reduced, and ranks know `current.sums`. Gradients are still to be handed out.
+        """All buckets are reduced, and ranks know `current.said`. Gradients are still to be handed out.
 
         May be collective. May raise an error that all ranks raise together (`errors.in_step`).
         """

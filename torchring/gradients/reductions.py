@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from torchring.collectives.operations import Meanwhile
 from torchring.collectives.service import Collectives, collectives_of, internal_collectives_of
 from torchring.gradients.contract import MeasuresNoise, Setup, spec_of
 from torchring.gradients.launcher import Launcher
 from torchring.gradients.layout import BucketLayout
 from torchring.gradients.ledger import Ledger, OptimizerLedger
+from torchring.gradients.message import MessageFormat, Said
 from torchring.gradients.plan import ParameterSpec, describe
 from torchring.gradients.reduction import (
-    ControlFields,
     NonFiniteGradient,
     Participant,
     Reduction,
@@ -27,25 +28,9 @@ from torchring.gradients.reduction import (
 )
 from torchring.gradients.weighing import Weighing, unfrozen
 from torchring.observer import EXPOSED
-from torchring.world import World
 
 if TYPE_CHECKING:
     from torchring.gradients.group import Reducers
-
-
-def control_fields(world: World, kinds: Sequence[type[Participant] | Participant]) -> ControlFields:
-    """The control bits of a reduction: those of weights and participants, and three of the reducer.
-
-    has_unfrozen: a parameter that was frozen requires a gradient. is_absent: the rank takes part without a gradient,
-    and does not count. has_ended: the rank has no data left, inside `torchring.join`.
-    """
-    return ControlFields(
-        ("has_unfrozen", "is_absent", "has_ended", *Weighing.bits, *(name for kind in kinds for name in kind.bits)),
-        (*Weighing.numbers, *(name for kind in kinds for name in kind.numbers)),
-        tuple(name for kind in kinds for name in kind.by_rank),
-        world.rank,
-        world.size,
-    )
 
 
 class BuffersOfModel(Protocol):
@@ -94,7 +79,8 @@ class Reductions:
         self._reducers = reducers
 
         # The script's collectives check: another rank may be calling one of those, instead of wrapping.
-        self._control = control_fields(world, (*guests, *kinds))
+        participants: Sequence[type[Participant] | Participant] = (*guests, *kinds)
+        self._format = MessageFormat([*Weighing.fields, *(name for each in participants for name in each.fields)])
         parameters = [parameter for parameter in setup.names if parameter.requires_grad]
         specs = list(map(self._spec_of, parameters))
         self._check_agreement(specs, collectives_of(world))
@@ -102,19 +88,18 @@ class Reductions:
         self.specs: list[ParameterSpec] = []
         self.parameters: list[torch.nn.Parameter] = []
         self.layout = BucketLayout(
-            *(world, options, self._control, specs, self.specs, self.parameters),
-            *(self.progress, reducers.waiting),
+            *(world, options, specs, self.specs, self.parameters, self.progress, reducers.waiting)
         )
         self.launcher = self.layout.launcher
         self.stream_notes = self.layout.agreement.stream_notes
         self.ledgers: list[Ledger] = []
         self.ledger = OptimizerLedger(partial(_ledgers, self.launcher, self.ledgers))
+        self._heard: Callable[[Meanwhile], object] | None = None  # waits for the messages of the reduction
         self._found_before: NonFiniteGradient | None = None  # as `non_finite`, before the reduction under way
         self.layout.open(specs, parameters)
         self.weighing = Weighing(
             *(world, self.parameters, self.frozen, self.ledger),
             is_sum=options.is_sum,
-            mark_local=self.launcher.mark_local,
         )
         self.weighing.weights.expect(self.layout.wire_dtypes)
         self.buffers: BuffersOfModel | None = None
@@ -170,11 +155,7 @@ class Reductions:
             is_absent=is_absent,
             is_empty=is_absent,
             is_again=is_again,
-            bits={
-                "has_unfrozen": bool(unfrozen(self.frozen)),
-                "is_absent": is_absent,
-                "has_ended": self._reducers.has_ended,
-            },
+            mine={"has_unfrozen": bool(unfrozen(self.frozen)), "is_absent": is_absent},
         )
         self.weighing.begin(current)
         for on_begin in self._on_begin:
@@ -192,20 +173,46 @@ class Reductions:
         """Backward is over: launch what has not left. In the same order of optimizers on all ranks."""
         current = self.reduction
         self.world.observer.phase(EXPOSED, self.num_steps)
-        self.weighing.backward_is_over(current)
         self.layout.agreement.backward_is_over()
         self.launcher.launch_rest()
+        self._heard = None if current.said is not None else self._reducers.start_exchange((self,))
+
+    def message(self) -> bytes:
+        """What this rank says about the backward that is over. See `message.OF_REDUCER`."""
+        current, unused = self.reduction, list[int]()
+        mine: dict[str, float] = {
+            "num_aborted": self.launcher.num_aborted,
+            "has_ended": self._reducers.has_ended,
+        }
+        if current.is_filled and current.phase is ReductionPhase.UNDER_WAY:
+            self.layout.agreement.tell(current)
+            mine |= {**current.mine, "reach": 2, "is_complete": True, "number": current.number}
+            unused = [bucket.plan.slots[slot].parameter for bucket in self.launcher.buckets for slot in bucket.unused]
+        else:
+            mine |= self._reach()
+        return self._format.encode(mine, unused)
+
+    def _reach(self) -> dict[str, float]:
+        """The fields of the message that say how far the backward has come, where no reduction has begun."""
+        raise NotImplementedError
+
+    def hear(self, messages: Sequence[bytes]) -> Said:
+        """What all ranks say about this optimizer."""
+        return self._format.decode(messages)
 
     def finish_reduction(self) -> None:
         """Return when every gradient holds the result. Collective, in the same order of optimizers on all ranks."""
         current, launcher, agreement = self.reduction, self.launcher, self.layout.agreement
         launcher.wait()
+        if self._heard is not None:
+            self._heard(None)
+            self._heard = None
         agreement.agree(current, launcher.buckets)
         self.weighing.agreed(current)
         for on_message in self._on_message:
             on_message(current)
         launcher.close_reduction()
-        if current.sums["is_absent"] == self.world.size:  # all gradients are what they were
+        if current.heard.sums["is_absent"] == self.world.size:  # all gradients are what they were
             current.non_finite = current.non_finite or self._found_before
         self.world.num_reductions += 1
         if current.is_unordered:
@@ -228,7 +235,7 @@ class Reductions:
     def _check_agreement(self, specs: Sequence[ParameterSpec], collectives: Collectives) -> None:
         """Raise PlanMismatchError on every rank unless all are about to reduce the same things in the same way."""
         lines = describe(specs, f"{self.options} on {self.world.size} ranks")
-        collectives.check_equal([*lines, self._control.describe()])
+        collectives.check_equal([*lines, self._format.describe()])
 
 
 def _ledgers(launcher: Launcher, others: Sequence[Ledger]) -> list[Ledger]:

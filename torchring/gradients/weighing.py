@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from torchring.collectives.service import internal_collectives_of
 from torchring.errors import GradientError, in_step, ranks_in_words
 from torchring.gradients.ledger import OptimizerLedger, SeenGradients
 from torchring.gradients.reduction import Reduction
-from torchring.gradients.weights import ON_RESULTS, UNWEIGHED, Share, Weights, unequal_shares
+from torchring.gradients.weights import FP16, ON_RESULTS, UNWEIGHED, Share, Weights, unequal_shares
 from torchring.world import World
 
 
@@ -23,16 +22,14 @@ class Weighing:
         frozen: parameters that are not reduced, as they did not require a gradient; may change.
         ledger: of the gradients.
         is_sum: whether gradients are added up over ranks, and not averaged.
-        mark_local: for the hooks of a reduction in which no gradient is packed before backward is over.
 
     Attributes:
-        bits, numbers: names of the control bits.
+        fields: what weights add to the message.
         weights: this rank's, of the backwards that are reduced together.
         arrived: a parameter that has got its gradient just now, before all others.
     """
 
-    bits = ("is_weighted", "is_unweighted")
-    numbers = ("weight",)
+    fields = ("is_weighted", "is_unweighted", "weight")
 
     def __init__(
         self,
@@ -42,7 +39,6 @@ class Weighing:
         ledger: OptimizerLedger,
         *,
         is_sum: bool,
-        mark_local: Callable[[int], None],
     ) -> None:
         self.weights = Weights()
         self.arrived: torch.nn.Parameter | None = None
@@ -51,13 +47,11 @@ class Weighing:
         self._frozen = frozen
         self._ledger = ledger
         self._is_sum = is_sum
-        self._mark_local = mark_local
         self._handles_of_zero_weight: list[torch.utils.hooks.RemovableHandle] = []
         self._local = SeenGradients()  # what backwards with weights have left in `.grad`
 
         # The reduction
         self._share = Share()
-        self._is_late = False  # all gradients are packed after backward, when the reference of the weights is known
         self._may_lose_results = False  # if all ranks give weight 0
         self._has_weights: bool | None = None  # None until the first reduction in which a rank has a gradient
 
@@ -75,11 +69,12 @@ class Weighing:
         Args:
             may_accumulate: whether that backward may be one of several that are reduced together.
         """
+        if self.weights.is_fp16:
+            raise GradientError(FP16)
         self.drop_stale()
         if may_accumulate or self.weights.num_backwards > 0:
             self._refuse_results()
         self.end_zero_weight()
-        weight = self.weights.representable(weight)
         factor = self.weights.give(weight)
         if factor != 1.0:
             self._ledger.scale_local(factor)
@@ -175,26 +170,15 @@ class Weighing:
 
     def begin(self, current: Reduction) -> None:
         self._share = self.weights.share(is_absent=current.is_absent)
-        needs_reference = self.weights.is_fp16 and self._has_weights is not False and not self._is_sum
-        self._is_late = needs_reference and current.is_unordered
-        if self._is_late:
-            current.mark_ready, current.hold = self._mark_local, True
-        elif needs_reference:
-            self._agree_on_reference()
         share = self._share
         current.factor = share.factor
         current.is_empty = current.is_empty or share.weight == 0.0
         self._may_lose_results = share.weight == 0.0 and not current.is_again and self._ledger.holds_results()
-        current.bits |= {
+        current.mine |= {
             "is_weighted": share.weight is not None,
             "is_unweighted": share.is_unweighted,
             "weight": share.weight or 0.0,
         }
-
-    def backward_is_over(self, current: Reduction) -> None:
-        if self._is_late:
-            self._agree_on_reference()
-            current.factor = self._share.factor
 
     def agreed(self, current: Reduction) -> None:
         """Find the scale of the result.
@@ -202,14 +186,12 @@ class Weighing:
         Raises GradientError if only some ranks gave weights, which is collective then, or if all weights are 0 where
         gradients of an earlier reduction would get that weight, too.
         """
-        sums, size = current.sums, self._world.size
+        sums, size = current.heard.sums, self._world.size
         had_weights = self._has_weights
         if sums["is_weighted"] or (had_weights is None and sums["is_absent"] < size):
             self._has_weights = sums["is_weighted"] > 0
         if sums["is_weighted"] and sums["is_unweighted"]:
-            mine = torch.tensor([int(self._share.is_unweighted)], device="cpu")
-            without = internal_collectives_of(self._world).all_gather(mine)
-            others = [rank for rank, is_unweighted in enumerate(without) if int(is_unweighted)]
+            others = [rank for rank, is_one in enumerate(current.heard.by_rank["is_unweighted"]) if is_one]
             raise self._in_step(
                 f"{ranks_in_words(others)} did not call "
                 "optimizer.weigh() before this backward(), and other ranks did; call it on all ranks",
@@ -222,22 +204,9 @@ class Weighing:
             )
         if self._is_sum:
             return
-        mean = sums["weight"] / size
-        if had_weights is False and self.weights.is_fp16 and not self.weights.fits_fp16(mean):
-            raise self._in_step(
-                f"weights of about {mean:g} came after backwards without weights, so gradients were not scaled for "
-                "them before they were rounded to fp16; call optimizer.weigh() before each backward(), from the first "
-                "one on"
-            )
         current.scale = self.weights.result_scale(
             size, int(sums["is_weighted"]), int(sums["is_absent"]), sums["weight"]
         )
-
-    def _agree_on_reference(self) -> None:
-        """Collective, before the first gradient is packed: what this rank contributes, by this reduction's weights."""
-        largest = torch.tensor([self._share.weight or 0.0], dtype=torch.float64, device="cpu")
-        self.weights.refer_to(float(internal_collectives_of(self._world).all_reduce(largest, "max")))
-        self._share = self.weights.share(is_absent=self._share.is_absent)
 
     def _in_step(self, message: str, peers: Sequence[int] = ()) -> Exception:
         return in_step(GradientError(message, rank=self._world.rank, peers=peers))

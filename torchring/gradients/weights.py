@@ -6,8 +6,7 @@ Until a reduction, `.grad` holds sum(n_k g_k) / n, where n is the weight of the 
 as they are, so what is there already is scaled before each backward. In the wire buffer gradients are multiplied by
 n / reference. The reference is a power of two near the mean weight of the last reduction, equal on all ranks, so that
 weights in the thousands do not overflow. fp16 has too few exponents for weights that change much from one reduction to
-the next. So ranks agree on the reference beforehand there, in a small message. The sum of weights travels with the
-control bits, and the result is scaled by it.
+the next, so it takes no weights. The sum of weights is in the message of the reduction, and scales the result.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from torchring.errors import GradientError
-from torchring.gradients.reduction import FRACTION_BITS, NUMBER_BITS
 
-_REFERENCE_OF_FP16: Final = 64.0  # where the first weights come after backwards without
-_MOST_IN_FP16: Final = 64.0  # times the reference
-LARGEST: Final = 2.0 ** (NUMBER_BITS - FRACTION_BITS - 4)  # the sum of 16 backwards still fits
-SMALLEST: Final = 2.0 ** (6 - FRACTION_BITS)
+LARGEST: Final = 2.0**28
+SMALLEST: Final = 2.0**-10
 
+FP16: Final = (
+    "weigh() was called where gradients travel in fp16, which has too few exponents for weights; pass "
+    "compression='bf16' to torchring.wrap, or compute gradients in another dtype"
+)
 ON_RESULTS: Final = (
     "weights were given with gradients of an earlier step in .grad, which would get the weights of this step; call "
     "optimizer.zero_grad() before the first weigh()"
@@ -70,7 +70,6 @@ class Weights:
         self.num_backwards = 0
         self.has_skipped = False
         self.reference = 1.0
-        self._is_narrow = False
         self.is_fp16 = False
         self.next: float | None = None
         self._unit: float | None = None  # the weight that local gradients are divided by
@@ -94,14 +93,7 @@ class Weights:
 
     def expect(self, dtypes: Sequence[torch.dtype]) -> None:
         """Gradients travel in these dtypes, the weight in any of them: another bucket may come to be the first one."""
-        self._is_narrow = self._is_narrow or any(dtype.itemsize == 2 for dtype in dtypes)
-        if torch.float16 in dtypes and not self.is_fp16:
-            self.is_fp16 = True
-            self.reference = _REFERENCE_OF_FP16
-
-    def representable(self, weight: float) -> float:
-        """The weight that is sent: in 16 bits, a multiple of 2**-16."""
-        return round(weight * 2**FRACTION_BITS) / 2**FRACTION_BITS if self._is_narrow else weight
+        self.is_fp16 = self.is_fp16 or torch.float16 in dtypes
 
     def give(self, weight: float) -> float:
         """The next backward has this weight. Returns the factor that local gradients have to be scaled by before.
@@ -169,10 +161,6 @@ class Weights:
         scale = num_ranks * self.reference / total if total else 1.0
         self.refer_to(total / num_ranks)
         return scale
-
-    def fits_fp16(self, weight: float) -> bool:
-        """Return True if gradients of this mean weight are neither too large nor too small in fp16."""
-        return not weight or 1 / _MOST_IN_FP16 <= weight / self.reference <= _MOST_IN_FP16
 
     def refer_to(self, weight: float) -> None:
         """Gradients of about this weight are to keep their size in the next reduction."""

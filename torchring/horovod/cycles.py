@@ -14,7 +14,7 @@ from typing import Final
 
 import torch.distributed as dist
 
-from torchring.collectives.operations import Backend
+from torchring.collectives.operations import Backend, exchange
 from torchring.collectives.signature import Signature
 from torchring.memory import semaphore
 from torchring.memory.host import HostGroup, as_words
@@ -45,7 +45,7 @@ class Cycles(ABC):
         """Collective: begin a cycle, or take part in another rank's. Returns the data of all ranks, in rank order."""
         self._num_cycles += 1
         self._begin()
-        return self._backend.exchange(data, _SIGNATURE)
+        return exchange(self._backend, data, _SIGNATURE)
 
     @abstractmethod
     def _begin(self) -> None:

@@ -6,8 +6,8 @@
 - Each worker of a DataLoader reads the whole of an iterable, so each batch comes several times.
 - Batches differ much in size between ranks, and nobody calls `weigh`: each rank's mean counts the same.
 
-A digest of each batch travels among the control bits, 6 bits of it, so nothing is sent for this. Two ranks are taken to
-read the same if their digests are equal in 8 reductions in a row, in which batches change.
+A digest of each batch is in the message of the reduction, so nothing is sent for this. Two ranks are taken to read the
+same if their digests are equal in 8 reductions in a row, in which batches change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Final
 from torchring.errors import ranks_in_words
 from torchring.gradients.contract import Setup
 from torchring.gradients.reducer import Reducer
-from torchring.gradients.reduction import MOST_BY_RANK, Participant, Reduction
+from torchring.gradients.reduction import Participant, Reduction
 from torchring.observe import loading
 from torchring.observe.inputs import Batch, Inputs
 from torchring.world import World
@@ -35,6 +35,7 @@ _LEAST_DIFFERENT: Final = 4  # of them where an epoch repeats, which may be shor
 _MOST_SEARCHES: Final = 3  # for a loader that explains what was found, at about 20 ms each
 _UNEVEN_SAMPLES: Final = 0.25  # of the mean of the ranks
 _UNEVEN_TOKENS: Final = 0.5  # padding counts, too
+_EXACT: Final = 2**52  # integers below it are numbers of a message
 _OFTEN: Final = 0.25  # of the reductions
 
 EQUAL_EPOCHS, EQUAL_WORKERS, UNEVEN, EQUAL_RANKS = 1, 2, 3, 4  # the last one is told by nobody: all ranks see it
@@ -50,8 +51,7 @@ class DataCheck(Participant):
         is_mean: whether gradients are averaged over ranks, so that each rank counts the same.
     """
 
-    numbers = ("num_samples", "num_tokens")
-    by_rank = ("batch_digest", "data_finding")
+    fields = ("num_samples", "num_tokens", "batch_digest", "data_finding")
 
     def __init__(self, world: World, inputs: Inputs, *, is_mean: bool) -> None:
         self.batch = Batch()
@@ -77,21 +77,21 @@ class DataCheck(Participant):
         if current.is_again:
             return
         batch = self.batch = self._inputs.take()
-        current.bits["num_samples"], current.bits["num_tokens"] = batch.num_samples, batch.num_tokens
+        current.mine["num_samples"], current.mine["num_tokens"] = batch.num_samples, batch.num_tokens
         if not self._is_on:
             return
         if batch.digest is not None and not current.is_absent:
-            current.bits["batch_digest"] = batch.digest % MOST_BY_RANK + 1
+            current.mine["batch_digest"] = batch.digest % _EXACT + 1
         if not self._finding[0]:
             self._finding = self._repeats.note(batch)
-        current.bits["data_finding"] = self._finding[0]
+        current.mine["data_finding"] = self._finding[0]
 
     def on_reduced(self, current: Reduction) -> None:
         if not self._is_on or current.is_again:
             return
-        sums = current.sums
-        self._compare(sums.by_rank["batch_digest"])
-        self._tell(sums.by_rank["data_finding"])
+        sums, by_rank = current.heard.sums, current.heard.by_rank
+        self._compare(by_rank["batch_digest"])
+        self._tell([*map(int, by_rank["data_finding"])])
         is_plain = self._is_mean and UNEVEN not in self._told
         if is_plain and not (sums["is_weighted"] or sums["is_absent"] or sums["has_ended"]):
             self._compare_sizes(sums["num_samples"] / self._size, sums["num_tokens"] / self._size)
@@ -119,7 +119,7 @@ class DataCheck(Participant):
                 "these, call optimizer.weigh(number of samples or tokens that count) before each backward()",
             )
 
-    def _compare(self, digests: Sequence[int]) -> None:
+    def _compare(self, digests: Sequence[float]) -> None:
         own, digest = digests[self._rank], self.batch.digest
         if not own or digest is None or EQUAL_RANKS in self._told:
             return

@@ -158,7 +158,7 @@ class BufferSync(Participant):
         index: of the wire among the buckets.
     """
 
-    bits = ("buffers_missing",)
+    fields = ("buffers_missing",)
     reduce_scale = 1.0
 
     def __init__(self, reducer: Reducer, setup: Setup) -> None:
@@ -198,7 +198,7 @@ class BufferSync(Participant):
         if self._specs:
             current.extra = self
             self._is_missing = self._is_absent or self._find_problem() is not None
-            current.bits["buffers_missing"] = self._is_missing
+            current.mine["buffers_missing"] = self._is_missing
 
     def begin_reduce(self) -> None:
         """The wire goes to the all-reduce. If some are missing, nobody reads what comes back."""
@@ -214,7 +214,7 @@ class BufferSync(Participant):
         if not self._specs:
             return
         sent: _Sent | None = self._sent
-        if current.sums["buffers_missing"]:
+        if current.heard.sums["buffers_missing"]:
             sent = self._exchange(internal_collectives_of(self._world))
         self._drop_older()
         if sent is not None:
@@ -224,7 +224,7 @@ class BufferSync(Participant):
         """Compare the buffers that are left alone, if it is time to. Collective then."""
         if self._own and current.number >= self._due_at:
             self._due_at = current.number + STEPS_BETWEEN_CHECKS
-            if not current.sums["has_ended"]:
+            if not current.heard.sums["has_ended"]:
                 self._compare_own()
 
     def on_step(self, when: str) -> None:

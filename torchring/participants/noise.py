@@ -8,7 +8,7 @@ Source: S. McCandlish et al., "An Empirical Model of Large-Batch Training", 2018
 
 Every 16th reduction, and after 512 every 32nd, looks at one window of the parameters, of at most 4 tensors and 65,536
 elements: at a rank's own gradient when autograd has computed it, and at the mean when it is there. What a
-rank has found travels among the control bits of a later reduction, as a ratio to the norm of the mean, which all ranks
+rank has found travels in the message of a later reduction, as a ratio to the norm of the mean, which all ranks
 know. Windows take turns in an order that spreads over the model. S and |G|^2 are sums over windows of what each has
 shown on average.
 
@@ -40,7 +40,7 @@ _MOST_ELEMENTS: Final = 65_536
 _DEVICE_LAG: Final = 4  # reductions until the host reads what a device has found, without waiting for it
 _LEAST_SHARE: Final = 0.1  # of the newest sample in the mean of a window: older ones are forgotten
 _LEAST_SAMPLES: Final = 8
-_MOST_RATIO: Final = 2.0**28  # that fits among the control bits
+_MOST_RATIO: Final = 2.0**28
 
 
 class Rows(NamedTuple):
@@ -85,8 +85,7 @@ class NoiseScale(Participant):
         batch_size: samples of all ranks in a reduction, smoothed.
     """
 
-    bits = ("has_norm",)
-    numbers = ("norm_ratio",)
+    fields = ("has_norm", "norm_ratio")
 
     def __init__(
         self,
@@ -142,7 +141,7 @@ class NoiseScale(Participant):
         if sample is not None and current.number == sample.due:
             own, result = sample.squares() or (0.0, 0.0)
             if own <= result * _MOST_RATIO and result:
-                current.bits["has_norm"], current.bits["norm_ratio"] = True, own / result
+                current.mine["has_norm"], current.mine["norm_ratio"] = True, own / result
         index = _index_of(current.number)
         if index is None or not self.batch_size or current.is_again or current.is_absent:
             return
@@ -164,7 +163,7 @@ class NoiseScale(Participant):
 
     def on_reduced(self, current: Reduction) -> None:
         self._remove_hooks()
-        sums, sample = current.sums, self._sample
+        sums, sample = current.heard.sums, self._sample
         if sample is not None and current.number >= sample.due:
             self._sample = None
             if sums["has_norm"] == self._size and current.number == sample.due:
@@ -175,7 +174,7 @@ class NoiseScale(Participant):
         if self._window is None or current.non_finite is not None or not is_whole:
             return
         # The mean is that of factor * gradient; by the weights, of gradients that are means of so many samples.
-        counts = current.bits["weight"] * self._size / sums["weight"] if sums["is_weighted"] else 1.0
+        counts = current.mine["weight"] * self._size / sums["weight"] if sums["is_weighted"] else 1.0
         factor = (current.factor * current.scale) ** 2 / counts if counts else 0.0
         rows = self._windows[self._window]
         grads = [self._parameters[each.parameter].grad for each in rows]

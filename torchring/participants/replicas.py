@@ -4,7 +4,7 @@ Ranks compare a digest of every parameter at the end of a reduction, when
 - somebody wrote to parameters outside `step()`, as autograd's version counters show,
 - not all ranks have stepped equally often (modulo 2),
 - and every STEPS_BETWEEN_CHECKS reductions, for changes that leave no trace (`p.data`).
-The first two facts travel as control bits, so they cost no message. With the digests, ranks compare the
+The first two facts are in the message of each reduction. With the digests, ranks compare the
 hyperparameters and step counts of their optimizers: where these differ, the next step would make parameters differ.
 
 A script may move parameters between two backwards, on each rank its own way, and put them back before the step, as SAM
@@ -67,7 +67,7 @@ class ReplicaCheck(Participant):
         is_sharded: each rank has the state of other parameters.
     """
 
-    bits = ("odd_steps", "parameters_changed")
+    fields = ("odd_steps", "parameters_changed")
 
     def __init__(
         self,
@@ -107,8 +107,8 @@ class ReplicaCheck(Participant):
         self._watched = [(p, p._version) for p in list(self._names)[::distance]]
 
     def on_begin(self, current: Reduction) -> None:
-        current.bits["odd_steps"] = current.step % 2
-        current.bits["parameters_changed"] = self.has_changed()
+        current.mine["odd_steps"] = current.step % 2
+        current.mine["parameters_changed"] = self.has_changed()
 
     def on_reduced(self, current: Reduction) -> None:
         """Compare the replicas if something may have changed, or if it is time to. Collective then.
@@ -119,7 +119,7 @@ class ReplicaCheck(Participant):
         Raises GradientError if the replicas differ.
         """
         self._current = current
-        sums, is_due = current.sums, current.number >= self._due_at
+        sums, is_due = current.heard.sums, current.number >= self._due_at
         if is_due:
             self._due_at = current.number + STEPS_BETWEEN_CHECKS
         if sums["has_ended"]:

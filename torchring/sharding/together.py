@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Final
 
+from torchring.collectives.operations import exchange
 from torchring.collectives.service import internal_collectives_of
 from torchring.collectives.signature import Signature
 from torchring.errors import PlanMismatchError, ranks_in_words
@@ -36,7 +37,7 @@ def begin_together(world: World, number: int, what: str, said: bytes = b"") -> l
         return True
 
     signature = Signature(what.removesuffix("()"), f"optimizer {number}")
-    return internal_collectives_of(world).run(what, lambda backend: backend.exchange(said, signature, look))
+    return internal_collectives_of(world).run(what, exchange, said, signature, look)
 
 
 def _refuse_backward(world: World, what: str, positions: dict[int, int]) -> None:

@@ -147,7 +147,11 @@ class C10dTransport:
 
     def collective(self, operation: Callable[[Backend], BackendWork]) -> None:
         """Run a collective of the group and wait for it. Raises what `Transfer.wait` raises."""
-        self._start(operation, None).wait()
+        self.start(operation).wait()
+
+    def start(self, operation: Callable[[Backend], BackendWork]) -> C10dTransfer:
+        """Start a collective of the group. What it reads and writes belongs to the group until the end."""
+        return self._start(operation, None)
 
     def close(self) -> None:
         self._is_closed = True

@@ -29,7 +29,7 @@ class MembershipVote(Guest):
         agreed: called on all ranks in the same reduction: the ranks are to change; or all are to leave, if True.
     """
 
-    bits = ("wants_change", "leaves")
+    fields = ("wants_change", "leaves")
 
     def __init__(self, world: World, before_backward: Callable[[], object], agreed: Callable[[bool], object]) -> None:
         self._before_backward = before_backward
@@ -41,10 +41,10 @@ class MembershipVote(Guest):
         self._before_backward()
 
     def on_begin(self, current: Reduction) -> None:
-        current.bits["wants_change"] = self._change.is_wanted
-        current.bits["leaves"] = self._change.leaves
+        current.mine["wants_change"] = self._change.is_wanted
+        current.mine["leaves"] = self._change.leaves
 
     def on_reduced(self, current: Reduction) -> None:
-        num_leaving = current.sums["leaves"]
-        if current.sums["wants_change"] or num_leaving:
+        num_leaving = current.heard.sums["leaves"]
+        if current.heard.sums["wants_change"] or num_leaving:
             self._agreed(num_leaving == self._size)

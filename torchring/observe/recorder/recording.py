@@ -90,7 +90,7 @@ class ReductionRecording(Participant):
         self._note_plan()
         # Few, as writing them down takes time
         has_arrivals = 2 <= current.number < 6 or current.number % 64 == 63
-        has_arrivals = has_arrivals and current.mark_ready is None and not current.is_unordered
+        has_arrivals = has_arrivals and not current.is_unordered
         num_parameters = len(self._layout.specs) if has_arrivals else 0
         self._times = times = ReductionTimes(current, self._layout, num_parameters, self._number)
         current.events = times.note
