@@ -12,7 +12,7 @@ import torch
 
 from torchring.collectives import operations
 from torchring.collectives.join import Join
-from torchring.collectives.operations import Backend, Meanwhile, SingleRank
+from torchring.collectives.operations import Backend, SingleRank
 from torchring.collectives.shared_memory import SharedMemoryCollectives
 from torchring.collectives.signature import Signature, fingerprint, first_difference
 from torchring.dynamo import run_eagerly
@@ -91,7 +91,7 @@ class Collectives:
         return result
 
     def _call(self, what: str, operation: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
-        world, backend = self.world, self._opened()
+        world, backend = self.world, self.opened()
         try:
             return operation(backend, *arguments)
         except PeerLostError as error:
@@ -103,7 +103,8 @@ class Collectives:
             error.message = error.message.replace(world.advice, called)
             raise
 
-    def _opened(self) -> Backend:
+    def opened(self) -> Backend:
+        """What moves the bytes, for a caller that is in an operation of an `InterruptionGuard`. May be collective."""
         if self._backend is None:
             from torchring.collectives.gloo import open_gloo  # a job on one host does not need it
 
@@ -153,14 +154,6 @@ class Collectives:
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """The `data` of all ranks, in rank order. Some hundred bytes travel in one message."""
         return self.run("all_gather_object", operations.exchange, data)
-
-    def start_exchange(self, data: bytes, signature: Signature) -> Callable[[Meanwhile], list[bytes]]:
-        """As `all_gather_bytes`, in two calls, inside an operation that an `InterruptionGuard` runs.
-
-        Returns what waits for the `data` of all ranks. No other collective may come in between.
-        """
-        wait = self._opened().start_exchange(data, signature)
-        return lambda meanwhile: self._progress.run(signature.operation, wait, meanwhile)
 
     def all_gather(self, tensor: torch.Tensor, signature: Signature | None = None) -> list[torch.Tensor]:
         """The tensors of all ranks, in rank order. Sizes of dimension 0 may differ.

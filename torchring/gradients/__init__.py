@@ -11,14 +11,14 @@ The way of a gradient, in reading order:
     views.py        the tensors in the wire buffer that a script sees as `.grad`
     ledger.py       what is known about each `.grad`
     group.py        finishes the reducers of all optimizers that the backward has reached
-    agreement.py    what all ranks know at the end of a reduction: used parameters, NaN, control bits
-    layout.py       lays the buckets out anew, if that is due
+    message.py      what each rank tells the others, once: used parameters, weight, what participants add
+    agreement.py    whether the gradients were finite, and how long the reduction took
 
 Everything else that takes part in a reduction is a participant, in `participants/`, `observe/` or `elastic/`: sparse
 gradients, buffers, the checks that ranks hold the same parameters and read data of their own, the noise scale,
-recording, and elastic jobs. A participant registers control bits by name, and overrides what it needs of the methods
-of `reduction.Participant`. To add a feature, add a file there and a line in `rooms.py`. Weights are part of each
+recording, and elastic jobs. A participant adds fields to the message, and overrides what it needs of the methods of
+`reduction.Participant`. To add a feature, add a file there and a line in `rooms.py`. Weights are part of each
 reduction: `weighing.py`. What happens to a step and its buckets is said to `World.observer`, see `observer.py`.
 
-Decided beforehand, as data: `plan.py`. In a world of one rank: `local.py`.
+Decided beforehand, as data: `plan.py`, which `layout.py` lays out. In a world of one rank: `local.py`.
 """

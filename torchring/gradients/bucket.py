@@ -356,7 +356,8 @@ class Bucket:
         self.ledger.status[slot] = GradientStatus.LOST
 
     def _move(self, new: BucketState) -> None:
-        self._require(new)
+        if self.state is not _BEFORE[new]:
+            self._require(new)
         self.state = new
 
     def _require(self, new: BucketState) -> None:

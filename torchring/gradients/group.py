@@ -14,7 +14,7 @@ import torch
 from torchring.allreduce import TAGS_PER_REDUCTION
 from torchring.allreduce.contract import tag_mismatch
 from torchring.collectives.join import Join
-from torchring.collectives.operations import Meanwhile
+from torchring.collectives.operations import Backend, Meanwhile
 from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.collectives.signature import Signature
 from torchring.errors import GradientError, PlanMismatchError, RingError, in_step, ranks_in_words
@@ -62,6 +62,8 @@ class Reducers:
         self.stale: StaleGradients = {}
         self.waiting: set[Launcher] = set()
         self._world = world
+        self._backend: Backend | None = None  # moves messages; opened with the first
+        self._progress = world.observer.open_progress("messages")
         self._reducers: list[Reducer] = []
 
     def __iter__(self) -> Iterator[Reducer]:
@@ -120,13 +122,15 @@ class Reducers:
         Raises GradientError on all ranks if an optimizer reduces on some ranks and is in `no_sync()` on others,
         PlanMismatchError if a backward was aborted on some ranks only, after buckets had left.
         """
-        mine = join(reducer.message() for reducer in reducers)
-        return partial(self._hear, reducers, internal_collectives_of(self._world).start_exchange(mine, _MESSAGE))
+        if self._backend is None:
+            self._backend = internal_collectives_of(self._world).opened()
+        mine = join([reducer.message() for reducer in reducers])
+        return partial(self._hear, reducers, self._backend.start_exchange(mine, _MESSAGE))
 
     def _hear(
         self, reducers: Sequence[Reductions], wait: Callable[[Meanwhile], list[bytes]], meanwhile: Meanwhile
     ) -> list[Said]:
-        everybody = list(map(split, wait(meanwhile)))
+        everybody = list(map(split, self._progress.run("backward", wait, meanwhile)))
         if len(set(map(len, everybody))) > 1:
             raise PlanMismatchError("some ranks have closed an optimizer that others still use", rank=self._world.rank)
         heard = []

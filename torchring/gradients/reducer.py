@@ -147,7 +147,7 @@ class Reducer(Reductions, Sync):
                 self.thread = thread
             self.weighing.arrived = self.parameters[index]
             try:
-                if self.options.is_sum and self.ledger.holds_results():
+                if self._is_sum and self.ledger.holds_results():
                     self.ledger.notice_zeroing(self.parameters[index])
                 self._begin(reduces=self._next_reduces())
             finally:

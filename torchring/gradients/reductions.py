@@ -72,6 +72,7 @@ class Reductions:
     ) -> None:
         self.world = world = setup.world
         self.options = options = setup.options
+        self._is_sum = options.is_sum
         self.num_steps = 0
         self.frozen = [parameter for parameter in setup.names if not parameter.requires_grad]
         self.on_ready: Sequence[Callable[[int], None]] = ()
@@ -145,7 +146,8 @@ class Reductions:
         launcher.drain()
         if not is_unordered:
             self._reducers.announce()
-            self.layout.follow_order()
+            if launcher.ready_order is not None:
+                self.layout.follow_order()
         is_absent = (self._reducers.is_skipping or weights.has_skipped) and not weights.num_backwards
         current = Reduction(
             number=self.reduction.next_number,

@@ -32,6 +32,7 @@ from torchring.collectives.digests import digests
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import GradientError, in_step, ranks_in_words
 from torchring.gradients.contract import Setup
+from torchring.gradients.ledger import version_of
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import STEPS_BETWEEN_CHECKS, Participant, Reduction, StepPoint
 from torchring.world import World
@@ -98,7 +99,7 @@ class ReplicaCheck(Participant):
     def has_changed(self) -> bool:
         """Whether a watched parameter was written to since the last `accept`, on this rank."""
         if not self._changed:
-            self._changed = any(p._version != version for p, version in self._watched)
+            self._changed = [version_of(p) for p, _ in self._watched] != [version for _, version in self._watched]
         return self._changed
 
     def accept(self) -> None:
