@@ -21,8 +21,7 @@ from torchring.collectives.initial_state import (
     check_sendable,
     is_sharded,
 )
-from torchring.collectives.join import Join
-from torchring.collectives.service import collectives_of, internal_collectives_of
+from torchring.collectives.service import Join, collectives_of, internal_collectives_of
 from torchring.default_world import default_world
 from torchring.gradients.group import OptimizerGroup
 from torchring.optimizer import DistributedOptimizer, sync_of, take_over

@@ -25,7 +25,7 @@ from torchring.collectives.initial_state import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from torchring.collectives.join import Join
+from torchring.collectives.service import Join
 from torchring.connection import ConnectedOptimizer, no_model
 from torchring.dynamo import run_eagerly
 from torchring.errors import GradientError

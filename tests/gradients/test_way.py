@@ -131,5 +131,5 @@ def test_the_way_of_a_gradient_is_short_and_is_the_one_that_is_listed() -> None:
         page = listed((ROOT / "docs" / "background" / "how-it-works.md").read_text(), "torchring/")
         assert page - trace.files == {"optimizer.py"}  # before the first backward
         assert {f"gradients/{file}" for file in listed(doc)} - page == {
-            f"gradients/{file}" for file in ("views.py", "ledger.py")
+            f"gradients/{file}" for file in ("views.py", "ledger.py", "agreement.py")
         }

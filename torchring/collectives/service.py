@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 
 from torchring.collectives import operations
-from torchring.collectives.join import Join
 from torchring.collectives.operations import Backend, SingleRank
 from torchring.collectives.shared_memory import SharedMemoryCollectives
 from torchring.collectives.signature import Signature, fingerprint, first_difference
@@ -23,6 +22,24 @@ from torchring.threads import SerialThread
 from torchring.world import World
 
 _T = TypeVar("_T")
+
+
+class Join:
+    """Knows if the script is inside `torchring.join`. A world has one: `world.shared(Join)`.
+
+    There collectives are refused: ranks that have ended only reduce gradients.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.is_open = False
+
+    def refuse(self, what: str) -> None:
+        """Raise ValueError inside `torchring.join`, for what needs all ranks."""
+        if self.is_open:
+            raise ValueError(
+                f"{what} was called inside torchring.join(), where ranks whose data has ended would not take part; "
+                "call it before or after the with block"
+            )
 
 
 class Collectives:

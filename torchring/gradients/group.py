@@ -13,9 +13,8 @@ import torch
 
 from torchring.allreduce import TAGS_PER_REDUCTION
 from torchring.allreduce.contract import tag_mismatch
-from torchring.collectives.join import Join
 from torchring.collectives.operations import Backend, Meanwhile
-from torchring.collectives.service import collectives_of, internal_collectives_of
+from torchring.collectives.service import Join, collectives_of, internal_collectives_of
 from torchring.collectives.signature import Signature
 from torchring.errors import GradientError, PlanMismatchError, RingError, in_step, ranks_in_words
 from torchring.gradients.launcher import Launcher

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from torchring.collectives.join import Join
-from torchring.collectives.service import internal_collectives_of
+from torchring.collectives.service import Join, internal_collectives_of
 from torchring.dynamo import is_compiled_backward
 from torchring.errors import GradientError, in_step
 from torchring.gradients.contract import Setup, Stats, Sync, stats_of

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 
 from torchring.allreduce import AllReduce
 from torchring.collectives.initial_state import broadcast_state, load_plain, save_plain
-from torchring.collectives.join import Join
-from torchring.collectives.service import internal_collectives_of
+from torchring.collectives.service import Join, internal_collectives_of
 from torchring.devices.stream import OnStream
 from torchring.errors import GradientError, RingError, in_step, ranks_in_words
 from torchring.gradients.group import OptimizerGroup

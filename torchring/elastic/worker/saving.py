@@ -10,8 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
-from torchring.collectives.join import Join
-from torchring.collectives.service import internal_collectives_of
+from torchring.collectives.service import Join, internal_collectives_of
 from torchring.elastic.worker.checkpoint import CheckpointWriter, copy_of, newest, newest_step
 from torchring.elastic.worker.parts import FORMAT, Parts, command
 from torchring.world import World
