@@ -248,13 +248,15 @@ def wait(
     stop = 0
     looks = 0
     while (come | stop) == 0:
-        if looks % 32 == 31:  # a load from host memory takes a microsecond or two, by which a signal is seen later
+        # About once in a millisecond. The looks of all blocks are served one by one, each in a microsecond: if blocks
+        # look often, and together, they see signals late.
+        if looks % 1024 == 1023:
             stop = is_aborted(abort, PTX)
         pause = tl.where(looks < 32, 0, 400)
         come = look(words, width, skip, count, pause, PTX)
         if (come != 0) & (pause != 0):
             come = look(words, width, skip, count, 0, PTX)
-        looks = tl.where(looks < 63, looks + 1, 32)  # a count without end would become negative
+        looks = tl.where(looks < 2047, looks + 1, 1024)  # a count without end would become negative
     return come
 
 

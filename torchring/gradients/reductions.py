@@ -182,10 +182,7 @@ class Reductions:
     def message(self) -> bytes:
         """What this rank says about the backward that is over. See `message.OF_REDUCER`."""
         current, unused = self.reduction, list[int]()
-        mine: dict[str, float] = {
-            "num_aborted": self.launcher.num_aborted,
-            "has_ended": self._reducers.has_ended,
-        }
+        mine: dict[str, float] = {"num_aborted": self.launcher.num_aborted, "has_ended": self._reducers.has_ended}
         if current.is_filled and current.phase is ReductionPhase.UNDER_WAY:
             self.layout.agreement.tell(current)
             mine |= {**current.mine, "reach": 2, "is_complete": True, "number": current.number}
