@@ -10,10 +10,12 @@ import dataclasses
 import functools
 import inspect
 import logging
+import operator
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any, Final, NoReturn, TypeVar, overload
 
 import torch
@@ -44,7 +46,6 @@ from torchring.gradients.validation import (
     lost_state,
     parameters_of,
     refuse_left,
-    steps_exactly,
 )
 from torchring.gradients.weights import check_weight
 from torchring.observer import OPTIMIZER
@@ -509,7 +510,8 @@ class DistributedOptimizer(ConnectedOptimizer):
     def _check_parameters(self, reducer: Reducer) -> None:
         """Raise GradientError if the optimizer steps other parameters by now than those that are reduced."""
         rank = reducer.world.rank
-        if not steps_exactly(self.optimizer, self._stepped):
+        now = list(chain.from_iterable(group["params"] for group in self.optimizer.param_groups))
+        if len(now) != len(self._stepped) or not all(map(operator.is_, now, self._stepped)):
             check_same_parameters(self.optimizer, self._names, rank)
             self._stepped = list(parameters_of(self.optimizer))  # the same in another order
 

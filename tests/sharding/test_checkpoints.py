@@ -321,9 +321,9 @@ def _on_one_rank(rank: int, size: int, what: str, instead: str) -> str:
 @pytest.mark.parametrize(
     ("what", "instead", "says"),
     [
-        ("state_dict", "backward", "state_dict() was called on rank 0, where rank 1 went on with another backward()"),
+        ("state_dict", "backward", "called state_dict(optimizer 0) while rank 1 called backward()"),
         ("state_dict", "step", "called state_dict(optimizer 0) while rank"),
-        ("step", "backward", "step() was called on rank 0, where rank 1 went on with another backward()"),
+        ("step", "backward", "called step(optimizer 0) while rank 1 called backward()"),
         ("step", "raise", "ZeroDivisionError"),
     ],
 )

@@ -69,10 +69,14 @@ def _signature_of(
 
 
 def mismatch(rank: int, mine: Signature, other: int, theirs: bytes) -> PlanMismatchError:
-    """The error of rank `rank`, whose signature differs from that of rank `other`. All ranks raise one."""
+    """The error of rank `rank`, whose signature differs from that of rank `other`.
+
+    All ranks raise one, unless a rank is in a backward: it may wait for buckets, and has to hear of the error.
+    """
     text = theirs.rstrip(b"\0").decode(errors="replace")
     message = f"rank {rank} called {mine} while rank {other} called {text}"
-    return in_step(PlanMismatchError(message, rank=rank, peers=(other,)))
+    error = PlanMismatchError(message, rank=rank, peers=(other,))
+    return error if "backward" in (mine.operation, text.split("(")[0]) else in_step(error)
 
 
 def fingerprint(description: Sequence[str]) -> bytes:

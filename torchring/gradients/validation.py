@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Final, Literal, NoReturn, cast, get_args
@@ -214,12 +213,6 @@ def lost_state(optimizers: Sequence[Optimizer], most_steps: int) -> str:
                 "purpose, this is no mistake"
             )
     return ""
-
-
-def steps_exactly(optimizer: Optimizer, parameters: Sequence[torch.nn.Parameter]) -> bool:
-    """Whether the optimizer steps exactly these parameters, in this order. Takes 11 us for 802 parameters."""
-    lists = [group["params"] for group in optimizer.param_groups]
-    return sum(map(len, lists)) == len(parameters) and all(map(operator.is_, chain.from_iterable(lists), parameters))
 
 
 def check_same_parameters(optimizer: Optimizer, names: Mapping[torch.nn.Parameter, str], rank: int) -> None:

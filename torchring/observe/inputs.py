@@ -125,7 +125,7 @@ class Inputs:
             is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
             if not is_plain or tensor.numel() < 2:
                 continue
-            accelerator = None if tensor.is_cpu else accelerator_of(tensor.device)
+            accelerator = accelerator_of(tensor.device)
             if tensor.device.type != "cpu" if accelerator is None else accelerator.is_capturing():
                 continue
             tensor.data_ptr()  # raises inside vmap, where take() would warn of its loops
