@@ -247,10 +247,11 @@ def wait(
     come = 0
     stop = 0
     looks = 0
+    PERIOD: tl.constexpr = 1024 if PTX else 32  # the interpreter takes a millisecond for a few looks
     while (come | stop) == 0:
         # About once in a millisecond. The looks of all blocks are served one by one, each in a microsecond: if blocks
         # look often, and together, they see signals late.
-        if looks % 1024 == 1023:
+        if looks % PERIOD == PERIOD - 1:
             stop = is_aborted(abort, PTX)
         pause = tl.where(looks < 32, 0, 400)
         come = look(words, width, skip, count, pause, PTX)

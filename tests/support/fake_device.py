@@ -460,13 +460,7 @@ class FakeBackend:
         return self if options.asyncOp else None
 
     def _allgather_base(self, output: torch.Tensor, own: torch.Tensor, options: Any) -> FakeBackend | None:
-        def start() -> Any:
-            """Add up bytes: Gloo's own gathers copy tensors on a thread of Gloo's, which this module would note."""
-            mine, everything = own.clone(), output.view(torch.uint8)
-            output.zero_()[self.rank() * len(own) :][: len(own)].copy_(mine)
-            return self._group.allreduce([everything], dist.AllreduceOptions())
-
-        self._call(start, output)
+        self._call(lambda: self._group._allgather_base(output, own, options), output)
         return self if options.asyncOp else None
 
     def wait(self) -> None:
@@ -501,10 +495,11 @@ class _Watch(TorchDispatchMode):
     def __init__(self, accelerator: FakeAccelerator) -> None:
         super().__init__()
         self._accelerator = accelerator
+        self._thread = threading.get_ident()  # Gloo's threads copy under the modes of whoever called it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, accelerator = kwargs or {}, self._accelerator
-        if accelerator.is_executing:
+        if accelerator.is_executing or threading.get_ident() != self._thread:
             return func(*args, **kwargs)
         read, written = _operands(func, args, kwargs)
         if any(map(accelerator.is_host_word, written)):
