@@ -27,7 +27,7 @@ from torchring.launch.hosts import Host, LaunchError, is_here
 from torchring.launch.jobs import OWN_IMPORTS
 from torchring.launch.launcher import LAUNCHERS, start
 from torchring.launch.output import OutputOptions
-from torchring.observe import PROGRESS, STACKS, TRACE
+from torchring.observe import PROGRESS, TRACE
 from torchring.releases import require_packages
 
 _BENCH: Final = Path(__file__).with_name("bench")
@@ -122,8 +122,6 @@ def _parser_of_run() -> argparse.ArgumentParser:
     logs = "also write what rank N prints to DIR/rankN.log, on its host; with --elastic, of worker N to DIR/workerN.log"
     add("--log-dir", metavar="DIR", help=logs)
     add("--quiet", action="store_true", help="with --log-dir: do not show it here")
-    stacks = "when a process waits for long, have those that it waits for print their Python stacks"
-    add("--stacks-on-stall", action="store_true", help=stacks)
     trace = "write where the time of the last 1,000 steps went to DIR, for `torchring report DIR`; replaces old ones"
     add("--trace", metavar="DIR", help=trace)
     progress = "say every 10 s how fast the job is and what bounds it; several hosts need --trace, on a shared folder"
@@ -153,7 +151,7 @@ def _run(options: argparse.Namespace, is_elastic: bool) -> int:
         if command is None or options.module:
             command = [*_program(options.script, options.module), *options.arguments]
         output = OutputOptions(options.tag_output, options.log_dir, options.quiet)
-        env = horovodrun.settings_of(options) | ({STACKS: "1"} if options.stacks_on_stall else {})
+        env = horovodrun.settings_of(options)
         ssh_options = horovodrun.ssh_options_of(options.ssh_port, options.ssh_identity_file)
         if is_elastic:
             limits = elastic.limits_of(options)

@@ -20,7 +20,6 @@ from torchring.launch.horovodrun import add_options
 from torchring.launch.hosts import Host
 from torchring.launch.jobs import host_job
 from torchring.launch.output import OutputOptions
-from torchring.observe import STACKS
 
 Started = list[dict[str, Any]]
 
@@ -75,7 +74,6 @@ def test_what_stands_behind_the_script_is_taken_apart_by_nobody(
         ("-np 1 --env K=V=W --env EMPTY=", {"num_proc": 1, "env": {"K": "V=W", "EMPTY": ""}}),
         ("-np 1 --log-dir logs --tag-output --quiet", {"num_proc": 1, "output": OutputOptions(True, "logs", True)}),
         ("-np 1 --output-filename logs", {"num_proc": 1, "output": OutputOptions(log_dir="logs")}),
-        ("-np 2 --stacks-on-stall --env A=1", {"num_proc": 2, "env": {"A": "1", STACKS: "1"}}),
         ("-np 2 --network-interface eth0,eth1", {"num_proc": 2, "env": SOCKETS}),
         ("-H a:2,b:3 -p 2222 -i key", {"hosts": TWO, "ssh_options": ["-p", "2222", "-i", "key"]}),
         ("-np 2 --bind numa", {"num_proc": 2, "bind": "numa"}),
@@ -83,7 +81,7 @@ def test_what_stands_behind_the_script_is_taken_apart_by_nobody(
         ("-H a:2,b:3 --gloo", {"hosts": TWO, "launcher": "ssh"}),
         ("-np 2 --mpi", {"num_proc": 2, "launcher": "mpirun"}),
         ("--standalone --nnodes=1 --nproc_per_node=2", {"num_proc": 2}),  # as torchrun has them
-        ("-np 2 --stacks_on_stall", {"num_proc": 2, "env": {STACKS: "1"}}),
+        ("-np 2 --tag_output", {"num_proc": 2, "output": OutputOptions(True)}),
         ("-np 2 --mpi --launcher local", {"num_proc": 2, "launcher": "local"}),
     ],
 )

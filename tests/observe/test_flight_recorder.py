@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import dataclasses
 import logging
 import os
 import re
@@ -22,14 +22,13 @@ import torch.distributed as dist
 
 import torchring
 from tests.support.checks import logged
-from tests.support.harness import run_pooled, run_ranks, wait_until
+from tests.support.harness import run_pooled, wait_until
 from torchring.default_world import default_world
 from torchring.errors import RingError
-from torchring.linux import is_stopped, open_process
+from torchring.linux import is_stopped
 from torchring.memory import host as host_module
 from torchring.memory.host import HostGroup
-from torchring.observe import STACKS
-from torchring.observe.flight_recorder import call_sites, stacks
+from torchring.observe.flight_recorder import call_sites
 from torchring.observe.flight_recorder import monitor as monitor_module
 from torchring.observe.flight_recorder.call_sites import call_site_of
 from torchring.observe.flight_recorder.entries import (
@@ -40,7 +39,6 @@ from torchring.observe.flight_recorder.entries import (
     RankState,
     key_of,
     read_state,
-    want_stacks,
 )
 from torchring.observe.flight_recorder.monitor import StallMonitor
 from torchring.observe.flight_recorder.stall_report import Peer, describe_ranks, describe_wait, missing_ranks
@@ -291,10 +289,6 @@ def test_a_rank_of_another_host_that_sends_nothing_more_is_silent(monkeypatch: p
     said = first.explain([1])
     assert ", last heard of 100 s ago, was then outside of forward, backward and step(), in step 8" in said
     assert "it has shown no sign of life for 100 s" in said
-    first._messages.clear()  # a rank reads messages only when it waits
-    assert ", last heard of 100 s ago, was then outside of forward, backward and step(), in step 8" in first.explain(
-        [1]
-    )
     first.close()
     for host in hosts:
         host.close()
@@ -401,70 +395,6 @@ def test_a_rank_that_does_not_come_to_init_is_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (message,), _ = run_pooled(_come_late, 2, str(tmp_path))
     assert "in torchring.init() for rank 1, which has not come there yet" in message
-
-
-# ---- stacks
-
-
-def _hold_the_lock(rank: int, size: int, folder: str) -> Any:
-    """Rank 1 never lets go of the interpreter's lock, so neither its timer thread nor a handler of Python's can run."""
-    pipe, said = os.open(Path(folder, "pipe"), os.O_RDWR), []
-    with open(Path(folder, "stderr"), "wb") as stderr:
-        os.dup2(stderr.fileno(), 2)
-
-    def release(message: str) -> None:
-        said.append(message)
-        os.write(pipe, b".")
-
-    torchring.init(stall_warning_seconds=_LIMIT)
-    torchring.barrier()
-    has_left = Path(folder, "rank 1 has left the barrier")  # a rank that itself waits is not asked for its stacks
-    if rank == 1:
-        has_left.touch()
-        ctypes.PyDLL(None).read(pipe, ctypes.create_string_buffer(1), 1)
-        torchring.barrier()
-        return said
-    wait_until(has_left.exists, "rank 1 to leave the barrier")
-    with each_warning(release):
-        torchring.barrier()
-    return said
-
-
-def test_stuck_ranks_print_their_stacks(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    (message,), _ = run_ranks(_hold_the_lock, 2, str(tmp_path), env={STACKS: "1"})
-    assert "in barrier for rank 1" in message
-    assert message.endswith("; it was told to print its Python stacks to its standard error")
-    printed = (tmp_path / "stderr").read_text()
-    assert re.search(r"test_flight_recorder\.py\", line \d+ in _hold_the_lock$", printed, re.MULTILINE), printed
-    assert printed.count("observe/test_flight_recorder.py") == 1, "once, and of that rank alone"
-
-
-def test_no_signal_is_sent_to_a_process_that_would_die_of_it() -> None:
-    descriptor = open_process(os.getpid())
-    try:
-        assert not stacks.ask(os.getpid(), descriptor, signal.SIGRTMAX - 7)
-    finally:
-        os.close(descriptor)
-
-
-def test_stacks_are_asked_for_once_in_each_stall() -> None:
-    memory = memoryview(bytearray(MEMORY_BYTES))
-    recorder = FlightRecorder(memory, {})
-    sent: list[int] = []
-
-    def send(number: int) -> bool:
-        sent.append(number)
-        return len(sent) < 3
-
-    assert not want_stacks(memory, 7, send), "the rank offers no signal"
-    recorder.offer_stacks(60)
-    assert want_stacks(memory, 8, send)
-    assert want_stacks(memory, 8, send)
-    assert sent == [60]
-    assert want_stacks(memory, 9, send)
-    assert not want_stacks(memory, 10, send), "the signal could not be sent"
-    assert sent == [60] * 3
 
 
 # ---- entries
@@ -673,10 +603,10 @@ def test_words() -> None:
     assert "Rank 9 " not in text
     assert "All ranks have come there" in describe_wait(0, wait_for(), {1: Peer(state(5, 4))}, 30.0, 30.0)
     assert describe_ranks([3], {3: Peer(None)}) == "Rank 3 has not said yet what it is doing"
-    silent = Peer(state(3).older(20.0), is_silent=True, message_age=20.0, was_asked=True)
+    silent = Peer(dataclasses.replace(state(3), last_seen=20.5), is_silent=True, message_age=20.0)
     assert describe_ranks([3], {3: silent}) == (
         "Rank 3 (pid 77), last heard of 20 s ago, was then in forward, in step 12; it has shown no sign of "
-        "life for 20 s; it was told to print its Python stacks to its standard error"
+        "life for 20 s"
     )
 
 

@@ -5,4 +5,3 @@ from typing import Final
 # Variables that `torchring run` sets for its ranks. Imports nothing, so that the launcher starts fast.
 TRACE: Final = "TORCHRING_TRACE"  # a folder; from --trace
 PROGRESS: Final = "TORCHRING_PROGRESS"  # a folder for the last steps only; from --progress
-STACKS: Final = "TORCHRING_STACKS_ON_STALL"  # "1"; from --stacks-on-stall

@@ -9,7 +9,7 @@ buckets of one optimizer. Positions count the operations of a sequence. A rank w
 
     words   0 ..  15    pid, phase, times, see `_Field`
     words  16 .. 271    64 entries: key, operations begun, operations finished, waiting since
-    the rest            JSON of the timer thread: the call site in the script, and what the rank waits for
+    the rest            JSON of the timer thread: the call site in the script, and what the training thread waits for
 
 Times are those of CLOCK_MONOTONIC in nanoseconds, which all processes of a host share.
 """
@@ -22,7 +22,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -37,7 +37,6 @@ _KEY, _BEGUN, _FINISHED, _WAITING_SINCE = range(_ENTRY_WORDS)
 _NUM_WORDS: Final = _FIRST_ENTRY + _NUM_ENTRIES * _ENTRY_WORDS
 _ENTRIES: Final = range(_FIRST_ENTRY, _NUM_WORDS, _ENTRY_WORDS)  # their first words
 _TEXT: Final = 8 * _NUM_WORDS
-_MOST_WAITS: Final = 8
 _TRIES: Final = 3  # to read a text that the timer thread is writing
 
 
@@ -45,15 +44,13 @@ class _Field(IntEnum):
     """Which word has what."""
 
     PID = 0
-    STACK_SIGNAL = 1
-    PHASE = 2  # of the training thread, as PHASE_SINCE: optimizer step times 256, plus the phase
-    PHASE_SINCE = 3
-    SAMPLED_PHASE = 4  # of the timer thread, as SAMPLED_SINCE and SAMPLED_AT
-    SAMPLED_SINCE = 5
-    SAMPLED_AT = 6  # also says that the process runs
-    WANTED = 7  # a number for the last stall about which other ranks wanted to see this rank's stacks. They write it.
-    TEXT_BYTES = 8
-    TEXT_CHECKSUM = 9
+    PHASE = 1  # of the training thread, as PHASE_SINCE: optimizer step times 256, plus the phase
+    PHASE_SINCE = 2
+    SAMPLED_PHASE = 3  # of the timer thread, as SAMPLED_SINCE and SAMPLED_AT
+    SAMPLED_SINCE = 4
+    SAMPLED_AT = 5  # also says that the process runs
+    TEXT_BYTES = 6
+    TEXT_CHECKSUM = 7
 
 
 _PHASE_AT: Final = int(_Field.PHASE)  # a store through an enum takes three times as long
@@ -210,8 +207,8 @@ class FlightRecorder(Observer):
         if words[_Field.SAMPLED_PHASE] != phase or words[_PHASE_SINCE_AT] > words[_Field.SAMPLED_AT]:
             words[_Field.SAMPLED_SINCE] = max(words[_PHASE_SINCE_AT], words[_Field.SAMPLED_AT])
             words[_Field.SAMPLED_PHASE] = phase
-        lines = [[w.key, w.since, str(w.wait)[:200] if w.is_in_training else ""] for w in waits[:_MOST_WAITS]]
-        sample = {"call_site": call_site[:400], "waits": lines}  # fits, even if JSON writes each character as six
+        said = next(([w.key, w.since, str(w.wait)[:200]] for w in waits if w.is_in_training), None)
+        sample = [call_site[:400], said]  # fits, even if JSON writes each character as six
         text = json.dumps(sample, ensure_ascii=False).encode(errors="replace")
         if text != self._written:
             self._written = text
@@ -220,10 +217,6 @@ class FlightRecorder(Observer):
             words[_Field.TEXT_BYTES] = len(text)
             words[_Field.TEXT_CHECKSUM] = zlib.crc32(text)
         words[_Field.SAMPLED_AT] = now
-
-    def offer_stacks(self, number: int) -> None:
-        """Signal `number` has this process print its stacks. 0: no signal does."""
-        self._words[_Field.STACK_SIGNAL] = number
 
 
 class CurrentWait(NamedTuple):
@@ -259,15 +252,6 @@ class RankState:
     entries: Mapping[int, EntryState]  # by key
     waits: tuple[str, float] | None  # what the training thread waits for, and for how long; None if it does not wait
 
-    def older(self, seconds: float) -> RankState:
-        """The same, as it is `seconds` later if nothing has changed."""
-        return replace(
-            self,
-            age=self.age + seconds,
-            last_seen=None if self.last_seen is None else self.last_seen + seconds,
-            waits=None if self.waits is None else (self.waits[0], self.waits[1] + seconds),
-        )
-
 
 def read_state(memory: memoryview | bytes, now: int | None = None) -> RankState | None:
     """What the flight recorder of a rank says at time `now`. None if the rank has not begun to write."""
@@ -281,59 +265,34 @@ def read_state(memory: memoryview | bytes, now: int | None = None) -> RankState 
         text = b""
     if not words[_Field.PID]:
         return None
-    said: dict[str, Any] = json.loads(text) if text else {"call_site": "", "waits": []}
-    phase, since = words[_PHASE_AT] & 0xFF, words[_PHASE_SINCE_AT]
-    if words[_Field.SAMPLED_AT] > since:  # the stack, which the timer thread has seen since, tells more than the stamp
+    call_site, said = json.loads(text) if text else ("", None)
+    phase, since, sampled_at = words[_PHASE_AT] & 0xFF, words[_PHASE_SINCE_AT], words[_Field.SAMPLED_AT]
+    if sampled_at > since:  # the stack, which the timer thread has seen since, tells more than the stamp
         phase, since = words[_Field.SAMPLED_PHASE], words[_Field.SAMPLED_SINCE]
-    entries, since_of = {}, {}
+    entries = {}
+    new = 0  # when a wait began that the timer thread has not seen yet
     for first in _ENTRIES:
         key, begun, finished, waiting = words[first : first + _ENTRY_WORDS]
         if key:
             entries[key] = EntryState(begun, finished, waiting > 0)
-            since_of[key] = waiting
+            new = waiting if waiting > sampled_at else new
+            if said is not None and said[0] == key and said[1] != waiting:
+                said = None  # it is over
+    waits = None
+    if said is not None:
+        waits = said[2], (now - said[1]) / 1e9
+    elif new:
+        waits = "an operation between ranks", (now - new) / 1e9
     return RankState(
         pid=words[_Field.PID],
         step=words[_PHASE_AT] >> 8,
         phase=Phase(phase),
         age=max(0.0, (now - since) / 1e9),
-        call_site=said["call_site"],
-        last_seen=(now - words[_Field.SAMPLED_AT]) / 1e9 if words[_Field.SAMPLED_AT] else None,
+        call_site=call_site,
+        last_seen=(now - sampled_at) / 1e9 if sampled_at else None,
         entries=entries,
-        waits=_wait_in_training(said["waits"], since_of, now),
+        waits=waits,
     )
-
-
-def _wait_in_training(
-    said: Sequence[tuple[int, int, str]], since_of: Mapping[int, int], now: int
-) -> tuple[str, float] | None:
-    """What the training thread waits for.
-
-    Args:
-        said: key, since and text of each wait that the timer thread has written. Other threads' waits have no text.
-        since_of: for each entry, when the wait there began, by now; 0 if nothing waits.
-    """
-    for key, since, text in said:
-        if text and since_of.get(key, since) == since:
-            return text, (now - since) / 1e9
-    known = {(key, since) for key, since, _ in said}
-    for key, since in since_of.items():
-        if since and (key, since) not in known:  # too new for the timer thread
-            return "an operation between ranks", (now - since) / 1e9
-    return None
-
-
-def want_stacks(memory: memoryview, stall: int, send: Callable[[int], bool]) -> bool:
-    """Have a rank print its stacks, once for each stall. Returns whether the rank does so now, or has done so.
-
-    Args:
-        send: sends the given signal to the rank. Returns False if that is not possible.
-    """
-    words = memory[:_TEXT].cast("q")
-    number = int(words[_Field.STACK_SIGNAL])
-    if not number or (words[_Field.WANTED] != stall and not send(number)):
-        return False
-    words[_Field.WANTED] = stall
-    return True
 
 
 def key_of(name: str) -> int:

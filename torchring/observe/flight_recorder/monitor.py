@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import struct
 import time
@@ -16,7 +15,7 @@ import types
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -24,23 +23,17 @@ from torch.distributed import DistError, Store, TCPStore
 
 from torchring.linux import is_stopped
 from torchring.memory.host import HostGroup, SharedBlock
-from torchring.observe import STACKS
-from torchring.observe.flight_recorder import stacks
 from torchring.observe.flight_recorder.call_sites import call_site_of
 from torchring.observe.flight_recorder.entries import (
     CurrentWait,
     FlightRecorder,
-    RankState,
-    key_of,
     read_state,
-    want_stacks,
 )
 from torchring.observe.flight_recorder.stall_report import (
     Peer,
     describe_ranks,
     describe_wait,
     is_silent,
-    missing_ranks,
 )
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.rendezvous.signed import bottom
@@ -51,23 +44,12 @@ _LONGEST_TICK_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 10.0  # between two messages to the store
 _SILENT_PAUSES: Final = 1.4  # without a message
 _SILENT_SECONDS: Final = 3.0
-_FIRST_LOOK: Final = 0.4  # of the limit. A second look, at the limit, shows who has been silent since.
 _LASTING: Final = 0.1  # of the limit: a wait that is worth a message
 _ANSWER_SECONDS: Final = 2.0  # for the store
 _JOIN_SECONDS: Final = 1.0
-# Number of the message, the sender's time, seconds between two messages, seconds since the ranks have met.
-_HEADER: Final = struct.Struct("=qqdd")
+# The sender's time, seconds between two messages, seconds since the ranks have met.
+_HEADER: Final = struct.Struct("=qdd")
 _logger: Final = logging.getLogger("torchring")
-
-
-@dataclass(frozen=True)
-class _Heard:
-    """What was last heard from a rank of another host."""
-
-    number: int  # of messages that the rank has sent
-    sent: float  # when, on this rank's clock. This rank reads messages only when it waits.
-    pause: float  # seconds between two messages of the rank
-    state: RankState | None
 
 
 class StallMonitor:
@@ -100,21 +82,14 @@ class StallMonitor:
         }
         self.recorder = FlightRecorder(self._memory[self._rank], operations)
         self._has_warned: set[tuple[int, int]] = set()  # (key, since) of the waits under way
-        self._prints_stacks = os.environ.get(STACKS) == "1"
-        if self._prints_stacks:
-            self.recorder.offer_stacks(stacks.offer())
-
         # Ranks of other hosts
         self._others = [rank for rank in range(rendezvous.size) if rank not in self._memory]
         # All ranks have just met in the store. From here on they count seconds alike, whatever their clocks say.
         self._met_at = time.clock_gettime(time.CLOCK_BOOTTIME)
-        self._messages: dict[int, _Heard] = {}
-        self._num_published = 0
+        self._messages: dict[int, bytes] = {}  # what was last heard. This rank reads messages only when it waits.
         self._publish_at = 0.0
         self._publishing: Future[Any] | None = None
-        self._reading: Future[Any] | None = None
         self._published_waits: set[tuple[int, int]] = set()
-        self._looked_for: set[tuple[int, int]] = set()
 
         self._thread: PeriodicThread | None = None
         self._seconds = max(_SHORTEST_TICK_SECONDS, min(_LONGEST_TICK_SECONDS, limit / 4))
@@ -137,43 +112,28 @@ class StallMonitor:
         # This process may have been stopped itself, and not have taken in yet what has come meanwhile.
         was_stopped = self._ticked_at - ticked_at > _SILENT_SECONDS + self._seconds
         if self._others:
-            self._take_in(0.0)
             self._publish(waits)
         now = time.monotonic_ns()
         under_way = {(wait.key, wait.since) for wait in waits}
-        for kept in (self._has_warned, self._published_waits, self._looked_for):
+        for kept in (self._has_warned, self._published_waits):
             kept &= under_way
         for wait in waits:
             seconds, identity = (now - wait.since) / 1e9, (wait.key, wait.since)
-            if self._others and seconds >= self._limit * _FIRST_LOOK and identity not in self._looked_for:
-                self._looked_for.add(identity)
-                self._look()
             if seconds >= self._limit and not was_stopped and identity not in self._has_warned:
                 self._has_warned.add(identity)
                 self._warn(wait, seconds)
-        if self._prints_stacks:
-            self.recorder.offer_stacks(stacks.offer())  # the script may have a handler for the signal by now
 
     def explain(self, ranks: Iterable[int]) -> str:
         """Say what `ranks`, or all other ranks if there are none, did last: a sentence each. From any thread."""
         late = [rank for rank in sorted(ranks) or range(self._rendezvous.size) if rank != self._rank]
         if any(rank in self._others for rank in late):
-            self._look(wait=True)
+            self._look()
         return describe_ranks(late, self._peers()) if late else ""
-
-    def states(self) -> dict[int, RankState]:
-        """What the flight recorders of the other ranks of this host say. From any thread."""
-        states = {rank: read_state(memory) for rank, memory in self._memory.items() if rank != self._rank}
-        return {rank: state for rank, state in states.items() if state is not None}
 
     def _warn(self, wait: CurrentWait, seconds: float) -> None:
         if self._others:
-            self._look(wait=True)
-        peers = self._peers()
-        if self._prints_stacks:
-            asked = self._ask_for_stacks(wait, missing_ranks(wait, peers))
-            peers = {rank: replace(peer, was_asked=rank in asked) for rank, peer in peers.items()}
-        _logger.warning(describe_wait(self._rank, wait, peers, seconds, self._limit))
+            self._look()
+        _logger.warning(describe_wait(self._rank, wait, self._peers(), seconds, self._limit))
 
     def _peers(self) -> dict[int, Peer]:
         """All other ranks, as far as this rank knows."""
@@ -184,16 +144,19 @@ class StallMonitor:
                 state = read_state(memory)
                 stopped = process is not None and is_stopped(process[0])
                 found[rank] = Peer(state, stopped, state is not None and is_silent(state))
-        now = time.monotonic()
-        for rank in self._others:
-            message = self._messages.get(rank)
-            if message is None or message.state is None:
-                found[rank] = Peer(None)
-            else:
-                age = now - message.sent
-                is_late = age > max(_SILENT_SECONDS, _SILENT_PAUSES * message.pause)
-                found[rank] = Peer(message.state.older(age), is_silent=is_late, message_age=age)
+        found |= {rank: self._peer_elsewhere(self._messages.get(rank)) for rank in self._others}
         return dict(sorted(found.items()))
+
+    def _peer_elsewhere(self, message: bytes | None) -> Peer:
+        if message is None:
+            return Peer(None)
+        then, pause, seconds_then = _HEADER.unpack_from(message)
+        age = max(0.0, self._seconds_since_meeting() - seconds_then)
+        state = read_state(zlib.decompress(message[_HEADER.size :]), then + int(age * 1e9))
+        if state is not None and state.waits is not None and state.waits[1] - age < _LASTING * pause:
+            state = replace(state, waits=None)  # over by now, or there would be another message
+        is_late = age > max(_SILENT_SECONDS, _SILENT_PAUSES * pause)
+        return Peer(state, is_silent=is_late, message_age=age)
 
     # Messages between hosts
 
@@ -202,43 +165,23 @@ class StallMonitor:
         now = time.monotonic_ns()
         lasting = {(wait.key, wait.since) for wait in waits if (now - wait.since) / 1e9 > self._limit * _LASTING}
         is_due = time.monotonic() >= self._publish_at or not lasting <= self._published_waits
-        if not is_due or _is_under_way(self._publishing):
+        if not is_due or (self._publishing is not None and not self._publishing.done()):
             return
         self._published_waits |= lasting
         pause = min(_LONGEST_PAUSE_SECONDS, self._limit / 3)
         self._publish_at = time.monotonic() + pause
-        self._num_published += 1
-        header = _HEADER.pack(self._num_published, now, pause, self._seconds_since_meeting())
+        header = _HEADER.pack(now, pause, self._seconds_since_meeting())
         message = header + zlib.compress(bytes(self._memory[self._rank]), 1)
         may_be_gone = self._rendezvous.store_host not in (None, self._rank)
         self._publishing = self._start(partial(_send, _state_key(self._rank), message, may_be_gone))
 
-    def _look(self, *, wait: bool = False) -> None:
-        """Read the messages of the ranks of other hosts; if `wait` is false, take them in at a later call."""
-        if self._reading is None:
-            keys = [_state_key(rank) for rank in self._others]
-            self._reading = self._start(lambda store: _read(store, keys))
-        if wait:
-            self._take_in(_ANSWER_SECONDS)
-
-    def _take_in(self, seconds: float) -> None:
-        reading = self._reading
-        if reading is None or not is_done_within(reading, seconds):  # the store has not answered yet
-            return
-        messages: list[bytes | None] = [None] * len(self._others)
-        with contextlib.suppress(Exception):  # the store is gone
-            messages = reading.result()
-        self._reading = None
-        for rank, data in zip(self._others, messages, strict=True):
-            if data is not None:
-                number, then, pause, seconds_then = _HEADER.unpack_from(data)
-                known = self._messages.get(rank)
-                if known is None or known.number != number:
-                    state = read_state(zlib.decompress(data[_HEADER.size :]), then)
-                    if state is not None and state.waits is not None and state.waits[1] < _LASTING * pause:
-                        state = replace(state, waits=None)  # over by now, or there would be another message
-                    age = max(0.0, self._seconds_since_meeting() - seconds_then)
-                    self._messages[rank] = _Heard(number, time.monotonic() - age, pause, state)
+    def _look(self) -> None:
+        """Read the messages of the ranks of other hosts, if the store answers soon."""
+        reading = self._start(partial(_read, [_state_key(rank) for rank in self._others]))
+        if reading is not None and is_done_within(reading, _ANSWER_SECONDS):
+            with contextlib.suppress(Exception):  # the store is gone
+                found = zip(self._others, reading.result(), strict=True)
+                self._messages |= {rank: message for rank, message in found if message is not None}
 
     def _seconds_since_meeting(self) -> float:
         return time.clock_gettime(time.CLOCK_BOOTTIME) - self._met_at
@@ -248,18 +191,6 @@ class StallMonitor:
         with contextlib.suppress(DistError):
             return self._rendezvous.start(operation)
         return None
-
-    # Stacks
-
-    def _ask_for_stacks(self, wait: CurrentWait, missing: Sequence[int]) -> set[int]:
-        """Have ranks of this host print their stacks, once for each stall. Returns those that do, or have done so."""
-        stall = key_of(f"{wait.key} {wait.position}")
-        asked = set()
-        for rank in set(missing).intersection(self._memory):
-            process = self._host.process_of(rank)
-            if process is not None and want_stacks(self._memory[rank], stall, partial(stacks.ask, *process)):
-                asked.add(rank)
-        return asked
 
 
 def _send(key: str, message: bytes, may_be_gone: bool, store: Store) -> None:
@@ -278,15 +209,9 @@ def _listens(store: Store) -> bool:
     return True
 
 
-def _read(store: Store, keys: Sequence[str]) -> list[bytes | None]:
+def _read(keys: Sequence[str], store: Store) -> list[bytes | None]:
     """The values of `keys`; None for a key that is not set."""
-    if store.check(list(keys)):
-        return list(store.multi_get(list(keys)))
     return [store.get(key) if store.check([key]) else None for key in keys]
-
-
-def _is_under_way(future: Future[Any] | None) -> bool:
-    return future is not None and not future.done()
 
 
 def _state_key(rank: int) -> str:

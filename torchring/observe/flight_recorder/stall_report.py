@@ -30,7 +30,6 @@ class Peer:
     is_stopped: bool = False  # SIGSTOP or a debugger has stopped the process
     is_silent: bool = False  # the rank has shown no sign of life for longer than is normal
     message_age: float | None = None  # seconds since a rank of another host sent its last message; None on this host
-    was_asked: bool = False  # the rank was told to print its stacks
 
 
 def is_silent(state: RankState) -> bool:
@@ -101,8 +100,6 @@ def _describe(rank: int, peer: Peer) -> str:
         text += "; its process is stopped (SIGSTOP, Ctrl-Z or a debugger)"
     if state.last_seen is not None and (peer.is_silent or peer.is_stopped):
         text += f"; it has shown no sign of life for {duration(state.last_seen)}"
-    if peer.was_asked:
-        text += "; it was told to print its Python stacks to its standard error"
     return text
 
 
