@@ -214,7 +214,7 @@ def _empty_trace(folder: str) -> str:
     path = Path(folder).absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
-        for file in [*path.glob("rank-*.npz"), *path.glob("live-*.npz")]:
+        for file in path.glob("rank-*.npz"):
             file.unlink()
     except OSError as error:
         raise LaunchError(f"--trace {folder}: {error.strerror}") from error

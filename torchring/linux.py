@@ -157,13 +157,3 @@ def has_ended(process: str) -> bool:
 def _stat(pid: int | str) -> list[str]:
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()
-
-
-def is_caught(number: int, pid: int | str = "self") -> bool:
-    """Whether a process handles a signal, by a handler that Python need not know of. False if /proc does not say."""
-    try:
-        with open(f"/proc/{pid}/status") as file:
-            caught = next(line.split()[1] for line in file if line.startswith("SigCgt:"))
-    except (OSError, StopIteration, IndexError):
-        return False
-    return bool(int(caught, 16) >> (number - 1) & 1)

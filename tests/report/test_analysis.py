@@ -352,7 +352,7 @@ def test_a_parameter_for_which_its_bucket_waits_is_named() -> None:
     parameters = tuple(ParameterRecord(name, 10_000_000, i) for name, i in zip(names, (0, 0, 1), strict=True))
     run_info = RunInfo(algorithm="ring", overlap="thread", size=2, local_size=1, parameters=parameters)
     traces = one_step(run_info=run_info, of_ranks=[[(60, 75), (60, 90)]] * 2)
-    arrivals = Arrivals(0, 40 * MS, (10 * MS, 40 * MS, 20 * MS))
+    arrivals = Arrivals(40 * MS, (10 * MS, 40 * MS, 20 * MS))
     analysis = analyse(merge([dataclasses.replace(trace, arrivals=(arrivals,)) for trace in traces]))
     (late,) = analysis.late_parameters
     assert (late.name, late.bucket, late.holds_ms) == ("embedding", 0, pytest.approx(30))
@@ -366,7 +366,7 @@ def test_a_model_compiled_as_a_whole_shows_what_is_exposed_and_why() -> None:
     run_info = dataclasses.replace(run_info, parameters=parameters)
     traces = one_step(run_info=run_info, of_ranks=[[(60, 90), (60, 120)]] * 2)
     for first, is_told in ((57, True), (50, False)):
-        arrivals = Arrivals(0, 60 * MS, (60 * MS, first * MS))
+        arrivals = Arrivals(60 * MS, (60 * MS, first * MS))
         analysis = analyse(merge([dataclasses.replace(trace, arrivals=(arrivals,)) for trace in traces]))
         assert any("All gradients arrive together" in problem for problem in analysis.problems) == is_told
     assert analysis.verdict.kind == "communication"

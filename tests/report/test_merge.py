@@ -80,7 +80,7 @@ def test_a_torn_file_and_a_missing_rank_are_named_and_the_rest_is_shown(tmp_path
 
 def test_an_error_that_ended_a_rank_is_quoted() -> None:
     first, second = simulate(2, 5)
-    job = merge([run_info(first, ended_by="SIGUSR1"), run_info(second, ended_by="PeerLostError: rank 0 died")])
+    job = merge([run_info(first, ended_by="end"), run_info(second, ended_by="PeerLostError: rank 0 died")])
     assert job.problems == ('Rank 1 ended with an error: "PeerLostError: rank 0 died".',)
     assert job.ended_badly == job.problems[0]
     assert merge([first, second]).ended_badly == ""
@@ -100,29 +100,19 @@ def test_files_of_an_earlier_run_are_left_out() -> None:
 
 
 def test_a_killed_rank_has_the_steps_that_it_wrote_last(tmp_path: Path) -> None:
-    first, second, third = (run_info(trace, written_at=10.0) for trace in simulate(3, 60))
-    for trace in (first, run_info(second, ended_by="SIGUSR1"), third):
-        write(tmp_path, trace)
-    for trace in (second, third):  # that of rank 1 has fewer steps than its trace, that of rank 2 is newer
-        newest = run_info(dataclasses.replace(trace, steps=trace.steps[40:]), ended_by="", written_at=11.0)
-        write(tmp_path, newest, live=True)
-    job = load(tmp_path)
+    first, second, third = simulate(3, 60)
+    running = [run_info(dataclasses.replace(each, steps=each.steps[40:]), ended_by="") for each in (first, third)]
+    job = load(write_all(tmp_path, [first, second, running[1]]))
     assert [len(trace.steps) for trace in job.traces] == [60, 60, 20]
+    assert len(job.steps) == 20
     assert job.problems == ("Rank 2 was killed, or still runs. Of its steps, only 20 are known.",)
     assert job.ended_badly == "Rank 2 was killed, or still runs."
-    nameless = run_info(third, ended_by="", written_at=11.0, parameters=(), rank=0)
-    write(tmp_path, nameless, live=True)
-    job = load(tmp_path)
-    assert job.traces[0].run_info.parameters == first.run_info.parameters != ()  # which another rank has, too
-    assert job.problems == ("Ranks 0, 2 were killed, or still run. Of their steps, only 60 are known.",)
-    path_of(tmp_path, 0, live=True).unlink()
-    next_run = run_info(second, ended_by="", written_at=12.0, pid=second.run_info.pid + 1)
-    write(tmp_path, next_run, live=True)
-    assert load(tmp_path).traces[1].run_info.pid == second.run_info.pid + 1, "that of SIGUSR1 is of an earlier run"
-    for rank in range(3):
-        path_of(tmp_path, rank).unlink()
-    job = load(tmp_path)
-    assert "Ranks 1, 2 were killed, or still run." in job.problems[0]
+    lost = run_info(second, ended_by="PeerLostError: rank 2 is gone")
+    assert load(write_all(tmp_path, [lost])).ended_badly == "Rank 2 was killed, or still runs."
+    for path in tmp_path.iterdir():
+        path.unlink()
+    job = load(write_all(tmp_path, [*running, run_info(second, ended_by="")]))
+    assert job.problems == ("Ranks 0-2 were killed, or still run. Of their steps, only 60 are known.",)
     assert job.ended_badly == "", "no rank has ended, so the job may run"
 
 

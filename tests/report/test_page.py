@@ -156,9 +156,7 @@ def test_people_who_cannot_see_it_find_their_way(page: str) -> None:
 
 def test_text_of_users_is_only_text() -> None:
     traces = late_data()
-    parameters = [
-        dataclasses.replace(each, name=f"</script>{BAD}{i}") for i, each in enumerate(traces[0].run_info.parameters)
-    ]
+    parameters = [each._replace(name=f"</script>{BAD}{i}") for i, each in enumerate(traces[0].run_info.parameters)]
     for i, trace in enumerate(traces):
         run_info = dataclasses.replace(
             trace.run_info,

@@ -107,7 +107,7 @@ def test_buckets_of_one_rank_are_laid_out_as_between_hosts() -> None:
 def test_a_gradient_that_never_comes_waits_for_the_end() -> None:
     (trace,) = simulated(1, bucket_mb=[])
     parameters = tuple(ParameterRecord(str(i), MB, 0) for i in range(3))
-    arrivals = (Arrivals(5, 60 * MS, (30 * MS, 6 * MS, -1)), Arrivals(6, 60 * MS, (42 * MS, 6 * MS, -1)))
+    arrivals = (Arrivals(60 * MS, (30 * MS, 6 * MS, -1)), Arrivals(60 * MS, (42 * MS, 6 * MS, -1)))
     run_info = dataclasses.replace(trace.run_info, parameters=parameters)
     job = merge([dataclasses.replace(trace, run_info=run_info, arrivals=arrivals)])
     assert ready_shares(job) == pytest.approx([0.6, 0.1, np.nan], nan_ok=True)
@@ -120,7 +120,7 @@ def layers(num_bytes: list[int], dtypes: tuple[str, ...] = ("float32",)) -> Job:
     records = tuple(ParameterRecord(f"layer{i}", each, 0, dtypes[i % len(dtypes)]) for i, each in enumerate(num_bytes))
     ready = tuple(60 * MS * (len(records) - i) // len(records) for i in range(len(records)))
     facts = dataclasses.replace(trace.run_info, parameters=records)
-    return merge([dataclasses.replace(trace, run_info=facts, arrivals=(Arrivals(5, 60 * MS, ready),))])
+    return merge([dataclasses.replace(trace, run_info=facts, arrivals=(Arrivals(60 * MS, ready),))])
 
 
 @pytest.mark.parametrize("bucket_mb", [1, 10, 25, 100])
@@ -489,7 +489,7 @@ def test_arrivals_say_when_buckets_of_one_rank_are_ready() -> None:
     (trace,) = simulated(1, bucket_mb=[])
     parameters = (ParameterRecord("a", 25 * MB, 1), ParameterRecord("b", 2 * MB, 0), ParameterRecord("c", 25 * MB, 1))
     run_info = dataclasses.replace(trace.run_info, parameters=parameters, options={"bucket_mb": "50"})
-    arrivals = (Arrivals(5, 60 * MS, (30 * MS, 6 * MS, 15 * MS)),)
+    arrivals = (Arrivals(60 * MS, (30 * MS, 6 * MS, 15 * MS)),)
     traced = dataclasses.replace(trace, run_info=run_info, arrivals=arrivals)
     # 50 MB leave in the middle of a backward of 60 ms, and take 40 ms: 10 ms are exposed, and two latencies.
     (prediction, *_) = analyse(merge([traced]), Network(0.1, 1.25)).predictions

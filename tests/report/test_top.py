@@ -25,7 +25,7 @@ from torchring.report.show.top import Picture
 def write_live(folder: Path, traces: Sequence[RankTrace], age: float = 0.0) -> None:
     for trace in traces:
         run_info = dataclasses.replace(trace.run_info, ended_by="", written_at=time.time() - age)
-        write(folder, dataclasses.replace(trace, run_info=run_info), live=True)
+        write(folder, dataclasses.replace(trace, run_info=run_info))
 
 
 def test_a_job_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,10 +53,10 @@ def test_the_speed_is_steps_and_samples_by_time(tmp_path: Path) -> None:
 def test_a_killed_rank_leaves_its_last_steps_behind(tmp_path: Path) -> None:
     survivor, killed = simulate(2, 50)
     write_live(tmp_path, [survivor, killed], age=5)
-    for ended_by, is_over in (("SIGUSR1", False), ("rank 1 is gone", True)):
-        run_info = dataclasses.replace(survivor.run_info, ended_by=ended_by, written_at=time.time() - 4)
-        write(tmp_path, dataclasses.replace(survivor, run_info=run_info))
-        assert top.look(tmp_path).is_over is is_over
+    assert not top.look(tmp_path).is_over
+    run_info = dataclasses.replace(survivor.run_info, ended_by="rank 1 is gone", written_at=time.time() - 4)
+    write(tmp_path, dataclasses.replace(survivor, run_info=run_info))
+    assert top.look(tmp_path).is_over
 
 
 def test_a_job_that_has_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,13 +71,14 @@ def test_a_job_that_has_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_it_ends_with_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Files come and go while it looks: nothing, torn, live, and then the whole trace."""
-    (error, other) = simulate(2, 50)
+    """Files come and change while it looks: nothing, torn, the last steps, and then the whole trace."""
+    error, other = simulate(2, 50)
+    lost = dataclasses.replace(error, run_info=dataclasses.replace(error.run_info, ended_by="rank 1 is gone"))
     stages = iter(
         [
-            lambda: path_of(tmp_path, 0, live=True).write_bytes(b"torn"),
+            lambda: path_of(tmp_path, 0).write_bytes(b"torn"),
             lambda: write_live(tmp_path, [error, other]),
-            lambda: [path_of(tmp_path, rank, live=True).unlink() for rank in (0, 1)],
+            lambda: [write(tmp_path, trace) for trace in (lost, other)],
         ]
     )
 
@@ -85,10 +86,6 @@ def test_it_ends_with_the_job(
         assert seconds == 0.25
         stage = next(stages)
         stage()
-        if not path_of(tmp_path, 0, live=True).exists():
-            run_info = dataclasses.replace(error.run_info, ended_by="rank 1 is gone")
-            write(tmp_path, dataclasses.replace(error, run_info=run_info))
-            write(tmp_path, other)
 
     monkeypatch.setattr(time, "sleep", sleep)
     assert cli.main(["top", str(tmp_path), "--every", "0.25"]) == 0
@@ -96,7 +93,6 @@ def test_it_ends_with_the_job(
     assert out.count("no rank has written") == 1
     assert out.count("Step 50: ") == 2
     assert "The job has ended: rank 1 is gone." in out
-    assert path_of(tmp_path, 0).exists()
 
 
 def test_a_line_each_time_that_steps_were_made(

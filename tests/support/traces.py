@@ -145,15 +145,15 @@ def simulate(
         )
         first = steps[rank][0]
         backward = first.ns_in(Phase.BACKWARD)
-        arrivals = (Arrivals(0, backward, tuple(round(backward * part) for part in fractions)),)
+        arrivals = (Arrivals(backward, tuple(round(backward * part) for part in fractions)),)
         clock = () if skew_ms is None else (ClockOffset(first.begin, skews[rank], 0 if rank < per_host else MS // 20),)
-        traces.append(RankTrace(run_info, tuple(steps[rank]), 0, arrivals, clock))
+        traces.append(RankTrace(run_info, tuple(steps[rank]), arrivals, clock))
     return traces
 
 
 def shifted(trace: RankTrace, num_dropped: int) -> RankTrace:
     """The same trace, with its first steps forgotten."""
-    return dataclasses.replace(trace, steps=trace.steps[num_dropped:], num_dropped=num_dropped)
+    return dataclasses.replace(trace, steps=trace.steps[num_dropped:])
 
 
 def encode(step: StepRecord) -> array[int]:
@@ -169,8 +169,6 @@ def decoded(trace: RankTrace, rows: Sequence[Sequence[int]]) -> RankTrace:
     return dataclasses.replace(trace, steps=tuple(map(decode, rows)))
 
 
-def write(folder: Path, trace: RankTrace, *, live: bool = False) -> Path:
-    """Write a trace as its rank does at the end, or, `live`, while it trains."""
-    return files.write(
-        files.path_of(folder, trace.run_info.rank, live=live), trace, [encode(step) for step in trace.steps]
-    )
+def write(folder: Path, trace: RankTrace) -> Path:
+    """Write a trace as its rank does."""
+    return files.write(files.path_of(folder, trace.run_info.rank), trace, [encode(step) for step in trace.steps])

@@ -2,56 +2,42 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 
 from torchring.observe.recorder.records import Arrivals, ClockOffset, ParameterRecord, RankTrace, RunInfo, decode
 from torchring.safe_files import reading, replacing
 
-FORMAT: Final = 3
-
-_TYPES: Final[dict[str, type | tuple[type, ...]]] = {
-    "int": int,
-    "str": str,
-    "float": (float, int),
-    "dict[str, str]": dict,
-}
-_Record = TypeVar("_Record", RunInfo, ParameterRecord)
+FORMAT: Final = 4
 
 
 class TraceError(Exception):
     """A file of a trace cannot be read. The text says why."""
 
 
-def path_of(folder: Path, rank: int, *, live: bool = False) -> Path:
-    """Where a rank writes its trace; `live`: its newest steps, while it trains."""
-    return folder / f"{'live' if live else 'rank'}-{rank:05d}.npz"
+def path_of(folder: Path, rank: int) -> Path:
+    """Where a rank writes its trace."""
+    return folder / f"rank-{rank:05d}.npz"
 
 
-def find(folder: Path, *, live: bool = False) -> dict[int, Path]:
-    """The files of a trace, by rank; `live`: those that ranks write while they train. Raises OSError."""
-    pattern = re.compile(rf"{'live' if live else 'rank'}-(\d+)\.npz")
-    matches = ((pattern.fullmatch(path.name), path) for path in folder.iterdir())
+def find(folder: Path) -> dict[int, Path]:
+    """The files of a trace, by rank. Raises OSError."""
+    matches = ((re.fullmatch(r"rank-(\d+)\.npz", path.name), path) for path in folder.iterdir())
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
 def write(path: Path, trace: RankTrace, steps: Sequence[Sequence[int]]) -> Path:
     """Write a file, whole or not at all, over an older one. `steps`: rows of `trace.steps`. Raises OSError."""
-    # Parameters may have been added since.
-    arrivals = [each for each in trace.arrivals if len(each.ready_ns) == len(trace.run_info.parameters)]
-    run_info = {"format": FORMAT, "num_dropped": trace.num_dropped, **dataclasses.asdict(trace.run_info)}
+    about = {"format": FORMAT, **vars(trace.run_info), "arrivals": trace.arrivals, "clock": trace.clock}
     arrays = {
-        "about": np.frombuffer(json.dumps(run_info).encode(), np.uint8),
+        "about": np.frombuffer(json.dumps(about).encode(), np.uint8),
         "step_lengths": np.array([len(step) for step in steps], np.int64),
         "steps": np.concatenate([np.asarray(step, np.int64) for step in steps] or [np.empty(0, np.int64)]),
-        "arrivals": np.array([(a.step, a.backward_ns, *a.ready_ns) for a in arrivals], np.int64),
-        "clock": np.array([dataclasses.astuple(each) for each in trace.clock], np.int64),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
@@ -80,28 +66,18 @@ def _printable(value: Any) -> Any:
     return [_printable(each) for each in value] if isinstance(value, list) else value
 
 
-def _parse(run_info: dict[str, Any], arrays: Mapping[str, Any]) -> RankTrace:
-    if run_info.pop("format") != FORMAT:
-        raise TraceError(f"it was written by torchring {run_info['versions'].get('torchring', '?')}, in another format")
-    ends = np.cumsum(arrays["step_lengths"])
-    steps = arrays["steps"]
+def _parse(about: dict[str, Any], arrays: Mapping[str, Any]) -> RankTrace:
+    if about.pop("format") != FORMAT:
+        raise TraceError(f"it was written by torchring {about['versions'].get('torchring', '?')}, in another format")
+    ends, steps = np.cumsum(arrays["step_lengths"]), arrays["steps"]
     if len(steps) != (ends[-1] if len(ends) else 0):
         raise ValueError("steps are missing")
-    num_dropped = run_info.pop("num_dropped")
-    run_info["parameters"] = tuple(_typed(ParameterRecord(**each)) for each in run_info["parameters"])
-    return RankTrace(
-        _typed(RunInfo(**run_info)),
-        tuple(decode(part.tolist()) for part in np.split(steps, ends[:-1]) if len(part)),
-        num_dropped,
-        tuple(Arrivals(step, length, tuple(ready)) for step, length, *ready in arrays["arrivals"].tolist()),
-        tuple(ClockOffset(*each) for each in arrays["clock"].tolist()),
-    )
-
-
-def _typed(record: _Record) -> _Record:
-    """The record. Raises TypeError if a text, a number or a dictionary of it is something else."""
-    for each in dataclasses.fields(record):
-        value, type_ = getattr(record, each.name), _TYPES.get(str(each.type))
-        if type_ is not None and (not isinstance(value, type_) or isinstance(value, bool)):
-            raise TypeError(f"{each.name} is {value!r:.40}")
-    return record
+    arrivals = tuple(Arrivals(length, tuple(ready), optimizer) for length, ready, optimizer in about.pop("arrivals"))
+    clock = tuple(ClockOffset(*each) for each in about.pop("clock"))
+    about["parameters"] = tuple(ParameterRecord(*each) for each in about["parameters"])
+    for name, default in vars(RunInfo()).items():
+        value = about[name]
+        if type(value) is not type(default) and (type(value), type(default)) != (int, float):
+            raise TypeError(f"{name} is {value!r:.40}")
+    rows = np.split(steps, ends[:-1])
+    return RankTrace(RunInfo(**about), tuple(decode(row.tolist()) for row in rows if len(row)), arrivals, clock)

@@ -24,6 +24,7 @@ from torchring.observe.recorder.records import (
     NUMBER,
     Arrivals,
     ClockOffset,
+    ParameterRecord,
     RankTrace,
     RunInfo,
     step_row,
@@ -44,7 +45,10 @@ class Recorder(Observer):
     """
 
     def __init__(self, num_steps: int = 0) -> None:
-        self.run_info: RunInfo | None = None  # None as long as no optimizer was wrapped
+        # What is recorded
+        self.run_info = RunInfo()
+        self.parameters: dict[int, tuple[ParameterRecord, ...]] = {}  # by optimizer
+        self._numbers: dict[tuple[tuple[str, int], ...], int] = {}  # of optimizers, by their parameters
         # The steps that have ended
         self.num_steps = num_steps
         self.num_samples_before = 0  # that forward was given in these steps
@@ -99,6 +103,10 @@ class Recorder(Observer):
         self._queued_before_step, self._exposed_queued_ns = now, 0
         # Phases of a device's step are not what this thread does meanwhile.
         return queued, exposed if self._device is None and queued != UNKNOWN else UNKNOWN
+
+    def number_of(self, parameters: tuple[tuple[str, int], ...]) -> int:
+        """The number of an optimizer, by the names and sizes of its parameters. It may be wrapped again."""
+        return self._numbers.setdefault(parameters, len(self._numbers))
 
     def follow(self, device: Accelerator) -> None:
         """From now on, times are those at which the work of `device` is done."""
@@ -165,7 +173,8 @@ class Recorder(Observer):
     ) -> tuple[RankTrace, list[array[int]]]:
         """(the trace without steps, the newest steps from number `first` on, as rows)."""
         run_info = replace(
-            self.run_info or RunInfo(),
+            self.run_info,
+            parameters=tuple(each for _, records in sorted(self.parameters.items()) for each in records),
             ended_by=ended_by,
             written_at=time.time(),
             batch_size=self.batch_size,
@@ -173,5 +182,4 @@ class Recorder(Observer):
             is_compiled=has_compiled(),
         )
         steps = [step for step in self.last_steps(count) if step[NUMBER] >= first]
-        num_dropped = steps[0][NUMBER] if steps else self.num_steps
-        return RankTrace(run_info, (), num_dropped, tuple(self.arrivals), tuple(self.clock)), steps
+        return RankTrace(run_info, (), tuple(self.arrivals), tuple(self.clock)), steps

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
 
 import torch
 
@@ -24,8 +22,6 @@ from torchring.observe.recorder.records import Arrivals, ParameterRecord, RunInf
 from torchring.observer import COPIED, COPYING, LAUNCHED, OVER, PACKED, READY, STARTED, Wrapped
 from torchring.releases import installed_version
 from torchring.world import World
-
-_MOST_OPTIMIZERS: Final = 16  # that are kept in mind: a script may wrap one again and again
 
 
 class ReductionTimes:
@@ -105,9 +101,7 @@ class ReductionRecording(Participant):
         if any(at >= 0 for at in times.arrivals):
             length = recorder.phase_began - began - times.stall_ns - times.early_packing_ns
             own = (at if at < 0 else max(0, at - began) for at in times.arrivals)
-            known = recorder.run_info.parameters if recorder.run_info is not None else ()
-            ready = tuple(next(own, -1) if each.optimizer == self._number else -1 for each in known)
-            recorder.arrivals.append(Arrivals(recorder.num_steps, max(0, length), ready))
+            recorder.arrivals.append(Arrivals(max(0, length), tuple(own), self._number))
         marks = [(work.begin, work.end) for work in self._layout.agreement.works]
         recorder.add_reduction(times.rows, times.stall_ns, times.packing_ns, marks)
 
@@ -118,26 +112,21 @@ class ReductionRecording(Participant):
 
     def _note_plan(self) -> None:
         """Write down how the buckets are laid out, and why, if that has changed."""
-        layout, known = self._layout, self._recorder.run_info
+        layout, recorder = self._layout, self._recorder
         now = layout.buckets, layout.reason
-        if known is None or (now[0] is self._noted[0] and now[1] == self._noted[1]):
-            return
-        self._noted = now
-        parameters = _with(known.parameters, _parameter_records(layout), self._number)
-        self._recorder.run_info = replace(known, reason=layout.reason, parameters=parameters)
+        if now[0] is not self._noted[0] or now[1] != self._noted[1]:
+            self._noted = now
+            recorder.run_info = replace(recorder.run_info, reason=layout.reason)
+            recorder.parameters[self._number] = _of_layout(layout, self._number)
 
 
-def describe(
-    world: World, wrapped: Wrapped, layout: BucketLayout | None, before: RunInfo | None
-) -> tuple[RunInfo, int]:
-    """Describe this rank, and the optimizer that is wrapped now. Returns its number, too.
+def describe(world: World, wrapped: Wrapped, layout: BucketLayout | None) -> RunInfo:
+    """Describe this rank, and the optimizer that is wrapped now, without its parameters.
 
     Args:
         layout: its buckets; None if it has none.
-        before: describes the optimizers that were wrapped before.
     """
-    names = wrapped.names
-    devices = {parameter.device for parameter in names}
+    devices = {parameter.device for parameter in wrapped.names}
     device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
     found = RunInfo(
         run="" if world.rendezvous is None else world.rendezvous.run(),
@@ -154,47 +143,33 @@ def describe(
         wrapped=wrapped.wrapped_at,
         reason="a world of one sends nothing",
         options=dict(wrapped.options),
-        parameters=tuple(_record_of(name, p.numel(), p.dtype, -1) for p, name in names.items() if p.requires_grad),
         versions={
             "torchring": installed_version("torchring") or "unknown",
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
     )
+    if layout is None:
+        return found
+    algorithm, overlap = layout.all_reduce.algorithm, layout.agreement.overlap
+    return replace(found, algorithm=algorithm, reason=layout.reason, overlap=overlap)
+
+
+def parameter_records(wrapped: Wrapped, layout: BucketLayout | None, number: int) -> tuple[ParameterRecord, ...]:
+    """The parameters of optimizer `number` that are reduced."""
     if layout is not None:
-        found = replace(
-            found,
-            algorithm=layout.all_reduce.algorithm,
-            reason=layout.reason,
-            overlap=layout.agreement.overlap,
-            parameters=_parameter_records(layout),
-        )
-    earlier = () if before is None else before.parameters
-    sizes: dict[int, set[tuple[str, int]]] = defaultdict(set)
-    for each in earlier:
-        sizes[each.optimizer].add((each.name, each.num_bytes))
-    own = {(each.name, each.num_bytes) for each in found.parameters}
-    again = (number for number, each in sizes.items() if each == own)  # of what was wrapped before
-    number = next(again, max(sizes, default=-1) + 1)
-    return replace(found, parameters=_with(earlier, found.parameters, number)), number
+        return _of_layout(layout, number)
+    known = ((name, p) for p, name in wrapped.names.items() if p.requires_grad)
+    return tuple(_record_of(name, p.numel(), p.dtype, -1, number) for name, p in known)
 
 
-def _with(
-    known: Sequence[ParameterRecord], own: Sequence[ParameterRecord], optimizer: int
-) -> tuple[ParameterRecord, ...]:
-    """The known parameters, with those of an optimizer in place of what was known of it."""
-    kept = [each for each in known if each.optimizer != optimizer and each.optimizer > optimizer - _MOST_OPTIMIZERS]
-    return tuple(
-        sorted([*kept, *(replace(each, optimizer=optimizer) for each in own)], key=lambda each: each.optimizer)
-    )
-
-
-def _parameter_records(layout: BucketLayout) -> tuple[ParameterRecord, ...]:
+def _of_layout(layout: BucketLayout, number: int) -> tuple[ParameterRecord, ...]:
     buckets = {slot.parameter: bucket.index for bucket in layout.buckets for slot in bucket.plan.slots}
     return tuple(
-        _record_of(spec.name, spec.numel, spec.dtype, buckets.get(index, -1)) for index, spec in enumerate(layout.specs)
+        _record_of(spec.name, spec.numel, spec.dtype, buckets.get(index, -1), number)
+        for index, spec in enumerate(layout.specs)
     )
 
 
-def _record_of(name: str, numel: int, dtype: torch.dtype, bucket: int) -> ParameterRecord:
-    return ParameterRecord(name, numel * dtype.itemsize, bucket, str(dtype).removeprefix("torch."))
+def _record_of(name: str, numel: int, dtype: torch.dtype, bucket: int, optimizer: int) -> ParameterRecord:
+    return ParameterRecord(name, numel * dtype.itemsize, bucket, str(dtype).removeprefix("torch."), optimizer)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Final
+from typing import Final, NamedTuple
 
 from torchring.observer import Phase
 
@@ -33,7 +33,7 @@ LOADING_CPU_NS, NUM_WORKERS, QUEUED_NS, EXPOSED_QUEUED_NS, COLLECTING_NS, NUM_PH
 PHASE_LENGTH: Final = 2
 BUCKET_LENGTH: Final = 7
 INDEX, NUM_BYTES, READY, LAUNCHED, STARTED, REDUCED, OPTIMIZER = range(BUCKET_LENGTH)
-ENDED_WELL: Final = ("", "end", "SIGUSR1")  # see `RunInfo.ended_by`
+ENDED_WELL: Final = ("", "end")  # see `RunInfo.ended_by`
 
 
 @dataclass(frozen=True)
@@ -99,18 +99,15 @@ class StepRecord:
 _OWN: Final = [each.name for each in fields(StepRecord) if each.name not in ("phases", "buckets")]  # as in a row
 
 
-@dataclass(frozen=True)
-class Arrivals:
-    """When each gradient of one backward was computed. Without what communication and copies took until then."""
+class Arrivals(NamedTuple):
+    """When the gradients of one optimizer were computed, in a backward. Without what communication and copies took."""
 
-    step: int  # number of the step
     backward_ns: int  # from the end of forward to the last gradient
-    # From the end of forward to the gradient of each parameter of `RunInfo.parameters`; -1 if there was none
-    ready_ns: tuple[int, ...]
+    ready_ns: tuple[int, ...]  # from the end of forward to the gradient of each of its parameters; -1 if there was none
+    optimizer: int = 0  # its number, as in `ParameterRecord`
 
 
-@dataclass(frozen=True)
-class ClockOffset:
+class ClockOffset(NamedTuple):
     """How far the clock of a host is ahead of that of rank 0's host."""
 
     at: int  # when this was measured, on this rank's clock
@@ -118,8 +115,7 @@ class ClockOffset:
     error_ns: int  # the true offset differs by this at most. 0 on rank 0's host.
 
 
-@dataclass(frozen=True)
-class ParameterRecord:
+class ParameterRecord(NamedTuple):
     """A parameter that is reduced."""
 
     name: str
@@ -158,7 +154,7 @@ class RunInfo:
     parameters: tuple[ParameterRecord, ...] = ()  # of one optimizer after the other, in the order of registration
     # The trace
     versions: dict[str, str] = field(default_factory=dict)  # of "torchring", "torch" and "python"
-    ended_by: str = "end"  # why it was written: "end", "SIGUSR1", or the text of an error. "" while the job runs.
+    ended_by: str = "end"  # or the text of an error; "" if the rank goes on, and these are its last steps only
     written_at: float = 0.0  # seconds since 1970
 
 
@@ -170,8 +166,7 @@ class RankTrace:
     # The last ones, in order. The first steps of a job are special: buckets are laid out anew, memory is touched for
     # the first time.
     steps: tuple[StepRecord, ...] = ()
-    num_dropped: int = 0  # how many steps there were before the first one of `steps`
-    arrivals: tuple[Arrivals, ...] = ()  # in a few steps
+    arrivals: tuple[Arrivals, ...] = ()  # in a few backwards
     clock: tuple[ClockOffset, ...] = ()  # comparisons with the clock of rank 0's host. Empty on one host.
 
 

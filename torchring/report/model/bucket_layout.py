@@ -40,17 +40,20 @@ def ready_shares(job: Job) -> Array | None:
 
     NaN for a gradient that never came. None if nothing was recorded.
     """
-    num_parameters = len(job.traces[0].run_info.parameters)
-    rows = [
-        np.array(arrivals.ready_ns, float) / arrivals.backward_ns
-        for trace in job.traces
-        for arrivals in trace.arrivals
-        if arrivals.backward_ns > 0 and len(arrivals.ready_ns) == num_parameters > 0
-    ]
-    if not rows:
-        return None
-    columns = [column[column >= 0] for column in np.array(rows).T]
-    return np.array([np.median(column) if len(column) else np.nan for column in columns])
+    parameters = job.traces[0].run_info.parameters
+    shares = np.full(len(parameters), np.nan)
+    for optimizer in {each.optimizer for each in parameters}:
+        own = [i for i, each in enumerate(parameters) if each.optimizer == optimizer]
+        rows = [
+            np.array(each.ready_ns, float) / each.backward_ns
+            for trace in job.traces
+            for each in trace.arrivals
+            if each.optimizer == optimizer and each.backward_ns > 0 and len(each.ready_ns) == len(own)
+        ]
+        for i, column in zip(own, np.array(rows).T, strict=False):  # no columns without rows
+            if (column >= 0).any():
+                shares[i] = np.median(column[column >= 0])
+    return shares if np.isfinite(shares).any() else None
 
 
 def lay_out(

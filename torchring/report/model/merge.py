@@ -39,40 +39,31 @@ def load(folder: Path) -> Job:
     """Read a folder of traces. Raises TraceError if nothing in it can be read."""
     how = f"`torchring run --trace {folder} ...` writes one"
     try:
-        paths, live_paths = find(folder), find(folder, live=True)
+        paths = find(folder)
     except FileNotFoundError as error:
         raise TraceError(f"there is no folder {folder}. A trace is a folder; {how}") from error
     except OSError as error:
         raise TraceError(f"cannot read {folder}, the folder of a trace: {error.strerror}") from error
-    if not paths and not live_paths:
+    if not paths:
         raise TraceError(
             f"{folder} has no trace: no file is named like rank-00000.npz. {how}, if the script calls torchring.wrap() "
             "and makes a step"
         )
     problems: list[str] = []
-    killed = ""
-    whole, live = read_all(paths, problems), read_all(live_paths, [])  # a live file may vanish meanwhile
-    # A rank that ends well removes its live file. One that is killed leaves it, and maybe a file of an earlier run.
-    used = {rank: trace for rank, trace in live.items() if _is_newer(trace, whole.get(rank))}
-    traces = {**whole, **used}
+    traces = read_all(paths, problems)
     if not traces:
         raise TraceError(f"no file of the trace in {folder} can be read. {' '.join(problems)}")
-    if used:
-        was, its = ("were", "their") if len(used) > 1 else ("was", "its")
-        killed = f"{ranks_in_words(used).capitalize()} {was} killed, or still run{'' if len(used) > 1 else 's'}."
-        remark = killed
-        if any(trace.steps and trace.steps[0].number > 0 for trace in used.values()):
-            remark += f" Of {its} steps, only {max(len(trace.steps) for trace in used.values())} are known."
-        problems.append(remark)
-    named = next((trace.run_info for trace in traces.values() if trace.run_info.parameters), None)
-    for rank, trace in used.items():
-        if named is not None:  # live files name no parameters
-            run_info = dataclasses.replace(trace.run_info, parameters=named.parameters)
-            traces[rank] = dataclasses.replace(trace, run_info=run_info)
     job = merge(traces.values(), problems)
-    # As long as no rank has ended, the job runs. An error of another rank is what came of it.
-    has_ended = any(trace.run_info.ended_by != "SIGUSR1" for rank, trace in whole.items() if rank not in used)
-    return dataclasses.replace(job, ended_badly=killed) if killed and has_ended else job
+    running = {trace.run_info.rank: trace for trace in job.traces if not trace.run_info.ended_by}
+    if not running:
+        return job
+    was, its, still = ("were", "their", "run") if len(running) > 1 else ("was", "its", "runs")
+    remark = killed = f"{ranks_in_words(running).capitalize()} {was} killed, or still {still}."
+    if any(trace.steps[0].number > 0 for trace in running.values()):
+        remark += f" Of {its} steps, only {max(len(trace.steps) for trace in running.values())} are known."
+    # As long as no rank has ended, the job runs. An error of another rank is what came of a rank that was killed.
+    ended_badly = killed if len(running) < len(job.traces) else job.ended_badly
+    return dataclasses.replace(job, problems=(*job.problems, remark), ended_badly=ended_badly)
 
 
 def read_all(paths: Mapping[int, Path], problems: list[str]) -> dict[int, RankTrace]:
@@ -84,16 +75,6 @@ def read_all(paths: Mapping[int, Path], problems: list[str]) -> dict[int, RankTr
         except TraceError as error:
             problems.append(f"A file cannot be read: {error}.")
     return found
-
-
-def _is_newer(live: RankTrace, whole: RankTrace | None) -> bool:
-    """True if the live file is to be used. A whole file that was written on SIGUSR1 has more steps of the same run."""
-    if whole is None:
-        return True
-    is_of_one_process = (live.run_info.host, live.run_info.pid) == (whole.run_info.host, whole.run_info.pid)
-    if is_of_one_process and whole.run_info.ended_by == "SIGUSR1":
-        return False
-    return live.run_info.written_at > whole.run_info.written_at
 
 
 def merge(traces: Iterable[RankTrace], problems: Sequence[str] = ()) -> Job:

@@ -63,7 +63,7 @@ def find_start_up(job: Job) -> StartUp | None:
         if not run_info.process_began or not run_info.wrapped:
             continue
         until_wrapped = (run_info.wrapped - run_info.process_began) / 1e9
-        until_first = (first.end - run_info.wrapped) / 1e9 if not trace.num_dropped else None
+        until_first = (first.end - run_info.wrapped) / 1e9 if not first.number else None
         run = (last.end - run_info.process_began) / 1e9
         if run > 0:
             found.append(StartUp(until_wrapped, until_first, run, (until_wrapped + (until_first or 0.0)) / run))

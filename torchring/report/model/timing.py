@@ -210,16 +210,9 @@ def of_optimizers(job: Job, timing: Steps) -> Job:
         places.setdefault((optimizer, index), place)
     traces = []
     for trace in job.traces:
-        known = trace.run_info.parameters
-        kept = [i for i, each in enumerate(known) if each.optimizer in timing.optimizers]
-        parameters = (replace(known[i], bucket=places.get((known[i].optimizer, known[i].bucket), -1)) for i in kept)
-        arrivals = tuple(
-            replace(each, ready_ns=tuple(each.ready_ns[i] for i in kept))
-            for each in trace.arrivals
-            if len(each.ready_ns) == len(known)
-        )
-        run_info = replace(trace.run_info, parameters=tuple(parameters))
-        traces.append(replace(trace, run_info=run_info, arrivals=arrivals))
+        own = (each for each in trace.run_info.parameters if each.optimizer in timing.optimizers)
+        parameters = tuple(each._replace(bucket=places.get((each.optimizer, each.bucket), -1)) for each in own)
+        traces.append(replace(trace, run_info=replace(trace.run_info, parameters=parameters)))
     return replace(job, traces=tuple(traces))
 
 

@@ -66,15 +66,16 @@ def main(arguments: Sequence[str]) -> int:
 
 def look(folder: Path) -> Picture:
     """Read what the ranks have written, and put it in words."""
-    live, whole = _traces(folder, live=True), _traces(folder)
-    ends = [trace.run_info.written_at for trace in whole if trace.run_info.ended_by != "SIGUSR1"]
-    if ends and all(trace.run_info.written_at < max(ends) for trace in live):
-        live = []  # of ranks that were killed
-    if not live and not whole:
+    traces = _traces(folder)
+    running = [trace for trace in traces if not trace.run_info.ended_by]
+    ends = [trace.run_info.written_at for trace in traces if trace.run_info.ended_by]
+    if all(trace.run_info.written_at < max(ends, default=0.0) for trace in running):
+        running = []  # they were killed
+    if not traces:
         how = f"`torchring run --trace {folder} ...` writes it"
         return Picture(f"no rank has written to {folder} yet; {how}", is_empty=True)
     try:
-        job = merge(live or whole)
+        job = merge(running or traces)
     except TraceError as error:
         return Picture(str(error), is_empty=True)
     analysis = analyse(job)
@@ -84,7 +85,7 @@ def look(folder: Path) -> Picture:
     lines = [f"Step {last + 1:,}: {facts}, the last {count(analysis.num_steps, 'step')}."]
     headline = f"{lines[0]} {analysis.verdict.sentence}"
     still = time.time() - max(trace.run_info.written_at for trace in job.traces)
-    if not live:
+    if not running:
         reasons = sorted({trace.run_info.ended_by for trace in job.traces} - {*ENDED_WELL})
         lines.append(f"The job has ended{''.join(f': {reason}' for reason in reasons)}.")
     elif still > _STILL_SECONDS:
@@ -92,13 +93,13 @@ def look(folder: Path) -> Picture:
     lines += [analysis.verdict.sentence, *analysis.problems, ""]
     tables = (table_of_phases(analysis), table_of_waits(analysis))
     text = "\n".join([*lines, *(text_of(table) for table in tables if table.rows)])
-    return Picture(text, headline, is_over=not live)
+    return Picture(text, headline, is_over=not running)
 
 
-def _traces(folder: Path, *, live: bool = False) -> list[RankTrace]:
-    """The traces that can be read: a rank may be writing its file, or removing it."""
+def _traces(folder: Path) -> list[RankTrace]:
+    """The traces that can be read."""
     try:
-        paths = find(folder, live=live)
+        paths = find(folder)
     except OSError:
         return []
     return [trace for trace in read_all(paths, []).values() if trace.steps]
