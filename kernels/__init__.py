@@ -2,6 +2,6 @@
 
 Read `reference.py` first: it does in torch what `pack.py`, `accumulate.py` and `unpack.py` do in Triton. Processes that
 only use CPUs load nothing else. `chunks.py` turns many tensors into equal pieces of work. `direct.py` and `ring.py`
-reduce across GPUs that can address each other's memory, and synchronise by the signals of `signals.py`. `finite.py`
-finds NaN and infinity in values that these kernels write. Nothing here knows about processes, buckets or optimizers.
+reduce across GPUs that can address each other's memory, and synchronise by the signals of `signals.py`. `guard.py`
+poisons what an aborted library has left. Nothing here knows about processes, buckets or optimizers.
 """

@@ -95,7 +95,7 @@ class ChunkTable:
         starts = torch.tensor(self.wire_offsets, dtype=torch.int64, device="cpu")[self.tensor_index]
         counts = (sizes[self.tensor_index] - self.source_offset).clamp(max=chunk_numel)
         columns = torch.stack([starts + self.source_offset, counts, torch.zeros_like(counts)])
-        self.wire_offset, self.numel, self.address = _sent(columns, torch.device(device)).unbind()
+        self.wire_offset, self.numel, self.address = sent(columns, torch.device(device)).unbind()
         self.device = self.address.device  # "cuda" has become "cuda:0"
 
     def point_at(self, tensors: Sequence[Tensor]) -> None:
@@ -193,10 +193,10 @@ def address_column(addresses: tuple[int, ...], device: torch.device, stream: int
 
     `stream`, the current stream's handle, is part of the cache key: only the stream that filled a column uses it.
     """
-    return _sent(torch.tensor(addresses, dtype=torch.int64, device="cpu"), device)
+    return sent(torch.tensor(addresses, dtype=torch.int64, device="cpu"), device)
 
 
-def _sent(columns: Tensor, device: torch.device) -> Tensor:
+def sent(columns: Tensor, device: torch.device) -> Tensor:
     """The columns on `device`, copied on the current stream. Does not synchronise."""
     return _pinned(columns, device).to(device, non_blocking=True)
 

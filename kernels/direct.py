@@ -3,15 +3,15 @@
 Rank r reads slice r of all wires, adds the slices up in rank order, and writes the sum to all wires. All ranks meet
 before the sum, so that all wires are packed, and again after it, so that every rank knows that its wire is complete.
 
-Example: 2 ranks, wires fp32 [1, 2, ..., 32] and [10, 20, ..., 320], slices [0, 16) and [16, 32), scale 0.5
-    rank 0 writes 5.5, 11.0, ..., 88.0 to elements 0 to 15 of both wires, rank 1 93.5, ..., 176.0 to the others
+Example: 2 ranks, wires fp32 [1, 2, ..., 32] and [10, 20, ..., 320], slices [0, 16) and [16, 32)
+    rank 0 writes 11, 22, ..., 176 to elements 0 to 15 of both wires, rank 1 187, ..., 352 to the others
 
 The two halves can be separate launches, with other work on the own slice in between: `spread=False` writes the sum to
 the own wire only, and `gather=False` copies the own slice to the other ranks.
 
 Of N ranks, each reads (N-1)/N of a wire's bytes over the links, and writes as many. Every rank must be able to address
 all wires.
-Results are bit-identical to `reference.accumulate` of all wires with that scale.
+Results are bit-identical to `reference.accumulate` of all wires.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # Slices of different ranks differ by a few elements. A different length must not compile another kernel.
 @lazy_jit(
-    do_not_specialize=("wires", "signals", "rank", "begin", "end", "numel", "abort", "found"),
+    do_not_specialize=("wires", "signals", "rank", "begin", "end", "numel", "abort"),
     uses=(words_of, meet, is_aborted, poison, reduce_slice),
 )
 @no_type_check
@@ -45,93 +45,29 @@ def _direct_kernel(
     begin: tl.int64,  # this rank's slice; begins at a multiple of 64 bytes
     end: tl.int64,
     numel: tl.int64,
-    scale: tl.float64,  # fp64 so that fp64 wires lose nothing
     abort,  # [1] int32 IN: in host memory
-    found,  # [1] int32 IN and OUT; None without CHECK
     COMPUTE: tl.constexpr,  # fp32, or fp64 for fp64 wires
     NUM_RANKS: tl.constexpr,
     GATHER: tl.constexpr,
     SPREAD: tl.constexpr,
-    CHECK: tl.constexpr,
     PTX: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    factor = tl.full([], scale, COMPUTE)
-    if NUM_RANKS > 1:
-        own_count = words_of(signals, rank, NUM_RANKS) + rank
-        count = tl.load(own_count)
-    if GATHER and NUM_RANKS > 1:
+    own_count = words_of(signals, rank, NUM_RANKS) + rank
+    count = tl.load(own_count)
+    if GATHER:
         count += 1
         met = meet(signals, rank, count, abort, NUM_RANKS, PTX)
     else:  # what another library has summed before is half a sum if that was aborted, too
         met = 1 - is_aborted(abort, PTX)
     if met != 0:
-        reduce_slice(wires, wire, rank, begin, end, factor, found, COMPUTE, NUM_RANKS, GATHER, SPREAD, CHECK, TILE)
-        if SPREAD and NUM_RANKS > 1:
+        reduce_slice(wires, wire, rank, begin, end, COMPUTE, NUM_RANKS, GATHER, SPREAD, TILE)
+        if SPREAD:
             count += 1
             met = meet(signals, rank, count, abort, NUM_RANKS, PTX)
-        if NUM_RANKS > 1:
-            tl.store(own_count, count)
+        tl.store(own_count, count)
     if met == 0:
         poison(wire, numel, TILE)
-
-
-def direct(
-    wires: Tensor,
-    signals: Tensor,
-    wire: Tensor,
-    *,
-    rank: int,
-    num_ranks: int,
-    begin: int,
-    end: int,
-    scale: float = 1.0,
-    abort: Tensor,
-    found: Tensor | None = None,
-    gather: bool = True,
-    spread: bool = True,
-    max_blocks: int = MAX_BLOCKS,
-) -> None:
-    """All wires' elements [begin, end) <- cast(scale * (wires[0] + wires[1] + ...)), added in rank order.
-
-    Collective: all ranks launch the kernel with the same arguments, except that each passes its own slice. The slices
-    should cover the wire.
-
-    wires: int64 [num_ranks]: where each rank's wire lies as this device sees it, at multiples of 64 bytes.
-    signals: int64 [num_ranks]: where each rank's pad of `signals.signal_bytes` lies, zeroed before its first use. A
-        single rank uses no pad.
-    wire: this rank's own wire, 1-D: fp16, bf16, fp32 or fp64, of one size on all ranks.
-    begin, end: this rank's slice, in elements. `begin` is a multiple of 64 bytes, unless the slice is empty.
-    abort: int32 [1], 0, in host memory; on CUDA in pinned host memory. When the host makes `abort` non-zero, a kernel
-        that waits for another rank stops waiting, fills its share of the own wire with NaN, and ends. So does a kernel
-        of a single rank, or without `gather`, which begins then. The pads are never used again after that.
-    found: int32 [1], `finite.NOT_FOUND` or less. Lowered to the index of the first element of the own slice whose
-        result, as written, is NaN or infinite (to 2**31 - 2 if the index is larger). None: nothing is checked.
-    gather, spread: False leaves out one half. Without `spread` the sum is written to the own wire only. Until this rank
-        spreads, the caller may then change only the own slice of the own wire, as other ranks may still read the rest.
-        Without `gather` the own slice is copied to the other ranks, unscaled.
-    max_blocks: largest number of blocks, the same on all ranks. The pads must be made for at least as many.
-
-    The sum is fp32 (fp64 for fp64) and rounded once. Runs on the current stream, which may wait for the other ranks.
-    The host does not wait. The caller keeps all tensors, and all ranks keep their wires, until all streams are past
-    this point. The caller has to find out whether the kernel was aborted.
-    Raises ValueError or TypeError for arguments that do not fit, and for tensors on a CPU without the interpreter.
-    """
-    prepare_direct(
-        wires,
-        signals,
-        wire,
-        rank=rank,
-        num_ranks=num_ranks,
-        begin=begin,
-        end=end,
-        scale=scale,
-        abort=abort,
-        found=found,
-        gather=gather,
-        spread=spread,
-        max_blocks=max_blocks,
-    )()
 
 
 def prepare_direct(
@@ -143,19 +79,35 @@ def prepare_direct(
     num_ranks: int,
     begin: int,
     end: int,
-    scale: float = 1.0,
     abort: Tensor,
-    found: Tensor | None = None,
     gather: bool = True,
     spread: bool = True,
     max_blocks: int = MAX_BLOCKS,
 ) -> Callable[[], None]:
-    """`direct` of these arguments as a function: checked now, launched on the current stream at each call.
+    """A function: all wires' elements [begin, end) <- cast(wires[0] + wires[1] + ...), added in rank order.
 
-    The arguments are those of `direct`, which also raises the same. The caller keeps all tensors while it may call the
-    function.
+    Arguments are checked now, and the kernel is launched at each call. Calls are collective, of two ranks or more: all
+    ranks launch the kernel with the same arguments, except that each passes its own slice. The slices should cover the
+    wire.
+
+    wires: int64 [num_ranks]: where each rank's wire lies as this device sees it, at multiples of 64 bytes.
+    signals: int64 [num_ranks]: where each rank's pad of `signals.signal_bytes` lies, zeroed before its first use.
+    wire: this rank's own wire, 1-D: fp16, bf16, fp32 or fp64, of one size on all ranks.
+    begin, end: this rank's slice, in elements. `begin` is a multiple of 64 bytes, unless the slice is empty.
+    abort: int32 [1], 0, in host memory; on CUDA in pinned host memory. When the host makes `abort` non-zero, a kernel
+        that waits for another rank stops waiting, fills its share of the own wire with NaN, and ends. So does a kernel
+        without `gather`, which begins then. The pads are never used again after that.
+    gather, spread: False leaves out one half. Without `spread` the sum is written to the own wire only. Until this rank
+        spreads, the caller may then change only the own slice of the own wire, as other ranks may still read the rest.
+        Without `gather` the own slice is copied to the other ranks.
+    max_blocks: largest number of blocks, the same on all ranks. The pads must be made for at least as many.
+
+    The sum is fp32 (fp64 for fp64) and rounded once. Runs on the current stream, which may wait for the other ranks.
+    The host does not wait. The caller keeps all tensors while it may call the function, and all ranks keep
+    their wires until all streams are past the last call. The caller has to find out whether the kernel was aborted.
+    Raises ValueError or TypeError for arguments that do not fit, and for tensors on a CPU without the interpreter.
     """
-    check("direct", wires, signals, wire, rank, num_ranks, abort, found, max_blocks)
+    check("direct", wires, signals, wire, rank, num_ranks, abort, max_blocks)
     numel, itemsize = wire.numel(), wire.dtype.itemsize
     if not 0 <= begin <= end <= numel:
         raise ValueError(f"the slice [{begin}, {end}) must lie within the wire's {numel} elements")
@@ -176,14 +128,11 @@ def prepare_direct(
         begin,
         end,
         numel,
-        scale,
         abort,
-        found,
         COMPUTE=triton_dtype(reference.compute_dtype(wire.dtype, wire.dtype)),
         NUM_RANKS=num_ranks,
         GATHER=gather,
         SPREAD=spread,
-        CHECK=found is not None,
         PTX=takes_ptx(wire.device),
         TILE=tile,
         **launch_options(wire.device),

@@ -27,7 +27,6 @@ def check(
     rank: int,
     num_ranks: int,
     abort: Tensor,
-    found: Tensor | None,
     max_blocks: int,
 ) -> None:
     """Raise unless these are arguments that `direct` or `ring`, named by `what`, can work on."""
@@ -41,8 +40,8 @@ def check(
             f"wire must be one-dimensional, contiguous and start at a multiple of 64 bytes; got shape "
             f"{tuple(wire.shape)} with strides {wire.stride()} at {wire.data_ptr():#x}"
         )
-    if not 1 <= num_ranks <= MAX_RANKS:
-        raise ValueError(f"num_ranks must be 1 to {MAX_RANKS}, got {num_ranks}")
+    if not 2 <= num_ranks <= MAX_RANKS:
+        raise ValueError(f"num_ranks must be 2 to {MAX_RANKS}, got {num_ranks}")
     if not 0 <= rank < num_ranks:
         raise ValueError(f"rank must be one of {num_ranks}, got {rank}")
     if max_blocks < 1:
@@ -52,8 +51,6 @@ def check(
     _check_words("abort", abort, torch.int32, 1, torch.device("cpu"))
     if device.type == "cuda" and not abort.is_pinned():
         raise ValueError("abort must be in pinned host memory (pin_memory=True), which kernels can read")
-    if found is not None:
-        _check_words("found", found, torch.int32, 1, device)
 
 
 def _check_words(name: str, tensor: Tensor, dtype: torch.dtype, numel: int, device: torch.device) -> None:
@@ -85,11 +82,10 @@ def register_limit(device: torch.device) -> dict[str, int]:
 def num_blocks(numel: int, itemsize: int, num_ranks: int, tile: int, max_blocks: int) -> int:
     """Number of blocks of a launch, equal on all ranks: one for each tile of a slice, at most `max_blocks`.
 
-    Wires of several ranks under 1 MiB get at most 8 blocks, those under 4 MiB at most 16: a block that waits keeps half
+    Wires under 1 MiB get at most 8 blocks, those under 4 MiB at most 16: a block that waits keeps half
     an SM from backward; of two ranks, with Triton 3.9, two thirds.
     """
-    if num_ranks > 1:
-        max_blocks = min([max_blocks, *(blocks for size, blocks in _SMALL_WIRES if numel * itemsize < size)])
+    max_blocks = min([max_blocks, *(blocks for size, blocks in _SMALL_WIRES if numel * itemsize < size)])
     return max(1, min(max_blocks, -(-numel // (num_ranks * tile))))
 
 

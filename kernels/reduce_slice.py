@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, no_type_check
 
-from .finite import first_index, first_places, report
 from .launching import lanes_before
 from .lazy import lazy_jit
 
@@ -69,20 +68,19 @@ def load_all(
 @no_type_check
 def sum_in_order(
     values,  # tuple of [n]
-    factor,  # scalar of dtype COMPUTE
     DTYPE: tl.constexpr,
     COMPUTE: tl.constexpr,
     COUNT: tl.constexpr,  # number of values
     GATHER: tl.constexpr,
 ):
-    """[n] of DTYPE: the scaled sum, added in the order of the tuple. Without GATHER the only value as it is."""
+    """[n] of DTYPE: the sum, added in the order of the tuple. Without GATHER the only value as it is."""
     # torch casts fp64 to 16 bits by way of fp32. This kernel must do the same, to round alike.
     ROUNDED: tl.constexpr = tl.float64 if tl.float64 == DTYPE else tl.float32
     if GATHER:
         total = values[0].to(COMPUTE)
         for i in tl.static_range(1, COUNT):
             total += values[i].to(COMPUTE)
-        result = (total * factor).to(ROUNDED).to(DTYPE)
+        result = total.to(ROUNDED).to(DTYPE)
     else:
         result = values[0]
     return result
@@ -109,9 +107,7 @@ def store_all(
             tl.store(targets[i] + tile + lane, result, mask=mask)
 
 
-@lazy_jit(
-    uses=(sources_and_targets, load_all, sum_in_order, store_all, lanes_before, first_places, first_index, report)
-)
+@lazy_jit(uses=(sources_and_targets, load_all, sum_in_order, store_all, lanes_before))
 @no_type_check
 def reduce_slice(
     wires,  # [N] int64 IN
@@ -119,13 +115,10 @@ def reduce_slice(
     rank,
     begin,  # int64: the slice; a multiple of 64 bytes
     end,  # int64
-    factor,  # scalar of dtype COMPUTE
-    found,
     COMPUTE: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     GATHER: tl.constexpr,
     SPREAD: tl.constexpr,
-    CHECK: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """This block's share of the slice: sum it, copy it to the other ranks, or both."""
@@ -137,9 +130,6 @@ def reduce_slice(
     start = begin + tl.program_id(0).to(tl.int64) * TILE
     stride = tl.num_programs(0).to(tl.int64) * TILE
     sources, targets = sources_and_targets(wires, rank, DTYPE, NUM_RANKS, GATHER)
-    GROUP: tl.constexpr = 128 // DTYPE.primitive_bitwidth
-    turn = 0
-    places = tl.full([TILE // GROUP], 2147483647, tl.int32)
     # From few ranks, a tile is loaded one turn ahead: with Triton 3.9 ptxas otherwise delays half of the loads from two
     # ranks, to save registers. It cannot delay loads into the next turn. Of more ranks, two tiles are too many values.
     AHEAD: tl.constexpr = COUNT <= 2
@@ -148,25 +138,17 @@ def reduce_slice(
     for tile in range(start, whole, stride):
         # All values are loaded before the first addition, so that the loads from all ranks are under way at once.
         if AHEAD:
-            result = sum_in_order(following, factor, DTYPE, COMPUTE, COUNT, GATHER)
+            result = sum_in_order(following, DTYPE, COMPUTE, COUNT, GATHER)
             ahead = tile + stride
             following = load_all(sources, ahead, lanes_before(whole - ahead, TILE), COUNT, TILE)
         else:
             values = load_all(sources, tile, lanes_before(whole - tile, TILE), COUNT, TILE)
-            result = sum_in_order(values, factor, DTYPE, COMPUTE, COUNT, GATHER)
+            result = sum_in_order(values, DTYPE, COMPUTE, COUNT, GATHER)
         mask = lanes_before(whole - tile, TILE)
         store_all(targets, tile, mask, result, NUM_RANKS, GATHER, SPREAD, TILE)
-        if CHECK:
-            places = tl.minimum(places, first_places(result, whole - tile, turn, COMPUTE, TILE, GROUP))
-            turn += 1
-    if CHECK:
-        report(found, first_index(places, start, stride, TILE, GROUP))
     if tl.program_id(0) == 0:
         # Not kept from above: the loop needs the registers.
         sources, targets = sources_and_targets(wires, rank, DTYPE, NUM_RANKS, GATHER)
         mask = tl.arange(0, 16) < end - whole
-        last = sum_in_order(load_all(sources, whole, mask, COUNT, 16), factor, DTYPE, COMPUTE, COUNT, GATHER)
+        last = sum_in_order(load_all(sources, whole, mask, COUNT, 16), DTYPE, COMPUTE, COUNT, GATHER)
         store_all(targets, whole, mask, last, NUM_RANKS, GATHER, SPREAD, 16)
-        if CHECK:
-            last_places = first_places(last, end - whole, 0, COMPUTE, 16, GROUP)
-            report(found, first_index(last_places, whole, stride, 16, GROUP))

@@ -50,14 +50,9 @@ class Stream(Protocol):
 
 
 class Accelerator(Protocol):
-    """A device as this process uses it.
-
-    Attributes:
-        num_processors: how many multiprocessors the device has. Each runs a few blocks of a kernel at a time.
-    """
+    """A device as this process uses it."""
 
     device: torch.device
-    num_processors: int
 
     def open_stream(self) -> Stream:
         """Open a stream of high priority beside the current one."""

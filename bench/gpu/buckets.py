@@ -123,13 +123,13 @@ def _time_all_reduce(all_reduce: OnStream, numel: int) -> Row:
     source = pattern + world.rank
     calls = _CALLS_IF_SMALL if 4 * numel <= _SMALL_BYTES else 1
 
-    def reduce(scale: float) -> None:
+    def reduce() -> None:
         all_reduce.stream.follow()
-        all_reduce.start(wire, scale=scale).wait()
+        all_reduce.start(wire).wait()
 
     def turn() -> None:
         for _ in range(calls):
-            reduce(1 / world.size)
+            reduce()
         torch.cuda.synchronize()
 
     def prepare(name: str = "") -> None:
@@ -137,7 +137,7 @@ def _time_all_reduce(all_reduce: OnStream, numel: int) -> Row:
         torch.cuda.synchronize()
 
     prepare()
-    reduce(1.0)
+    reduce()
     torch.cuda.synchronize()
     is_right = torch.equal(wire.buffer, pattern * world.size + sum(range(world.size)))
     if wrong := [rank for rank, right in enumerate(torchring.all_gather_object(is_right)) if not right]:

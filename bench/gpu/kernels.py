@@ -18,8 +18,7 @@ from torchring.bench.gpu.timing import Case, Row, gpu_seconds, shares, spreads
 from torchring.bench.models import Workload, gpt2, resnet
 from torchring.kernels import reference
 from torchring.kernels.chunks import ChunkTable
-from torchring.kernels.finite import NOT_FOUND
-from torchring.kernels.pack import pack
+from torchring.kernels.pack import NOT_FOUND, pack
 from torchring.kernels.unpack import unpack
 
 Shapes = list[torch.Size]
@@ -107,7 +106,7 @@ def _time_list(op: str, shapes: Shapes, source: torch.dtype, target: torch.dtype
     if op == "pack":
         expected = [torch.empty_like(view) for view in views]
         reference.pack(grads, expected, scale=scale)
-        found = torch.full((1,), NOT_FOUND, dtype=torch.int32, device="cuda")
+        found = torch.full((2,), NOT_FOUND, dtype=torch.int32, device="cuda")
 
         def foreach() -> None:
             torch._foreach_copy_(views, grads if scale == 1 else list(torch._foreach_mul(grads, scale)))

@@ -29,7 +29,7 @@ from torchring.devices.engines import BackendEngine, HierarchicalEngine, SharedM
 from torchring.devices.handover import describe_handover, why_no_handover
 from torchring.devices.opening import open_on_device
 from torchring.devices.packing import DevicePacking, slots_of
-from torchring.devices.stream import NOTHING_FOUND, Dated, DeviceWire, OnStream
+from torchring.devices.stream import Dated, DeviceWire, OnStream
 from torchring.devices.symmetric_memory import (
     CudaBlock,
     CudaGroup,
@@ -45,7 +45,8 @@ from torchring.gradients.message import Said
 from torchring.gradients.plan import ParameterSpec, build_plan
 from torchring.gradients.reduction import Reduction
 from torchring.kernels.chunks import ChunkTable
-from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
+from torchring.kernels.pack import NOT_FOUND
+from torchring.kernels.signals import signal_bytes
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.world import World
 
@@ -164,10 +165,10 @@ def _packing(
     specs = [ParameterSpec(f"p{i}", s, torch.empty(s).stride(), torch.float32, CPU) for i, s in enumerate(shapes)]
     [plan] = build_plan(specs, bucket_bytes=1 << 20, compression=compression, order=range(len(specs))).buckets
     wire = torch.zeros(plan.numel, dtype=plan.wire_dtype)
-    found = torch.full((1,), NOTHING_FOUND, dtype=torch.int32)
+    found = torch.full((2,), NOT_FOUND, dtype=torch.int32)
     stream = accelerator.open_stream()
     all_reduce: Any = SimpleNamespace(accelerator=accelerator, stream=stream, hold_for_earlier=lambda: None)
-    packing = DevicePacking(0.5, plan, wire, found, all_reduce, set())
+    packing = DevicePacking(0.5, plan, wire, found, 2, all_reduce, set())
     views = [wire[slot.offset : slot.offset + slot.numel].view(shapes[slot.parameter]) for slot in plan.slots]
     return SimpleNamespace(packing=packing, plan=plan, wire=wire, found=found, stream=stream, views=views)
 
@@ -181,6 +182,10 @@ def test_gradients_laid_out_otherwise_are_copied_by_index(accelerator: FakeAccel
     accelerator.synchronize()
     for view, gradient in zip(here.views, (transposed, expanded, plain), strict=True):
         assert torch.equal(view, gradient * 0.5)
+    assert here.found.tolist() == [NOT_FOUND] * 2
+    here.packing.pack([0, 1, 2], [transposed * 1e38, expanded, plain], here.views)
+    accelerator.synchronize()
+    assert here.found.tolist() == [0, 0], "copies are looked at, too"
     results = [torch.zeros(5, 3).t(), torch.zeros(4), torch.zeros(2, 2)]
     here.packing.unpack([0, 1, 2], here.views, results)
     for result, view in zip(results, here.views, strict=True):
@@ -268,10 +273,10 @@ def test_who_is_named_when_several_have_found_something() -> None:
 
 
 def test_what_a_reduction_found_is_found_again() -> None:
-    """The first chunk of the inputs goes before an element of the result; rows are those of the wires."""
+    """What is not finite goes before what may overflow, and is not so now; rows are those of the wires."""
     specs = [ParameterSpec(f"p{i}", (20,), (1,), torch.float32, CPU) for i in range(4)]
     plans = build_plan(specs, bucket_bytes=160, first_bucket_bytes=160, order=range(4)).buckets
-    report = torch.full((2, 2), NOTHING_FOUND, dtype=torch.int32)
+    report = torch.full((2, 2), NOT_FOUND, dtype=torch.int32)
     nowhere = torch.zeros(1)
     wires = [DeviceWire(nowhere, nowhere, nowhere, (0, 0), report, row) for row in range(2)]
     tables = [
@@ -280,17 +285,23 @@ def test_what_a_reduction_found_is_found_again() -> None:
     packed = [[((0, 1), table)] for table in tables]
     opened = [(plan, wire, None, 0) for plan, wire in zip(plans, wires, strict=True)]
 
-    def found(values: list[list[int]]) -> tuple[int, list[int]] | None:
+    parameters = [torch.nn.Parameter(torch.zeros(20)) for _ in specs]
+
+    def found(*values: list[int], bad: int | None = None) -> tuple[int, int] | None:
         reports = [torch.tensor(values, dtype=torch.int32)]
         finished: Any = SimpleNamespace(opened=opened, packed=packed, reports=reports)
-        return agreement_module._find(finished)
+        for index, parameter in enumerate(parameters):
+            parameter.grad = torch.full((20,), torch.inf) if index == bad else None
+        return agreement_module._find(finished, parameters)
 
-    no = NOTHING_FOUND
-    assert found([[no, no], [no, no]]) is None
-    assert found([[no, no], [1, no]]) == (1, [3])
-    assert found([[no, 5], [no, no]]) == (2, [0])
-    assert found([[no, plans[0].slots[1].offset], [no, no]]) == (2, [1])
-    assert found([[no, 5], [0, no]]) == (1, [2])
+    no = NOT_FOUND
+    assert found([no, no], [no, no], bad=0) is None
+    assert found([no, no], [1, 1]) == (1, 3)
+    assert found([no, 0], [no, no]) is None
+    assert found([no, 0], [no, no], bad=0) == (2, 0)
+    assert found([no, 0], [no, no], bad=1) == (2, 1)
+    assert found([no, 0], [no, no], bad=2) is None
+    assert found([no, 0], [0, 0], bad=1) == (1, 2)
 
 
 # Engines
@@ -306,7 +317,7 @@ def test_an_engine_of_one_rank_on_a_backend(accelerator: FakeAccelerator) -> Non
     assert first.tensor.data_ptr() == first.buffer.data_ptr()
     first.buffer.fill_(4.0)
     assert first.tensor._version == 0  # not the engine's writes
-    engine.launch(second, 0.5)
+    engine.launch(second)
     engine.close()
 
 
@@ -446,7 +457,9 @@ class _Engine:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def launch(self, wire: DeviceWire, scale: float) -> None: ...
+    def launch(self, wire: DeviceWire) -> None: ...
+
+    def guard(self, wires: Any) -> None: ...
 
     def abort(self) -> None:
         self.calls.append("abort")
@@ -476,7 +489,7 @@ def _all_reduce(
         engine, accelerator, in_background=True, host=host, timeout_seconds=timeout_seconds, lost_afar=lost_afar
     )
     all_reduce._watchdog._stop.set()  # tests look themselves
-    report = torch.full((1, 2), NOTHING_FOUND, dtype=torch.int32)
+    report = torch.full((1, 2), NOT_FOUND, dtype=torch.int32)
     buffer = torch.zeros(4)
     all_reduce.start(DeviceWire(buffer, buffer, torch.zeros(1, dtype=torch.int64), (0, 4), report, 0))
     return all_reduce, engine
@@ -497,7 +510,7 @@ def test_a_rank_leaves_when_its_device_is_through(accelerator: FakeAccelerator) 
     assert engine.calls == ["close"]
     all_reduce, engine = _all_reduce(accelerator)
     fetched = _sealed(all_reduce)
-    fetched.fill_(NOTHING_FOUND)
+    fetched.fill_(NOT_FOUND)
     waited = accelerator.calls["synchronize"]
     all_reduce.close()
     assert accelerator.calls["synchronize"] == waited, "there is nothing to wait for"
@@ -538,7 +551,7 @@ def test_a_peer_that_is_done_may_leave_before_its_words_have_come(accelerator: F
     all_reduce, engine = _all_reduce(accelerator, _Host(True, True, True))
     first = _sealed(all_reduce)
     assert all_reduce._watchdog._look() is None
-    first.fill_(NOTHING_FOUND)
+    first.fill_(NOT_FOUND)
     assert all_reduce._watchdog._look() is None
     assert all_reduce._watchdog._look() is None
     all_reduce.close()
@@ -598,11 +611,16 @@ class _Launches:
 
     def __init__(self) -> None:
         self.prepared: list[dict[str, Any]] = []
-        self.launched: list[int] = []  # indices into `prepared`
+        self.launched: list[int] = []  # indices into `prepared`, or `guarded`
+        self.guarded: list[list[int]] = []  # elements of wires
 
     def prepare(self, wires: Any, signals: Any, wire: torch.Tensor, **options: Any) -> Callable[[], None]:
         self.prepared.append({**options, "numel": wire.numel()})
         return functools.partial(self.launched.append, len(self.prepared) - 1)
+
+    def guard(self, wires: list[torch.Tensor], abort: torch.Tensor) -> Callable[[], None]:
+        self.guarded.append([wire.numel() for wire in wires])
+        return functools.partial(self.launched.append, len(self.guarded) - 1)
 
 
 @pytest.fixture
@@ -610,6 +628,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> _Launches:
     found = _Launches()
     for name in ("prepare_direct", "prepare_ring"):
         monkeypatch.setattr(engines, name, found.prepare)
+    monkeypatch.setattr(engines, "prepare_guard", found.guard)
     return found
 
 
@@ -627,43 +646,40 @@ class _Group:
 
 
 def test_a_launch_is_prepared_once(accelerator: FakeAccelerator, launches: _Launches) -> None:
-    """For each wire, scale and half."""
+    """For each wire and half."""
     engine = SharedMemoryEngine("direct", _Group(2), accelerator)
     first, second = engine.open_wires([(64, torch.float32), (32, torch.float32)])
     for _ in range(3):
-        engine.launch(first, 0.5)
-        engine.launch(second, 0.5)
-        engine.direct(first, 0.5, spread=False)
-        engine.direct(first, 1.0, gather=False)
+        engine.launch(first)
+        engine.launch(second)
+        engine.direct(first, spread=False)
+        engine.direct(first, gather=False)
     assert launches.launched == [0, 1, 2, 3] * 3
-    told = [(each["numel"], each["scale"], each["gather"], each["spread"]) for each in launches.prepared]
-    assert told == [(64, 0.5, True, True), (32, 0.5, True, True), (64, 0.5, True, False), (64, 1.0, False, True)]
+    told = [(each["numel"], each["gather"], each["spread"]) for each in launches.prepared]
+    assert told == [(64, True, True), (32, True, True), (64, True, False), (64, False, True)]
 
 
-def test_only_a_kernel_that_waits_for_others_leaves_processors_to_backward(
-    accelerator: FakeAccelerator, launches: _Launches
-) -> None:
-    accelerator.num_processors = 100
-    for size, blocks in ((1, 400), (2, MAX_BLOCKS)):
-        for algorithm in ("direct", "ring"):
-            group = _Group(size)
-            engine = SharedMemoryEngine(algorithm, group, accelerator)
-            assert group.allocated == [signal_bytes(size, blocks)]
-            engine.launch(engine.open_wires([(64, torch.float32)])[0], 0.5)
-            assert launches.prepared[-1]["max_blocks"] == blocks
+def test_a_group_of_one_launches_nothing(accelerator: FakeAccelerator, launches: _Launches) -> None:
+    for algorithm in ("direct", "ring"):
+        engine = SharedMemoryEngine(algorithm, LonelyGroup(0, CPU), accelerator)
+        (wire,) = engine.open_wires([(64, torch.float32)])
+        engine.launch(wire)
+        assert (wire.bounds, launches.prepared, engine.guard([wire])) == ((0, 64), [], None)
 
 
-def test_backends_results_are_looked_at(accelerator: FakeAccelerator, launches: _Launches) -> None:
-    """A gradient that was accumulated in place is not packed, so nobody else has looked."""
-    engine = BackendEngine(accelerator.open_backend(dist.HashStore(), 0, 1, 10.0), accelerator)
-    for dtype in (torch.float32, torch.float16):
-        (wire,) = engine.open_wires([(5, dtype)])
-        assert wire.scale_first is (dtype == torch.float16), "whoever packs can spare the engine a pass"
-        wire.buffer.fill_(4.0)
-        engine.launch(wire, 0.5)
-        assert wire.buffer.tolist() == [2.0 if dtype == torch.float16 else 4.0] * 5
-    assert [(each["scale"], each["spread"]) for each in launches.prepared] == [(0.5, False), (1.0, False)]
-    engine.close()
+def test_what_a_backend_has_reduced_is_guarded_once(accelerator: FakeAccelerator, launches: _Launches) -> None:
+    """Behind all wires of a reduction, by what is prepared once for the same wires."""
+    backend = accelerator.open_backend(dist.HashStore(), 0, 1, 10.0)
+    engine = BackendEngine(backend, accelerator)
+    all_reduce = OnStream(engine, accelerator, in_background=True, host=None, timeout_seconds=10.0)
+    wires = all_reduce.open_wires([(5, torch.float32), (3, torch.bfloat16), (0, torch.float16)])
+    for used in (wires, wires, wires[1:]):
+        for work in [all_reduce.start(wire) for wire in used]:
+            work.wait()
+    assert launches.guarded == [[5, 3, 0], [3, 0]]
+    assert launches.launched == [0, 0, 1]
+    all_reduce.settle()
+    all_reduce.close()
 
 
 _HERE = {"processes": "pid:[1]", "folder": "1:2", "trouble": ""}
@@ -842,7 +858,7 @@ def test_waiting_blocks_take_a_share_of_the_gpu(
     group = _Group(2)
     group.num_processors = processors
     engine = SharedMemoryEngine("direct", group, accelerator)
-    engine.launch(engine.open_wires([(64, torch.float32)])[0], 0.5)
+    engine.launch(engine.open_wires([(64, torch.float32)])[0])
     assert launches.prepared[-1]["max_blocks"] == blocks
     assert group.allocated[0] == signal_bytes(2, blocks)
 

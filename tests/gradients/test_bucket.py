@@ -16,7 +16,6 @@ from tests.support.checks import assert_bitwise
 from tests.support.fake_device import FakeAccelerator
 from torchring.allreduce import NonFinite
 from torchring.devices.packing import DevicePacking
-from torchring.devices.stream import NOTHING_FOUND
 from torchring.errors import GradientError
 from torchring.gradients.bucket import COPY_ON_ARRIVAL_BYTES, Bucket, BucketState
 from torchring.gradients.ledger import GradientStatus, OptimizerLedger
@@ -25,6 +24,7 @@ from torchring.gradients.packing import HostPacking
 from torchring.gradients.plan import ParameterSpec, build_plan
 from torchring.gradients.reduction import Reduction
 from torchring.gradients.views import CAN_SWAP
+from torchring.kernels.pack import NOT_FOUND
 
 IDLE, FILLING, PACKED, REDUCING, REDUCED = BucketState
 BIG = COPY_ON_ARRIVAL_BYTES // 4  # elements of fp32 that are copied on arrival; one less is only counted
@@ -73,10 +73,10 @@ def make(
 
     def on_device(scale: float) -> DevicePacking:
         assert accelerator is not None
-        found = torch.full((1,), NOTHING_FOUND, dtype=torch.int32)
+        found = torch.full((2,), NOT_FOUND, dtype=torch.int32)
         stream = accelerator.open_stream()
         all_reduce: Any = SimpleNamespace(accelerator=accelerator, stream=stream, hold_for_earlier=lambda: None)
-        return DevicePacking(scale, plan, wire.buffer, found, all_reduce, set())
+        return DevicePacking(scale, plan, wire.buffer, found, world_size, all_reduce, set())
 
     packing = HostPacking if accelerator is None else on_device
     scale = 1.0 if is_sum else 1 / world_size

@@ -15,8 +15,8 @@ from torchring.devices import cuda
 from torchring.devices import packing as packing_module
 from torchring.devices.cuda import CudaAccelerator, CudaMark, CudaStream
 from torchring.devices.packing import DevicePacking
-from torchring.devices.stream import NOTHING_FOUND
 from torchring.gradients.plan import ParameterSpec, build_plan
+from torchring.kernels.pack import NOT_FOUND
 
 CPU = torch.device("cpu")
 
@@ -33,8 +33,8 @@ def _bucket(accelerator: FakeAccelerator, num_slots: int = 1) -> Any:
     [plan] = build_plan(specs, bucket_bytes=1 << 20, order=range(num_slots)).buckets
     stream = accelerator.open_stream()
     all_reduce: Any = SimpleNamespace(accelerator=accelerator, stream=stream, hold_for_earlier=mock.Mock())
-    wire, found = torch.zeros(plan.numel), torch.full((1,), NOTHING_FOUND, dtype=torch.int32)
-    packing = DevicePacking(0.5, plan, wire, found, all_reduce, set())
+    wire, found = torch.zeros(plan.numel), torch.full((2,), NOT_FOUND, dtype=torch.int32)
+    packing = DevicePacking(0.5, plan, wire, found, 2, all_reduce, set())
     views = [wire[slot.offset : slot.offset + 1] for slot in plan.slots]
     return SimpleNamespace(packing=packing, wire=wire, views=views, stream=stream, held=all_reduce.hold_for_earlier)
 

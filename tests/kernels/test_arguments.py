@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.kernel_ranks import Round, Runner, places_of_one_process, run_direct, run_ring
+from tests.support.kernel_ranks import Round, Runner, come_early, places_of_one_process, run_direct, run_ring
 from tests.support.kernels import F32, where_triton_runs
 from torchring.kernels import lazy, reference
 from torchring.kernels.accumulate import accumulate
@@ -44,7 +44,8 @@ def test_which_path_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_cuda_or_interpreter_it_says_so(name: str, run: Runner) -> None:
     message = f"{name} runs on CUDA, or on CPU tensors under TRITON_INTERPRET=1; got"
     with nullcontext() if lazy.INTERPRETED else pytest.raises(ValueError, match=message):
-        run(places_of_one_process(1, "cpu")[0], Round(4))
+        come_early(place := places_of_one_process(2, "cpu")[0])
+        run(place, Round(4))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_refused_by_direct_and_ring(device: str) -> None:
     place = places_of_one_process(2, device)[0]
     both: dict[str, Any] = {
         "wires": place.wires, "signals": place.signals, "wire": place.wire(64), "rank": 0, "num_ranks": 2,
-        "abort": place.abort, "found": place.found,
+        "abort": place.abort,
     }  # fmt: skip
     refused: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (TypeError, r"sums .* got a wire of torch\.int32", {"wire": place.wire(64).view(torch.int32)}),
@@ -96,9 +97,8 @@ def test_refused_by_direct_and_ring(device: str) -> None:
         (ValueError, r"max_blocks must be at least 1, got 0", {"max_blocks": 0}),
         (ValueError, r"wires must be .*, torch.int64 \[2\] .* got torch.int64 \[1\]", {"wires": place.wires[:1]}),
         (ValueError, r"signals must be .* got torch.int32", {"signals": place.signals.int()}),
-        (ValueError, r"num_ranks must be 1 to 256, got 257", {"num_ranks": 257}),
-        (ValueError, r"abort must be contiguous, torch.int32 \[1\] on cpu", {"abort": place.found.long()}),
-        (ValueError, r"found must be contiguous, torch.int32 \[1\]", {"found": place.wires}),
+        (ValueError, r"num_ranks must be 2 to 256, got 257", {"num_ranks": 257}),
+        (ValueError, r"abort must be contiguous, torch.int32 \[1\] on cpu", {"abort": place.abort.long()}),
     ]
     of_direct: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (ValueError, r"slice \[16, 65\) must lie within the wire's 64", {"end": 65}),

@@ -16,7 +16,7 @@ import torch
 from tests.support.driver import DEVICE, OnDevice, driver_of
 from tests.support.grids import grid
 from tests.support.kernels import B16, F16, F32, F64
-from torchring.kernels import lazy, reference
+from torchring.kernels import guard, lazy, reference
 from torchring.kernels.accumulate import _BLOCK, _accumulate_kernel
 from torchring.kernels.chunks import ChunkTable
 from torchring.kernels.direct import prepare_direct
@@ -84,7 +84,7 @@ def build_pack(
     read: torch.dtype, written: torch.dtype, gpu: str, wire: Any = None, check: bool = False, **options: Any
 ) -> Any:
     with driver_of(gpu):
-        found: Any = OnDevice(torch.int32) if check else None
+        found: Any = OnDevice(torch.int32, 2) if check else None
         wire = wire or OnDevice(written, 4096)
         return compiled(prepare_pack(wire, _Table(written), read, scale=0.5, found=found)([]), **options)
 
@@ -116,25 +116,29 @@ def build_direct(
     dtype: torch.dtype,
     gpu: str,
     num_ranks: int = 4,
-    check: bool = True,
     halves: str = "both",
 ) -> Any:
     with driver_of(gpu):
         halved = {"gather": halves != "spread", "spread": halves != "gather"}
         share = {"begin": 32_768, "end": 65_536}
-        return compiled(prepare_direct(**_of_rank(dtype, num_ranks, check), **share, **halved))
+        return compiled(prepare_direct(**_of_rank(dtype, num_ranks), **share, **halved))
 
 
-def build_ring(dtype: torch.dtype, gpu: str, num_ranks: int = 4, check: bool = True) -> Any:
+def build_ring(dtype: torch.dtype, gpu: str, num_ranks: int = 4) -> Any:
     with driver_of(gpu):
-        return compiled(prepare_ring(**_of_rank(dtype, num_ranks, check)))
+        return compiled(prepare_ring(**_of_rank(dtype, num_ranks)))
 
 
-def _of_rank(dtype: torch.dtype, num_ranks: int, check: bool) -> dict[str, Any]:
+def build_guard(gpu: str) -> Any:
+    with driver_of(gpu), mock.patch.object(guard, "sent", lambda table, device: OnDevice(torch.int64, table.numel())):
+        abort = OnDevice(torch.int32, device=torch.device("cpu"))
+        return compiled(guard.prepare_guard([OnDevice(F32, 1000), OnDevice(B16, 7)], abort))  # type: ignore[arg-type, list-item]
+
+
+def _of_rank(dtype: torch.dtype, num_ranks: int) -> dict[str, Any]:
     tensors = {"wires": OnDevice(torch.int64, num_ranks), "signals": OnDevice(torch.int64, num_ranks)}
     tensors |= {"wire": OnDevice(dtype, 100_000), "abort": OnDevice(torch.int32, device=torch.device("cpu"))}
-    found = OnDevice(torch.int32) if check else None
-    return {**tensors, "rank": 1, "num_ranks": num_ranks, "scale": 0.5, "found": found}
+    return {**tensors, "rank": 1, "num_ranks": num_ranks}
 
 
 SIGNALLING: dict[str, Callable[..., Any]] = {"direct": build_direct, "ring": build_ring}
@@ -224,7 +228,6 @@ _EVENTS = {
     "send": re.compile(r"\bst\.release\.sys\.global\b"),
     "look": re.compile(r"\bld\.acquire\.sys\.global\b"),
     "load": re.compile(r"\bld\.global\.v4\b"),
-    "found": re.compile(r"\b(?:atom|red)\.global\.gpu\.relaxed\.min\.s32\b"),
     "atomic": re.compile(r"\b(?:atom|red)\.(?:\w+\.)*(?:global|sys|gpu)\b"),
 }
 
@@ -270,7 +273,6 @@ def test_a_missing_barrier_would_show() -> None:
         "send": "@mine st.release.sys.global.u32 [pad], %r7;",
         "look": "@eager ld.acquire.sys.global.s32 seen, [word];",
         "load": "@%p7 ld.global.v4.b32 { %r42, %r43, %r44, %r45 }, [ %rd47 + 0 ];",
-        "found": "@%p1 red.global.gpu.relaxed.min.s32 [ %rd26 + 0 ], %r7;",
         "atomic": "@%p1 atom.global.sys.release.exch.b32 %r6, [ %rd26 + 0 ], %r7;",
     }
     assert events_in("\n".join(["mov.u32 %r3, %tid.x;", *lines.values()])) == list(lines)
@@ -320,15 +322,20 @@ def test_half_of_direct_has_half_of_the_signals(halves: str) -> None:
     assert unordered(half) == []
 
 
-@grid("name", ["pack", *SIGNALLING], keep=lambda name: name != "ring")
-def test_what_is_not_asked_for_is_not_looked_for(name: str, tmp_path: Path) -> None:
-    arguments = (F32, F16, "sm_90") if name == "pack" else (F32, "sm_90")
-    builder = {**BUILDERS, **SIGNALLING}[name]
-    checked, unchecked = (builder(*arguments, check=check) for check in (True, False))
-    assert ".min.s32" in checked.asm["ptx"]
+@grid("pair, gpu", PAIRS, GPUS)
+def test_what_is_not_asked_for_is_not_looked_for(
+    pair: tuple[torch.dtype, torch.dtype], gpu: str, tmp_path: Path
+) -> None:
+    assert spilled_bytes(build_pack(*pair, gpu, check=True), tmp_path) == 0
+    checked, unchecked = (build_pack(*pair, "sm_90", check=check) for check in (True, False))
+    assert num_wide(checked, "load") == num_wide(unchecked, "load")
     assert ".min.s32" not in unchecked.asm["ptx"]
     assert re.search(r"\b(red|atom)\.global\.gpu\.relaxed\.min\.s32\b", checked.asm["ptx"])
-    assert spilled_bytes(checked, tmp_path) == 0
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_the_guard_compiles(gpu: str, tmp_path: Path) -> None:
+    assert spilled_bytes(build_guard(gpu), tmp_path) == 0
 
 
 @grid(

@@ -1,3 +1,4 @@
+import functools
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,7 @@ from tests.support.checks import assert_bitwise
 from tests.support.grids import grid
 from tests.support.kernels import DTYPES, INF, NAN, on_each_device, sum_in_order
 from torchring.kernels.chunks import ChunkTable, layout
-from torchring.kernels.finite import NOT_FOUND
-from torchring.kernels.pack import pack
+from torchring.kernels.pack import NOT_FOUND, pack
 
 NUMELS = [0, 1, 3, 4095, 4096, 4097, 8209, 0, 17]
 
@@ -40,49 +40,63 @@ def test_worked_example(device: str) -> None:
 @on_each_device
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize(
-    ("tensor", "index", "value", "chunk"),
+    ("tensor", "index", "value", "chunk", "is_finite"),
     [
-        (3, 0, NAN, 2),  # NUMELS[3] is 4095
-        (5, 4095, INF, 4),  # 4097: a whole chunk, and one of a single element
-        (5, 4096, -INF, 5),
-        (6, 8208, NAN, 8),
-        (8, 16, 1e6, 9),  # too much for fp16
-        (8, 16, 1e4, NOT_FOUND),
+        (3, 0, NAN, 2, False),  # NUMELS[3] is 4095
+        (5, 4095, INF, 4, False),  # 4097: a whole chunk, and one of a single element
+        (5, 4096, -INF, 5, False),
+        (6, 8208, NAN, 8, False),
+        (8, 16, 1e6, 9, False),  # too much for fp16
+        (8, 16, -2e4, 9, True),  # two of them are too much for fp16, in the middle of rounding
+        (8, 16, 1.6e4, NOT_FOUND, True),
     ],
 )
-def test_the_first_chunk_that_is_not_finite(
-    tensor: int, index: int, value: float, chunk: int, shift: int, device: str
+def test_the_first_chunk_that_is_not_finite_or_too_large(
+    tensor: int, index: int, value: float, chunk: int, is_finite: bool, shift: int, device: str
 ) -> None:
+    found = torch.full((2,), NOT_FOUND, dtype=torch.int32, device=device)
+    look = functools.partial(pack, found=found, num_ranks=2)
     table = ChunkTable(NUMELS, offsets_for(NUMELS, torch.float16), wire_dtype=torch.float16, device=device)
     grads = random_tensors(NUMELS, torch.float32, device, shift=shift)
     wire = torch.zeros(table.wire_numel, dtype=torch.float16, device=device)
-    found = torch.full((1,), NOT_FOUND, dtype=torch.int32, device=device)
-    pack(grads, wire, table, found=found)
-    assert found.item() == NOT_FOUND
+    look(grads, wire, table)
+    assert found.tolist() == [NOT_FOUND] * 2
     grads[tensor][index] = value
-    pack(grads, wire, table, found=found)
-    assert found.item() == chunk
+    look(grads, wire, table)
+    assert found.tolist() == [NOT_FOUND if is_finite else chunk, chunk]
     if chunk != NOT_FOUND:
         assert table.tensor_of(chunk) == tensor
     grads[1][0] = NAN
-    pack(grads, wire, table, found=found)
-    assert (found.item(), table.tensor_of(0)) == (0, 1)
+    look(grads, wire, table)
+    assert (found.tolist(), table.tensor_of(0)) == ([0, 0], 1)
     grads[1][0] = 1.0
-    pack(grads, wire, table, found=found)
-    assert found.item() == 0  # never raised again
+    look(grads, wire, table)
+    assert found.tolist() == [0, 0]  # never raised again
+
+
+@on_each_device
+def test_gradients_in_the_wire_are_scaled_and_looked_at(device: str) -> None:
+    table = ChunkTable(NUMELS, offsets_for(NUMELS, torch.float32), wire_dtype=torch.float32, device=device)
+    wire = torch.ones(table.wire_numel, device=device)
+    grads = [wire[offset : offset + numel] for offset, numel in zip(table.wire_offsets, NUMELS, strict=True)]
+    grads[6][8208] = NAN
+    found = torch.full((2,), NOT_FOUND, dtype=torch.int32, device=device)
+    pack(grads, wire, table, scale=0.5, found=found)
+    assert found.tolist() == [8, 8]
+    assert sum(float(grad.nansum()) for grad in grads) == (sum(NUMELS) - 1) / 2
 
 
 @on_each_device
 def test_an_element_of_no_tensor_is_not_looked_at(device: str) -> None:
     table = ChunkTable([2, 1], [0, 32], wire_dtype=torch.float16, device=device)
     wire = torch.full((40,), NAN, dtype=torch.float16, device=device)
-    found = torch.full((1,), NOT_FOUND, dtype=torch.int32, device=device)
+    found = torch.full((2,), NOT_FOUND, dtype=torch.int32, device=device)
     grads = [torch.tensor([1.0, 2e38], device=device), torch.ones(1, device=device)]
     pack(grads[::-1], wire, ChunkTable([1, 2], [32, 0], wire_dtype=torch.float16, device=device), scale=0, found=found)
-    assert found.item() == NOT_FOUND
+    assert found.tolist() == [NOT_FOUND] * 2
     pack(grads, wire, table, scale=0.5, found=found)
-    assert found.item() == 0
-    with pytest.raises(ValueError, match=r"found must be int32 \[1\] on .*, got torch.int64 \[1\]"):
+    assert found.tolist() == [0, 0]
+    with pytest.raises(ValueError, match=r"found must be int32 \[2\] on .*, got torch.int64 \[2\]"):
         pack(grads, wire, table, found=found.long())
 
 

@@ -142,9 +142,9 @@ def _order(rank: int, size: int) -> tuple[list[tuple[bool, bool]], str]:
     launches: list[tuple[bool, bool]] = []
     direct = SharedMemoryEngine.direct
 
-    def noted(engine: Any, wire: Any, scale: float, *, gather: bool = True, spread: bool = True) -> None:
+    def noted(engine: Any, wire: Any, *, gather: bool = True, spread: bool = True) -> None:
         launches.append((gather, spread))
-        direct(engine, wire, scale, gather=gather, spread=spread)
+        direct(engine, wire, gather=gather, spread=spread)
 
     with FakeAccelerator().installed() as accelerator:
         net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())

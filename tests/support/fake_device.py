@@ -195,7 +195,6 @@ class FakeAccelerator:
     def __init__(self, mode: str = "late", problem: str = "", memory: str = "shared") -> None:
         assert mode in ("late", "eager", "thread", "lazy"), mode
         self.device = torch.device("cpu")
-        self.num_processors = 2
         self.mode = mode
         self.problem = problem
         self.memory = memory

@@ -23,7 +23,7 @@ from torchring.accelerators import Mark
 from torchring.allreduce import Wire
 from torchring.collectives.service import internal_collectives_of
 from torchring.devices.packing import DevicePacking, slots_of
-from torchring.devices.stream import NOTHING_FOUND, Dated, DeviceWire, OnStream
+from torchring.devices.stream import Dated, DeviceWire, OnStream
 from torchring.devices.watchdog import has_come
 from torchring.gradients.agreement import Timing, wires_of
 from torchring.gradients.bucket import Bucket
@@ -32,6 +32,7 @@ from torchring.gradients.packing import Packing
 from torchring.gradients.plan import BucketPlan, ParameterSpec, Plan
 from torchring.gradients.reduction import NonFiniteGradient, Reduction
 from torchring.kernels.chunks import ChunkTable
+from torchring.kernels.pack import NOT_FOUND
 from torchring.world import World
 
 _IN_INPUT, _IN_SUM = 1, 2
@@ -93,7 +94,7 @@ class DeviceAgreement:
         self.stream_notes: StreamNotes | None = (all_reduce.accelerator.current_stream, self._streams.add)
         self.follow_current_stream = all_reduce.stream.follow
         self._unfinished: deque[_Unfinished] = deque()
-        self._finding: tuple[int, list[int]] | None = None  # (kind, parameters), one of them for the other ranks
+        self._finding: tuple[int, int] | None = None  # (kind, parameter), for the other ranks
         self._backward_end: Mark | None = None
         self.works: list[Dated] = []
 
@@ -153,10 +154,11 @@ class DeviceAgreement:
     def wait_for_device(self) -> None:
         self._all_reduce.accelerator.synchronize()
         self._take_finished()
-        self._opened, self._all_reduce.reports = [], []
+        self._opened = []
+        self._all_reduce.forget_wires()
 
     def _packing(self, plan: BucketPlan, wire: DeviceWire, scale: float) -> DevicePacking:
-        packing = DevicePacking(scale, plan, wire.buffer, wire.found_in_inputs, self._all_reduce, self._streams)
+        packing = DevicePacking(scale, plan, wire.buffer, wire.found, self._world.size, self._all_reduce, self._streams)
         reports = self._all_reduce.reports
         if not reports or reports[-1] is not wire.report:
             reports.append(wire.report)
@@ -173,12 +175,12 @@ class DeviceAgreement:
         while self._unfinished and self._unfinished[0].is_over():
             finished = self._unfinished.popleft()
             self._take_time(finished)
-            self._finding = self._finding or _find(finished)
+            self._finding = self._finding or _find(finished, self._parameters)
             self._all_reduce.give_back(finished.reports)
 
     def _take_finding(self) -> tuple[int, int]:
-        (kind, parameters), self._finding = self._finding or (0, [0]), None
-        return kind, _likeliest(parameters, self._parameters)
+        found, self._finding = self._finding or (0, 0), None
+        return found
 
     def _take_time(self, finished: _Unfinished) -> None:
         if not finished.works or finished.backward_end is None:
@@ -192,24 +194,28 @@ class DeviceAgreement:
         return [opened.packing.take_packed() for opened in self._opened]
 
 
-def _find(finished: _Unfinished) -> tuple[int, list[int]] | None:
-    """(what was found, in one of which parameters) first in a reduction. Inputs of this rank go before sums."""
-    found = None
+def _find(finished: _Unfinished, parameters: Sequence[torch.nn.Parameter]) -> tuple[int, int] | None:
+    """(what was found, in which parameter) first in a reduction. Inputs of this rank go before sums."""
+    suspects: list[int] = []  # whose sum over ranks may have overflowed
     for (plan, wire, _, number), packed in zip(finished.opened, finished.packed, strict=True):
-        chunk, element = finished.reports[number][wire.row].tolist()
-        if chunk != NOTHING_FOUND:
-            return _IN_INPUT, [plan.slots[slot].parameter for slot in slots_of(packed, chunk)]
-        if element != NOTHING_FOUND and found is None:
-            found = _IN_SUM, [slot.parameter for slot in plan.slots if slot.offset <= element][-1:]
-    return found
+        bad, large = finished.reports[number][wire.row].tolist()
+        if bad != NOT_FOUND:
+            found = [plan.slots[slot].parameter for slot in slots_of(packed, bad)]
+            return _IN_INPUT, found[0] if len(found) == 1 else _first_bad(found, parameters, found[0])
+        if large != NOT_FOUND:
+            suspects += [plan.slots[slot].parameter for slot in slots_of(packed, large)]
+            suspects += [slot.parameter for slot in plan.slots]
+    found_bad = _first_bad(suspects, parameters, -1)
+    return None if found_bad < 0 else (_IN_SUM, found_bad)
 
 
-def _likeliest(indices: Sequence[int], parameters: Sequence[torch.nn.Parameter]) -> int:
-    """The first of several parameters that is not finite by now; or else whose gradient is not; or else the first."""
-    if len(indices) == 1:
-        return indices[0]
+def _first_bad(indices: Sequence[int], parameters: Sequence[torch.nn.Parameter], default: int) -> int:
+    """The first of these parameters that is not finite by now; or else whose gradient is not; or else the default.
+
+    The host waits for the device.
+    """
     suspects = [*((i, parameters[i]) for i in indices), *((i, parameters[i].grad) for i in indices)]
-    return next((i for i, tensor in suspects if tensor is not None and not tensor.isfinite().all()), indices[0])
+    return next((i for i, tensor in suspects if tensor is not None and not tensor.isfinite().all()), default)
 
 
 def _first_finding(in_inputs: Sequence[float], in_sums: Sequence[float]) -> tuple[int | None, int] | None:

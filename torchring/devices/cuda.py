@@ -103,7 +103,6 @@ class CudaAccelerator:
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
-        self.num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.current_stream: Callable[[], object] = partial(torch._C._cuda_getCurrentStream, index)  # without a frame
 
     def open_stream(self) -> Stream:

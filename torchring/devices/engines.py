@@ -8,8 +8,7 @@ do not reach each other's memory, torch.distributed's backend (NCCL) moves the b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any, Final, TypeVar
@@ -20,21 +19,24 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 
 from torchring.accelerators import Accelerator, Backend
 from torchring.allreduce.slices import slice_bounds
-from torchring.devices.stream import NOTHING_FOUND, DeviceWire
+from torchring.devices.stream import DeviceWire, Launch
 from torchring.devices.symmetric_memory import LonelyGroup, SymmetricGroup
 from torchring.kernels.direct import prepare_direct
+from torchring.kernels.guard import prepare_guard
+from torchring.kernels.pack import NOT_FOUND
 from torchring.kernels.ring import prepare_ring
 from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
 from torchring.transport.c10d import all_reduce_options
 
 _Options = TypeVar("_Options", bound=Any)
 _ALIGNMENT_BYTES: Final = 256
-_BLOCKS_PER_PROCESSOR: Final = 4  # one or two run at a time; more are shared out more evenly
 _WAITING_SHARE: Final = 6  # one block for so many processors; a block that waits may keep most of a processor
 
 
 class SharedMemoryEngine:
     """direct or ring, a kernel each, in memory shared by the devices of `group`. See `Engine`.
+
+    In a group of one rank the sum is there already.
 
     Args:
         algorithm: "direct", "ring", or "hierarchical" for the part of a `HierarchicalEngine`.
@@ -48,80 +50,47 @@ class SharedMemoryEngine:
         self.group = group
         self._accelerator = accelerator
         self._num_slices = group.size if num_slices is None else num_slices
-        # A kernel that waits for other ranks leaves processors to backward. A kernel that waits for none has them all.
-        self._max_blocks = (
-            max(1, min(MAX_BLOCKS, group.num_processors // _WAITING_SHARE))
-            if group.size > 1
-            else _BLOCKS_PER_PROCESSOR * accelerator.num_processors
-        )
+        # A kernel that waits for other ranks leaves processors to backward.
+        self._max_blocks = max(1, min(MAX_BLOCKS, group.num_processors // _WAITING_SHARE))
         self._pads = group.allocate(signal_bytes(group.size, self._max_blocks))
         self._signals = _addresses(self._pads.parts, accelerator.device)
         # Pinned host memory: whoever aborts may be on another thread than the one that launches, must not wait for what
         # the device does, and calls nothing of CUDA's. Kernels that wait look at it now and then.
-        self._abort = accelerator.host_word()
+        self.abort_word = accelerator.host_word()
         accelerator.synchronize()
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[DeviceWire]:
-        lengths = [-(-numel * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for numel, dtype in specs]
-        if self.group.size > 1:  # one mapping for all wires
-            block = self.group.allocate(sum(lengths))
-            places = [(block, end - length) for end, length in zip(accumulate(lengths), lengths, strict=True)]
-        else:  # a gradient that the script keeps then keeps the memory of its own bucket only
-            places = [(self.group.allocate(length), 0) for length in lengths]
-        report = _new_report(len(specs), self._accelerator.device)
-        wires = []
-        for i, ((numel, dtype), (block, start)) in enumerate(zip(specs, places, strict=True)):
-            parts = [part[start : start + numel * dtype.itemsize].view(dtype) for part in block.parts]
-            own = parts[self.group.index]
-            addresses, bounds = _addresses(parts, own.device), self._bounds(numel, dtype)
-            wires.append(DeviceWire(own.data, own, addresses, bounds, report, i, block))
-        self._accelerator.synchronize()
-        return wires
+        return _open_wires(specs, self.group, self._accelerator, self._num_slices)
 
-    def launch(self, wire: DeviceWire, scale: float) -> None:
-        if self.algorithm == "ring":
-            self._launch(wire, ("ring", scale), lambda: self._prepare_ring(wire, scale))
-        else:
-            self.direct(wire, scale)
+    def launch(self, wire: DeviceWire) -> None:
+        self.direct(wire)
 
-    def direct(self, wire: DeviceWire, scale: float, *, gather: bool = True, spread: bool = True) -> None:
-        """Launch direct: its first half (`gather`: sum own slice), its second half (`spread`), or both."""
-        key = ("direct", scale, gather, spread)
-        self._launch(wire, key, lambda: self._prepare_direct(wire, scale, gather=gather, spread=spread))
+    def direct(self, wire: DeviceWire, *, gather: bool = True, spread: bool = True) -> None:
+        """Launch the kernel: its first half (`gather`: sum own slice), its second half (`spread`), or both."""
+        if self.group.size == 1:
+            return
+        launch = wire.launches.get((gather, spread))
+        if launch is None:  # a bucket is reduced in the same way in each reduction: Triton looks at arguments once
+            launch = wire.launches[gather, spread] = self._prepare(wire, gather=gather, spread=spread)
+        launch()
+
+    def guard(self, wires: Sequence[DeviceWire]) -> None:
+        """Nothing to do: each kernel poisons what it leaves unfinished."""
 
     def abort(self) -> None:
-        self._abort.fill_(1)
+        self.abort_word.fill_(1)
 
     def close(self) -> None:
         """Nothing to do: the memory goes with the last tensor that views it."""
 
-    def _launch(self, wire: DeviceWire, key: Hashable, prepare: Callable[[], Callable[[], None]]) -> None:
-        """A bucket is reduced in the same way in each reduction: Triton looks at the arguments once."""
-        launch = wire.launches.get(key)
-        if launch is None:
-            launch = wire.launches[key] = prepare()
-        launch()
-
-    def _prepare_ring(self, wire: DeviceWire, scale: float) -> Callable[[], None]:
-        return prepare_ring(
-            wire.addresses, self._signals, wire.buffer,
-            rank=self.group.index, num_ranks=self.group.size, scale=scale,
-            abort=self._abort, found=wire.found_in_result, max_blocks=self._max_blocks,
-        )  # fmt: skip
-
-    def _prepare_direct(self, wire: DeviceWire, scale: float, *, gather: bool, spread: bool) -> Callable[[], None]:
+    def _prepare(self, wire: DeviceWire, *, gather: bool, spread: bool) -> Launch:
+        where = wire.addresses, self._signals, wire.buffer
+        ranks: Any = {"rank": self.group.index, "num_ranks": self.group.size}
+        ranks |= {"abort": self.abort_word, "max_blocks": self._max_blocks}
+        if self.algorithm == "ring" and gather and spread:
+            return prepare_ring(*where, **ranks)
         begin, end = wire.bounds
-        return prepare_direct(
-            wire.addresses, self._signals, wire.buffer,
-            rank=self.group.index, num_ranks=self.group.size, begin=begin, end=end, scale=scale,
-            abort=self._abort, found=wire.found_in_result, gather=gather, spread=spread,
-            max_blocks=self._max_blocks,
-        )  # fmt: skip
-
-    def _bounds(self, numel: int, dtype: torch.dtype) -> tuple[int, int]:
-        if self.group.index >= self._num_slices:
-            return 0, 0
-        return slice_bounds(numel, self._num_slices, dtype.itemsize)[self.group.index]
+        return prepare_direct(*where, **ranks, begin=begin, end=end, gather=gather, spread=spread)
 
 
 class BackendEngine:
@@ -138,20 +107,15 @@ class BackendEngine:
 
     def __init__(self, backend: Backend, accelerator: Accelerator) -> None:
         self._backend = backend
-        # As if there were one rank: all of the buffer is its slice.
-        self._alone = SharedMemoryEngine("direct", LonelyGroup(backend.rank(), accelerator.device), accelerator)
+        self._accelerator = accelerator
+        self._abort = accelerator.host_word()
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[DeviceWire]:
-        return [replace(wire, scale_first=wire.buffer.dtype.itemsize == 2) for wire in self._alone.open_wires(specs)]
+        return _open_wires(specs, LonelyGroup(self._backend.rank(), self._accelerator.device), self._accelerator, 1)
 
-    def launch(self, wire: DeviceWire, scale: float) -> None:
-        if not wire.buffer.numel():
-            return
-        if wire.scale_first and scale != 1.0:  # packing has not scaled: 16-bit sums might overflow
-            wire.buffer.mul_(scale)
-            scale = 1.0
-        all_reduce(self._backend, wire.buffer)
-        self._alone.direct(wire, scale, spread=False)  # scales, and looks for values that are not finite
+    def launch(self, wire: DeviceWire) -> None:
+        if wire.buffer.numel():
+            all_reduce(self._backend, wire.buffer)
 
     def gather(self, wire: DeviceWire, owner: int | None) -> None:
         """Give all ranks the buffer of rank `owner`; or, if that is None, of each rank its Nth part."""
@@ -161,10 +125,12 @@ class BackendEngine:
             all_gather(self._backend, wire.buffer, wire.buffer[place : place + share])
         else:
             broadcast(self._backend, wire.buffer, owner)
-        self._alone.direct(replace(wire, bounds=(0, 0)), 1.0, spread=False)  # poisons what an abort has left unfinished
+
+    def guard(self, wires: Sequence[DeviceWire]) -> Launch:
+        return prepare_guard([wire.buffer for wire in wires], self._abort)
 
     def abort(self) -> None:
-        self._alone.abort()  # before NCCL stops amid a sum: the kernel behind it then finds the word, and poisons
+        self._abort.fill_(1)  # before NCCL stops amid a sum: the guard behind it then finds the word
         abort(self._backend)
 
     def close(self) -> None:
@@ -188,12 +154,18 @@ class HierarchicalEngine:
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[DeviceWire]:
         return self._shared.open_wires(specs)
 
-    def launch(self, wire: DeviceWire, scale: float) -> None:
+    def launch(self, wire: DeviceWire) -> None:
         begin, end = wire.bounds
-        self._shared.direct(wire, scale, spread=False)
+        self._shared.direct(wire, spread=False)
         if self._column is not None and end > begin:
             all_reduce(self._column, wire.own_slice)
-        self._shared.direct(wire, 1.0, gather=False)
+        self._shared.direct(wire, gather=False)
+
+    def guard(self, wires: Sequence[DeviceWire]) -> Launch | None:
+        """Where no kernel follows the backend."""
+        if self._shared.group.size > 1:
+            return None
+        return prepare_guard([wire.buffer for wire in wires], self._shared.abort_word)
 
     def abort(self) -> None:
         self._shared.abort()
@@ -255,9 +227,26 @@ def shut_down(backend: Backend) -> None:
         backend.shutdown()
 
 
+def _open_wires(
+    specs: Sequence[tuple[int, torch.dtype]], group: SymmetricGroup, accelerator: Accelerator, num_slices: int
+) -> list[DeviceWire]:
+    """Collective: see `Engine.open_wires`."""
+    lengths = [-(-numel * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for numel, dtype in specs]
+    if group.size > 1:  # one mapping for all wires
+        block = group.allocate(sum(lengths))
+        places = [(block, end - length) for end, length in zip(accumulate(lengths), lengths, strict=True)]
+    else:  # a gradient that the script keeps then keeps the memory of its own bucket only
+        places = [(group.allocate(length), 0) for length in lengths]
+    report = torch.full((max(len(specs), 1), 2), NOT_FOUND, dtype=torch.int32, device=accelerator.device)
+    wires = []
+    for i, ((numel, dtype), (block, start)) in enumerate(zip(specs, places, strict=True)):
+        parts = [part[start : start + numel * dtype.itemsize].view(dtype) for part in block.parts]
+        own = parts[group.index]
+        bounds = [*slice_bounds(numel, num_slices, dtype.itemsize), *[(0, 0)] * group.size][group.index]
+        wires.append(DeviceWire(own.data, own, _addresses(parts, own.device), bounds, report, i, block))
+    accelerator.synchronize()
+    return wires
+
+
 def _addresses(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     return torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64, device="cpu").to(device)
-
-
-def _new_report(count: int, device: torch.device) -> torch.Tensor:
-    return torch.full((max(count, 1), 2), NOTHING_FOUND, dtype=torch.int32, device=device)

@@ -131,7 +131,7 @@ def _tried_on_stream(world: World, engine: Engine, overlap: str, accelerator: Ac
         wire.buffer.copy_(inputs[world.rank])
         all_reduce.stream.follow()
         with _alarm(world.timeout_seconds / 2, engine.abort):  # for CUDA_LAUNCH_BLOCKING=1
-            all_reduce.stream.run(lambda: engine.launch(wire, 1.0))
+            all_reduce.stream.run(lambda: engine.launch(wire))
 
     def compare() -> None:
         seconds = min(_TRIAL_SECONDS, world.timeout_seconds / 2)

@@ -25,9 +25,8 @@ import torch
 
 from torchring.devices.cuda import span
 from torchring.devices.stream import OnStream
-from torchring.gradients.packing import without
 from torchring.gradients.plan import BucketPlan
-from torchring.kernels import reference
+from torchring.gradients.views import as_real
 from torchring.kernels.chunks import ChunkTable, layout
 from torchring.kernels.pack import prepare_pack
 from torchring.kernels.unpack import prepare_unpack
@@ -53,7 +52,8 @@ class DevicePacking:
         scale: applied before the cast.
         plan: the bucket's.
         wire: the wire buffer, on the accelerator's device.
-        found: int32[1]; the kernel writes the first chunk with a NaN or an infinity here, see `kernels.pack`.
+        found: where the kernel reports what is not finite, or may overflow in the sum; see `kernels.pack`.
+        num_ranks: over which the bucket is summed.
         all_reduce: reduces the bucket.
         streams: those on which gradients were computed since the reduction began. Belongs to all buckets.
     """
@@ -67,12 +67,14 @@ class DevicePacking:
         plan: BucketPlan,
         wire: torch.Tensor,
         found: torch.Tensor,
+        num_ranks: int,
         all_reduce: OnStream,
         streams: set[object],
     ) -> None:
         self._plan = plan
         self._wire = wire
         self._found = found
+        self._num_ranks = num_ranks
         self._scale = scale
         self._all_reduce = all_reduce
         self._streams = streams
@@ -87,11 +89,12 @@ class DevicePacking:
         try:
             self._launch_pack(slots, grads, views, factor)
         except ValueError:  # by the table, before anything was launched
-            odd = _odd(grads, views)
-            if not odd:
-                raise
-            reference.pack([grads[i] for i in odd], [views[i] for i in odd], scale=self._scale * factor)
-            self._launch_pack(without(slots, odd), without(grads, odd), without(views, odd), factor)
+            self._launch_pack(slots, _laid_out_as(views, grads), views, factor)
+
+    def scale_in_place(self, slots: Sequence[int], views: Sequence[torch.Tensor], factor: float = 1.0) -> None:
+        self._join(())
+        places = list(map(as_real, views))
+        self._launch_pack(slots, places, places, factor)
 
     def _join(self, grads: Sequence[torch.Tensor]) -> None:
         """The current stream waits for gradients of other streams, and for the last reduction in the wire."""
@@ -102,21 +105,15 @@ class DevicePacking:
     def _launch_pack(
         self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor], factor: float
     ) -> None:
-        if not slots:
-            return
         key = factor, grads[0].dtype
         with span(self._name):
             part = self._part(slots, views)
             if part.pack is None or part.pack_key != key:
-                part.pack = prepare_pack(self._wire, part.table, key[1], scale=self._scale * factor, found=self._found)
+                scale, found, num_ranks = self._scale * factor, self._found, self._num_ranks
+                part.pack = prepare_pack(self._wire, part.table, key[1], scale=scale, found=found, num_ranks=num_ranks)
                 part.pack_key = key
             part.pack(grads)
         self._packed.append((slots, part.table))
-
-    def scale_in_place(self, slots: Sequence[int], views: Sequence[torch.Tensor], factor: float = 1.0) -> None:
-        self._join(())
-        if (scale := self._scale * factor) != 1.0:
-            torch._foreach_mul_(list(views), scale)
 
     def finish_packing(self, factor: float = 1.0) -> None:
         self._all_reduce.stream.follow()
@@ -125,11 +122,11 @@ class DevicePacking:
         try:
             self._launch_unpack(slots, views, grads)
         except ValueError:
-            odd = _odd(grads, views)
-            if not odd:
-                raise
-            reference.unpack([views[i] for i in odd], [grads[i] for i in odd])
-            self._launch_unpack(without(slots, odd), without(views, odd), without(grads, odd))
+            alike = _laid_out_as(views, grads)
+            self._launch_unpack(slots, views, alike)
+            for grad, copy in zip(grads, alike, strict=True):
+                if copy is not grad:
+                    grad.copy_(copy)
 
     def _launch_unpack(
         self, slots: Sequence[int], views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
@@ -181,6 +178,11 @@ def slots_of(packed: Sequence[tuple[Sequence[int], ChunkTable]], chunk: int) -> 
     return [slots[table.tensor_of(chunk)] for slots, table in packed if chunk < table.num_chunks]
 
 
-def _odd(grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> list[int]:
-    """Gradients that are not laid out like their place in the wire: kernels copy in memory order, torch by index."""
-    return [i for i, (grad, view) in enumerate(zip(grads, views, strict=True)) if layout(grad) != layout(view)]
+def _laid_out_as(views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients; copies of those that are not laid out like their views. Kernels copy in memory order."""
+    return [
+        grad
+        if layout(grad) == layout(view) or grad.shape != view.shape
+        else torch.empty_like(view, dtype=grad.dtype).copy_(grad)
+        for grad, view in zip(grads, views, strict=True)
+    ]

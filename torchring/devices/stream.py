@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -20,12 +20,14 @@ from torchring.allreduce.contract import TAGS_PER_REDUCTION, NonFinite
 from torchring.devices.cuda import span
 from torchring.devices.watchdog import DeviceWatchdog
 from torchring.errors import FirstFailure, PeerLostError, RingError
+from torchring.kernels.pack import NOT_FOUND
 from torchring.memory.host import HostGroup
 
-NOTHING_FOUND: Final = torch.iinfo(torch.int32).max
+Launch: TypeAlias = Callable[[], None]
+"""Launches prepared kernels on the current stream."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DeviceWire:
     """A wire buffer on a device. See `Wire`.
 
@@ -33,15 +35,14 @@ class DeviceWire:
         buffer: the same memory as `tensor`, for the engine's writes.
         addresses: [N] int64 on the device: addresses of all ranks' buffers, in rank order.
         bounds: this rank's slice, in elements.
-        report: [W, 2] int32 on the device, a row for each of the wires that were opened together: the first chunk of
-            this rank's inputs, and the first element of its part of the result, that held a NaN or an infinity; or
-            NOTHING_FOUND.
+        report: [W, 2] int32 on the device, a row for each of the wires that were opened together, which packing
+            writes: see `found` in `kernels.pack`.
         row: the row of this wire in `report`.
         memory: kept because the buffer lies in it.
-        scale_first: inputs should be scaled where they are packed. An all-reduce with a scale would have to make
-            a pass of its own for the scale, before it adds up.
         launches: prepared launches of the engine, by what they do.
     """
+
+    scale_first = True  # as DistributedDataParallel does
 
     tensor: torch.Tensor
     buffer: torch.Tensor
@@ -50,8 +51,7 @@ class DeviceWire:
     report: torch.Tensor
     row: int
     memory: object = None
-    scale_first: bool = False
-    launches: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
+    launches: dict[Hashable, Launch] = field(default_factory=dict)
 
     @cached_property
     def own_slice(self) -> torch.Tensor:
@@ -59,12 +59,8 @@ class DeviceWire:
         return self.buffer[begin:end]
 
     @cached_property
-    def found_in_inputs(self) -> torch.Tensor:
-        return self.report[self.row, :1]
-
-    @cached_property
-    def found_in_result(self) -> torch.Tensor:
-        return self.report[self.row, 1:]
+    def found(self) -> torch.Tensor:
+        return self.report[self.row]
 
 
 class Engine(Protocol):
@@ -76,8 +72,11 @@ class Engine(Protocol):
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[DeviceWire]:
         """Collective: one buffer per (elements, dtype), zeroed."""
 
-    def launch(self, wire: DeviceWire, scale: float) -> None:
-        """Launch what replaces the buffer by scale * sum over ranks, with the same bits on all ranks. Does not wait."""
+    def launch(self, wire: DeviceWire) -> None:
+        """Launch what replaces the buffer by the sum over ranks, with the same bits on all ranks. Does not wait."""
+
+    def guard(self, wires: Sequence[DeviceWire]) -> Launch | None:
+        """What has to follow the launches for these wires, so that their results are NaN after an abort."""
 
     def abort(self) -> None:
         """End launched work that waits for other ranks. Its results become NaN. From any thread."""
@@ -152,7 +151,9 @@ class OnStream:
         self._dated: list[Dated] = []  # since `take_dated`
         self._fetched: list[torch.Tensor] = []  # since `take_fetched`
         self._spare: dict[torch.Size, list[torch.Tensor]] = {}  # in pinned memory, which takes long to allocate
-        self._is_open = False  # a bucket has been started since `_end`
+        self._started: list[DeviceWire] = []  # since `_end`
+        self._guarded: list[DeviceWire] = []  # those that `_guard` is for
+        self._guard: Launch | None = None
         self._end: Mark | None = None  # of `stream`, when somebody waited for it last
         self._held: set[object] = set()  # the streams that wait for `_end`
         self._rank = 0 if host is None else host.rank
@@ -173,11 +174,12 @@ class OnStream:
         self.check()
         begin = self.stream.mark() if self.is_dated else None
         index, mib = tag % TAGS_PER_REDUCTION, wire.buffer.nbytes / 2**20
+        assert scale == 1.0, "packing scales"
         with span(f"torchring.{self.algorithm} bucket {index}, {mib:.2f} MiB"):
-            self.stream.run(lambda: self._engine.launch(wire, scale))
+            self.stream.run(lambda: self._engine.launch(wire))
         if begin is not None:
             self._dated.append(Dated(begin, self.stream.mark()))
-        self._is_open = True
+        self._started.append(wire)
         self._watchdog.started()
         if not self.in_background:
             self.stream.mark().hold_current()
@@ -188,19 +190,29 @@ class OnStream:
 
         The stream then also waits until reports are cleared, which later work may write to.
         """
-        if self._is_open:
-            if self.reports:
-                self.stream.run(self._fetch_reports)
-            self._is_open, self._end = False, self.stream.mark()
-            self._held.clear()
+        if self._started:
+            self.stream.run(self._finish_wires)
+            self._mark_end()
         self.hold_for_earlier()
+
+    def _finish_wires(self) -> None:
+        if self._started and self._started != self._guarded:
+            self._guarded, self._guard = self._started, self._engine.guard(self._started)
+        self._started = []
+        if self._guard is not None:
+            self._guard()
+        self._fetch_reports()
 
     def _fetch_reports(self) -> None:
         for report in self.reports:
             spare = self._spare.get(report.shape)
             self._fetched.append(self.accelerator.fetch(report, spare.pop() if spare else None))
-            report.fill_(NOTHING_FOUND)
+            report.fill_(NOT_FOUND)
             self.seal(self._fetched[-1])
+
+    def _mark_end(self) -> None:
+        self._end = self.stream.mark()
+        self._held.clear()
 
     def hold_for_earlier(self) -> None:
         """Have the current stream wait for what another stream has waited for. Costs nothing if it did so before."""
@@ -248,9 +260,14 @@ class OnStream:
     def clear_reports(self) -> None:
         """Nobody wants to know of what was packed and reduced so far, in a reduction that was aborted."""
         self.stream.follow()
-        self._is_open = True
-        self.hold_current()
+        self.stream.run(self._finish_wires)
+        self._mark_end()
+        self.hold_for_earlier()
         self.take_fetched()
+
+    def forget_wires(self) -> None:
+        """The device has finished all reductions, whose wires are about to be replaced."""
+        self.reports, self._guarded, self._guard = [], [], None
 
     def give_back(self, fetched: Sequence[torch.Tensor]) -> None:
         """These copies have come, and are not looked at any more."""

@@ -20,7 +20,7 @@ import torch
 
 from torchring.devices.engines import BackendEngine, SharedMemoryEngine
 from torchring.devices.opening import open_on_device
-from torchring.devices.stream import DeviceWire, OnStream
+from torchring.devices.stream import DeviceWire, Launch, OnStream
 from torchring.sharding.cut import Flat
 from torchring.sharding.parameters import FlatMemory
 from torchring.world import World
@@ -43,6 +43,7 @@ class DeviceExchange:
             self._opened = all_reduce
         self._all_reduce = all_reduce
         self._wires: dict[FlatMemory, DeviceWire] = {}
+        self._guard: Launch | None = None  # for all wires
         (self._meeting,) = all_reduce.open_wires([(1, torch.float32)])
 
     def allocate(self, flats: Sequence[Flat]) -> list[FlatMemory]:
@@ -55,6 +56,7 @@ class DeviceExchange:
             factor = flat.dtype.itemsize // wire.tensor.itemsize
             start, stop = flat.bounds[self._rank]
             self._wires[memory] = replace(wire, bounds=(start * factor, stop * factor))
+        self._guard = self._all_reduce.engine.guard(list(self._wires.values())) if self._wires else None
         self.start(memories)  # zeros: kernels are compiled, and NCCL connects, now and not in a step
         return memories
 
@@ -73,12 +75,14 @@ class DeviceExchange:
     def _launch(self, memories: Sequence[FlatMemory]) -> None:
         engine = self._all_reduce.engine
         if isinstance(engine, SharedMemoryEngine):
-            engine.direct(self._meeting, 1.0, spread=False)
+            engine.direct(self._meeting, spread=False)
         for memory in memories:
             if isinstance(engine, SharedMemoryEngine):
-                engine.direct(self._wires[memory], 1.0, gather=False)
+                engine.direct(self._wires[memory], gather=False)
             elif isinstance(engine, BackendEngine):
                 engine.gather(self._wires[memory], _owner(memory.flat))
+        if self._guard is not None:
+            self._guard()
 
 
 def _spec(flat: Flat) -> tuple[int, torch.dtype]:
