@@ -351,8 +351,8 @@ from torchring.rendezvous.signed import signed
 
 server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 store = signed(server, "s")
-for key, value in {p.TOKEN: "", p.CALL: "0", p.BROKEN: p.Broken().encode(), p.LATEST: "0", p.END: ""}.items():
-    store.set(key, value)
+store.set(p.TOKEN, "")
+store.set(p.ORDERS, p.Orders().encode())
 p.LOOK_SECONDS = 0  # so the worker's thread is nearly always in the store's code
 worker = Worker(p.Invitation(0, 0, 1, ("127.0.0.1",), server.port, "s", "localhost"))
 writer = CheckpointWriter(sys.argv[1])
@@ -418,14 +418,13 @@ def test_new_workers_and_checkpoints_take_over_what_was_unfrozen_and_added(shard
         job.run_until(lambda: any(each.get("worker") == 3 for each in job.notes("step")), "a worker that fits")
         survivors = job.workers
         assert survivors == (0, 3)
-        assert job.generation == 3, "the others have met for a worker that does not fit"
         for worker in survivors:
             job.send(worker)
         job.run_until(lambda: job.workers and not set(survivors) & set(job.workers), "new workers")
         num_steps = job.stop()
         assert job.run() == 0
         assert job.notes("enters")[-1]["enters"] >= 10  # from a checkpoint
-        assert "and this one has optimizer: op='mean', compression='bf16'" in (job.folder / "worker2.log").read_text()
+        assert "compression='bf16'" in (job.folder / "worker2.log").read_text()
         for result in job.notes("result"):
             for found, wanted in zip(result["result"], _train_growing(None, num_steps), strict=True):
                 torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), wanted, rtol=1e-9, atol=1e-11)

@@ -151,7 +151,7 @@ def test_a_python_with_an_equals_sign_in_its_path_starts_on_another_host(
     [
         ("--elastic -np 3", Limits(3, 1, 3), 3),
         ("-np 2 --min-np 2", Limits(2, 2, 2), 2),
-        ("-np 4 --min-np 2 --max-np 8 --reset-limit 0", Limits(4, 2, 8, reset_limit=0), 8),
+        ("-np 4 --min-np 2 --max-np 8 --stall-timeout 9", Limits(4, 2, 8, stall_timeout=9), 8),
         ("--max-num-proc 3", Limits(3, 1, 3), 3),
         ("-H localhost:5 --min-num-proc 2", Limits(UNLIMITED, 2), 5),
         ("-H localhost:5 -np 2 --elastic --elastic-timeout 7", Limits(2, 1, 2, elastic_timeout=7), 5),
@@ -205,7 +205,7 @@ NUMBER = "argument -np/-n/--num-proc/--nproc-per-node: needs a number of process
         ("--elastic -np 2 --mpi", "mpirun ends a job when one of its processes ends"),
         ("--elastic -np 3 -H localhost:2", "-np 3 is more than the 2 slots of localhost:2"),
         ("--min-np 3 -H localhost:2", "--min-np 3 is more than the 2 slots"),
-        ("-np 2 --reset-limit 3 --slots 1", "--reset-limit, --slots: of a meaning with --elastic only"),
+        ("-np 2 --stall-timeout 3 --slots 1", "--stall-timeout, --slots: of a meaning with --elastic only"),
         ("--elastic -np 2 --slots 2", "--slots is for hosts that a discovery script prints"),
         ("--discover ./nowhere", "there is no discovery script './nowhere'"),
         (f"--discover {__file__}", "is not an executable file: chmod +x"),

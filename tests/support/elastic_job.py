@@ -183,7 +183,6 @@ class ElasticJob:
         self.folder = Path(self.leftovers.folder)
         patch = self._stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(drivers, "host_job", functools.partial(_Job, self))
-        patch.setattr(drivers, "_child_of", lambda job: job.process.pid)
         patch.setenv("OMP_NUM_THREADS", "1")
         for name, value in self.leftovers.environ.items():
             patch.setenv(name, value)
@@ -211,16 +210,16 @@ class ElasticJob:
     @property
     def code(self) -> int | None:
         """The exit code of `torchring run`, once it has ended."""
-        return self.driver._code
+        return self.driver._coordinator.code
 
     @property
     def workers(self) -> tuple[int, ...]:
         """The workers of the newest generation, in the order of ranks."""
-        return self.driver._coordinator.generation.workers
+        return self.driver._coordinator.orders.workers
 
     @property
     def generation(self) -> int:
-        return self.driver._coordinator.generation.number
+        return self.driver._coordinator.orders.generation
 
     def is_alive(self, worker: int) -> bool:
         process = self.driver._processes.get(worker)

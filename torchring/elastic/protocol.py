@@ -3,19 +3,19 @@
     worker                                   store, below torchring/elastic   driver
 
     meets: "I have left generation 3"        worker/7                         reads all cards every 50 ms, or 10
-                                             generation/4, then latest        "generation 4 is 7, 2, 9"
+                                             orders                           "generation 4 is 7, 2, 9"
     opens the world of generation 4          world/4/...
     runs, says now and then that it lives    worker/7                         kills a worker that has been silent
-                                             broken                           "a worker of generation 4 is lost"
-    leaves at the end of a step              call                             "generation 4 is to meet: 12 has come"
-    saves, and ends                          end                              "the job is over, because ..."
+                                             orders                           "a worker of generation 4 is lost"
+    leaves at the end of a step              orders                           "generation 4 is to meet: 12 has come"
+    saves, and ends                          orders                           "the job is over, because ..."
 
 The driver alone decides which workers belong to a generation, so the workers need not agree on that. The driver sees
 when the processes end that it has started, and kills a worker that has been silent for a while. A worker learns through
 the world of its generation what the other workers of this generation do.
 
-Reading never waits: the driver sets `call`, `broken`, `latest` and `end` before it starts a worker, and `worker/N`
-before it starts worker N. Nothing here imports torch, which takes seconds.
+Reading never waits: the driver sets `orders` before it starts a worker, and `worker/N` before it starts worker N.
+Nothing here imports torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -31,26 +31,17 @@ if TYPE_CHECKING:
 
 _ROOT: Final = "torchring/elastic"  # all keys begin so
 TOKEN: Final = f"{_ROOT}/token"  # signed, by which a worker knows that the store is the right one
-CALL: Final = f"{_ROOT}/call"  # number of the generation that is to meet at the end of its step; 0 for none
-BROKEN: Final = f"{_ROOT}/broken"  # a `Broken`
-LATEST: Final = f"{_ROOT}/latest"  # number of the newest generation; 0 for none
-END: Final = f"{_ROOT}/end"  # why the job is over, for people; empty as long as it is not
-LAYOUT: Final = f"{_ROOT}/layout"  # JSON of lines that say what trains, from a rank 0; none before
+ORDERS: Final = f"{_ROOT}/orders"  # the `Orders` of the driver
 
 BEAT_SECONDS: Final = 0.5  # between two signs of life of a worker
-LOOK_SECONDS: Final = 0.1  # between two looks of a worker at `call`, `broken` and `end`
+LOOK_SECONDS: Final = 0.1  # between two looks of a worker at the orders
 
-WorkerState = Literal["starting", "meeting", "running", "leaving", "finished", "unfit"]
+WorkerState = Literal["starting", "meeting", "running", "leaving", "finished"]
 
 
 def card_key(worker: int) -> str:
     """The key of worker N's `Card`."""
     return f"{_ROOT}/worker/{worker}"
-
-
-def generation_key(number: int) -> str:
-    """The key of a `Generation`. Written once, before `LATEST` says so."""
-    return f"{_ROOT}/generation/{number}"
 
 
 def world_prefix(generation: int) -> str:
@@ -109,15 +100,14 @@ class Card(_Message):
             "running": belongs to `generation`.
             "leaving": was told to end (SIGTERM), has finished its step, and is about to exit.
             "finished": its training function has returned, as those of all workers of `generation`.
-            "unfit": it does not train what the others train, for this `reason`, and is about to exit.
         generation: number of the newest generation that the worker has belonged to, or tried to open; 0 for none.
-        checkpoint: path of the newest checkpoint that the worker knows of; "" for none.
         reason: why the worker has left its generation, for people; "" if there is nothing to say.
         has_lost_peer: it has left its generation because the connection to another worker broke.
         given_up: ranks of its generation for which it has waited in vain.
+        pid: number of its process, for messages; 0 if unknown.
         count: grows with each card; 0 before the first.
         steps: number of optimizer steps that the worker's state has behind it; -1 for none that it knows of.
-        made: how many of them this process has made; -1 if it does not know.
+        made: how many of them this process has made.
         is_last: the script has ended, and the process is about to: no more cards come.
         progress: changes with each operation between ranks that the worker begins or finishes, and each part of a step.
         waits: for other ranks.
@@ -125,44 +115,39 @@ class Card(_Message):
 
     state: WorkerState
     generation: int = 0
-    checkpoint: str = ""
     reason: str = ""
     has_lost_peer: bool = False
     given_up: tuple[int, ...] = ()
+    pid: int = 0
     count: int = 0
     steps: int = -1
-    made: int = -1
+    made: int = 0
     is_last: bool = False
     progress: int = 0
     waits: bool = False
 
 
 @dataclass(frozen=True)
-class Generation(_Message):
-    """The workers that train together, until the next generation.
+class Orders(_Message):
+    """All that the driver says. Each message replaces the last.
 
     Attributes:
-        number: from 1.
+        generation: number of the newest generation, from 1; 0 before the first.
         workers: numbers of its workers: the worker of rank 0 first. Workers that have trained before come before new
             ones, in the order of their earlier ranks.
-        reason: why there is a new generation, for people: "worker 3 on b was killed by SIGKILL".
-    """
-
-    number: int
-    workers: tuple[int, ...]
-    reason: str
-
-
-@dataclass(frozen=True)
-class Broken(_Message):
-    """Generations up to `generation` are broken: some of their workers are lost.
-
-    Attributes:
-        generation: number of the newest one; 0 for none.
-        ranks: the lost ranks of that generation.
-        reason: what happened to them, for people.
+        reason: why there is this generation, for people: "worker 3 on b was killed by SIGKILL".
+        broken: generations up to this number are broken: some of their workers are lost.
+        lost: the lost ranks of that generation.
+        how: what happened to them, for people.
+        call: number of the generation that is to meet at the end of its step; 0 for none.
+        over: why the job is over, for people; "" as long as it is not.
     """
 
     generation: int = 0
-    ranks: tuple[int, ...] = ()
+    workers: tuple[int, ...] = ()
     reason: str = ""
+    broken: int = 0
+    lost: tuple[int, ...] = ()
+    how: str = ""
+    call: int = 0
+    over: str = ""

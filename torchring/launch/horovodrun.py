@@ -35,7 +35,7 @@ _IGNORED_SWITCHES: Final = """--disable-cache --jsrun --hierarchical-allreduce -
 _IGNORED_SETTINGS: Final = """--start-timeout --cache-capacity --autotune-log-file --autotune-warmup-samples
     --autotune-steps-per-sample --autotune-bayes-opt-max-samples --autotune-gaussian-process-noise --mpi-args
     --binding-args --num-nccl-streams --thread-affinity --rdzv-backend --rdzv-endpoint --rdzv-id --master-addr
-    --master-port"""
+    --master-port --reset-limit"""
 
 
 def _timeline(text: str) -> str:

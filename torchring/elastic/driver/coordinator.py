@@ -2,7 +2,7 @@
 
     driver.py                          Coordinator
     hosts, cards, ends         ---->   remembers what it is told
-    the time                   ---->   tick()  ---->  actions, which driver.py carries out
+    the time                   ---->   tick()  ---->  start, send, forget and say of the driver, orders, code
 
 Survivors do not wait for replacements: those join later. But where no survivor is left, at the start and after the loss
 of all workers, a generation begins when all workers that were started have come. It begins without those that have
@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Final
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Final, Protocol
 
-from torchring.elastic.driver.actions import Action, Break, Call, Exit, Forget, Over, Publish, Say, Send, Start
-from torchring.elastic.driver.endings import Cooldown, Ending, Losses
-from torchring.elastic.driver.workers import UNLIMITED, Limits, Stage, Worker, how_it_ended
-from torchring.elastic.protocol import BEAT_SECONDS, Broken, Card, Generation
+from torchring.elastic.driver.endings import Cooldown, Ending, Losses, Slot
+from torchring.elastic.driver.workers import UNLIMITED, Limits, Stage, WorkerRecord
+from torchring.elastic.protocol import BEAT_SECONDS, Card, Orders
 from torchring.launch.hosts import Host
 
 _LONGEST_GAP: Final = BEAT_SECONDS  # seconds between two ticks; what goes beyond does not count: the driver was stopped
@@ -32,40 +32,57 @@ _GOODBYE_SECONDS: Final = 30.0  # for workers to end by themselves when the job 
 _FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
+class Hands(Protocol):
+    """What carries out the coordinator's decisions."""
+
+    def start(self, worker: int, slot: Slot) -> None:
+        """Start a worker."""
+
+    def send(self, worker: int, number: int) -> None:
+        """Send a worker a signal."""
+
+    def forget(self, worker: int) -> None:
+        """Remove what is known of a worker that has ended."""
+
+    def say(self, text: str) -> None:
+        """Tell the user."""
+
+
 class Coordinator:
     """Starts workers, puts them together to generations, and ends the job. *Current* workers: of the newest.
 
     Args:
         limits: the limits that the user sets.
         now: the time in seconds, of a clock that does not jump.
+        hands: carries out what `tick` decides.
         randomness: where the jitter of cooldowns comes from.
 
     Attributes:
         size: number of workers with which the job starts, known once there are hosts.
-        generation: the current one. Number 0, without workers, before the first.
-        stage: the stage of this generation.
+        orders: what all workers are to hear.
+        stage: the stage of the current generation.
+        code: exit code of the job, once all is over.
     """
 
-    def __init__(self, limits: Limits, now: float, randomness: random.Random | None = None) -> None:
+    def __init__(self, limits: Limits, now: float, hands: Hands, randomness: random.Random | None = None) -> None:
         self.limits = limits
         self.size = limits.size
+        self.orders = Orders()
+        self.code: int | None = None
+        self._hands = hands
         self._now = now
         self._clock = 0.0  # seconds, without those in which the driver was stopped
-        self._actions: list[Action] = []  # since the last tick
 
         # Hosts and workers
         self._slots: dict[str, int] = {}  # by host
-        self._workers: dict[int, Worker] = {}  # those whose processes run, and current ones
+        self._workers: dict[int, WorkerRecord] = {}  # those whose processes run, and current ones
         self._num_started = 0
         self._num_started_anew = 0  # since all workers were started anew
-        self._is_anew = True  # no generation has begun since then
         self._cooldown = Cooldown(*limits.cooldown, randomness or random.Random())
         self._losses = Losses()
 
         # The current generation
-        self.generation = Generation(0, (), "")
         self.stage = Stage.LEFT
-        self._broken_ranks: tuple[int, ...] = ()
         self._left_at: float | None = None  # when its first worker left
         self._gone: list[str] = []  # why current workers are there no more
         self._stalled_since = -1.0  # of the stall that the user was told of
@@ -94,36 +111,39 @@ class Coordinator:
         before, worker.card = worker.card, card
         if card.state != before.state:
             worker.changed_at = worker.moved_at = self._clock
-        self._losses.checkpoint = card.checkpoint or self._losses.checkpoint
         if card.count == before.count:
             return
-        has_stepped = card.made < 0 or not before.count or card.made > before.made
-        self._losses.note_steps(card.steps, is_new=has_stepped and worker.has_worked(self._clock))
+        if card.made:
+            self._losses.note_steps(card.steps)
         worker.said_at = self._clock
         if not before.count or (card.steps, card.progress, card.waits) != (before.steps, before.progress, before.waits):
             worker.moved_at = self._clock
 
-    def note_pid(self, number: int, pid: int) -> None:
-        """The number of a worker's process, for messages."""
-        self._workers[number].pid = pid
-
-    def note_end(self, number: int, code: int, *, is_ssh: bool = False) -> None:
-        """A worker's process has ended. `is_ssh`: the code is that of ssh."""
+    def note_end(self, number: int, code: int) -> None:
+        """A worker's process has ended."""
         worker = self._workers[number]
-        worker.code = code
-        is_current = number in self.generation.workers
+        is_current = number in self.orders.workers
         is_known = bool(worker.lost) and worker.rank >= 0
-        worker.lost = worker.lost or how_it_ended(code, worker, is_ssh)
-        if is_current and worker.card.state != "leaving":
+        worker.note_end(code)
+        has_left = worker.card.state == "leaving"
+        if is_current and not has_left:
             self._end.failed_code = self._end.failed_code or code
         if worker.is_dismissed or worker.card.state == "finished" or self._end.began_at is not None:
             return
-        from_outside = code - 128 in _FROM_OUTSIDE
-        if worker.card.state != "leaving":
-            self._losses.note_loss(f"{worker.name} {worker.lost}", code, self._clock, from_outside=from_outside)
+        if not has_left:
+            self._losses.note_loss(f"{worker.name} {worker.lost}", code)
             if not is_current and not is_known:
-                self._say(f"{worker.name} {worker.lost}")
-        self._note_failure(worker, is_ssh=is_ssh, from_outside=from_outside or worker.card.state == "leaving")
+                self._hands.say(f"{worker.name} {worker.lost}")
+        is_steady = has_left or code - 128 in _FROM_OUTSIDE or self._clock - worker.started_at > _STEADY_SECONDS
+        if worker.card.made and is_steady:
+            self._cooldown.succeed(worker.slot)
+        if delay := self._cooldown.fail(worker.slot, self._clock):
+            host, slot = worker.slot
+            failures = self._cooldown.failures[worker.slot]
+            self._hands.say(
+                f"slot {slot} of {host} is left out for {delay:.1f} s: workers have failed there {failures} times in a "
+                "row"
+            )
 
     def note_signal(self, number: int) -> None:
         """The driver was told to end. The second signal kills the workers."""
@@ -138,8 +158,8 @@ class Coordinator:
         elif self._end.num_signals == 2:
             self._send_all(signal.SIGKILL)
 
-    def tick(self, now: float) -> list[Action]:
-        """Decide what is to be done now. The caller carries it out before the next call."""
+    def tick(self, now: float) -> None:
+        """Decide what is to be done now, and have it done."""
         self._clock += max(0.0, min(now - self._now, _LONGEST_GAP))
         self._now = now
         if self._end.began_at is None:
@@ -155,36 +175,32 @@ class Coordinator:
         self._forget()
         if self._end.began_at is not None:
             self._wait_for_ends()
-        actions, self._actions = self._actions, []
-        return actions
 
     # Workers
 
-    def _living(self) -> list[Worker]:
+    def _living(self) -> list[WorkerRecord]:
         return [worker for worker in self._workers.values() if not worker.is_lost]
 
-    def _running_processes(self) -> list[Worker]:
+    def _running_processes(self) -> list[WorkerRecord]:
         return [worker for worker in self._workers.values() if worker.code is None]
 
-    def _current(self) -> list[Worker]:
-        return [self._workers[number] for number in self.generation.workers]
+    def _current(self) -> list[WorkerRecord]:
+        return [self._workers[number] for number in self.orders.workers]
 
-    def _in_state(self, state: str) -> list[Worker]:
+    def _in_state(self, state: str) -> list[WorkerRecord]:
         return [worker for worker in self._living() if worker.card.state == state and not worker.is_dismissed]
 
-    def _has_left(self, worker: Worker) -> bool:
+    def _has_left(self, worker: WorkerRecord) -> bool:
         """True if a worker has left the current generation by itself."""
-        return worker.card.generation >= self.generation.number and worker.card.state != "running"
-
-    def _say(self, text: str) -> None:
-        self._actions.append(Say(text))
+        return worker.card.generation >= self.orders.generation and worker.card.state != "running"
 
     def _send_all(self, number: int) -> None:
-        self._actions += [Send(worker.number, number) for worker in self._running_processes()]
+        for worker in self._running_processes():
+            self._hands.send(worker.number, number)
 
-    def _kill(self, worker: Worker, why: str) -> None:
+    def _kill(self, worker: WorkerRecord, why: str) -> None:
         worker.lost, worker.is_killed = f"{why}, and was killed", True
-        self._actions.append(Send(worker.number, signal.SIGKILL))
+        self._hands.send(worker.number, signal.SIGKILL)
 
     def _kill_silent(self) -> None:
         # Where a host dies, ssh may not notice, and srun does not; but connections to its workers break. A worker whose
@@ -227,7 +243,9 @@ class Coordinator:
             end = "it is killed" if len(stuck) == 1 else "they are killed"
             when = "timeout_seconds of torchring.init (set --stall-timeout)" if limit is None else f"{limit:g} s"
             names = " and ".join(worker.name for worker in stuck)
-            self._say(f"the others have waited for {names} for {seconds:.0f} s, without progress; {end} after {when}")
+            self._hands.say(
+                f"the others have waited for {names} for {seconds:.0f} s, without progress; {end} after {when}"
+            )
         if limit is not None and seconds > limit:
             for worker in stuck:
                 self._kill(worker, f"made no progress for {limit:g} s while others waited for it (--stall-timeout)")
@@ -245,22 +263,27 @@ class Coordinator:
                     lost.append(worker)
         if lost:
             self.stage = max(self.stage, Stage.BROKEN)
-            self._broken_ranks += tuple(worker.rank for worker in lost)
-            reason = "; ".join(
-                f"rank {worker.rank} (worker {worker.number}{f', pid {worker.pid}' if worker.pid else ''}, on "
-                f"{worker.host}) {worker.lost or 'was told to end'}"
+            orders = self.orders
+            before = orders.lost if orders.broken == orders.generation else ()
+            ranks = tuple(sorted([*before, *(worker.rank for worker in lost)]))
+            how = "; ".join(
+                f"rank {worker.rank} (worker {worker.number}{f', pid {worker.card.pid}' if worker.card.pid else ''}, "
+                f"on {worker.slot[0]}) {worker.lost or 'was told to end'}"
                 for worker in lost
             )
-            self._actions.append(Break(Broken(self.generation.number, tuple(sorted(self._broken_ranks)), reason)))
+            self.orders = replace(orders, broken=orders.generation, lost=ranks, how=how)
 
     def _dismiss(self) -> None:
         """Tell workers to end whose slot is gone."""
         for worker in self._living():
-            is_gone = worker.slot >= self._slots.get(worker.host, 0)
+            host, slot = worker.slot
+            is_gone = slot >= self._slots.get(host, 0)
             if is_gone and not worker.is_dismissed and worker.card.state != "finished":
                 worker.is_dismissed = True
-                self._say(f"{worker.name} is told to end: the host is gone from the list of hosts, or has fewer slots")
-                self._actions.append(Send(worker.number, signal.SIGTERM))
+                self._hands.say(
+                    f"{worker.name} is told to end: the host is gone from the list of hosts, or has fewer slots"
+                )
+                self._hands.send(worker.number, signal.SIGTERM)
 
     # Generations
 
@@ -288,9 +311,6 @@ class Coordinator:
             reason = "the script has ended with exit code 0 on all ranks, without a return from the training function"
             self._over(reason, 0)
             return
-        if self.generation.number and not self._may_change():
-            self._over(f"the workers have changed more often than --reset-limit {self.limits.reset_limit} allows", 1)
-            return
         needed = 1 if finished else self.limits.min_size
         if len(meeting) < needed:
             self._enough_since = None
@@ -300,11 +320,15 @@ class Coordinator:
             self._enough_since = self._clock if self._enough_since is None else self._enough_since
             if self._clock - self._enough_since <= _STRAGGLER_SECONDS:
                 return
-        if self.generation.number and not survivors and not self._is_anew and not self._may_start_again():
-            return
+        if self.orders.generation and not survivors:
+            what, _ = self._losses.first or ("they were told to end", 1)
+            self._hands.say(
+                f"all workers that have trained are lost, first {what}; new ones begin with the newest checkpoint, if "
+                "there is one"
+            )
         self._publish(meeting)
 
-    def _wait_for_leaving(self, staying: Sequence[Worker]) -> None:
+    def _wait_for_leaving(self, staying: Sequence[WorkerRecord]) -> None:
         self._left_at = self._clock if self._left_at is None else self._left_at
         given_up = {rank for worker in self._current() if self._has_left(worker) for rank in worker.card.given_up}
         for worker in staying:
@@ -315,11 +339,11 @@ class Coordinator:
     def _wait_for_workers(self, num: int, needed: int) -> None:
         if self._short_since is None:
             self._short_since = self._clock
-        if self.generation.number and not self._has_said_short and self._living():
+        if self.orders.generation and not self._has_said_short and self._living():
             self._has_said_short = True
             gone = self._all_gone()
             why = f", because {'; '.join(gone)}" if gone else ""
-            self._say(f"waiting for more workers: there are {num} of {needed}{why}")
+            self._hands.say(f"waiting for more workers: there are {num} of {needed}{why}")
         if self._clock - self._short_since > self.limits.elastic_timeout:
             self._over(
                 f"for {self.limits.elastic_timeout:g} s (--elastic-timeout) there were fewer than {needed} workers "
@@ -332,35 +356,33 @@ class Coordinator:
         going = [worker.end for worker in self._current() if worker.is_going and not worker.is_broken_off]
         return [*self._gone, *going]
 
-    def _publish(self, meeting: Sequence[Worker]) -> None:
+    def _publish(self, meeting: Sequence[WorkerRecord]) -> None:
         # Workers that have belonged to a generation come first, in the order of ranks.
         order = sorted(meeting, key=lambda worker: (worker.rank < 0, worker.rank, worker.number))
         numbers = tuple(worker.number for worker in order)
         reason = self._reason(order)
-        self.generation = Generation(self.generation.number + 1, numbers, reason)
+        number = self.orders.generation + 1
+        self.orders = replace(self.orders, generation=number, workers=numbers, reason=reason)
         self.stage = Stage.PUBLISHED
         for rank, worker in enumerate(order):
             worker.rank, worker.is_broken_off = rank, False
-        self._broken_ranks, self._gone = (), []
-        self._end.failed_code, self._is_anew = 0, False
-        if self._losses.has_stepped:
-            self._losses.first = None
+        self._gone = []
+        self._end.failed_code = 0
         self._short_since = self._enough_since = None
         self._has_said_short = False
-        self._actions.append(Publish(self.generation))
-        number = f"{len(order)} worker{'s' if len(order) > 1 else ''}"
+        size = f"{len(order)} worker{'s' if len(order) > 1 else ''}"
         by_host: dict[str, list[str]] = {}
         for worker in order:
-            by_host.setdefault(worker.host, []).append(str(worker.number))
+            by_host.setdefault(worker.slot[0], []).append(str(worker.number))
         where = "; ".join(f"{host}: {', '.join(workers)}" for host, workers in by_host.items())
-        self._say(f"generation {self.generation.number} begins, {number} ({where}), because {reason}")
+        self._hands.say(f"generation {number} begins, {size} ({where}), because {reason}")
 
-    def _reason(self, order: Sequence[Worker]) -> str:
+    def _reason(self, order: Sequence[WorkerRecord]) -> str:
         """Why there is a new generation, of these workers."""
-        if not self.generation.number:
+        if not self.orders.generation:
             return "the job starts"
         reasons = self._all_gone()
-        if came := [str(worker.number) for worker in order if worker.number not in self.generation.workers]:
+        if came := [str(worker.number) for worker in order if worker.number not in self.orders.workers]:
             reasons.append(f"worker{'s' if len(came) > 1 else ''} {', '.join(came)} joined")
         said = dict.fromkeys(worker.card.reason for worker in order if worker.card.reason)
         return "; ".join(reasons or said or ["its workers met again"])
@@ -370,102 +392,60 @@ class Coordinator:
         if self.stage >= Stage.CALLED or self._end.is_near:
             return
         if not any(map(self._has_left, self._current())):
-            if self.stage is Stage.BROKEN or not self._may_change():
+            if self.stage is Stage.BROKEN:
                 return
-            waiting = [worker for worker in self._in_state("meeting") if worker.number not in self.generation.workers]
+            waiting = [worker for worker in self._in_state("meeting") if worker.number not in self.orders.workers]
             has_waited = any(self._clock - worker.changed_at >= _JOIN_SECONDS for worker in waiting)
             if not has_waited and (not waiting or self._in_state("starting")):
                 return
         self.stage = Stage.CALLED
-        self._actions.append(Call(self.generation.number))
-
-    def _may_change(self) -> bool:
-        """True if --reset-limit allows another generation."""
-        return self.limits.reset_limit is None or self.generation.number <= self.limits.reset_limit
+        self.orders = replace(self.orders, call=self.orders.generation)
 
     # Processes
 
     def _start_workers(self) -> None:
         num_slots = sum(self._slots.values())
-        if self._end.is_near or not self._may_change() or not num_slots:
+        if self._end.is_near or not num_slots:
             return
         if not self._num_started_anew:
             self.size = self.limits.size if self.limits.size < UNLIMITED else max(num_slots, self.limits.min_size)
         processes = self._running_processes()
         room = min(self.limits.max_size - len(processes), self._num_wanted(len(processes)))
-        taken = {(worker.host, worker.slot) for worker in processes}
-        for host, slots in self._slots.items():
-            for slot in range(slots):
-                if room <= 0 or not self._cooldown.is_over(host, self._clock):
-                    break
-                if (host, slot) not in taken and self._cooldown.is_over((host, slot), self._clock):
-                    room -= 1
-                    worker = Worker(self._num_started, host, slot, self._clock, changed_at=self._clock)
-                    self._workers[worker.number] = worker
-                    self._num_started += 1
-                    self._num_started_anew += 1
-                    self._actions.append(Start(worker.number, host, slot))
+        taken = {worker.slot for worker in processes}
+        for slot in ((host, number) for host, slots in self._slots.items() for number in range(slots)):
+            if room > 0 and slot not in taken and self._cooldown.is_over(slot, self._clock):
+                room -= 1
+                worker = WorkerRecord(self._num_started, slot, self._clock, changed_at=self._clock)
+                self._workers[worker.number] = worker
+                self._num_started += 1
+                self._num_started_anew += 1
+                self._hands.start(worker.number, slot)
 
     def _num_wanted(self, num_processes: int) -> int:
         """Number of workers to start, if there are slots. Until a step has been made, only as many as are needed."""
         if self._num_started_anew < self.size:
             return self.size - self._num_started_anew
-        if self._losses.has_stepped:
+        if any(worker.card.made for worker in self._living()):
             return self.limits.max_size - num_processes
         meeting = self._in_state("meeting")
         if self._short_since is None or not meeting or self._in_state("starting"):
             return 0
         return self.limits.min_size - len(meeting)
 
-    def _note_failure(self, worker: Worker, *, is_ssh: bool, from_outside: bool) -> None:
-        """Leave the slot of a worker out for a while if workers fail there again and again, or the host for ssh."""
-        where: Hashable = worker.host if is_ssh else (worker.host, worker.slot)
-        if worker.card.state == "unfit":
-            self._cooldown.exclude(where)
-            self._say(
-                f"slot {worker.slot} of {worker.host} is left out from now on: worker {worker.number} did not fit"
-            )
-            return
-        if worker.has_worked(self._clock) and (from_outside or self._clock - worker.started_at > _STEADY_SECONDS):
-            self._cooldown.succeed(worker.host)
-            self._cooldown.succeed(where)
-        if delay := self._cooldown.fail(where, self._clock):
-            name = worker.host if is_ssh else f"slot {worker.slot} of {worker.host}"
-            failures = self._cooldown.failures(where)
-            self._say(f"{name} is left out for {delay:.1f} s: workers have failed there {failures} times in a row")
-
     def _judge_script(self) -> None:
         """End the job if it gets nowhere. If all workers are lost, but have made steps, let new ones start."""
-        losses = self._losses
-        if hopeless := losses.why_too_many(self.size, self._clock):
+        all_ended = self._num_started_anew > 0 and not self._running_processes()
+        if hopeless := self._losses.why_hopeless(self.size, all_ended=all_ended):
             self._over(*hopeless)
-        elif not self._num_started_anew or self._running_processes():
-            return
-        elif hopeless := losses.why_no_start(self._clock):
-            self._over(*hopeless)
-        elif losses.first is None or self._is_anew or self._may_start_again():  # None: all were told to end
-            self._is_anew = True
+        elif all_ended:
             self._num_started_anew = 0
             self._enough_since = None
-            losses.begin_anew()
-
-    def _may_start_again(self) -> bool:
-        """No worker of the last generation is left. Ends the job if new ones would get no further."""
-        losses = self._losses
-        what, _ = losses.first or ("they were told to end", 1)
-        if hopeless := losses.end_life(self._clock):
-            self._over(*hopeless)
-            return False
-        where = f"load {losses.checkpoint}" if losses.checkpoint else "start from the beginning: there is no checkpoint"
-        self._say(f"all workers that have trained are lost, first {what}; new ones {where}")
-        losses.first = None
-        return True
 
     def _forget(self) -> None:
         for worker in list(self._workers.values()):
-            if worker.code is not None and worker.number not in self.generation.workers:
+            if worker.code is not None and worker.number not in self.orders.workers:
                 del self._workers[worker.number]
-                self._actions.append(Forget(worker.number))
+                self._hands.forget(worker.number)
 
     # The end
 
@@ -474,20 +454,21 @@ class Coordinator:
         self._end.began_at = self._clock
         self._end.code = code
         if code is not None:
-            checkpoint = self._losses.checkpoint
-            self._say(f"{reason}; the newest checkpoint is {checkpoint}" if checkpoint else reason)
-        self._actions.append(Over(reason))
+            self._hands.say(reason)
+        self.orders = replace(self.orders, over=reason)
         for worker in self._living():
             if number is not None or worker.card.state == "starting":
-                self._actions.append(Send(worker.number, number or signal.SIGTERM))
+                self._hands.send(worker.number, number or signal.SIGTERM)
 
     def _wait_for_ends(self) -> None:
         left = self._running_processes()
         if not left:
-            self._actions.append(Exit(self._end.failed_code if self._end.code is None else self._end.code))
+            self.code = self._end.failed_code if self._end.code is None else self._end.code
             return
         self._break()
         end = self._end
         if end.began_at is not None and not end.is_hurried and self._clock - end.began_at > _GOODBYE_SECONDS:
             end.is_hurried = True  # but a script may do more after the training
-            self._actions += [Send(worker.number, signal.SIGTERM) for worker in left if worker.card.state != "finished"]
+            for worker in left:
+                if worker.card.state != "finished":
+                    self._hands.send(worker.number, signal.SIGTERM)

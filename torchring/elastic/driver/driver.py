@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import select
 import shlex
 import signal
 import sys
@@ -24,12 +23,11 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
-from torchring.elastic.driver.actions import Action, Break, Exit, Forget, Over, Publish, Say, Send, Start
 from torchring.elastic.driver.coordinator import Coordinator
 from torchring.elastic.driver.driver_store import DriverStore, Listener
+from torchring.elastic.driver.endings import Slot
 from torchring.elastic.driver.host_list import Hosts
 from torchring.elastic.driver.workers import Limits
 from torchring.elastic.protocol import Card, Invitation, card_key
@@ -38,7 +36,6 @@ from torchring.launch.hosts import LaunchError, why_no_loopback
 from torchring.launch.jobs import HEARTBEAT_SECONDS, KILL_SECONDS, Job, host_job, open_output
 from torchring.launch.output import Output, OutputOptions
 from torchring.launch.signals import noted_signals
-from torchring.linux import open_process
 from torchring.rendezvous.environment import INVITATION, JOB
 
 # A tick takes 0.2 ms of a core, most of which is to wake the store's thread and this one.
@@ -110,15 +107,13 @@ class _Process:
     worker: int
     job: Job
     card: bytes = b""  # as read last
-    has_said: bool = False  # the worker has, in a card of its own
     kill_at: float = float("inf")
     code: int | None = None  # once it has ended
     is_noted: bool = False  # the coordinator knows
-    descriptor: int = -1  # readable once it has ended
 
 
 class Driver:
-    """See `start_elastic`."""
+    """See `start_elastic`. The hands of its coordinator."""
 
     def __init__(
         self,
@@ -144,35 +139,30 @@ class Driver:
         self._launcher = launcher
 
         # The workers
-        self._coordinator = Coordinator(limits, time.monotonic())
+        self._coordinator = Coordinator(limits, time.monotonic(), self)
         self._processes: dict[int, _Process] = {}  # by number of the worker
-        self._ending = select.poll()  # wakes `_sleep` when one of them ends
         self._heartbeat_at = time.monotonic() + HEARTBEAT_SECONDS  # for reapers of other hosts
 
         # The store
         self._listener = listener
         self._opening: Future[DriverStore] | None = None  # while torch is imported
         self._store: DriverStore | None = None
-
-        # The end
         self._num_signals = 0  # that the coordinator knows
-        self._reason = ""  # why the job is over
-        self._code: int | None = None
 
     def run(self, received: Sequence[int]) -> int:
         """Run the job. Signals that this process gets are appended to `received`."""
         with ThreadPoolExecutor(1, "torchring-store") as executor:
-            while self._code is None:
+            while self._coordinator.code is None:
                 try:
                     self.tick(received)
                 except TopologyError as error:  # `close` kills the workers
-                    _say(f"this job ends, because {error.message}")
+                    self.say(f"this job ends, because {error.message}")
                     return 1
                 if self._opening is None and self._processes:
                     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # workers that are killed are no news
                     self._opening = executor.submit(DriverStore, self._listener)
                 self._sleep()
-        return self._code
+        return self._coordinator.code
 
     def close(self) -> None:
         """Kill what is left. Does nothing after a regular end."""
@@ -186,14 +176,6 @@ class Driver:
             if process.code is None:
                 process.job.close()
 
-    def _take_store(self, store: DriverStore) -> None:
-        """Use the store, which is there now. Say in it what has happened before."""
-        self._store = store
-        for worker in self._processes:
-            store.add_worker(worker)
-        if self._reason:
-            store.end(self._reason)
-
     def tick(self, received: Sequence[int]) -> None:
         """Look once at what has happened, and do what follows."""
         now = time.monotonic()
@@ -203,11 +185,13 @@ class Driver:
         if self._hosts.known is not None:
             self._coordinator.set_hosts(self._hosts.known)
         for warning in self._hosts.take_warnings():
-            _say(warning)
+            self.say(warning)
         ended = [process for process in self._processes.values() if process.code is not None and not process.is_noted]
         self._look_at_processes(now)
         if self._store is None and self._opening is not None and self._opening.done():
-            self._take_store(self._opening.result())
+            self._store = self._opening.result()
+            for worker in self._processes:
+                self._store.add_worker(worker)
         if self._store is not None:
             self._read(self._store)
         # What a worker said last may reach the store a moment after its process has ended.
@@ -216,17 +200,17 @@ class Driver:
             if not process.is_noted:
                 assert process.code is not None
                 process.is_noted = True
-                is_ssh = process.job.is_remote and process.code == 255 and not process.has_said
-                self._coordinator.note_end(process.worker, process.code, is_ssh=is_ssh)
-        for action in self._coordinator.tick(now):
-            self._carry_out(action, now)
+                self._coordinator.note_end(process.worker, process.code)
+        self._coordinator.tick(now)
+        if self._store is not None:  # without a store, no worker has come
+            self._store.tell(self._coordinator.orders)
 
     def _sleep(self) -> None:
-        """Until the next tick, or the end of a process."""
+        """Until the next tick."""
         is_settled = self._coordinator.is_settled and all(
             process.code is None or process.is_noted for process in self._processes.values()
         )
-        self._ending.poll((_TICK_SECONDS if is_settled else _BUSY_TICK_SECONDS) * 1e3)
+        time.sleep(_TICK_SECONDS if is_settled else _BUSY_TICK_SECONDS)
 
     def _look_at_processes(self, now: float) -> None:
         for process in self._processes.values():
@@ -236,9 +220,6 @@ class Driver:
             if code is not None:
                 process.code = code if code >= 0 else 128 - code
                 process.job.close()
-                if process.descriptor >= 0:
-                    self._ending.unregister(process.descriptor)
-                    os.close(process.descriptor)
             elif now > process.kill_at:  # the connection is cut
                 process.kill_at = float("inf")
                 process.job.process.kill()
@@ -251,59 +232,44 @@ class Driver:
     def _read(self, store: DriverStore) -> None:
         processes = [process for process in self._processes.values() if not process.is_noted]
         for process, data in zip(processes, store.read([card_key(each.worker) for each in processes]), strict=True):
-            if data == process.card:
-                continue
-            process.card, card = data, Card.decode(data)
-            if card.count and not process.has_said:
-                process.has_said = True
-                if pid := _child_of(process.job):
-                    self._coordinator.note_pid(process.worker, pid)
-            self._coordinator.note_card(process.worker, card)
+            if data != process.card:
+                process.card = data
+                self._coordinator.note_card(process.worker, Card.decode(data))
 
-    def _carry_out(self, action: Action, now: float) -> None:
-        store = self._store
-        if isinstance(action, Start):
-            self._start(action)
-        elif isinstance(action, Send):
-            process = self._processes[action.worker]
-            if process.code is None:
-                process.job.tell(action.number)
-                if action.number == signal.SIGKILL:
-                    process.kill_at = now + KILL_SECONDS
-        elif isinstance(action, Say):
-            _say(action.text)
-        elif isinstance(action, Exit):
-            self._code = action.code
-        elif isinstance(action, Forget):
-            del self._processes[action.worker]
-            if store is not None:
-                store.forget_worker(action.worker)
-        elif isinstance(action, Over):
-            self._reason = action.reason
-            if store is not None:
-                store.end(action.reason)
-        elif store is not None:  # without a store, no worker has come
-            if isinstance(action, Publish):
-                store.publish(action.generation)
-            elif isinstance(action, Break):
-                store.break_off(action.broken)
-            else:
-                store.call(action.generation)
+    # What the coordinator has done
 
-    def _start(self, action: Start) -> None:
+    def send(self, worker: int, number: int) -> None:
+        """Send a worker a signal."""
+        process = self._processes[worker]
+        if process.code is None:
+            process.job.tell(number)
+            if number == signal.SIGKILL:
+                process.kill_at = time.monotonic() + KILL_SECONDS
+
+    def forget(self, worker: int) -> None:
+        """Remove what is known of a worker that has ended."""
+        del self._processes[worker]
+        if self._store is not None:
+            self._store.forget_worker(worker)
+
+    def say(self, text: str) -> None:
+        """Tell the user."""
+        with contextlib.suppress(OSError):  # nobody reads
+            print(f"torchring run: {text}", file=sys.stderr, flush=True)
+
+    def start(self, worker: int, slot: Slot) -> None:
         """Start a worker's process. A failure is an end of the process."""
         if self._store is not None:
-            self._store.add_worker(action.worker)
-        listener, is_here = self._listener, self._hosts.is_here(action.host)
+            self._store.add_worker(worker)
+        (host, number), listener = slot, self._listener
+        is_here = self._hosts.is_here(host)
         addresses = tuple(dict.fromkeys((*[listener.own_address] * is_here, *listener.addresses)))
-        invitation = Invitation(
-            action.worker, action.slot, self._coordinator.size, addresses, listener.port, listener.secret, action.host
-        )
-        slots = next(host.slots for host in self._hosts.known or () if host.name == action.host)
+        invitation = Invitation(worker, number, self._coordinator.size, addresses, listener.port, listener.secret, host)
+        slots = next(each.slots for each in self._hosts.known or () if each.name == host)
         job = host_job(
-            action.host,
+            host,
             [sys.executable, "-u", *self._command],
-            {**self._env, INVITATION: invitation.encode().decode(), "LOCAL_RANK": str(action.slot)},
+            {**self._env, INVITATION: invitation.encode().decode(), "LOCAL_RANK": str(number)},
             is_here=is_here,
             environ=self._environ,
             sharing=max(1, min(slots, self._max_size)),
@@ -312,29 +278,10 @@ class Driver:
             silence=_SILENCE_SECONDS,
             patience=_PATIENCE_SECONDS,
         )
-        process = _Process(action.worker, job)
+        process = self._processes[worker] = _Process(worker, job)
         try:
-            job.start(self._output, action.worker)
-            with contextlib.suppress(OSError):  # the next tick sees the end of the process
-                process.descriptor = open_process(job.process.pid)
-                self._ending.register(process.descriptor, select.POLLIN)
+            job.start(self._output, worker)
         except OSError as error:
             what = shlex.quote(str(error.filename or job.command[0]))
-            _say(f"cannot start worker {action.worker} on {action.host}: {what}: {error.strerror or error}")
+            self.say(f"cannot start worker {worker} on {host}: {what}: {error.strerror or error}")
             process.code = 127
-        self._processes[action.worker] = process
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # nobody reads
-        print(f"torchring run: {text}", file=sys.stderr, flush=True)
-
-
-def _child_of(job: Job) -> int | None:
-    """The number of the worker's process, a child of the reaper. None on another host, or if unknown."""
-    if job.is_remote:
-        return None
-    pid = job.process.pid
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
-    return None

@@ -8,25 +8,11 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from torchring.elastic.driver.host_list import Hosts
-from torchring.elastic.protocol import (
-    BROKEN,
-    CALL,
-    END,
-    LATEST,
-    LAYOUT,
-    TOKEN,
-    Broken,
-    Card,
-    Generation,
-    card_key,
-    generation_key,
-    world_prefix,
-)
+from torchring.elastic.protocol import ORDERS, TOKEN, Card, Orders, card_key, world_prefix
 from torchring.errors import PeerLostError, TopologyError, encode_error
 from torchring.launch.hosts import LaunchError, address_towards
 from torchring.rendezvous.addresses import list_interfaces, own_addresses
@@ -38,7 +24,6 @@ _LOOPBACK: Final = "127.0.0.1"
 _MOST_ADDRESSES: Final = 16
 _BACKLOG: Final = 1024  # workers may connect before torch is there
 _TIMEOUT: Final = timedelta(seconds=60)
-_OWN: Final = (CALL, BROKEN, LATEST, END)
 _KEPT: Final = 2  # generations whose keys stay
 
 
@@ -107,7 +92,9 @@ class DriverStore:
 
         self._server = host_on(listener.socket, _TIMEOUT)
         self._store: Store = signed(self._server, listener.secret)
-        self._set({CALL: b"0", BROKEN: Broken().encode(), LATEST: b"0", END: b"", LAYOUT: b"[]", TOKEN: b""})
+        self._told = Orders()
+        self._set(TOKEN, b"")
+        self._set(ORDERS, self._told.encode())
 
     def add_worker(self, worker: int) -> None:
         """Reading this worker's card waits no more. A worker that was started before the store may have set it."""
@@ -118,40 +105,27 @@ class DriverStore:
         self._store.delete_key(card_key(worker))
 
     def read(self, keys: list[str]) -> list[bytes]:
-        """The values of keys that are there. Raises TopologyError if a stranger has changed one, or one of `_OWN`."""
-        every = [*keys, *_OWN]
+        """The values of keys that are there. Raises TopologyError if a stranger has changed one, or the orders."""
+        every = [*keys, ORDERS]
         if not self._server.check(every):  # to read what is not there would wait
             raise TopologyError("the rendezvous store lacks a value that was there: a stranger has removed it")
         return list(self._store.multi_get(every))[: len(keys)]
 
-    def publish(self, generation: Generation) -> None:
-        """A generation begins. The keys of earlier ones go."""
-        self._set({generation_key(generation.number): generation.encode(), LATEST: b"%d" % generation.number})
-        self._clean(generation.number - _KEPT)
-
-    def break_off(self, broken: Broken) -> None:
-        """A generation is broken: its workers hear of it, also those that are opening its world."""
-        error = PeerLostError(broken.reason, peers=broken.ranks)
-        gave_up = f"{world_prefix(broken.generation)}/gave_up"
-        self._set({BROKEN: broken.encode(), gave_up: encode_error(error)})
-
-    def call(self, generation: int) -> None:
-        """The generation is to meet at the end of its step."""
-        self._set({CALL: b"%d" % generation})
-
-    def end(self, reason: str) -> None:
-        """The job is over."""
-        self._set({END: reason.encode()})
-
-    def _set(self, values: Mapping[str, bytes]) -> None:
-        for key, value in values.items():
-            self._store.set(key, value)  # type: ignore[arg-type]  # takes bytes, too
-
-    def _clean(self, generation: int) -> None:
-        if generation < 1:
+    def tell(self, orders: Orders) -> None:
+        """Tell the workers, also those that are opening a world that is broken. The keys of old generations go."""
+        if orders == self._told:
             return
-        begin = f"{world_prefix(generation)}/"
-        with contextlib.suppress(RuntimeError):
-            old = [key for key in self._server.list_keys() if key.startswith(begin)]
-            for key in [*old, generation_key(generation)]:
-                self._server.delete_key(key)
+        self._set(ORDERS, orders.encode())
+        if orders.how != self._told.how:
+            error = PeerLostError(orders.how, peers=orders.lost)
+            self._set(f"{world_prefix(orders.broken)}/gave_up", encode_error(error))
+        if (old := orders.generation - _KEPT) >= 1:
+            begin = f"{world_prefix(old)}/"
+            with contextlib.suppress(RuntimeError):
+                for key in self._server.list_keys():
+                    if key.startswith(begin):
+                        self._server.delete_key(key)
+        self._told = orders
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)  # type: ignore[arg-type]  # takes bytes, too

@@ -9,13 +9,12 @@ from torchring.elastic.driver import host_list as hosts_module
 from torchring.elastic.driver.host_list import Hosts
 from torchring.elastic.driver.workers import UNLIMITED, Limits
 from torchring.launch import arguments
-from torchring.launch.arguments import duration, positive, whole
+from torchring.launch.arguments import duration, positive
 from torchring.launch.hosts import Host, LaunchError
 
 # Options that imply --elastic, as they do for horovodrun, and those that mean nothing without it.
 _IMPLYING: Final = ("min_np", "max_np", "discover")
 _OTHERS: Final = (
-    "reset_limit",
     "elastic_timeout",
     "heartbeat_timeout",
     "stall_timeout",
@@ -53,12 +52,6 @@ def add_options(parser: argparse.ArgumentParser, where: argparse._MutuallyExclus
         type=positive,
         metavar="N",
         help="start no more workers; -np by default, without -np all slots; implies --elastic",
-    )
-    group.add_argument(
-        "--reset-limit",
-        type=whole("a number, 0 or more", 0),
-        metavar="N",
-        help="end the job when the workers change once more after N changes; any number by default",
     )
     group.add_argument(
         "--elastic-timeout",
@@ -142,7 +135,6 @@ def limits_of(options: argparse.Namespace) -> Limits:
         elastic_timeout=options.elastic_timeout or Limits.elastic_timeout,
         heartbeat_timeout=options.heartbeat_timeout or Limits.heartbeat_timeout,
         stall_timeout=options.stall_timeout,
-        reset_limit=options.reset_limit,
         cooldown=(shortest, longest),
     )
 

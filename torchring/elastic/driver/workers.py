@@ -7,10 +7,10 @@ import signal
 from dataclasses import dataclass, field
 from typing import Final
 
+from torchring.elastic.driver.endings import Slot
 from torchring.elastic.protocol import Card
 
 UNLIMITED: Final = 1 << 30
-_PROOF_SECONDS: Final = 5.0  # of running that prove a worker whose number of steps is unknown
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,6 @@ class Limits:
         elastic_timeout: seconds that the job waits for `min_size` workers, and for a worker to come.
         heartbeat_timeout: seconds of silence after which a worker is killed.
         stall_timeout: seconds after which a worker is killed that does not move while others wait for it; None: never.
-        reset_limit: number of generations that may follow the first one; None for any number.
         cooldown: shortest and longest time in seconds for which a slot is left out where workers fail.
     """
 
@@ -33,7 +32,6 @@ class Limits:
     elastic_timeout: float = 600.0  # Horovod's
     heartbeat_timeout: float = 10.0
     stall_timeout: float | None = None
-    reset_limit: int | None = None
     cooldown: tuple[float, float] = (1.0, 600.0)
 
 
@@ -48,17 +46,17 @@ class Stage(enum.IntEnum):
 
 
 @dataclass(eq=False)
-class Worker:
+class WorkerRecord:
+    """What is known of a worker."""
+
     number: int
-    host: str
-    slot: int
+    slot: Slot
     started_at: float
     # What it says
     card: Card = field(default_factory=lambda: Card("starting"))
     changed_at: float = 0.0  # when its state changed last
     said_at: float = 0.0  # when it gave a sign of life last
     moved_at: float = 0.0  # when it was seen to make progress, or to begin to wait
-    pid: int | None = None
     # What the driver knows of it
     rank: int = -1  # in the last generation that it belonged to
     code: int | None = None  # its exit code
@@ -77,7 +75,7 @@ class Worker:
 
     @property
     def name(self) -> str:
-        return f"worker {self.number} on {self.host}"
+        return f"worker {self.number} on {self.slot[0]}"
 
     @property
     def end(self) -> str:
@@ -88,22 +86,16 @@ class Worker:
             return f"{self.name} {'left' if self.card.state == 'leaving' else 'has finished'}"
         return f"{self.name} {self.lost}"
 
-    def has_worked(self, clock: float) -> bool:
-        """True if it has made steps."""
-        if self.card.made >= 0:
-            return self.card.made > 0
-        return self.card.state == "running" and clock - self.changed_at > _PROOF_SECONDS
+    def note_end(self, code: int) -> None:
+        """Its process has ended."""
+        self.code = code
+        if not self.lost:
+            self.lost = f"was killed by {_signal_name(code - 128)}" if code > 128 else f"ended with exit code {code}"
+            if code == 255 and not self.card.count:
+                self.lost = "could not be started, or ended with exit code 255: ssh, if it is the cause, says why above"
+            elif code <= 128 and self.card.state == "starting":
+                self.lost += " before it came to torchring.elastic.run"
 
 
-def how_it_ended(code: int, worker: Worker, is_ssh: bool) -> str:
-    if worker.card.state == "unfit":
-        return f"does not fit the others: {worker.card.reason}"
-    if is_ssh:
-        return "could not be started, or ended with exit code 255: see what ssh says above"
-    try:
-        if code > 128:
-            return f"was killed by {signal.Signals(code - 128).name}"
-    except ValueError:
-        pass
-    early = " before it came to torchring.elastic.run" if worker.card.state == "starting" else ""
-    return f"ended with exit code {code}{early}"
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

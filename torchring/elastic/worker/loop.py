@@ -122,13 +122,9 @@ def _run(state: State, call: Callable[[], _T], worker: Worker, signals: Signals)
     num_apart = 0
     while True:
         try:
-            if worker.num_steps < 0:
-                state._check_fit(worker)
             world = worker.meet(**left)
             saves = True
             state._enter(world, worker, has_failed=has_failed)
-            if world.rank == 0:
-                worker.tell_layout(state._layout())
             has_failed = False
             result = call()
             if world.size > 1:
@@ -145,14 +141,11 @@ def _run(state: State, call: Callable[[], _T], worker: Worker, signals: Signals)
             if worker.leaves:
                 worker.say_goodbye("it was told to end")  # first: the others wait for it
                 if saves and (change.all_leave or worker.is_over()):
-                    worker.checkpoint = state._save_now()
-                    _say("this job was told to end", worker.checkpoint)
-                    worker.say_goodbye("it was told to end")
+                    _say("this job was told to end", state._save_now())
                 worker.close()
                 signals.end()
         except JobOverError as over:
             path = state._save_now() if saves else ""
-            worker.checkpoint = path or worker.checkpoint
             worker.say_goodbye(str(over))
             worker.close()
             if worker.leaves:
@@ -173,8 +166,6 @@ def _run(state: State, call: Callable[[], _T], worker: Worker, signals: Signals)
                     state._world.break_off("the training function", error)
                 num_returns = num_returns + 1 if state._progress == returned_at else 1
                 returned_at = state._progress
-                if isinstance(error, PlanMismatchError) and worker.num_steps < 0:
-                    worker.say_unfit(error)
                 if state._returns_to() < 0 or num_returns >= _MOST_RETURNS:
                     raise
                 has_failed = True

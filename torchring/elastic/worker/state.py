@@ -23,7 +23,7 @@ from torchring.data.sampler import Sampler
 from torchring.elastic.worker.checkpoint import copy_of
 from torchring.elastic.worker.membership import MembershipChange, MembershipVote
 from torchring.elastic.worker.parts import Parts
-from torchring.elastic.worker.saving import Saving, difference
+from torchring.elastic.worker.saving import Saving
 from torchring.elastic.worker.shares import Shares
 from torchring.elastic.worker.worker import Worker
 from torchring.errors import PeerLostError, PlanMismatchError, RingError, in_step
@@ -213,8 +213,6 @@ class State:
             if has_closure or (self._world.size == 1 and not self._sees_forward):
                 self._leave_if_agreed()
             self._saving.write_if_due(self._world)
-            if self._worker is not None:
-                self._worker.checkpoint = self._saving.newest or self._worker.checkpoint
         self._is_in_closure = has_closure
 
     def _after_step(self, is_first: bool, *_: object) -> None:
@@ -277,7 +275,7 @@ class State:
         self._committed = (self._progress, self._parts.copy()) if uses_commits else None
         self._saving.begin()
         if worker is not None:
-            worker.num_steps, worker.num_made = counters.steps, max(worker.num_made, 0)
+            worker.num_steps = counters.steps
         if world.rank == 0:
             self._saving.open()
 
@@ -310,13 +308,6 @@ class State:
         """Lines that are equal on all ranks."""
         options = [f"{name}: {options_of(each)}" for name, each in self._parts.optimizers.items()]
         return [*self._parts.layout(), *options]
-
-    def _check_fit(self, worker: Worker) -> None:
-        """Raise PlanMismatchError if this worker would train something else than the others do."""
-        theirs, mine = worker.told_layout(), self._layout()
-        if theirs and theirs != mine:
-            they_have, mine_has = difference(theirs, mine)
-            raise PlanMismatchError(f"the workers that train have {they_have}, and this one has {mine_has}")
 
     def _share(self, world: World, rows: list[_Row]) -> int:
         """Give all ranks what one of them has, but for the state of optimizers with shard=True. Collective.

@@ -6,7 +6,6 @@ answer for as long as TCP waits. The main thread waits for that thread, and can 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -20,10 +19,10 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from torchring.elastic import protocol
-from torchring.elastic.protocol import Broken, Card, Generation, Invitation, WorkerState
+from torchring.elastic.protocol import Card, Invitation, Orders, WorkerState
 from torchring.elastic.worker.generation import leave_generation, open_generation
 from torchring.elastic.worker.membership import MembershipChange
-from torchring.errors import PeerLostError, PlanMismatchError, TopologyError
+from torchring.errors import PeerLostError, TopologyError
 from torchring.observe.flight_recorder.entries import FlightRecorder
 from torchring.observe.services import flight_recorder_of
 from torchring.rendezvous.environment import CHOICE, ELASTIC, INVITATION
@@ -51,8 +50,6 @@ class Worker:
         number: number of this worker.
         generation: number of the generation that this worker belongs to, or has belonged to last; 0 for none.
         num_steps: number of optimizer steps that the state has behind it; -1 for none. The driver is told.
-        num_made: how many of them this process has made; -1 if unknown.
-        checkpoint: path of the newest checkpoint that this worker knows of, or "".
         leaves: True once this worker was told to end.
     """
 
@@ -60,26 +57,22 @@ class Worker:
         self.number = invitation.worker
         self.generation = 0
         self.num_steps = -1
-        self.num_made = -1
-        self.checkpoint = ""
         self.leaves = False
         self._pid = os.getpid()
         self._changed = threading.Condition()  # guards what both threads use
         self._world: World | None = None  # of the current generation
-        self._layout: list[str] = []  # that this worker has told
         self._flight_recorder: FlightRecorder | None = None  # of that world
         # From the main thread to the driver
         self._card = Card("starting")
         self._has_new_card = False
         # From the driver
-        self._newest: Generation | None = None  # to which this worker belongs
-        self._call = 0
-        self._broken = Broken()
+        self._orders = Orders()  # the newest
         self._over = ""  # why the job is over
         self._has_looked = False  # set by each look at the store
         self._answered_at = time.monotonic()
         # The thread
         self._num_cards = 0
+        self._num_made = 0  # steps that this process has made
         self._beat_at = 0.0  # when the next one is due
         self._store_of_worlds = _connect(invitation)  # the main thread's own connection
         self._store = _connect(invitation)
@@ -114,12 +107,11 @@ class Worker:
                     raise JobOverError("this worker was told to end")
             if self._over:
                 raise JobOverError(self._over)
-            newest = self._newest
-        assert newest is not None
-        self.generation = newest.number
-        rank, size = newest.workers.index(self.number), len(newest.workers)
-        _log.info("generation %d: rank %d of %d, because %s", newest.number, rank, size, newest.reason)
-        world = open_generation(within(self._store_of_worlds, protocol.world_prefix(newest.number)), rank, size)
+            orders = self._orders
+        self.generation = orders.generation
+        rank, size = orders.workers.index(self.number), len(orders.workers)
+        _log.info("generation %d: rank %d of %d, because %s", self.generation, rank, size, orders.reason)
+        world = open_generation(within(self._store_of_worlds, protocol.world_prefix(self.generation)), rank, size)
         self._say("running")
         with self._changed:
             self._world = world
@@ -145,8 +137,8 @@ class Worker:
     def has_stepped(self, num_steps: int) -> None:
         """This process has made a step. `num_steps`: of the state, with this one."""
         self.num_steps = num_steps
-        self.num_made += 1
-        if self.num_made == 1:  # a driver that does not know would take an early loss for an error of the script
+        self._num_made += 1
+        if self._num_made == 1:  # a driver that does not know would take an early loss for an error of the script
             self._beat_at = 0.0
             self._wake.set()
 
@@ -172,22 +164,6 @@ class Worker:
             change = world.shared(MembershipChange)
             change.leaves = change.is_wanted = True
 
-    def told_layout(self) -> list[str]:
-        """Lines that say what the other workers train. Empty if none has trained yet."""
-        lines: list[str] = json.loads(self._store_of_worlds.get(protocol.LAYOUT))
-        return lines
-
-    def tell_layout(self, layout: list[str]) -> None:
-        """From rank 0: new workers that train something else need not come."""
-        if layout != self._layout:
-            self._layout = layout
-            self._store_of_worlds.set(protocol.LAYOUT, json.dumps(layout))
-
-    def say_unfit(self, error: PlanMismatchError) -> None:
-        """This worker trains something else than the others, and is about to exit."""
-        self._say("unfit", error.message)
-        self.close()
-
     def say_goodbye(self, reason: str) -> None:
         """This worker takes part in nothing more, and is about to exit. `close` comes next."""
         self._say("leaving", reason)
@@ -198,11 +174,11 @@ class Worker:
         self.close()
 
     def _has_news(self) -> bool:
-        return bool(self._over) or (self._newest is not None and self._newest.number > self.generation)
+        return bool(self._over) or (self._orders.generation > self.generation and self.number in self._orders.workers)
 
     def _say(self, state: WorkerState, reason: str = "", **more: Any) -> None:
         with self._changed:
-            self._card = Card(state, self.generation, self.checkpoint, reason, **more)
+            self._card = Card(state, self.generation, reason, pid=self._pid, **more)
             self._has_new_card = True
         self._wake.set()
 
@@ -245,22 +221,16 @@ class Worker:
                 card,
                 count=self._num_cards,
                 steps=self.num_steps,
-                made=self.num_made,
+                made=self._num_made,
                 is_last=self._is_closed,
                 progress=progress,
                 waits=waits,
             )
             self._store.set(protocol.card_key(self.number), card.encode())  # type: ignore[arg-type]  # takes bytes, too
-        keys = [protocol.CALL, protocol.BROKEN, protocol.LATEST, protocol.END]
-        call, broken, latest, over = self._store.multi_get(keys)
+        orders = Orders.decode(self._store.get(protocol.ORDERS))
         self._answered_at = time.monotonic()
-        newest = self._newest
-        if int(latest) > (newest.number if newest is not None else 0):
-            published = Generation.decode(self._store.get(protocol.generation_key(int(latest))))
-            newest = published if self.number in published.workers else newest
         with self._changed:
-            self._newest, self._call, self._broken = newest, int(call), Broken.decode(broken)
-            self._over = self._over or over.decode()
+            self._orders, self._over = orders, self._over or orders.over
             self._has_looked = True
             self._pass_on()
             self._changed.notify_all()
@@ -276,13 +246,13 @@ class Worker:
         if (world := self._world) is None:
             return
         change = world.shared(MembershipChange)
-        if self._over or self.leaves or self._call >= self.generation:
+        if self._over or self.leaves or self._orders.call >= self.generation:
             change.is_wanted = True
             change.leaves = self.leaves
-        broken = self._broken
-        if broken.generation >= self.generation and world.failure is None:
-            ranks = broken.ranks if broken.generation == self.generation else ()
-            world.fail(PeerLostError(broken.reason, rank=world.rank, peers=ranks))
+        orders = self._orders
+        if orders.broken >= self.generation and world.failure is None:
+            ranks = orders.lost if orders.broken == self.generation else ()
+            world.fail(PeerLostError(orders.how, rank=world.rank, peers=ranks))
 
 
 _the_worker: Worker | None = None  # of this process

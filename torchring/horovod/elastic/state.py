@@ -76,16 +76,16 @@ class State(_Recoverable):
         """Save the state, and raise HostsUpdatedInterrupt if hosts have changed. Collective."""
         self.save()
         self._num_commits += 1
+        if (worker := current_worker()) is not None:
+            worker.elastic.has_stepped(self._num_commits)
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
         """Raise HostsUpdatedInterrupt on all ranks if hosts have changed, or a rank was told to end. Collective."""
         worker = current_worker()
         before = latest = self._last_updated_timestamp
-        if worker is not None:
-            worker.elastic.num_steps = self._num_commits
-            if announced := worker.changes():
-                self.on_hosts_updated(max(time.time(), before + _LATER_SECONDS), announced)
+        if worker is not None and (announced := worker.changes()):
+            self.on_hosts_updated(max(time.time(), before + _LATER_SECONDS), announced)
         changes = NO_UPDATE
         while not self._host_messages.empty():
             timestamp, change = self._host_messages.get()
