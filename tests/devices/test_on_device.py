@@ -246,10 +246,6 @@ _SCRIPTS: dict[str, tuple[Script, tuple[Any, ...], float]] = {
     "strided gradients, fp16": (_strided_gradients, ({"compression": "fp16"},), 1e-12),
 }
 
-_SMOKE = {
-    "direct, float32 fp16, mean, late, auto", "unused on some ranks", "no_sync", "kept gradients", "broken", "NaN",
-}  # fmt: skip
-
 
 def _on_device(rank: int, size: int, name: str) -> Sequence[Any]:
     script, args, _ = _SCRIPTS[name]
@@ -407,22 +403,65 @@ def _counts(rank: int, size: int) -> dict[str, float]:
 # ---- values that are not finite
 
 
-def _not_finite(
-    rank: int, size: int, options: dict[str, Any], value: float, everywhere: bool, aborts: bool = False
-) -> tuple[int, str]:
-    """In which step an error comes if a gradient is not finite in step 2, and its text. A backward may be aborted."""
-    with FakeAccelerator("lazy" if aborts else "late").installed():
-        model = _model_of_singles()
-        layer = model[2] if aborts else model[1]
+@dataclass(frozen=True)
+class Bad:
+    """A gradient that is not finite on rank 1, or whose sum over ranks is not, in step 2; how it is reduced."""
+
+    algorithm: str
+    value: float
+    compression: str | None = None
+    dtype: torch.dtype = torch.float32
+    in_place: bool = False
+    aborts: bool = False
+
+    def __str__(self) -> str:
+        precision = f"{self.dtype} {self.compression or ''}".removeprefix("torch.").strip()
+        place = ", in place" * self.in_place + ", after an aborted reduction" * self.aborts
+        return f"{self.value:g}, {self.algorithm}, {precision}{place}"
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether only the sum is not."""
+        return math.isfinite(self.value)
+
+
+_BAD = [
+    Bad("direct", torch.nan),
+    Bad("direct", torch.nan, aborts=True),
+    Bad("direct", torch.inf, in_place=True),
+    Bad("direct", 4e4, "fp16"),
+    Bad("direct", 3e38, in_place=True),
+    Bad("ring", torch.nan, "bf16"),
+    Bad("ring", torch.nan, in_place=True),
+    Bad("ring", 3e38),
+    Bad("native", torch.nan),
+    Bad("native", torch.inf, dtype=torch.bfloat16, in_place=True),
+    Bad("native", 3e38, dtype=torch.bfloat16),
+    Bad("native", 3e38, in_place=True),
+    Bad("hierarchical", torch.inf, "fp16"),
+    Bad("hierarchical", torch.nan, in_place=True),
+    Bad("hierarchical", 3e38),
+]
+
+
+def _not_finite(rank: int, size: int, bad: Bad) -> tuple[int, str]:
+    """In which step an error comes, and its text. A backward may be aborted before the gradient comes."""
+    if bad.algorithm == "hierarchical":
+        host_module._host_identity = lambda: f"host {rank}"
+    with FakeAccelerator("lazy" if bad.aborts else "late").installed():
+        model = _model_of_singles().to(bad.dtype)
+        layer, x = model[2] if bad.aborts else model[1], torch.ones(1, 8, dtype=bad.dtype)
+        options = {"algorithm": bad.algorithm, "compression": bad.compression, "op": "sum"}
+        options |= {"bucket_mb": _SMALL_MB} if bad.aborts else {}
         optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model, **options)
         for step in range(8):
-            optimizer.zero_grad()
-            if aborts and step == 2:
-                attempt(lambda: model[1:](scripts.Raises.apply(model[0](torch.ones(1, 8)))).sum().backward())
+            optimizer.zero_grad(set_to_none=not bad.in_place)
+            if bad.aborts and step == 2:
+                attempt(lambda: model[1:](scripts.Raises.apply(model[0](x))).sum().backward())
                 optimizer.zero_grad()
-            factor = value if step == 2 and (everywhere or rank == 1) else 1.0
+            factor = bad.value if step == 2 and (bad.is_finite or rank == 1) else 1.0
             handle = layer.weight.register_hook(lambda gradient, factor=factor: torch.full_like(gradient, factor))
-            problem = attempt(lambda: _steps_one(model, optimizer))
+            problem = attempt(lambda: _steps_one(model, optimizer, x))
             handle.remove()
             if problem:
                 return step, problem
@@ -447,8 +486,8 @@ def _beside_a_stale_one(rank: int, size: int) -> tuple[int, str]:
     return -1, ""
 
 
-def _steps_one(model: nn.Module, optimizer: Any) -> None:
-    model(torch.ones(1, 8)).sum().backward()
+def _steps_one(model: nn.Module, optimizer: Any, x: Tensor) -> None:
+    model(x).sum().backward()
     optimizer.step()
 
 
@@ -665,22 +704,6 @@ def _elsewhere(rank: int, size: int) -> str:
     return digest(model.parameters())
 
 
-def _in_place_nan(rank: int, size: int, algorithm: str) -> str:
-    """Gradients that are accumulated in the wire buffer, so that none is packed."""
-    with FakeAccelerator().installed():
-        model = _model_of_singles()
-        optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model, algorithm=algorithm)
-        problem = ""
-        for step in range(8):
-            optimizer.zero_grad(set_to_none=False)
-            loss = model(torch.ones(1, 8)).sum()
-            if step == 3 and rank == 1:
-                loss = loss + model[1].weight[0, 0] * torch.nan
-            loss.backward()
-            problem = problem or attempt(optimizer.step)
-        return problem
-
-
 def _aborted_and_kept(rank: int, size: int) -> list[Any]:
     """A backward that fails on all ranks after its first buckets had left; nobody zeroes the gradients."""
     with FakeAccelerator().installed() as accelerator:
@@ -766,24 +789,14 @@ _SCENARIOS: dict[int, dict[str, Scenario]] = {
 }
 _SCENARIOS[3] |= {"measured": _measured, "half open": _half_open}
 _SCENARIOS[2] |= {name: functools.partial(_on_device, name=name) for name in _SCRIPTS}
+_SCENARIOS[2] |= {str(bad): functools.partial(_not_finite, bad=bad) for bad in _BAD}
 _SCENARIOS[2] |= {
     "as on the CPU": _as_on_the_cpu,
     "mixed": _mixed,
     "held": _held,
     "counts": _counts,
     "broken": _broken,
-    "NaN": functools.partial(_not_finite, options={}, value=torch.nan, everywhere=False),
-    "NaN in the ring, bf16": functools.partial(
-        _not_finite, options={"algorithm": "ring", "compression": "bf16"}, value=torch.nan, everywhere=False
-    ),
-    "NaN, native": functools.partial(_not_finite, options={"algorithm": "native"}, value=torch.nan, everywhere=False),
-    "NaN after an aborted reduction": functools.partial(
-        _not_finite, options={"bucket_mb": _SMALL_MB}, value=torch.nan, everywhere=False, aborts=True
-    ),
     "NaN beside a stale gradient": _beside_a_stale_one,
-    "overflow": functools.partial(
-        _not_finite, options={"op": "sum", "compression": "fp16"}, value=40_000.0, everywhere=True
-    ),
     "skipped": _skipped,
     "left out": _left_out,
     "weighed": functools.partial(_weighed, compression=None),
@@ -796,12 +809,16 @@ _SCENARIOS[2] |= {
     "captured": _captured,
     "converted": _converted,
     "elsewhere": _elsewhere,
-    "NaN in place": functools.partial(_in_place_nan, algorithm="direct"),
-    "NaN in place, native": functools.partial(_in_place_nan, algorithm="native"),
     "aborted and kept": _aborted_and_kept,
     "alone": _alone,
     "signals": _signals,
 }
+
+
+_SMOKE = {
+    "direct, float32 fp16, mean, late, auto", "unused on some ranks", "no_sync", "kept gradients", "broken",
+    str(_BAD[0]),
+}  # fmt: skip
 
 
 def _tier(name: str) -> str:
@@ -809,8 +826,8 @@ def _tier(name: str) -> str:
     return "smoke" if name in _SMOKE else "sim"
 
 
-def _marked(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=getattr(pytest.mark, _tier(name))) for name in names]
+def _marked(names: Iterable[object]) -> list[Any]:
+    return [pytest.param(name, marks=getattr(pytest.mark, _tier(str(name)))) for name in names]
 
 
 @functools.cache
@@ -920,17 +937,19 @@ def test_a_missing_event_is_noticed() -> None:
         assert found["no hold, races"].startswith("Race"), (rank, found)
 
 
-@pytest.mark.parametrize(
-    "name", _marked(["NaN", "NaN in the ring, bf16", "NaN, native", "NaN after an aborted reduction"])
-)
-def test_a_gradient_that_is_not_finite_is_told_to_all_ranks(name: str) -> None:
-    results = results_of(name)
+@pytest.mark.parametrize("bad", _marked(_BAD), ids=str)
+def test_a_gradient_that_is_not_finite_is_told_to_all_ranks(bad: Bad) -> None:
+    """Also one that only the sum has made so; in the wire or not; by all algorithms."""
+    results = results_of(str(bad))
     assert len({step for step, _ in results}) == 1, results
     for step, problem in results:
         assert 2 < step <= 5, results
         assert problem.startswith("GradientError"), problem
-        assert ("2.weight" if "aborted" in name else "1.weight") in problem
-        assert "rank 1" in problem
+        assert ("2.weight" if bad.aborts else "1.weight") in problem, problem
+        from_sum = (
+            "the sum over ranks does not fit fp16" if bad.compression == "fp16" else "the sum over ranks overflowed"
+        )
+        assert (from_sum if bad.is_finite else "rank 1") in problem, problem
 
 
 def test_a_nan_in_a_bucket_that_is_packed_in_two_goes() -> None:
@@ -938,14 +957,6 @@ def test_a_nan_in_a_bucket_that_is_packed_in_two_goes() -> None:
         assert step == 3
         assert problem.startswith("GradientError: the gradient of group0.param1 is not finite"), problem
         assert "rank 1" in problem
-
-
-def test_a_sum_that_overflows_is_told_to_all_ranks() -> None:
-    for step, problem in results_of("overflow"):
-        assert 2 < step <= 5
-        assert problem.startswith("GradientError")
-        assert "1.weight" in problem
-        assert "the sum over ranks does not fit fp16" in problem
 
 
 def test_a_step_that_the_script_leaves_out_is_no_error() -> None:
@@ -1089,12 +1100,6 @@ def test_a_model_that_was_converted_after_wrap_is_refused() -> None:
 
 def test_another_default_device() -> None:
     assert_same_on_all_ranks(results_of("elsewhere"))
-
-
-@pytest.mark.parametrize("name", ["NaN in place", "NaN in place, native"])
-def test_gradients_that_were_not_packed_are_looked_at_too(name: str) -> None:
-    for problem in results_of(name):
-        assert "is not finite" in problem
 
 
 def test_what_an_aborted_reduction_leaves_in_grad() -> None:
