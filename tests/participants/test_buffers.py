@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -156,12 +157,18 @@ def _kinds(rank: int, size: int, mode: str, algorithm: str) -> dict[str, Any]:
     model = _Kinds()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = torchring.wrap(sgd, model, sync_buffers={"": mode}, algorithm=algorithm)
-    after = []
+    after, copy_all = [], torch._foreach_copy_
+
+    def copy_alike(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        assert len({(to.dtype, of.dtype) for to, of in zip(targets, sources, strict=True)}) == 1, "many launches"
+        copy_all(targets, sources)
+
     for step in range(4):
         optimizer.zero_grad()
         model(rank + step + 1, step == 0).backward()
         before = model.total.clone()
-        optimizer.step()
+        with mock.patch.object(torch, "_foreach_copy_", copy_alike):
+            optimizer.step()
         after.append({name: value.clone() for name, value in model.named_buffers()})
     return {"after": after, "before the last step": before}
 

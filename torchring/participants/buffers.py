@@ -14,11 +14,13 @@ buffers held in forward. A reduction in which some rank has no data takes messag
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -173,7 +175,7 @@ class BufferSync(Participant):
         self._own = [spec for spec in specs if spec.choice == "own"]  # that are not known to differ
         self._due_at = 0  # number of the reduction after which these are compared
         self._specs = [spec for spec in specs if spec.choice != "own"]
-        self._specs.sort(key=lambda spec: not spec.is_averaged)  # stable: alike on all ranks
+        self._specs.sort(key=lambda spec: (not spec.is_averaged, str(spec.dtype)))  # stable: alike on all ranks
         self._num_averaged = sum(spec.is_averaged for spec in self._specs)
         self.places = frozenset((spec.module, spec.key) for spec in self._specs)
         self._is_absent = False  # in the reduction: this rank has no data that counts, so its buffers do not count
@@ -294,13 +296,13 @@ class BufferSync(Participant):
         if self._world.rank in present:
             num = len(sent.views) if self._world.rank == present[0] else self._num_averaged
         if num:
-            torch._foreach_copy_(sent.views[:num], self._find_words()[:num])
+            _copy(sent.views[:num], self._find_words()[:num])
         if num and self._num_averaged:
             torch._foreach_mul_(sent.views[: self._num_averaged], 1.0 / len(present))
 
     @torch.no_grad()
     def _unpack(self, sent: _Sent) -> None:
-        torch._foreach_copy_(self._find_words(), sent.views)
+        _copy(self._find_words(), sent.views)
 
     def _find_words(self) -> list[torch.Tensor]:
         """The buffers as they are now. Raises GradientError for one that is gone, or of another shape or dtype."""
@@ -345,6 +347,14 @@ class BufferSync(Participant):
                 "is" if len(others) == 1 else "are",
                 others[0].name,
             )
+
+
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy with one call for each dtype: only then does a device copy all of them in one launch."""
+    pairs, dtype = zip(targets, sources, strict=True), attrgetter("dtype")
+    for _, alike in itertools.groupby(pairs, lambda pair: tuple(map(dtype, pair))):
+        to, of = zip(*alike, strict=True)
+        torch._foreach_copy_(to, of)
 
 
 def _words(buffer: torch.Tensor) -> torch.Tensor:
