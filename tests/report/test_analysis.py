@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.traces import MS, shifted, simulate
+from tests.support.traces import MS, simulate
 from torchring.observe.recorder.records import (
     Arrivals,
     BucketRecord,
@@ -337,7 +337,7 @@ def test_within_a_host_standstill_says_how_fast_memory_is() -> None:
     assert analysis.network.gigabytes_per_s == pytest.approx(0.5)
     assert not analysis.network.is_alpha_known
     assert analysis.bandwidth is not None
-    assert analysis.bandwidth.bus.median == pytest.approx(0.5)
+    assert analysis.bandwidth.median == pytest.approx(0.5)
     assert analysis.predictions[0].exposed_ms == pytest.approx(40)
     assert "--bandwidth" in analysis.predictions_note
     # Of two hosts, a thread reduces in the background: 20 ms in memory and 8 ms on the network, from 25 and from 60 on.
@@ -474,20 +474,3 @@ def test_the_median_step() -> None:
         assert all(a[2] == b[1] for a, b in itertools.pairwise(spans))
         assert (Phase.WAITING in [phase for phase, *_ in spans]) == (rank != 3)
     assert (analysis.critical.last[i] == 3).all()
-
-
-def test_a_long_trace_becomes_at_most_300_points_that_keep_the_sum() -> None:
-    traces = [shifted(trace, 5) for trace in simulate(2, 308, bucket_mb=[])]
-    series = analyse(merge(traces)).series
-    assert len(series.numbers) == 152
-    assert series.numbers[:2] == (5, 7)
-    lengths = [2] * 151 + [1]
-    for rank, trace in enumerate(traces):
-        points = series.phases[rank][Phase.FORWARD]
-        total = sum(value * length for value, length in zip(points, lengths, strict=True))
-        assert total == pytest.approx(sum(step.ns_in(Phase.FORWARD) for step in trace.steps) / MS)
-
-
-def test_with_more_ranks_there_are_fewer_points() -> None:
-    series = analyse(merge(simulate(25, 160, bucket_mb=[]))).series
-    assert (len(series.numbers), series.num_steps_per_point) == (80, 2)

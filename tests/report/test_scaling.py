@@ -21,7 +21,6 @@ from torchring.report.model.scaling import (
     Workload,
     expected_maximum,
     exposed_ms,
-    hiding_gigabytes_per_s,
     predict,
     slowest_ms,
     split_ms,
@@ -80,10 +79,10 @@ def test_one_rank_predicts_with_a_network_that_is_given() -> None:
     alone = dataclasses.replace(trace, run_info=run_info, steps=steps)
     assert analyse(merge([alone])).predictions == ()
     given = analyse(merge([alone]), Network(0.1, 1.25))
+    assert given.network == Network(0.1, 1.25)
     (prediction, *_) = given.predictions
     assert prediction.exposed_ms == pytest.approx(20.4, rel=0.01)
     assert prediction.step_ms == pytest.approx(of(2).step.mean, rel=0.05)
-    assert given.is_network_given
 
 
 def test_buckets_of_one_rank_are_laid_out_as_between_hosts() -> None:
@@ -262,15 +261,6 @@ def test_buckets_of_one_size_do_not_tell_latency_from_bandwidth() -> None:
     assert falling is not None
     assert falling.gigabytes_per_s > 0
     assert falling.alpha_ms > 0
-
-
-def test_the_bandwidth_that_hides_communication() -> None:
-    """30 MB are ready 10 ms before the end of backward. 1 % of 100 ms may be exposed, so that they may take 11 ms."""
-    workload = Workload(COMPUTING, (30.0 * MB,), (-10.0,))
-    assert hiding_gigabytes_per_s(workload, 2, 0.0) == pytest.approx(30 / 11, rel=1e-3)
-    assert hiding_gigabytes_per_s(workload, 2, 0.5) == pytest.approx(3.0, rel=1e-3)
-    assert hiding_gigabytes_per_s(workload, 2, 6.0) is None
-    assert hiding_gigabytes_per_s(dataclasses.replace(workload, bucket_bytes=(1.0,)), 2, 0.0) == 0
 
 
 def test_predictions_of_an_even_job_without_communication() -> None:

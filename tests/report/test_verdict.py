@@ -19,7 +19,8 @@ from torchring.observe.recorder.records import RunInfo
 from torchring.observer import Phase
 from torchring.report.model.change import find_change
 from torchring.report.model.merge import merge
-from torchring.report.show.terminal import plain, table_of_phases, table_of_waits
+from torchring.report.show.sections import table_of_phases, table_of_waits
+from torchring.report.show.terminal import plain
 from torchring.report.verdict.analysis import analyse
 from torchring.report.verdict.batch import about_batch
 from torchring.report.verdict.findings import Analysis

@@ -16,7 +16,6 @@ from typing import Final
 
 from torchring.launch.arguments import Parser
 from torchring.observe.recorder.files import TraceError
-from torchring.report.model.doctor import bus_bandwidths
 from torchring.report.model.merge import load
 from torchring.report.model.network import Network
 from torchring.report.show.exports import write_csv, write_trace_json
@@ -35,14 +34,13 @@ def main(arguments: Sequence[str]) -> int:
     folder = Path(options.folder)
     try:
         job = load(folder)
-        doctor = bus_bandwidths(options.doctor) if options.doctor is not None else {}
     except TraceError as error:
         print(f"torchring report: {error}", file=sys.stderr)
         return 1
     given = None
     if options.bandwidth is not None:
         given = Network(_TYPICAL_ALPHA_MS, options.bandwidth / 8 * _GOODPUT, is_alpha_known=False)
-    analysis = analyse(job, given, doctor=doctor)
+    analysis = analyse(job, given)
     with contextlib.suppress(BrokenPipeError):  # as in `torchring report DIR | head`: files are written all the same
         show(analysis)
         sys.stdout.flush()
@@ -76,12 +74,6 @@ def _parser() -> argparse.ArgumentParser:
         "--trace-json", type=Path, metavar="FILE", help="also write a trace of all ranks for Chrome or Perfetto"
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write a table with a row per step and rank")
-    parser.add_argument(
-        "--doctor",
-        type=Path,
-        metavar="FILE",
-        help="compare with what `torchring doctor -np ... --json > FILE` has found",
-    )
     parser.add_argument(
         "--bandwidth",
         type=_bandwidth,

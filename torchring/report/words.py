@@ -22,6 +22,11 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def number(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
 def share_in_words(share: float) -> str:
     """A share, from 0 to 1: "42 %"."""
     return f"{100 * share:.0f} %"

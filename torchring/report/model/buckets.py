@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,8 +14,6 @@ from torchring.report.model.timing import Array, Spread, Steps, spread
 from torchring.report.model.waits import Critical
 from torchring.report.words import share_in_words
 
-WITHIN_HOST: Final = "within a host"
-BETWEEN_HOSTS: Final = "between hosts"
 _OVERSIZED: Final = 1.5  # times the size that was asked for
 _LEAST_LARGE_BYTES: Final = 1 << 20  # a larger parameter is large, however small buckets are meant to be
 _MOST: Final = 0.5  # of a bucket, or of what is exposed
@@ -53,17 +51,6 @@ class LateParameter:
     why: str  # one sentence
 
 
-@dataclass(frozen=True)
-class Bandwidth:
-    """Bandwidth that an algorithm achieved."""
-
-    algorithm: str
-    path: str  # "within a host" or "between hosts"
-    bus: Spread  # over all buckets of a step, weighted by bytes
-    best: Spread  # the bucket with the highest median
-    doctor: float | None = None  # GB/s that `torchring doctor` has found on this path; None if it was not asked
-
-
 def bus_bytes(num_bytes: float, num_ranks: int) -> float:
     """Bytes that each rank must send, and receive, in an all-reduce (Patarasuk and Yuan 2009)."""
     return 2 * (num_ranks - 1) / num_ranks * num_bytes
@@ -97,30 +84,19 @@ def summarise(job: Job, timing: Steps, critical: Critical) -> tuple[BucketSummar
     return tuple(found)
 
 
-def find_bandwidth(
-    job: Job,
-    timing: Steps,
-    critical: Critical,
-    buckets: Sequence[BucketSummary],
-    exposed: Array,
-    doctor: Mapping[str, float],
-) -> Bandwidth | None:
-    """Bandwidth that the algorithm of the job achieved.
+def find_bandwidth(job: Job, timing: Steps, critical: Critical, exposed: Array) -> Spread | None:
+    """Bus bandwidth over all buckets of a step, in GB/s. None if nothing was reduced.
 
     Args:
         exposed: [steps of `Steps.reduces`], standstill of the slowest rank. Within a host, where ranks look
             after their buckets between gradients, that is what a reduction takes.
-        doctor: see `doctor.bus_bandwidths`.
     """
-    run_info = job.traces[0].run_info
     durations = (critical.reduction_ends - critical.reduction_begins)[timing.reduces]
-    if job.size == 1 or not durations.size or not (durations > 0).any():
+    if job.size == 1 or not (durations > 0).any():
         return None
-    total = exposed if run_info.algorithm == "direct" else durations.sum(1)
+    total = exposed if job.traces[0].run_info.algorithm == "direct" else durations.sum(1)
     bus = bus_bytes(timing.bucket_bytes.sum(), job.size) / 1e6 / np.where(total > 0, total, np.nan)
-    best = max((bucket.bus_bandwidth for bucket in buckets), key=lambda each: each.median)
-    path = WITHIN_HOST if run_info.local_size == run_info.size else BETWEEN_HOSTS
-    return Bandwidth(run_info.algorithm, path, spread(bus, "GB/s"), best, doctor.get(path))
+    return spread(bus, "GB/s")
 
 
 def late_parameters(

@@ -1,30 +1,12 @@
-"""The median step, the phases of a step as spans, and those of all steps over time."""
+"""The median step, and the phases of a step as spans."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
 from torchring.observe.recorder.records import StepRecord
 from torchring.observer import Phase
 from torchring.report.model.timing import Steps
-from torchring.report.model.waits import Critical
-
-_MAX_POINTS: Final = 300  # over time; fewer with more ranks, lest the page becomes too large
-_RANKS_IN_FULL: Final = 24
-MOST_RANKS: Final = 64  # that figures show
-
-
-@dataclass(frozen=True)
-class Series:
-    """Phases over time, the first steps included. Each of at most 300 points is the mean of neighbouring steps."""
-
-    numbers: tuple[int, ...]  # the first step of each point
-    num_steps_per_point: int  # steps that a point stands for
-    phases: Mapping[int, Mapping[Phase, tuple[float, ...]]]  # by rank and phase, milliseconds a step
 
 
 def median_step(timing: Steps) -> int:
@@ -32,20 +14,6 @@ def median_step(timing: Steps) -> int:
     durations = (timing.end - timing.begin).max(1)
     off = np.where(timing.reduces, np.abs(durations - np.median(durations[timing.reduces])), np.inf)
     return int(off.argmin())
-
-
-def series(timing: Steps, critical: Critical) -> Series:
-    """Means over neighbouring steps."""
-    num_steps = len(timing.numbers)
-    max_points = _MAX_POINTS // -(-min(len(timing.ranks), MOST_RANKS) // _RANKS_IN_FULL)
-    stride = -(-num_steps // max_points)
-    firsts = np.arange(0, num_steps, stride)
-    lengths = np.diff([*firsts, num_steps])
-    means = np.add.reduceat(critical.phases, firsts, axis=0) / lengths[:, None, None]
-    phases = {
-        rank: {phase: tuple(means[:, j, phase].tolist()) for phase in Phase} for j, rank in enumerate(timing.ranks)
-    }
-    return Series(tuple(timing.numbers[firsts].tolist()), stride, phases)
 
 
 def spans_of(step: StepRecord, waiting_ms: float) -> list[tuple[Phase, int, int]]:

@@ -18,23 +18,23 @@ class RankSummary:
 
     rank: int
     host: str
-    node_rank: int
     step: Spread
     phases: Mapping[Phase, Spread]  # means add up to the mean of `step`
-    stall: Spread  # inside backward, how long buckets that were being reduced kept it waiting
     is_last_share: float  # share of the steps in which the others wait for this rank
     queued: Spread | None  # time in all phases without a core, though ready to run; None if unknown
 
 
 @dataclass(frozen=True)
 class StartUp:
-    """Seconds from the start of the processes to the first step, on the slowest rank."""
+    """From the start of the process until the end of the first step, on the slowest rank."""
 
-    # From the start of the process until `wrap` returned: imports, model, data, meeting the others
-    until_wrapped_s: float
-    until_first_step_s: float | None  # from then until the end of the first step
+    seconds: float  # until `wrap` returned, if the first step is unknown
     run_s: float  # from the start of the process until the last step of the trace
-    share: float  # of both in `run_s`, from 0 to 1
+
+    @property
+    def share(self) -> float:
+        """From 0 to 1."""
+        return self.seconds / self.run_s
 
 
 def summarise_ranks(job: Job, timing: Steps, critical: Critical) -> tuple[RankSummary, ...]:
@@ -44,10 +44,8 @@ def summarise_ranks(job: Job, timing: Steps, critical: Critical) -> tuple[RankSu
         RankSummary(
             trace.run_info.rank,
             trace.run_info.host,
-            trace.run_info.node_rank,
             spread(durations[:, i]),
             waits.spread_by_phase(critical.phases[counts][:, i]),
-            spread(timing.stall[counts][:, i]),
             waits.is_last_share(timing, critical, i),
             spread(timing.queued[counts][:, i]) if (timing.queued[counts][:, i] >= 0).all() else None,
         )
@@ -62,11 +60,9 @@ def find_start_up(job: Job) -> StartUp | None:
         run_info, first, last = trace.run_info, trace.steps[0], trace.steps[-1]
         if not run_info.process_began or not run_info.wrapped:
             continue
-        until_wrapped = (run_info.wrapped - run_info.process_began) / 1e9
-        until_first = (first.end - run_info.wrapped) / 1e9 if not first.number else None
-        run = (last.end - run_info.process_began) / 1e9
-        if run > 0:
-            found.append(StartUp(until_wrapped, until_first, run, (until_wrapped + (until_first or 0.0)) / run))
+        until = run_info.wrapped if first.number else first.end
+        if last.end > run_info.process_began:
+            found.append(StartUp(*((at - run_info.process_began) / 1e9 for at in (until, last.end))))
     return max(found, key=lambda each: each.share, default=None)
 
 

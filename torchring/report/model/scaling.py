@@ -24,9 +24,6 @@ from torchring.report.model.network import Network
 from torchring.report.model.timing import Array, typical
 
 SIZES: Final = tuple(2**i for i in range(1, 11))
-HIDDEN: Final = 0.01  # of a step: so much exposed communication counts as none
-_FASTEST: Final = 1e4  # GB/s, as good as infinite
-_SLOWEST: Final = 1e-4
 
 
 @dataclass(frozen=True)
@@ -185,27 +182,6 @@ def predict(workload: Workload, links: Connections, sizes: Sequence[int] = SIZES
         exposed = exposed_ms(workload, num_ranks, links)
         found.append(Prediction(num_ranks, total, exposed, waiting, min(1.0, alone / total)))
     return found
-
-
-def hiding_gigabytes_per_s(workload: Workload, num_ranks: int, alpha_ms: float) -> float | None:
-    """The least bandwidth with which backward hides communication, but for `HIDDEN` of a step. Assumes a ring.
-
-    None if latency alone takes longer. 0 if any bandwidth will do.
-    """
-
-    def is_hidden(gigabytes_per_s: float) -> bool:
-        exposed = exposed_ms(workload, num_ranks, Connections(Network(alpha_ms, gigabytes_per_s)))
-        return exposed <= HIDDEN * float(workload.computing_ms.mean())
-
-    low, high = _SLOWEST, _FASTEST
-    if not is_hidden(high):
-        return None
-    if is_hidden(low):
-        return 0.0
-    for _ in range(60):
-        middle = (low * high) ** 0.5
-        low, high = (low, middle) if is_hidden(middle) else (middle, high)
-    return high
 
 
 def _ring_ms(num_bytes: float, num_ranks: int, network: Network) -> tuple[float, float]:

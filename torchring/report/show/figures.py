@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any, Final
 
@@ -10,13 +10,10 @@ import numpy as np
 import plotly.graph_objects as go
 
 from torchring.observer import Phase
-from torchring.report.model.buckets import BucketSummary
-from torchring.report.model.lanes import MOST_RANKS
-from torchring.report.model.ranks import RankSummary
-from torchring.report.model.timing import Spread
-from torchring.report.show.formats import mean_with_spread, milliseconds
+from torchring.report.model.lanes import spans_of
+from torchring.report.show.sections import shown_ranks
 from torchring.report.verdict.findings import Analysis
-from torchring.report.words import NAMES
+from torchring.report.words import NAMES, number
 
 # By Okabe and Ito (2008), told apart by people with any kind of colour vision, on white and on black.
 COLORS: Final = {
@@ -28,136 +25,119 @@ COLORS: Final = {
     Phase.BETWEEN: "#999999",
     Phase.OPTIMIZER: "#009e73",
 }
-OTHER_COLOR: Final = "#64748b"  # of several phases together
+_MOST_POINTS: Final = 300  # over time
+_MOST_LANES: Final = 8  # ranks
 
 
-def shown_ranks(analysis: Analysis) -> list[RankSummary]:
-    """The ranks that figures show: those that the others wait for most, by rank."""
-    by_blame = sorted(analysis.ranks, key=lambda rank: -rank.is_last_share)
-    return sorted(by_blame[:MOST_RANKS], key=lambda rank: rank.rank)
-
-
-def shown_buckets(analysis: Analysis, at_most: int) -> list[BucketSummary]:
-    """The buckets with most exposed communication, in plan order."""
-    by_exposed = sorted(analysis.buckets, key=lambda bucket: (-bucket.exposed.median, -bucket.num_bytes))
-    return sorted(by_exposed[:at_most], key=lambda bucket: bucket.index)
-
-
-def default_rank(analysis: Analysis) -> int:
-    """The rank that is shown first: the one to blame, or else the one that the others wait for most."""
-    ranks = shown_ranks(analysis)
-    blamed = [rank.rank for rank in ranks if rank.rank == analysis.verdict.rank]
-    return blamed[0] if blamed else max(ranks, key=lambda rank: rank.is_last_share).rank
-
-
-def figure(traces: Sequence[Any], height: int, **layout: Any) -> Any:
-    """A figure of so many CSS pixels. Text and marks get their colours from page.css."""
+def figure(drawn: Sequence[Any], height: int, x: str, y: str, **yaxis: Any) -> Any:
+    """A figure of so many CSS pixels. Text gets its colour from page.css. `x`, `y`: what the axes say."""
     clear, line = "rgba(0,0,0,0)", "rgba(128,128,128,0.35)"
-    drawn = go.Figure(traces, layout={"template": go.layout.Template(), "showlegend": False, "height": height})
-    drawn.update_layout(
-        margin={"l": 10, "r": 14, "t": 14, "b": 10},
-        font={"family": "system-ui, sans-serif", "size": 12},
-        hoverlabel={"align": "left", "namelength": -1},
-        paper_bgcolor=clear,
-        plot_bgcolor=clear,
-        **layout,
-    )
-    ticks = {"ticks": "outside", "ticklen": 4, "tickcolor": line, "tickformat": ",~g"}
-    for update in (drawn.update_xaxes, drawn.update_yaxes):
-        update(automargin=True, zeroline=False, linecolor=line, gridcolor=line, **ticks)
-    return drawn
-
-
-def _error(spreads: Sequence[Spread], middles: Sequence[float]) -> dict[str, Any]:
-    """The ends of error bars around `middles`."""
-    pairs = [*zip(spreads, middles, strict=True)]
-    above = [max(0.0, spread.high - middle) for spread, middle in pairs]
-    below = [max(0.0, middle - spread.low) for spread, middle in pairs]
-    return {"array": above, "arrayminus": below, "thickness": 1.5, "width": 3}
-
-
-def _drawn(kind: Any, x: Sequence[Any], y: Sequence[Any], hover: str | Sequence[str], **style: Any) -> Any:
-    """Bars, marks or a line, with a text where the mouse is."""
-    return kind(x=x, y=y, hovertext=hover, hoverinfo="text", **style)
+    axis = {"automargin": True, "zeroline": False, "linecolor": line, "gridcolor": line, "ticks": "outside"}
+    layout = {
+        "template": go.layout.Template(),
+        "showlegend": False,
+        "height": height,
+        "margin": {"l": 10, "r": 14, "t": 14, "b": 10},
+        "font": {"family": "system-ui, sans-serif", "size": 12},
+        "hoverlabel": {"align": "left", "namelength": -1},
+        "paper_bgcolor": clear,
+        "plot_bgcolor": clear,
+        "xaxis": {"title": x, "tickformat": ",~g", **axis},
+        "yaxis": {"title": y, **axis, **yaxis},
+    }
+    return go.Figure(drawn, layout)
 
 
 def phases_by_rank(analysis: Analysis) -> Any:
-    ranks = shown_ranks(analysis)
-    labels, means = [str(rank.rank) for rank in ranks], [rank.step.mean for rank in ranks]
-    hosts = [f"rank {rank.rank} on {escape(rank.host)}<br>" for rank in ranks]
-    drawn = []
-    for phase in analysis.phases:
-        spreads, name = [rank.phases[phase] for rank in ranks], NAMES[phase]
-        hover = [f"{host}{name}: {mean_with_spread(each)}" for host, each in zip(hosts, spreads, strict=True)]
-        x, style = [each.mean for each in spreads], {"name": name, "orientation": "h", "marker_color": COLORS[phase]}
-        drawn.append(_drawn(go.Bar, x, labels, hover, **style))
-    hover = [f"{host}whole step: {mean_with_spread(rank.step)}" for host, rank in zip(hosts, ranks, strict=True)]
-    error = _error([rank.step for rank in ranks], means)
-    marks = {"name": "whole step", "mode": "markers", "error_x": error, "marker": {"size": 5}}
-    return figure(
-        [*drawn, _drawn(go.Scatter, means, labels, hover, **marks)],
-        height=70 + max(56, len(ranks) * max(12, 36 - len(ranks))),
-        barmode="stack",
-        bargap=0.25,
-        xaxis={"title": "milliseconds of a step", "rangemode": "tozero"},
-        yaxis={"title": "rank", "type": "category", "range": [len(ranks) - 0.5, -0.5], "showgrid": False},
-    )
+    """A bar for each rank, made of the means of its phases."""
+    names = [str(rank) for rank in shown_ranks(analysis)]
+    ranks = [rank for rank in analysis.ranks if str(rank.rank) in names]
+    bars = [
+        go.Bar(
+            name=NAMES[phase],
+            orientation="h",
+            x=[rank.phases[phase].mean for rank in ranks],
+            y=names,
+            marker_color=COLORS[phase],
+            hoverinfo="text",
+            hovertext=[
+                f"rank {rank.rank} on {escape(rank.host)}<br>{NAMES[phase]}: {number(rank.phases[phase].mean)} ms"
+                for rank in ranks
+            ],
+        )
+        for phase in analysis.phases
+    ]
+    height = 70 + max(56, len(ranks) * max(12, 36 - len(ranks)))
+    limits = [len(ranks) - 0.5, -0.5]
+    drawn = figure(bars, height, "milliseconds of a step", "rank", type="category", range=limits, showgrid=False)
+    return drawn.update_layout(barmode="stack")
 
 
 def phases_over_time(analysis: Analysis) -> Any:
-    """Phases of one rank as stacked areas. The traces of a rank share a legend group; one rank is visible."""
-    series, first = analysis.series, default_rank(analysis)
-    drawn = []
-    for rank in (each.rank for each in shown_ranks(analysis)):
-        group = {"legendgroup": str(rank), "visible": rank == first}
-        drawn += [
-            go.Scatter(
-                **group,
-                name=NAMES[phase],
-                x0=series.numbers[0],
-                dx=series.num_steps_per_point,
-                y=np.array(values, np.float32),
-                stackgroup=str(rank),
-                mode="lines",
-                line={"width": 0},
-                fillcolor=COLORS[phase],
-                hovertemplate="%{y:.1f} ms<extra>" + NAMES[phase] + "</extra>",
-            )
-            for phase, values in series.phases[rank].items()
-            if any(values)
-        ]
-    return figure(
-        drawn,
-        height=320,
-        hovermode="x unified",
-        hoverdistance=-1,  # the nearest point, however far it is
-        xaxis={"title": "step", "showgrid": False, "hoverformat": ",d"},
-        yaxis={"title": "milliseconds of a step", "rangemode": "tozero"},
-    )
-
-
-def predicted_step(analysis: Analysis) -> Any:
-    """A bar for each number of ranks: what computes, what waits for the slowest rank, what communicates."""
-    predictions = analysis.predictions
-    labels = [f"{each.num_ranks:,}" for each in predictions]
-    parts = [
-        ("everything else", OTHER_COLOR, [each.step_ms - each.waiting_ms - each.exposed_ms for each in predictions]),
-        (NAMES[Phase.WAITING], COLORS[Phase.WAITING], [each.waiting_ms for each in predictions]),
-        (NAMES[Phase.EXPOSED], COLORS[Phase.EXPOSED], [each.exposed_ms for each in predictions]),
+    """Phases of the rank that others wait for most, as stacked areas. A point is the mean of neighbouring steps."""
+    numbers = analysis.timing.numbers
+    (rank,) = shown_ranks(analysis, 1)
+    stride = -(-len(numbers) // _MOST_POINTS)
+    firsts = np.arange(0, len(numbers), stride)
+    of_rank = analysis.critical.phases[:, analysis.timing.ranks.index(rank)]
+    means = np.add.reduceat(of_rank, firsts, axis=0) / np.diff([*firsts, len(numbers)])[:, None]
+    areas = [
+        go.Scatter(
+            name=NAMES[phase],
+            x=numbers[firsts],
+            y=means[:, phase],
+            stackgroup="phases",
+            mode="lines",
+            line={"width": 0},
+            fillcolor=COLORS[phase],
+            hovertemplate="%{y:.1f} ms<extra>" + NAMES[phase] + "</extra>",
+        )
+        for phase in Phase
+        if means[:, phase].any()
     ]
+    drawn = figure(areas, 320, "step", f"milliseconds of a step of rank {rank}", rangemode="tozero")
+    return drawn.update_layout(hovermode="x unified", hoverdistance=-1)  # the nearest point, however far it is
+
+
+def median_step(analysis: Analysis) -> Any:
+    """One step as lanes: what each rank does, and below that its buckets, which wait for a rank and are reduced."""
+    timing, critical, i = analysis.timing, analysis.critical, analysis.median_step
+    base = float(timing.begin[i].min())
+    bars: dict[tuple[str, Phase], list[tuple[float, float, float, str]]] = {}  # lane, begin, end, what the mouse shows
+    ranks = shown_ranks(analysis, _MOST_LANES)
+    for lane, rank in enumerate(ranks):
+        j = timing.ranks.index(rank)
+        step, at_ms = analysis.job.steps[i][j], float(timing.begin[i, j]) - base
+        for phase, *times in spans_of(step, float(critical.waiting[i, j])):
+            begin, end = (at_ms + (time - step.begin) / 1e6 for time in times)
+            text = f"rank {rank}: {NAMES[phase]}<br>{end - begin:.2f} ms"
+            bars.setdefault((NAMES[phase], phase), []).append((lane - 0.2, begin, end, text))
+        free = -np.inf
+        for k in np.argsort(timing.launched[i, j], kind="stable"):
+            # Buckets of a rank take turns. Then a bucket waits for the last rank, and is reduced.
+            ready, launched, reduced = (
+                float(each[i, j, k]) - base for each in (timing.ready, timing.launched, timing.reduced)
+            )
+            begin = min(max(launched, free), reduced)
+            middle = min(max(float(critical.all_launched[i, k]) - base, begin), reduced)
+            free = reduced
+            text = f"rank {rank}, bucket {k} ({timing.bucket_bytes[k] / 1e6:.2f} MB)<br>ready at {ready:.2f} ms<br>"
+            waits = f"{text}waits {middle - begin:.2f} ms for rank {timing.ranks[critical.last[i, k]]}"
+            bars.setdefault(("bucket waits", Phase.WAITING), []).append((lane + 0.2, begin, middle, waits))
+            took = f"{text}reduced in {reduced - middle:.2f} ms"
+            bars.setdefault(("bucket is reduced", Phase.EXPOSED), []).append((lane + 0.2, middle, reduced, took))
     drawn = []
-    for name, color, values in parts:
-        hover = [
-            f"{label} ranks<br>{name}: {milliseconds(value)}<br>whole step: {milliseconds(each.step_ms)}"
-            for label, value, each in zip(labels, values, predictions, strict=True)
-        ]
-        drawn.append(_drawn(go.Bar, labels, values, hover, name=name, marker_color=color))
-    about = f"measured with {analysis.size:,} ranks<br>{mean_with_spread(analysis.step)}"
-    error = _error([analysis.step], [analysis.step.mean])
-    marks = {"name": "measured", "mode": "markers", "error_y": error, "marker": {"size": 9, "symbol": "diamond"}}
-    drawn.append(_drawn(go.Scatter, [f"{analysis.size:,}"], [analysis.step.mean], about, **marks))
-    numbers = sorted({analysis.size, *(each.num_ranks for each in predictions)})
-    order = {"categoryorder": "array", "categoryarray": [f"{each:,}" for each in numbers]}
-    xaxis = {"title": "ranks", "type": "category", "showgrid": False, **order}
-    yaxis = {"title": "milliseconds of a step", "rangemode": "tozero"}
-    return figure(drawn, height=320, barmode="stack", xaxis=xaxis, yaxis=yaxis)
+    for (name, phase), each in bars.items():
+        lanes, begins, ends, texts = zip(*each, strict=True)
+        style = {"marker_color": COLORS[phase], "hoverinfo": "text", "width": 0.36, "orientation": "h", "name": name}
+        drawn.append(go.Bar(y=lanes, base=begins, x=np.subtract(ends, begins), hovertext=texts, **style))
+    axis = {"range": [len(ranks) - 0.5, -0.5], "tickvals": [*range(len(ranks))], "ticktext": [*map(str, ranks)]}
+    drawn = figure(drawn, 110 + 62 * len(ranks), "milliseconds from the beginning of the step", "rank", **axis)
+    return drawn.update_layout(barmode="overlay")
+
+
+DRAW_AS: Final[dict[str, Callable[[Analysis], Any]]] = {
+    "by-rank": phases_by_rank,
+    "over-time": phases_over_time,
+    "lanes": median_step,
+}

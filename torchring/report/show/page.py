@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from torchring.observer import Phase
-from torchring.report.show import captions, formats
+from torchring.report.show.sections import facts, sections
 from torchring.report.verdict.findings import Analysis
 from torchring.report.words import NAMES
 from torchring.safe_files import replacing
-
-_MAX_ROWS: Final = 12
-_FILTERS: Final = (
-    formats.number,
-    formats.milliseconds,
-    formats.percent,
-    formats.megabytes,
-    formats.seconds,
-    formats.rate,
-    formats.median,
-    formats.bounds,
-    formats.mean_with_spread,
-)
 
 
 def write_page(analysis: Analysis, path: Path) -> None:
@@ -46,47 +31,23 @@ def page_of(analysis: Analysis) -> str:
     except ImportError as error:
         missing = "report.html is not written. It needs plotly and jinja2: pip install 'torchring[report]'"
         raise ImportError(missing) from error
-    from torchring.report.show import figures, gantt
-
-    draw_as: dict[str, Callable[[Analysis], Any]] = {
-        "by-rank": figures.phases_by_rank,
-        "over-time": figures.phases_over_time,
-        "lanes": gantt.median_step,
-        "step-time": figures.predicted_step,
-    }
+    from torchring.report.show.figures import COLORS, DRAW_AS
 
     def draw(name: str) -> Any:
         is_first = name == "by-rank"  # on the page: it brings the library
         config = {"displayModeBar": False, "showTips": False}
-        return Markup(to_html(draw_as[name](analysis), config, include_plotlyjs=is_first, full_html=False, div_id=name))
+        drawn = DRAW_AS[name](analysis)
+        return Markup(to_html(drawn, config, include_plotlyjs=is_first, full_html=False, div_id=name))
 
     loader = PackageLoader("torchring.report", "show")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-    environment.filters |= {each.__name__: each for each in _FILTERS}
-    ranks = figures.shown_ranks(analysis)
-    views, view = gantt.views_of(analysis)
-    first = figures.default_rank(analysis)
-    spent = analysis.critical.phases[analysis.median_step].max(0)
-    of_buckets = (Phase.WAITING, Phase.EXPOSED) if analysis.timing.plan else ()
-    shown = [phase for phase in Phase if spent[phase] > 0 or phase in of_buckets]
     return environment.get_template("page.html").render(
-        a=analysis,
-        captions=captions,
+        verdict=analysis.verdict.sentence,
+        facts=facts(analysis),
+        sections=sections(analysis),
+        run_info=analysis.run_info,
         draw=draw,
-        colors=figures.COLORS,
-        max_rows=_MAX_ROWS,
-        ranks=[rank.rank for rank in ranks],
-        first=first,
-        rank_menu=[(f"{rank.rank} on {rank.host}", rank.rank) for rank in ranks],
-        phases=[(NAMES[phase], figures.COLORS[phase]) for phase in analysis.phases],
-        lane_phases=[(NAMES[phase], figures.COLORS[phase]) for phase in shown],
-        views=views,
-        view=view,
-        buckets=figures.shown_buckets(analysis, _MAX_ROWS),
-        predicted_phases=[
-            ("everything else", figures.OTHER_COLOR),
-            *((NAMES[phase], figures.COLORS[phase]) for phase in (Phase.WAITING, Phase.EXPOSED)),
-            ("measured", "currentColor"),
-        ],
+        captions={name: drawing.__doc__ for name, drawing in DRAW_AS.items()},
+        phases=[(NAMES[phase], COLORS[phase]) for phase in analysis.phases],
         written=datetime.fromtimestamp(analysis.run_info.written_at, timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     )

@@ -20,7 +20,8 @@ from torchring.launch.arguments import Parser, duration
 from torchring.observe.recorder.files import TraceError, find
 from torchring.observe.recorder.records import ENDED_WELL, RankTrace
 from torchring.report.model.merge import merge, read_all
-from torchring.report.show.terminal import table_of_phases, table_of_waits, text_of
+from torchring.report.show.sections import table_of_phases, table_of_waits
+from torchring.report.show.terminal import text_of
 from torchring.report.verdict.analysis import analyse
 from torchring.report.words import count
 

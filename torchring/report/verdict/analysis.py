@@ -8,8 +8,7 @@ would be different.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from torchring.report.model.loader_time import find_loading
 from torchring.report.model.merge import Job
 from torchring.report.model.network import Network
 from torchring.report.model.ranks import find_start_up, per_second, summarise_ranks
-from torchring.report.model.scaling import SIZES, Connections, Prediction, hiding_gigabytes_per_s, predict
+from torchring.report.model.scaling import SIZES, Connections, Prediction, predict
 from torchring.report.model.timing import of_optimizers, spread, typical
 from torchring.report.model.waits import examine
 from torchring.report.model.workload import between_hosts, calibrated, describe, fit_network, links_of
@@ -35,19 +34,13 @@ from torchring.report.verdict.remarks import remarks
 from torchring.report.words import count
 
 
-def analyse(
-    job: Job,
-    given: Network | None = None,
-    sizes: Sequence[int] = SIZES,
-    doctor: Mapping[str, float] = MappingProxyType({}),
-) -> Analysis:
+def analyse(job: Job, given: Network | None = None, sizes: Sequence[int] = SIZES) -> Analysis:
     """Say what bounds the job, and what would help.
 
     Args:
         given: use this network in predictions, in place of the one that the trace shows. If its latency is unknown and
             the trace is of several hosts, the latency of the trace is used.
         sizes: predict for these numbers of ranks, and for the size of the job.
-        doctor: see `doctor.bus_bandwidths`.
     """
     run_info = job.traces[0].run_info
     examined = examine(job)
@@ -72,12 +65,10 @@ def analyse(
     computed = typical(waits.computing(critical.cycle[timing.counts]).mean(1))
     slow = None if costs.blamed is None else timing.ranks[costs.blamed]
     predictions: list[Prediction] = []
-    hiding = None
     if links is not None and workload.bucket_bytes and len(job.steps) >= FEWEST_STEPS:
         num_ranks = max(job.size, SIZES[0])
         predicted = between_hosts(workload) if given and not has_several_hosts else workload
         predictions = predict(predicted, links, sorted({*sizes, num_ranks}))
-        hiding = hiding_gigabytes_per_s(predicted, num_ranks, links.network.alpha_ms)
     analysis = Analysis(
         job=job,
         timing=timing,
@@ -97,19 +88,16 @@ def analyse(
         waits=waits.list_waits(timing, critical),
         start_up=find_start_up(job),
         median_step=lanes.median_step(timing),
-        series=lanes.series(timing, critical),
         exposed_ms=typical(exposed),
         buckets=buckets,
         late_parameters=of_buckets.late_parameters(job, buckets, backward_ms, typical(reducing_path.sum(1))),
-        bandwidth=of_buckets.find_bandwidth(job, timing, critical, buckets, exposed, doctor),
+        bandwidth=of_buckets.find_bandwidth(job, timing, critical, exposed),
         fitted=network,
         links=own_links,
         workload=workload,
         network=given or network,
-        is_network_given=given is not None,
         predictions=tuple(predictions),
         predictions_note=_note(predictions, links, run_info, given is not None, slow),
-        hiding_gigabytes_per_s=hiding,
     )
     analysis = dataclasses.replace(analysis, verdict=judge(analysis))
     problems = (*job.problems, *timing.problems, *remarks(analysis, len(examined)))

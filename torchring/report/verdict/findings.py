@@ -1,4 +1,4 @@
-"""The analysis of a job as plain data. `analysis.analyse` makes it; the terminal and the page show it.
+"""The analysis of a job as plain data. `analysis.analyse` makes it, and `show` shows it.
 
 Durations are milliseconds. Every measured number is a `Spread` over the steps that count. The first steps of a job do
 not, because buckets are laid out anew after the first reduction, and memory is touched for the first time. Nor do steps
@@ -16,8 +16,7 @@ from typing import Final
 
 from torchring.observe.recorder.records import RunInfo
 from torchring.observer import Phase
-from torchring.report.model.buckets import Bandwidth, BucketSummary, LateParameter
-from torchring.report.model.lanes import Series
+from torchring.report.model.buckets import BucketSummary, LateParameter
 from torchring.report.model.loader_time import LoaderTime
 from torchring.report.model.merge import Job
 from torchring.report.model.network import Network
@@ -88,23 +87,18 @@ class Analysis:
     waits: tuple[RankWait, ...]  # the longest first
     start_up: StartUp | None
     median_step: int  # position of the step whose duration is nearest to the median
-    series: Series
     # Communication
     exposed_ms: float  # in a step that has the buckets below
     buckets: tuple[BucketSummary, ...]  # in plan order; empty if nothing was reduced
     late_parameters: tuple[LateParameter, ...]  # the worst first
-    bandwidth: Bandwidth | None  # None if nothing was reduced
+    bandwidth: Spread | None  # on the bus, of all buckets of a step; None if nothing was reduced
     fitted: Network | None  # to the buckets; None if nothing was reduced, as `links`
     links: Connections | None
     workload: Workload
     # More ranks
     network: Network | None  # that the predictions assume: fitted, or given
-    is_network_given: bool  # on the command line
     predictions: tuple[Prediction, ...]  # for 2 to 1,024 ranks; empty without a network
     predictions_note: str  # one sentence: which network, algorithm and hosts the predictions assume; "" without any
-    # From this bandwidth on, less than 1 % of a step is exposed communication. 0: with any bandwidth. None: with none,
-    # because latency alone is more, or the network is unknown.
-    hiding_gigabytes_per_s: float | None
     # The answers
     verdict: Verdict = UNKNOWN
     problems: tuple[str, ...] = ()  # sentences: what is missing or strange

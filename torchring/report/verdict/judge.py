@@ -170,10 +170,9 @@ def _compute(costs: Costs, size: int, efficiency: float) -> Verdict:
 
 
 def _start_up(start_up: StartUp) -> Verdict:
-    seconds = start_up.share * start_up.run_s
     text = f"{share_in_words(start_up.share)} of the run is start-up"
-    cost = spread([seconds], "s")
-    return Verdict("start-up", None, start_up.share, cost, f"{text} ({seconds:.3g} s of {start_up.run_s:.3g} s).")
+    cost, times = spread([start_up.seconds], "s"), f"({start_up.seconds:.3g} s of {start_up.run_s:.3g} s)"
+    return Verdict("start-up", None, start_up.share, cost, f"{text} {times}.")
 
 
 def _is_in_each_step(cost: Spread) -> bool:

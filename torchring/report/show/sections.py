@@ -1,0 +1,165 @@
+"""What the report says: headings, sentences and tables. The terminal prints them, and the page also draws figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from torchring.observer import Phase
+from torchring.report.model.buckets import BucketSummary
+from torchring.report.model.timing import Spread
+from torchring.report.verdict.batch import about_batch
+from torchring.report.verdict.findings import NOTICEABLE_WAIT, Advice, Analysis
+from torchring.report.words import NAMES, count, number, share_in_words
+
+_SLOW: Final = 0.1  # GB/s, below which a table is in MB/s
+_MAX_ROWS: Final = 8
+_MAX_NAME: Final = 48
+_MOST_RANKS: Final = 64  # that figures show
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading, then sentences, then a table, then figures of the page. The second line of a sentence is code."""
+
+    name: str  # a word
+    title: str
+    sentences: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    figures: tuple[str, ...] = ()
+
+
+def sections(analysis: Analysis) -> list[Section]:
+    """The sections below the verdict, without empty ones."""
+    no_advice = "Nothing that is known." if analysis.has_enough_steps else "So few steps do not tell."
+    found = [
+        Section("problems", "What is missing or strange", analysis.problems),
+        Section(
+            "advice",
+            "What would help, and how much of the time that a sample takes",
+            tuple(map(_advice, analysis.advice)) or (no_advice,),
+        ),
+        table_of_phases(analysis),
+        table_of_waits(analysis),
+        _buckets(analysis),
+        Section(
+            "step",
+            f"Step {analysis.timing.numbers[analysis.median_step]:,}, of median duration",
+            (),
+            (),
+            (),
+            ("lanes",),
+        ),
+        _predictions(analysis),
+    ]
+    return [section for section in found if section.rows or section.sentences or section.figures]
+
+
+def facts(analysis: Analysis) -> str:
+    """What was run, and how fast it was."""
+    run_info = analysis.run_info
+    hosts = len({rank.host for rank in analysis.ranks})
+    speed = f"{analysis.step.mean:.3g} ms on average, {number(analysis.steps_per_s)} steps/s"
+    samples = f", {analysis.samples_per_s:,.0f} samples/s" if analysis.samples_per_s else ""
+    efficiency = f", efficiency {share_in_words(analysis.efficiency)}" if analysis.size > 1 else ""
+    first = "first step does" if analysis.num_left_out == 1 else f"first {analysis.num_left_out} do"
+    left_out = f"; the {first} not count" if analysis.num_left_out else ""
+    error = analysis.job.clock_error_ms
+    clocks = f"; times of hosts may differ by {error:.2g} ms" if error else ""
+    return (
+        f"{count(analysis.size, 'rank')} on {count(hosts, 'host')}, {run_info.device}, algorithm {run_info.algorithm}, "
+        f"overlap {run_info.overlap}. {count(analysis.num_steps, 'step')} of {_median(analysis.step)} ms (the median), "
+        f"{speed}{samples}{efficiency}{left_out}{clocks}. In brackets: 20 % and 80 % of the steps are below."
+    )
+
+
+def shown_ranks(analysis: Analysis, most: int = _MOST_RANKS) -> list[int]:
+    """The ranks that others wait for most, in order."""
+    by_blame = sorted(analysis.ranks, key=lambda rank: (rank.rank != analysis.verdict.rank, -rank.is_last_share))
+    return sorted(rank.rank for rank in by_blame[:most])
+
+
+def table_of_phases(analysis: Analysis) -> Section:
+    ranks, title = list(analysis.ranks), "Milliseconds of a step, by rank, on average"
+    if len(ranks) > _MAX_ROWS:
+        awaited = {wait.awaited for wait in analysis.waits if wait.mean_ms >= NOTICEABLE_WAIT * analysis.step.mean}
+        late = sorted((rank for rank in ranks if rank.rank in awaited), key=lambda rank: -rank.is_last_share)
+        other = next((rank for rank in ranks if rank.rank not in awaited), ranks[0])
+        title += f" (those of {len(ranks)} for which others wait most, and rank {other.rank})"
+        shown = {other.rank, *(rank.rank for rank in late[: _MAX_ROWS - 1])}
+        ranks = [rank for rank in ranks if rank.rank in shown]
+    has_hosts = len({rank.host for rank in analysis.ranks}) > 1
+    least = NOTICEABLE_WAIT * analysis.step.mean
+    has_queue = any(rank.queued is not None and rank.queued.mean >= least for rank in analysis.ranks)
+    rows = [
+        (
+            f"{rank.rank} ({rank.host.partition('.')[0]})" if has_hosts else str(rank.rank),
+            *(number(spread.mean) for spread in (rank.step, *(rank.phases[phase] for phase in analysis.phases))),
+            *([number(rank.queued.mean) if rank.queued else "?"] if has_queue else []),
+        )
+        for rank in ranks
+    ]
+    columns = {phase: NAMES[phase].split()[0] for phase in Phase}
+    columns |= {Phase.EXPOSED: "comm.", Phase.OPTIMIZER: "step()"}
+    if not analysis.costs.is_forward_known:
+        columns[Phase.INPUT] = "input and forward"
+    names = ("rank", "step", *(columns[phase] for phase in analysis.phases), *(["no core"] if has_queue else []))
+    return Section("time", title, (), names, tuple(rows), ("by-rank", "over-time"))
+
+
+def table_of_waits(analysis: Analysis) -> Section:
+    """Who waits for whom. No rows if nobody waits for long."""
+    rows = [
+        (who, str(wait.awaited), f"{wait.mean_ms:.3g}", share_in_words(wait.share), _median(wait.cost))
+        for who, wait in analysis.long_waits[:_MAX_ROWS]
+    ]
+    columns = ("who", "waits for rank", "ms a step", "in so many steps", "then ms")
+    return Section("waits", "Who waits for whom", (), columns, tuple(rows))
+
+
+def _advice(advice: Advice) -> str:
+    gain = share_in_words(advice.saves_share)
+    return f"- {advice.what}: {gain} less, {advice.predicted_ms:.4g} ms a step. {advice.why}\n{advice.how}"
+
+
+def _buckets(analysis: Analysis) -> Section:
+    slowest = sorted(analysis.buckets, key=lambda bucket: -bucket.exposed.median)[:_MAX_ROWS]
+    speeds = [bucket.bus_bandwidth.median for bucket in slowest]
+    factor, unit = (1e3, "MB/s") if all(speed < _SLOW for speed in speeds) else (1.0, "GB/s")
+    rows = [_bucket(bucket, factor) for bucket in slowest]
+    title = "Buckets"
+    if len(rows) < len(analysis.buckets):
+        title += f" (those {len(rows)} of {len(analysis.buckets)} that backward hides least)"
+    if bus := analysis.bandwidth:
+        title += f"; algorithm {analysis.run_info.algorithm}: {_median(bus, factor)} {unit}"
+    late = tuple(f"{each.name} is late. {each.why}" for each in analysis.late_parameters[:_MAX_ROWS])
+    columns = ("bucket", "MB", "ready ms", "reduced in ms", "exposed ms", unit, "parameters")
+    return Section("buckets", title, late, columns, tuple(rows))
+
+
+def _bucket(bucket: BucketSummary, factor: float) -> tuple[str, ...]:
+    names = ", ".join(bucket.names)
+    names = names if len(names) <= _MAX_NAME else f"{bucket.names[0][:_MAX_NAME]} and {len(bucket.names) - 1} more"
+    measured = map(_median, (bucket.ready, bucket.reducing, bucket.exposed))
+    return (str(bucket.index), f"{bucket.num_bytes / 1e6:.3g}", *measured, _median(bucket.bus_bandwidth, factor), names)
+
+
+def _predictions(analysis: Analysis) -> Section:
+    rows = [
+        (
+            f"{each.num_ranks:,}",
+            *map(number, (each.step_ms, each.exposed_ms, each.waiting_ms)),
+            share_in_words(each.efficiency),
+        )
+        for each in analysis.predictions
+    ]
+    sentences = filter(None, (analysis.predictions_note, about_batch(analysis.run_info)))
+    columns = ("ranks", "step ms", "communication ms", "waiting ms", "efficiency")
+    return Section("scaling", "Predicted", tuple(sentences), columns, tuple(rows))
+
+
+def _median(spread: Spread, factor: float = 1.0) -> str:
+    """The median: "61 [58, 66]"."""
+    median, low, high = (number(factor * value) for value in (spread.median, spread.low, spread.high))
+    return f"{median} [{low}, {high}]"
