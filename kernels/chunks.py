@@ -17,7 +17,6 @@ looks at every tensor (0.4 us for each), and copies the column to the device aga
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from operator import attrgetter
 
 import torch
@@ -185,15 +184,6 @@ class ChunkTable:
                     f"tensor {i} has (size, stride) {layout(tensor)}, its wire view {self.layouts[i]}: memory order "
                     "is what is copied, so they have to be equal"
                 )
-
-
-@lru_cache(maxsize=1024)
-def address_column(addresses: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
-    """[N] int64 on `device`: a few addresses for a kernel, copied once on the current stream.
-
-    `stream`, the current stream's handle, is part of the cache key: only the stream that filled a column uses it.
-    """
-    return sent(torch.tensor(addresses, dtype=torch.int64, device="cpu"), device)
 
 
 def sent(columns: Tensor, device: torch.device) -> Tensor:

@@ -124,7 +124,7 @@ def reduce_slice(
     """This block's share of the slice: sum it, copy it to the other ranks, or both."""
     DTYPE: tl.constexpr = wire.dtype.element_ty
     COUNT: tl.constexpr = NUM_RANKS if GATHER else 1
-    # As in accumulate: first a multiple of 16 elements, 128 bits at a time, then the last 0 to 15 elements.
+    # As in pack: first a multiple of 16 elements, 128 bits at a time, then the last 0 to 15 elements.
     begin = begin // 8 * 8  # changes nothing, but tells the compiler that vectors begin here
     whole = begin + (end - begin) // 16 * 16
     start = begin + tl.program_id(0).to(tl.int64) * TILE

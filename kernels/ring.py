@@ -71,7 +71,7 @@ def hop(
     TILE: tl.constexpr,
 ):
     """This block's share of one slice: own <- left + own; without ADD own <- left."""
-    # As in accumulate: first a multiple of 16 elements, 128 bits at a time, then the last 0 to 15 elements.
+    # As in pack: first a multiple of 16 elements, 128 bits at a time, then the last 0 to 15 elements.
     begin = begin // 8 * 8  # changes nothing, but tells the compiler that vectors begin here
     count = tl.maximum(tl.minimum(share, numel - begin), 0)
     end = begin + count

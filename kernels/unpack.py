@@ -1,7 +1,7 @@
-"""Unpack: the reduced wire buffer back into gradients of any number and size, scaled and cast, in one launch.
+"""Unpack: the reduced wire buffer back into gradients of any number and size, cast, in one launch.
 
-Example: fp16 wire with [1.5, 2.0] at offset 0 and [2.5] at offset 32, scale 2, fp32 gradients of 2 and 1 elements
-    gradients = [3.0, 4.0] and [5.0]
+Example: fp16 wire with [1.5, 2.0] at offset 0 and [2.5] at offset 32, fp32 gradients of 2 and 1 elements
+    gradients = [1.5, 2.0] and [2.5]
 
 `reference.unpack` is the CPU path and the oracle; results are bit-identical to it. `pack.py` is this file's mirror.
 """
@@ -30,16 +30,13 @@ def _unpack_kernel(
     address,  # [C] int64 IN: target address of chunk c's first element; columns belong to the ChunkTable
     wire_offset,  # [C] int64 IN: the element's place in `wire`, in elements; a multiple of 64 bytes
     numel,  # [C] int64 IN: elements in chunk c, at most CHUNK
-    scale: tl.float64,  # fp64 so that fp64 gradients lose nothing
     TARGET: tl.constexpr,  # dtype of the gradients
-    COMPUTE: tl.constexpr,  # fp32, or fp64 where either side is
     CHUNK: tl.constexpr,
 ):
     chunk = tl.program_id(0)
     begin = tl.load(address + chunk)
     count = tl.load(numel + chunk)
     source = wire + tl.multiple_of(tl.load(wire_offset + chunk), 8)
-    factor = tl.full([], scale, COMPUTE)
     # torch casts fp64 to 16 bits by way of fp32. This kernel must do the same, to round alike.
     ROUNDED: tl.constexpr = tl.float64 if tl.float64 == TARGET else tl.float32
     lane = tl.arange(0, CHUNK)
@@ -47,34 +44,32 @@ def _unpack_kernel(
         # As in pack: first a multiple of 16 elements, 128 bits at a time, then the last 0 to 15 elements.
         grad = tl.multiple_of(begin.to(tl.pointer_type(TARGET)), 16)
         whole = count // 16 * 16
-        values = tl.load(source + lane, mask=lane < whole).to(COMPUTE) * factor
+        values = tl.load(source + lane, mask=lane < whole)
         tl.store(grad + lane, values.to(ROUNDED).to(TARGET), mask=lane < whole)
         rest = whole + tl.arange(0, 16)
-        last = tl.load(source + rest, mask=rest < count).to(COMPUTE) * factor
+        last = tl.load(source + rest, mask=rest < count)
         tl.store(grad + rest, last.to(ROUNDED).to(TARGET), mask=rest < count)
     else:
         odd = begin.to(tl.pointer_type(TARGET))
-        single = tl.load(source + lane, mask=lane < count).to(COMPUTE) * factor
+        single = tl.load(source + lane, mask=lane < count)
         tl.store(odd + lane, single.to(ROUNDED).to(TARGET), mask=lane < count)
 
 
-def unpack(wire: Tensor, tensors: Sequence[Tensor], table: ChunkTable, *, scale: float = 1.0) -> None:
-    """Element k, in memory order, of tensors[i] <- cast(scale * wire[table.wire_offsets[i] + k]).
+def unpack(wire: Tensor, tensors: Sequence[Tensor], table: ChunkTable) -> None:
+    """Element k, in memory order, of tensors[i] <- cast(wire[table.wire_offsets[i] + k]).
 
     wire: 1-D, contiguous, at least table.wire_numel elements of table.wire_dtype; not modified.
     tensors: tensors that `table` describes, on one device and of one dtype: fp16, bf16, fp32 or fp64; overwritten.
-    Arithmetic, stream, ownership and errors are those of `pack`.
+    Rounding, stream, ownership and errors are those of `pack`.
     """
-    prepare_unpack(wire, table, tensors[0].dtype if tensors else wire.dtype, scale=scale)(tensors)
+    prepare_unpack(wire, table, tensors[0].dtype if tensors else wire.dtype)(tensors)
 
 
-def prepare_unpack(
-    wire: Tensor, table: ChunkTable, dtype: torch.dtype, *, scale: float = 1.0
-) -> Callable[[Sequence[Tensor]], None]:
-    """`unpack` to tensors of `dtype`, for many calls with one wire, table and scale: f(tensors). See `prepare_pack`."""
+def prepare_unpack(wire: Tensor, table: ChunkTable, dtype: torch.dtype) -> Callable[[Sequence[Tensor]], None]:
+    """`unpack` to tensors of `dtype`, for many calls with one wire and table: f(tensors). See `prepare_pack`."""
     table.check_wire(wire)
     if not runs_on_triton(wire.device):
-        return lambda tensors: _unpack_by_torch(wire, tensors, table, scale)
+        return lambda tensors: _unpack_by_torch(wire, tensors, table)
     table.check_dtype(dtype)
     launch = _unpack_kernel.prepare(
         wire.device,
@@ -83,9 +78,7 @@ def prepare_unpack(
         table.address,
         table.wire_offset,
         table.numel,
-        scale,
         TARGET=triton_dtype(dtype),
-        COMPUTE=triton_dtype(reference.compute_dtype(wire.dtype, dtype)),
         CHUNK=table.chunk_numel,
         num_warps=table.num_warps,
         **register_limit(wire.device),
@@ -93,6 +86,6 @@ def prepare_unpack(
     return lambda tensors: table.launch_at(tensors, dtype, launch)
 
 
-def _unpack_by_torch(wire: Tensor, tensors: Sequence[Tensor], table: ChunkTable, scale: float) -> None:
+def _unpack_by_torch(wire: Tensor, tensors: Sequence[Tensor], table: ChunkTable) -> None:
     table.check_tensors(tensors)
-    reference.unpack(table.views_like(tensors, wire), tensors, scale=scale)
+    reference.unpack(table.views_like(tensors, wire), tensors)

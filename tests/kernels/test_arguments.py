@@ -12,7 +12,6 @@ import torch
 from tests.support.kernel_ranks import Round, Runner, come_early, places_of_one_process, run_direct, run_ring
 from tests.support.kernels import F32, where_triton_runs
 from torchring.kernels import lazy, reference
-from torchring.kernels.accumulate import accumulate
 from torchring.kernels.chunks import ChunkTable
 from torchring.kernels.direct import prepare_direct
 from torchring.kernels.pack import pack
@@ -22,7 +21,6 @@ from torchring.kernels.unpack import unpack
 CALLS: dict[str, Callable[[], None]] = {
     "pack": lambda: pack([torch.ones(1)], torch.zeros(1), table_of(1)),
     "unpack": lambda: unpack(torch.zeros(1), [torch.ones(1)], table_of(1)),
-    "accumulate": lambda: accumulate([torch.ones(1)], torch.zeros(1)),
 }
 
 
@@ -67,17 +65,6 @@ def test_refused_by_pack_and_unpack(
     for call in (lambda: pack(tensors, wire, table_of(4)), lambda: unpack(wire, tensors, table_of(4))):
         with pytest.raises(error, match=message):
             call()
-
-
-def test_refused_by_accumulate() -> None:
-    """Beside what the reference refuses."""
-    ones, wide = torch.ones(4), torch.ones(10)
-    with pytest.raises(ValueError, match="parts is empty"):
-        accumulate([], ones)
-    with pytest.raises(ValueError, match=r"parts\[1\] must be contiguous on cpu: strides \(2,\)"):
-        accumulate([ones, wide[:8:2]], ones)
-    with pytest.raises(ValueError, match=r"parts\[2\] overlaps out partly"):
-        accumulate([ones, ones, wide[:4]], wide[2:6])
 
 
 @where_triton_runs

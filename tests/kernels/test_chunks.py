@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchring.kernels.chunks import ChunkTable, address_column, layout
+from torchring.kernels.chunks import ChunkTable, layout
 from torchring.kernels.unpack import unpack
 
 F32 = torch.float32
@@ -154,14 +154,6 @@ def test_a_prepared_launch_is_for_one_dtype() -> None:
     assert launched == [[tensor.data_ptr()]]
 
 
-def test_address_column() -> None:
-    device = torch.device("cpu")
-    column = address_column((2**40, 16), device, 0)
-    assert column.tolist() == [2**40, 16]
-    assert address_column((2**40, 16), device, 0) is column
-    assert address_column((2**40, 16), device, 1) is not column  # another stream would not wait for the copy
-
-
 @pytest.mark.gpu
 def test_refresh_on_cuda_does_not_synchronise() -> None:
     table = build([4096, 5], [0, 4096], device="cuda")
@@ -203,7 +195,5 @@ def test_a_device_gets_its_columns_from_pinned_memory(monkeypatch: pytest.Monkey
     with _Copies() as copies:
         table = build([4, 5000], [0, 16], device=device)
         table.point_at([torch.zeros(4, device=device), torch.zeros(5000, device=device)])
-        address_column((7, 8), device, 99)
     assert [(id(source), is_asynchronous) for source, is_asynchronous in copies.seen] == [(id(p), True) for p in pinned]
-    assert [source.shape for source, _ in copies.seen] == [(3, 3), (3,), (2,)]
-    address_column.cache_clear()
+    assert [source.shape for source, _ in copies.seen] == [(3, 3), (3,)]

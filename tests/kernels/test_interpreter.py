@@ -19,7 +19,7 @@ from tests.support.harness import patient
 from tests.support.kernels import truncate_to_bfloat16
 from torchring.kernels import lazy
 
-KERNELS = ("pack", "unpack", "accumulate", "direct", "ring", "arguments")
+KERNELS = ("pack", "unpack", "direct", "ring", "arguments")
 INSTRUCTIONS = ("ptx", "protocol")
 
 

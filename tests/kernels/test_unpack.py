@@ -15,8 +15,8 @@ def test_worked_example(device: str) -> None:
     wire = torch.full((33,), 9.0, dtype=torch.float16, device=device)
     wire[0], wire[1], wire[32] = 1.5, 2.0, 2.5
     grads = [torch.zeros(2, device=device), torch.zeros(1, device=device)]
-    unpack(wire, grads, table, scale=2)
-    assert [grad.tolist() for grad in grads] == [[3.0, 4.0], [5.0]]
+    unpack(wire, grads, table)
+    assert [grad.tolist() for grad in grads] == [[1.5, 2.0], [2.5]]
 
 
 @on_each_device
@@ -29,10 +29,10 @@ def test_bitwise_and_nothing_else_written(dtype: torch.dtype, wire_dtype: torch.
     # A guard element on either side of every tensor; with shift 1 no tensor is aligned.
     guarded = [torch.full((shift + n + 1,), 7.0, dtype=dtype, device=device) for n in NUMELS]
     tensors = [whole[shift:-1] for whole in guarded]
-    unpack(wire, tensors, table, scale=1 / 3)
+    unpack(wire, tensors, table)
     for whole, offset, numel in zip(guarded, offsets, NUMELS, strict=True):
         expected = torch.full((shift + numel + 1,), 7.0, dtype=dtype)
-        expected[shift : shift + numel] = sum_in_order([wire[offset : offset + numel]], dtype, 1 / 3)
+        expected[shift : shift + numel] = sum_in_order([wire[offset : offset + numel]], dtype, 1.0)
         assert_bitwise(whole.cpu(), expected)
     assert_bitwise(wire, before)
 

@@ -40,7 +40,7 @@ from torchring.rendezvous.rendezvous import Rendezvous
 COMPUTE = "compute"  # what current_stream() says unless a test says otherwise
 
 # Tensor arguments of kernels that are written, and those that belong to a protocol of their own.
-_WRITTEN = {"_pack_kernel": {"wire", "found"}, "_unpack_kernel": set(), "_accumulate_kernel": {"out"}}
+_WRITTEN = {"_pack_kernel": {"wire", "found"}, "_unpack_kernel": set()}
 _SHARED = {"wires", "signals", "abort", "addresses"}
 
 
