@@ -13,19 +13,17 @@ from torch import Tensor, nn
 
 import torchring
 from tests.support.harness import run_ranks
-from torchring.gradients.plan import ParameterSpec
 from torchring.observe import data_check
 from torchring.participants import noise
-from torchring.participants.noise import Rows
 
 _NUM_REDUCTIONS = 150
 _LAST = _NUM_REDUCTIONS - 2  # is counted: what a reduction finds is told in the next one
 _BATCH = 4
 
 
-def _model(width: int) -> nn.Module:
+def _model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 2))
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
 
 
 def _sizes(kind: str, rank: int, turn: int) -> int:
@@ -33,8 +31,8 @@ def _sizes(kind: str, rank: int, turn: int) -> int:
 
 
 def _batch(kind: str, rank: int, turn: int) -> Tensor:
-    seed = rank if kind == "windows" else 1000 * turn + rank
-    return torch.randn(_sizes(kind, rank, turn), 6, generator=torch.Generator().manual_seed(seed)) + 0.7
+    generator = torch.Generator().manual_seed(1000 * turn + rank)
+    return torch.randn(_sizes(kind, rank, turn), 6, generator=generator) + 0.7
 
 
 def _loss(model: nn.Module, batch: Tensor, kind: str = "", micro: int = 0) -> Tensor:
@@ -46,7 +44,7 @@ def _loss(model: nn.Module, batch: Tensor, kind: str = "", micro: int = 0) -> Te
 
 
 def _train(rank: int, size: int, kind: str, options: dict[str, Any]) -> torchring.Stats:
-    model = _model(30_000 if kind == "windows" else 5)
+    model = _model()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.0), model, noise_scale=True, **options)
     accumulate = options.get("accumulate", 1)
     for turn in range(_NUM_REDUCTIONS):
@@ -72,7 +70,6 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "unused in the last micro-step": ("early", {"accumulate": 2}),
     "sharded": ("plain", {"shard": True}),
     "weighed": ("weighed", {}),
-    "windows": ("windows", {}),
 }
 
 
@@ -83,9 +80,9 @@ def _train_all(rank: int, size: int) -> dict[str, torchring.Stats]:
 
 def _expected(kind: str, size: int, accumulate: int) -> float:
     """The noise scale in samples, from float64 gradients of single batches."""
-    model = _model(30_000 if kind == "windows" else 5).double()
+    model = _model().double()
     between = noise.REDUCTIONS_BETWEEN_SAMPLES
-    turns = [16] if kind == "windows" else range(between, _LAST + 1, between)
+    turns = range(between, _LAST + 1, between)
     signals, noises, samples = [], [], []
     for turn in turns:
         numbers = [_sizes(kind, rank, turn) for rank in range(size)]
@@ -120,27 +117,10 @@ def test_noise_scale_is_that_of_a_literal_computation(stats: Sequence[dict[str, 
     assert first.noise_scale == pytest.approx(_expected(kind, 2, accumulate), rel=2e-3 if name == "fp16" else 1e-4)
 
 
-def test_windows_cover_each_row_once() -> None:
-    """Rows are cut, small tensors put together; sparse and empty ones left out."""
-
-    def spec(*shape: int, is_sparse: bool = False) -> ParameterSpec:
-        return ParameterSpec("p", shape, (), torch.float32, torch.device("cpu"), is_sparse)
-
-    specs = [spec(), spec(3, 1000), spec(1, 200_000), spec(400, 1000), spec(0, 3), spec(9, is_sparse=True)]
-    specs += [spec(4)] * 20
-    windows = list(noise._windows(specs))
-    rows = [Rows(0, 0, 1), Rows(1, 0, 3), Rows(2, 0, 1), *(Rows(3, i, min(i + 65, 400)) for i in range(0, 400, 65))]
-    rows += [Rows(i, 0, 4) for i in range(6, 26)]
-    assert [each for window in windows for each in window] == rows
-    assert [len(window) for window in windows] == [2, 1, *[1] * 6, 4, 4, 4, 4, 4, 1]
-
-
 def test_noise_that_hides_the_gradient() -> None:
     """Orthogonal gradients of two ranks: |G|^2 = 2 * 0.5 - 1 = 0."""
     sampled = noise.NoiseScale.__new__(noise.NoiseScale)
-    sampled._size, sampled._num_samples = 2, 8
-    sampled.batch_size = 8.0
-    sampled._signal, sampled._noise = torch.zeros(1).numpy(), torch.ones(1).numpy()
+    sampled._num_samples, sampled._signal, sampled._noise = 8, 0.0, 1.0
     assert sampled.noise_scale == math.inf
 
 

@@ -8,12 +8,11 @@ those that differ.
 What is averaged, or follows rank 0, travels in every reduction, whether it has changed or not: many kernels write
 without a trace in autograd's version counters. It travels beside the gradients, in a wire of its own, at the end of
 each backward that reduces. The result is written when the optimizer steps: until then a graph may still need what the
-buffers held in forward. A reduction in which some rank has no data takes messages of its own.
+buffers held in forward.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import logging
@@ -21,7 +20,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 import torch
 
@@ -38,6 +37,7 @@ from torchring.world import World
 
 _logger: Final = logging.getLogger("torchring")
 _CHOICES: Final = ("mean", "rank0", None)
+_CANNOT: Final = "cannot exchange its buffers"
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class BufferSpec:
 
     Attributes:
         choice: "mean" averages over the ranks that have data; what has no mean follows the lowest of these ranks.
-            "rank0": the buffer follows that rank. "own": each rank keeps its own, and a warning says if they differ.
+            "rank0": all follow that rank. "own": each rank keeps its own, and a warning says if they differ.
     """
 
     name: str
@@ -63,9 +63,7 @@ class BufferSpec:
 
     def find(self) -> torch.Tensor | None:
         """The buffer as it is now, whatever it has become. None if it is gone."""
-        module = self.module()
-        buffers = None if module is None else module.__dict__.get("_buffers")
-        found = buffers.get(self.key) if isinstance(buffers, dict) else getattr(module, self.key, None)
+        found = getattr(self.module(), self.key, None)
         return found if isinstance(found, torch.Tensor) else None
 
 
@@ -79,9 +77,10 @@ def buffer_specs(
     Where the script has not chosen, buffers that are in no checkpoint are left out, too: caches and masks, which a
     model computes anew.
     """
-    by_name: Mapping[str, Any] = {"": choices}
-    if isinstance(choices, Mapping) or choices == "mean":  # which is for running statistics alone
-        by_name = choices if isinstance(choices, Mapping) else {}
+    if isinstance(choices, Mapping):
+        by_name: Mapping[str, Any] = choices
+    else:  # "mean" is for running statistics alone
+        by_name = {} if choices == "mean" else {"": choices}
     seen = set(map(id, ignored))
     specs = []
     for prefix, module in model.named_modules():
@@ -90,17 +89,15 @@ def buffer_specs(
         own = dict(module.named_buffers(recurse=False))
         has_statistics = not own.keys().isdisjoint(("running_mean", "running_var"))
         for key, buffer in own.items():
-            name = f"{prefix}.{key}" if prefix else key
-            choice = _choice_for(name, by_name)
-            if choice is None or id(buffer) in seen or not _is_writable(buffer):
+            choice = _choice_for(name := f"{prefix}.{key}" if prefix else key, by_name)
+            if choice == "own" and has_statistics and (key.startswith("running_") or key == "num_batches_tracked"):
+                choice = "mean"
+            is_in_no_checkpoint = key in getattr(module, "_non_persistent_buffers_set", ())
+            if choice is None or (choice == "own" and is_in_no_checkpoint):
                 continue
-            if choice == "own":
-                if has_statistics and (key.startswith("running_") or key == "num_batches_tracked"):
-                    choice = "mean"
-                elif key in getattr(module, "_non_persistent_buffers_set", ()):
-                    continue
-            seen.add(id(buffer))
-            specs.append(BufferSpec(name, buffer.shape, buffer.dtype, choice, weakref.ref(module), key))
+            if id(buffer) not in seen and _is_writable(buffer):
+                seen.add(id(buffer))
+                specs.append(BufferSpec(name, buffer.shape, buffer.dtype, choice, weakref.ref(module), key))
     return specs
 
 
@@ -137,15 +134,8 @@ def _is_writable(buffer: torch.Tensor) -> bool:
     return True
 
 
-class _Sent(NamedTuple):
-    """What ranks exchange. wire: [numel] fp64. views: of the wire, one for each buffer."""
-
-    wire: torch.Tensor
-    views: list[torch.Tensor]
-
-
-def _results_of(world: World) -> list[tuple[BufferSync, _Sent]]:
-    """What is to be written with the next step, the oldest first.
+def _results_of(world: World) -> list[BufferSync]:
+    """Those whose wires hold what is to be written with the next step, the oldest first.
 
     A model may have several optimizers: any of them may reduce, and the step of any of them writes.
     """
@@ -160,7 +150,7 @@ class BufferSync(Participant):
         index: of the wire among the buckets.
     """
 
-    fields = ("buffers_missing",)
+    fields = ("has_no_buffers", "has_other_buffers")
     reduce_scale = 1.0
 
     def __init__(self, reducer: Reducer, setup: Setup) -> None:
@@ -179,11 +169,11 @@ class BufferSync(Participant):
         self._num_averaged = sum(spec.is_averaged for spec in self._specs)
         self.places = frozenset((spec.module, spec.key) for spec in self._specs)
         self._is_absent = False  # in the reduction: this rank has no data that counts, so its buffers do not count
-        self._is_missing = False  # or its buffers have changed their shapes
+        self._problem: GradientError | None = None  # or its buffers have changed their shapes
         if self._specs:
-            self._shapes = [words.shape for words in self._find_words()]
+            self._shapes = [words.shape for words in self._find()[0]]
             self.wire = reducer.layout.all_reduce.open_wires([(sum(s.numel() for s in self._shapes), torch.float64)])[0]
-            self._sent = self._lay_out(self.wire.tensor)
+            self._views = self._lay_out(self.wire.tensor)
         reducer.buffers = self
 
     @classmethod
@@ -199,28 +189,30 @@ class BufferSync(Participant):
         self.close()  # the wire is about to be used again
         if self._specs:
             current.extra = self
-            self._is_missing = self._is_absent or self._find_problem() is not None
-            current.mine["buffers_missing"] = self._is_missing
+            _, self._problem = self._find()
+            current.mine["has_no_buffers"] = self._is_absent
+            current.mine["has_other_buffers"] = self._problem is not None
 
     def begin_reduce(self) -> None:
-        """The wire goes to the all-reduce. If some are missing, nobody reads what comes back."""
-        if not self._is_missing:
-            self._pack(self._sent, range(self._world.size))
+        """The wire goes to the all-reduce."""
+        self.wire.tensor.zero_()
+        if self._problem is None:
+            self._pack(self._views)
         self._follow()
 
     def end_reduce(self, non_finite: NonFinite | None) -> None:
         """The wire comes back reduced. What is not finite there is the script's: a mask may well hold infinities."""
 
     def on_message(self, current: Reduction) -> None:
-        """Collective, unless every rank has contributed all buffers. If no rank has data, buffers stay."""
+        """Raises on all ranks if a buffer has changed its shape on one. If no rank has data, buffers stay."""
         if not self._specs:
             return
-        sent: _Sent | None = self._sent
-        if current.heard.sums["buffers_missing"]:
-            sent = self._exchange(internal_collectives_of(self._world))
-        self._drop_older()
-        if sent is not None:
-            self._results.append((self, sent))
+        collectives, absent = internal_collectives_of(self._world), current.heard.by_rank["has_no_buffers"]
+        if current.heard.sums["has_other_buffers"]:
+            collectives.raise_together(self._problem, _CANNOT)
+        if present := [rank for rank in range(self._world.size) if not absent[rank]]:
+            self._finish(self._views, present, collectives)
+            self._results.append(self)
 
     def on_reduced(self, current: Reduction) -> None:
         """Compare the buffers that are left alone, if it is time to. Collective then."""
@@ -231,111 +223,106 @@ class BufferSync(Participant):
 
     def on_step(self, when: str) -> None:
         """Give the buffers what the last reductions have found, whichever optimizer's they were."""
-        if when == "agreed" and self._results:
-            for each in [each for each in self._results if not each[0].places.isdisjoint(self.places)]:
-                with contextlib.suppress(GradientError):  # of a changed buffer: the next reduction tells all ranks
-                    each[0]._unpack(each[1])
-                self._results.remove(each)
+        if when == "agreed":
+            for each in [each for each in self._results if not each.places.isdisjoint(self.places)]:
+                each._unpack(each._views)
+                each.close()
 
     def synchronize(self) -> None:
         """Collective, outside backward: make the buffers equal as they are now."""
-        self._drop_older()
+        self._forget_results()
+        if not self._specs:
+            return
+        collectives = collectives_of(self._world)
+        collectives.raise_together(self._find()[1], _CANNOT)
         self._is_absent = False
-        if self._specs and (sent := self._exchange(collectives_of(self._world))):
-            self._unpack(sent)
+        views = self._lay_out(wire := torch.zeros_like(self.wire.tensor))
+        self._pack(views)
+        collectives.all_reduce(wire, "sum")
+        self._finish(views, range(self._world.size), collectives)
+        self._unpack(views)
 
     def take_over(self, src: int) -> None:
         """Collective, between reductions: all buffers get the values of rank `src`, unless they have other shapes.
 
         Buffers that are known to belong to their ranks stay.
         """
-        self._drop_older()
+        self._forget_results()
         collectives = collectives_of(self._world)
         found = [spec.find() for spec in (*self._specs, *self._own)]
-        kinds = [None if tensor is None else _kind(tensor) for tensor in found]
-        everybody = [json.loads(said) for said in collectives.all_gather_bytes(json.dumps(kinds).encode())]
-        alike = [
-            tensor
-            for i, tensor in enumerate(found)
-            if tensor is not None and all(theirs[i] == kinds[i] for theirs in everybody)
-        ]
+        kinds = [tensor is not None and _kind(tensor) for tensor in found]
+        everywhere = [len({*of_ranks}) == 1 for of_ranks in zip(*_gather(collectives, kinds), strict=True)]
+        alike = [tensor for tensor, is_alike in zip(found, everywhere, strict=True) if tensor is not None and is_alike]
         collectives.broadcast_together(alike, src)
 
     def close(self) -> None:
         """Others of the same model go on."""
-        self._results[:] = [each for each in self._results if each[0] is not self]
+        self._results[:] = [each for each in self._results if each is not self]
 
-    def _drop_older(self) -> None:
+    def _forget_results(self) -> None:
         """There is something newer for all buffers of these results."""
-        self._results[:] = [each for each in self._results if not each[0].places <= self.places]
+        self._results[:] = [each for each in self._results if not each.places <= self.places]
 
-    def _lay_out(self, wire: torch.Tensor) -> _Sent:
+    def _lay_out(self, wire: torch.Tensor) -> list[torch.Tensor]:
+        """The part of the wire for each buffer."""
         parts = torch.split(wire, [shape.numel() for shape in self._shapes])
-        return _Sent(wire, [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)])
-
-    def _exchange(self, collectives: Collectives) -> _Sent | None:
-        """Collective: exchange the buffers now. Returns what they become, or None if no rank has data."""
-        collectives.raise_together(self._find_problem(), "cannot exchange its buffers")
-        said = collectives.all_gather_bytes(b"" if self._is_absent else b"present")
-        if not (present := [rank for rank, word in enumerate(said) if word]):
-            return None
-        sent = self._lay_out(torch.empty_like(self._sent.wire))
-        self._pack(sent, present)
-        collectives.all_reduce(sent.wire, "sum")
-        return sent
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
     @torch.no_grad()
-    def _pack(self, sent: _Sent, present: Sequence[int]) -> None:
-        """Write what this rank contributes, if the ranks `present` have data.
+    def _pack(self, views: list[torch.Tensor]) -> None:
+        """Write what this rank contributes to a wire of zeros.
 
         Of means, each of n ranks contributes the share 1 / n, so that a sum of large values does not overflow. What is
-        not averaged is of the first rank alone: the others add zeros.
+        not averaged is of rank 0 alone: the others add zeros.
         """
-        sent.wire.zero_()
-        num = 0
-        if self._world.rank in present:
-            num = len(sent.views) if self._world.rank == present[0] else self._num_averaged
-        if num:
-            _copy(sent.views[:num], self._find_words()[:num])
-        if num and self._num_averaged:
-            torch._foreach_mul_(sent.views[: self._num_averaged], 1.0 / len(present))
+        num, (words, _) = self._num_averaged, self._find()
+        if num and not self._is_absent:
+            _copy(views[:num], words[:num])
+            torch._foreach_mul_(views[:num], 1.0 / self._world.size)
+        if self._world.rank == 0 and words[num:]:
+            _copy(views[num:], words[num:])
 
     @torch.no_grad()
-    def _unpack(self, sent: _Sent) -> None:
-        _copy(self._find_words(), sent.views)
+    def _finish(self, views: list[torch.Tensor], present: Sequence[int], collectives: Collectives) -> None:
+        """Sums over ranks become what buffers are to be. Collective if rank 0 is not `present`: its buffers are old."""
+        num = self._num_averaged
+        if num and len(present) < self._world.size:
+            torch._foreach_mul_(views[:num], self._world.size / len(present))
+        if views[num:] and (src := present[0]) != 0:
+            if self._world.rank == src:
+                _copy(views[num:], self._find()[0][num:])
+            collectives.broadcast_together(views[num:], src)
 
-    def _find_words(self) -> list[torch.Tensor]:
-        """The buffers as they are now. Raises GradientError for one that is gone, or of another shape or dtype."""
+    @torch.no_grad()
+    def _unpack(self, views: list[torch.Tensor]) -> None:
+        """Write to the buffers. If one has changed since, the next reduction tells all ranks."""
+        words, problem = self._find()
+        if problem is None:
+            _copy(words, views)
+
+    def _find(self) -> tuple[list[torch.Tensor], GradientError | None]:
+        """The buffers as they are now; and an error if one is gone, or of another shape or dtype."""
         words = []
         for spec in self._specs:
             found = spec.find()
             if found is None or found.shape != spec.shape or found.dtype != spec.dtype:
-                raise GradientError(
+                return [], GradientError(
                     f"buffer {spec.name} of the model was {_kind(spec)} in torchring.wrap, and on rank "
                     f"{self._world.rank} it is {'gone' if found is None else _kind(found)}. Buffers that "
                     "ranks exchange take their shapes before torchring.wrap, in a forward for instance. "
                     f"sync_buffers={{{spec.name!r}: None}} leaves this one alone"
                 )
             words.append(_words(found))
-        return words
-
-    def _find_problem(self) -> GradientError | None:
-        try:
-            self._find_words()
-        except GradientError as error:
-            return error
-        return None
+        return words, None
 
     def _compare_own(self) -> None:
         """Collective: rank 0 warns, once for each buffer, that it is not the same on all ranks that have data."""
         found = [spec.find() for spec in self._own]
         rows = iter(digests([tensor.detach() for tensor in found if tensor is not None]).tolist())
-        mine = b""
-        if not self._is_absent:
-            mine = json.dumps([None if tensor is None else [_kind(tensor), *next(rows)] for tensor in found]).encode()
-        said = internal_collectives_of(self._world).all_gather_bytes(mine)
-        by_buffer = zip(*(json.loads(theirs) for theirs in said if theirs), strict=True)  # none if no rank has data
-        others = [spec for spec, of in zip(self._own, by_buffer, strict=False) if any(each != of[0] for each in of)]
+        mine = [tensor is not None and [_kind(tensor), *next(rows)] for tensor in found]
+        said = _gather(internal_collectives_of(self._world), [] if self._is_absent else mine)
+        first, *rest = list(filter(None, said)) or [mine]
+        others = [spec for i, spec in enumerate(self._own) if any(each[i] != first[i] for each in rest)]
         self._own = [spec for spec in self._own if spec not in others]
         if others and self._world.rank == 0:
             _logger.warning(
@@ -355,6 +342,11 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
     for _, alike in itertools.groupby(pairs, lambda pair: tuple(map(dtype, pair))):
         to, of = zip(*alike, strict=True)
         torch._foreach_copy_(to, of)
+
+
+def _gather(collectives: Collectives, facts: list[Any]) -> list[list[Any]]:
+    """Collective: what each rank says."""
+    return [json.loads(said) for said in collectives.all_gather_bytes(json.dumps(facts).encode())]
 
 
 def _words(buffer: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ import math
 import weakref
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import torch
 from torch.optim import Optimizer
@@ -49,12 +49,6 @@ _SAME_STATE: Final = (
     "After wrap(), load a checkpoint on all ranks; or load it on rank 0, and call "
     "torchring.broadcast_optimizer_state(optimizer) on all ranks"
 )
-
-
-class _Difference(NamedTuple):
-    rank: int
-    place: str
-    text: str
 
 
 class ReplicaCheck(Participant):
@@ -193,8 +187,7 @@ class ReplicaCheck(Participant):
             first = collectives.broadcast(mine.clone(), 0)
             norm, distance = (float((x.abs().double()).norm()) for x in (first, mine - first))
             scale = max(norm, _LEAST_SCALE * math.sqrt(first.numel()))
-            has_rounding = first.is_floating_point() or first.is_complex()
-            if has_rounding and distance <= math.sqrt(torch.finfo(first.dtype).eps) / 4 * scale:
+            if distance <= math.sqrt(torch.finfo(first.dtype).eps) / 4 * scale:
                 mine.copy_(first)
             else:
                 is_apart[i] = 1
@@ -202,7 +195,7 @@ class ReplicaCheck(Participant):
 
     def _cause(self, steps: Sequence[int], parameter: torch.nn.Parameter) -> str:
         """Collective: what has probably led to the difference. `steps`: how many steps each rank has made."""
-        difference = self._first_difference(self._hyperparameters())
+        difference = self._first_difference()
         other = next((rank for rank, count in enumerate(steps) if count != steps[0]), None)
         if other is not None:
             return (
@@ -212,7 +205,7 @@ class ReplicaCheck(Participant):
                 "torch.autograd.grad()"
             )
         if difference is not None:
-            return f"{difference.text}. {_SAME_LOSS}"
+            return f"{difference[1]}. {difference[2]}"
         model = None if self._model is None else self._model()
         for module in () if model is None else model.modules():
             if getattr(module, "max_norm", None) is not None and getattr(module, "weight", None) is parameter:
@@ -229,22 +222,20 @@ class ReplicaCheck(Participant):
 
     def _refuse_other_settings(self) -> None:
         """Collective: raise GradientError naming what the next step would do in another way on some rank."""
-        difference = self._first_difference(self._settings())
-        if difference is None:  # a hyperparameter that is written in another way
-            return
-        remedy = _SAME_STATE if difference.place.startswith("step of") else _SAME_LOSS
-        text = f"{difference.text}, so the next step would make their parameters differ. {remedy}"
-        raise in_step(GradientError(text, rank=self._world.rank, peers=(difference.rank,)))
+        if (difference := self._first_difference()) is not None:
+            rank, text, remedy = difference
+            text = f"{text}, so the next step would make their parameters differ. {remedy}"
+            raise in_step(GradientError(text, rank=self._world.rank, peers=(rank,)))
 
-    def _first_difference(self, mine: Mapping[str, str]) -> _Difference | None:
-        """Collective: the first place of which a rank says something else than rank 0."""
-        texts = internal_collectives_of(self._world).all_gather_bytes(json.dumps(mine).encode())
+    def _first_difference(self) -> tuple[int, str, str] | None:
+        """Collective: the first rank whose settings differ from those of rank 0, in what, and what to do."""
+        texts = internal_collectives_of(self._world).all_gather_bytes(json.dumps(self._settings()).encode())
         first, *rest = map(json.loads, texts)
         for rank, theirs in enumerate(rest, start=1):
             for place, value in first.items():
                 if theirs.get(place, value) != value:
-                    text = f"{place} is {theirs[place]} on rank {rank}, {value} on rank 0"
-                    return _Difference(rank, place, text)
+                    remedy = _SAME_STATE if place.startswith("step of") else _SAME_LOSS
+                    return rank, f"{place} is {theirs[place]} on rank {rank}, {value} on rank 0", remedy
         return None
 
     def _settings(self) -> dict[str, str]:
@@ -253,37 +244,20 @@ class ReplicaCheck(Participant):
         Without what is on a device, for which the host would wait.
         """
         optimizer = None if self._optimizer is None else self._optimizer()
-        if optimizer is None:
-            return {}
-        found = {
-            place: value
-            for place, value in self._hyperparameters().items()
-            if place.split(" of ")[0] in optimizer.defaults and not value.startswith("'")  # a name of the script's
-        }
-        if self._is_sharded:
-            return found
-        for index, group in enumerate(optimizer.param_groups):
-            states = (optimizer.state[p] for p in group["params"] if p in optimizer.state)
-            step = next((state.get("step", 0) for state in states if isinstance(state, dict) and state), 0)
-            if isinstance(step, torch.Tensor) and step.device.type == "cpu" and step.numel() == 1:
-                step = step.item()
-            if isinstance(step, (int, float)):  # other optimizers may keep anything there
-                found[f"step of param_groups[{index}]"] = repr(float(step))
-        return found
-
-    def _hyperparameters(self) -> dict[str, str]:
-        """The plain hyperparameters of each group of the optimizer."""
-        optimizer = None if self._optimizer is None else self._optimizer()
         found: dict[str, str] = {}
-        groups: Sequence[Mapping[str, Any]] = [] if optimizer is None else optimizer.param_groups
-        for index, group in enumerate(groups):
-            for key, value in group.items():
-                parts = value if isinstance(value, tuple) else (value,)
-                if any(isinstance(each, torch.Tensor) and each.device.type != "cpu" for each in parts):
-                    continue
-                if isinstance(value, (bool, int, float, str, tuple, torch.Tensor)):
-                    plain = value.tolist() if isinstance(value, torch.Tensor) else value
-                    if isinstance(plain, (int, float)) and not isinstance(plain, bool):
-                        plain = float(plain)  # 1 and 1.0 are the same, as are numbers of numpy
-                    found[f"{key} of param_groups[{index}]"] = repr(plain)
+        for index, group in enumerate([] if optimizer is None else optimizer.param_groups):
+            assert optimizer is not None
+            own = {key: value for key, value in group.items() if key in optimizer.defaults}
+            if not self._is_sharded:
+                states = (optimizer.state[p] for p in group["params"] if p in optimizer.state)
+                own["step"] = next((each.get("step", 0) for each in states if isinstance(each, dict) and each), 0)
+            for key, given in own.items():
+                value = given.tolist() if isinstance(given, torch.Tensor) and given.device.type == "cpu" else given
+                if isinstance(value, (int, float)) and not isinstance(value, bool):
+                    value = float(value)  # 1 and 1.0 are the same, as are numbers of numpy
+                is_plain = (
+                    not any(isinstance(each, torch.Tensor) for each in value) if isinstance(value, tuple) else True
+                )
+                if isinstance(value, (bool, float, tuple)) and is_plain:  # other optimizers may keep anything there
+                    found[f"{key} of param_groups[{index}]"] = repr(value)
         return found
