@@ -39,7 +39,6 @@ from torchring.launch.hosts import Host
 from torchring.rendezvous.addresses import gloo_address
 
 VERSIONS = {"python": "3.12.1", "torchring": "0.1.0", "torch": "2.13.0", "triton": "3.4.0", "mpi4py": None}
-GIB = 1 << 30
 
 
 def healthy(number: int, host: int = 0, **changes: Any) -> RankFacts:
@@ -55,7 +54,6 @@ def healthy(number: int, host: int = 0, **changes: Any) -> RankFacts:
         cores=[0, 1, 2, 3],
         topology="1 socket, 1 NUMA node, 4 physical cores, 1 thread a core; all may be used",
         threads=2,
-        memory_available_bytes=8 * GIB,
         has_gloo=True,
         interfaces=[["lo", "127.0.0.1"], ["eth0", f"192.168.0.{host + 1}"]],
         gloo_address=f"192.168.0.{host + 1}",
@@ -101,7 +99,7 @@ def test_nothing_is_said_against_what_is_well(report: Report) -> None:
 def test_every_finding_has_a_level_and_every_check_something_to_say() -> None:
     assert {finding.level for finding in checks.examine(one_host())} <= {"ok", "note", "warning", "wrong"}
     assert {finding.topic for finding in checks.examine(two_hosts())} >= {
-        "versions", "hosts", "cores", "topology", "memory", "GPUs", "backends", "rendezvous", "Gloo",
+        "versions", "hosts", "cores", "topology", "GPUs", "backends", "rendezvous", "Gloo",
     }  # fmt: skip
 
 
@@ -142,10 +140,6 @@ CONTAINERS = [{"handover": {"processes": f"pid:[{i}]", "folder": "1:2", "trouble
         ),
         (one_host({"cores": [2]}, {"cores": [2]}), "warning", "cores", ["more ranks than cores", "--bind-to none"]),
         (
-            one_host({"memory_available_bytes": GIB // 2, "memory_limit_bytes": 2 * GIB}), "warning", "memory",
-            ["0.5 GiB available (control group's limit: 2.0 GiB)", "fewer ranks"],
-        ),
-        (
             one_host({"network_namespace": "net:[2]"}, hosts=[[0], [1]]), "warning", "sharing",
             ["rank 0 and rank 1 are on one machine and share no memory", "network namespaces"],
         ),
@@ -160,10 +154,6 @@ CONTAINERS = [{"handover": {"processes": f"pid:[{i}]", "folder": "1:2", "trouble
         (
             two_hosts({"gloo_address": "8.8.8.8"}), "warning", "Gloo",
             ["rank 0 would listen at a public address (8.8.8.8, 192.168.0.2)"],
-        ),
-        (
-            one_host(paths=[PathFacts("Gloo", [0, 1], 1.0, 1.0, 1, arrived_intact=False)]), "wrong", "transfer",
-            ["Gloo between ranks 0, 1: what arrived is not what was sent"],
         ),
     ],
 )  # fmt: skip
@@ -186,7 +176,6 @@ def test_what_is_bad_is_found_and_nothing_else(report: Report, level: str, topic
         one_host({"uid": 0}),  # they share memory all the same
         two_hosts({"network_namespace": "net:[2]"}),
         two_hosts({"gloo_address": "8.8.8.8"}, backend="mpi"),
-        one_host({"memory_available_bytes": 0}),  # unknown
         one_host(GPUS, GPUS),
         one_host(*CONTAINERS),  # without GPUs
     ],
@@ -264,28 +253,12 @@ def test_who_listens_at_a_port(family: socket.AddressFamily, address: str) -> No
 def test_limits_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The narrowest limit of the groups around a process counts."""
     outer, inner = tmp_path / "outer", tmp_path / "outer" / "inner"
-    for folder, files in {
-        outer: {
-            "cpu.max": "150000 100000",
-            "memory.max": str(8 << 20),
-            "memory.current": str(7 << 20),
-            "memory.stat": f"cache 1\ninactive_file {1 << 19}\n",
-        },
-        inner: {"cpu.max": "max 100000", "memory.max": "max", "memory.current": "0"},
-    }.items():
+    for folder, text in {outer: "150000 100000", inner: "max 100000"}.items():
         folder.mkdir()
-        for name, text in files.items():
-            (folder / name).write_text(text + "\n")
-    for folders, cores, limit, available in [
-        ([outer, inner], 1.5, 8 << 20, (1 << 20) + (1 << 19)),
-        ([inner], None, None, None),
-        ([], None, None, None),
-    ]:
+        (folder / "cpu.max").write_text(text + "\n")
+    for folders, cores in [([outer, inner], 1.5), ([inner], None), ([], None)]:
         monkeypatch.setattr(facts, "_control_groups", lambda folders=folders: folders)
         assert facts.core_limit() == cores
-        found, most = facts.memory_bytes()
-        assert most == limit
-        assert found == available if available else found > 16 << 20
 
 
 def test_control_groups_that_a_process_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +315,7 @@ def call_main(*arguments: str) -> tuple[int, str]:
 
 def visit(number: int, _: int, trouble: str, *arguments: str) -> tuple[int, str]:
     """Measure small: what is tested is what becomes of it."""
-    rank._LARGEST_BYTES, doctor._REPORT_SECONDS = 1 << 20, 0.0  # type: ignore[misc]
+    rank._SIZES, doctor._REPORT_SECONDS = {1 << 10: 2, 1 << 20: 2}, 0.0  # type: ignore[misc]
     real = facts.gather
     if number == 1 and trouble == "torch":
         rank.gather = lambda i: replace(real(i), versions={**real(i).versions, "torch": "1.0"})
@@ -362,7 +335,7 @@ def test_ranks_of_a_launcher_make_one_report() -> None:
     assert report["verdict"] in ("ok", "warning")
     assert [item["rank"] for item in report["ranks"]] == [0, 1]
     (path,) = report["paths"]
-    assert (path["kind"], path["ranks"], path["arrived_intact"]) == ("shared memory", [0, 1], True)
+    assert (path["kind"], path["ranks"]) == ("shared memory", [0, 1])
     assert [choice["algorithm"] for choice in report["choices"]] == ["direct"] * 3
     assert any("hosted by torchrun" in found["text"] for found in report["findings"])
 
@@ -381,12 +354,10 @@ def test_a_rank_that_fails_is_in_the_report(trouble: str, said: str) -> None:
     assert len(report["ranks"]) == 2
 
 
-@pytest.mark.parametrize("intact", [True, False])
-def test_changed_data_is_noticed(intact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank, "_most", float)
-    path = rank._time("Gloo", (0, 1), lambda _: lambda: (1.0, intact), 1 << 20)
-    assert path == PathFacts("Gloo", [0, 1], 1e6, 65536 / 1e9, 65536, intact)
-    assert not rank._pattern(8192, 0)[:4096].equal(rank._pattern(8192, 1)[4096:])
+def test_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank, "_most", lambda seconds: 2 * seconds)
+    path = rank._time("Gloo", (0, 1), lambda _: 0.5)
+    assert path == PathFacts("Gloo", [0, 1], 1e6, 2**24 / 1e9, 2**24)
 
 
 def visit_noting(number: int, size: int, trouble: str) -> tuple[int, str]:
@@ -463,15 +434,6 @@ def test_what_ranks_are_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls.pop() == (["-c", doctor._PROGRAM, "--backend", "auto", "--timeout", "30.0"], 2, None, {})
 
 
-@pytest.mark.parametrize(
-    ("code", "expected"), [(0, 0), (1, 1), (139, 1), (2, 2), (130, 130), (143, 143)],
-    ids=["nothing is wrong", "something is", "a crash", "none could be started", "Ctrl-C", "SIGTERM"],
-)  # fmt: skip
-def test_exit_codes(code: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher_that(monkeypatch, code)
-    assert doctor.main([]) == expected
-
-
 def test_a_rank_that_hangs_says_where_and_ends() -> None:
     """And what a library prints is not on stdout."""
     code = "import os, runpy, sys, time\nfrom torchring import doctor\nfrom torchring.doctor import rank\n"
@@ -544,7 +506,7 @@ def test_between_hosts() -> None:
         codes, report = report_across(network, INTERFACE)
         assert codes == [0, 0]
         (path,) = report["paths"]
-        assert (path["kind"], path["ranks"], path["arrived_intact"]) == ("Gloo", [0, 1], True)
+        assert (path["kind"], path["ranks"]) == ("Gloo", [0, 1])
         assert 0 < path["gigabytes_per_second"] < 0.2  # a loaded machine may be slower than the line, never faster
         assert len(report["choices"]) == 3
         assert {choice["algorithm"] for choice in report["choices"]} <= {"ring", "native"}

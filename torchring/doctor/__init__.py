@@ -5,7 +5,7 @@
     mpirun -n 4 torchring doctor             or as a rank: under mpirun, srun, torchrun --no-python
     torchring doctor --json                  the same report as JSON, and nothing else, on stdout
 
-Exit code: 0 if nothing is wrong (there may be warnings), 1 if something is, 2 for a usage error.
+Exit code: 0 if nothing is wrong (there may be warnings), 1 if something is, 2 for a usage error; or as torchring run's.
 
 The JSON object has the attributes of `report.Report`, a "verdict" ("ok", "warning" or "wrong"), and "findings": the
 lines of the text report, each with level, topic and text.
@@ -17,7 +17,6 @@ import argparse
 import faulthandler
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -38,8 +37,6 @@ _DEFAULT_RANKS: Final = 2
 _DEFAULT_TIMEOUT_SECONDS: Final = 30.0
 _MEASURING_SECONDS: Final = 120.0  # on top of four time-outs
 _REPORT_SECONDS: Final = 5.0  # that rank 0 may take to print its report, after other ranks have found a problem
-# None could be started, or this process was told to stop.
-_LAUNCHER_CODES: Final = (2, *(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -92,8 +89,7 @@ def _start(options: argparse.Namespace) -> int:
     command = ["-c", _PROGRAM, "--backend", options.backend, "--timeout", str(options.timeout)]
     command += ["--json"] if options.json else []
     os.environ.pop(CHOICE, None)  # TORCHRING_LAUNCHER=none of the shell's would have each rank start others
-    code = start(command, num_proc, hosts, dict(options.env))
-    return code if code in _LAUNCHER_CODES else min(code, 1)
+    return start(command, num_proc, hosts, dict(options.env))
 
 
 def _take_part(launch: LaunchEnvironment, options: argparse.Namespace) -> int:

@@ -15,7 +15,6 @@ from torchring.devices.handover import why_no_handover
 from torchring.doctor.report import Finding, RankFacts, Report
 from torchring.errors import ranks_in_words
 
-_NEEDED_BYTES_PER_RANK: Final = 512 << 20  # a rank's own Python and torch, before a model, take 0.3 GiB
 _MUST_BE_EQUAL: Final = ("torchring", "torch")  # ranks with different versions may not understand each other
 _BUSY: Final = 1.2  # load of a core; the doctor's own ranks run for less than a minute
 _Said = Iterator[tuple[str, str]]  # level and text
@@ -104,18 +103,6 @@ def _topology(ranks: list[RankFacts]) -> _Said:
 def _load(ranks: list[RankFacts]) -> _Said:
     if (load := min(rank.load for rank in ranks)) > _BUSY:
         yield "warning", f"other programs hold the cores, with a load of {load:.1f} a core in the last minute"
-
-
-@_each_machine
-def _memory(ranks: list[RankFacts]) -> _Said:
-    available = min(rank.memory_available_bytes for rank in ranks)
-    limits = [rank.memory_limit_bytes for rank in ranks if rank.memory_limit_bytes is not None]
-    limit = f" (control group's limit: {min(limits) / 2**30:.1f} GiB)" if limits else ""
-    text = f"{available / 2**30:.1f} GiB available{limit}"
-    if 0 < available < _NEEDED_BYTES_PER_RANK * len(ranks):
-        yield "warning", f"{text}, which is little for {len(ranks)} ranks"
-    elif available:
-        yield "ok", text
 
 
 def _sharing(report: Report) -> _Said:
@@ -215,12 +202,6 @@ def _gloo(report: Report) -> _Said:
         yield "ok", f"listens at {addresses}"
 
 
-def _transfers(report: Report) -> _Said:
-    for path in report.paths:
-        if not path.arrived_intact:
-            yield "wrong", f"{path.kind} between {ranks_in_words(path.ranks)}: what arrived is not what was sent"
-
-
 # Topic, check, and what to do about what is bad, if that is always the same.
 CHECKS: Final[tuple[tuple[str, Callable[[Report], _Said], str], ...]] = (
     ("failed", _problem, ""),
@@ -230,7 +211,6 @@ CHECKS: Final[tuple[tuple[str, Callable[[Report], _Said], str], ...]] = (
     ("cores", _cores, ""),
     ("topology", _topology, ""),
     ("load", _load, "ranks, and measurements, are slower for that"),
-    ("memory", _memory, "start fewer ranks there, or raise the limit"),
     ("sharing", _sharing, "they will use the network, which is slower"),
     ("GPUs", _gpus, ""),
     ("backends", _backends, ""),
@@ -240,7 +220,6 @@ CHECKS: Final[tuple[tuple[str, Callable[[Report], _Said], str], ...]] = (
         _gloo,
         "set GLOO_SOCKET_IFNAME to an interface of a private network, or have a firewall keep strangers out",
     ),
-    ("transfer", _transfers, "do not train on it, and have the memory and the network of these machines tested"),
 )
 
 

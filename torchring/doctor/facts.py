@@ -1,4 +1,4 @@
-"""What a rank can find out alone: versions, cores, memory, GPUs, network interfaces. Linux."""
+"""What a rank can find out alone: versions, cores, GPUs, network interfaces. Linux."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ def gather(rank: int) -> RankFacts:
     What cannot be found out is left unknown.
     """
     interfaces, cores = list_interfaces(), os.sched_getaffinity(0)
-    available, limit = memory_bytes()
     gpus = range(torch.cuda.device_count())
     topology = ""
     with contextlib.suppress(OSError, ValueError):
@@ -51,8 +50,6 @@ def gather(rank: int) -> RankFacts:
         load=os.getloadavg()[0] / (os.cpu_count() or 1),
         core_limit=core_limit(),
         threads=torch.get_num_threads(),
-        memory_available_bytes=available,
-        memory_limit_bytes=limit,
         gpus=[torch.cuda.get_device_name(i) for i in gpus],
         gpu_peers=[[i == j or torch.cuda.can_device_access_peer(i, j) for j in gpus] for i in gpus],
         triton_lacks=triton_lacks(),
@@ -87,22 +84,6 @@ def core_limit() -> float | None:
     """Processor time that control groups grant to this process, in cores. None without a limit."""
     limits = [_read(folder / "cpu.max").partition(" ") for folder in _control_groups()]
     return min((int(quota) / int(period) for quota, _, period in limits if quota.isdecimal()), default=None)
-
-
-def memory_bytes() -> tuple[int, int | None]:
-    """(bytes that this process may still take, the limit of its control groups in bytes or None)."""
-    fields = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
-    available = int(fields.get("MemAvailable", "0 kB").split()[0]) * 1024
-    limits: list[int] = []
-    for folder in _control_groups():
-        limit = _read(folder / "memory.max")
-        if limit.isdecimal():
-            limits.append(int(limit))
-            # The page cache counts as used, but the kernel gives it back when memory is needed.
-            statistics = dict(line.split()[:2] for line in _read(folder / "memory.stat").splitlines())
-            used = int(_read(folder / "memory.current") or 0) - int(statistics.get("inactive_file", "0"))
-            available = min(available, max(0, int(limit) - used))
-    return available, min(limits, default=None)
 
 
 def _control_groups() -> list[Path]:

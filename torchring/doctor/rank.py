@@ -37,14 +37,10 @@ from torchring.transport.open import open_transport
 from torchring.world import World
 
 _BUCKETS: Final = (64 << 10, 1 << 20, 25 << 20)
-_LATENCY_BYTES: Final = 1 << 10
-_SMALLEST_BYTES: Final = 64 << 10
-_LARGEST_BYTES: Final = 64 << 20
-_LONG_SECONDS: Final = 0.05  # a transfer that takes as long needs no larger one
-_REPETITIONS: Final = 3
+_SIZES: Final = {1 << 10: 20, 16 << 20: 3}  # in bytes, for latency and for bandwidth, and how often
 
-_Transfer = Callable[[], tuple[float, bool]]
-"""Carries out a transfer. Returns its seconds, and whether the data arrived unchanged."""
+_Transfer = Callable[[int], float]
+"""Carries out a transfer of so many bytes. Returns its seconds."""
 
 
 def take_part(launch: LaunchEnvironment, backend: Backend, timeout_seconds: float) -> Report:
@@ -60,7 +56,7 @@ def take_part(launch: LaunchEnvironment, backend: Backend, timeout_seconds: floa
         if world.rank == 0 and world.size > 1:
             report.store = _describe_store(world, launch, report)
         doing = "measuring"
-        report.paths = _measure(world, min(rank.memory_available_bytes for rank in report.ranks))
+        report.paths = _measure(world)
         doing = "asking what algorithm='auto' picks"
         for num_bytes in _BUCKETS:
             choice = choose(world, [(num_bytes // 4, torch.float32)])
@@ -91,92 +87,71 @@ def _gather(world: World, facts: object) -> list[Any]:
     return [json.loads(text) for text in collectives_of(world).all_gather_bytes(json.dumps(facts).encode())]
 
 
-def _measure(world: World, available_bytes: int) -> list[PathFacts]:
+def _measure(world: World) -> list[PathFacts]:
     """All-reduces within each host, then messages between the first ranks of each host and of the next, in turns."""
     found: list[PathFacts] = []
     with contextlib.ExitStack() as opened:
         if any(len(ranks) > 1 for ranks in world.hosts):
-            most = min(_LARGEST_BYTES, available_bytes // (8 * world.size))
-            host, reducing = world.host, None
+            host = world.host
+            transfer: _Transfer = _watch
             if host is not None and host.size > 1:
                 direct = DirectAllReduce(host, poll_seconds=POLL_SECONDS)
                 opened.callback(direct.close)
-                reducing = functools.partial(_reducing, host, direct)
-            path = _time("shared memory", world.hosts[world.node_rank], reducing, most)
-            found += [path] if world.rank == path.ranks[0] and reducing is not None else []
+                transfer = _reducing(host, direct)
+            path = _time("shared memory", world.hosts[world.node_rank], transfer)
+            found += [path] if world.rank == path.ranks[0] and transfer is not _watch else []
         if len(world.hosts) > 1:
             transport = open_transport(world)
             opened.callback(transport.close)
             firsts = [ranks[0] for ranks in world.hosts]
             for pair in itertools.pairwise([*firsts, firsts[0]] if len(firsts) > 2 else firsts):
-                swapping = functools.partial(_swapping, transport, world.rank, sum(pair) - world.rank)
-                path = _time(transport.engine, pair, swapping if world.rank in pair else None, _LARGEST_BYTES)
+                swap = functools.partial(_swap, transport, sum(pair) - world.rank)
+                path = _time(transport.engine, pair, swap if world.rank in pair else _watch)
                 found += [path] if world.rank == pair[0] else []
-        return [PathFacts(**path) for of_rank in _gather(world, [*map(asdict, found)]) for path in of_rank]
+    return [PathFacts(**path) for of_rank in _gather(world, [*map(asdict, found)]) for path in of_rank]
 
 
-def _reducing(host: HostGroup, direct: DirectAllReduce, num_bytes: int) -> _Transfer:
+def _time(kind: str, ranks: Sequence[int], transfer: _Transfer) -> PathFacts:
+    """Time transfers of the `ranks`. Collective among all ranks of the world."""
+    latency, seconds = (
+        statistics.median(
+            [_most(transfer(num_bytes)) for _ in range(repetitions + 1)][1:]
+        )  # the first one fills caches
+        for num_bytes, repetitions in _SIZES.items()
+    )
+    num_bytes = [*_SIZES][1]
+    return PathFacts(kind, list(ranks), latency * 1e6, num_bytes / seconds / 1e9, num_bytes)
+
+
+def _reducing(host: HostGroup, direct: DirectAllReduce) -> _Transfer:
     """All-reduces as in training."""
-    (wire,) = direct.open_wires([(num_bytes // 4, torch.float32)])
-    pattern = torch.arange(num_bytes // 4, dtype=torch.float32).remainder_(251)
-    expected = pattern * host.size + sum(host.ranks)
+    wires = dict(zip(_SIZES, direct.open_wires([(size // 4, torch.float32) for size in _SIZES]), strict=True))
 
-    def once() -> tuple[float, bool]:
-        wire.tensor.copy_(pattern).add_(host.ranks[host.index])
+    def reduce(num_bytes: int) -> float:
+        wire = wires[num_bytes]
+        wire.tensor.fill_(1.0)
         barrier()
         started = time.perf_counter()
         direct.start(wire).wait()
-        return time.perf_counter() - started, torch.equal(wire.tensor, expected)
+        return time.perf_counter() - started
 
-    return once
+    return reduce
 
 
-def _swapping(transport: Transport, rank: int, other: int, num_bytes: int) -> _Transfer:
+def _swap(transport: Transport, other: int, num_bytes: int) -> float:
     """Messages in both directions at once. A link that moves no data raises a RingError after the world's timeout."""
-    outgoing, expected = (_pattern(num_bytes, of) for of in (rank, other))
-    incoming = torch.zeros_like(outgoing)
-
-    def once() -> tuple[float, bool]:
-        incoming.zero_()
-        barrier()
-        started = time.perf_counter()
-        for transfer in [transport.receive(incoming, other), transport.send(outgoing, other)]:
-            transfer.wait()
-        return time.perf_counter() - started, torch.equal(incoming, expected)
-
-    return once
+    outgoing, incoming = torch.ones(2, num_bytes, dtype=torch.uint8)
+    barrier()
+    started = time.perf_counter()
+    for transfer in [transport.receive(incoming, other), transport.send(outgoing, other)]:
+        transfer.wait()
+    return time.perf_counter() - started
 
 
-def _watch() -> tuple[float, bool]:
+def _watch(num_bytes: int) -> float:
     """Waits for the ranks that measure."""
     barrier()
-    return 0.0, True
-
-
-def _pattern(num_bytes: int, rank: int) -> torch.Tensor:
-    """[num_bytes] uint8, different for each rank. No 4 KiB of it are like the next."""
-    return torch.arange(num_bytes).add_(rank * 7).remainder_(251).to(torch.uint8)
-
-
-def _time(kind: str, ranks: Sequence[int], prepare: Callable[[int], _Transfer] | None, most_bytes: int) -> PathFacts:
-    """Time transfers of sizes that grow by four, until one is long: 100 Mbit/s need less data than shared memory.
-
-    Collective among all ranks of the world, which stop at the same size.
-    """
-    is_intact = True
-
-    def seconds_of(num_bytes: int, repetitions: int = _REPETITIONS) -> float:
-        nonlocal is_intact
-        once = _watch if prepare is None else prepare(num_bytes)
-        results = [once() for _ in range(repetitions + 1)]  # the first one fills caches
-        is_intact &= all(intact for _, intact in results)
-        return _most(statistics.median(seconds for seconds, _ in results[1:]))
-
-    latency = seconds_of(_LATENCY_BYTES, 20)
-    size = _SMALLEST_BYTES
-    while (seconds := seconds_of(size)) < _LONG_SECONDS and 4 * size <= most_bytes:
-        size *= 4
-    return PathFacts(kind, list(ranks), latency * 1e6, size / seconds / 1e9, size, _most(not is_intact) == 0.0)
+    return 0.0
 
 
 def _most(value: float) -> float:

@@ -39,8 +39,6 @@ class RankFacts:
     load: float = 0.0  # of the machine in the last minute, divided by its cores
     core_limit: float | None = None  # processor time that a control group (a container) grants, in cores
     threads: int = 0  # that torch computes with
-    memory_available_bytes: int = 0  # free memory of the machine or of the control group, whichever is less
-    memory_limit_bytes: int | None = None  # of the control group
     gpus: list[str] = field(default_factory=list)
     gpu_peers: list[list[bool]] = field(default_factory=list)  # [i][j]: whether GPU i reaches GPU j's memory
     triton_lacks: list[str] = field(default_factory=list)  # what compiling kernels takes, and is not there
@@ -76,7 +74,6 @@ class PathFacts:
     latency_us: float  # of 1 KiB
     gigabytes_per_second: float  # of `num_bytes`; of messages in each direction
     num_bytes: int
-    arrived_intact: bool = True  # the data arrived unchanged
 
 
 @dataclass(frozen=True)
