@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
@@ -33,8 +32,7 @@ def _checks(rank: int, size: int) -> dict[str, Any]:
     sampler.load_state_dict({**sampler.state_dict(), "position": 4})
     before, random_state = sampler.state_dict(), torch.get_rng_state()
     found["ours"] = check(data, sampler)
-    by_twos = Sampler(data, batch_sampler=[[n, n + 1] for n in range(0, 10, 2)] + [[10]])
-    found["batches"] = check(data, by_twos)
+    found["batches"] = check(data, Sampler(data, global_batch=3))
     found["padded"] = check(data, DistributedSampler(data, size, rank))
     found["dropped"] = check(data, DistributedSampler(data, size, rank, drop_last=True))
     found["ours by samples"] = check(data, BatchSampler(Sampler(data), 2, False))
@@ -91,16 +89,6 @@ def test_check() -> None:
     assert "the sampler draws sample 11, but the dataset has 11" in both[1]["outside"]
     assert both[0]["outside"].startswith("PlanMismatchError: rank 1 could not go through its samples: ValueError")
     assert both[0]["no length"].startswith("TypeError")
-
-
-def test_check_of_many_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one process: 1000 samples in ranges of 64."""
-    monkeypatch.setattr("torchring.data.coverage._AT_ONCE", 64)
-    assert check(range(1000), Sampler(range(1000))).num_drawn == 1000
-    with pytest.raises(
-        ValueError, match=r"draw 1001 samples of 1000; 1 are missing, such as 700; 2 come more than once, .* 5, 999"
-    ):
-        check(range(1000), _Own([*range(700), *range(701, 1000), 5, 999]))
 
 
 def _uneven(rank: int, size: int) -> tuple[int, list[torch.Tensor]]:

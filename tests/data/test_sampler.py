@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data import Sampler as TorchSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchring.data import Sampler
@@ -20,35 +19,11 @@ def permutation(length: int, seed: int, epoch: int) -> list[int]:
     return torch.randperm(length, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
 
 
-class ByLength(TorchSampler[list[int]]):
-    """Batches of samples of like length, in an order that depends on the epoch. Sample n has length 7n mod 5."""
-
-    def __init__(self, length: int, batch_size: int) -> None:
-        self.length, self.batch_size, self.epoch = length, batch_size, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[list[int]]:
-        samples = sorted(permutation(self.length, 3, self.epoch), key=lambda n: 7 * n % 5)
-        batches = [samples[n : n + self.batch_size] for n in range(0, self.length, self.batch_size)]
-        return iter(random.Random(self.epoch).sample(batches, len(batches)))
-
-
-def order_of(kind: str, length: int, bucket: int, epoch: int) -> list[int]:
-    """The order of an epoch, whatever the ranks."""
-    if kind != "by length":
-        return permutation(length, 5, epoch)
-    batches = ByLength(length, bucket)
-    batches.set_epoch(epoch)
-    return [sample for batch in batches for sample in batch]
-
-
 class World:
     """Ranks that train in lockstep, each with its own sampler and loader: the state is all that they know of before.
 
     Args:
-        kind: "plain", "by length", "stateful" (a loader of torchdata), or "steps": samplers count steps, as in a State.
+        kind: "plain", "stateful" (a loader of torchdata), or "steps": samplers count steps, as in a State.
         batch: the options that say what a batch is.
     """
 
@@ -62,7 +37,7 @@ class World:
             if state is not None:
                 each.load_state_dict(state)  # type: ignore[union-attr]
         for rank, sampler in enumerate(self.samplers if kind == "steps" else ()):
-            sampler.count_steps(None)
+            sampler.count_steps()
             sampler.share_out(rank, size)
 
     def steps(self) -> Iterator[list[int]]:
@@ -78,21 +53,19 @@ class World:
         return self.loaders[-1].state_dict() if self.kind == "stateful" else states[0]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("kind", ["plain", "stateful", "by length", "steps"])
+@pytest.mark.parametrize("kind", ["plain", "stateful", "steps"])
 @pytest.mark.parametrize("calls_set_epoch", [True, False])
 def test_100_schedules_of_kill_resume_and_resize(kind: str, calls_set_epoch: bool) -> None:
     """In each, ranks are killed in the middle of steps, and other ranks go on, with batches of other sizes."""
     num_killed = 0
     for seed in range(100 if kind in ("plain", "steps") else 40):
         choose = random.Random(seed)
-        length, bucket = choose.randint(1, 60), choose.randint(1, 5)
+        length = choose.randint(1, 60)
         num_epochs, epoch, state = 3, 0, None
         trained: list[list[int]] = [[] for _ in range(num_epochs)]  # since the last state that was saved, too
         saved: tuple[Any, int, list[list[int]]] = (None, 0, [[] for _ in range(num_epochs)])
         while epoch < num_epochs:  # a launch
             batch: dict[str, Any] = {choose.choice(["batch_size", "global_batch"]): choose.randint(1, 6)}
-            if kind == "by length":
-                batch = {"batch_sampler": ByLength(length, bucket)}
             world = World(kind, length, choose.randint(1, 5), batch, state)
             left = choose.randint(0, 25)  # steps until the ranks are killed
             while epoch < num_epochs and left >= 0:
@@ -109,7 +82,7 @@ def test_100_schedules_of_kill_resume_and_resize(kind: str, calls_set_epoch: boo
                     if left < 0:
                         break
                     begin, end = len(trained[epoch]), len(trained[epoch]) + len(samples)
-                    assert sorted(samples) == sorted(order_of(kind, length, bucket, epoch)[begin:end])
+                    assert sorted(samples) == sorted(permutation(length, 5, epoch)[begin:end])
                     trained[epoch] += samples
                     for sampler in world.samplers if kind == "steps" else ():
                         assert sampler.position == begin
@@ -204,7 +177,7 @@ def test_a_look_inside_a_loop_changes_nothing() -> None:
 def test_a_rank_without_a_share_and_a_loop_that_holds_batches_ahead() -> None:
     sampler = Sampler(range(5), shuffle=False, global_batch=3, rank=2, size=3)
     batches = list(sampler)
-    assert (batches, sampler.batch_size) == ([[2], [3]], 1)
+    assert batches == [[2], [3]]
     assert [sampler.weight(), sampler.weight()] == [1, 0]
     assert sampler.position == 5
     with pytest.raises(ValueError, match="for batch 2, counted from 0, of an iteration that has drawn 2"):
@@ -230,7 +203,7 @@ def test_used_as_torchs_distributed_sampler() -> None:
     samplers[0].set_epoch(1)
     assert samplers[0].state_dict()["position"] == 0
     next(iter(loaders[0]))
-    for ask in (samplers[0].weight, samplers[0].state_dict, lambda: samplers[0].count_steps(None)):
+    for ask in (samplers[0].weight, samplers[0].state_dict, samplers[0].count_steps):
         with pytest.raises(
             ValueError, match=r"the DataLoader makes the batches.* batch_sampler=torchring.data.Sampler"
         ):
@@ -238,20 +211,9 @@ def test_used_as_torchs_distributed_sampler() -> None:
     assert list(Sampler(range(3), shuffle=False)) == [0, 1, 2]  # in torchring's world
 
 
-def test_samples_of_the_global_batch_of_a_state() -> None:
-    sampler = Sampler(range(12), shuffle=False)
-    sampler.count_steps(4)
-    sampler.share_out(1, 3)
-    loader = DataLoader(range(12), sampler.batch_size, sampler=sampler)  # type: ignore[arg-type]
-    assert [(batch.tolist(), sampler.weight()) for batch in loader] == [([1], 1), ([5], 1), ([9], 1)]
-    sampler.record()
-    sampler.share_out(0, 3)
-    assert (list(loader), sampler.position, sampler.batch_size) == ([], 12, 2)
-
-
 def test_steps_in_which_no_batch_is_counted() -> None:
     sampler = Sampler(range(6), batch_size=2)
-    sampler.count_steps(None)
+    sampler.count_steps()
     sampler.share_out(0, 1)
     sampler.record()  # of other data
     next(iter(sampler))
@@ -260,8 +222,6 @@ def test_steps_in_which_no_batch_is_counted() -> None:
     next(loop)
     with pytest.raises(ValueError, match=r"no batch was counted: call optimizer.weigh\(sampler.weight\(\)\)"):
         sampler.record()
-    with pytest.raises(ValueError, match=r"has global_batch=4, and its sampler says something else"):
-        sampler.count_steps(4)
 
 
 class Changing:
@@ -289,8 +249,7 @@ def test_a_dataset_that_changes() -> None:
         (lambda: Sampler([1], rank=1), "pass both rank and size, .* got rank=1, size=None"),
         (lambda: Sampler([1], rank=2, size=2), "got rank=2, size=2"),
         (lambda: Sampler([1], global_batch=0), "global_batch must be at least 1, got 0"),
-        (lambda: Sampler([1], batch_size=1, batch_sampler=[[0]]), "batch_size and batch_sampler both say"),
-        (lambda: Sampler([1]).batch_size, r"set Sampler\(batch_size=...\) or Sampler\(global_batch=...\)"),
+        (lambda: Sampler([1], batch_size=1, global_batch=2), "batch_size and global_batch both say"),
         (lambda: Sampler([1], batch_size=1).weight(), "the sampler has drawn none"),
         (lambda: Sampler([1]).load_state_dict({**Sampler([1]).state_dict(), "position": 2}), "2 of 1 samples"),
         (lambda: Sampler([1]).load_state_dict(Sampler([1, 2]).state_dict()), "of 2 samples, but this one has 1"),
@@ -299,10 +258,3 @@ def test_a_dataset_that_changes() -> None:
 def test_bad_input(make: Callable[[], Iterable[Any]], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         make()
-
-
-def test_a_batch_sampler_that_yields_other_batches_than_were_saved() -> None:
-    sampler = Sampler(range(6), batch_sampler=[[0, 1], [2, 3], [4, 5]])
-    sampler.load_state_dict({**sampler.state_dict(), "position": 3})
-    with pytest.raises(ValueError, match="no batch begins after 3 samples of epoch 0"):
-        list(sampler)

@@ -439,16 +439,16 @@ def _train_alone(rank: int, size: int, folder: Path, is_told: bool, shard: bool)
     optimizer = torchring.wrap(
         torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9), model, accumulate=2, on_nonfinite="skip", shard=shard
     )
-    sampler = torchring.elastic.Sampler(Digits(), seed=5)
+    sampler = torchring.elastic.Sampler(Digits(), seed=5, global_batch=64)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9)
     parts = {"model": model, "optimizer": optimizer, "sampler": sampler, "scheduler": scheduler}
-    state = torchring.elastic.State(**parts, step=0, global_batch=64, checkpoint=folder, every=5)
+    state = torchring.elastic.State(**parts, step=0, checkpoint=folder, every=5)
 
     @torchring.elastic.run
     def train(state: Any) -> int:
         first, num_micro = state.step, 0
         while True:
-            for pixels, labels, _ in DataLoader(Digits(), batch_size=sampler.batch_size, sampler=sampler):
+            for pixels, labels, _ in DataLoader(Digits(), batch_sampler=sampler):
                 if state.step == _NUM_STEPS:
                     return first
                 if is_told and rank == 1 and state.step == 12 and num_micro % 2 == 0:

@@ -109,7 +109,7 @@ def train_worker(
     _patch(points)
     model = make_model()
     optimizer = torchring.wrap(make(model), model, shard=True)
-    sampler = torchring.elastic.Sampler(Digits(), seed=5)
+    sampler = torchring.elastic.Sampler(Digits(), seed=5, global_batch=GLOBAL_BATCH)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9)
     state = torchring.elastic.State(
         model=model,
@@ -117,7 +117,6 @@ def train_worker(
         sampler=sampler,
         scheduler=scheduler,
         step=0,
-        global_batch=GLOBAL_BATCH,
         **options,
     )
 
@@ -126,7 +125,7 @@ def train_worker(
         note(enters=state.step, rank=torchring.rank(), size=torchring.size())
         _marker(f"entered after {_num_done(points)}").touch()
         while True:
-            for pixels, labels, indices in DataLoader(Digits(), batch_size=state.batch_size, sampler=sampler):
+            for pixels, labels, indices in DataLoader(Digits(), batch_sampler=sampler):
                 if is_last(state.step):
                     return
                 optimizer.zero_grad()

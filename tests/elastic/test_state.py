@@ -54,7 +54,7 @@ def test_a_value_that_cannot_be_sent_is_named() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"global_batch": 0}, "global_batch must be a number of samples, 1 or more, got 0"),
+        ({"global_batch": 4}, r"State takes no global_batch: use DataLoader\(data, batch_sampler=Sampler"),
         ({"every": 0}, "every must be a number of steps, 1 or more, or a positive timedelta, got 0"),
         ({"every": timedelta()}, "every must be"),
         ({"commit": 1}, "a State has something else under the name 'commit'"),
@@ -64,11 +64,6 @@ def test_a_value_that_cannot_be_sent_is_named() -> None:
 def test_wrong_arguments(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         torchring.elastic.State(**parts(), **options)
-
-
-def test_batch_size_outside_of_the_training_function() -> None:
-    with pytest.raises(ValueError, match="in the training function"):
-        torchring.elastic.State(**parts(), global_batch=4).batch_size  # noqa: B018
 
 
 def test_a_model_of_a_state_can_be_copied_and_pickled() -> None:
@@ -115,13 +110,13 @@ def test_a_world_of_one_is_left_where_a_forward_or_a_closure_begins() -> None:
 def test_after_the_last_commit_of_an_epoch_it_is_not_trained_again(makes_step: bool) -> None:
     """An exception comes at the first batch of the next epoch, or after its step, which is not committed."""
     data = torch.utils.data.TensorDataset(torch.ones(4, 2))
-    sampler = torchring.elastic.Sampler(data)
-    state = torchring.elastic.State(**parts(), sampler=sampler, epoch=0, global_batch=2)
+    sampler = torchring.elastic.Sampler(data, batch_size=2)
+    state = torchring.elastic.State(**parts(), sampler=sampler, epoch=0)
     entered(state)
 
     def train(num_steps: int) -> None:
         sampler.set_epoch(state.epoch)
-        for (x,) in itertools.islice(torch.utils.data.DataLoader(data, state.batch_size, sampler=sampler), num_steps):
+        for (x,) in itertools.islice(torch.utils.data.DataLoader(data, batch_sampler=sampler), num_steps):
             state.optimizer.weigh(sampler.weight())
             state.model(x).sum().backward()
             state.optimizer.step()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import array
 import copy
-import itertools
+import functools
 import logging
 import operator
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch.utils.data import DistributedSampler
 
@@ -20,7 +20,6 @@ from torchring.default_world import default_world
 from torchring.errors import ranks_in_words
 
 _logger: Final = logging.getLogger("torchring")
-_AT_ONCE: Final = 1 << 20  # samples of all ranks, of which a rank holds the numbers
 _NUM_EXAMPLES: Final = 5
 _SHOULD_AGREE: Final = ("seed", "shuffle", "epoch", "num_replicas", "drop_last")
 
@@ -62,8 +61,8 @@ def check(dataset: Sized, sampler: Iterable[Any]) -> Coverage:
 
         torchring.data.check(dataset, sampler)  # once, before training; or loader.batch_sampler
 
-    Goes through the epoch that the sampler is in. Reads no sample, and leaves the sampler as it was. Each rank holds
-    the numbers of its own samples, and those of 2**20 samples of all ranks at a time.
+    Goes through the epoch that the sampler is in. Reads no sample, and leaves the sampler as it was. Takes
+    some 50 bytes of memory for each sample of the dataset.
 
     Args:
         dataset: has a length.
@@ -92,23 +91,18 @@ def check(dataset: Sized, sampler: Iterable[Any]) -> Coverage:
         [f"the length of the dataset: {length}", *(f"the sampler's {name}: {value}" for name, value in said.items())]
     )
 
-    # Range by range of the samples' numbers, so that a rank can hold those of all ranks
-    counts = [int(each) for each in collectives.all_gather(torch.tensor([len(mine)], device="cpu"))]
-    edges = [*range(0, length, _AT_ONCE), length]
-    cuts = [0, *torch.searchsorted(mine, torch.tensor(edges[1:])).tolist()]
-    numbers = [0, 0, 0]
-    examples: list[list[tuple[int, tuple[int, ...]]]] = [[], [], []]
-    for (low, high), (begin, end) in zip(itertools.pairwise(edges), itertools.pairwise(cuts), strict=True):
-        ranks = collectives.all_gather(mine[begin:end])
-        num_times = torch.bincount(torch.cat(ranks) - low, minlength=high - low)
-        num_ranks = sum(torch.bincount(each - low, minlength=high - low).clamp(max=1) for each in ranks)
-        for i, is_such in enumerate((num_times == 0, num_times > 1, torch.as_tensor(num_ranks) > 1)):
-            found = is_such.nonzero().flatten() + low
-            numbers[i] += len(found)
-            for sample in found[: _NUM_EXAMPLES - len(examples[i])].tolist():
-                examples[i].append((sample, tuple(r for r, theirs in enumerate(ranks) if (theirs == sample).any())))
-    missing, repeated = (tuple(sample for sample, _ in each) for each in examples[:2])
-    coverage = Coverage(length, sum(counts), numbers[0], numbers[1], numbers[2], missing, repeated, tuple(examples[2]))
+    ranks = collectives.all_gather(mine)
+    num_times = torch.bincount(torch.cat(ranks), minlength=length)
+    num_ranks = functools.reduce(torch.add, (torch.bincount(each, minlength=length).clamp(max=1) for each in ranks))
+    missing, repeated, shared = (
+        is_such.nonzero().flatten() for is_such in (num_times == 0, num_times > 1, num_ranks > 1)
+    )
+    some_shared = [(n, tuple(r for r, theirs in enumerate(ranks) if (theirs == n).any())) for n in _some(shared)]
+    counts = [len(each) for each in ranks]
+    coverage = Coverage(
+        *(length, sum(counts), len(missing), len(repeated), len(shared)),
+        *(_some(missing), _some(repeated), tuple(some_shared)),
+    )
     num_allowed = 0
     if isinstance(inner, DistributedSampler):
         num_allowed = (length if inner.drop_last else -length) % inner.num_replicas
@@ -128,30 +122,28 @@ def check(dataset: Sized, sampler: Iterable[Any]) -> Coverage:
     return coverage
 
 
-def _samples(sampler: Iterable[Any], length: int) -> torch.Tensor:
-    """[N] int64, in order: the samples that this rank draws. Raises ValueError if there is no such sample."""
+def _some(samples: torch.Tensor) -> tuple[int, ...]:
+    return tuple(samples[:_NUM_EXAMPLES].tolist())
+
+
+def _samples(sampler: Any, length: int) -> torch.Tensor:
+    """[N] int64: the samples that this rank draws. Raises ValueError if there is no such sample."""
     with torch.random.fork_rng(devices=[]):
-        found = array.array("q", map(operator.index, _drawn(sampler)))
-    if not found:
-        return torch.empty(0, dtype=torch.int64)
-    mine = torch.frombuffer(found, dtype=torch.int64).sort().values
-    for sample in (int(mine[0]), int(mine[-1])):
-        if not 0 <= sample < length:
-            raise ValueError(f"the sampler draws sample {sample}, but the dataset has {length} samples")
+        mine = torch.from_numpy(np.fromiter(map(operator.index, _drawn(sampler)), np.int64))
+    if (outside := mine[(mine < 0) | (mine >= length)]).numel():
+        raise ValueError(f"the sampler draws sample {int(outside[0])}, but the dataset has {length} samples")
     return mine
 
 
 def _drawn(sampler: Any) -> Iterator[Any]:
+    if isinstance(sampler, Sampler):
+        whole = sampler._plan(sampler.epoch, 0)
+        for batch, samples in enumerate(sampler._draw(whole)):
+            yield from samples[: whole.weight(batch)] if sampler._knows_batches else samples
+        return
     generator = getattr(sampler, "generator", None)
     before = None if generator is None else generator.get_state()
-    sampler = copy.copy(sampler)
-    if isinstance(sampler, Sampler):
-        sampler._resume(sampler.epoch, 0)
-        sampler._is_counted = True
-        for each in sampler:
-            yield from each[: sampler.weight()] if sampler._yields_batches else (each,)
-    else:
-        for each in sampler:
-            yield from each if isinstance(each, list | tuple) else (each,)
+    for each in copy.copy(sampler):
+        yield from each if isinstance(each, list | tuple) else (each,)
     if generator is not None:
         generator.set_state(before)

@@ -10,7 +10,7 @@ A *global batch* is the next B samples. With 10 samples in order:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +21,12 @@ from torchring import default_world
 class Pass:
     """One iteration over what is left of an epoch.
 
-    The epoch consists of elements: samples, or the batches of a batch sampler.
-
     Attributes:
         epoch: its number.
-        offsets: number of samples that stand before each element, and the number of all.
-        start: element at which the pass began.
+        length: number of samples of the epoch.
+        start: number of samples that were used when the pass began.
         rank, size: this process and its world, which shares the pass.
-        unit: number of elements of a global batch. The last one may be smaller.
+        unit: number of samples of a global batch. The last one may be smaller.
         iterator: draws the batches. Gone when the loop is over, unless workers of the `DataLoader` stay.
         num_drawn: number of batches that have been drawn. Workers of a `DataLoader` draw ahead of the loop.
         num_asked: number of batches up to the last one whose weight was asked for.
@@ -38,7 +36,7 @@ class Pass:
     """
 
     epoch: int
-    offsets: Sequence[int]
+    length: int
     start: int
     rank: int
     size: int
@@ -51,10 +49,6 @@ class Pass:
     is_exhausted: bool = False
 
     @property
-    def length(self) -> int:
-        return len(self.offsets) - 1
-
-    @property
     def num_batches(self) -> int:
         return -(-(self.length - self.start) // self.unit)
 
@@ -62,38 +56,24 @@ class Pass:
         is_over = self.num_asked == self.num_batches or (self.is_exhausted and not self.num_asked)
         return self.iterator() is not None and not is_over
 
-    def bounds(self, batch: int) -> tuple[int, int]:
-        """The elements of a global batch, as positions in the epoch."""
-        begin = self.start + batch * self.unit
-        return begin, min(begin + self.unit, self.length)
+    def position(self, num_batches: int) -> int:
+        """Number of samples at the front of the epoch, once as many batches of this pass have been used."""
+        return min(self.start + num_batches * self.unit, self.length)
 
     def share(self, batch: int) -> range:
-        """Positions in the epoch of the elements that this rank draws of a global batch."""
-        begin, end = self.bounds(batch)
+        """Positions in the epoch of what this rank draws of a global batch. A rank without a share draws one, too."""
+        begin, end = self.position(batch), self.position(batch + 1)
         return range(begin + self.rank, end, self.size) or range(begin, begin + 1)
 
-    def weight(self, batch: int, rank: int | None = None) -> int:
-        """Number of samples that count of the share of a rank, by default this one."""
-        begin, end = self.bounds(batch)
-        own = range(begin + (self.rank if rank is None else rank), end, self.size)
-        return sum(self.offsets[i + 1] - self.offsets[i] for i in own)
+    def weight(self, batch: int) -> int:
+        """Number of samples that count of this rank's share."""
+        return len(range(self.position(batch) + self.rank, self.position(batch + 1), self.size))
 
     def has_equal_shares(self) -> bool:
         """Whether all ranks have equally many samples in each batch."""
-        first = [0] if isinstance(self.offsets, range) else range(self.num_batches)  # others are like the first one
-        return all(
-            len({self.weight(batch, rank) for rank in range(self.size)}) == 1
-            for batch in ((*first, self.num_batches - 1) if self.num_batches else ())
-        )
-
-    def position(self, num_batches: int) -> int:
-        """Number of samples at the front of the epoch, once as many batches of this pass have been used."""
-        return self.offsets[min(self.start + num_batches * self.unit, self.length)]
-
-
-def share_of(global_batch: int, rank: int, size: int) -> int:
-    """Number of samples that a rank draws of a global batch. A rank without a share draws one, with weight 0."""
-    return max(1, len(range(rank, global_batch, size)))
+        num_left = self.length - self.start
+        sizes = {self.unit} if num_left > self.unit else set[int]()
+        return all(num % self.size == 0 for num in {*sizes, num_left % self.unit or min(num_left, self.unit)})
 
 
 def _place(rank: int | None, size: int | None) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch.utils.data import get_worker_info
 
-from torchring.data.shards import SplitDataset, is_of_as_many, shared_number
+from torchring.data.shards import SplitDataset, shared_number
 
 if TYPE_CHECKING:
     import pyarrow
@@ -233,7 +233,12 @@ class _Rows(Iterator[Any]):
                 f"the state is of files with {state_dict['num_rows']} rows, but these have {dataset._num_rows}: go on "
                 "with the same files, or begin anew"
             )
-        is_of_as_many(state_dict, dataset.part())
+        _, size, _, num_workers = dataset.part()
+        if state_dict["num_workers"] > 1 and (state_dict["size"], state_dict["num_workers"]) != (size, num_workers):
+            raise ValueError(
+                f"the state is of {state_dict['size']} ranks with {state_dict['num_workers']} workers each, but there "
+                f"are {size} ranks with {num_workers} now: go on with as many as before, or save without workers"
+            )
         dataset._seed, dataset._shuffle = state_dict["seed"], state_dict["shuffle"]
         self.epoch, self.used, self._num_taken = state_dict["epoch"], [*state_dict["used"]], state_dict["taken"]
 

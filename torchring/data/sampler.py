@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any, Final
 
 import torch
 
-from torchring.data.epoch import Pass, rank_and_size, share_of
+from torchring.data.epoch import Pass, rank_and_size
 from torchring.gradients.weights import unequal_shares
 
 _LINE: Final = (
@@ -48,9 +47,9 @@ class Sampler(torch.utils.data.Sampler[Any]):
     an iteration yields nothing if its samples have all been used. An iteration in which no weight was asked for was a
     look: the next one begins where it began, or with the next epoch if the look drew the whole epoch.
 
-    Without `batch_size`, `global_batch` and `batch_sampler`, this is used as torch's `DistributedSampler`:
-    `DataLoader(dataset, batch_size=32, sampler=sampler)`. It then yields samples, repeats some so that all ranks get
-    equally many, and has no weights and no position within an epoch. In an `elastic.State` with a global batch, it has.
+    Without `batch_size` and `global_batch`, this is used as torch's `DistributedSampler`: `DataLoader(dataset,
+    batch_size=32, sampler=sampler)`. It then yields samples, repeats some so that all ranks get equally many, and has
+    no weights and no position within an epoch.
 
     No method communicates: `torchring.data.check` finds out whether ranks have the same seed and dataset.
 
@@ -61,9 +60,6 @@ class Sampler(torch.utils.data.Sampler[Any]):
         batch_size: number of samples of a batch of each rank. Stays the same if the number of ranks changes.
         global_batch: number of samples of all ranks' batches together, in place of `batch_size`. Shares differ by one
             at most, and change with the number of ranks.
-        batch_sampler: yields the batches of an epoch, such as batches of equal length, as lists of samples; the same on
-            all ranks. Ranks take turns. The order is that of `batch_sampler`, whatever `shuffle` says; its `set_epoch`
-            is called if it has one.
         rank: this process. By default that of torchring when an iteration begins.
         size: number of ranks, with `rank`.
 
@@ -80,14 +76,11 @@ class Sampler(torch.utils.data.Sampler[Any]):
         *,
         batch_size: int | None = None,
         global_batch: int | None = None,
-        batch_sampler: Iterable[Sequence[Any]] | None = None,
         rank: int | None = None,
         size: int | None = None,
     ) -> None:
-        sizes = {"batch_size": batch_size, "global_batch": global_batch, "batch_sampler": batch_sampler}
-        given = [name for name, value in sizes.items() if value is not None]
-        if len(given) > 1:
-            raise ValueError(f"{given[0]} and {given[1]} both say what a batch is; leave out {given[0]}")
+        if batch_size is not None and global_batch is not None:
+            raise ValueError("batch_size and global_batch both say what a batch is; leave out batch_size")
         for name, number in (("batch_size", batch_size), ("global_batch", global_batch)):
             if number is not None and number < 1:
                 raise ValueError(f"{name} must be at least 1, got {number}")
@@ -98,22 +91,20 @@ class Sampler(torch.utils.data.Sampler[Any]):
                 f"a sampler needs a dataset with a length, got {type(dataset).__name__}; for an iterable dataset, use "
                 "torchring.data.shard(dataset)"
             ) from error
-        self.batch_sampler = batch_sampler
         self._dataset = dataset
         self._shuffle = shuffle
         self._seed = seed
         self._batch_size = batch_size
         self._global_batch = global_batch
-        self._yields_batches = bool(given)
+        self._knows_batches = batch_size is not None or global_batch is not None
         self._place = rank_and_size(rank, size)
-        self._batches: tuple[int, list[Sequence[Any]]] | None = None  # of the batch sampler: epoch, and its batches
 
         # Where the next iteration begins, if none has begun since
         self._epoch = self._start = 0
         self._goes_on = False  # the next iteration belongs to the epoch under way, even at its end
 
         self._passes: list[Pass] = []  # the newest, and those whose loops are not over
-        self._counts_steps = False  # `record` is called
+        self._counts_steps = False  # for an `elastic.State`
         self._is_counted = False  # the loop asks for weights, or its DataLoader saves the position
 
     @property
@@ -135,21 +126,10 @@ class Sampler(torch.utils.data.Sampler[Any]):
         if self._counts_steps:
             return current.position(current.num_used)
         if current.num_drawn and not current.num_asked and not self._is_counted:
-            raise ValueError(f"how much of the epoch was used is not known: {self._way_out()}")
+            raise ValueError(
+                f"how much of the epoch was used is not known: {_LINE if self._knows_batches else _NO_BATCHES}"
+            )
         return current.position(current.num_asked)
-
-    @property
-    def batch_size(self) -> int:
-        """Number of samples of this rank's batches. The last batch of an epoch may be smaller.
-
-        Raises:
-            ValueError: there is neither a global batch nor a `batch_size`.
-        """
-        if self._global_batch is not None:
-            return share_of(self._global_batch, *self._place())
-        if self._batch_size is None:
-            raise ValueError("the batch size is not known: set Sampler(batch_size=...) or Sampler(global_batch=...)")
-        return self._batch_size
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration belongs to this epoch. The one under way goes on; any other starts from the front."""
@@ -191,18 +171,12 @@ class Sampler(torch.utils.data.Sampler[Any]):
         self._is_counted = True
         return current.weight(number)
 
-    def count_steps(self, global_batch: int | None) -> None:
-        """Count finished steps, with this global batch if the sampler has none. Called by `elastic.State`.
+    def count_steps(self) -> None:
+        """The position is that of finished steps from now on. Called by `elastic.State`.
 
         Raises:
-            ValueError: nothing says what a batch is, or two things do.
+            ValueError: the sampler does not know what a batch is.
         """
-        if global_batch is not None and self._yields_batches and self._global_batch != global_batch:
-            raise ValueError(
-                f"the State has global_batch={global_batch}, and its sampler says something else of a batch; leave out "
-                "the State's"
-            )
-        self._global_batch = global_batch or self._global_batch
         if not self._knows_batches:
             raise ValueError(_NO_BATCHES)
         self._counts_steps = True
@@ -213,11 +187,10 @@ class Sampler(torch.utils.data.Sampler[Any]):
         Raises:
             ValueError: no weight was asked for in the loop under way.
         """
-        self._counts_steps = True
         if (current := self._current()) is None:
             return
         if current.num_drawn and not current.num_asked and current.iterator() is not None:
-            raise ValueError(f"a step was made in a loop over a sampler, and no batch was counted: {self._way_out()}")
+            raise ValueError(f"a step was made in a loop over a sampler, and no batch was counted: {_LINE}")
         current.num_used = current.num_asked
 
     def share_out(self, rank: int, size: int) -> None:
@@ -255,25 +228,12 @@ class Sampler(torch.utils.data.Sampler[Any]):
         return _Draws(self)
 
     def __len__(self) -> int:
-        """Number of batches, or else samples, that this rank draws in the iteration under way, or in the next one.
-
-        Raises:
-            ValueError: see `load_state_dict`, with a `batch_sampler`.
-        """
+        """Number of batches, or else samples, that this rank draws in the iteration under way, or in the next one."""
         current = self._current()
         if current is None or current.iterator() is None:
             current = self._plan(*self._next())
         num_batches = current.num_batches
-        if self._yields_batches or not num_batches:
-            return num_batches
-        return (num_batches - 1) * len(current.share(0)) + len(current.share(num_batches - 1))
-
-    @property
-    def _knows_batches(self) -> bool:
-        return self._yields_batches or self._global_batch is not None
-
-    def _way_out(self) -> str:
-        return _LINE if self._knows_batches else _NO_BATCHES
+        return num_batches if self._knows_batches else sum(len(current.share(batch)) for batch in range(num_batches))
 
     def _current(self) -> Pass | None:
         """The newest iteration whose loop is not over, or else the newest. A look may come inside a loop."""
@@ -297,18 +257,8 @@ class Sampler(torch.utils.data.Sampler[Any]):
         return (epoch + 1, 0) if is_over and not self._goes_on else (epoch, start)
 
     def _plan(self, epoch: int, position: int) -> Pass:
-        offsets: Sequence[int] = range(self._length + 1)
-        if self.batch_sampler is not None:
-            offsets = [0, *itertools.accumulate(map(len, self._order(epoch)))]
-        first = bisect.bisect_left(offsets, position)
-        if first == len(offsets) or offsets[first] != position:
-            raise ValueError(
-                f"no batch begins after {position} samples of epoch {epoch}, where the sampler is to go on: its "
-                "batch_sampler must yield the batches that it had when the state was saved"
-            )
         rank, size = self._place()
-        unit = self._global_batch or (self._batch_size or 1) * size
-        return Pass(epoch, offsets, first, rank, size, unit)
+        return Pass(epoch, self._length, position, rank, size, self._global_batch or (self._batch_size or 1) * size)
 
     def _begin(self, draws: _Draws) -> Pass:
         current = self._plan(*self._next())
@@ -320,39 +270,25 @@ class Sampler(torch.utils.data.Sampler[Any]):
             unequal_shares.add(draws)
         return current
 
-    def _draw(self, current: Pass) -> Iterator[Any]:
+    def _draw(self, current: Pass) -> Iterator[list[int]]:
         order = self._order(current.epoch)
         for batch in range(current.num_batches):
             own = current.share(batch)
             part = order[own.start : own.stop : own.step]
-            elements = part.tolist() if isinstance(part, torch.Tensor) else list(part)
             current.num_drawn = batch + 1
-            if self.batch_sampler is not None or not self._yields_batches:
-                yield from elements
-            else:
-                yield elements
+            yield part.tolist() if isinstance(part, torch.Tensor) else list(part)
         current.is_exhausted = True
 
-    def _order(self, epoch: int) -> Sequence[Any] | torch.Tensor:
-        """The samples of an epoch, or its batches.
-
-        Raises:
-            ValueError: the dataset has changed.
-        """
+    def _order(self, epoch: int) -> Sequence[int] | torch.Tensor:
+        """The samples of an epoch. Raises ValueError if the dataset has changed."""
         if (length := len(self._dataset)) != self._length:
             raise ValueError(
                 f"the dataset had {self._length} samples when its sampler was made, but has {length} in epoch "
                 f"{epoch}; make a new sampler for the changed dataset"
             )
-        if self.batch_sampler is None:
-            if not self._shuffle:
-                return range(self._length)
-            return torch.randperm(self._length, generator=torch.Generator().manual_seed(self._seed + epoch))
-        if self._batches is None or self._batches[0] != epoch:
-            if (set_epoch := getattr(self.batch_sampler, "set_epoch", None)) is not None:
-                set_epoch(epoch)
-            self._batches = epoch, list(self.batch_sampler)
-        return self._batches[1]
+        if not self._shuffle:
+            return range(self._length)
+        return torch.randperm(self._length, generator=torch.Generator().manual_seed(self._seed + epoch))
 
     def _state(self, epoch: int, position: int) -> dict[str, int | bool]:
         own: dict[str, int | bool] = {"seed": self._seed, "shuffle": self._shuffle, "length": self._length}
@@ -392,4 +328,5 @@ class _Draws(Iterator[Any]):
 
     def _begin(self) -> None:
         self._pass = self._sampler._begin(self)
-        self._drawing = self._sampler._draw(self._pass)
+        batches = self._sampler._draw(self._pass)
+        self._drawing = batches if self._sampler._knows_batches else itertools.chain.from_iterable(batches)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,8 +28,7 @@ def shard(dataset: Iterable[Any], *, rank: int | None = None, size: int | None =
     or training hangs at the end of the epoch.
 
     `set_epoch` is passed on to `dataset`, to workers that stay (`persistent_workers=True`), too. torchdata's
-    `StatefulDataLoader` can stop and go on: with as many ranks and workers as before, or, if it has no workers, with
-    any number of ranks that have taken equally many elements.
+    `StatefulDataLoader` can stop and go on with as many ranks and workers as before. It then reads again what was used.
 
     Args:
         dataset: starts anew with each `iter()`, and yields the same on every rank and in every worker. It is not told
@@ -94,64 +94,25 @@ class ShardedDataset(SplitDataset):
         self.dataset = dataset
 
     def __iter__(self) -> Iterator[Any]:
-        return _Elements(self)
+        rank, size, worker, num_workers = self.part()
+        if self._shared_epoch >= 0 and (set_epoch := getattr(self.dataset, "set_epoch", None)) is not None:
+            set_epoch(self.epoch)
+        with _outside_of_workers():
+            elements = itertools.islice(iter(self.dataset), rank + size * worker, None, size * num_workers)
+        while True:
+            with _outside_of_workers():
+                try:
+                    element = next(elements)
+                except StopIteration:
+                    return
+            yield element
 
 
-class _Elements(Iterator[Any]):
-    """One iteration, in one worker. It begins with its first element."""
-
-    def __init__(self, shard: ShardedDataset) -> None:
-        self._shard = shard
-        self._start = 0  # elements at the front that were used before
-        self._num_taken = 0  # of the others, by this worker
-        self._elements: Iterator[Any] | None = None
-
-    def state_dict(self) -> dict[str, int]:
-        """The position, and how many workers of how many ranks have come as far."""
-        _, size, _, num_workers = self._shard.part()
-        return {"start": self._start, "taken": self._num_taken, "size": size, "num_workers": num_workers}
-
-    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Go on there. Raises ValueError where it is not known how far other workers have come."""
-        self._start, self._num_taken = state_dict["start"], state_dict["taken"]
-        if not is_of_as_many(state_dict, self._shard.part()):
-            self._start += self._num_taken * state_dict["size"]
-            self._num_taken = 0
-
-    def __next__(self) -> Any:
-        info, part = get_worker_info(), self._shard.part() if self._elements is None else None
-        loader_worker._worker_info = None  # else the dataset may yield a part only
-        try:
-            if self._elements is None and part is not None:
-                self._elements = self._open(*part)
-            assert self._elements is not None
-            element = next(self._elements)
-        finally:
-            loader_worker._worker_info = info
-        self._num_taken += 1
-        return element
-
-    def _open(self, rank: int, size: int, worker: int, num_workers: int) -> Iterator[Any]:
-        shard = self._shard
-        if shard._shared_epoch >= 0 and (set_epoch := getattr(shard.dataset, "set_epoch", None)) is not None:
-            set_epoch(shard.epoch)
-        stride = size * num_workers
-        first = self._start + rank + size * worker + self._num_taken * stride
-        return itertools.islice(iter(shard.dataset), first, None, stride)
-
-
-def is_of_as_many(state_dict: Mapping[str, int], part: tuple[int, int, int, int]) -> bool:
-    """Whether the state of an iteration is of as many ranks and workers as there are now.
-
-    Raises:
-        ValueError: it is not, and it is that of one of several workers. Others may have come further.
-    """
-    _, size, _, num_workers = part
-    if (state_dict["size"], state_dict["num_workers"]) == (size, num_workers):
-        return True
-    if state_dict["num_workers"] > 1:
-        raise ValueError(
-            f"the state is of {state_dict['size']} ranks with {state_dict['num_workers']} workers each, but there are "
-            f"{size} ranks with {num_workers} now: go on with as many as before, or save without workers"
-        )
-    return False
+@contextlib.contextmanager
+def _outside_of_workers() -> Iterator[None]:
+    """Inside, a dataset does not know that it runs in a worker: it might yield a part only."""
+    info, loader_worker._worker_info = get_worker_info(), None
+    try:
+        yield
+    finally:
+        loader_worker._worker_info = info

@@ -49,7 +49,6 @@ class Parts:
     Args:
         owner: the State.
         given: what it was given.
-        global_batch: samples of a step, which ranks must have alike.
 
     Attributes:
         optimizers: those that `torchring.wrap` has returned.
@@ -57,9 +56,8 @@ class Parts:
         others: whatever else has a state dict.
     """
 
-    def __init__(self, owner: object, given: Mapping[str, Any], global_batch: int | None) -> None:
+    def __init__(self, owner: object, given: Mapping[str, Any]) -> None:
         self._owner = owner
-        self._global_batch = global_batch
         self.modules = {name: each for name, each in given.items() if isinstance(each, torch.nn.Module)}
         self.optimizers = {name: each for name, each in given.items() if isinstance(each, DistributedOptimizer)}
         self.sharded = {n: each for n, each in self.optimizers.items() if isinstance(each, ShardedOptimizer)}
@@ -102,7 +100,7 @@ class Parts:
             lines += [f"{name}.{key}: {tuple(t.shape)} {t.dtype}" for key, t in tensors.items()]
         of_torch = {name: each.optimizer for name, each in self.optimizers.items()}  # with shard=True or without
         lines += [f"{name}: {type(each).__name__}" for name, each in {**of_torch, **self.others}.items()]
-        return [*lines, *(f"{name}: a value" for name in self._values), f"global_batch={self._global_batch}"]
+        return [*lines, *(f"{name}: a value" for name in self._values)]
 
     def state_dict(self) -> dict[str, Any]:
         return {

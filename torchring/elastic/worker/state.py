@@ -18,7 +18,6 @@ import torch
 from torch.optim import Optimizer
 
 from torchring.collectives.service import collectives_of
-from torchring.data.epoch import share_of
 from torchring.data.sampler import Sampler
 from torchring.elastic.worker.checkpoint import copy_of
 from torchring.elastic.worker.membership import MembershipChange, MembershipVote
@@ -73,8 +72,6 @@ class State:
     Args:
         model: a module. Others may have other names.
         optimizer: an optimizer that `torchring.wrap` has returned. Others may have other names.
-        global_batch: number of samples of a step, of all ranks together, for a sampler that yields samples; see
-            `batch_size`. Others have a `global_batch` or a `batch_size` of their own.
         checkpoint: a folder. Rank 0 writes checkpoints there in the background, and a last one when the training
             function has returned. If all ranks were lost, or the job is started anew, the newest valid one is loaded,
             into any number of ranks.
@@ -99,7 +96,6 @@ class State:
         model: torch.nn.Module | None = None,
         optimizer: Optimizer | None = None,
         *,
-        global_batch: int | None = None,
         checkpoint: str | Path | None = None,
         every: int | timedelta | None = None,
         on_resize: Callable[[int, int], object] | None = None,
@@ -111,17 +107,18 @@ class State:
             if name.startswith("_") or hasattr(type(self), name):
                 raise ValueError(f"a State has something else under the name {name!r}; choose another")
             setattr(self, name, value)
-        if global_batch is not None and global_batch < 1:
-            raise ValueError(f"global_batch must be a number of samples, 1 or more, got {global_batch!r}")
-        self._parts = Parts(self, given, global_batch)
+        if "global_batch" in values:
+            raise ValueError(
+                "State takes no global_batch: use DataLoader(data, batch_sampler=Sampler(data, global_batch=n))"
+            )
+        self._parts = Parts(self, given)
         self._saving = Saving(self._parts, checkpoint, every)
         self._shares = Shares(self._parts.sharded)
         self._optimizers = [*self._parts.optimizers.values()]
         self._samplers = [each for each in given.values() if isinstance(each, Sampler)]
         for sampler in self._samplers:
-            sampler.count_steps(global_batch)
+            sampler.count_steps()
         self._parts.check()
-        self._global_batch = global_batch
         self._on_resize = on_resize
 
         # How far the state is, beside its counters
@@ -143,17 +140,6 @@ class State:
         for module in self._parts.modules.values():
             module.register_forward_pre_hook(TransientHook(self._before_forward), with_kwargs=True)
             leave_no_trace(module)
-
-    @property
-    def batch_size(self) -> int:
-        """This rank's share of `global_batch`, for `DataLoader(batch_size=...)`. 1 for a rank without a share.
-
-        Raises:
-            ValueError: there is no `global_batch`, or this is not called from the training function.
-        """
-        if self._global_batch is None or self._world is None:
-            raise ValueError("batch_size is known in the training function, of a State with global_batch")
-        return share_of(self._global_batch, self._world.rank, self._world.size)
 
     def commit(self) -> None:
         """Mark a point to return to after an exception: a lack of memory on one rank, a NaN. Not needed otherwise.
