@@ -482,21 +482,10 @@ class Request:
 
 
 class Comm:
-    """The two collectives that meeting over MPI takes; `shared` is one list for all ranks."""
+    """The collective that meeting over MPI takes; `shared` is one list for all ranks."""
 
     def __init__(self, rank: int, size: int, shared: dict[Any, bytes]) -> None:
         self.rank, self.size, self.shared = rank, size, shared
-
-    def Iallgather(self, mine: bytearray, everybodys: bytearray) -> Request:
-        self.shared[self.rank] = bytes(mine)
-
-        def is_done() -> bool:
-            if not all(rank in self.shared for rank in range(self.size)):
-                return False
-            everybodys[:] = b"".join(self.shared[rank] for rank in range(self.size))
-            return True
-
-        return Request(is_done)
 
     def Ibcast(self, buffer: bytearray, root: int) -> Request:
         if self.rank == root:
@@ -513,9 +502,9 @@ def launched(rank: int, size: int) -> LaunchEnvironment:
     return LaunchEnvironment("mpirun", rank, size, None, None, False, over_mpi=True)
 
 
-def _meet(rank: int, size: int, _: Any, shared: dict[Any, bytes], timeout: float = 10.0) -> Any:
-    part = store_module._MpiRendezvous(Comm(rank, size, shared))
-    endpoint = part.exchange_endpoint(timeout)
+def _meet(rank: int, size: int, _: Any, shared: dict[Any, bytes], is_local: bool, timeout: float = 10.0) -> Any:
+    part = store_module._MpiEndpoint(Comm(rank, size, shared), is_local, timeout)
+    endpoint = part.receive(timeout)
     store = part.store or store_module._connect(launched(rank, size), endpoint, timeout)
     store.set(f"from{rank}", str(rank))
     values = [store.get(f"from{other}") for other in range(size)]
@@ -526,10 +515,10 @@ def _meet(rank: int, size: int, _: Any, shared: dict[Any, bytes], timeout: float
 _barriers: dict[int, threading.Barrier] = {}
 
 
-def meet(size: int, timeout: float = 10.0) -> list[Any]:
+def meet(size: int, *, is_local: bool = True) -> list[Any]:
     shared: dict[Any, bytes] = {}
     _barriers[id(shared)] = threading.Barrier(size)  # rank 0's store ends with it
-    return run_threads(_meet, size, shared, timeout)
+    return run_threads(_meet, size, shared, is_local)
 
 
 def listening_on(port: int) -> set[str]:
@@ -551,16 +540,6 @@ def test_ranks_of_one_host_meet_on_loopback() -> None:
     assert len(endpoint["token"]) == 32
 
 
-def test_without_proc_nobody_takes_another_for_a_process_of_the_same_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert store_module._network_digest() == store_module._network_digest()
-
-    def missing(path: str) -> Any:
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(os, "stat", missing)
-    assert store_module._network_digest() != store_module._network_digest()
-
-
 @pytest.mark.parametrize("is_local", [True, False])
 def test_where_the_store_listens(is_local: bool) -> None:
     _store, endpoint = store_module._host_store(is_local, 5.0)
@@ -569,12 +548,10 @@ def test_where_the_store_listens(is_local: bool) -> None:
 
 def test_ranks_of_several_hosts_take_an_address_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the last one: the first has nobody listening, the second is a name that nobody knows."""
-    digests = {f"rank {rank}": bytes([rank]) * 32 for rank in range(3)}
-    monkeypatch.setattr(store_module, "_network_digest", lambda: digests[threading.current_thread().name])
     monkeypatch.setattr(store_module, "own_addresses", lambda: ["127.77.77.77", "torchring.invalid", "127.0.0.1"])
     create_server = socket.create_server
     monkeypatch.setattr(socket, "create_server", lambda *_: create_server(("127.0.0.1", 0)))
-    for endpoint, values in meet(3):
+    for endpoint, values in meet(3, is_local=False):
         assert len(endpoint["addresses"]) == 3
         assert values == [b"0", b"1", b"2"]
 
@@ -605,11 +582,11 @@ def test_somebody_elses_store_is_not_taken() -> None:
 
 def test_a_meeting_that_not_all_attend_ends_and_can_be_resumed() -> None:
     shared: dict[Any, bytes] = {}
-    first = store_module._MpiRendezvous(Comm(0, 2, shared))
+    second = store_module._MpiEndpoint(Comm(1, 2, shared), True, 5.0)
     with pytest.raises(PeerTimeoutError, match="2 processes that mpirun started, not all came"):
-        first.exchange_endpoint(0.2)
-    second = store_module._MpiRendezvous(Comm(1, 2, shared))
-    assert first.exchange_endpoint(5.0) == second.exchange_endpoint(5.0)
+        second.receive(0.2)
+    first = store_module._MpiEndpoint(Comm(0, 2, shared), True, 5.0)
+    assert first.receive(5.0) == second.receive(5.0)
 
 
 def test_a_rank_0_that_cannot_listen_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -618,9 +595,9 @@ def test_a_rank_0_that_cannot_listen_tells_the_others(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(socket, "create_server", fail)
     shared: dict[Any, bytes] = {}
-    parts = [store_module._MpiRendezvous(Comm(rank, 2, shared)) for rank in (0, 1)]
+    parts = [store_module._MpiEndpoint(Comm(rank, 2, shared), True, 5.0) for rank in (0, 1)]
     for part in parts:
-        assert "cannot host the store: [Errno 24] Too many" in part.exchange_endpoint(5.0)["error"]
+        assert "cannot host the store: [Errno 24] Too many" in part.receive(5.0)["error"]
 
 
 def test_own_addresses_are_no_loopback() -> None:

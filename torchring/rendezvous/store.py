@@ -3,7 +3,6 @@ over MPI, or publishes in the key-value server of Horovod's launcher."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
 import signal
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from torchring.errors import PeerTimeoutError, TopologyError
-from torchring.linux import host_name, network_id
+from torchring.linux import host_name
 from torchring.rendezvous.addresses import own_addresses
 from torchring.rendezvous.environment import CHOICE, LaunchEnvironment
 from torchring.rendezvous.key_values import get, put
@@ -27,7 +26,6 @@ from torchring.rendezvous.key_values import get, put
 _T = TypeVar("_T")
 _LOOPBACK: Final = "127.0.0.1"
 _ENDPOINT_BYTES: Final = 2048  # of JSON, in which rank 0 says where its store is
-_DIGEST_BYTES: Final = 32
 _TOKEN_KEY: Final = "torchring/token"
 _STORE_KEY: Final = "store"  # in the key-value server
 _TRY_SECONDS: Final = 2.0  # per address
@@ -155,52 +153,44 @@ def _wait_for_listener(address: str, port: int, timeout_seconds: float) -> str |
     return trouble
 
 
-class _MpiRendezvous:
-    """Rank 0 hosts a store on a free port and broadcasts its endpoint over MPI. Collective.
+class _MpiEndpoint:
+    """Rank 0 hosts a store on a free port, and broadcasts over MPI where that is. Collective.
 
-    After a timeout the object is kept, because an MPI collective that has begun cannot be taken back: the next try
-    continues with the same object.
+    After a timeout the object is kept, because an MPI collective that has begun cannot be taken back: the next try goes
+    on with the same object.
+
+    Attributes:
+        store: rank 0's.
     """
 
-    def __init__(self, comm: Any) -> None:
-        self.comm = comm
-        self.digests = bytearray(_DIGEST_BYTES * comm.size)
-        self.endpoint = bytearray(_ENDPOINT_BYTES)
+    def __init__(self, comm: Any, is_local: bool, timeout_seconds: float) -> None:
         self.store: TCPStore | None = None
-        self.request = comm.Iallgather(bytearray(_network_digest()), self.digests)
-        self.knows_networks = False
+        self._comm = comm
+        self._text = bytearray(_ENDPOINT_BYTES)
+        if comm.rank == 0:
+            try:
+                self.store, endpoint = _host_store(is_local, timeout_seconds)
+            except (OSError, dist.DistError) as error:
+                endpoint = {"error": _cannot_host(error)}
+            text = json.dumps(endpoint).encode()
+            self._text[: len(text)] = text
+        self._request = comm.Ibcast(self._text, root=0)
 
-    def exchange_endpoint(self, timeout_seconds: float) -> dict[str, Any]:
+    def receive(self, timeout_seconds: float) -> dict[str, Any]:
         """Returns the endpoint of rank 0's store (host, port, addresses, token), or {"error": text}."""
-        end = time.monotonic() + timeout_seconds
-        if not self.knows_networks:
-            self._complete(end, timeout_seconds)
-            self.knows_networks = True
-            if self.comm.rank == 0:
-                networks = {bytes(self.digests[i : i + 32]) for i in range(0, len(self.digests), _DIGEST_BYTES)}
-                try:
-                    self.store, endpoint = _host_store(len(networks) == 1, timeout_seconds)
-                except (OSError, dist.DistError) as error:
-                    endpoint = {"error": _cannot_host(error)}
-                text = json.dumps(endpoint).encode()
-                self.endpoint[: len(text)] = text
-            self.request = self.comm.Ibcast(self.endpoint, root=0)
-        self._complete(end, timeout_seconds)
-        said: dict[str, Any] = json.loads(bytes(self.endpoint).rstrip(b"\0"))
-        return said
-
-    def _complete(self, end: float, timeout_seconds: float) -> None:
-        pause = 0.0005
-        while not self.request.Test():
+        end, pause = time.monotonic() + timeout_seconds, 0.0005
+        while not self._request.Test():
             if time.monotonic() > end:
                 raise PeerTimeoutError(
-                    f"of the {self.comm.size} processes that mpirun started, not all came to torchring.init() (which "
+                    f"of the {self._comm.size} processes that mpirun started, not all came to torchring.init() (which "
                     "wrap and the collectives call); which ones is not known before all have met once",
-                    rank=self.comm.rank,
+                    rank=self._comm.rank,
                     seconds=timeout_seconds,
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
+        said: dict[str, Any] = json.loads(bytes(self._text).rstrip(b"\0"))
+        return said
 
 
 def host_on(listener: socket.socket, timeout: timedelta, *, multi_tenant: bool = False) -> TCPStore:
@@ -237,22 +227,16 @@ def _cannot_host(error: Exception) -> str:
     return f"rank 0 on {host_name()} cannot host the store: {_first_line(error)}"
 
 
-_unfinished: _MpiRendezvous | None = None  # of COMM_WORLD, of which a process has one
+_unfinished: _MpiEndpoint | None = None  # of COMM_WORLD, of which a process has one
 
 
 def _over_mpi(launch: LaunchEnvironment, timeout_seconds: float) -> TCPStore:
     global _unfinished
     if _unfinished is None:
-        _unfinished = _MpiRendezvous(
-            mpi_world(
-                launch.launcher,
-                launch.rank,
-                launch.size,
-                instead="set MASTER_ADDR and MASTER_PORT to meet without mpi4py",
-            )
-        )
-    endpoint = _unfinished.exchange_endpoint(timeout_seconds)
-    store = _unfinished.store
+        instead = "set MASTER_ADDR and MASTER_PORT to meet without mpi4py"
+        comm = mpi_world(launch.launcher, launch.rank, launch.size, instead=instead)
+        _unfinished = _MpiEndpoint(comm, launch.is_one_host, timeout_seconds)
+    endpoint, store = _unfinished.receive(timeout_seconds), _unfinished.store
     _unfinished = None
     if "error" in endpoint:
         raise TopologyError(endpoint["error"], rank=launch.rank)
@@ -363,16 +347,6 @@ def _try(address: str, port: int, token: str, key: str) -> TCPStore:
     if not store.check([key]) or store.get(key).decode() != token:
         raise ConnectionError("another store answers there")
     return store
-
-
-def _network_digest() -> bytes:
-    """Equal on processes that share a loopback interface.
-
-    Unique where /proc is not mounted, because nothing else identifies the interface. Rank 0 then listens on all of its
-    addresses.
-    """
-    network = network_id()
-    return hashlib.sha256(network.encode()).digest() if network else secrets.token_bytes(_DIGEST_BYTES)
 
 
 def _first_line(error: BaseException) -> str:
