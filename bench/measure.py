@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import platform
+import shutil
 import signal
 import socket
 import statistics
@@ -36,7 +37,6 @@ from torchring.bench import netns
 from torchring.bench.netns import Network
 from torchring.default_world import default_world
 from torchring.launch.arguments import whole
-from torchring.launch.launcher import find_mpirun
 from torchring.launch.signals import handled_by
 from torchring.linux import open_process
 from torchring.releases import installed_version
@@ -280,14 +280,19 @@ def search_path() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
+def _find_mpirun() -> str | None:
+    """mpirun on PATH, or beside python, where pip puts it."""
+    return shutil.which("mpirun") or shutil.which("mpirun", path=os.path.dirname(sys.executable))
+
+
 def mpirun(ranks: int) -> Launcher:
     """Starts ranks with Open MPI."""
     options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(ranks)]
-    return Launcher([find_mpirun() or "mpirun", *options])
+    return Launcher([_find_mpirun() or "mpirun", *options])
 
 
 def has_mpi() -> bool:
-    return find_mpirun() is not None and importlib.util.find_spec("mpi4py") is not None
+    return _find_mpirun() is not None and importlib.util.find_spec("mpi4py") is not None
 
 
 def has_horovod() -> bool:

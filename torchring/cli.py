@@ -99,8 +99,7 @@ def _keep_dashes(options: argparse.Namespace, arguments: Sequence[str]) -> None:
 def _parser_of_run() -> argparse.ArgumentParser:
     run = Parser(
         prog="torchring run",
-        description="Start a script on N processes of this machine; or of several, through mpirun (Open MPI, with "
-        "mpi4py) where it is installed, else through ssh.",
+        description="Start a script on N processes of this host; or of several, through ssh.",
     )
     add = run.add_argument
     number = "number of processes; all slots of -H or --hostfile by default"
@@ -160,7 +159,7 @@ def _run(options: argparse.Namespace, is_elastic: bool) -> int:
             may_change = sources.may_change
         else:
             hosts, may_change = hosts_of(options), False
-        launcher = horovodrun.launcher_of(options)
+        launcher = options.launcher
         horovodrun.warn_of_ignored(options)
         if options.verbose:
             print(horovodrun.describe(command, options.num_proc, hosts), file=sys.stderr)

@@ -26,6 +26,7 @@ from torchring.errors import PeerTimeoutError, TopologyError
 from torchring.horovod import runner, settings
 from torchring.horovod.exceptions import HorovodVersionMismatchError, HostsUpdatedInterrupt
 from torchring.horovod.settings import Settings, apply_log_level, read_settings
+from torchring.launch import jobs
 from torchring.launch import launcher as launcher_module
 from torchring.launch.hosts import Host
 from torchring.launch.output import OutputOptions
@@ -122,19 +123,15 @@ def test_exceptions_travel() -> None:
 # ---- horovodrun's command line
 
 
-def test_ssh_gets_its_options_and_is_preferred_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher_module, "_why_no_mpirun", lambda: None)
-    hosts = [Host("192.0.2.1", 1)]
-    assert launcher_module._choose(hosts, "auto") == "mpirun"
-    assert launcher_module._choose(hosts, "auto", prefers_ssh=True) == "ssh"
-    (job,) = launcher_module._agents(hosts, ["train.py"], {}, OutputOptions(), ["-p", "22"])
+def test_ssh_gets_its_options() -> None:
+    (job,) = launcher_module._agents([Host("192.0.2.1", 1)], ["train.py"], {}, OutputOptions(), ["-p", "22"])
     assert job.command[:6] == ["ssh", "-o", "BatchMode=yes", "-p", "22", "192.0.2.1"]
 
 
 def test_other_hosts_get_horovods_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "5")
     monkeypatch.setenv("TORCHRING_TEST", "not for them")
-    forwarded = launcher_module.forwarded({"HOROVOD_TIMELINE": "t"})
+    forwarded = jobs._forwarded({"HOROVOD_TIMELINE": "t"})
     assert forwarded["HOROVOD_CYCLE_TIME"] == "5"
     assert forwarded["HOROVOD_TIMELINE"] == "t"
     assert "TORCHRING_TEST" not in forwarded
@@ -269,10 +266,10 @@ def test_what_another_user_has_put_in_the_place_of_a_file_is_not_unpickled(
 def test_where_and_how_the_processes_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[tuple[Any, ...]] = []
 
-    def start(command: list[str], *arguments: Any, ssh_options: list[str]) -> int:
+    def start(command: list[str], *arguments: Any, output: OutputOptions, ssh_options: list[str]) -> int:
         assert Path(command[-1]).stat().st_mode & 0o077 == 0  # pickles are read there
         assert arguments[2].pop(runner.JOB)
-        seen.append((Path(command[-1]).parent, *arguments, ssh_options))
+        seen.append((Path(command[-1]).parent, *arguments, output, ssh_options))
         return 3
 
     monkeypatch.setattr(runner, "start", start)
@@ -281,7 +278,7 @@ def test_where_and_how_the_processes_start(monkeypatch: pytest.MonkeyPatch, tmp_
     (tmp_path / "hosts").write_text("near slots=2\n")
     for options in (
         {"hosts": "near:1,far:1", "ssh_port": 7, "network_interfaces": "eth0", "output_filename": "logs"},
-        {"hostfile": tmp_path / "hosts", "use_mpi": True},
+        {"hostfile": tmp_path / "hosts"},
         {"use_gloo": True},
     ):
         with pytest.raises(RuntimeError, match=r"ranks 0, 1 returned nothing.* exit code 3"):
@@ -289,16 +286,15 @@ def test_where_and_how_the_processes_start(monkeypatch: pytest.MonkeyPatch, tmp_
     sockets = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
     logs = OutputOptions(log_dir="logs")
     far, near, here = seen
-    assert far == (tmp_path, 2, [Host("near", 1), Host("far", 1)], sockets, "auto", logs, ["-p", "7"])  # shared folder
+    assert far == (tmp_path, 2, [Host("near", 1), Host("far", 1)], sockets, logs, ["-p", "7"])  # shared folder
     assert near[0] != tmp_path
-    assert near[1:5] == (2, [Host("near", 2)], {}, "mpirun")
-    assert here[2:5] == (None, {}, "local")
+    assert near[1:4] == (2, [Host("near", 2)], {})
+    assert here[2:4] == (None, {})
 
 
 def test_run_says_what_is_wrong() -> None:
     for options, complaint in (
         ({"hosts": "a:1", "hostfile": "f"}, "hosts or hostfile, not both"),
-        ({"use_gloo": True, "use_mpi": True}, "use_gloo or use_mpi"),
         ({"hosts": "a:x"}, "host:slots"),
         ({"num_proc": 0}, "num_proc must be 1 or more, got 0"),
     ):

@@ -213,32 +213,15 @@ def test_names_of_this_host() -> None:
     assert names == [Host("far", 1), Host("localhost", 5)]
 
 
-def test_what_starts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_starts_them() -> None:
     here, far = Host("localhost", 2), Host("192.0.2.1", 2)
-    for trouble, chosen in [(None, "mpirun"), ("no mpirun", "ssh")]:
-        monkeypatch.setattr(run_module, "_why_no_mpirun", lambda trouble=trouble: trouble)
-        assert run_module._choose([here], "auto") == "local"
-        assert run_module._choose([here, far], "auto") == chosen
-        assert run_module._choose([here, far], "ssh") == "ssh"
-    for launcher, message in [("mpirun", "no mpirun"), ("kubectl", "'kubectl' is for --elastic")]:
-        with pytest.raises(LaunchError, match=message):
-            run_module._choose([here], launcher)
-    with pytest.raises(LaunchError, match="must be one of auto, local, mpirun, ssh, srun, kubectl, got 'rsh'"):
-        start(["x.py"], launcher="rsh")
-
-
-def test_an_mpirun_that_is_not_open_mpis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
-    assert "no mpirun on PATH" in str(run_module._why_no_mpirun())
-    (tmp_path / "venv" / "bin").mkdir(parents=True)
-    beside = tmp_path / "venv" / "bin" / "mpirun"
-    beside.write_text("#!/bin/sh\necho Intel\n")
-    beside.chmod(0o755)
-    assert str(run_module._why_no_mpirun()).startswith(f"{beside} is not Open MPI's"), "pip puts it there"
-    (tmp_path / "mpirun").write_text("#!/bin/sh\necho HYDRA build details:\n")
-    (tmp_path / "mpirun").chmod(0o755)
-    assert "not Open MPI's" in str(run_module._why_no_mpirun())
+    assert run_module._choose([here], "auto") == "local"
+    assert run_module._choose([here, far], "auto") == "ssh"
+    assert run_module._choose([here, far], "srun") == "srun"
+    with pytest.raises(LaunchError, match="'kubectl' is for --elastic"):
+        run_module._choose([here], "kubectl")
+    with pytest.raises(LaunchError, match="must be one of auto, local, ssh, srun, kubectl, got 'mpirun'"):
+        start(["x.py"], launcher="mpirun")
 
 
 # ---- the reaper
@@ -412,51 +395,6 @@ def test_a_folder_for_logs_that_cannot_be_made_is_named_with_its_option(
     assert capsys.readouterr().err == f"torchring run: --log-dir {tmp_path}/file/logs: Not a directory\n"
 
 
-# ---- mpirun
-
-needs_mpirun = pytest.mark.skipif(run_module._why_no_mpirun() is not None, reason=str(run_module._why_no_mpirun()))
-
-
-@needs_mpirun
-def test_mpirun_on_this_machine(cluster: Cluster) -> None:
-    code = RANK.replace('os.environ["RANK"]', 'os.environ["OMPI_COMM_WORLD_RANK"]')
-    code = code.replace('os.environ["WORLD_SIZE"]', 'os.environ["OMPI_COMM_WORLD_SIZE"]')
-    code = "import mpi4py.MPI\n" + code  # at its exit, a rank waits for the others
-    logs = cluster.folder / "logs"
-    cluster.environ["SETTING"] = f"a, b's $c {secrets.token_hex(8)}"
-    options = ["--launcher", "mpirun", "-H", "localhost:2", "--env", "SETTING", "--log-dir", str(logs)]
-    ran = cluster.run(*options, "script.py", "fail", "1", "x y", code=code)
-    assert ran.returncode == 3, ran.stderr
-    check_lines(ran.stdout, 2)
-    for rank in range(2):
-        file = (logs / f"rank{rank}.log").read_text()
-        assert [line for line in file.splitlines() if line.startswith("line")] == [
-            f"line {i} of {rank}" for i in range(300)
-        ]
-        assert f"end of {rank}" in file
-    reports = cluster.reports()
-    assert [report["argv"] for report in reports] == [["fail", "1", "x y"]] * 2
-    assert [report["SETTING"] for report in reports] == [cluster.environ["SETTING"]] * 2
-    assert not any(report["shown"] for report in reports), "in a command line, which all users of the machine can read"
-    assert [report["cwd"] for report in reports] == [str(cluster.folder)] * 2
-    wait_until(lambda: not any(map(is_running, cluster.pids())), "the ranks to end", seconds=10)
-
-
-@needs_mpirun
-def test_ranks_of_mpirun_import_nothing_from_the_working_directory(tmp_path: Path) -> None:
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "script.py").write_text("import sys; print(sys.path[0], sys.argv)")
-    for name in ("mpi4py", "runpy", "os"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the working directory')")
-    for words, said in (
-        (["own/script.py", "x"], f"{tmp_path / 'own'} ['own/script.py', 'x']"),
-        (["-m", "own.script", "x"], f"['{tmp_path / 'own' / 'script.py'}', 'x']"),
-    ):
-        command = [sys.executable, "-c", run_module._MPI4PY, *words]
-        ran = subprocess.run(command, cwd=tmp_path, env=_clean_environ(), capture_output=True, text=True)
-        assert ran.stdout.strip().endswith(said), ran.stderr
-
-
 # ---- where the store listens
 
 
@@ -514,13 +452,12 @@ def network(tmp_path: Path) -> Iterator[tuple[Network, Cluster]]:
 
 @needs_hosts
 @pytest.mark.grid  # test_hosts_over_ssh goes to other hosts of one machine
-@pytest.mark.parametrize("launcher", ["ssh", pytest.param("mpirun", marks=needs_mpirun)])
-def test_hosts_that_are_apart(launcher: str, network: tuple[Network, Cluster]) -> None:
+def test_hosts_that_are_apart(network: tuple[Network, Cluster]) -> None:
     """Started on the first of them, which is not gone to by ssh."""
     hosts, cluster = network
     on_first = hosts.command(0, ["unshare", "--uts", "sh", "-c", 'hostname torchring-host0; exec "$@"', "sh"])
     slots = f"{hosts.addresses[0]}:2,{hosts.addresses[1]}:1"
-    options = ["--launcher", launcher, "-H", slots, "--env", "SETTING=x y", "--env", f"GLOO_SOCKET_IFNAME={INTERFACE}"]
+    options = ["-H", slots, "--env", "SETTING=x y", "--env", f"GLOO_SOCKET_IFNAME={INTERFACE}"]
     ran = cluster.run(*options, "script.py", code=f"import sys{SUM}{LISTENING}", before=tuple(on_first))
     assert ran.returncode == 0, ran.stderr[-4000:]
     ranks = sorted(json.loads(line) for line in ran.stdout.splitlines() if line.startswith("["))
@@ -532,5 +469,4 @@ def test_hosts_that_are_apart(launcher: str, network: tuple[Network, Cluster]) -
     listening = {
         word for line in ran.stderr.splitlines() if line.startswith("listening at") for word in line.split()[2:]
     }
-    if launcher == "ssh":  # the store, and Gloo
-        assert listening == {_of_kernel(hosts.addresses[0])}
+    assert listening == {_of_kernel(hosts.addresses[0])}  # the store, and Gloo

@@ -77,12 +77,10 @@ def test_what_stands_behind_the_script_is_taken_apart_by_nobody(
         ("-np 2 --network-interface eth0,eth1", {"num_proc": 2, "env": SOCKETS}),
         ("-H a:2,b:3 -p 2222 -i key", {"hosts": TWO, "ssh_options": ["-p", "2222", "-i", "key"]}),
         ("-np 2 --bind numa", {"num_proc": 2, "bind": "numa"}),
-        ("-np 2 --gloo", {"num_proc": 2, "launcher": "local"}),
-        ("-H a:2,b:3 --gloo", {"hosts": TWO, "launcher": "ssh"}),
-        ("-np 2 --mpi", {"num_proc": 2, "launcher": "mpirun"}),
+        ("-np 2 --gloo", {"num_proc": 2}),
         ("--standalone --nnodes=1 --nproc_per_node=2", {"num_proc": 2}),  # as torchrun has them
         ("-np 2 --tag_output", {"num_proc": 2, "output": OutputOptions(True)}),
-        ("-np 2 --mpi --launcher local", {"num_proc": 2, "launcher": "local"}),
+        ("-np 2 --launcher local", {"num_proc": 2, "launcher": "local"}),
     ],
 )
 def test_options(line: str, expected: dict[str, Any], started: Started, tmp_path: Path) -> None:
@@ -188,7 +186,6 @@ NUMBER = "argument -np/-n/--num-proc/--nproc-per-node: needs a number of process
         ("--nproc_pernode=1", "arguments: --nproc_pernode=1; did you mean --nproc-per-node?"),
         ("-np 1 --nnodes 2", "--nnodes: torchring run starts the processes of all machines: name them with -H"),
         # horovodrun's
-        ("-np 1 --mpi --gloo", "not allowed with"),
         ("-np 1 -p 0", "needs a TCP port, 1 to 65535, got '0'"),
         ("-np 1 --cycle-time-ms -1", "needs a number, 0 or more, got '-1'"),
         ("-np 1 --fusion-threshold-mb 1.5", "needs a whole number of megabytes"),
@@ -202,7 +199,6 @@ NUMBER = "argument -np/-n/--num-proc/--nproc-per-node: needs a number of process
         ("-np 3 --max-np 2", "-np 3 is more than --max-np 2"),
         ("--elastic", "say how many workers"),
         ("--elastic -np 2 --bind core", "--bind is not for elastic jobs, whose processes change"),
-        ("--elastic -np 2 --mpi", "mpirun ends a job when one of its processes ends"),
         ("--elastic -np 3 -H localhost:2", "-np 3 is more than the 2 slots of localhost:2"),
         ("--min-np 3 -H localhost:2", "--min-np 3 is more than the 2 slots"),
         ("-np 2 --stall-timeout 3 --slots 1", "--stall-timeout, --slots: of a meaning with --elastic only"),

@@ -127,20 +127,6 @@ def test_a_log_that_cannot_be_written_is_no_reason_to_stop(shown: Shown, tmp_pat
     assert shown.text(STDERR).count(b"\n") == 1
 
 
-def test_what_mpirun_has_tagged(shown: Shown, tmp_path: Path) -> None:
-    """The tags tell the rank; mpirun's own words have none, and a line may lack its end where a rank has ended."""
-    output = shown.output(log_dir=str(tmp_path / "logs"))
-    end = output.pipe(STDOUT, is_mpirun=True)
-    output.start()
-    write(
-        end, b"[1,1]<stdout>: a\n[1,", b"0]<stdout>:  b\n[1,1]<stdout>: end[1,0]<stdout>: c\n-----\nmpirun: no slots\n"
-    )
-    output.close()
-    assert shown.text() == b"a\n b\nend\nc\n-----\nmpirun: no slots\n"
-    assert (tmp_path / "logs" / "rank0.log").read_bytes() == b" b\nc\n"
-    assert (tmp_path / "logs" / "rank1.log").read_bytes() == b"a\nend"
-
-
 def test_ranks_learn_that_nobody_reads_any_more(shown: Shown) -> None:
     """As `torchring run ... | head -1` has it. Other streams, and log files, go on."""
     reading, writing = os.pipe()

@@ -71,14 +71,13 @@ def run(
     """
     if hosts is not None and hostfile is not None:
         raise ValueError(f"give hosts or hostfile, not both, got hosts={hosts!r} and hostfile={os.fspath(hostfile)!r}")
-    if use_gloo and use_mpi:
-        raise ValueError("give use_gloo or use_mpi, not both")
     if host_discovery_script is not None:
         raise NotImplementedError("host_discovery_script: nothing is started on hosts that come and go; use hosts")
     ignored = {
         "min_num_proc": min_num_proc, "max_num_proc": max_num_proc, "min_np": min_np, "max_np": max_np, "slots": slots,
         "reset_limit": reset_limit, "cooldown_range": cooldown_range, "start_timeout": start_timeout,
         "disable_cache": disable_cache, "mpi_args": mpi_args, "executable": executable,
+        "use_mpi": use_mpi or None,
     }  # fmt: skip
     if given := ", ".join(name for name, value in ignored.items() if value is not None):
         warnings.warn(f"torchring.horovod.run: {given}: no meaning here, ignored", stacklevel=2)
@@ -86,7 +85,6 @@ def run(
     if number < 1:
         raise ValueError(f"num_proc must be 1 or more, got {number}")
     places = _places(hosts, hostfile)
-    launcher = "mpirun" if use_mpi else "auto" if not use_gloo else "local" if places is None else "ssh"
     sockets = network_interfaces or network_interface
     ssh_options = ssh_options_of(ssh_port, ssh_identity_file)
     payload = _pickled(func, args, kwargs or {})
@@ -101,7 +99,7 @@ def run(
         if verbose:
             print(f"torchring.horovod.run: {number} processes on {hosts or hostfile or 'this machine'}", flush=True)
         output = OutputOptions(log_dir=output_filename)
-        return _results(files, number, start(command, number, places, env, launcher, output, ssh_options=ssh_options))
+        return _results(files, number, start(command, number, places, env, output=output, ssh_options=ssh_options))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

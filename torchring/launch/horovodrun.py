@@ -28,7 +28,7 @@ _STARTUP: Final = Path(__file__).parent.parent / "horovod" / "startup"  # see ho
 _MIB: Final = 2**20
 SOCKETS: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # Options without a meaning here: those that take no value, and those that take one.
-_IGNORED_SWITCHES: Final = """--disable-cache --jsrun --hierarchical-allreduce --no-hierarchical-allreduce
+_IGNORED_SWITCHES: Final = """--mpi --disable-cache --jsrun --hierarchical-allreduce --no-hierarchical-allreduce
     --hierarchical-allgather --no-hierarchical-allgather --torus-allreduce --no-torus-allreduce --autotune --no-autotune
     --mpi-threads-disable --no-mpi-threads-disable --tcp --log-with-timestamp --log-without-timestamp -prefix-timestamp
     --prefix-output-with-timestamp"""
@@ -92,9 +92,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("-p", "--ssh-port", type=port, metavar="PORT", help="of ssh on other hosts")
     group.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="key for ssh")
     group.add_argument("--output-filename", dest="log_dir", metavar="DIR", help="as --log-dir")
-    how = group.add_mutually_exclusive_group()
-    how.add_argument("--gloo", action="store_true", help="start processes without mpirun")
-    how.add_argument("--mpi", action="store_true", help="start processes with mpirun")
+    group.add_argument("--gloo", action="store_true", help=argparse.SUPPRESS)  # as it is without the option
     names, sockets = ("--network-interfaces", "--network-interface"), f"{' and '.join(SOCKETS)} for the processes"
     group.add_argument(*names, dest="settings", type=_interfaces, action="append", metavar="a,b", help=sockets)
     for name, variable, convert, metavar in _SETTINGS:
@@ -134,15 +132,6 @@ def warn_of_ignored(options: argparse.Namespace) -> None:
     if options.ignored:
         names = ", ".join(dict.fromkeys(options.ignored))
         print(f"torchring run: {names}: no meaning here, ignored", file=sys.stderr)
-
-
-def launcher_of(options: argparse.Namespace) -> str:
-    """The launcher that starts the processes: of --launcher, else of --mpi or --gloo."""
-    if options.launcher != "auto" or not (options.mpi or options.gloo):
-        return str(options.launcher)
-    if options.mpi:
-        return "mpirun"
-    return "local" if options.hosts is None and options.hostfile is None else "ssh"
 
 
 def ssh_options_of(port: int | None, identity_file: str | None) -> list[str]:

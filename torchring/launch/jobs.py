@@ -39,7 +39,6 @@ class Job:
     environ: Mapping[str, str]
     is_remote: bool = False
     options: Mapping[str, str | float | None] = field(default_factory=dict)  # for the reaper of a command here
-    is_mpirun: bool = False
     variables: bytes = b""  # for the command, in JSON, from a reaper that was told their length
     process: subprocess.Popen[bytes] = field(init=False)
     lifeline: int = field(init=False, default=-1)
@@ -51,7 +50,7 @@ class Job:
         """
         theirs, self.lifeline = os.pipe()
         os.set_blocking(self.lifeline, False)  # a connection that is cut has no reader
-        streams = [output.pipe(stream, rank, is_mpirun=self.is_mpirun) for stream in (STDOUT, STDERR)] if output else []
+        streams = [output.pipe(stream, rank) for stream in (STDOUT, STDERR)] if output else []
         out, err = streams or (None, None)
         how: dict[str, Any] = {"stdout": out, "stderr": err, "env": self.environ, "start_new_session": True}
         try:
@@ -101,14 +100,14 @@ def host_job(
     Args:
         env: variables to set for the command.
         environ: the other variables of a command on this host, and of one that srun starts. Through ssh, see
-            `forwarded`.
+            `_forwarded`.
         silence, sharing, patience, title: of the reaper, see reaper.py. `silence` counts on other hosts only.
         ssh_options: arguments for ssh, such as -p and a port.
     """
     options = {"patience": patience, "title": title, "sharing": sharing}
     if is_here:
         return Job(name, list(command), {**environ, **env}, options=options)
-    settings = forwarded(env)
+    settings = _forwarded(env)
     variables = json.dumps(settings).encode()  # may be secrets, which every user could read on a command line
     reaper = _reaper("0", silence=silence, environ=len(variables), **options)
     # Python may not start without these. `env` takes a path with "=" for a variable, `exec` in sh does not.
@@ -129,7 +128,7 @@ def bound(mode: str) -> list[str]:
     return [sys.executable, "-I", "-S", str(_PLACEMENT), mode]
 
 
-def forwarded(env: Mapping[str, str]) -> dict[str, str]:
+def _forwarded(env: Mapping[str, str]) -> dict[str, str]:
     """`env`, and what other hosts get of this process's variables."""
     names = ("PYTHONPATH", "OMP_NUM_THREADS")
     own = {key: value for key, value in os.environ.items() if key in names or key.startswith("HOROVOD_")}

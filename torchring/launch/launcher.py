@@ -1,8 +1,6 @@
 """`torchring run` starts a Python program on N processes, of this host or of several.
 
-    this host    an agent (agent.py)
-    several hosts   mpirun (Open MPI), if it and mpi4py are installed; else an agent on each, over ssh, or over srun or
-                    kubectl if asked:
+An agent (agent.py) on each host starts the ranks there. It is reached over ssh, or over srun if asked:
 
         start ---- pipe -------- reaper --- agent ---- ranks        this host
               ---- ssh's stdin - reaper --- agent ---- ranks        another
@@ -11,21 +9,16 @@ When the process of `start` ends, even by SIGKILL, its pipes close, and the reap
 Reapers run in sessions of their own: Ctrl-C reaches `start` alone, and `start` tells the reapers. Other hosts need the
 same Python, torchring and script at the same paths, as on a shared file system. Nothing here imports torch, because
 that takes seconds.
-
-mpirun and ssh are both there on purpose: clusters with mpirun may not allow ssh, and mpi4py may not be installed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import random
 import secrets
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -47,8 +40,6 @@ from torchring.launch.jobs import (
     KILL_SECONDS,
     OWN_IMPORTS,
     Job,
-    bound,
-    forwarded,
     host_job,
     open_output,
 )
@@ -56,7 +47,7 @@ from torchring.launch.output import Output, OutputOptions
 from torchring.launch.signals import noted_signals
 from torchring.rendezvous.environment import JOB
 
-LAUNCHERS: Final = ("auto", "local", "mpirun", "ssh", "srun", "kubectl")
+LAUNCHERS: Final = ("auto", "local", "ssh", "srun", "kubectl")
 _PATIENCE_SECONDS: Final = 40.0  # for the reapers after they were told to stop; reaper.py itself waits 32
 _REPORT_SECONDS: Final = 2.0  # for the other hosts' ranks to report that a rank has failed
 _POLL_SECONDS: Final = 0.05
@@ -68,8 +59,6 @@ _AGENT: Final = (
     f"{OWN_IMPORTS}import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
     "from torchring.launch.agent import main; sys.exit(main(sys.argv[1:]))"
 )
-# As `-m mpi4py`, which aborts the other ranks when a rank fails. A command `-m module` is for the usual sys.path.
-_MPI4PY: Final = f"{OWN_IMPORTS}import runpy; from mpi4py.run import main; sys.path = path; main()"
 
 
 def start(
@@ -90,7 +79,7 @@ def start(
     Args:
         hosts: by default this host. The first host gets the lowest ranks.
         env: variables for the processes. Other hosts get these, PYTHONPATH, OMP_NUM_THREADS and HOROVOD_*.
-        ssh_options: arguments for ssh, such as -p and a port. With them, "auto" prefers ssh to mpirun.
+        ssh_options: arguments for ssh, such as -p and a port.
         bind: see placement.py. "auto" is "core" on hosts with a physical core for each of their ranks, else "none".
 
     Returns the exit code of the process that failed first (over ssh: on the host whose processes ended first), 128 + n
@@ -101,15 +90,10 @@ def start(
     if hosts is None:
         hosts = [Host("localhost", num_proc or 1)]
     filled = as_this_host(share_out(hosts, num_proc))
-    launcher = _choose(filled, launcher, prefers_ssh=bool(ssh_options))
+    launcher = _choose(filled, launcher)
     if launcher == "local" and (trouble := why_no_loopback()):
         raise LaunchError(trouble)
     env, output = {JOB: secrets.token_hex(16), **(env or {})}, output or OutputOptions()
-    if launcher == "mpirun":
-        # mpirun sends values to other hosts in messages. In its command line, all users of the host could read them.
-        environ = {**os.environ, **env}
-        job = Job("mpirun", _mpirun(filled, command, env, bind), environ, options={"title": "mpirun"}, is_mpirun=True)
-        return _supervise([job], open_output(output))
     jobs = _agents(filled, command, env, output, ssh_options, launcher, bind)
     # The agents write log files and tags. Several agents may print parts of lines at the same time.
     return _supervise(jobs, open_output(OutputOptions()) if len(jobs) > 1 else None)
@@ -191,51 +175,13 @@ def _exit_code(job: Job) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _choose(hosts: Sequence[Host], launcher: str, *, prefers_ssh: bool = False) -> str:
+def _choose(hosts: Sequence[Host], launcher: str) -> str:
     remote = [host.name for host in hosts if not is_here(host.name)]
     if launcher == "local" and remote:
-        raise LaunchError(f"launcher 'local' starts nothing on {', '.join(remote)}; use 'mpirun' or 'ssh'")
+        raise LaunchError(f"launcher 'local' starts nothing on {', '.join(remote)}; use 'ssh'")
     if launcher == "kubectl":
         raise LaunchError("launcher 'kubectl' is for --elastic: pods do not know each other by their names")
-    if launcher == "mpirun" and (trouble := _why_no_mpirun()):
-        raise LaunchError(trouble)
-    if launcher != "auto":
-        return launcher
-    if not remote:
-        return "local"
-    return "ssh" if prefers_ssh or _why_no_mpirun() else "mpirun"
-
-
-def find_mpirun() -> str | None:
-    """mpirun on PATH, or beside python: pip puts mpirun there, and the virtual environment may not be activated."""
-    return shutil.which("mpirun") or shutil.which("mpirun", path=os.path.dirname(sys.executable))
-
-
-def _why_no_mpirun() -> str | None:
-    path = find_mpirun()
-    if path is None:
-        return f"there is no mpirun on PATH or beside {sys.executable}; install Open MPI, or use launcher 'ssh'"
-    try:
-        version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20).stdout
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{path} does not run: {error}"
-    if "Open MPI" not in version:
-        return f"{path} is not Open MPI's, whose options torchring knows; use launcher 'ssh'"
-    if importlib.util.find_spec("mpi4py") is None:
-        return f"mpirun needs mpi4py, which is not installed for {sys.executable}; install it, or use launcher 'ssh'"
-    return None
-
-
-def _mpirun(hosts: Sequence[Host], command: Sequence[str], env: Mapping[str, str], bind: str) -> list[str]:
-    """The mpirun command, with its full path: mpirun uses the path to find its parts on other hosts."""
-    options = [find_mpirun() or "mpirun", "-np", str(sum(host.slots for host in hosts))]
-    options += ["-H", ",".join(f"{host.name}:{host.slots}" for host in hosts), "--map-by", "slot", "--bind-to", "none"]
-    options += ["--wdir", os.getcwd(), "--tag-output"]  # `Output` reads the rank from the tags, and removes them
-    if os.geteuid() == 0:
-        options.append("--allow-run-as-root")
-    for key in forwarded(env):
-        options += ["-x", key]
-    return [*options, *bound(bind), sys.executable, "-u", "-c", _MPI4PY, *command]
+    return launcher if launcher != "auto" else "ssh" if remote else "local"
 
 
 def _agents(

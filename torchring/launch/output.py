@@ -16,17 +16,15 @@ import errno
 import fcntl
 import itertools
 import os
-import re
 import select
 import struct
 import termios
 import threading
 import time
 import tty
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
 from torchring.safe_files import create
 
@@ -37,10 +35,6 @@ _LONGEST_LINE: Final = 1 << 20  # bytes; a longer one is passed on in parts
 _READ_BYTES: Final = 1 << 16
 _LAST_READS: Final = 64  # per pipe, once its process has ended: more than fits into one
 _SETTLE_SECONDS: Final = 0.02  # for a terminal's driver to pass on what was written last
-# What mpirun --tag-output puts before every line: [job,rank]<stream>:
-_MPIRUN_TAG: Final = re.compile(rb"\[\d+,(\d+)\]<std(?:out|err)>: ?")
-
-_Owner: TypeAlias = "tuple[int, int | None]"  # of a line: the number of its source, and the rank
 
 
 @dataclass(frozen=True)
@@ -60,7 +54,6 @@ class _Source:
     reading: int
     stream: int
     rank: int | None
-    is_mpirun: bool
     is_terminal: bool
     pending: bytearray = field(default_factory=bytearray)
     pending_since: float = 0.0
@@ -71,7 +64,7 @@ class _Target:
     """A stream where output is shown: this process's own stdout or stderr."""
 
     descriptor: int
-    unfinished: _Owner | None = None  # owner of the last line, if the line has no end yet
+    unfinished: int | None = None  # number of the source of the last line, if the line has no end yet
     is_broken: bool = False
 
 
@@ -100,7 +93,7 @@ class Output:
         if options.log_dir is not None:
             Path(options.log_dir).mkdir(parents=True, exist_ok=True)
 
-    def pipe(self, stream: int, rank: int | None = None, *, is_mpirun: bool = False) -> int:
+    def pipe(self, stream: int, rank: int | None = None) -> int:
         """A descriptor for a process to print to. The caller closes the descriptor.
 
         The descriptor is a terminal if this process's own output is a terminal and lines are shown unchanged. So
@@ -116,7 +109,7 @@ class Output:
             reading, writing = os.pipe()
         self._log(rank, b"")  # empties the log file of an earlier run
         with self._lock:
-            self._new.append(_Source(next(self._numbers), reading, stream, rank, is_mpirun, is_terminal))
+            self._new.append(_Source(next(self._numbers), reading, stream, rank, is_terminal))
         os.write(self._waker, b"+")
         return writing
 
@@ -177,7 +170,7 @@ class Output:
         os.close(source.reading)
         with self._lock:
             is_last = all(other.rank != source.rank for other in [*self._sources.values(), *self._new])
-            if is_last and source.rank in self._logs and not source.is_mpirun:
+            if is_last and source.rank in self._logs:
                 os.close(self._logs.pop(source.rank))
 
     def _patience(self) -> float | None:
@@ -215,10 +208,9 @@ class Output:
     def _pass_on(self, source: _Source, end: int) -> None:
         text = bytes(source.pending[:end])
         del source.pending[:end]
-        for rank, part in _by_rank(text) if source.is_mpirun else [(source.rank, text)]:
-            if part:
-                self._log(rank, part)
-                self._show(source.stream, rank, part, (source.number, rank))
+        if text:
+            self._log(source.rank, text)
+            self._show(source.stream, source.rank, text, source.number)
 
     def _log(self, rank: int | None, text: bytes) -> None:
         if self.options.log_dir is None or rank is None:
@@ -235,7 +227,7 @@ class Output:
                 self._unlogged.add(rank)
                 self._show(STDERR, None, f"torchring run: cannot write {file}: {error.strerror}\n".encode())
 
-    def _show(self, stream: int, rank: int | None, text: bytes, owner: _Owner = (-1, None)) -> None:
+    def _show(self, stream: int, rank: int | None, text: bytes, owner: int = -1) -> None:
         target = self._targets[stream]
         if target.is_broken or (self.options.is_quiet and rank is not None):
             return
@@ -259,15 +251,6 @@ class Output:
                 nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
                 os.dup2(nothing, source.reading, inheritable=False)
                 os.close(nothing)
-
-
-def _by_rank(text: bytes) -> Iterable[tuple[int | None, bytes]]:
-    """Yield (rank, text) of lines that mpirun has tagged. A line without a tag is mpirun's own, of rank None."""
-    for line in re.findall(rb"[^\n]*\n|[^\n]+", text):
-        own, *tagged = _MPIRUN_TAG.split(line)
-        yield None, own
-        for rank, part in zip(tagged[::2], tagged[1::2], strict=True):
-            yield int(rank), part
 
 
 def _tagged(text: bytes, tag: bytes, is_rest: bool) -> bytes:

@@ -116,8 +116,6 @@ def limits_of(options: argparse.Namespace) -> Limits:
         raise LaunchError(f"-np {num} is less than --min-np {least}")
     if num_given and most is not None and num > most:
         raise LaunchError(f"-np {num} is more than --max-np {most}")
-    if options.launcher == "mpirun" or options.mpi:
-        raise LaunchError("mpirun ends a job when one of its processes ends; an elastic job is started without it")
     shortest, longest = options.blacklist_cooldown_range or Limits.cooldown
     if shortest > longest:
         raise LaunchError(f"--blacklist-cooldown-range takes the shorter time first, got {shortest:g} {longest:g}")
