@@ -27,7 +27,6 @@ NAMES = {
     "torch.utils.data.dataloader._BaseDataLoaderIter.__next__": "DataLoader",
     "torch.utils.data._utils.worker": "DataLoader",
     "torch.utils._pytree.tree_map": "FSDP2",
-    "torch._amp_foreach_non_finite_check_and_unscale_": "torch.amp.GradScaler",
     "torch._foreach_add": "torch.optim",
     "torch._foreach_add_": "torch.optim",
     "torch._foreach_addcmul_": "torch.optim",

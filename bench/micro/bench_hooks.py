@@ -15,7 +15,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from torchring.allreduce import NonFinite, Wire
+from torchring.allreduce import Wire
 from torchring.bench.models import small
 from torchring.errors import RingError
 from torchring.gradients import layout
@@ -32,7 +32,6 @@ HOOKS = ["none", "empty", "torchring"]
 @dataclass
 class NoOpWire:
     tensor: torch.Tensor
-    scale_first: bool = False
 
 
 class NoOpReduction:
@@ -45,8 +44,7 @@ class NoOpReduction:
 
     def contribute(self) -> None: ...
 
-    def wait(self) -> NonFinite | None:
-        return None
+    def wait(self) -> None: ...
 
 
 class NoOpAllReduce:
@@ -63,7 +61,7 @@ class NoOpAllReduce:
         self.wires = [NoOpWire(torch.zeros(numel, dtype=dtype)) for numel, dtype in specs]
         return self.wires
 
-    def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> NoOpReduction:
+    def start(self, wire: Wire) -> NoOpReduction:
         self.num_calls += 1
         return NoOpReduction()
 

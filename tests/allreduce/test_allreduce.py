@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, asser
 from tests.support.fakes import FakeNetwork
 from tests.support.grids import grid
 from tests.support.harness import RanksFailed, run_threads, wait_until
-from torchring.allreduce.contract import AllReduce, NonFinite, Wire, is_finite
+from torchring.allreduce.contract import AllReduce, Wire
 from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_ranks, num_columns
 from torchring.allreduce.native import NativeAllReduce, NativeWork
@@ -90,11 +90,11 @@ def _open(kind: str, world: World, fake: Any) -> AllReduce[Any]:
         return DirectAllReduce(world.host, poll_seconds=0.0)
     if kind.startswith("hierarchical"):
         ranks = column_ranks(world.hosts, world.rank)
-        transports = [_transport(world, ranks or (world.rank,)) for _ in range(2)]
+        transport = _transport(world, ranks or (world.rank,))
         return HierarchicalAllReduce(
             world.host,
             num_columns(world.hosts),
-            transports if ranks else [],
+            transport if ranks else None,
             in_background=kind == "hierarchical",
         )
     return NativeAllReduce(_transport(world), in_background=kind == "native")
@@ -124,9 +124,8 @@ def _inputs(dtype: torch.dtype, rank: int) -> torch.Tensor:
 
 
 @functools.cache
-def _sums(dtype: torch.dtype, ranks: int, scale: float) -> torch.Tensor:
-    parts = [_inputs(dtype, rank).double() for rank in range(ranks)]
-    return (torch.stack(parts).sum(0) * scale).to(dtype)
+def _sums(dtype: torch.dtype, ranks: int) -> torch.Tensor:
+    return torch.stack([_inputs(dtype, rank).double() for rank in range(ranks)]).sum(0).to(dtype)
 
 
 def part_of(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -134,8 +133,8 @@ def part_of(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return _inputs(dtype, rank)[:numel]
 
 
-def exact_sum(numel: int, dtype: torch.dtype, ranks: int, scale: float) -> torch.Tensor:
-    return _sums(dtype, ranks, scale)[:numel]
+def exact_sum(numel: int, dtype: torch.dtype, ranks: int) -> torch.Tensor:
+    return _sums(dtype, ranks)[:numel]
 
 
 def num_roundings(kind: str, dtype: torch.dtype, size: int) -> float:
@@ -150,8 +149,8 @@ def num_roundings(kind: str, dtype: torch.dtype, size: int) -> float:
     return num_hops + in_fp32
 
 
-def reduce(all_reduce: AllReduce[Any], wire: Wire, **how: Any) -> NonFinite | None:
-    return all_reduce.start(wire, **how).wait()
+def reduce(all_reduce: AllReduce[Any], wire: Wire) -> None:
+    all_reduce.start(wire).wait()
 
 
 # ---- the contract
@@ -176,38 +175,36 @@ def test_exact_sums_of_every_size(kind: str, size: int, dtype: torch.dtype) -> N
             wire.tensor.copy_(part_of(rank, numel, dtype))
         for wire in wires:
             address = wire.tensor.data_ptr()
-            assert reduce(all_reduce, wire, scale=0.5) is None
+            reduce(all_reduce, wire)
             assert wire.tensor.data_ptr() == address
         return [wire.tensor if rank == 0 else digest(wire.tensor) for wire in wires]
 
     per_rank = run_all_reduces(kind, size, body)
     for i, numel in enumerate(sizes):
-        assert_bitwise(per_rank[0][i], exact_sum(numel, dtype, size, 0.5), f"{numel} elements")
+        assert_bitwise(per_rank[0][i], exact_sum(numel, dtype, size), f"{numel} elements")
         assert_same_on_all_ranks([digest(per_rank[0][i]), *(results[i] for results in per_rank[1:])])
 
 
 @every_all_reduce_world_and_dtype
 def test_random_inputs_stay_within_the_rounding_bound(kind: str, size: int, dtype: torch.dtype) -> None:
-    numel, scales = 20_000, (1.0, 1 / 3, 7.25)
+    numel = 20_000
 
     def inputs(rank: int) -> torch.Tensor:
         return torch.randn(numel, generator=torch.Generator().manual_seed(rank + 1)).to(dtype)
 
-    def body(rank: int, all_reduce: AllReduce[Any]) -> list[torch.Tensor]:
-        wires = all_reduce.open_wires([(numel, dtype)] * len(scales))
-        for wire, scale in zip(wires, scales, strict=True):
-            wire.tensor.copy_(inputs(rank))
-            assert reduce(all_reduce, wire, scale=scale) is None
-        return [wire.tensor.clone() for wire in wires]
+    def body(rank: int, all_reduce: AllReduce[Any]) -> torch.Tensor:
+        (wire,) = all_reduce.open_wires([(numel, dtype)])
+        wire.tensor.copy_(inputs(rank))
+        reduce(all_reduce, wire)
+        return wire.tensor.clone()
 
-    per_rank = run_all_reduces(kind, size, body)
-    roundings: Any = num_roundings(kind, dtype, size) + (kind != "direct")  # all others round once more, for the scale
-    for i, scale in enumerate(scales):
-        assert_same_on_all_ranks([results[i] for results in per_rank])
-        parts = torch.stack([inputs(rank).double() for rank in range(size)]) * scale
-        assert_within_rounding(per_rank[0][i], parts.sum(0), parts.abs().sum(0), roundings, dtype)
-        with pytest.raises(AssertionError):  # it would notice a rank that was left out
-            assert_within_rounding(per_rank[0][i], parts[1:].sum(0), parts.abs().sum(0), roundings, dtype)
+    results = run_all_reduces(kind, size, body)
+    assert_same_on_all_ranks(results)
+    roundings: Any = num_roundings(kind, dtype, size)
+    parts = torch.stack([inputs(rank).double() for rank in range(size)])
+    assert_within_rounding(results[0], parts.sum(0), parts.abs().sum(0), roundings, dtype)
+    with pytest.raises(AssertionError):  # it would notice a rank that was left out
+        assert_within_rounding(results[0], parts[1:].sum(0), parts.abs().sum(0), roundings, dtype)
 
 
 @every_all_reduce_and_world
@@ -217,106 +214,11 @@ def test_a_mean_that_fits_does_not_overflow_on_the_way(kind: str, size: int) -> 
     def body(rank: int, all_reduce: AllReduce[Any]) -> torch.Tensor:
         (wire,) = all_reduce.open_wires([(10, torch.float16)])
         wire.tensor.fill_(60_000.0 / size)
-        assert reduce(all_reduce, wire, scale=1.0) is None
+        reduce(all_reduce, wire)
         return wire.tensor.clone()
 
     for result in run_all_reduces(kind, size, body):
         torch.testing.assert_close(result.double(), torch.full((10,), 60_000.0).double(), rtol=0, atol=32.0 * size)
-
-
-@every_all_reduce_and_world
-def test_a_non_finite_input_is_traced_to_rank_and_element(kind: str, size: int) -> None:
-    numel = 1000
-    places = list(itertools.product(range(size), (0, numel // 2, numel - 1), (math.nan, math.inf, -math.inf)))
-
-    def body(rank: int, all_reduce: AllReduce[Any]) -> list[tuple[NonFinite | None, NonFinite | None]]:
-        (wire,) = all_reduce.open_wires([(numel, torch.float32)])
-        reports = []
-        for culprit, element, value in places:
-            wire.tensor.copy_(part_of(rank, numel, torch.float32))
-            if rank == culprit:
-                wire.tensor[element] = value
-            found = reduce(all_reduce, wire, scale=0.5)
-            assert not math.isfinite(wire.tensor[element])
-            others = torch.arange(numel) != element
-            assert_bitwise(wire.tensor[others], exact_sum(numel, torch.float32, size, 0.5)[others])
-            wire.tensor.copy_(part_of(rank, numel, torch.float32))
-            reports.append((found, reduce(all_reduce, wire)))  # the next one is clean again
-        return reports
-
-    expected = [(NonFinite(rank, element), None) for rank, element, _ in places]
-    for reports in run_all_reduces(kind, size, body):
-        assert reports == expected
-
-
-class Finding(NamedTuple):
-    """A reduction of wires that hold `fill` everywhere but in some places, and what all ranks are told."""
-
-    dtype: torch.dtype
-    places: dict[int, tuple[int, float]]  # {rank: (element, value)}
-    told: tuple[NonFinite | None, ...]  # one of these
-    fill: float = 1.0
-    scale: float = 1.0
-    numel: int = 100
-
-
-def _in_a_later_block(dtype: torch.dtype) -> Finding:
-    numel = 2 * BLOCK_BYTES // dtype.itemsize + 3
-    return Finding(dtype, {1: (numel - 2, math.nan)}, (NonFinite(1, numel - 2),), numel=numel)
-
-
-def _overflow(dtype: torch.dtype) -> Finding:
-    """The result is infinite and must not be trained on, but no rank's input was."""
-    largest = torch.finfo(dtype).max
-    return Finding(dtype, dict.fromkeys(range(2), (70, largest)), (NonFinite(None, 70),))
-
-
-def _large_but_finite(dtype: torch.dtype) -> Finding:
-    """The sum over a block overflows, but no element of the result."""
-    return Finding(dtype, {}, (None,), fill=torch.finfo(dtype).max / 4, scale=0.5, numel=4000)
-
-
-def _beside_large_ones(culprit: int, value: float) -> Finding:
-    """Others' 100 could have carried 65504 over the edge; a NaN, or an infinity whose mean would fit, is from here."""
-    return Finding(torch.float16, {culprit: (70, value)}, (NonFinite(culprit, 70),), fill=100.0, scale=0.25)
-
-
-FINDINGS = {
-    2: [
-        *map(_in_a_later_block, DTYPES),
-        *map(_overflow, (torch.float32, torch.float16)),
-        *map(_large_but_finite, (torch.float32, torch.float16, BF16)),
-        Finding(torch.float16, {1: (7, math.nan)}, (NonFinite(1, 7),), scale=2.0**-30),  # which hides no alarm
-    ],
-    3: [
-        *itertools.starmap(_beside_large_ones, itertools.product(range(3), (math.nan, math.inf))),
-        # The report is true of one of several: (0, 10) would be wrong twice.
-        Finding(torch.float32, {0: (50, math.nan), 2: (10, math.nan)}, (NonFinite(0, 50), NonFinite(2, 10))),
-    ],
-}
-
-
-@pytest.mark.parametrize("kind", [*KINDS, *INLINE])
-@pytest.mark.parametrize("size", FINDINGS)
-def test_what_is_not_finite_is_told_to_all_and_nothing_else_is(kind: str, size: int) -> None:
-    def body(rank: int, all_reduce: AllReduce[Any]) -> list[tuple[NonFinite | None, torch.Tensor]]:
-        wires = all_reduce.open_wires([(finding.numel, finding.dtype) for finding in FINDINGS[size]])
-        for wire, finding in zip(wires, FINDINGS[size], strict=True):
-            wire.tensor.fill_(finding.fill)
-            if rank in finding.places:
-                element, value = finding.places[rank]
-                wire.tensor[element] = value
-        told = [reduce(all_reduce, wire, scale=each.scale) for wire, each in zip(wires, FINDINGS[size], strict=True)]
-        return [(found, wire.tensor.clone()) for found, wire in zip(told, wires, strict=True)]
-
-    for finding, outcomes in zip(FINDINGS[size], zip(*run_all_reduces(kind, size, body), strict=True), strict=True):
-        assert len({told for told, _ in outcomes}) == 1, (finding, outcomes)
-        for told, result in outcomes:
-            assert told in finding.told, finding
-            bad = (~result.isfinite()).nonzero().flatten().tolist()
-            assert bad == sorted({element for element, _ in finding.places.values()}), finding
-            if not finding.places:
-                assert_bitwise(result, torch.full((finding.numel,), finding.fill, dtype=finding.dtype))
 
 
 @every_all_reduce_and_world
@@ -331,7 +233,7 @@ def test_many_all_reduces_in_a_row_with_a_delayed_rank(kind: str, size: int) -> 
             wire.tensor.copy_(exact_inputs(wire.tensor.numel(), torch.float32, (rank + i) % 20))
             if rank == i % size and i % 5 == 0:
                 time.sleep(0.01)
-            assert reduce(all_reduce, wire) is None
+            reduce(all_reduce, wire)
             digests.append(digest(wire.tensor))
         return digests
 
@@ -397,7 +299,7 @@ def test_two_all_reduces_in_two_threads_do_not_take_each_others_signals(kind: st
                 wires[index].tensor.copy_(exact_inputs(numel, torch.float32, (3 * rank + 7 * index + i) % 33))
                 if i % 8 == 0 and rank == index:
                     time.sleep(0.06)  # long enough for the others to look after their peers, in both threads
-                assert reduce(all_reduces[index], wires[index]) is None
+                reduce(all_reduces[index], wires[index])
                 digests[index].append(digest(wires[index].tensor))
 
         failures: list[BaseException] = []
@@ -501,10 +403,10 @@ def test_in_the_background_start_waits_for_nobody(kind: str) -> None:
 
 def test_the_suite_notices_a_all_reduce_that_forgets_a_rank() -> None:
     class Forgetful(NativeAllReduce):
-        def start(self, wire: Any, *, scale: float = 1.0, tag: int = 0) -> NativeWork:
+        def start(self, wire: Any) -> NativeWork:
             if self._transport.rank == 0:
                 wire.tensor.zero_()
-            return super().start(wire, scale=scale, tag=tag)
+            return super().start(wire)
 
     network = FakeNetwork(2)
 
@@ -513,7 +415,7 @@ def test_the_suite_notices_a_all_reduce_that_forgets_a_rank() -> None:
         (wire,) = all_reduce.open_wires([(64, torch.float32)])
         wire.tensor.copy_(part_of(rank, 64, torch.float32))
         all_reduce.start(wire).wait()
-        assert_bitwise(wire.tensor, exact_sum(64, torch.float32, 2, 1.0))
+        assert_bitwise(wire.tensor, exact_sum(64, torch.float32, 2))
 
     with pytest.raises(RanksFailed, match="elements differ"):
         run_threads(on_rank, 2)
@@ -534,14 +436,14 @@ def test_direct_adds_in_rank_order_whatever_the_layout(size: int, dtype: torch.d
         wires = all_reduce.open_wires([(numel, dtype), (3 * numel + 17, dtype)])
         for wire in wires:
             wire.tensor[-numel:] = inputs(rank)
-            reduce(all_reduce, wire, scale=1 / size)
+            reduce(all_reduce, wire)
         return [wire.tensor[-numel:].clone() for wire in wires]
 
     wide = torch.float32 if dtype.itemsize == 2 else dtype
     total = inputs(0).to(wide)
     for rank in range(1, size):
         total += inputs(rank).to(wide)
-    expected = (total * (1 / size)).to(dtype)
+    expected = total.to(dtype)
     for results in run_all_reduces("direct", size, body):
         for result in results:
             assert_bitwise(result, expected)
@@ -562,19 +464,19 @@ def test_a_rank_may_run_ahead_of_its_peers(size: int) -> None:
             wire.tensor.copy_(part_of(rank, wire.tensor.numel(), torch.float32))
         if rank != size - 1:
             assert is_ahead.wait(15.0)
-        pending = [all_reduce.start(wire, scale=0.5, tag=tag) for tag, wire in enumerate(wires)]
+        pending = [all_reduce.start(wire) for wire in wires]
         if rank == size - 1:
             assert not pending[0].advance(), "its peers have not started"
             for wire in wires:
                 assert_bitwise(wire.tensor, part_of(rank, wire.tensor.numel(), torch.float32))
             is_ahead.set()
         for reduction in pending:
-            assert reduction.wait() is None
+            reduction.wait()
         return [wire.tensor.clone() for wire in wires]
 
     for results in run_all_reduces("direct", size, body):
         for result in results:
-            assert_bitwise(result, exact_sum(result.numel(), torch.float32, size, 0.5))
+            assert_bitwise(result, exact_sum(result.numel(), torch.float32, size))
 
 
 def test_a_late_rank_finds_its_peers_part_done() -> None:
@@ -591,46 +493,41 @@ def test_a_late_rank_finds_its_peers_part_done() -> None:
             assert reduction.advance(), "asking again does no harm"
             has_looked.set()
             assert is_over.wait(15.0)
-            assert reduction.wait() is None
+            reduction.wait()
         else:
             has_started.set()
             assert has_looked.wait(15.0)
-            assert reduction.wait() is None
+            reduction.wait()
             is_over.set()
-        assert_bitwise(wire.tensor, exact_sum(1000, torch.float32, 2, 1.0))
+        assert_bitwise(wire.tensor, exact_sum(1000, torch.float32, 2))
 
     run_all_reduces("direct", 2, body)
 
 
 @grid("count", [MAX_PENDING, MAX_PENDING + 1, 3 * MAX_PENDING + 5], keep=lambda count: count != MAX_PENDING)
 def test_more_reductions_than_there_are_records(count: int) -> None:
-    def body(rank: int, all_reduce: DirectAllReduce) -> list[NonFinite | None]:
+    def body(rank: int, all_reduce: DirectAllReduce) -> None:
         wires = all_reduce.open_wires([(40 + i, torch.float32) for i in range(count)])
         for i, wire in enumerate(wires):
             wire.tensor.copy_(part_of(rank, 40 + i, torch.float32))
-            if i % 50 == 7 and rank == i % 2:
-                wire.tensor[i % 40] = math.nan
-        pending = [all_reduce.start(wire, tag=tag) for tag, wire in enumerate(wires)]
-        found = [reduction.wait() for reduction in pending]
+        for reduction in [all_reduce.start(wire) for wire in wires]:
+            reduction.wait()
         for i, wire in enumerate(wires):
-            if i % 50 != 7:
-                assert_bitwise(wire.tensor, exact_sum(40 + i, torch.float32, 2, 1.0))
-        return found
+            assert_bitwise(wire.tensor, exact_sum(40 + i, torch.float32, 2))
 
-    expected = [NonFinite(i % 2, i % 40) if i % 50 == 7 else None for i in range(count)]
-    assert run_all_reduces("direct", 2, body) == [expected] * 2
+    run_all_reduces("direct", 2, body)
 
 
 def test_a_reduction_that_is_over_keeps_its_result() -> None:
     def body(rank: int, all_reduce: DirectAllReduce) -> None:
         (wire,) = all_reduce.open_wires([(100, torch.float32)])
         wire.tensor.fill_(rank + 1.0)
-        wire.tensor[70] = math.nan if rank else 0.0
         reduction = all_reduce.start(wire)
-        reduction.contribute()
-        reduction.contribute()
-        assert [reduction.wait() for _ in range(3)] == [NonFinite(1, 70)] * 3
-        assert wire.tensor[:70].unique().tolist() == [3.0]
+        for _ in range(2):
+            reduction.contribute()
+        for _ in range(3):
+            reduction.wait()
+        assert wire.tensor.unique().tolist() == [3.0]
 
     run_all_reduces("direct", 2, body)
 
@@ -654,18 +551,18 @@ def test_every_rank_contributes_before_it_waits() -> None:
 
 @pytest.mark.parametrize(("kind", "size"), [("direct", 2), ("hierarchical", 3)])
 def test_ranks_whose_nth_reductions_differ_are_told_which(kind: str, size: int) -> None:
-    """Rank 1 has left out the second of three: what is compared is what was started n-th, not what lies in a wire."""
+    """Rank 1 has left out the second of three, and begins again."""
 
     def body(rank: int, all_reduce: AllReduce[Any]) -> str:
         wires = all_reduce.open_wires([(100, torch.float32)] * 3)
-        tags = (0, 2) if rank == 1 else (0, 1, 2)
-        pending = [all_reduce.start(wires[tag], tag=tag) for tag in tags]
+        pending = [all_reduce.start(wires[index]) for index in ((0, 0) if rank == 1 else (0, 1, 2))]
+        pending[0].wait()
         with pytest.raises(PlanMismatchError) as caught:
-            all(reduction.wait() is None for reduction in pending[:2])
+            pending[1].wait()
         return str(caught.value)
 
     for text in run_all_reduces(kind, size, body):
-        assert "rank 1 reduces bucket 2 of reduction 0 while rank 0 reduces bucket 1 of reduction 0" in text
+        assert "a backward was aborted on rank 1 after part of its gradients had left" in text
 
 
 def test_threads_end_where_an_earlier_reduction_has_failed() -> None:
@@ -676,7 +573,7 @@ def test_threads_end_where_an_earlier_reduction_has_failed() -> None:
         wires = all_reduce.open_wires([(100, torch.float32)] * 2)
         if rank == 1:
             assert has_started.wait(10)
-        pending = [all_reduce.start(wire, tag=tag + (rank == 1)) for tag, wire in enumerate(wires)]
+        pending = [all_reduce.start(wire) for wire in (wires if rank == 0 else reversed(wires))]
         if rank == 0:
             host = all_reduce._host  # type: ignore[attr-defined]
             wait_until(lambda: host.ending._tasks.qsize() == 1 == host.summing._tasks.qsize(), "both threads to begin")
@@ -710,11 +607,3 @@ def test_slices_cover_the_buffer_in_whole_cache_lines(element_bytes: int) -> Non
         assert all(start % line == 0 or start == num_elements for start, _ in bounds)
         lengths = [stop - start for start, stop in bounds]
         assert max(lengths) <= math.ceil(num_elements / num_ranks) + line - 1
-
-
-def test_is_finite() -> None:
-    assert is_finite(torch.full((10,), 3e38))  # their sum is not
-    assert is_finite(torch.empty(0))
-    assert is_finite(torch.full((10,), 60_000.0, dtype=torch.float16))
-    assert not is_finite(torch.tensor([1.0, math.nan]))
-    assert not is_finite(torch.tensor([math.inf, -math.inf, 1.0], dtype=torch.float64))

@@ -79,12 +79,12 @@ def _in_a_reduction(die: Callable[[], None]) -> None:
     count = 0
     add = reference.Accumulation.run
 
-    def fatal(self: reference.Accumulation, scale: float = 1.0) -> None:
+    def fatal(self: reference.Accumulation) -> None:
         nonlocal count
         count += 1
         if count == 40:
             die()
-        add(self, scale)
+        add(self)
 
     reference.Accumulation.run = fatal  # type: ignore[method-assign]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,13 +15,12 @@ import torch
 
 from tests.support.checks import assert_bitwise
 from tests.support.fake_device import FakeAccelerator
-from torchring.allreduce import NonFinite
 from torchring.devices.packing import DevicePacking
 from torchring.errors import GradientError
-from torchring.gradients.bucket import COPY_ON_ARRIVAL_BYTES, Bucket, BucketState
+from torchring.gradients.bucket import Bucket, BucketState
 from torchring.gradients.ledger import GradientStatus, OptimizerLedger
 from torchring.gradients.message import Said
-from torchring.gradients.packing import HostPacking
+from torchring.gradients.packing import COPY_ON_ARRIVAL_BYTES, HostPacking, Packing, is_finite, slot_at
 from torchring.gradients.plan import ParameterSpec, build_plan
 from torchring.gradients.reduction import Reduction
 from torchring.gradients.views import CAN_SWAP
@@ -71,16 +71,14 @@ def make(
     ).buckets
     wire = plain_wire(torch.full((plan.numel,), float("nan"), dtype=plan.wire_dtype))
 
-    def on_device(scale: float) -> DevicePacking:
-        assert accelerator is not None
+    scale = 1.0 if is_sum else 1 / world_size
+    packing: Packing = HostPacking(scale, plan, wire.tensor, world_size, [])
+    if accelerator is not None:
         found = torch.full((2,), NOT_FOUND, dtype=torch.int32)
         stream = accelerator.open_stream()
         all_reduce: Any = SimpleNamespace(accelerator=accelerator, stream=stream, hold_for_earlier=lambda: None)
-        return DevicePacking(scale, plan, wire.buffer, found, world_size, all_reduce, set())
-
-    packing = HostPacking if accelerator is None else on_device
-    scale = 1.0 if is_sum else 1 / world_size
-    return Bucket(plan, wire, specs, parameters, scale=scale, is_sum=is_sum, packing=packing)
+        packing = DevicePacking(scale, plan, wire.buffer, found, world_size, all_reduce, set())
+    return Bucket(plan, wire, specs, parameters, packing, is_sum=is_sum)
 
 
 def ones(*numels: int, **options: Any) -> Bucket:
@@ -100,14 +98,14 @@ def give(bucket: Bucket, slot: int, values: Sequence[float] | torch.Tensor | flo
     return bucket.mark_ready(slot)
 
 
-def reduce(*ranks: Bucket, non_finite: NonFinite | None = None) -> None:
+def reduce(*ranks: Bucket) -> None:
     """From PACKED to REDUCED on every rank."""
     for bucket in ranks:
         bucket.begin_reduce()
-    total = torch.stack([bucket.wire.tensor.double() for bucket in ranks]).sum(0) * ranks[0].reduce_scale
+    total = torch.stack([bucket.wire.tensor.double() for bucket in ranks]).sum(0)
     for bucket in ranks:
         buffer_of(bucket).copy_(total)
-        bucket.end_reduce(non_finite)
+        bucket.end_reduce()
 
 
 def finish(*ranks: Bucket) -> None:
@@ -149,7 +147,7 @@ def in_state(state: BucketState) -> Bucket:
     if state in (REDUCING, REDUCED):
         bucket.begin_reduce()
     if state is REDUCED:
-        bucket.end_reduce(None)
+        bucket.end_reduce()
     assert bucket.state is state
     return bucket
 
@@ -164,7 +162,7 @@ def test_life_of_a_bucket() -> None:
         assert bucket.state is PACKED
         bucket.begin_reduce()
         assert bucket.state is REDUCING
-        bucket.end_reduce(None)
+        bucket.end_reduce()
         assert bucket.state is REDUCED
         bucket.close_reduction()
     assert bucket.state is IDLE
@@ -187,7 +185,7 @@ def test_reset_leads_back_from_anywhere(state: BucketState) -> None:
 
 MOVES: dict[str, tuple[Callable[[Bucket], object], set[BucketState]]] = {
     "begin_reduce": (lambda bucket: bucket.begin_reduce(), {PACKED}),
-    "end_reduce": (lambda bucket: bucket.end_reduce(None), {REDUCING}),
+    "end_reduce": (lambda bucket: bucket.end_reduce(), {REDUCING}),
     "close_reduction": (lambda bucket: bucket.close_reduction(), {REDUCED}),
     "fill_missing": (lambda bucket: bucket.fill_missing(), {IDLE, FILLING}),
 }
@@ -313,8 +311,7 @@ def test_accumulating_in_place_keeps_the_memory(numel: int) -> None:
     assert grad(ranks[0], 0) == grad(ranks[1], 0) == [4.5] * numel  # mean of 1 and 2, three times
 
 
-@pytest.mark.parametrize("numel", [3, BIG])
-@pytest.mark.parametrize("compression", [None, "fp16"])
+@pytest.mark.parametrize(("numel", "compression"), [(3, None), (3, "fp16"), (BIG, "fp16")])
 def test_second_arrival_before_the_bucket_leaves_counts(numel: int, compression: str | None) -> None:
     ranks = [ones(numel, 1, world_size=2, compression=compression) for _ in range(2)]
     for rank, bucket in enumerate(ranks):
@@ -351,20 +348,18 @@ def test_compressed_gradients_are_scaled_before_the_cast() -> None:
     for bucket in ranks:
         give(bucket, 0, 1e5)  # inf in fp16; its half is not
         assert bucket.wire.tensor[:1].tolist() == [49984.0]
-        assert bucket.reduce_scale == 1.0
     for bucket in ranks:
         bucket.begin_reduce()
         buffer_of(bucket)[0] = 50016.0
-        bucket.end_reduce(None)
+        bucket.end_reduce()
         assert grad(bucket, 0) == [50016.0]
         bucket.close_reduction()
 
 
-def test_uncompressed_gradients_are_scaled_by_the_all_reduce() -> None:
+def test_uncompressed_gradients_are_scaled_when_they_are_packed() -> None:
     bucket = ones(1, world_size=4)
     give(bucket, 0, 3.0)
-    assert bucket.wire.tensor[0] == 3.0
-    assert bucket.reduce_scale == 0.25
+    assert bucket.wire.tensor[0] == 0.75
 
 
 @pytest.mark.parametrize("compression", ["fp16", "bf16"])
@@ -388,7 +383,7 @@ def test_compressed_results_are_written_when_the_bucket_returns() -> None:
     give(bucket, 1, 1.0)
     bucket.begin_reduce()
     buffer_of(bucket).fill_(7.0)
-    bucket.end_reduce(None)
+    bucket.end_reduce()
     assert [grad(bucket, 0), grad(bucket, 1)] == [[7.0, 7.0], [7.0]]
 
 
@@ -418,7 +413,7 @@ def test_a_narrow_gradient_is_not_compressed() -> None:
     give(bucket, 0, 3.0)
     assert bucket.wire.tensor.dtype == torch.bfloat16
     assert lies_in_wire(bucket, 0)
-    assert bucket.reduce_scale == 0.5
+    assert bucket.wire.tensor[0] == 1.5
 
 
 # Missing gradients
@@ -597,7 +592,7 @@ def test_a_kept_gradient_keeps_its_values(
     can_swap: bool, numel: int, keep: str, next_value: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where PyTorch cannot swap the memory of storages, gradients do not live in the wire."""
-    monkeypatch.setattr("torchring.gradients.bucket.CAN_SWAP", can_swap)
+    monkeypatch.setattr("torchring.gradients.packing.CAN_SWAP", can_swap)
     bucket = ones(1, numel)
     reduction_of(bucket, 1.0, 2.0)
     value = bucket.parameters[1].grad
@@ -733,7 +728,7 @@ def test_compressed_gradient_taken_while_the_bucket_was_away(numel: int) -> None
     bucket.begin_reduce()
     bucket.parameters[0].grad = None
     with pytest.raises(GradientError, match=r"the gradient of p0 was (taken away|changed)"):
-        bucket.end_reduce(None)
+        bucket.end_reduce()
 
 
 @pytest.mark.parametrize("numel", [4, BIG])
@@ -747,7 +742,7 @@ def test_gradient_replaced_while_the_bucket_was_away(replacement: str, numel: in
     mine = bucket.parameters[0].grad
     assert mine is not None
     bucket.parameters[0].grad = {"none": None, "another": torch.ones(numel), "an alias": mine.data}[replacement]
-    bucket.end_reduce(None)
+    bucket.end_reduce()
     with pytest.raises(GradientError, match=r"the gradient of p0 was (taken away|changed)") as caught:
         bucket.close_reduction()
     assert (caught.value.bucket, caught.value.parameters) == (0, ("p0",))
@@ -763,12 +758,12 @@ def test_gradient_written_to_before_the_reduction_is_over(numel: int, when: str)
     bucket.begin_reduce()
     if when == "when it was back":
         buffer_of(bucket).mul_(1.0)  # the all-reduce's own writes do not count
-        bucket.end_reduce(None)
+        bucket.end_reduce()
     value = bucket.parameters[0].grad
     assert value is not None
     value.mul_(2.0)
     if when == "while it was away":
-        bucket.end_reduce(None)
+        bucket.end_reduce()
     with pytest.raises(GradientError, match="the gradient of p0 was written to while it was being red") as caught:
         bucket.close_reduction()
     assert "registered before torchring.wrap" in str(caught.value)
@@ -795,14 +790,13 @@ def test_compressed_gradient_written_to_while_the_bucket_was_away(numel: int, ar
     value.mul_(2.0)
     bucket.reduction.said = Said({})
     with pytest.raises(GradientError, match=r"the gradient of p0 was (taken away|changed)"):
-        [bucket.end_reduce(None), bucket.close_reduction()]
+        [bucket.end_reduce(), bucket.close_reduction()]
     assert bucket.ledger.unsettled() == ("p0", GradientStatus.LOCAL.value)
 
 
-@pytest.mark.parametrize("numel", [4, BIG])
-def test_writing_to_a_gradient_before_its_bucket_leaves_counts(numel: int) -> None:
+def test_writing_to_a_small_gradient_before_its_bucket_leaves_counts() -> None:
     """A hook of the script's own that was there first, say, or one on another parameter."""
-    ranks = [ones(numel, 1, world_size=2) for _ in range(2)]
+    ranks = [ones(4, 1, world_size=2) for _ in range(2)]
     for rank, bucket in enumerate(ranks):
         give(bucket, 0, 1.0 + rank)
         value = bucket.parameters[0].grad
@@ -810,7 +804,7 @@ def test_writing_to_a_gradient_before_its_bucket_leaves_counts(numel: int) -> No
         value.mul_(10.0)
         give(bucket, 1, 1.0)
     finish(*ranks)
-    assert grad(ranks[0], 0) == grad(ranks[1], 0) == [15.0] * numel
+    assert grad(ranks[0], 0) == grad(ranks[1], 0) == [15.0] * 4
 
 
 def test_writing_to_gradients_between_reductions_is_no_error() -> None:
@@ -1226,18 +1220,28 @@ def test_an_adopted_gradient_that_nobody_uses_moves_unchanged() -> None:
 def test_slot_at() -> None:
     bucket = make([torch.ones(17), torch.ones(0), torch.ones(()), torch.ones(2)])
     assert [slot.offset for slot in bucket.plan.slots] == [0, 32, 32, 48]
-    found = {element: bucket.slot_at(element) for element in (0, 16, 31, 32, 47, 48, 49)}
+    found = {element: slot_at(bucket.plan, element) for element in (0, 16, 31, 32, 47, 48, 49)}
     assert found == {0: 0, 16: 0, 31: 0, 32: 2, 47: 2, 48: 3, 49: 3}
 
 
-def test_non_finite_is_noted_and_forgotten_with_the_next_reduction() -> None:
-    bucket = ones(2, 20)
-    for note in (NonFinite(1, 20), None):
+@pytest.mark.parametrize("numel", [40, BIG + 3])
+@pytest.mark.parametrize(("value", "is_own"), [(float("nan"), True), (3e38, False), (1e10, False)])
+def test_packing_sees_values_whose_sum_may_not_be_finite(value: float, is_own: bool, numel: int) -> None:
+    bucket = ones(numel, 20, world_size=2)
+    bucket.wire.tensor.zero_()
+    assert isinstance(bucket.packing, HostPacking)
+    suspects = bucket.packing._suspects
+    for bad, may_overflow in ((value, value != 1e10), (1.0, False)):
+        values = torch.ones(20)
+        values[7] = bad
         give(bucket, 0, 1.0)
-        give(bucket, 1, 1.0)
-        reduce(bucket, non_finite=note)
-        assert bucket.non_finite == note
-        bucket.close_reduction()
+        give(bucket, 1, values)
+        assert [each.element for each in suspects] == (
+            [bucket.plan.slots[1].offset + 7 if is_own else None] if may_overflow else []
+        )
+        suspects.clear()
+        finish(bucket)
+        bucket.parameters[0].grad = bucket.parameters[1].grad = None
 
 
 def test_a_parameter_that_was_reshaped_since_is_named() -> None:
@@ -1275,7 +1279,7 @@ def test_on_a_device_a_bucket_leaves_behind_every_stream_that_computed_a_gradien
         accelerator.streams[-1].run(lambda: buffer_of(bucket).mul_(10.0))
         accelerator.synchronize()
         bucket.begin_reduce()
-        bucket.end_reduce(None)
+        bucket.end_reduce()
         bucket.close_reduction()
     assert [grad(bucket, 0), grad(bucket, 1)] == [[350.0, 350.0], [350.0, 350.0]]
     assert accelerator.races == []
@@ -1305,8 +1309,16 @@ def test_on_a_device_a_result_replaces_a_gradient_with_a_pending_negation(accele
     accelerator.synchronize()
     bucket.begin_reduce()
     buffer_of(bucket).mul_(3.0)
-    bucket.end_reduce(None)
+    bucket.end_reduce()
     accelerator.synchronize()
     bucket.close_reduction()
     assert bucket.parameters[0].grad is own
     assert own.tolist() == [0.0, -1.5, -3.0]
+
+
+def test_is_finite() -> None:
+    assert is_finite(torch.full((10,), 3e38))  # their sum is not
+    assert is_finite(torch.empty(0))
+    assert is_finite(torch.full((10,), 60_000.0, dtype=torch.float16))
+    assert not is_finite(torch.tensor([1.0, math.nan]))
+    assert not is_finite(torch.tensor([math.inf, -math.inf, 1.0], dtype=torch.float64))

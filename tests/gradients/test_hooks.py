@@ -365,14 +365,8 @@ def _large(rank: int, world_size: int, overlap: str) -> str:
     model = torch.nn.Sequential(*(torch.nn.Linear(420, 420) for _ in range(4)))
     optimizer = wrapped(model, bucket_mb=1.5, algorithm="direct", overlap=overlap)
 
-    def reentrant(layer: torch.nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(layer, x.clone().requires_grad_(), use_reentrant=True)
-
-    def loss(x: Tensor, step: int, call: Callable[[torch.nn.Module, Tensor], Tensor] = reentrant) -> Tensor:
-        total = torch.stack([(i + 1) * layer(x).sum() for i, layer in enumerate(model)]).sum()
-        if step == 3:  # two gradients more, the first ones that come
-            total = total + call(model[3], x).sum() - 3 * call(model[3], x).sum()
-        return total
+    def loss(x: Tensor) -> Tensor:
+        return torch.stack([(i + 1) * layer(x).sum() for i, layer in enumerate(model)]).sum()
 
     seen: list[Tensor | None] = []
     for layer in model:
@@ -384,12 +378,13 @@ def _large(rank: int, world_size: int, overlap: str) -> str:
         before = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
         inputs = [exact_inputs(840, torch.float32, seed=10 * step + of).view(2, 420) for of in range(world_size)]
         seen.clear()
-        loss(inputs[rank], step).backward()
-        if rank == 0 and step < 3:  # rank 1's gradients complete a bucket, which leaves before this hook runs
+        loss(inputs[rank]).backward()
+        if (
+            overlap == "inline" and rank == 0 and step < 3
+        ):  # rank 1's gradients complete a bucket, which leaves before this hook runs
             results = [layer.weight.grad for layer in model]
             assert any(all(grad is not result for result in results) for grad in seen), "all were copied"
-        its_loss = functools.partial(loss, step=step, call=lambda layer, x: layer(x))
-        for value, *each in zip(before, *(gradients(its_loss, model, [x]) for x in inputs), strict=True):
+        for value, *each in zip(before, *(gradients(loss, model, [x]) for x in inputs), strict=True):
             value += torch.stack(each).sum(0) / world_size
         check_gradients(model, before, f"step {step}")
         for tensor, value in kept:  # what a script keeps of an earlier step
@@ -399,7 +394,7 @@ def _large(rank: int, world_size: int, overlap: str) -> str:
     model[3].weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.mul_(2)))
     optimizer.zero_grad()
     with pytest.raises(RingError, match=r"3\.weight was written to"):  # on rank 1, which hears of it, too
-        loss(inputs[rank], 0).backward()
+        loss(inputs[rank]).backward()
     seen.clear()  # autograd's queue still has what has not run, and so the hooks
     return digests
 
@@ -652,7 +647,7 @@ def _aborted_on_one_untagged(rank: int, world_size: int) -> list[str]:
 def test_a_backward_aborted_on_one_rank_is_told_where_ranks_compare_no_tags() -> None:
     """The buckets of the next reduction have other lengths than those that the other rank waits for."""
     peer, broken = run_pooled(_aborted_on_one_untagged, 2)
-    told = "PlanMismatchError: a backward was aborted on rank 1 after part of its gradients had left"
+    told = "a backward was aborted on rank 1 after part of its gradients had left"
     assert peer[0] == broken[0] == ""
     assert told in peer[1]
     assert broken[1] == "MemoryError: aborted"
@@ -877,7 +872,7 @@ def _unlike(rank: int, world_size: int, is_aborted: bool) -> list[str]:
 
 
 def test_a_backward_that_is_aborted_where_others_reach_another_optimizer_is_told() -> None:
-    told = "PlanMismatchError: a backward was aborted on rank 1 after part of its gradients had left"
+    told = "a backward was aborted on rank 1 after part of its gradients had left"
     peer, broken = run_pooled(_unlike, 2, True)
     assert told in peer[0]
     assert broken[0].startswith("ZeroDivisionError")

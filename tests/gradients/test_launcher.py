@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from torchring.allreduce import TAGS_PER_REDUCTION, AllReduce, NonFinite, Wire
+from torchring.allreduce import AllReduce, Wire
 from torchring.allreduce.threaded import ThreadedAllReduce, WorkOnThread
 from torchring.errors import FirstFailure, GradientError, PeerLostError, RingError
 from torchring.gradients.bucket import Bucket, BucketState
 from torchring.gradients.launcher import Launcher, union_length
 from torchring.gradients.ledger import GradientStatus
 from torchring.gradients.message import Said
-from torchring.gradients.plan import ParameterSpec, build_plan
+from torchring.gradients.packing import HostPacking
+from torchring.gradients.plan import BucketPlan, ParameterSpec, build_plan
 from torchring.gradients.reduction import Reduction
 from torchring.observer import LAUNCHED, OVER, PACKED, READY, REDUCED, STARTED
 
@@ -38,12 +39,10 @@ class RecordingAllReduce:
     algorithm: str = "recording"
     in_background: bool = False
     order: list[int] = field(default_factory=list)
-    tags: list[int] = field(default_factory=list)
     threads: list[str] = field(default_factory=list)
     fail_at: dict[int, Exception] = field(default_factory=dict)
     seconds: float = 0.0
     gate: threading.Event | None = None
-    non_finite: dict[int, NonFinite] = field(default_factory=dict)
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[Wire]:
         buffers = [torch.zeros(numel, dtype=dtype) for numel, dtype in specs]
@@ -51,22 +50,19 @@ class RecordingAllReduce:
 
     failure: FirstFailure = field(default_factory=FirstFailure)
 
-    def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> Any:
-        return WorkOnThread(None, lambda: self.all_reduce(wire, scale=scale, tag=tag), self.failure)
+    def start(self, wire: Wire) -> Any:
+        return WorkOnThread(None, lambda: self.all_reduce(wire), self.failure)
 
-    def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> NonFinite | None:
+    def all_reduce(self, wire: Wire) -> None:
         assert isinstance(wire, PlainWire)
         if self.gate is not None:
             assert self.gate.wait(20)
         index = int(wire.tensor[0])
         self.order.append(index)
-        self.tags.append(tag)
         self.threads.append(threading.current_thread().name)
         time.sleep(self.seconds)
         if index in self.fail_at:
             raise self.fail_at[index]
-        wire.buffer.mul_(scale)
-        return self.non_finite.get(index)
 
     def fail(self, error: RingError) -> None: ...
 
@@ -80,10 +76,10 @@ class StagedRecorder(RecordingAllReduce):
     events: list[tuple[str, int]] = field(default_factory=list)
     ready: set[int] = field(default_factory=set)
 
-    def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> RecordedFlight:
-        index = tag % TAGS_PER_REDUCTION
+    def start(self, wire: Wire) -> RecordedFlight:
+        index = int(wire.tensor[0])
         self.events.append(("start", index))
-        return RecordedFlight(self, wire, scale, tag)
+        return RecordedFlight(self, wire, index)
 
     def take_events(self) -> list[tuple[str, int]]:
         events, self.events = self.events, []
@@ -94,13 +90,12 @@ class StagedRecorder(RecordingAllReduce):
 class RecordedFlight:
     all_reduce: StagedRecorder
     wire: Wire
-    scale: float
-    tag: int
+    index: int
     has_advanced: bool = False
     span: tuple[float, float] | None = None
 
     def advance(self) -> bool:
-        index = self.tag % TAGS_PER_REDUCTION
+        index = self.index
         if index in self.all_reduce.fail_at and index not in self.all_reduce.ready:
             raise self.all_reduce.fail_at[index]
         if not self.has_advanced and index in self.all_reduce.ready:
@@ -111,17 +106,15 @@ class RecordedFlight:
     def contribute(self) -> None:
         if not self.has_advanced:
             self.has_advanced = True
-            self.all_reduce.events.append(("reduce", self.tag % TAGS_PER_REDUCTION))
+            self.all_reduce.events.append(("reduce", self.index))
 
-    def wait(self) -> NonFinite | None:
+    def wait(self) -> None:
         assert self.has_advanced, "peers wait for this rank's part"
-        self.all_reduce.events.append(("land", self.tag % TAGS_PER_REDUCTION))
-        return self.all_reduce.all_reduce(self.wire, scale=self.scale, tag=self.tag)
+        self.all_reduce.events.append(("land", self.index))
+        self.all_reduce.all_reduce(self.wire)
 
 
-def open_buckets(
-    all_reduce: RecordingAllReduce, count: int, per_bucket: int = 1, *, scale: float = 1.0
-) -> list[Bucket]:
+def open_buckets(all_reduce: RecordingAllReduce, count: int, per_bucket: int = 1) -> list[Bucket]:
     """`count` buckets; bucket i holds the parameters b{i}.p0, b{i}.p1, ..."""
     names = [f"b{i}.p{j}" for i in range(count) for j in range(per_bucket)]
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in names]
@@ -130,7 +123,11 @@ def open_buckets(
     plan = build_plan(specs, bucket_bytes=cap, order=range(len(specs)))
     assert len(plan.buckets) == count
     wires = all_reduce.open_wires([(bucket.numel, bucket.wire_dtype) for bucket in plan.buckets])
-    return [Bucket(b, w, specs, parameters, scale=scale) for b, w in zip(plan.buckets, wires, strict=True)]
+    return [bucket_of(b, w, specs, parameters) for b, w in zip(plan.buckets, wires, strict=True)]
+
+
+def bucket_of(plan: BucketPlan, wire: Wire, specs: Any, parameters: Any) -> Bucket:
+    return Bucket(plan, wire, specs, parameters, HostPacking(1.0, plan, wire.tensor, 1, []))
 
 
 def pack(bucket: Bucket) -> None:
@@ -273,7 +270,7 @@ def test_many_reductions(threaded: bool) -> None:
             for bucket in launcher.buckets:
                 bucket.close_reduction()
         assert all_reduce.order == [0, 1, 2] * 50
-        assert all_reduce.tags == [step * TAGS_PER_REDUCTION + index for step in range(50) for index in range(3)]
+        assert all_reduce.order == [0, 1, 2] * 50
 
 
 @pytest.mark.parametrize("threaded", [False, True])
@@ -429,50 +426,7 @@ def test_who_aborts_a_reduction_goes_on_with_the_number_of_its_peers(
         launcher.close_reduction()
         assert launcher.reduction.next_number == number + 1
         assert launcher.ready_order == (order or [2, 1, 0])
-        assert all_reduce.tags[num_left:] == [number * TAGS_PER_REDUCTION + index for index in range(3)]
-
-
-@pytest.mark.parametrize("threaded", [False, True])
-def test_hands_the_bucket_what_the_all_reduce_found(threaded: bool) -> None:
-    all_reduce = RecordingAllReduce(non_finite={1: NonFinite(3, 1)})
-    with opened(2, threaded=threaded, all_reduce=all_reduce) as (launcher, _):
-        begin(launcher, number=0, step=0, hold=False)
-        for bucket in launcher.buckets:
-            pack(bucket)
-        finish(launcher)
-        assert [bucket.non_finite for bucket in launcher.buckets] == [None, NonFinite(3, 1)]
-
-
-def test_the_all_reduce_gets_the_buckets_scale() -> None:
-    all_reduce = RecordingAllReduce()
-    launcher = open_launcher(open_buckets(all_reduce, 2, scale=0.25), all_reduce)
-    begin(launcher, number=0, step=0, hold=False)
-    for bucket in launcher.buckets:
-        pack(bucket)
-    finish(launcher)
-    assert [bucket.parameters[0].grad.tolist() for bucket in launcher.buckets] == [[0.0, 0.0], [0.25, 0.25]]
-
-
-@pytest.mark.parametrize("hold", [False, True])
-@pytest.mark.parametrize("threaded", [False, True])
-def test_the_all_reduce_is_told_reduction_and_bucket(threaded: bool, hold: bool) -> None:
-    """A reduction's number is not the step's: some end in no step, and some steps follow several reductions."""
-    with opened(3, threaded=threaded) as (launcher, all_reduce):
-        for number, step in ((0, 0), (1, 0), (7, 1), (8, 4)):
-            begin(launcher, number=number, step=step, hold=hold)
-            for index in (2, 1, 0):
-                pack(launcher.buckets[index])
-                launcher.advance()
-            finish(launcher)
-            for bucket in launcher.buckets:
-                bucket.close_reduction()
-        assert all_reduce.tags == [number * TAGS_PER_REDUCTION + index for number in (0, 1, 7, 8) for index in range(3)]
-        assert len(set(all_reduce.tags)) == len(all_reduce.tags)
-
-
-def test_tags_of_the_next_reduction_begin_behind_those_of_any_plan() -> None:
-    """2^20 buckets, and 2^43 reductions in 64 bits."""
-    assert TAGS_PER_REDUCTION == 1 << 20
+        assert all_reduce.order[num_left:] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("threaded", [False, True])
@@ -520,7 +474,7 @@ def test_begin_waits_for_what_an_aborted_reduction_left_with_the_worker() -> Non
             pack(bucket)
             launcher.advance()
         finish(launcher)
-        assert all_reduce.tags == [0, 1, *(TAGS_PER_REDUCTION + index for index in range(3))]
+        assert all_reduce.order == [0, 1, 0, 1, 2]
         assert [bucket.parameters[0].grad.tolist() for bucket in launcher.buckets] == [[float(i)] * 2 for i in range(3)]
         opener.join()
 
@@ -553,7 +507,7 @@ def test_inline_nothing_is_left_of_an_aborted_reduction() -> None:
             launcher.advance()
         pack(launcher.buckets[1])
         finish(launcher)
-        assert all_reduce.tags == [0, TAGS_PER_REDUCTION, TAGS_PER_REDUCTION + 1]
+        assert all_reduce.order == [0, 0, 1]
 
 
 # Failures
@@ -622,7 +576,7 @@ def test_a_failure_of_the_bucket_comes_out_of_finish_too() -> None:
     (wire,) = all_reduce.open_wires([(plan.numel, plan.wire_dtype)])
     all_reduce.gate = threading.Event()
     threaded = ThreadedAllReduce(all_reduce)
-    launcher = open_launcher([Bucket(plan, wire, [spec], [parameter], scale=1.0)], threaded)
+    launcher = open_launcher([bucket_of(plan, wire, [spec], [parameter])], threaded)
     begin(launcher, number=0, step=0, hold=False)
     pack(launcher.buckets[0])
     launcher.advance()
@@ -790,7 +744,7 @@ def test_every_flight_lands_though_a_bucket_before_it_fails() -> None:
     wires = all_reduce.open_wires([(plan.numel, plan.wire_dtype) for plan in plans])
     all_reduce.gate = threading.Event()
     threaded = ThreadedAllReduce(all_reduce)
-    buckets = [Bucket(p, w, specs, parameters, scale=1.0) for p, w in zip(plans, wires, strict=True)]
+    buckets = [bucket_of(p, w, specs, parameters) for p, w in zip(plans, wires, strict=True)]
     launcher = open_launcher(buckets, threaded)
     begin(launcher, number=0, step=0, hold=False)
     for bucket in buckets:

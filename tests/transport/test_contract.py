@@ -23,7 +23,6 @@ from tests.support.checks import assert_bitwise, exact_inputs
 from tests.support.fakes import FakeNetwork
 from tests.support.harness import count_open_fds, patient, run_ranks, run_threads
 from tests.support.mpi_job import job, job_ends  # noqa: F401  # a fixture
-from torchring.allreduce.contract import NonFinite
 from torchring.allreduce.native import NativeAllReduce
 from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError
 from torchring.rendezvous.rendezvous import Rendezvous
@@ -313,8 +312,7 @@ def _sum_and_gather(_: Meet, transport: Transport) -> tuple[float, list[int]]:
 def test_native_reduces_over_every_transport(kind: str) -> None:
     for result in run_transports(kind, 3, _native):
         expected = [exact_inputs(5000, torch.float32, rank) for rank in range(3)]
-        assert_bitwise(result[0], torch.stack(expected).sum(0) * 0.5)
-        assert result[1:] == ((1, 17), (None, 3))
+        assert_bitwise(result, torch.stack(expected).sum(0))
 
 
 def _native(meet: Meet, transport: Transport) -> Any:
@@ -323,19 +321,9 @@ def _native(meet: Meet, transport: Transport) -> Any:
         all_reduce.open_wires([(4, torch.float32), (4, torch.complex64)])
     (wire,) = all_reduce.open_wires([(5000, torch.float32)])
     wire.tensor.copy_(exact_inputs(5000, torch.float32, transport.rank))
-    assert all_reduce.start(wire, scale=0.5).wait() is None
-    result = wire.tensor.clone()
-    wire.tensor.fill_(1.0)
-    if transport.rank == 1:
-        wire.tensor[17] = torch.nan
-    own = all_reduce.start(wire, tag=1).wait()
-    wire.tensor.zero_()
-    wire.tensor[3] = 3e38  # finite; the sum is not
-    overflow = all_reduce.start(wire, tag=2).wait()
-    assert isinstance(own, NonFinite)
-    assert isinstance(overflow, NonFinite)
+    all_reduce.start(wire).wait()
     meet()
-    return result, (own.rank, own.element), (overflow.rank, overflow.element)
+    return wire.tensor
 
 
 # ---- failures

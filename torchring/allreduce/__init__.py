@@ -6,9 +6,9 @@ import sys
 from types import ModuleType
 from typing import Any, NoReturn
 
-from torchring.allreduce.contract import TAGS_PER_REDUCTION, AllReduce, BucketWork, NonFinite, Wire
+from torchring.allreduce.contract import AllReduce, BucketWork, Wire
 
-__all__ = ["TAGS_PER_REDUCTION", "AllReduce", "BucketWork", "NonFinite", "Wire"]
+__all__ = ["AllReduce", "BucketWork", "Wire"]
 
 
 class _Module(ModuleType):

@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from torchring.errors import PlanMismatchError, RingError
-
-TAGS_PER_REDUCTION: Final = 1 << 20  # tag = reduction number * TAGS_PER_REDUCTION + bucket index
-
-
-@dataclass(frozen=True)
-class NonFinite:
-    """The origin of the first NaN or infinity of a bucket.
-
-    rank: world rank whose input held the value; None if all inputs were finite and their sum overflowed.
-    element: index of the value in the wire buffer.
-    """
-
-    rank: int | None
-    element: int
+from torchring.errors import PlanMismatchError, RingError, ranks_in_words
 
 
 class Wire(Protocol):
@@ -36,10 +20,6 @@ class Wire(Protocol):
         The tensor has a version counter (`Tensor._version`) of its own, which the all-reduce's writes do not move. So
         the bucket can tell whether the script wrote to gradients while they were being reduced.
         """
-
-    @property
-    def scale_first(self) -> bool:
-        """Whether inputs should be scaled where they are packed, and not by the all-reduce."""
 
 
 W = TypeVar("W", bound=Wire)
@@ -64,11 +44,11 @@ class BucketWork(Protocol):
         Returns at once if this rank's part proceeds by itself.
         """
 
-    def wait(self) -> NonFinite | None:
+    def wait(self) -> None:
         """Contribute, and wait for the parts of all ranks: `Wire.tensor` holds the result. May be called repeatedly.
 
-        Returns the origin of a non-finite value, the same on all ranks, or None. Raises PeerLostError or
-        PeerTimeoutError naming the peer; PlanMismatchError where ranks reduce different things.
+        Raises PeerLostError or PeerTimeoutError naming the peer; PlanMismatchError where ranks are seen to reduce
+        different things.
         """
 
 
@@ -90,13 +70,11 @@ class AllReduce(Protocol[W]):
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[W]:
         """Collective: one buffer per (elements, dtype), zeroed. The same on every rank."""
 
-    def start(self, wire: W, *, scale: float = 1.0, tag: int = 0) -> BucketWork:
-        """Collective: begin to replace `wire.tensor` by scale * sum over ranks, bit-identical on all ranks.
+    def start(self, wire: W) -> BucketWork:
+        """Collective: begin to replace `wire.tensor` by the sum over ranks, bit-identical on all ranks.
 
-        16-bit wires are summed in fp32 and rounded once per hop. Where partial sums travel in 16 bits, inputs are
-        scaled first, so that no partial sum overflows if the result fits. `tag` identifies the bucket: ranks whose
-        tags differ raise PlanMismatchError instead of adding up different buckets. If several hundred buckets are
-        pending, `start` first waits for the oldest.
+        16-bit wires are summed in fp32 and rounded once per hop. If several hundred buckets are pending, `start` first
+        waits for the oldest.
 
         Raises what `BucketWork.wait` raises, if the all-reduce is known to have failed.
         """
@@ -110,49 +88,17 @@ class AllReduce(Protocol[W]):
 
 @runtime_checkable
 class AbortingAllReduce(Protocol):
-    """An all-reduce that compares no tags: a rank also aborts the buckets that it has not started."""
+    """An all-reduce that does not see which buckets ranks reduce: a rank starts those of an aborted reduction, too."""
 
     def abort_bucket(self, wire: Any) -> BucketWork:
-        """Start, in place of this rank's part of `wire`, work that adds nothing. `wire` stays as it is.
-
-        `wait` raises PlanMismatchError, on all ranks, unless all ranks have aborted the bucket.
-        """
+        """Start, in place of this rank's part of `wire`, work that adds nothing. `wire` stays as it is."""
 
 
-def is_finite(tensor: torch.Tensor) -> bool:
-    """True if all values are finite. Takes one pass, and a second pass only if the sum of finite values overflows."""
-    if tensor.dtype.itemsize > 2:
-        return math.isfinite(tensor.sum()) or bool(torch.isfinite(tensor).all())
-    # A sum of 16-bit values in fp32 takes 28 ms for 25 MiB, their extremes 1.5; of fp32 values, 0.7 and 1.0.
-    return not tensor.numel() or all(map(math.isfinite, tensor.aminmax()))  # a NaN is both extremes
-
-
-def first_non_finite(tensor: torch.Tensor) -> int | None:
-    """Index of the first NaN or infinity."""
-    return None if is_finite(tensor) else int((~torch.isfinite(tensor)).nonzero()[0])
-
-
-def aborted(rank: int, at_fault: int) -> PlanMismatchError:
-    """The error if `at_fault` has aborted what others have reduced."""
+def aborted(rank: int, *at_fault: int) -> PlanMismatchError:
+    """The error if these ranks have aborted what others have reduced."""
     return PlanMismatchError(
-        f"a backward was aborted on rank {at_fault} after part of its gradients had left, and others went on",
+        f"a backward was aborted on {ranks_in_words(at_fault)} after part of its gradients had left, and others went "
+        "on",
         rank=rank,
-        peers=(at_fault,),
+        peers=at_fault,
     )
-
-
-def tag_mismatch(rank: int, tag: int, other: int, other_tag: int) -> PlanMismatchError:
-    """The error if ranks are about to reduce different buckets. The rank that is ahead has skipped a bucket."""
-    ahead, its_tag, behind, expected = (
-        (rank, tag, other, other_tag) if tag > other_tag else (other, other_tag, rank, tag)
-    )
-    return PlanMismatchError(
-        f"rank {ahead} reduces {_describe(its_tag)} while rank {behind} reduces {_describe(expected)}; a backward was "
-        f"aborted on rank {ahead} after part of its gradients had left",
-        rank=rank,
-        peers=(ahead,),
-    )
-
-
-def _describe(tag: int) -> str:
-    return f"bucket {tag % TAGS_PER_REDUCTION} of reduction {tag // TAGS_PER_REDUCTION}"

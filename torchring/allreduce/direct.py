@@ -1,8 +1,7 @@
 """Direct all-reduce: every rank reduces one slice of the buffer, in the memory of its peers.
 
 Rank r owns slice r of all N buffers between two signals, "packed" and "done". Rank r reads the N inputs of the slice,
-adds them in rank order, scales the sum, and writes the result to all N buffers. There is no copy, and each input is
-read once.
+adds them in rank order, and writes the result to all N buffers. There is no copy, and each input is read once.
 
       rank 0                                         rank 1
       announces "packed", continues backward         ...
@@ -12,11 +11,11 @@ read once.
       announces "done", continues backward           ...
       at the end of backward: both wait for the "done" of the other
 
-A slice is reduced in blocks that fit the L2 cache, so that the sum is still in the cache when it is scaled, checked and
-written to the peers (64 MiB, 2 ranks: 4.1 ms in 256 KiB blocks, 7.1 ms in one piece). Every element is summed in rank
+A slice is reduced in blocks that fit the L2 cache, so that the sum is still in the cache when it is written to the
+peers (64 MiB, 2 ranks: 4.1 ms in 256 KiB blocks, 7.1 ms in one piece). Every element is summed in rank
 order, so the result does not depend on how parameters are laid out in buckets.
 
-Example: 2 ranks, inputs [1, 2, 3, 4] and [10, 20, 30, 40], scale 0.5 -> [5.5, 11, 16.5, 22] on both. Rank 0 computes
+Example: 2 ranks, inputs [1, 2, 3, 4] and [10, 20, 30, 40] -> [11, 22, 33, 44] on both. Rank 0 computes
 the first 2 elements and rank 1 the other 2 (for simplicity: real slices are multiples of 64 bytes).
 """
 
@@ -29,7 +28,6 @@ from typing import Final
 
 import torch
 
-from torchring.allreduce.contract import NonFinite
 from torchring.allreduce.records import MAX_PENDING, BucketRecords
 from torchring.allreduce.slices import SharedWire, Slices
 from torchring.errors import FirstFailure, RingError
@@ -63,21 +61,15 @@ class DirectWork:
 
     span = None
 
-    __slots__ = (
-        *("_host", "_is_gathered", "_is_over", "_is_reduced"),
-        *("_number", "_result", "_scale", "_tag", "_wire"),
-    )
+    __slots__ = ("_host", "_is_gathered", "_is_over", "_is_reduced", "_number", "_wire")
 
-    def __init__(self, host: _Host, wire: SharedWire, scale: float, tag: int) -> None:
+    def __init__(self, host: _Host, wire: SharedWire) -> None:
         self._host = host
         self._wire = wire
-        self._scale = scale
-        self._tag = tag
         self._is_gathered = False  # all ranks have packed
         self._is_reduced = False  # this rank has reduced its slice
         self._is_over = False
-        self._result: NonFinite | None = None
-        self._number = host.records.begin(tag)
+        self._number = host.records.begin(wire.index)
         host.pending.append(self)
         host.packed.announce()
 
@@ -90,10 +82,9 @@ class DirectWork:
             if not host.packed.has_gathered():
                 return False
             self._note_gathered()
-        host.records.check_tags(self._number, self._tag)
-        found = host.slices.sum(self._wire, self._scale, spread=True)
+        host.records.check(self._number)
+        host.slices.sum(self._wire, spread=True)
         self._is_reduced = True
-        host.records.write(self._number, found)
         host.done.announce()
         return True
 
@@ -104,7 +95,7 @@ class DirectWork:
             self._note_gathered()
         self.advance()
 
-    def wait(self) -> NonFinite | None:
+    def wait(self) -> None:
         if not self._is_over:
             host = self._host
             assert self is host.pending[0], _IN_ORDER
@@ -112,8 +103,6 @@ class DirectWork:
             host.done.gather()
             host.pending.popleft()
             self._is_over = True
-            self._result = host.records.read(self._number)
-        return self._result
 
     def _note_gathered(self) -> None:
         """All ranks have packed."""
@@ -146,11 +135,11 @@ class DirectAllReduce:
         slices = self._host.slices
         return [slices.wire(parts) for parts in slices.allocate(specs)]
 
-    def start(self, wire: SharedWire, *, scale: float = 1.0, tag: int = 0) -> DirectWork:
+    def start(self, wire: SharedWire) -> DirectWork:
         self._failure.raise_if_set()
         if len(self._host.pending) == MAX_PENDING:
             self._host.pending[0].wait()
-        return DirectWork(self._host, wire, scale, tag)
+        return DirectWork(self._host, wire)
 
     def fail(self, error: RingError) -> None:
         self._failure.set(error)

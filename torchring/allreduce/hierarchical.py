@@ -26,8 +26,7 @@ from typing import Final
 
 import torch
 
-from torchring.allreduce.contract import NonFinite
-from torchring.allreduce.native import EngineSum, check_dtypes
+from torchring.allreduce.native import NativeWork, check_dtypes
 from torchring.allreduce.records import ABORTED, MAX_PENDING, BucketRecords
 from torchring.allreduce.slices import SharedWire, Slices
 from torchring.allreduce.threaded import WorkOnThread
@@ -64,16 +63,13 @@ class HierarchicalWire:
     """A buffer in shared memory.
 
     Attributes:
-        first: index of the first element of this rank's column.
         column: this rank's column. Empty if this rank has none.
         others: the same column in the peers' buffers.
     """
 
     shared: SharedWire
-    first: int
     column: torch.Tensor
     others: tuple[torch.Tensor, ...]
-    scale_first: bool = False
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -86,8 +82,7 @@ class _Host:
 
     Attributes:
         group: the ranks of this host.
-        transports: to the other owners of this rank's column: for sums, and for the origins of NaNs. Empty if this rank
-            has no column.
+        transport: to the other owners of this rank's column. None if this rank has no column.
         summing, ending: threads that run this rank's parts; None if `start` does.
         failure: the first failure of any bucket. Later buckets raise it.
         packed, done: the two signals.
@@ -96,7 +91,7 @@ class _Host:
     """
 
     group: HostGroup
-    transports: Sequence[Transport]
+    transport: Transport | None
     summing: SerialThread | None
     ending: SerialThread | None
     packed: Channel
@@ -110,25 +105,21 @@ class _Host:
         """Tell the ranks of this host, and the owners of the column: neither know of the others."""
         if self.failure.set(error):
             self.group.report_failure(error)
-            for transport in self.transports:
-                transport.fail(error)
+            if self.transport is not None:
+                self.transport.fail(error)
 
 
 class HierarchicalWork:
     """One bucket: threads do this rank's part, and the parts of peers are waited for. See `BucketWork`."""
 
-    def __init__(self, host: _Host, wire: HierarchicalWire, scale: float, tag: int) -> None:
+    def __init__(self, host: _Host, wire: HierarchicalWire, *, is_aborted: bool = False) -> None:
         self.span: tuple[float, float] | None = None
         self._host = host
         self._wire = wire
-        self._tag = tag
-        # 16-bit sums are scaled before they travel, wider sums after.
-        is_narrow = wire.tensor.dtype.itemsize == 2
-        self._within, self._between = (scale, 1.0) if is_narrow else (1.0, scale)
-        self._sum: EngineSum | None = None
+        self._is_aborted = is_aborted
+        self._sum: NativeWork | None = None
         self._is_over = False
-        self._result: NonFinite | None = None
-        self._number = host.records.begin(tag)
+        self._number = host.records.begin(ABORTED if is_aborted else wire.shared.index)
         host.packed.announce()
         self._begun = WorkOnThread(host.summing, self._guarded(self._begin), host.failure)
         self._part = WorkOnThread(host.ending, self._guarded(self._end), host.failure)
@@ -140,7 +131,7 @@ class HierarchicalWork:
     def contribute(self) -> None:
         """Nothing to do: this rank's part is done, or threads do it."""
 
-    def wait(self) -> NonFinite | None:
+    def wait(self) -> None:
         if not self._is_over:
             host = self._host
             assert self is host.pending[0], "buckets end in the order in which they were started"
@@ -153,13 +144,11 @@ class HierarchicalWork:
                 raise
             host.pending.popleft()
             self._is_over = True
-            self._result = host.records.read(self._number)
             now = time.perf_counter()
             if self._begun.span is not None and self._part.span is not None:
                 # Peers were done before, unless this rank has waited for them.
                 ended = self._part.span[1] if now - asked_at < _AT_ONCE_SECONDS else now
                 self.span = self._begun.span[0], ended
-        return self._result
 
     def _guarded(self, part: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
@@ -173,29 +162,26 @@ class HierarchicalWork:
 
     def _begin(self) -> None:
         """When all ranks have packed: sum this rank's column over the host, and hand it to the engine."""
-        host, wire, is_aborted = self._host, self._wire, self._tag == ABORTED
+        host, wire = self._host, self._wire
         host.packed.gather()
-        host.records.check_tags(self._number, self._tag)
-        if host.transports:
-            # An aborted reduction keeps what it has packed.
-            column = torch.zeros_like(wire.column) if is_aborted else wire.column
-            found = None if is_aborted else host.slices.sum(wire.shared, self._within, spread=False)
-            sums, lookups = host.transports
-            self._sum = EngineSum(sums, column, self._between, found, lookups=lookups, is_aborted=is_aborted)
+        host.records.check(self._number)
+        if host.transport is None:
+            return
+        if self._is_aborted:  # and keeps what it has packed
+            self._sum = NativeWork(torch.zeros_like(wire.column), host.transport)
+        else:
+            host.slices.sum(wire.shared, spread=False)
+            self._sum = NativeWork(wire.column, host.transport)
 
     def _end(self) -> None:
         """When the engine has summed the column: write it to the ranks of this host."""
-        host, wire, found = self._host, self._wire, None
         self._begun.wait()
         if self._sum is not None:
-            found = self._sum.wait()
-            if self._tag != ABORTED:
-                for other in wire.others:
-                    other.copy_(wire.column)
-        if found is not None and found.rank is None:
-            found = NonFinite(None, found.element + wire.first)
-        host.records.write(self._number, found)
-        host.done.announce()
+            self._sum.wait()
+            if not self._is_aborted:
+                for other in self._wire.others:
+                    other.copy_(self._wire.column)
+        self._host.done.announce()
 
 
 class HierarchicalAllReduce:
@@ -204,21 +190,21 @@ class HierarchicalAllReduce:
     Args:
         group: the ranks of this host.
         columns: number of columns. The ranks whose position in the group is less have a column each.
-        transports: two, to the other owners of this rank's column. Empty if it has none.
+        transport: to the other owners of this rank's column. None if it has none.
         in_background: whether buckets go on after `start` has returned. If not, `start` does this rank's part.
     """
 
     algorithm = "hierarchical"
 
     def __init__(
-        self, group: HostGroup, columns: int, transports: Sequence[Transport], *, in_background: bool = True
+        self, group: HostGroup, columns: int, transport: Transport | None, *, in_background: bool = True
     ) -> None:
         self.in_background = in_background
         # Nobody polls: between hosts waits are long, and the threads want the core. If `start` does this rank's part,
         # peers that have not packed may themselves be waiting for other hosts.
         self._host = _Host(
             group,
-            transports,
+            transport,
             SerialThread("torchring-sums") if in_background else None,
             SerialThread("torchring-ends") if in_background else None,
             packed=Channel(group, poll_seconds=0.0, grace_seconds=0.0 if in_background else _GRACE_SECONDS),
@@ -228,17 +214,20 @@ class HierarchicalAllReduce:
         )
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[HierarchicalWire]:
-        for transport in self._host.transports[:1]:
-            check_dtypes(transport, specs)
+        if self._host.transport is not None:
+            check_dtypes(self._host.transport, specs)
         return [self._wire(parts) for parts in self._host.slices.allocate(specs)]
 
-    def start(self, wire: HierarchicalWire, *, scale: float = 1.0, tag: int = 0) -> HierarchicalWork:
-        if len(self._host.pending) == MAX_PENDING:
-            self._host.pending[0].wait()
-        return HierarchicalWork(self._host, wire, scale, tag)
+    def start(self, wire: HierarchicalWire) -> HierarchicalWork:
+        return self._start(wire)
 
     def abort_bucket(self, wire: HierarchicalWire) -> HierarchicalWork:
-        return self.start(wire, tag=ABORTED)
+        return self._start(wire, is_aborted=True)
+
+    def _start(self, wire: HierarchicalWire, *, is_aborted: bool = False) -> HierarchicalWork:
+        if len(self._host.pending) == MAX_PENDING:
+            self._host.pending[0].wait()
+        return HierarchicalWork(self._host, wire, is_aborted=is_aborted)
 
     def fail(self, error: RingError) -> None:
         self._host.fail(error)
@@ -247,24 +236,23 @@ class HierarchicalAllReduce:
         for thread in (self._host.summing, self._host.ending):
             if thread is not None:
                 thread.close()
-        for transport in self._host.transports:
-            transport.close()
+        if self._host.transport is not None:
+            self._host.transport.close()
 
     def _wire(self, parts: Sequence[torch.Tensor]) -> HierarchicalWire:
         host = self._host
         me = host.group.index
         shared, (start, stop) = host.slices.wire(parts), host.slices.bounds(parts[0])
         others = tuple(part[start:stop] for i, part in enumerate(parts) if i != me)
-        return HierarchicalWire(shared, start, parts[me][start:stop], others)
+        return HierarchicalWire(shared, parts[me][start:stop], others)
 
 
 def open_hierarchical(world: World, *, in_background: bool) -> HierarchicalAllReduce:
-    """Collective: an all-reduce in the world's hosts and between them, with transports of its own."""
+    """Collective: an all-reduce in the world's hosts and between them, with a transport of its own."""
     assert world.host is not None
     ranks = column_ranks(world.hosts, world.rank)
-    columns = [open_transport(world, ranks=ranks or (world.rank,)) for _ in range(2)]
-    if ranks is None:  # transports are opened by all ranks together
-        for transport in columns:
-            transport.close()
-    columns = columns if ranks is not None else []
-    return HierarchicalAllReduce(world.host, num_columns(world.hosts), columns, in_background=in_background)
+    transport: Transport | None = open_transport(world, ranks=ranks or (world.rank,))
+    if ranks is None and transport is not None:  # transports are opened by all ranks together
+        transport.close()
+        transport = None
+    return HierarchicalAllReduce(world.host, num_columns(world.hosts), transport, in_background=in_background)

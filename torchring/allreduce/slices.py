@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 
-from torchring.allreduce.contract import NonFinite, first_non_finite, is_finite
 from torchring.kernels import reference
 from torchring.memory.host import HostGroup
 
@@ -46,14 +45,14 @@ class SharedWire:
 
     Attributes:
         blocks: of this rank's slice.
-        inputs: by block, what the next sum reads in place of this rank's buffer. No other rank reads there, so a
-            gradient need not be copied.
+        index: among all wires of the all-reduce.
+        deferred: by block, what writes this rank's input just before the next sum, in cache. No other rank reads it.
     """
 
     tensor: torch.Tensor
     blocks: tuple[Block, ...]
-    inputs: dict[int, torch.Tensor] = field(default_factory=dict)
-    scale_first: bool = False
+    index: int
+    deferred: dict[int, Callable[[torch.Tensor], None]] = field(default_factory=dict)
 
 
 class Slices:
@@ -68,6 +67,7 @@ class Slices:
         self._group = group
         self._count = count
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        self._num_wires = 0
 
     def allocate(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[list[torch.Tensor]]:
         """Collective: for each (elements, dtype) the buffers of all ranks, zeroed, in rank order."""
@@ -100,51 +100,23 @@ class Slices:
             others = [view for rank, view in enumerate(inputs) if rank != me]
             accumulation = reference.Accumulation(inputs, inputs[me], scratch)
             blocks.append(Block(first, inputs, inputs[me], accumulation, others))
-        return SharedWire(parts[me].data, tuple(blocks))
+        self._num_wires += 1
+        return SharedWire(parts[me].data, tuple(blocks), self._num_wires - 1)
 
-    def sum(self, wire: SharedWire, scale: float, *, spread: bool) -> NonFinite | None:
-        """Replace this rank's slice by scale * sum over the host; with `spread`, in the peers' buffers, too.
+    def sum(self, wire: SharedWire, *, spread: bool) -> None:
+        """Replace this rank's slice by the sum over the host; with `spread`, in the peers' buffers, too.
 
-        Only one call at a time: calls share scratch memory. Returns the first NaN or infinity, with its origin.
+        Only one call at a time: calls share scratch memory.
         """
-        found: NonFinite | None = None
         for number, block in enumerate(wire.blocks):
-            if (mine := wire.inputs.get(number)) is not None:
-                block.sum.run(scale, [mine if view is block.own else view for view in block.inputs])
-            elif len(block.inputs) > 1 or scale != 1.0:
-                block.sum.run(scale)
-            # The check takes 3% of the time while the block is in the cache; torch.isfinite would triple the time.
-            if found is None and not is_finite(block.own):
-                found = self._blame(block, scale)
+            if (pack := wire.deferred.get(number)) is not None:
+                pack(block.own)
+            if len(block.inputs) > 1:
+                block.sum.run()
             if spread:
                 for other in block.others:
                     other.copy_(block.own)
-        wire.inputs.clear()
-        return found
-
-    def _blame(self, block: Block, scale: float) -> NonFinite:
-        """Find the rank whose input made the block non-finite.
-
-        The sum has overwritten this rank's input. So this rank is found by exclusion.
-        """
-        element = first_non_finite(block.own)
-        assert element is not None
-        others = 0.0
-        for rank, view in zip(self._group.ranks, block.inputs, strict=True):
-            if view is block.own:
-                continue
-            value = float(view[element])
-            if not math.isfinite(value):
-                return NonFinite(rank, block.start + element)
-            others += abs(value)
-        # Finite inputs never sum to NaN. They overflow only if the other inputs can push the largest number over its
-        # limit: 16-bit sums overflow when the scaled sum is rounded, wider sums before scaling.
-        limits = torch.finfo(block.own.dtype)
-        room = limits.max * limits.eps / 4
-        if block.own.dtype.itemsize == 2:
-            room = (limits.max + room) / scale - limits.max
-        could_overflow = others >= room and not math.isnan(block.own[element])
-        return NonFinite(None if could_overflow else self._group.rank, block.start + element)
+        wire.deferred.clear()
 
 
 def _aligned(num_bytes: int) -> int:

@@ -9,7 +9,7 @@ from typing import Generic
 
 import torch
 
-from torchring.allreduce.contract import AllReduce, NonFinite, W
+from torchring.allreduce.contract import AllReduce, W
 from torchring.errors import FirstFailure, PeerLostError, RingError
 from torchring.threads import SerialThread
 
@@ -24,17 +24,16 @@ class WorkOnThread:
 
     __slots__ = ("_failure", "_future", "span")
 
-    def __init__(
-        self, thread: SerialThread | None, reduce: Callable[[], NonFinite | None], failure: FirstFailure
-    ) -> None:
+    def __init__(self, thread: SerialThread | None, reduce: Callable[[], None], failure: FirstFailure) -> None:
         self.span: tuple[float, float] | None = None
         self._failure = failure
-        self._future: Future[NonFinite | None]
+        self._future: Future[None]
         if thread is not None:
             self._future = thread.submit(lambda: self._run(reduce))
         else:
             self._future = Future()
-            self._future.set_result(self._run(reduce))
+            self._run(reduce)
+            self._future.set_result(None)
 
     def advance(self) -> bool:
         return True
@@ -42,19 +41,19 @@ class WorkOnThread:
     def contribute(self) -> None:
         """Do nothing: this rank's part is done, or the thread does it."""
 
-    def wait(self) -> NonFinite | None:
+    def wait(self) -> None:
         try:
-            return self._future.result()
+            self._future.result()
         except CancelledError:
             raise PeerLostError("torchring.shutdown() or close() was called before this reduction began") from None
         except RingError as error:
             raise self._failure.error or error from None  # later failures are consequences of the first
 
-    def _run(self, reduce: Callable[[], NonFinite | None]) -> NonFinite | None:
+    def _run(self, reduce: Callable[[], None]) -> None:
         self._failure.raise_if_set()  # nothing is sent through a broken all-reduce
         started = time.perf_counter()
         try:
-            return reduce()
+            reduce()
         except RingError as error:
             self._failure.set(error)
             raise
@@ -76,10 +75,8 @@ class ThreadedAllReduce(Generic[W]):
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[W]:
         return self._all_reduce.open_wires(specs)
 
-    def start(self, wire: W, *, scale: float = 1.0, tag: int = 0) -> WorkOnThread:
-        return WorkOnThread(
-            self._thread, lambda: self._all_reduce.start(wire, scale=scale, tag=tag).wait(), self._failure
-        )
+    def start(self, wire: W) -> WorkOnThread:
+        return WorkOnThread(self._thread, lambda: self._all_reduce.start(wire).wait(), self._failure)
 
     def fail(self, error: RingError) -> None:
         self._failure.set(error)

@@ -12,9 +12,8 @@ dated.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -98,9 +97,9 @@ class DeviceAgreement:
         self._backward_end: Mark | None = None
         self.works: list[Dated] = []
 
-    def open_wires(self, plan: Plan) -> list[tuple[Wire, Callable[[float], Packing]]]:
+    def open_wires(self, plan: Plan, scale: float) -> list[tuple[Wire, Packing]]:
         wires = self._all_reduce.open_wires(wires_of(plan))
-        return [(wire, partial(self._packing, bucket, wire)) for bucket, wire in zip(plan.buckets, wires, strict=True)]
+        return [(wire, self._packing(bucket, wire, scale)) for bucket, wire in zip(plan.buckets, wires, strict=True)]
 
     def expect(self, specs: Sequence[ParameterSpec]) -> None: ...
 
@@ -119,7 +118,7 @@ class DeviceAgreement:
     def backward_is_over(self) -> None:
         self._backward_end = self._all_reduce.accelerator.mark_current() if self._all_reduce.is_dated else None
 
-    def tell(self, current: Reduction) -> None:
+    def tell(self, current: Reduction, buckets: Sequence[Bucket]) -> None:
         kind, parameter = self._take_finding()
         if kind:
             current.mine["non_finite" if kind == _IN_INPUT else "overflowed"] = parameter + 1

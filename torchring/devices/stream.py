@@ -16,7 +16,6 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 
 from torchring.accelerators import Accelerator, Mark, Stream
-from torchring.allreduce.contract import TAGS_PER_REDUCTION, NonFinite
 from torchring.devices.cuda import span
 from torchring.devices.watchdog import DeviceWatchdog
 from torchring.errors import FirstFailure, PeerLostError, RingError
@@ -107,10 +106,9 @@ class WorkOnStream:
     def contribute(self) -> None:
         """Nothing to do: the device does this rank's part."""
 
-    def wait(self) -> NonFinite | None:
-        """Have the current stream wait; the host does not. Returns None: findings come later, with a report."""
+    def wait(self) -> None:
+        """Have the current stream wait; the host does not."""
         self._all_reduce.hold_current()
-        return None
 
 
 class OnStream:
@@ -166,16 +164,14 @@ class OnStream:
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[DeviceWire]:
         return self._engine.open_wires(specs)
 
-    def start(self, wire: DeviceWire, *, scale: float = 1.0, tag: int = 0) -> WorkOnStream:
+    def start(self, wire: DeviceWire) -> WorkOnStream:
         """See `AllReduce.start`. The bucket comes after the work that `stream` was given before.
 
         Work of other streams is not waited for: call `stream.follow` first, or hold `stream` for a mark.
         """
         self.check()
         begin = self.stream.mark() if self.is_dated else None
-        index, mib = tag % TAGS_PER_REDUCTION, wire.buffer.nbytes / 2**20
-        assert scale == 1.0, "packing scales"
-        with span(f"torchring.{self.algorithm} bucket {index}, {mib:.2f} MiB"):
+        with span(f"torchring.{self.algorithm} bucket {wire.row}, {wire.buffer.nbytes / 2**20:.2f} MiB"):
             self.stream.run(lambda: self._engine.launch(wire))
         if begin is not None:
             self._dated.append(Dated(begin, self.stream.mark()))

@@ -5,7 +5,7 @@ Here it is the host that reduces. `devices/agreement.py` is for reductions on a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -13,13 +13,11 @@ from typing import Any, Protocol
 import torch
 
 from torchring.allreduce import AllReduce, Wire
-from torchring.allreduce.native import NativeWire
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.hooks import StreamNotes
-from torchring.gradients.packing import HostPacking, MarkingPacking, Packing
-from torchring.gradients.plan import BucketPlan, ParameterSpec, Plan
+from torchring.gradients.packing import HostPacking, Packing, Suspect, first_non_finite, slot_at
+from torchring.gradients.plan import ParameterSpec, Plan
 from torchring.gradients.reduction import NonFiniteGradient, Reduction
-from torchring.gradients.views import CAN_SWAP
 from torchring.memory.heap import give_back, keep_freed
 
 
@@ -66,8 +64,8 @@ class Agreement(Protocol):
     def starts_at_once(self) -> bool:
         """Whether a bucket can leave without a wait for other ranks, which may be waiting in another all-reduce."""
 
-    def open_wires(self, plan: Plan) -> Sequence[tuple[Wire, Callable[[float], Packing]]]:
-        """Collective: for each bucket its wire buffer, and what makes its copies, given the scale before the cast."""
+    def open_wires(self, plan: Plan, scale: float) -> Sequence[tuple[Wire, Packing]]:
+        """Collective: for each bucket its wire buffer, and what makes its copies. `scale`: see `Packing`."""
 
     def expect(self, specs: Sequence[ParameterSpec]) -> None:
         """These parameters are about to be reduced."""
@@ -84,7 +82,7 @@ class Agreement(Protocol):
     def backward_is_over(self) -> None:
         """The host has run the whole backward, and is about to wait for the buckets."""
 
-    def tell(self, current: Reduction) -> None:
+    def tell(self, current: Reduction, buckets: Sequence[Bucket]) -> None:
         """Every gradient is packed. Set the fields `non_finite` and `overflowed` of the message."""
 
     def agree(self, current: Reduction, buckets: Sequence[Bucket]) -> None:
@@ -110,15 +108,20 @@ class HostAgreement:
     stream_notes: StreamNotes | None = None
     works: Sequence[Any] = ()
 
-    def __init__(self, all_reduce: AllReduce[Any], timing: Timing) -> None:
+    def __init__(self, all_reduce: AllReduce[Any], timing: Timing, num_ranks: int) -> None:
         self.overlap = "thread" if all_reduce.in_background else "inline"
         self.starts_at_once = all_reduce.in_background or all_reduce.algorithm == "direct"
         self._all_reduce = all_reduce
         self._timing = timing
+        self._num_ranks = num_ranks
+        self._suspects: list[Suspect] = []  # of this rank, in this reduction
 
-    def open_wires(self, plan: Plan) -> list[tuple[Wire, Callable[[float], Packing]]]:
-        wires = self._all_reduce.open_wires(wires_of(plan))
-        return [(wire, self._packing(bucket, wire)) for bucket, wire in zip(plan.buckets, wires, strict=True)]
+    def open_wires(self, plan: Plan, scale: float) -> list[tuple[Wire, Packing]]:
+        opened, defers = list[tuple[Wire, Packing]](), not self._all_reduce.in_background
+        for bucket, wire in zip(plan.buckets, self._all_reduce.open_wires(wires_of(plan)), strict=True):
+            packing = HostPacking(scale, bucket, wire.tensor, self._num_ranks, self._suspects, defers=defers)
+            opened.append((wire, packing))
+        return opened
 
     def expect(self, specs: Sequence[ParameterSpec]) -> None:
         keep_freed([spec.numel * spec.dtype.itemsize for spec in specs if not spec.is_sparse])
@@ -128,21 +131,32 @@ class HostAgreement:
 
     def follow_current_stream(self) -> None: ...
 
-    def begin(self, current: Reduction) -> None: ...
+    def begin(self, current: Reduction) -> None:
+        self._suspects.clear()
 
     def backward_is_over(self) -> None: ...
 
-    def tell(self, current: Reduction) -> None: ...
+    def tell(self, current: Reduction, buckets: Sequence[Bucket]) -> None:
+        if self._suspects:
+            current.mine["overflowed"] = True
+            found = [(plan.index, element, plan) for plan, element in self._suspects if element is not None]
+            if found:
+                _, element, plan = min(found, key=lambda each: each[:2])
+                current.mine["non_finite"] = 1 + plan.slots[slot_at(plan, element)].parameter
 
     def agree(self, current: Reduction, buckets: Sequence[Bucket]) -> None:
         self._timing.add(current.busy_seconds, current.exposed_seconds)
-        for bucket in buckets:
-            if (found := bucket.non_finite) is not None:
-                slot = bucket.slot_at(found.element)
-                name, parameter = bucket.names[slot], bucket.parameters[slot]
-                # Looked up before a step: this rank may have no gradient before the bucket hands out the result.
-                current.non_finite = NonFiniteGradient(found.rank, name, partial(getattr, parameter, "grad"))
-                return
+        said = current.heard.by_rank
+        if (rank := next((rank for rank, found in enumerate(said["non_finite"]) if found), None)) is not None:
+            index = int(said["non_finite"][rank]) - 1
+            bucket = next(each for each in buckets if index in (slot.parameter for slot in each.plan.slots))
+            slot = next(i for i, each in enumerate(bucket.plan.slots) if each.parameter == index)
+            current.non_finite = _non_finite(rank, bucket, slot)
+        elif any(said["overflowed"]):
+            for bucket in buckets:  # all ranks look at the same bits
+                if (element := first_non_finite(bucket.wire.tensor)) is not None:
+                    current.non_finite = _non_finite(None, bucket, slot_at(bucket.plan, element))
+                    return
 
     def find_non_finite(self) -> None: ...
 
@@ -153,12 +167,10 @@ class HostAgreement:
 
     def wait_for_device(self) -> None: ...
 
-    def _packing(self, plan: BucketPlan, wire: Wire) -> Callable[[float], Packing]:
-        # Sums in 16 bits overflow easily.
-        if not isinstance(wire, NativeWire) or plan.wire_dtype.itemsize == 2 or not CAN_SWAP:
-            return HostPacking
-        wire.scale_first = True
-        return partial(MarkingPacking, plan=plan, wire=wire)
+
+def _non_finite(rank: int | None, bucket: Bucket, slot: int) -> NonFiniteGradient:
+    # Looked up before a step: this rank may have no gradient before the bucket hands out the result.
+    return NonFiniteGradient(rank, bucket.names[slot], partial(getattr, bucket.parameters[slot], "grad"))
 
 
 def wires_of(plan: Plan) -> list[tuple[int, torch.dtype]]:

@@ -1,8 +1,8 @@
 """One bucket at run time: it counts arriving gradients, packs them, and gives them back reduced.
 
-Where the wire has the gradients' own dtype, gradients live in the wire buffer: packing makes `p.grad` a view of the
-buffer, and `p.grad` holds the mean as soon as the buffer does. Otherwise packing scales and casts the gradients, and
-the results are copied back, as with PyTorch 2.11 (`views.CAN_SWAP`). They are also copied back to a tensor that was in
+Packing scales gradients. Where the wire has the gradients' own dtype, gradients live in the wire buffer: packing makes
+`p.grad` a view of the buffer, and `p.grad` holds the mean as soon as the buffer does. Otherwise packing casts, and the
+results are copied back, as with PyTorch 2.11 (`views.CAN_SWAP`). They are also copied back to a tensor that was in
 `.grad` before this backward, and that somebody else has, too: a script may zero, clip or read its gradients through a
 tensor of its own.
 """
@@ -13,19 +13,19 @@ import enum
 import math
 import operator
 from collections.abc import Callable, Container, Sequence
+from functools import partial
 from typing import Final
 
 import torch
 
-from torchring.allreduce import NonFinite, Wire
+from torchring.allreduce import Wire
 from torchring.allreduce.slices import SharedWire
 from torchring.errors import GradientError
 from torchring.gradients.ledger import LOCAL, GradientLedger, GradientStatus, grad_of
-from torchring.gradients.packing import COPY_ON_ARRIVAL_BYTES, HostPacking, Packing
+from torchring.gradients.packing import HostPacking, Packing, is_large, lives_in_wire
 from torchring.gradients.plan import BucketPlan, ParameterSpec, Slot
 from torchring.gradients.reduction import Reduction
 from torchring.gradients.views import (
-    CAN_SWAP,
     as_real,
     gradient_view,
     move_out,
@@ -55,19 +55,15 @@ class Bucket:
         plan: what belongs here.
         wire: the wire buffer; it belongs to the all-reduce while the bucket is REDUCING, and else to the bucket.
         specs, parameters: all of the optimizer's; the plan's slots are indices into both.
-        scale: the factor between the sum over ranks and the result.
+        packing: makes the copies.
         is_sum: whether the result is the plain sum; see `GradientLedger`.
-        packing: makes the copies, given the factor that comes before the cast. Default: copies on the host.
-        scale_first: whether to scale before the sum in any case. Otherwise only gradients that are cast are.
 
     Attributes:
         ledger: what is known about each gradient.
         unused: slots of parameters that this rank has not used in this reduction.
         reduction: the reduction under way, or the last one.
-        non_finite: where the first NaN or infinity of this reduction came from.
         copies_on_arrival: for each slot, whether `mark_ready` copies the gradient at once.
         only_counts: for each slot, whether `mark_ready` does nothing but count, unless the bucket is full.
-        reduce_scale: the factor that the all-reduce applies to the sum.
     """
 
     def __init__(
@@ -76,11 +72,9 @@ class Bucket:
         wire: Wire,
         specs: Sequence[ParameterSpec],
         parameters: Sequence[torch.nn.Parameter],
+        packing: Packing,
         *,
-        scale: float,
         is_sum: bool = False,
-        packing: Callable[[float], Packing] = HostPacking,
-        scale_first: bool = False,
     ) -> None:
         # What belongs here
         self.plan = plan
@@ -94,7 +88,7 @@ class Bucket:
         # The wire buffer and each gradient's place in it. `referenced` counts references, so only `_views` may refer to
         # a view.
         self.wire = wire
-        self._live_in_wire = CAN_SWAP and plan.wire_dtype == plan.dtype
+        self._live_in_wire = lives_in_wire(plan)
         make_view = _gradient if self._live_in_wire else _place
         self._views = [make_view(wire.tensor, slot, spec) for slot, spec in zip(plan.slots, self._specs, strict=True)]
         self._addresses = [view.data_ptr() for view in self._views]
@@ -105,31 +99,24 @@ class Bucket:
             plan.index, self.names, self.parameters, self._views, live_in_wire=self._live_in_wire, is_sum=is_sum
         )
 
-        # Copies. A cast rounds, so the scale goes before the cast. Without a cast the all-reduce scales what it has
-        # just summed, in cache.
-        is_first = scale_first or not self._live_in_wire
-        self.packing = packing(scale if is_first else 1.0)
-        self.reduce_scale = 1.0 if is_first else scale
-        self._is_asynchronous = self.packing.is_asynchronous
-        self.copies_on_arrival = [
-            not self._is_asynchronous and slot.numel * plan.dtype.itemsize >= COPY_ON_ARRIVAL_BYTES
-            for slot in plan.slots
-        ]
+        # Copies
+        self.packing = packing
+        self._is_asynchronous = packing.is_asynchronous
+        self.copies_on_arrival = [not self._is_asynchronous and is_large(plan, slot) for slot in plan.slots]
         self.only_counts = [not copies for copies in self.copies_on_arrival]
 
         # Of large gradients: the first block of this rank's slice within, begin and end of the blocks in the gradient,
-        # and elements to a block. There the sum reads the gradient itself.
+        # and elements to a block. These are packed when the sum reads them.
         self._own_blocks: dict[int, tuple[int, int, int, int]] = {}
-        self._inputs: dict[int, torch.Tensor] = {}
-        if isinstance(wire, SharedWire) and self._live_in_wire and not is_first:
-            self._inputs = wire.inputs
+        self._deferred: dict[int, Callable[[torch.Tensor], None]] = {}
+        if isinstance(wire, SharedWire) and isinstance(packing, HostPacking) and packing.defers:
+            self._deferred, self._host_packing = wire.deferred, packing
             large = [slot for slot, is_large in enumerate(self.copies_on_arrival) if is_large]
             self._own_blocks = {slot: found for slot in large if (found := _blocks_in(wire, plan.slots[slot]))}
 
         # The reduction
         self.reduction = Reduction(0)
         self.state = BucketState.IDLE
-        self.non_finite: NonFinite | None = None
         self.unused: set[int] = set()
         self._has_arrived = [False] * len(plan.slots)
         self._num_missing = len(plan.slots)
@@ -168,13 +155,13 @@ class Bucket:
         if not self._has_arrived[slot]:
             self._has_arrived[slot] = True
             self._num_missing -= 1
-        elif self.packing.takes_once and self.copies_on_arrival[slot]:
+        elif self._live_in_wire and self.copies_on_arrival[slot]:
             raise self._came_again(slot, "packed")
         if self.copies_on_arrival[slot]:
             if (tell := self.reduction.events) is not None:
                 tell(COPYING, self.index, 0)
             self._pack((slot,))
-            if self.packing.takes_once:
+            if self._live_in_wire:
                 self._copied[slot] = self._views[slot]._version
             if tell is not None:
                 tell(COPIED, self.index, 0)
@@ -233,13 +220,10 @@ class Bucket:
             self.parameters[slot].grad = self._views[slot]
         self._left = {}
         self._move(BucketState.REDUCING)
-        if not self.packing.takes_once:
-            self.ledger.note_versions()
 
-    def end_reduce(self, non_finite: NonFinite | None) -> None:
+    def end_reduce(self) -> None:
         """The wire buffer comes back reduced. Gradients that do not live in it are written."""
         self._move(BucketState.REDUCED)
-        self.non_finite = non_finite
         if not self._live_in_wire and not self._is_aborted:
             self._unpack([slot for slot, arrived in enumerate(self._has_arrived) if arrived])
 
@@ -282,8 +266,6 @@ class Bucket:
         NaN takes the place of the gradient, outside of the buffer.
         """
         is_under_way = self.state in (BucketState.REDUCING, BucketState.REDUCED)
-        if self.state is BucketState.PACKED and self._scales_in_wire and self.reduction.factor:
-            self.wire.tensor.div_(self.reduction.factor)
         if self.state in (BucketState.FILLING, BucketState.PACKED):
             self.packing.undo()
         if not (is_under_way or (self._is_asynchronous and self.state is BucketState.PACKED)):
@@ -312,7 +294,7 @@ class Bucket:
         self._num_missing = len(self.names)
         self.unused = set()
         self._missing, self._kept, self._packed, self._copied, self._left = [], {}, {}, {}, {}
-        self._inputs.clear()
+        self._deferred.clear()
         self._is_aborted = False
         self.packing.reset()
 
@@ -321,25 +303,13 @@ class Bucket:
         self.ledger.release_views()
         del self.wire, self.packing
 
-    @property
-    def _scales_in_wire(self) -> bool:
-        """Whether gradients are multiplied by the rank's factor in the wire buffer, and not by the copies there.
-
-        Two copies of one reduction may reach one place: where a gradient comes twice in one backward.
-        """
-        return self.reduction.factor != 1.0 and self._live_in_wire and not self._is_asynchronous
-
-    def slot_at(self, element: int) -> int:
-        """The slot that holds that element of the wire buffer."""
-        return next(i for i in reversed(range(len(self.names))) if element >= self.plan.slots[i].offset)
-
     def _open(self, slot: int) -> None:
         if self.state is not BucketState.IDLE:
             raise self._came_again(slot, f"closed ({self.state.value})")
         self._move(BucketState.FILLING)
 
     def _came_again(self, slot: int, how: str) -> GradientError:
-        if self.packing.takes_once and self.state in (BucketState.FILLING, BucketState.PACKED):
+        if self._live_in_wire and self.state in (BucketState.FILLING, BucketState.PACKED):
             self._lose(slot)
         return GradientError(
             f"{self.names[slot]} received another gradient in the same backward after bucket {self.index} was {how}. "
@@ -413,13 +383,8 @@ class Bucket:
             if self._views[slot]._version != version:
                 self._lose(slot)
                 raise self.ledger.written_to(slot)
-        factor = 1.0
-        if self._scales_in_wire:
-            factor = self.reduction.factor
-            self.wire.tensor.mul_(factor)
-        self.packing.finish_packing(factor)
-        if self.packing.takes_once:
-            self.ledger.note_versions()
+        self.packing.finish_packing(self.reduction.factor)
+        self.ledger.note_versions()
         self._move(BucketState.PACKED)
         if tell is not None:
             tell(PACKED, self.index, 0)
@@ -433,8 +398,7 @@ class Bucket:
         grads = [self.parameters[slot].grad for slot in slots]
         if any(map(operator.is_, grads, views)):  # accumulated in place
             there = [slot for slot, grad, view in zip(slots, grads, views, strict=True) if grad is view]
-            if self.packing.takes_once:
-                self._refuse_shared(slots, grads, set(there))
+            self._refuse_shared(slots, grads, set(there))
             self.packing.scale_in_place(there, [self._views[slot] for slot in there], self.reduction.factor)
             slots = [slot for slot, grad, view in zip(slots, grads, views, strict=True) if grad is not view]
             views = [self._views[slot] for slot in slots]
@@ -458,10 +422,9 @@ class Bucket:
         self._keep_for_copying_back(slots)
         self._move_out_referenced(slots, views)
         try:
-            factor = self.reduction.factor if self._is_asynchronous else 1.0
             if len(slots) == 1 and self._leave(slots[0], packed[0], views[0]):
                 return
-            self.packing.pack(slots, self._reals(packed), self._reals(views), factor)
+            self.packing.pack(slots, self._reals(packed), self._reals(views), self.reduction.factor)
             for slot, view in zip(slots, views, strict=True):
                 if slot not in self._packed:
                     self.parameters[slot].grad = view
@@ -472,26 +435,25 @@ class Bucket:
             raise self._mismatch(mismatch, str(error)) from error
 
     def _leave(self, slot: int, grad: torch.Tensor, view: torch.Tensor) -> bool:
-        """Copy what other ranks read of a large gradient; the sum of this rank's slice reads the gradient itself.
+        """Pack what other ranks read of a large gradient. This rank's slice is packed when it is summed, in cache.
 
-        The gradient stays in `.grad` until the bucket leaves: backward may add to it. Returns False if it has to be
-        copied as a whole.
+        The gradient stays in `.grad` until the bucket leaves. Returns False if it has to be packed as a whole.
         """
-        if slot not in self._own_blocks:
+        if slot not in self._own_blocks or self.reduction.is_unordered or slot in self._packed:
             return False
-        number, begin, end, step = self._own_blocks[slot]
-        if self._left.pop(slot, None) is not None:
-            for i in range(-(-(end - begin) // step)):
-                self._inputs.pop(number + i, None)
         is_plain = type(grad) is torch.Tensor and not (grad._is_view() or grad.is_inference())
         is_alike = (grad.shape, grad.stride(), grad.dtype) == (view.shape, view.stride(), view.dtype)
-        if not (is_plain and is_alike) or self.reduction.factor != 1.0 or slot in self._packed:
+        if not (is_plain and is_alike):
             return False
-        place = self.plan.slots[slot]
-        values, wire = grad.as_strided((place.numel,), (1,)), self.wire.tensor[place.offset :][: place.numel]
-        wire[:begin].copy_(values[:begin])
-        wire[end:].copy_(values[end:])
-        self._inputs.update(enumerate(torch.split(values[begin:end], step), number))
+        number, begin, end, step = self._own_blocks[slot]
+        place, factor = self.plan.slots[slot], self.reduction.factor
+        values, packing = grad.as_strided((place.numel,), (1,)), self._host_packing
+        for i, rest in ((0, values[:begin]), (end, values[end:])):
+            if len(rest):
+                packing.pack_values(rest, place.offset + i, factor)
+        for i, piece in enumerate(torch.split(values[begin:end], step)):
+            offset, scale = place.offset + begin + i * step, factor * packing.scale
+            self._deferred[number + i] = partial(packing.pack_piece, piece, offset, scale)
         self._left[slot] = grad, grad._version
         return True
 
@@ -560,6 +522,8 @@ class Bucket:
 
     def _reals(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors as real numbers. A device copies bytes, so it gets no tensor with a negation still to be done."""
+        if not (self._are_complex or self._is_asynchronous):
+            return tensors
         if self._are_complex:
             tensors = list(map(as_real, tensors))
         return list(map(torch.Tensor.resolve_neg, tensors)) if self._is_asynchronous else tensors

@@ -11,8 +11,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 
-from torchring.allreduce import TAGS_PER_REDUCTION
-from torchring.allreduce.contract import tag_mismatch
+from torchring.allreduce.contract import aborted
 from torchring.collectives.operations import Backend, Meanwhile
 from torchring.collectives.service import Join, collectives_of, internal_collectives_of
 from torchring.collectives.signature import Signature
@@ -143,20 +142,12 @@ class Reducers:
     def _check(self, said: Said) -> None:
         rank, by_rank = self._world.rank, said.by_rank
         if len(set(by_rank["num_aborted"])) > 1:
-            at_fault = [rank for rank, count in enumerate(by_rank["num_aborted"]) if count]
-            raise PlanMismatchError(
-                f"a backward was aborted on {ranks_in_words(at_fault)} after part of its gradients had left, and "
-                "others went on",
-                rank=rank,
-                peers=at_fault,
-            )
+            raise aborted(rank, *(rank for rank, count in enumerate(by_rank["num_aborted"]) if count))
         if said.sums["is_in_no_sync"] and 2 in by_rank["reach"]:
             raise in_step(GradientError(_UNLIKE_NO_SYNC, rank=rank))
-        numbers = {int(n): other for other, n in enumerate(by_rank["number"]) if by_rank["is_complete"][other]}
-        if len(numbers) > 1:
-            mine = int(by_rank["number"][rank])
-            number, other = next((number, other) for number, other in numbers.items() if number != mine)
-            raise tag_mismatch(rank, mine * TAGS_PER_REDUCTION, other, number * TAGS_PER_REDUCTION)
+        numbers = {n for n, is_there in zip(by_rank["number"], by_rank["is_complete"], strict=True) if is_there}
+        if len(numbers) > 1:  # who has gone on with another reduction
+            raise aborted(rank, *(rank for rank, number in enumerate(by_rank["number"]) if number == max(numbers)))
 
     def refuse_other_thread(self, thread: int) -> None:
         """Raise GradientError if a backward begins in `thread` while one of another thread is under way.

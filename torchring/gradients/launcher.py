@@ -19,9 +19,9 @@ import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Final
 
-from torchring.allreduce import TAGS_PER_REDUCTION, AllReduce, BucketWork
+from torchring.allreduce import AllReduce, BucketWork
 from torchring.allreduce.contract import AbortingAllReduce
 from torchring.allreduce.records import MAX_PENDING
 from torchring.errors import GradientError, RingError
@@ -29,6 +29,8 @@ from torchring.gradients.bucket import Bucket, BucketState
 from torchring.gradients.ledger import LOCAL, GradientStatus
 from torchring.gradients.reduction import Reducible, Reduction, ReductionPhase
 from torchring.observer import LAUNCHED, OVER, REDUCED, STARTED, Progress, Wait
+
+_TAGS_PER_REDUCTION: Final = 1 << 20  # how far this rank is: number of the reduction, and index of the bucket
 
 
 class Launcher:
@@ -102,10 +104,7 @@ class Launcher:
         self._on_ready = None
 
     def drain(self) -> None:
-        """Wait for what an aborted reduction has left under way.
-
-        Raises PlanMismatchError where the other ranks know that this rank alone has aborted the reduction.
-        """
+        """Wait for what an aborted reduction has left under way. Others hear of it with the next message."""
         current, aborted = self.reduction, list[tuple[Reducible, BucketWork]]()
         is_aborted = current.phase is ReductionPhase.ABORTED and current.num_launched
         if is_aborted and isinstance(self._all_reduce, AbortingAllReduce):
@@ -246,35 +245,42 @@ class Launcher:
             extra.index = len(self.buckets)
             self._launch(extra)
 
-    def wait(self, *, discard: bool = False) -> None:
-        """Return when every bucket that has left is REDUCED. Raises what went wrong.
-
-        Args:
-            discard: leave the buckets as they are.
-        """
-        started = time.perf_counter()
-        pending, self._pending = self._pending, []
-        num_advanced, self._num_advanced = self._num_advanced, 0
-        self._waiting.discard(self)
-        tell = self.reduction.events
-        for bucket, work in pending[num_advanced:]:
+    def contribute(self) -> None:
+        """Do this rank's part of every bucket that has left. Waits until other ranks have packed these."""
+        started, tell = time.perf_counter(), self.reduction.events
+        for bucket, work in self._pending[self._num_advanced :]:
             if tell is not None:
                 tell(STARTED, bucket.index, 0)
             with self._at(bucket):
                 work.contribute()
             if tell is not None:
                 tell(REDUCED, bucket.index, 0)
+            self._num_advanced += 1
+        self._waiting.discard(self)
+        self.stood_still(time.perf_counter() - started)
+
+    def wait(self, *, discard: bool = False) -> None:
+        """Return when every bucket that has left is REDUCED. Raises what went wrong.
+
+        Args:
+            discard: leave the buckets as they are.
+        """
+        if self._num_advanced < len(self._pending):
+            self.contribute()
+        started = time.perf_counter()
+        pending, self._pending, self._num_advanced = self._pending, [], 0
+        tell = self.reduction.events
         problem: GradientError | None = None
         for bucket, work in pending:
             with self._at(bucket):
-                non_finite = work.wait()
+                work.wait()
             if tell is not None and work.span is not None:  # a thread has reduced the bucket
                 for event, seconds in zip((STARTED, REDUCED), work.span, strict=True):
                     tell(event, bucket.index, int(seconds * 1e9))
             if discard or problem is not None:
                 continue
             try:
-                bucket.end_reduce(non_finite)
+                bucket.end_reduce()
             except GradientError as error:  # the others are waited for all the same: nothing may stay under way
                 problem = error
         seconds = time.perf_counter() - started
@@ -298,7 +304,7 @@ class Launcher:
         for bucket in self.buckets:
             bucket.ledger.settle_slices()
         current.phase = ReductionPhase.OVER
-        self._progress.finish(current.next_number * TAGS_PER_REDUCTION - 1)
+        self._progress.finish(current.next_number * _TAGS_PER_REDUCTION - 1)
         self._keep_order()
 
     def refuse_lost(self) -> None:
@@ -350,10 +356,9 @@ class Launcher:
         started = time.perf_counter()
         if (tell := self.reduction.events) is not None:
             tell(LAUNCHED, bucket.index, 0)
-        tag = self.reduction.number * TAGS_PER_REDUCTION + bucket.index
-        self._progress.begin(tag)
+        self._progress.begin(self.reduction.number * _TAGS_PER_REDUCTION + bucket.index)
         with self._at(bucket):
-            work = self._all_reduce.start(bucket.wire, scale=bucket.reduce_scale, tag=tag)
+            work = self._all_reduce.start(bucket.wire)
         self._pending.append((bucket, work))
         self.stood_still(time.perf_counter() - started)
 

@@ -117,7 +117,7 @@ class BucketLayout:
                 world, self.all_reduce, self.timing, self.specs, self.parameters
             )
         else:
-            self.agreement = HostAgreement(self.all_reduce, self.timing)
+            self.agreement = HostAgreement(self.all_reduce, self.timing, world.size)
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -197,13 +197,8 @@ class BucketLayout:
         return open_all_reduce(world, options.algorithm, options.overlap), Choice(options.algorithm, "asked for")
 
     def _open(self, plan: Plan) -> list[Bucket]:
+        opened = self.agreement.open_wires(plan, self.options.scale(self.world.size))
         return [
-            Bucket(
-                *(bucket, wire, self.specs, self.parameters),
-                scale=self.options.scale(self.world.size),
-                is_sum=self.options.is_sum,
-                packing=packing,
-                scale_first=wire.scale_first,
-            )
-            for bucket, (wire, packing) in zip(plan.buckets, self.agreement.open_wires(plan), strict=True)
+            Bucket(bucket, wire, self.specs, self.parameters, packing, is_sum=self.options.is_sum)
+            for bucket, (wire, packing) in zip(plan.buckets, opened, strict=True)
         ]

@@ -14,7 +14,6 @@ from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from torchring.allreduce import NonFinite
 from torchring.gradients.message import Said
 from torchring.observer import BucketEvents
 
@@ -66,14 +65,10 @@ class Reducible(Protocol):
     @property
     def wire(self) -> Any: ...
 
-    @property
-    def reduce_scale(self) -> float:
-        """The factor that the all-reduce applies to the sum."""
-
     def begin_reduce(self) -> None:
         """The wire goes to the all-reduce."""
 
-    def end_reduce(self, non_finite: NonFinite | None) -> None:
+    def end_reduce(self) -> None:
         """The wire comes back reduced."""
 
 

@@ -177,6 +177,7 @@ class Reductions:
         self.world.observer.phase(EXPOSED, self.num_steps)
         self.layout.agreement.backward_is_over()
         self.launcher.launch_rest()
+        self.launcher.contribute()  # packs what only this rank reads
         self._heard = None if current.said is not None else self._reducers.start_exchange((self,))
 
     def message(self) -> bytes:
@@ -184,7 +185,7 @@ class Reductions:
         current, unused = self.reduction, list[int]()
         mine: dict[str, float] = {"num_aborted": self.launcher.num_aborted, "has_ended": self._reducers.has_ended}
         if current.is_filled and current.phase is ReductionPhase.UNDER_WAY:
-            self.layout.agreement.tell(current)
+            self.layout.agreement.tell(current, self.launcher.buckets)
             mine |= {**current.mine, "reach": 2, "is_complete": True, "number": current.number}
             unused = [bucket.plan.slots[slot].parameter for bucket in self.launcher.buckets for slot in bucket.unused]
         else:

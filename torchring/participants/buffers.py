@@ -24,7 +24,6 @@ from typing import Any, Final, Literal
 
 import torch
 
-from torchring.allreduce import NonFinite
 from torchring.collectives.digests import digests
 from torchring.collectives.operations import check_dense, check_writable
 from torchring.collectives.service import Collectives, collectives_of, internal_collectives_of
@@ -151,7 +150,6 @@ class BufferSync(Participant):
     """
 
     fields = ("has_no_buffers", "has_other_buffers")
-    reduce_scale = 1.0
 
     def __init__(self, reducer: Reducer, setup: Setup) -> None:
         assert setup.model is not None
@@ -200,7 +198,7 @@ class BufferSync(Participant):
             self._pack(self._views)
         self._follow()
 
-    def end_reduce(self, non_finite: NonFinite | None) -> None:
+    def end_reduce(self) -> None:
         """The wire comes back reduced. What is not finite there is the script's: a mask may well hold infinities."""
 
     def on_message(self, current: Reduction) -> None:
