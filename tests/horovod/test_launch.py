@@ -25,7 +25,7 @@ from tests.support.harness import patient, run_threads
 from torchring.errors import PeerTimeoutError, TopologyError
 from torchring.horovod import runner, settings
 from torchring.horovod.exceptions import HorovodVersionMismatchError, HostsUpdatedInterrupt
-from torchring.horovod.settings import Settings, apply_log_level, read_settings
+from torchring.horovod.settings import Settings, read_settings
 from torchring.launch import jobs
 from torchring.launch import launcher as launcher_module
 from torchring.launch.hosts import Host
@@ -99,18 +99,6 @@ def test_what_means_nothing_is_named_once_in_a_process(monkeypatch: pytest.Monke
         read_settings({"HOROVOD_AUTOTUNE": "1"})
     with pytest.warns(UserWarning, match="^HOROVOD_TYPO means nothing"):
         read_settings({"HOROVOD_AUTOTUNE": "1", "HOROVOD_TYPO": "1"})
-
-
-def test_the_log_level_is_that_of_the_logger() -> None:
-    logger = logging.getLogger("torchring")
-    before = logger.level
-    try:
-        apply_log_level(Settings(log_level=logging.ERROR))
-        assert logger.level == logging.ERROR
-        apply_log_level(Settings())
-        assert logger.level == logging.ERROR
-    finally:
-        logger.setLevel(before)
 
 
 def test_exceptions_travel() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Sequence
 
@@ -21,7 +20,7 @@ from torchring.horovod.negotiation import (
 
 
 def request(name: str, kind: str = "allreduce", *, process_set: int = 0, shape: tuple[int, ...] = (2,)) -> Request:
-    return Request(kind, name, process_set, (("float32", shape),), {"op": "Sum"})
+    return Request(kind, name, process_set, (("float32", shape),), (("op", "Sum"),))
 
 
 def names(responses: Sequence[Response]) -> list[str]:
@@ -112,11 +111,11 @@ _PLAIN = request("x")
 @pytest.mark.parametrize(
     ("other", "difference"),
     [
-        (dataclasses.replace(_PLAIN, kind="join"), "collective of 'x': allreduce on rank 0, join on rank 1"),
-        (dataclasses.replace(_PLAIN, tensors=(("int32", (2,)),)), "dtype of 'x': float32 on rank 0, int32 on rank 1"),
+        (_PLAIN._replace(kind="join"), "collective of 'x': allreduce on rank 0, join on rank 1"),
+        (_PLAIN._replace(tensors=(("int32", (2,)),)), "dtype of 'x': float32 on rank 0, int32 on rank 1"),
         (request("x", shape=(3,)), "shape of 'x': [2] on rank 0, [3] on rank 1"),
-        (dataclasses.replace(_PLAIN, arguments={"op": "Min"}), "op of 'x': Sum on rank 0, Min on rank 1"),
-        (dataclasses.replace(_PLAIN, tensors=_PLAIN.tensors * 2), "number of tensors of 'x': 1 on rank 0, 2 on rank 1"),
+        (_PLAIN._replace(arguments=(("op", "Min"),)), "op of 'x': Sum on rank 0, Min on rank 1"),
+        (_PLAIN._replace(tensors=_PLAIN.tensors * 2), "number of tensors of 'x': 1 on rank 0, 2 on rank 1"),
         (_PLAIN, ""),
     ],
 )  # fmt: skip
@@ -135,7 +134,7 @@ def test_rows_may_differ_where_they_are_gathered_but_not_the_rest_of_the_shape()
 
 def test_requests_survive_the_way_to_other_ranks() -> None:
     sent = [
-        Request("alltoall", 'a "name"\nof two lines', 3, (("bool", ()), ("int8", (0, 2))), {"root rank": 1}, (1, 2)),
+        Request("alltoall", 'a "name"\nof two lines', 3, (("bool", ()), ("int8", (0, 2))), (("root rank", 1),), (1, 2)),
         Request(BARRIER, "b"),
     ]
     assert decode_requests(encode_requests(sent)) == sent

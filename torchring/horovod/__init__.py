@@ -12,7 +12,7 @@ what is different. Scripts that cannot be edited start with `torchring run --hor
     engine.py               from a call to its result
     execution.py            what collectives compute
     negotiation.py          what is ready on all ranks; plain data
-    cycles.py               how ranks tell each other, and wake each other
+    bells.py                how ranks wake each other
     settings.py             HOROVOD_* variables
     aliases.py, runner.py   `import horovod` in scripts that are not edited, and horovod.run
 """

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from torchring.collectives import operations
 from torchring.dynamo import run_eagerly
-from torchring.horovod.context import Context, ProcessSet, context_of_collectives
+from torchring.horovod.context import ProcessSet, engine, ranks_of
 from torchring.horovod.exceptions import HorovodInternalError
 from torchring.horovod.execution import Operation, Result
-from torchring.horovod.negotiation import ALLREDUCE, request_of
+from torchring.horovod.negotiation import ALLREDUCE, Request
 
 Handle = int
 
@@ -57,22 +57,24 @@ class Collective:
             numbers: list[int] = []
             tensors = _Differentiable.apply(self, numbers, *self.tensors)  # type: ignore[no-untyped-call]
             return self.give(tensors, numbers)
-        return self.give(*self._run(self._copies()))
+        return self.give(*self.run(self.copies()))
 
     def wait_in_place(self) -> Any:
         """Carry out the collective in the script's tensors, which do not get a gradient."""
-        self._run(self._own())
+        self.run(self._own())
         return self.give(self.tensors, ())
 
     def start(self, *, in_place: bool = False) -> Handle:
         """Have the engine carry out the collective, in the script's tensors, or with new ones for the result."""
-        here = context_of_collectives()
-        operation = self._operation(here, self._own() if in_place else self._copies())
-        here.engine.submit(operation)
-        here.handles[operation.handle] = (operation, self.give)
-        return operation.handle
+        handle, operation = self._operation(self._own() if in_place else self.copies())
+        engine().handles[handle] = engine().submit(operation)
+        return handle
 
-    def _copies(self) -> list[Tensor]:
+    def run(self, tensors: Sequence[Tensor]) -> Result:
+        result: Result = engine().run(self._operation(tensors)[1])
+        return result
+
+    def copies(self) -> list[Tensor]:
         """Tensors for the engine, which does not write to those of the script."""
         if not self.overwrites:
             return [tensor.detach() for tensor in self.tensors]
@@ -89,28 +91,23 @@ class Collective:
             operations.check_apart(tensors)
         return tensors
 
-    def _run(self, tensors: Sequence[Tensor]) -> Result:
-        here = context_of_collectives()
-        result: Result = here.engine.run(self._operation(here, tensors))
-        return result
-
-    def _operation(self, here: Context, tensors: Sequence[Tensor]) -> Operation:
-        here.ranks_of(self.process_set)
-        handle = here.next_handle()  # counts calls, whether they have a name or not, as in Horovod
+    def _operation(self, tensors: Sequence[Tensor]) -> tuple[Handle, Operation]:
+        ranks_of(self.process_set)
+        handle = engine().next_handle()  # counts calls, whether they have a name or not, as in Horovod
         label = f"{self.kind}.{self.name}" if self.name is not None else f"{self.kind}.noname.{handle}"
         equal = tuple(self.arguments.items())
         if tensors:
             equal += (("device", "CPU" if tensors[0].device.type == "cpu" else "GPU"),)
-        described = tuple([(tensor.dtype, tensor.shape) for tensor in tensors])
+        described = tuple((str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors)
         number = self.process_set.process_set_id or 0
-        request = request_of(self.kind, label, number, described, equal, self.splits)
-        return Operation(request, tensors, handle)
+        request = Request(self.kind, label, number, described, equal, self.splits)
+        return handle, Operation(request, tensors, self.give)
 
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Collective, numbers: list[int], *_: Tensor) -> tuple[Tensor, ...]:
-        tensors, found = call._run(call._copies())
+        tensors, found = call.run(call.copies())
         numbers.extend(found)
         ctx.gradient, ctx.numbers = call.gradient, numbers
         return tuple(tensors)
@@ -172,20 +169,19 @@ def form(name: str, describe: Callable[..., Collective]) -> Callable[..., Any]:
     return made
 
 
-def check_tensors(tensors: Sequence[Tensor], what: str) -> None:
-    """Raise ValueError for no tensors or sparse ones, HorovodInternalError for those of two kinds of devices."""
+def check_tensors(tensors: Sequence[Tensor], what: str, *, have_rows: bool = False) -> None:
+    """Raise ValueError for no tensors, sparse ones or, if they `have_rows`, scalars.
+
+    Raises HorovodInternalError for tensors of two kinds of devices.
+    """
     if not len(tensors):
         raise ValueError(f"{what} got no tensors")
     for tensor in tensors:
         operations.check_dense(tensor)
-    if len(tensors) > 1 and len({tensor.device.type for tensor in tensors}) > 1:
+        if have_rows and tensor.dim() == 0:
+            raise ValueError(f"{what} takes tensors with at least one dimension, got a scalar")
+    if len({tensor.device.type for tensor in tensors}) > 1:
         raise HorovodInternalError(f"{what} got tensors on the CPU and on the GPU; give it those of one device")
-
-
-def check_rows(tensors: Sequence[Tensor], what: str) -> None:
-    """Raise ValueError for scalars."""
-    if any(tensor.dim() == 0 for tensor in tensors):
-        raise ValueError(f"{what} takes tensors with at least one dimension, got a scalar")
 
 
 def check_reducible(tensor: Tensor, label: str, what: str) -> None:

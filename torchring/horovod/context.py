@@ -6,23 +6,21 @@
 from __future__ import annotations
 
 import importlib
-import itertools
+import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
-
-import torch
 
 from torchring import default_world as worlds
 from torchring.errors import RingError, TopologyError
 from torchring.horovod import builds
 from torchring.horovod.builds import *  # noqa: F403
 from torchring.horovod.elastic.worker import current_worker, find_worker
-from torchring.horovod.engine import CollectiveEngine
+from torchring.horovod.engine import ADD_SET, REMOVE_SET, CollectiveEngine
 from torchring.horovod.exceptions import HorovodInternalError
 from torchring.horovod.execution import Operation
-from torchring.horovod.negotiation import ADD_SET, REMOVE_SET, Request
-from torchring.horovod.settings import DYNAMIC_TIMELINE, Settings, apply_log_level, read_settings
+from torchring.horovod.negotiation import Request
+from torchring.horovod.settings import Settings, read_settings
 from torchring.horovod.timeline import Timeline
 from torchring.world import World
 
@@ -33,7 +31,6 @@ __all__ = [
 ]  # fmt: skip
 
 _MOST_TRIES: Final = 20  # to meet, in an elastic job whose workers are lost meanwhile
-_NOT_INITIALISED: Final = "Horovod has not been initialized; call hvd.init() first"
 
 
 class ProcessSet:
@@ -72,46 +69,30 @@ global_process_set: Final = ProcessSet([])
 """All ranks. Its list of ranks is empty until `init` has been called."""
 
 
-class Context:
-    """The world, engine and process sets that `init` has opened."""
-
-    def __init__(self, world: World, settings: Settings) -> None:
-        self.world = world
-        self.settings = settings
-        has_file = world.rank == 0 and settings.timeline not in (None, DYNAMIC_TIMELINE)
-        # Open the file of HOROVOD_TIMELINE before other ranks ask for anything.
-        timeline = Timeline(str(settings.timeline), mark_cycles=settings.mark_cycles) if has_file else None
-        self.engine = CollectiveEngine(world, settings, timeline)
-        self.sets: dict[int, ProcessSet] = {}  # that are registered, by id
-        # Operations that were started, and not waited for yet; see `calls.Collective.give`.
-        self.handles: dict[int, tuple[Operation, Callable[[Sequence[torch.Tensor], Sequence[int]], Any]]] = {}
-        self.next_handle: Callable[[], int] = itertools.count().__next__
-
-    def ranks_of(self, process_set: ProcessSet) -> tuple[int, ...]:
-        """Global ranks of a registered process set that this rank is in. ValueError for any other set."""
-        if process_set.process_set_id is None or process_set.process_set_id not in self.sets:
-            raise ValueError(f"{process_set!r} is not registered; call hvd.add_process_set() on all ranks first")
-        ranks = self.engine.sets[process_set.process_set_id]
-        if self.world.rank not in ranks:
-            raise ValueError(f"this process, rank {self.world.rank}, is not in the process set {list(ranks)}")
-        return ranks
+_engine: CollectiveEngine | None = None
+_sets: dict[int, ProcessSet] = {}  # that are registered, by number
 
 
-_context: Context | None = None
+class _NotInitializedError(HorovodInternalError, ValueError):
+    """Horovod's functions about ranks raise ValueError before `init`, and its collectives HorovodInternalError."""
 
 
-def context() -> Context:
-    """The context, for functions about this process. ValueError before `init`."""
-    if _context is None:
-        raise ValueError(_NOT_INITIALISED)
-    return _context
+def engine() -> CollectiveEngine:
+    """What `init` has opened. Raises an error before `init`."""
+    if _engine is None:
+        raise _NotInitializedError("Horovod has not been initialized; call hvd.init() first")
+    return _engine
 
 
-def context_of_collectives() -> Context:
-    """The context, for collectives. HorovodInternalError before `init`."""
-    if _context is None:
-        raise HorovodInternalError(_NOT_INITIALISED)
-    return _context
+def ranks_of(process_set: ProcessSet) -> tuple[int, ...]:
+    """Global ranks of a registered process set that this rank is in. ValueError for any other set."""
+    here = engine()
+    if process_set.process_set_id is None or process_set.process_set_id not in _sets:
+        raise ValueError(f"{process_set!r} is not registered; call hvd.add_process_set() on all ranks first")
+    ranks = here.sets[process_set.process_set_id]
+    if here.world.rank not in ranks:
+        raise ValueError(f"this process, rank {here.world.rank}, is not in the process set {list(ranks)}")
+    return ranks
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
@@ -127,36 +108,37 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
     Raises ValueError for wrong arguments or HOROVOD_* variables, HorovodInternalError if ranks could not meet.
     """
-    global _context
+    global _engine
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
             raise ValueError(f'process_sets is a list of ProcessSet, or "dynamic", got {process_sets!r}')
         os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
         process_sets = None
     settings = read_settings(os.environ)
-    if _context is not None and not _context.world.is_open:  # after torchring.shutdown()
+    if _engine is not None and not _engine.world.is_open:  # after torchring.shutdown()
         shutdown()
-    if _context is None:
-        apply_log_level(settings)
-        _context = _join(settings)
-        global_process_set.ranks = list(range(_context.world.size))
+    if _engine is None:
+        if settings.log_level is not None:
+            logging.getLogger("torchring").setLevel(settings.log_level)
+        _engine = _join(settings)
+        global_process_set.ranks = list(range(_engine.world.size))
         global_process_set.process_set_id = 0
-        _context.sets[0] = global_process_set
-    _check_comm(comm, _context.world.size)
+        _sets[0] = global_process_set
+    _check_comm(comm, _engine.world.size)
     if process_sets:
         _register_all(process_sets)
 
 
-def _join(settings: Settings) -> Context:
+def _join(settings: Settings) -> CollectiveEngine:
     worker = find_worker()
     if worker is None:
         timeout = None if worlds.is_initialized() else settings.timeout_seconds
-        return Context(worlds.init(timeout_seconds=timeout), settings)
+        return CollectiveEngine(worlds.init(timeout_seconds=timeout), settings)
     importlib.import_module("torch._dynamo")  # takes seconds, and any optimizer needs it: do not let others wait for it
     num_tries = 0
     while True:
         try:
-            return Context(worker.join(settings.timeout_seconds), settings)
+            return CollectiveEngine(worker.join(settings.timeout_seconds), settings)
         except RingError as error:
             worker.elastic.leave()
             num_tries += 1
@@ -186,7 +168,7 @@ def _ranks_of(comm: Any) -> list[int]:
 
 
 def _register_all(process_sets: Sequence[ProcessSet]) -> None:
-    seen = {tuple(known.ranks) for known in context().sets.values()}
+    seen = {tuple(known.ranks) for known in _sets.values()}
     for number, process_set in enumerate(process_sets):
         if not isinstance(process_set, ProcessSet):
             raise ValueError(f"process_sets[{number}] is no ProcessSet, but {process_set!r}")
@@ -200,15 +182,16 @@ def _register_all(process_sets: Sequence[ProcessSet]) -> None:
 
 def shutdown() -> None:
     """Leave the other ranks, whose collectives raise HorovodInternalError from then on. `init` may be called again."""
-    global _context
-    if _context is None:
+    global _engine
+    if _engine is None:
         return
-    over, _context = _context, None
-    for process_set in over.sets.values():
+    over, _engine = _engine, None
+    for process_set in _sets.values():
         process_set.process_set_id = None
+    _sets.clear()
     global_process_set.ranks = []
-    if over.engine.timeline is not None:
-        over.engine.timeline.close()
+    if over.timeline is not None:
+        over.timeline.close()
     if worlds.is_initialized() and worlds.default_world() is over.world:
         worker = current_worker()
         if worker is None:
@@ -219,38 +202,38 @@ def shutdown() -> None:
 
 def is_initialized() -> bool:
     """True between `init` and `shutdown`."""
-    return _context is not None
+    return _engine is not None
 
 
 def rank() -> int:
     """Number of this process among all."""
-    return context().world.rank
+    return engine().world.rank
 
 
 def size() -> int:
     """Number of processes."""
-    return context().world.size
+    return engine().world.size
 
 
 def local_rank() -> int:
     """Number of this process on its host."""
-    return context().world.local_rank
+    return engine().world.local_rank
 
 
 def local_size() -> int:
     """Number of processes on this host."""
-    return context().world.local_size
+    return engine().world.local_size
 
 
 def cross_rank() -> int:
     """Number of this process's host among the hosts that have a process with the same local rank."""
-    world = context().world
+    world = engine().world
     return _hosts_with_local_rank(world).index(world.node_rank)
 
 
 def cross_size() -> int:
     """Number of hosts that have a process with the same local rank."""
-    return len(_hosts_with_local_rank(context().world))
+    return len(_hosts_with_local_rank(engine().world))
 
 
 def _hosts_with_local_rank(world: World) -> list[int]:
@@ -259,7 +242,7 @@ def _hosts_with_local_rank(world: World) -> list[int]:
 
 def is_homogeneous() -> bool:
     """True if all hosts have equally many processes."""
-    return len({len(ranks) for ranks in context().world.hosts}) == 1
+    return len({len(ranks) for ranks in engine().world.hosts}) == 1
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
@@ -267,35 +250,34 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
     Raises ValueError for a set that cannot be added, HorovodInternalError if other ranks add another set.
     """
-    here = context()
     _check_dynamic()
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
-    if process_set.process_set_id is not None or any(known.ranks == process_set.ranks for known in here.sets.values()):
+    if process_set.process_set_id is not None or any(known.ranks == process_set.ranks for known in _sets.values()):
         raise ValueError(f"a process set of the ranks {process_set.ranks} is registered already")
     _add(process_set)
     return process_set
 
 
 def _add(process_set: ProcessSet) -> None:
-    here = context()
+    here = engine()
     if not process_set.ranks or not set(process_set.ranks) <= set(range(here.world.size)):
         raise ValueError(f"a process set takes ranks in 0 .. {here.world.size - 1}, got {process_set.ranks}")
-    request = Request(ADD_SET, "add_process_set", arguments={"ranks": list(process_set.ranks)})
-    process_set.process_set_id = number = int(here.engine.run(Operation(request)))
-    here.sets[number] = process_set
+    request = Request(ADD_SET, "add_process_set", arguments=(("ranks", tuple(process_set.ranks)),))
+    process_set.process_set_id = number = int(here.run(Operation(request)))
+    _sets[number] = process_set
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Forget a process set. Collective among all ranks. Returns False for a set that is not registered, or global."""
-    here = context()
+    here = engine()
     _check_dynamic()
     number = process_set.process_set_id
-    if not number or here.sets.get(number) is not process_set:
+    if not number or _sets.get(number) is not process_set:
         return False
     process_set.process_set_id = None
-    here.engine.run(Operation(Request(REMOVE_SET, "remove_process_set", arguments={"process set": number})))
-    del here.sets[number]
+    here.run(Operation(Request(REMOVE_SET, "remove_process_set", arguments=(("process set", number),))))
+    del _sets[number]
     return True
 
 
@@ -309,22 +291,22 @@ def _check_dynamic() -> None:
 
 def _get_process_set_ids_and_ranks() -> dict[int, list[int]]:
     """id -> ranks of all registered process sets."""
-    return {number: list(known.ranks) for number, known in sorted(context().sets.items())}
+    return {number: list(known.ranks) for number, known in sorted(_sets.items())}
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Write a timeline from now on: rank 0 does, for all ranks. HOROVOD_TIMELINE must have been set before `init`."""
-    here = context()
+    here = engine()
     if here.settings.timeline is None:
         raise ValueError("set HOROVOD_TIMELINE=DYNAMIC before hvd.init() to start timelines later")
     stop_timeline()
     if here.world.rank == 0:
-        here.engine.timeline = Timeline(file_path, mark_cycles=mark_cycles)
+        here.timeline = Timeline(file_path, mark_cycles=mark_cycles)
 
 
 def stop_timeline() -> None:
     """Close the timeline. Does nothing if none is written. Raises ValueError before `init`."""
-    engine = context().engine
-    timeline, engine.timeline = engine.timeline, None
+    here = engine()
+    timeline, here.timeline = here.timeline, None
     if timeline is not None:
         timeline.close()

@@ -7,7 +7,9 @@ summed in fp32 and rounded once, where Horovod rounds after each step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,9 +17,9 @@ import torch
 
 from torchring.collectives import adasum, operations
 from torchring.collectives.operations import Backend
+from torchring.collectives.service import Collectives
 from torchring.collectives.signature import signature_of
 from torchring.horovod.negotiation import BARRIER, Request, Response, dtype_of
-from torchring.world import World
 
 Result = tuple[Sequence[torch.Tensor], Sequence[int]]
 """The tensors that a call of a collective returns, and numbers. Of allgather: the first of this rank's rows in each
@@ -29,65 +31,68 @@ _BOOL_OPS: Final = {"Sum": "max", "Max": "max", "Min": "min", "Product": "min"} 
 class Operation:
     """One call of a collective on this rank, whose `tensors` are sent, or reduced in place."""
 
-    __slots__ = ("error", "handle", "is_done", "request", "result", "since", "stream", "tensors")
-
-    def __init__(self, request: Request, tensors: Sequence[torch.Tensor] = (), handle: int = -1) -> None:
-        self.handle = handle
+    def __init__(
+        self, request: Request, tensors: Sequence[torch.Tensor] = (), give: Callable[..., Any] = lambda result: result
+    ) -> None:
         self.request = request
         self.tensors = tensors
+        self.give = give  # makes what the script gets, of both parts of a `Result`
         # The stream that computes the tensors.
         self.stream = torch.cuda.current_stream(tensors[0].device) if tensors and tensors[0].is_cuda else None
-        self.result: Any = None  # a `Result`, or the number that an operation on ranks or sets returns
-        self.error: Exception | None = None  # raised in the thread that waits
-        self.is_done = False
-        self.since = 0.0
+        self.done: Future[Any] = Future()  # gets a `Result`, or the number that an operation on ranks or sets returns
+        self.since = time.monotonic()
 
 
 @dataclass(frozen=True)
 class Plane:
-    """Exchanges data among the ranks of one process set."""
+    """The ranks of one process set, as one of them sees them."""
 
-    world: World  # has exactly these ranks
+    collectives: Collectives  # of a world of exactly these ranks
     ranks: tuple[int, ...]  # their global ranks, ascending
-    # Calls a function with the backend that moves the bytes. Errors name what it was called for.
-    run: Callable[[str, Callable[[Backend], list[Result]]], list[Result]]
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        return self.collectives.world.rank
+
+    @property
+    def backend(self) -> Backend:
+        """What moves the bytes; for the engine's thread, inside a cycle."""
+        return self.collectives.opened()
 
 
 @torch.no_grad()
-def carry_out(
-    plane: Plane, operations_: Sequence[Operation | None], responses: Sequence[Response], backend: Backend
-) -> list[Result]:
-    """The results of `operations_` on this rank; an operation is None where this rank has joined, and gives zeros.
+def carry_out(plane: Plane, calls: Sequence[Operation | None], responses: Sequence[Response]) -> list[Result]:
+    """The results of `calls` on this rank; one is None where this rank has joined, and gives zeros.
 
     There are several only of reductions that are alike.
     """
-    first = responses[0].first
+    first, operation = responses[0].first, calls[0]
     if first.kind == "allreduce":
         tensors = [
-            list(operation.tensors) if operation is not None else _zeros(response.first)
-            for operation, response in zip(operations_, responses, strict=True)
+            list(call.tensors) if call is not None else _zeros(response.first)
+            for call, response in zip(calls, responses, strict=True)
         ]
-        _all_reduce(backend, plane, [tensor for each in tensors for tensor in each], first.arguments)
+        _all_reduce(plane, [tensor for each in tensors for tensor in each], first)
         return [(tuple(each), ()) for each in tensors]
-    operation = operations_[0]
     if operation is None or first.kind == BARRIER:  # negotiation has shown that all ranks have called it
         return [((), ())]
-    return [_MOVES[first.kind](backend, plane, operation, responses[0])]
+    return [_MOVES[first.kind](plane, operation, responses[0])]
 
 
-def _all_reduce(backend: Backend, plane: Plane, tensors: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> None:
+def _all_reduce(plane: Plane, tensors: Sequence[torch.Tensor], request: Request) -> None:
     """Reduce `tensors` in place."""
-    op = arguments["op"]
+    op = request.argument("op")
     for tensor in tensors:
-        scale(tensor, arguments["prescale_factor"])
+        scale(tensor, request.argument("prescale_factor"))
     if op == "Adasum":
         for tensor in tensors:
-            adasum.all_reduce(backend, tensor, plane.world.rank, [[rank] for rank in range(len(plane.ranks))])
+            adasum.all_reduce(plane.backend, tensor, plane.rank, [[rank] for rank in range(len(plane.ranks))])
     else:
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            _reduce_alike(backend, [tensor for tensor in tensors if tensor.dtype == dtype], dtype, op)
+            _reduce_alike(plane.backend, [tensor for tensor in tensors if tensor.dtype == dtype], dtype, op)
     for tensor in tensors:
-        _complete(tensor, arguments, len(plane.ranks))
+        _complete(tensor, request, len(plane.ranks))
 
 
 def _reduce_alike(backend: Backend, tensors: Sequence[torch.Tensor], dtype: torch.dtype, op: str) -> None:
@@ -110,11 +115,11 @@ def _reduction(op: str, dtype: torch.dtype) -> str:
     return _OPS[op] if op != "Average" or dtype.is_floating_point or dtype.is_complex else "sum"
 
 
-def _complete(tensor: torch.Tensor, arguments: Mapping[str, Any], size: int) -> None:
+def _complete(tensor: torch.Tensor, request: Request, size: int) -> None:
     """What follows a reduction over `size` ranks: averages of integers are divided, then all values are scaled."""
-    if arguments["op"] == "Average" and _reduction("Average", tensor.dtype) == "sum":
+    if request.argument("op") == "Average" and _reduction("Average", tensor.dtype) == "sum":
         tensor.div_(size, rounding_mode="trunc")
-    scale(tensor, arguments["postscale_factor"])
+    scale(tensor, request.argument("postscale_factor"))
 
 
 def scale(tensor: torch.Tensor, factor: float) -> None:
@@ -134,45 +139,45 @@ def _zeros(request: Request) -> list[torch.Tensor]:
     return [torch.zeros(shape, dtype=dtype_of(dtype), device="cpu") for dtype, shape in request.tensors]
 
 
-def _all_gather(backend: Backend, plane: Plane, operation: Operation, response: Response) -> Result:
-    results = tuple(torch.cat(operations.all_gather(backend, tensor)) for tensor in operation.tensors)
-    before = [response.requests[rank].tensors for rank in plane.ranks[: plane.world.rank]]
+def _all_gather(plane: Plane, operation: Operation, response: Response) -> Result:
+    results = tuple(torch.cat(operations.all_gather(plane.backend, tensor)) for tensor in operation.tensors)
+    before = [response.requests[rank].tensors for rank in plane.ranks[: plane.rank]]
     return results, [sum(tensors[i][1][0] for tensors in before) for i in range(len(results))]
 
 
-def _broadcast(backend: Backend, plane: Plane, operation: Operation, response: Response) -> Result:
-    src = plane.ranks.index(response.first.arguments["root rank"])
-    operations.broadcast_together(backend, operation.tensors, src, is_src=plane.world.rank == src)
+def _broadcast(plane: Plane, operation: Operation, response: Response) -> Result:
+    src = plane.ranks.index(response.first.argument("root rank"))
+    operations.broadcast_together(plane.backend, operation.tensors, src, is_src=plane.rank == src)
     return tuple(operation.tensors), ()
 
 
-def _all_to_all(backend: Backend, plane: Plane, operation: Operation, response: Response) -> Result:
+def _all_to_all(plane: Plane, operation: Operation, response: Response) -> Result:
     tensor, splits = operation.tensors[0], operation.request.splits
     if not tensor.shape[1:].numel():  # rows without elements: the requests say how many come
-        counts = [response.requests[rank].splits[plane.world.rank] for rank in plane.ranks]
+        counts = [response.requests[rank].splits[plane.rank] for rank in plane.ranks]
         return (tensor.new_empty(sum(counts), *tensor.shape[1:]),), counts
     signature = signature_of("alltoall", [tensor], any_rows=True)
-    parts, counts = operations.all_to_all(backend, tensor[: sum(splits)], splits, signature)
+    parts, counts = operations.all_to_all(plane.backend, tensor[: sum(splits)], splits, signature)
     return (torch.cat(parts),), counts
 
 
-def _reduce_scatter(backend: Backend, plane: Plane, operation: Operation, response: Response) -> Result:
-    arguments, size = response.first.arguments, len(plane.ranks)
+def _reduce_scatter(plane: Plane, operation: Operation, response: Response) -> Result:
+    request, size = response.first, len(plane.ranks)
     results = []
     for tensor in operation.tensors:
         tensor = tensor.clone()
-        scale(tensor, arguments["prescale_factor"])
+        scale(tensor, request.argument("prescale_factor"))
         if not tensor.shape[1:].numel():
-            results.append(tensor[: operations.even_shares(len(tensor), size)[plane.world.rank]])
+            results.append(tensor[: operations.even_shares(len(tensor), size)[plane.rank]])
             continue
-        op, signature = _reduction(arguments["op"], tensor.dtype), signature_of("reducescatter", [tensor])
-        result = operations.reduce_scatter(backend, tensor, size, op, signature)
-        _complete(result, arguments, size)
+        op, signature = _reduction(request.argument("op"), tensor.dtype), signature_of("reducescatter", [tensor])
+        result = operations.reduce_scatter(plane.backend, tensor, size, op, signature)
+        _complete(result, request, size)
         results.append(result)
     return tuple(results), ()
 
 
-_MOVES: Final[dict[str, Callable[[Backend, Plane, Operation, Response], Result]]] = {
+_MOVES: Final[dict[str, Callable[[Plane, Operation, Response], Result]]] = {
     "allgather": _all_gather,
     "broadcast": _broadcast,
     "alltoall": _all_to_all,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchring.collectives.initial_state import broadcast_optimizer_state as broadcast_state_of
-from torchring.horovod.context import ProcessSet, context_of_collectives, global_process_set
+from torchring.horovod.context import ProcessSet, engine, global_process_set
 from torchring.horovod.mpi_ops import allgather, allgather_async, broadcast_, broadcast_of, synchronize
 from torchring.launch.task import dumps
 from torchring.memory.host import tensor_of
@@ -47,7 +47,7 @@ def broadcast_optimizer_state(
     plain = optimizer.optimizer if isinstance(optimizer, DistributedOptimizer) else optimizer
     if isinstance(plain, torch.optim.LBFGS):
         raise ValueError("the state of torch.optim.LBFGS cannot be broadcast")
-    context_of_collectives()
+    engine()
     broadcast_state_of(plain, root_rank)
     for group in plain.param_groups:
         for parameter in group["params"]:
@@ -63,7 +63,7 @@ def broadcast_object(
     Pickled by cloudpickle, where it is installed. Ranks trust each other: unpickling can run code.
     """
     name = "object" if name is None else name
-    is_root = context_of_collectives().world.rank == root_rank
+    is_root = engine().world.rank == root_rank
     data = tensor_of(dumps(obj) if is_root else b"")
     length = broadcast_(torch.tensor([len(data)], device="cpu"), root_rank, f"{name}.sz", process_set)
     if not is_root:

@@ -24,10 +24,10 @@ from torch import Tensor
 from torchring.dynamo import run_eagerly
 from torchring.gradients.group import OptimizerGroup
 from torchring.horovod import context as _basics
-from torchring.horovod.calls import Collective, Handle, check_reducible, check_rows, check_tensors, form
+from torchring.horovod.calls import Collective, Handle, check_reducible, check_tensors, form
 from torchring.horovod.compression import Compression
 from torchring.horovod.context import *  # noqa: F403 - horovod.torch.mpi_ops has these, too
-from torchring.horovod.context import ProcessSet, context_of_collectives, global_process_set
+from torchring.horovod.context import ProcessSet, engine, global_process_set, ranks_of
 from torchring.horovod.exceptions import HorovodInternalError
 from torchring.horovod.execution import Operation
 from torchring.horovod.negotiation import ALLREDUCE, BARRIER, JOIN, LAYERS, Request
@@ -107,16 +107,13 @@ def _allreduce(
     op = handle_average_backwards_compatibility(op, average)
     arguments = _how_to_reduce(op, prescale_factor, postscale_factor, ALLREDUCE)
     sent, give = _compressed(compression, tensors)
-    check_tensors(sent, "grouped_allreduce")
+    check_tensors(sent, ALLREDUCE)
     for tensor in sent:
         check_reducible(tensor, arguments["op"], ALLREDUCE)
     if op == Adasum:
-        here = context_of_collectives()
-        ranks = here.ranks_of(process_set)
-        if len(ranks) & (len(ranks) - 1) or len(ranks) != here.world.size:
-            raise NotImplementedError(
-                f"Adasum takes all ranks, and a power of two of them; got {len(ranks)} of {here.world.size}"
-            )
+        number, size = len(ranks_of(process_set)), engine().world.size
+        if number & (number - 1) or number != size:
+            raise NotImplementedError(f"Adasum takes all ranks, and a power of two of them; got {number} of {size}")
 
     def gradient(grads: Sequence[Tensor], _: Sequence[int]) -> Any:
         return _allreduce(grads, None, None, None, op, prescale_factor, postscale_factor, process_set).wait()
@@ -139,7 +136,7 @@ def sparse_allreduce_async(
 ) -> Callable[[], Tensor]:
     """Start the sum of sparse tensors, or their average with op=Average. Calling the result waits for it, and returns
     an uncoalesced sparse tensor."""
-    num_ranks = len(context_of_collectives().ranks_of(process_set))
+    num_ranks = len(ranks_of(process_set))
     tensor = tensor if tensor.is_coalesced() else tensor.coalesce()
     indices = allgather_async(tensor.indices().transpose(0, 1).contiguous(), f"{name}.indices", process_set)
     values = allgather_async(tensor.values(), f"{name}.values", process_set)
@@ -161,8 +158,7 @@ def _allgather(
     Args:
         tensor: any dtype, at least one dimension; only the size of dimension 0 may differ between ranks.
     """
-    check_tensors(tensors, "grouped_allgather")
-    check_rows(tensors, "allgather")
+    check_tensors(tensors, "allgather", have_rows=True)
     num_rows = [len(tensor) for tensor in tensors]
 
     def gradient(grads: Sequence[Tensor], starts: Sequence[int]) -> Sequence[Tensor]:
@@ -189,12 +185,11 @@ def broadcast_of(
     Args:
         tensor: any dtype, the same shape on all ranks. Does not change.
     """
-    here = context_of_collectives()
     check_tensors(tensors, "broadcast")
-    ranks = here.ranks_of(process_set)
+    ranks = ranks_of(process_set)
     if root_rank not in ranks:
         raise ValueError(f"root_rank is a global rank, one of {list(ranks)}, got {root_rank!r}")
-    is_root = here.world.rank == root_rank
+    is_root = engine().world.rank == root_rank
 
     def gradient(grads: Sequence[Tensor], _: Sequence[int]) -> Sequence[Tensor]:
         means: Sequence[Tensor] = _allreduce(grads, process_set=process_set).wait()
@@ -236,10 +231,9 @@ def _alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Collective:
-    here, tensor = context_of_collectives(), tensors[0]
-    check_tensors(tensors, "alltoall")
-    check_rows(tensors, "alltoall")
-    num_ranks = len(here.ranks_of(process_set))
+    tensor = tensors[0]
+    check_tensors(tensors, "alltoall", have_rows=True)
+    num_ranks = len(ranks_of(process_set))
     rows = tensor.shape[0]
     if splits is None:
         if rows % num_ranks:
@@ -285,18 +279,16 @@ def _reducescatter(
             first ranks get one more.
         op: Average or Sum. For the others see `allreduce`.
     """
-    here = context_of_collectives()
     arguments = _how_to_reduce(op, prescale_factor, postscale_factor, "reducescatter")
     if op not in (Average, Sum):
         raise HorovodInternalError(f"reducescatter takes op=Average or op=Sum, got {arguments['op']}")
     sent, give = _compressed(compression, tensors)
-    check_tensors(sent, "grouped_reducescatter")
-    check_rows(sent, "reducescatter")
+    check_tensors(sent, "reducescatter", have_rows=True)
     for tensor in sent:
         check_reducible(tensor, arguments["op"], "reducescatter")
         if tensor.dtype == torch.bool or tensor.is_complex():
             raise ValueError(f"reducescatter does not take {tensor.dtype}")
-    factor = prescale_factor * postscale_factor * (len(here.ranks_of(process_set)) if op == Sum else 1)
+    factor = prescale_factor * postscale_factor * (len(ranks_of(process_set)) if op == Sum else 1)
 
     def gradient(grads: Sequence[Tensor], _: Sequence[int]) -> Sequence[Tensor]:
         return [grad * factor for grad in _allgather(grads, None, process_set).wait()]
@@ -320,14 +312,14 @@ def join(device: int = -1) -> int:
 
     Returns the rank that has joined last. Of several in the same moment, the highest.
     """
-    here = context_of_collectives()
-    request = Request(JOIN, JOIN, arguments={LAYERS: here.engine.turns.num_begun})
-    operation = Operation(request, handle=here.next_handle())
-    here.engine.submit(operation)  # from now on, the engine's thread contributes zeros
+    here = engine()
+    here.next_handle()
+    request = Request(JOIN, JOIN, arguments=((LAYERS, here.turns.num_begun),))
+    operation = here.submit(Operation(request))  # from now on, the engine's thread contributes zeros
     if here.world.size > 1:
         group = here.world.shared(OptimizerGroup)
         group.guard.run("hvd.join()", lambda: group.follow_others(counts=True))
-    return int(here.engine.wait(operation))
+    return int(here.wait(operation))
 
 
 @run_eagerly
@@ -338,21 +330,17 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 def poll(handle: Handle) -> bool:
     """True if an operation is done: `synchronize` would return at once. ValueError for an unknown handle."""
-    here = context_of_collectives()
-    if handle not in here.handles:
+    if (operation := engine().handles.get(handle)) is None:
         raise ValueError(f"{handle!r} is no handle of an operation that was started and not synchronized yet")
-    return here.handles[handle][0].is_done
+    return operation.done.done()
 
 
 @run_eagerly
 def synchronize(handle: Handle) -> Any:
     """Wait for an operation and return its result: a tensor, or a tuple of tensors. None for a handle that was
     synchronized before, as in Horovod."""
-    here = context_of_collectives()
-    if handle not in here.handles:
-        return None
-    operation, give = here.handles.pop(handle)
-    return give(*here.engine.wait(operation))
+    operation = engine().handles.pop(handle, None)
+    return None if operation is None else operation.give(*engine().wait(operation))
 
 
 def _how_to_reduce(op: int, before: float, after: float, what: str) -> dict[str, Any]:

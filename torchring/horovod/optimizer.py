@@ -33,7 +33,7 @@ from torchring.gradients.reduction import Guest, Participant
 from torchring.gradients.validation import parameters_of, sparse_parameters
 from torchring.horovod import mpi_ops
 from torchring.horovod.compression import BF16Compressor, Compression, Compressor, FP16Compressor, NoneCompressor
-from torchring.horovod.context import ProcessSet, context, global_process_set
+from torchring.horovod.context import ProcessSet, engine, global_process_set
 from torchring.horovod.elastic.worker import current_worker
 from torchring.participants.replicas import ReplicaCheck
 from torchring.world import World
@@ -109,7 +109,7 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         self._op = op
         self._set = process_set
         self._passes = int(backward_passes_per_step)
-        context()
+        engine()
         if self._reduces_together:
             _close_earlier(optimizer)
         # In an elastic job, the optimizer of a new worker is made while others have theirs already, and do not take

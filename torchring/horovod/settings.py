@@ -75,12 +75,6 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     return Settings(**read)
 
 
-def apply_log_level(settings: Settings) -> None:
-    """Set the level of the logger "torchring", if HOROVOD_LOG_LEVEL was given."""
-    if settings.log_level is not None:
-        logging.getLogger("torchring").setLevel(settings.log_level)
-
-
 def _timeline(value: str) -> str:
     return DYNAMIC_TIMELINE if value.upper() == DYNAMIC_TIMELINE else value
 
