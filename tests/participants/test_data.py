@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import re
 import warnings
@@ -192,7 +191,6 @@ UNEVEN: dict[str, Callable[[int, int], Batches]] = {
 
 def train(rank: int, world_size: int, name: str, batches: Batches) -> tuple[list[str], int]:
     """(this rank's warnings, after how many steps the first came)."""
-    gc.collect()  # loaders of the case before
     torch.manual_seed(rank)
     model = Net()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model)

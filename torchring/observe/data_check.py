@@ -13,11 +13,10 @@ same if their digests are equal in 8 reductions in a row, in which batches chang
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 from collections import deque
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 from torchring.errors import ranks_in_words
 from torchring.gradients.contract import Setup
@@ -25,6 +24,7 @@ from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import Participant, Reduction
 from torchring.observe import loading
 from torchring.observe.inputs import Batch, Inputs
+from torchring.observe.loaders import remedy_for_equal_epochs, remedy_for_equal_ranks, remedy_for_equal_workers
 from torchring.world import World
 
 _logger: Final = logging.getLogger("torchring")
@@ -32,7 +32,6 @@ _IN_A_ROW: Final = 8
 _LEAST_CHANGES: Final = 6  # of them: a script may take turns with two batches, on purpose
 _NUM_FIRST: Final = 16  # batches of the first epoch that are remembered
 _LEAST_DIFFERENT: Final = 4  # of them where an epoch repeats, which may be short
-_MOST_SEARCHES: Final = 3  # for a loader that explains what was found, at about 20 ms each
 _UNEVEN_SAMPLES: Final = 0.25  # of the mean of the ranks
 _UNEVEN_TOKENS: Final = 0.5  # padding counts, too
 _EXACT: Final = 2**52  # integers below it are numbers of a message
@@ -83,7 +82,7 @@ class DataCheck(Participant):
         if batch.digest is not None and not current.is_absent:
             current.mine["batch_digest"] = batch.digest % _EXACT + 1
         if not self._finding[0]:
-            self._finding = self._repeats.note(batch)
+            self._finding = self._repeats.note(batch, self._remedy)
         current.mine["data_finding"] = self._finding[0]
 
     def on_reduced(self, current: Reduction) -> None:
@@ -136,11 +135,16 @@ class DataCheck(Participant):
         self._told.add(EQUAL_RANKS)
         if self._rank > max(same):  # if one rank reads what is another's, it is mostly that of the lower number
             ranks = ranks_in_words([self._rank, *same])
-            remedy = _look("remedy_for_equal_ranks", self._rank, self._size) or "Give each rank other samples"
+            remedy = self._remedy(remedy_for_equal_ranks, self._rank, self._size) or "Give each rank other samples"
             _logger.warning(
                 "%s got the same batch in each of the last %d steps, so all but one of them work for nothing. %s. %s",
                 *(ranks, _IN_A_ROW, remedy, _ON_PURPOSE),
             )
+
+    def _remedy(self, search: Callable[..., str], *arguments: int) -> str:
+        with contextlib.suppress(Exception):  # a script's loaders, samplers and datasets may be of any kind
+            return search(self._inputs.loading.loader(), *arguments)
+        return ""
 
     def _tell(self, findings: Sequence[int]) -> None:
         if not any(findings):
@@ -167,23 +171,26 @@ class Repeats:
         self._first: list[int] = []  # digests of the first epoch's first batches
         self._num_same = 0  # how many of them have come again, in their order
         self._recent: deque[bool] = deque(maxlen=_NUM_FIRST)  # whether a batch was that before it
-        self._num_searches = 0
 
-    def note(self, batch: Batch) -> tuple[int, str]:
-        """Returns the mistake that this batch has shown, and its text; or (0, "")."""
+    def note(self, batch: Batch, find: Callable[[Callable[[Any], str]], str]) -> tuple[int, str]:
+        """Returns the mistake that this batch has shown, and its text; or (0, "").
+
+        Args:
+            find: calls one of `loaders.py` with the loader.
+        """
         if batch.is_repeated or batch.digest is not None:
             self._recent.append(batch.is_repeated)
         if batch.digest is not None and EQUAL_EPOCHS not in self.told:
             self._follow(batch.digest)
         if self._num_same == _IN_A_ROW and len(set(self._first[:_IN_A_ROW])) >= _LEAST_DIFFERENT:
             self._num_same = 0
-            if remedy := self._search("remedy_for_equal_epochs"):
+            if remedy := find(remedy_for_equal_epochs):
                 return EQUAL_EPOCHS, f"an epoch began with the batches of the first one, in the same order. {remedy}"
         num_repeated = sum(self._recent)
         is_full = len(self._recent) == _NUM_FIRST
         if is_full and num_repeated >= _NUM_FIRST // 2 - 1 and num_repeated <= _NUM_FIRST - 2:
             self._recent.clear()
-            if EQUAL_WORKERS not in self.told and (remedy := self._search("remedy_for_equal_workers")):
+            if EQUAL_WORKERS not in self.told and (remedy := find(remedy_for_equal_workers)):
                 return EQUAL_WORKERS, f"each batch comes several times in a row. {remedy}"
         return 0, ""
 
@@ -194,14 +201,3 @@ class Repeats:
             self._num_same = int(self._first[:1] == [digest])
         if len(self._first) < _NUM_FIRST:
             self._first.append(digest)
-
-    def _search(self, search: str) -> str:
-        self._num_searches += 1
-        return _look(search) if self._num_searches <= _MOST_SEARCHES else ""
-
-
-def _look(search: str, *arguments: int) -> str:
-    """What a function of `loaders.py` says, which is imported where something is wrong."""
-    with contextlib.suppress(Exception):  # a script's loaders, samplers and datasets may be of any kind
-        return str(getattr(importlib.import_module("torchring.observe.loaders"), search)(*arguments))
-    return ""

@@ -22,6 +22,7 @@ UNKNOWN: Final = -1
 _FULL: Final = 2  # generation of a collection that looks at all objects; others are short
 _CPU_TIME: Final = 2  # with the inverted process id, the number of the clock: as clock_getcpuclockid(3) makes it
 _workers_ns: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_loaders: weakref.WeakKeyDictionary[Any, weakref.ref[DataLoader[Any]]] = weakref.WeakKeyDictionary()  # of iterators
 _collection_began = 0
 
 
@@ -36,10 +37,12 @@ class Loading:
     Attributes:
         counts: whether the thread does nothing else now that takes as long.
         num_loaders: how many DataLoaders have begun, since ever.
+        loader: the DataLoader that gave the last batch.
     """
 
     def __init__(self) -> None:
         self.num_loaders = 0
+        self.loader: Callable[[], DataLoader[Any] | None] = lambda: None
         self.counts = True
         self.begin_step()
 
@@ -62,17 +65,20 @@ def _timed(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
         found = [each for each in list(_watched) if each.thread == thread and each.counts]
         waiting = [(each, each.loading_ns, each.loading_cpu_ns) for each in found]
         worked, began = time.thread_time_ns(), time.perf_counter_ns()
+        gives = isinstance(self, _BaseDataLoaderIter)
         try:
-            return call(self)
+            result = call(self)
+            if not gives:
+                _loaders[result] = weakref.ref(self)
+            return result
         finally:
             took, worked = time.perf_counter_ns() - began, time.thread_time_ns() - worked
-            gives = isinstance(self, _BaseDataLoaderIter)
             if waiting and gives and self._num_workers:
                 worked = _since_last_batch(self)
             for each, before, cpu_before in waiting:  # not `+=`: the data set may read another DataLoader
                 each.loading_ns = before + took
                 if gives:
-                    each.num_workers = self._num_workers
+                    each.num_workers, each.loader = self._num_workers, _loaders.get(self, each.loader)
                 else:
                     each.num_loaders += 1
                 if worked != UNKNOWN:
