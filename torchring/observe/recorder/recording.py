@@ -24,52 +24,6 @@ from torchring.releases import installed_version
 from torchring.world import World
 
 
-class ReductionTimes:
-    """The times of a reduction's buckets. `note` is called with each event, see `torchring.observer`.
-
-    Attributes:
-        rows: a row for each bucket that has left, one after the other, see `records.py`.
-        stall_ns, packing_ns: as in a `StepRecord`.
-        early_packing_ns: the same, before backward was over.
-        arrivals: of gradients, in nanoseconds by parameter index; -1 for none. Without stalls and copies until then.
-    """
-
-    def __init__(self, current: Reduction, layout: BucketLayout, num_parameters: int, optimizer: int) -> None:
-        self.rows: list[int] = []
-        self.stall_ns = self.packing_ns = self.early_packing_ns = 0
-        self.arrivals = [-1] * num_parameters
-        self._current = current
-        self._layout = layout
-        self._optimizer = optimizer
-        self._since: dict[int, int] = {}  # by bucket: when a copy has begun, or the last gradient has come
-        self._starts: dict[int, int] = {}  # by bucket: where its row begins
-
-    def note(self, event: int, index: int, at: int) -> None:
-        now = at or time.perf_counter_ns()
-        if event in (COPYING, READY):
-            self._since[index] = now
-        elif event in (COPIED, PACKED):
-            self.packing_ns += now - self._since[index]
-        elif event == LAUNCHED:
-            self._starts[index] = len(self.rows)
-            buckets, extra = self._layout.buckets, self._current.extra
-            bucket = buckets[index] if index < len(buckets) or extra is None else extra
-            ready = self._since.get(index, now)
-            self.rows += (index, bucket.wire.tensor.nbytes, ready, now, now, 0, self._optimizer)
-        elif event == OVER:
-            self.early_packing_ns = self.packing_ns
-            self.stall_ns = int(self._current.exposed_seconds * 1e9)
-        else:
-            self.rows[self._starts[index] + (STARTED_AT if event == STARTED else REDUCED_AT)] = now
-
-    def mark_ready(self, index: int) -> None:
-        """As `Launcher.mark_ready`, and note the time."""
-        if index < len(self.arrivals):
-            exposed_ns = int(self._current.exposed_seconds * 1e9)
-            self.arrivals[index] = time.perf_counter_ns() - self.packing_ns - exposed_ns
-        self._layout.launcher.mark_ready(index)
-
-
 class ReductionRecording(Participant):
     """Writes down where the time of one optimizer's reductions went, when gradients came, and the plan."""
 
@@ -80,30 +34,63 @@ class ReductionRecording(Participant):
         self._number = number  # of the optimizer
         self._noted: tuple[Sequence[Bucket], str] = layout.buckets, layout.reason
         # The reduction
-        self._times: ReductionTimes | None = None
+        self._current: Reduction | None = None
+        self._rows: list[int] = []  # a row for each bucket that has left, one after the other, see `records.py`
+        self._starts: dict[int, int] = {}  # by bucket: where its row begins
+        self._since: dict[int, int] = {}  # by bucket: when a copy has begun, or the last gradient has come
+        self._stall_ns = self._packing_ns = self._early_packing_ns = 0  # as in a `StepRecord`; before backward was over
+        self._arrivals: list[int] = []  # of gradients, by parameter; -1 for none. Without stalls and copies until then.
 
     def on_begin(self, current: Reduction) -> None:
         self._note_plan()
         # Few, as writing them down takes time
-        has_arrivals = 2 <= current.number < 6 or current.number % 64 == 63
-        has_arrivals = has_arrivals and not current.is_unordered
-        num_parameters = len(self._layout.specs) if has_arrivals else 0
-        self._times = times = ReductionTimes(current, self._layout, num_parameters, self._number)
-        current.events = times.note
+        has_arrivals = (2 <= current.number < 6 or current.number % 64 == 63) and not current.is_unordered
+        self._current = current
+        self._rows, self._starts, self._since = [], {}, {}
+        self._stall_ns = self._packing_ns = self._early_packing_ns = 0
+        self._arrivals = [-1] * (len(self._layout.specs) if has_arrivals else 0)
+        current.events = self._note
         if has_arrivals:
-            current.mark_ready = times.mark_ready
+            current.mark_ready = self._mark_ready
+
+    def _note(self, event: int, index: int, at: int) -> None:
+        """See `torchring.observer`."""
+        now = at or time.perf_counter_ns()
+        if event in (COPYING, READY):
+            self._since[index] = now
+        elif event in (COPIED, PACKED):
+            self._packing_ns += now - self._since.get(index, now)
+        elif event == LAUNCHED:
+            self._starts[index] = len(self._rows)
+            buckets, extra = self._layout.buckets, self._current.extra if self._current is not None else None
+            bucket = buckets[index] if index < len(buckets) or extra is None else extra
+            ready = self._since.get(index, now)
+            self._rows += (index, bucket.wire.tensor.nbytes, ready, now, now, 0, self._number)
+        elif event == OVER:
+            self._early_packing_ns, self._stall_ns = self._packing_ns, self._exposed_ns()
+        elif index in self._starts:  # else of a reduction that was aborted
+            self._rows[self._starts[index] + (STARTED_AT if event == STARTED else REDUCED_AT)] = now
+
+    def _mark_ready(self, index: int) -> None:
+        """As `Launcher.mark_ready`, and note the time."""
+        if index < len(self._arrivals):
+            self._arrivals[index] = time.perf_counter_ns() - self._packing_ns - self._exposed_ns()
+        self._layout.launcher.mark_ready(index)
+
+    def _exposed_ns(self) -> int:
+        return 0 if self._current is None else int(self._current.exposed_seconds * 1e9)
 
     def on_message(self, current: Reduction) -> None:
-        recorder, began = self._recorder, self._recorder.backward_began
-        times, self._times = self._times, None
-        if times is None:  # recording has begun in the midst of the reduction
+        if current is not self._current:  # recording has begun in the midst of the reduction
             return
-        if any(at >= 0 for at in times.arrivals):
-            length = recorder.phase_began - began - times.stall_ns - times.early_packing_ns
-            own = (at if at < 0 else max(0, at - began) for at in times.arrivals)
-            recorder.arrivals.append(Arrivals(max(0, length), tuple(own), self._number))
+        self._current = None
+        recorder, began = self._recorder, self._recorder.backward_began
+        if any(at >= 0 for at in self._arrivals):
+            length = recorder.phase_began - began - self._stall_ns - self._early_packing_ns
+            ready = tuple(at if at < 0 else max(0, at - began) for at in self._arrivals)
+            recorder.arrivals.append(Arrivals(max(0, length), ready, self._number))
         marks = [(work.begin, work.end) for work in self._layout.agreement.works]
-        recorder.add_reduction(times.rows, times.stall_ns, times.packing_ns, marks)
+        recorder.add_reduction(self._rows, self._stall_ns, self._packing_ns, marks)
 
     def on_reduced(self, current: Reduction) -> None:
         self._note_plan()
@@ -113,9 +100,8 @@ class ReductionRecording(Participant):
     def _note_plan(self) -> None:
         """Write down how the buckets are laid out, and why, if that has changed."""
         layout, recorder = self._layout, self._recorder
-        now = layout.buckets, layout.reason
-        if now[0] is not self._noted[0] or now[1] != self._noted[1]:
-            self._noted = now
+        if layout.buckets is not self._noted[0] or layout.reason != self._noted[1]:
+            self._noted = layout.buckets, layout.reason
             recorder.run_info = replace(recorder.run_info, reason=layout.reason)
             recorder.parameters[self._number] = _of_layout(layout, self._number)
 
