@@ -1,8 +1,4 @@
-"""`torchring report DIR`: the command line of the report.
-
-Exit code: 0 if there is a report, 1 if nothing could be read or a file could not be written, 2 for a usage error, and
-if `--html` asks for a page and plotly or jinja2 is missing.
-"""
+"""`torchring report DIR`: the command line of the report."""
 
 from __future__ import annotations
 

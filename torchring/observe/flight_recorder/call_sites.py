@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -94,15 +95,8 @@ def _is_library(code: CodeType) -> bool:
 
 def _short(file: str) -> str:
     """A path within a library, or below the working directory, where that is shorter."""
-    for folder in (os.path.dirname(_TORCH.rstrip(os.sep)) + os.sep, *_LIBRARIES, _working_directory()):
-        if folder and file.startswith(folder):
-            file = file[len(folder) :]
-            break
+    folders = [os.path.dirname(_TORCH.rstrip(os.sep)) + os.sep, *_LIBRARIES]
+    with contextlib.suppress(OSError):  # it was removed
+        folders.append(f"{os.getcwd()}{os.sep}")
+    file = next((file[len(folder) :] for folder in folders if file.startswith(folder)), file)
     return file if len(file) <= _LONGEST_PATH else f"…{file[-_LONGEST_PATH:]}"
-
-
-def _working_directory() -> str:
-    try:
-        return f"{os.getcwd()}{os.sep}"
-    except OSError:  # it was removed
-        return ""

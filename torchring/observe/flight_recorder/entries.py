@@ -7,9 +7,9 @@ step and for each bucket.
 An `Entry` is one sequence of operations that all ranks begin in the same order: the script's collectives, or the
 buckets of one optimizer. Positions count the operations of a sequence. A rank whose position is less is behind.
 
-    words   0 ..  15    pid, phase, times, see `_Field`
-    words  16 .. 271    64 entries: key, operations begun, operations finished, waiting since
-    the rest            JSON of the timer thread: the call site in the script, and what the training thread waits for
+    words   0 ..   5    pid, phase, times, length and checksum of the text
+    words   6 .. 261    64 entries: key, operations begun, operations finished, waiting since
+    the rest            JSON of the timer thread: what the training thread waits for, and where it is in the script
 
 Times are those of CLOCK_MONOTONIC in nanoseconds, which all processes of a host share.
 """
@@ -23,7 +23,6 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, Final, NamedTuple, TypeVar
 
 from torchring.observer import OPTIMIZER, Observer, Phase, Progress, Wait
@@ -31,7 +30,7 @@ from torchring.observer import OPTIMIZER, Observer, Phase, Progress, Wait
 _T = TypeVar("_T")
 MEMORY_BYTES: Final = 8192
 _NUM_ENTRIES: Final = 64
-_FIRST_ENTRY: Final = 16
+_FIRST_ENTRY: Final = 6
 _ENTRY_WORDS: Final = 4
 _KEY, _BEGUN, _FINISHED, _WAITING_SINCE = range(_ENTRY_WORDS)
 _NUM_WORDS: Final = _FIRST_ENTRY + _NUM_ENTRIES * _ENTRY_WORDS
@@ -40,21 +39,8 @@ _TEXT: Final = 8 * _NUM_WORDS
 _TRIES: Final = 3  # to read a text that the timer thread is writing
 
 
-class _Field(IntEnum):
-    """Which word has what."""
-
-    PID = 0
-    PHASE = 1  # of the training thread, as PHASE_SINCE: optimizer step times 256, plus the phase
-    PHASE_SINCE = 2
-    SAMPLED_PHASE = 3  # of the timer thread, as SAMPLED_SINCE and SAMPLED_AT
-    SAMPLED_SINCE = 4
-    SAMPLED_AT = 5  # also says that the process runs
-    TEXT_BYTES = 6
-    TEXT_CHECKSUM = 7
-
-
-_PHASE_AT: Final = int(_Field.PHASE)  # a store through an enum takes three times as long
-_PHASE_SINCE_AT: Final = int(_Field.PHASE_SINCE)
+# PHASE: of the training thread; its step times 256, plus the phase. SAMPLED_AT: when the timer thread has run last.
+PID, PHASE, PHASE_SINCE, SAMPLED_AT, TEXT_BYTES, TEXT_CHECKSUM = range(6)
 
 
 class Entry(Progress):
@@ -66,44 +52,40 @@ class Entry(Progress):
         thread: the thread that waits.
     """
 
-    def __init__(self, recorder: FlightRecorder, name: str, words: memoryview, first: int) -> None:
+    def __init__(self, recorder: FlightRecorder, name: str, words: memoryview) -> None:
         self.key = key_of(name)
         self.wait = Wait(name)
         self.thread = 0
         self._recorder = recorder
         self._words = words
-        self._first = first
-        self._begun = first + _BEGUN
-        self._finished = first + _FINISHED
-        self._waiting_since = first + _WAITING_SINCE
-        words[self._begun] = words[self._finished] = words[self._waiting_since] = 0
-        words[first + _KEY] = self.key
+        words[_BEGUN] = words[_FINISHED] = words[_WAITING_SINCE] = 0
+        words[_KEY] = self.key
 
     @property
     def num_begun(self) -> int:
-        return int(self._words[self._begun])
+        return int(self._words[_BEGUN])
 
     @property
     def waiting_since(self) -> int:
-        return int(self._words[self._waiting_since])
+        return int(self._words[_WAITING_SINCE])
 
     def begin(self, position: int) -> None:
-        self._words[self._begun] = position + 1
+        self._words[_BEGUN] = position + 1
 
     def finish(self, position: int) -> None:
-        self._words[self._finished] = position + 1
+        self._words[_FINISHED] = position + 1
 
     def waiting(self, wait: Wait) -> Entry:
         self.wait = wait
         self.thread = threading.get_ident()
-        self._words[self._waiting_since] = time.monotonic_ns()
+        self._words[_WAITING_SINCE] = time.monotonic_ns()
         return self
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *_: object) -> None:
-        self._words[self._waiting_since] = 0
+        self._words[_WAITING_SINCE] = 0
 
     def run(self, what: str, operation: Callable[..., _T], *arguments: Any) -> _T:
         position = self.num_begun
@@ -118,7 +100,7 @@ class Entry(Progress):
         """Make room for another entry. A second call does nothing."""
         if self in self._recorder.entries:
             self._recorder.entries.remove(self)
-            self._words[self._first + _KEY] = 0
+            self._words[_KEY] = 0
 
 
 class FlightRecorder(Observer):
@@ -139,16 +121,17 @@ class FlightRecorder(Observer):
         self._operations = operations
         self._text = memory[_TEXT:MEMORY_BYTES]
         self._words = memory[:_TEXT].cast("q")
-        self._words[_Field.PID] = os.getpid()
-        self._words[_PHASE_SINCE_AT] = time.monotonic_ns()
+        self._words[PID] = os.getpid()
+        self._words[PHASE_SINCE] = time.monotonic_ns()
         self._awaited: dict[int, tuple[int, tuple[int, ...]]] = {}  # by thread
+        self._sampled = -1, 0  # the phase that the timer thread has seen, and since when
         self._written = b""
         self._num_named: dict[str, int] = {}
 
     def phase(self, phase: int, step: int) -> None:
         words = self._words
-        words[_PHASE_SINCE_AT] = time.monotonic_ns()
-        words[_PHASE_AT] = step << 8 | phase
+        words[PHASE_SINCE] = time.monotonic_ns()
+        words[PHASE] = step << 8 | phase
         if phase == OPTIMIZER:  # parts of a backward may run on threads of autograd's
             self.thread = threading.get_ident()
 
@@ -160,7 +143,7 @@ class FlightRecorder(Observer):
         number = self._num_named[name] = self._num_named.get(name, 0) + 1
         for first in _ENTRIES:
             if not self._words[first + _KEY]:
-                entry = Entry(self, f"{name} {number}", self._words, first)
+                entry = Entry(self, f"{name} {number}", self._words[first : first + _ENTRY_WORDS])
                 self.entries.append(entry)
                 return entry
         return None
@@ -178,7 +161,7 @@ class FlightRecorder(Observer):
     def progress(self) -> tuple[int, bool]:
         """A number that changes with each operation and phase, and whether a thread waits for other ranks."""
         counts = [self._words[first + field] for first in _ENTRIES for field in (_BEGUN, _FINISHED)]
-        return hash((self._words[_PHASE_SINCE_AT], *counts)), bool(self.waits())
+        return hash((self._words[PHASE_SINCE], *counts)), bool(self.waits())
 
     # For the timer thread
 
@@ -204,19 +187,18 @@ class FlightRecorder(Observer):
     def write_sample(self, phase: Phase, call_site: str, waits: Sequence[CurrentWait]) -> None:
         """Write what the timer thread has seen."""
         words, now = self._words, time.monotonic_ns()
-        if words[_Field.SAMPLED_PHASE] != phase or words[_PHASE_SINCE_AT] > words[_Field.SAMPLED_AT]:
-            words[_Field.SAMPLED_SINCE] = max(words[_PHASE_SINCE_AT], words[_Field.SAMPLED_AT])
-            words[_Field.SAMPLED_PHASE] = phase
+        if self._sampled[0] != phase or words[PHASE_SINCE] > words[SAMPLED_AT]:
+            self._sampled = int(phase), max(words[PHASE_SINCE], words[SAMPLED_AT])
         said = next(([w.key, w.since, str(w.wait)[:200]] for w in waits if w.is_in_training), None)
-        sample = [call_site[:400], said]  # fits, even if JSON writes each character as six
+        sample = [*self._sampled, said, call_site[:400]]  # fits, even if JSON writes each character as six
         text = json.dumps(sample, ensure_ascii=False).encode(errors="replace")
         if text != self._written:
             self._written = text
-            words[_Field.TEXT_CHECKSUM] = 0
+            words[TEXT_CHECKSUM] = 0
             self._text[: len(text)] = text
-            words[_Field.TEXT_BYTES] = len(text)
-            words[_Field.TEXT_CHECKSUM] = zlib.crc32(text)
-        words[_Field.SAMPLED_AT] = now
+            words[TEXT_BYTES] = len(text)
+            words[TEXT_CHECKSUM] = zlib.crc32(text)
+        words[SAMPLED_AT] = now
 
 
 class CurrentWait(NamedTuple):
@@ -258,17 +240,17 @@ def read_state(memory: memoryview | bytes, now: int | None = None) -> RankState 
     now = time.monotonic_ns() if now is None else now
     for _ in range(_TRIES):
         words = memoryview(bytes(memory[:_TEXT])).cast("q")
-        text = bytes(memory[_TEXT : _TEXT + min(max(words[_Field.TEXT_BYTES], 0), MEMORY_BYTES - _TEXT)])
-        if zlib.crc32(text) == words[_Field.TEXT_CHECKSUM]:
+        text = bytes(memory[_TEXT : _TEXT + min(max(words[TEXT_BYTES], 0), MEMORY_BYTES - _TEXT)])
+        if zlib.crc32(text) == words[TEXT_CHECKSUM]:
             break
     else:
         text = b""
-    if not words[_Field.PID]:
+    if not words[PID]:
         return None
-    call_site, said = json.loads(text) if text else ("", None)
-    phase, since, sampled_at = words[_PHASE_AT] & 0xFF, words[_PHASE_SINCE_AT], words[_Field.SAMPLED_AT]
-    if sampled_at > since:  # the stack, which the timer thread has seen since, tells more than the stamp
-        phase, since = words[_Field.SAMPLED_PHASE], words[_Field.SAMPLED_SINCE]
+    *sampled, said, call_site = json.loads(text) if text else (None, "")
+    phase, since, sampled_at = words[PHASE] & 0xFF, words[PHASE_SINCE], words[SAMPLED_AT]
+    if sampled and sampled_at > since:  # the stack, which the timer thread has seen since, tells more than the stamp
+        phase, since = sampled
     entries = {}
     new = 0  # when a wait began that the timer thread has not seen yet
     for first in _ENTRIES:
@@ -284,8 +266,8 @@ def read_state(memory: memoryview | bytes, now: int | None = None) -> RankState 
     elif new:
         waits = "an operation between ranks", (now - new) / 1e9
     return RankState(
-        pid=words[_Field.PID],
-        step=words[_PHASE_AT] >> 8,
+        pid=words[PID],
+        step=words[PHASE] >> 8,
         phase=Phase(phase),
         age=max(0.0, (now - since) / 1e9),
         call_site=call_site,

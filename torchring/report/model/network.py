@@ -15,7 +15,6 @@ from torchring.report.model.buckets import bus_bytes
 from torchring.report.model.timing import Array
 
 SMALL_BYTES: Final = 1 << 16  # less than that is mostly latency, unless the link is very slow
-LEAST_WITHIN_HOST: Final = 1.0  # GB/s. TCP between processes of one host is at least as fast
 _APART: Final = 0.2  # two sizes tell latency from bandwidth if they differ by this share of the largest
 _MAX_PAIRS: Final = 400  # buckets; of more, every n-th is taken
 _NO_FASTER: Final = 0.01  # of the mean time per byte: bytes are never free
@@ -29,7 +28,6 @@ class Network:
     gigabytes_per_s: float  # of 10**9 bytes
     # False if all buckets have about the same size: then latency cannot be told from bandwidth
     is_alpha_known: bool = True
-    is_least: bool = False  # the bandwidth was not measured, and is at least this
 
 
 def fit(bucket_bytes: Array, medians: Array, num_ranks: int) -> Network | None:
@@ -60,18 +58,6 @@ def fit(bucket_bytes: Array, medians: Array, num_ranks: int) -> Network | None:
         slope, constant = mean_slope, 0.0
     slope = max(slope, _NO_FASTER * mean_slope)
     return Network(constant / (2 * (num_ranks - 1)), 1e-6 / slope)
-
-
-def latency_within_host(bucket_bytes: Array, total_ms: float, num_ranks: int) -> Network:
-    """The network of buckets that are too small, and too much alike, to show the bandwidth: their time is latency.
-
-    Args:
-        bucket_bytes: [B].
-        total_ms: how long all of them take to be reduced.
-    """
-    transfer_ms = bus_bytes(float(bucket_bytes.sum()), num_ranks) / (LEAST_WITHIN_HOST * 1e6)
-    alpha_ms = max(0.0, total_ms - transfer_ms) / (2 * (num_ranks - 1) * len(bucket_bytes))
-    return Network(alpha_ms, LEAST_WITHIN_HOST, is_least=True)
 
 
 def _line(x: Array, y: Array) -> tuple[float | None, float]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
 from typing import Final
 
 import numpy as np
 
-from torchring.errors import ranks_in_words
 from torchring.observe.recorder.records import RunInfo
 from torchring.observer import Phase
 from torchring.report.model.merge import Job
@@ -21,11 +19,11 @@ _WORTH_TELLING_MS: Final = 0.01
 
 @dataclass(frozen=True)
 class RankWait:
-    """Time in which the rank `waiting` waits for the rank `awaited`. Pairs that never wait are left out."""
+    """Time in which ranks wait for the rank `awaited`. A rank that nobody waits for has none."""
 
-    waiting: int
+    waiting: tuple[int, ...]  # the ranks that wait, now and then
     awaited: int
-    mean_ms: float  # mean of all steps
+    mean_ms: float  # mean of all steps, and of these ranks
     share: float  # share of the steps with such a wait
     cost: Spread  # over the steps with such a wait
 
@@ -132,42 +130,30 @@ def _find_critical(timing: Steps, found: dict[str, Array]) -> Critical:
 
 
 def list_waits(timing: Steps, critical: Critical) -> tuple[RankWait, ...]:
-    """The pairs of ranks that wait for each other, the longest first."""
-    waiting, awaited = critical.waiting[timing.counts], critical.awaited[timing.counts]
+    """Waits for each rank, the longest first."""
     found = []
-    for i, rank in enumerate(timing.ranks):
-        for j, other in enumerate(timing.ranks):
-            costs = waiting[(awaited[:, i] == j) & (waiting[:, i] > _WORTH_TELLING_MS), i]
-            if i != j and len(costs):
-                mean_ms, share = float(costs.sum() / len(waiting)), len(costs) / len(waiting)
-                found.append(RankWait(rank, other, mean_ms, share, spread(costs)))
+    for position, rank in enumerate(timing.ranks):
+        costs = _waits_for(timing, critical, position)
+        who = np.flatnonzero(costs.any(0))
+        if len(who):
+            costs = costs[:, who]
+            waiting = tuple(timing.ranks[i] for i in who)
+            mean_ms, share = float(costs.mean()), float((costs > 0).mean())
+            found.append(RankWait(waiting, rank, mean_ms, share, spread(costs[costs > 0])))
     return tuple(sorted(found, key=lambda wait: -wait.mean_ms))
-
-
-def together(waits: Sequence[RankWait]) -> list[tuple[str, RankWait]]:
-    """Waits for each rank: who waits for it, in words, and the mean wait. The longest first."""
-    by_awaited: dict[int, list[RankWait]] = {}
-    for wait in waits:
-        by_awaited.setdefault(wait.awaited, []).append(wait)
-    found = []
-    for awaited, each in by_awaited.items():
-        costs = [wait.cost for wait in each]
-        cost = Spread(
-            *(fmean(cost.mean for cost in costs), median(cost.median for cost in costs)),
-            *(min(cost.low for cost in costs), max(cost.high for cost in costs)),
-        )
-        mean_ms, share = fmean(wait.mean_ms for wait in each), fmean(wait.share for wait in each)
-        who = ranks_in_words(wait.waiting for wait in each)
-        found.append((who, RankWait(each[0].waiting, awaited, mean_ms, share, cost)))
-    return sorted(found, key=lambda row: -row[1].mean_ms)
 
 
 def is_last_share(timing: Steps, critical: Critical, position: int) -> float:
     """In which share of the steps the others wait for the rank at that position."""
+    return float(_waits_for(timing, critical, position).any(1).mean())
+
+
+def _waits_for(timing: Steps, critical: Critical, position: int) -> Array:
+    """[S, R], for how long each rank waits for the rank at that position."""
     waiting, awaited = critical.waiting[timing.counts], critical.awaited[timing.counts]
-    waits = (waiting > _WORTH_TELLING_MS) & (awaited == position)
-    waits[:, position] = False
-    return float(waits.any(1).mean())
+    costs = np.where((waiting > _WORTH_TELLING_MS) & (awaited == position), waiting, 0.0)
+    costs[:, position] = 0.0
+    return costs
 
 
 def spread_by_phase(durations: Array) -> dict[Phase, Spread]:

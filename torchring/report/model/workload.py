@@ -81,12 +81,6 @@ def fit_network(examined: Sequence[tuple[Steps, Critical]], run_info: RunInfo, n
     found = network.fit(np.concatenate(bucket_bytes), np.concatenate(medians), num_ranks)
     if found is None:
         return None
-    is_within_host = run_info.local_size == run_info.size and run_info.algorithm != "direct"
-    are_small = float(timing.bucket_bytes.sum()) < network.SMALL_BYTES * len(timing.bucket_bytes)
-    # Small buckets of two sizes show a bandwidth, but within a host one below the least is noise.
-    is_shown = found.is_alpha_known and found.gigabytes_per_s >= network.LEAST_WITHIN_HOST
-    if is_within_host and are_small and not is_shown:
-        found = network.latency_within_host(timing.bucket_bytes, typical(durations[0].sum(1)), num_ranks)
     if is_overlapped(timing, run_info):
         return found
     # How long ranks stood still says how much work a reduction was.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from torchring.errors import ranks_in_words
 from torchring.observer import Phase
 from torchring.report.model.buckets import BucketSummary
 from torchring.report.model.timing import Spread
@@ -83,11 +84,8 @@ def shown_ranks(analysis: Analysis, most: int = _MOST_RANKS) -> list[int]:
 def table_of_phases(analysis: Analysis) -> Section:
     ranks, title = list(analysis.ranks), "Milliseconds of a step, by rank, on average"
     if len(ranks) > _MAX_ROWS:
-        awaited = {wait.awaited for wait in analysis.waits if wait.mean_ms >= NOTICEABLE_WAIT * analysis.step.mean}
-        late = sorted((rank for rank in ranks if rank.rank in awaited), key=lambda rank: -rank.is_last_share)
-        other = next((rank for rank in ranks if rank.rank not in awaited), ranks[0])
-        title += f" (those of {len(ranks)} for which others wait most, and rank {other.rank})"
-        shown = {other.rank, *(rank.rank for rank in late[: _MAX_ROWS - 1])}
+        title += f" (those of {len(ranks)} for which others wait most)"
+        shown = shown_ranks(analysis, _MAX_ROWS)
         ranks = [rank for rank in ranks if rank.rank in shown]
     has_hosts = len({rank.host for rank in analysis.ranks}) > 1
     least = NOTICEABLE_WAIT * analysis.step.mean
@@ -111,8 +109,11 @@ def table_of_phases(analysis: Analysis) -> Section:
 def table_of_waits(analysis: Analysis) -> Section:
     """Who waits for whom. No rows if nobody waits for long."""
     rows = [
-        (who, str(wait.awaited), f"{wait.mean_ms:.3g}", share_in_words(wait.share), _median(wait.cost))
-        for who, wait in analysis.long_waits[:_MAX_ROWS]
+        (
+            ranks_in_words(wait.waiting),
+            *(str(wait.awaited), number(wait.mean_ms), share_in_words(wait.share), _median(wait.cost)),
+        )
+        for wait in analysis.long_waits[:_MAX_ROWS]
     ]
     columns = ("who", "waits for rank", "ms a step", "in so many steps", "then ms")
     return Section("waits", "Who waits for whom", (), columns, tuple(rows))

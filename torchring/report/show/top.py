@@ -2,16 +2,13 @@
 
 Each rank of the job writes its last 50 steps to DIR every other second. This command reads them, and sends the job
 nothing.
-
-Exit code: 0 when the job has ended, 2 for a usage error, 130 after Ctrl-C; with --once, 1 if there is nothing to be
-read.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -108,14 +105,11 @@ def _traces(folder: Path) -> list[RankTrace]:
 
 def _watch(folder: Path, seconds: float) -> None:
     begin, end = ("\x1b[H\x1b[J", "\n") if sys.stdout.isatty() else ("", "\n\n")  # at the top of an empty screen
-    _show_until_over(folder, seconds, lambda text: print(begin + text, end=end, flush=True))
-
-
-def _show_until_over(folder: Path, seconds: float, show: Callable[[str], None]) -> None:
     last = Picture("")
-    while not (picture := look(folder)).is_over:
+    while not last.is_over:
+        picture = look(folder)
         if picture != last or not picture.is_empty:  # the sentence that there is nothing is shown once
-            show(picture.text)
+            print(begin + picture.text, end=end, flush=True)
         last = picture
-        time.sleep(seconds)
-    show(picture.text)
+        if not picture.is_over:
+            time.sleep(seconds)

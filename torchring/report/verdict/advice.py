@@ -48,7 +48,6 @@ def advise(analysis: Analysis) -> tuple[Advice, ...]:
         return ()
     found = [
         *_about_input(analysis),
-        *_about_code_of_one_rank(analysis),
         *_about_cores(analysis),
         *_about_ranks(analysis),
         *_about_communication(analysis),
@@ -109,22 +108,6 @@ def _about_input(analysis: Analysis) -> Iterator[Found]:
         yield f"{what}{on}", waited * _HALF, why, how
 
 
-def _about_code_of_one_rank(analysis: Analysis) -> Iterator[Found]:
-    """What the blamed rank does between step() and forward, apart from waiting for its DataLoader."""
-    costs, loading = analysis.costs, analysis.loading
-    if costs.blamed is None or loading is None or not loading.has_loader or not costs.is_forward_known:
-        return
-    if longer := _longer_ms(analysis, analysis.cycle[..., Phase.INPUT] - loading.waiting):
-        run_info = analysis.job.traces[costs.blamed].run_info
-        yield (
-            f"Find out what rank {run_info.rank} does between step() and forward",
-            longer,
-            f"Apart from its DataLoader, this takes {longer:.1f} ms longer than on the others. Look for what one rank "
-            "does for all, such as logging, evaluation or a checkpoint, and do it less often.",
-            f"py-spy dump --pid {run_info.pid}, on {run_info.host}, while the job runs",
-        )
-
-
 def _about_pauses(analysis: Analysis) -> Iterator[Advice]:
     """Long phases in a few steps. Numbers exclude these steps, so the predicted step is the present one."""
     for pauses in analysis.pauses:
@@ -159,6 +142,11 @@ def _about_cores(analysis: Analysis) -> Iterator[Found]:
 def _about_ranks(analysis: Analysis) -> Iterator[Found]:
     costs, run_info = analysis.costs, analysis.job.traces[analysis.costs.blamed or 0].run_info
     queued = 0.0 if costs.queue is None else costs.queue.of_ranks
+    loading = analysis.loading
+    if loading is not None and loading.has_loader and costs.is_forward_known:
+        longer = _longer_ms(analysis, analysis.cycle[..., Phase.INPUT] - loading.waiting)
+        if longer:
+            yield _work_of_one(run_info, "between step() and forward, apart from its DataLoader", longer)
     longer = _longer_ms(analysis, analysis.cycle[..., COMPUTING[1:]].sum(2) - queued)
     cause = _cause(costs, run_info, longer) if longer else None
     if cause:
@@ -202,32 +190,28 @@ def _longer_ms(analysis: Analysis, times: Array) -> float:
 
 def _cause(costs: Costs, run_info: RunInfo, longer_ms: float) -> Found | None:
     """What to do if the trace shows why one rank computes for longer."""
-    rank = f"rank {run_info.rank}"
     if costs.has_longer_batches:
         return (
             "Give each rank as many samples",
             longer_ms,
-            f"The batches of {rank} have {costs.batch_ratio:.2g} times as many samples as those of the others, and "
-            f"{rank} computes for {longer_ms:.1f} ms longer.",
+            f"The batches of rank {run_info.rank} have {costs.batch_ratio:.2g} times as many samples as those of the "
+            f"others, and it computes for {longer_ms:.1f} ms longer.",
             "DataLoader(dataset, batch_size, sampler=DistributedSampler(dataset))    # one batch_size for all ranks",
         )
-    if costs.slower_in is Phase.OPTIMIZER:
-        return (
-            f"Find out what step() does on {rank} only",
-            longer_ms,
-            f"step() takes {longer_ms:.1f} ms longer there than on the others, hooks of the optimizer included. "
-            "Look for what one rank does for all, such as a checkpoint, and do it less often.",
-            f"py-spy dump --pid {run_info.pid}, on {run_info.host}, while the job runs",
-        )
-    if costs.slower_in is Phase.BETWEEN:
-        return (
-            f"Find out what {rank} does between backward and step()",
-            longer_ms,
-            f"This takes {longer_ms:.1f} ms longer than on the others. Look for what one rank does for all, such as "
-            "logging, printing or a checkpoint, and do it less often.",
-            'if step % 100 == 0: writer.add_scalar("loss", loss.item(), step)',
-        )
-    return None
+    places = {Phase.OPTIMIZER: "in step(), hooks included", Phase.BETWEEN: "between backward and step()"}
+    if costs.slower_in not in places:
+        return None
+    return _work_of_one(run_info, places[costs.slower_in], longer_ms)
+
+
+def _work_of_one(run_info: RunInfo, place: str, longer_ms: float) -> Found:
+    return (
+        f"Find out what rank {run_info.rank} does {place}",
+        longer_ms,
+        f"This takes {longer_ms:.1f} ms longer than on the others. Look for what one rank does for all, such as "
+        "logging, evaluation or a checkpoint, and do it less often.",
+        f"py-spy dump --pid {run_info.pid}, on {run_info.host}, while the job runs",
+    )
 
 
 def _about_communication(analysis: Analysis) -> Iterator[Found]:

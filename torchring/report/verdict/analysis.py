@@ -111,7 +111,7 @@ def _note(
     if not predictions or links is None:
         return ""
     alpha = f"{links.network.alpha_ms:.2g} ms a message" if links.network.alpha_ms else "latency unknown"
-    speed = f"{links.network.gigabytes_per_s:.3g} GB/s{' at least' if links.network.is_least else ''}, {alpha}"
+    speed = f"{links.network.gigabytes_per_s:.3g} GB/s, {alpha}"
     network = "the network that was given" if is_given else "the network of this trace"
     ways = "hierarchical all-reduce" if links.is_hierarchical else "a ring"
     hosts = f", hosts of {count(run_info.local_size, 'rank')}"

@@ -23,7 +23,7 @@ from torchring.report.model.network import Network
 from torchring.report.model.ranks import RankSummary, StartUp
 from torchring.report.model.scaling import Connections, Prediction, Workload
 from torchring.report.model.timing import Array, Spread, Steps
-from torchring.report.model.waits import Critical, RankWait, together
+from torchring.report.model.waits import Critical, RankWait
 from torchring.report.verdict.costs import Costs, Kind
 from torchring.report.verdict.pauses import Pauses
 
@@ -133,7 +133,6 @@ class Analysis:
         return [phase for phase in Phase if any(rank.phases[phase].mean > 0 for rank in self.ranks)]
 
     @property
-    def long_waits(self) -> list[tuple[str, RankWait]]:
-        """Waits for each rank that cost at least 0.5 % of a step, and who waits, in words; the longest first."""
-        least = NOTICEABLE_WAIT * self.step.mean
-        return [(who, wait) for who, wait in together(self.waits) if wait.mean_ms >= least]
+    def long_waits(self) -> list[RankWait]:
+        """Waits that cost at least 0.5 % of a step, the longest first."""
+        return [wait for wait in self.waits if wait.mean_ms >= NOTICEABLE_WAIT * self.step.mean]
