@@ -19,10 +19,14 @@ from torchring.memory.host import HostGroup
 from torchring.rendezvous.rendezvous import Rendezvous
 
 
-def span(name: str) -> AbstractContextManager[Any]:
-    """A named range for torch.profiler, and for NVTX under torch.autograd.profiler.emit_nvtx. Free unless profiled."""
+def span(name: str, *values: object) -> AbstractContextManager[Any]:
+    """A range for torch.profiler, and for NVTX under torch.autograd.profiler.emit_nvtx. Free unless profiled.
+
+    Args:
+        name: with the values put into it by `str.format`.
+    """
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-        return cast(AbstractContextManager[Any], torch.profiler.record_function(name))
+        return cast(AbstractContextManager[Any], torch.profiler.record_function(name.format(*values)))
     return contextlib.nullcontext()
 
 

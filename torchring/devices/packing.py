@@ -80,7 +80,7 @@ class DevicePacking:
         self._streams = streams
         self._tables: dict[tuple[int, ...], _Part] = {}  # the one that was used last at the end
         self._packed: list[tuple[Sequence[int], ChunkTable]] = []
-        self._name = f"torchring.pack bucket {plan.index}, {plan.num_bytes / 2**20:.2f} MiB"
+        self._bucket = plan.index, plan.num_bytes / 2**20
 
     def pack(
         self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor], factor: float = 1.0
@@ -106,7 +106,7 @@ class DevicePacking:
         self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor], factor: float
     ) -> None:
         key = factor, grads[0].dtype
-        with span(self._name):
+        with span("torchring.pack bucket {}, {:.2f} MiB", *self._bucket):
             part = self._part(slots, views)
             if part.pack is None or part.pack_key != key:
                 scale, found, num_ranks = self._scale * factor, self._found, self._num_ranks
@@ -131,9 +131,7 @@ class DevicePacking:
     def _launch_unpack(
         self, slots: Sequence[int], views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
     ) -> None:
-        if not slots:
-            return
-        with span(self._name.replace("pack", "unpack", 1)):
+        with span("torchring.unpack bucket {}, {:.2f} MiB", *self._bucket):
             part = self._part(slots, views)
             if part.unpack is None or part.unpack_key != grads[0].dtype:
                 part.unpack = prepare_unpack(self._wire, part.table, grads[0].dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -90,29 +90,10 @@ class Dated(NamedTuple):
     end: Mark
 
 
-class WorkOnStream:
-    """The buckets that an `OnStream` has started. See `BucketWork`."""
-
-    span = None
-
-    __slots__ = ("_all_reduce",)
-
-    def __init__(self, all_reduce: OnStream) -> None:
-        self._all_reduce = all_reduce
-
-    def advance(self) -> bool:
-        return True
-
-    def contribute(self) -> None:
-        """Nothing to do: the device does this rank's part."""
-
-    def wait(self) -> None:
-        """Have the current stream wait; the host does not."""
-        self._all_reduce.hold_current()
-
-
 class OnStream:
     """Runs an engine in a stream of its own. See `AllReduce`; used by one thread, except `fail`.
+
+    Buckets are done in order, and one wait is enough for all. So this is also the `BucketWork` of each bucket.
 
     Args:
         engine: launches the all-reduces.
@@ -127,6 +108,8 @@ class OnStream:
         is_dated: whether to mark where each bucket begins and ends.
         reports: of the wires of a reduction; see `DeviceWire.report`. They are fetched and cleared at its end.
     """
+
+    span = None
 
     def __init__(
         self,
@@ -164,51 +147,54 @@ class OnStream:
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[DeviceWire]:
         return self._engine.open_wires(specs)
 
-    def start(self, wire: DeviceWire) -> WorkOnStream:
+    def start(self, wire: DeviceWire) -> OnStream:
         """See `AllReduce.start`. The bucket comes after the work that `stream` was given before.
 
         Work of other streams is not waited for: call `stream.follow` first, or hold `stream` for a mark.
         """
         self.check()
         begin = self.stream.mark() if self.is_dated else None
-        with span(f"torchring.{self.algorithm} bucket {wire.row}, {wire.buffer.nbytes / 2**20:.2f} MiB"):
-            self.stream.run(lambda: self._engine.launch(wire))
+        with span("torchring.{} bucket {}, {:.2f} MiB", self.algorithm, wire.row, wire.buffer.nbytes / 2**20):
+            self.stream.run(partial(self._engine.launch, wire))
         if begin is not None:
             self._dated.append(Dated(begin, self.stream.mark()))
         self._started.append(wire)
         self._watchdog.started()
         if not self.in_background:
             self.stream.mark().hold_current()
-        return WorkOnStream(self)
+        return self
 
-    def hold_current(self) -> None:
-        """Have the current stream wait for what was started so far. All is done in order: one wait is enough.
+    def advance(self) -> bool:
+        return True
+
+    def contribute(self) -> None:
+        """Nothing to do: the device does this rank's part."""
+
+    def wait(self) -> None:
+        """Have the current stream wait for what was started so far; the host does not wait.
 
         The stream then also waits until reports are cleared, which later work may write to.
         """
         if self._started:
-            self.stream.run(self._finish_wires)
-            self._mark_end()
+            self._end_reduction()
         self.hold_for_earlier()
 
-    def _finish_wires(self) -> None:
+    def _end_reduction(self) -> None:
+        self.stream.run(self._launch_end)
+        self._end = self.stream.mark()
+        self._held.clear()
+
+    def _launch_end(self) -> None:
         if self._started and self._started != self._guarded:
             self._guarded, self._guard = self._started, self._engine.guard(self._started)
         self._started = []
         if self._guard is not None:
             self._guard()
-        self._fetch_reports()
-
-    def _fetch_reports(self) -> None:
         for report in self.reports:
             spare = self._spare.get(report.shape)
             self._fetched.append(self.accelerator.fetch(report, spare.pop() if spare else None))
             report.fill_(NOT_FOUND)
             self.seal(self._fetched[-1])
-
-    def _mark_end(self) -> None:
-        self._end = self.stream.mark()
-        self._held.clear()
 
     def hold_for_earlier(self) -> None:
         """Have the current stream wait for what another stream has waited for. Costs nothing if it did so before."""
@@ -256,8 +242,7 @@ class OnStream:
     def clear_reports(self) -> None:
         """Nobody wants to know of what was packed and reduced so far, in a reduction that was aborted."""
         self.stream.follow()
-        self.stream.run(self._finish_wires)
-        self._mark_end()
+        self._end_reduction()
         self.hold_for_earlier()
         self.take_fetched()
 
