@@ -5,10 +5,8 @@ on a cluster, `torchring bench` runs one of the benchmarks that are installed wi
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import importlib
-import importlib.util
 import os
 import signal
 import sys
@@ -24,7 +22,6 @@ from torchring.elastic.driver.driver import start_elastic
 from torchring.launch import horovodrun
 from torchring.launch.arguments import Parser, did_you_mean, hosts_of, positive, setting
 from torchring.launch.hosts import Host, LaunchError, is_here
-from torchring.launch.jobs import OWN_IMPORTS
 from torchring.launch.launcher import LAUNCHERS, start
 from torchring.launch.output import OutputOptions
 from torchring.observe import PROGRESS, TRACE
@@ -161,8 +158,6 @@ def _run(options: argparse.Namespace, is_elastic: bool) -> int:
             hosts, may_change = hosts_of(options), False
         launcher = options.launcher
         horovodrun.warn_of_ignored(options)
-        if options.verbose:
-            print(horovodrun.describe(command, options.num_proc, hosts), file=sys.stderr)
         with _tracing(options, lambda: may_change or not all(is_here(host.name) for host in hosts or ())) as traced:
             if is_elastic:
                 if options.bind not in (None, "none"):
@@ -235,17 +230,10 @@ def _program(script: str, is_module: bool) -> list[str]:
     return [os.path.join(".", script) if script.startswith("-") else script]  # python would take it for an option
 
 
-def _benchmarks() -> dict[str, str]:
-    """The benchmarks in bench/: {name: source}. A benchmark is a script, or a folder."""
-    scripts = {file.stem: file.read_text() for file in _BENCH.glob("*.py")}
-    found = {name: source for name, source in scripts.items() if 'if __name__ == "__main__":' in source}
-    folders = [*_BENCH.glob("*/__main__.py"), *_BENCH.glob("micro/__init__.py")]
-    return dict(sorted((found | {file.parent.name: file.read_text() for file in folders}).items()))
-
-
-def _summary(source: str) -> str:
-    """The first line of a module's docstring."""
-    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+def _benchmarks() -> dict[str, Path]:
+    """The benchmarks in bench/ by name: scripts, and folders with a __main__.py."""
+    scripts = {file.stem: file for file in _BENCH.glob("*.py") if 'if __name__ == "__main__":' in file.read_text()}
+    return dict(sorted((scripts | {file.parent.name: file for file in _BENCH.glob("*/__main__.py")}).items()))
 
 
 def _bench(arguments: Sequence[str]) -> int:
@@ -253,11 +241,9 @@ def _bench(arguments: Sequence[str]) -> int:
     benchmarks = _benchmarks()
     bench = Parser(
         prog="torchring bench",
-        description="Run a benchmark. `torchring bench NAME --help` shows its options.",
-        epilog="\n".join(["benchmarks:", *(f"  {name:10} {_summary(source)}" for name, source in benchmarks.items())]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=f"Run a benchmark: {', '.join(benchmarks)}. `torchring bench NAME --help` says what it does.",
     )
-    bench.add_argument("name", nargs="?", metavar="NAME", help=", ".join(benchmarks))
+    bench.add_argument("name", nargs="?", metavar="NAME")
     bench.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="handed to the benchmark")
     options = bench.parse_args(arguments)
     _keep_dashes(options, arguments)
@@ -267,23 +253,11 @@ def _bench(arguments: Sequence[str]) -> int:
     if name not in benchmarks:
         bench.error(f"there is no benchmark {name!r}, but {', '.join(benchmarks)}{did_you_mean(name, benchmarks)}")
     require_packages()
-    if name != "micro":
-        script = _BENCH / name / "__main__.py" if (_BENCH / name).is_dir() else _BENCH / f"{name}.py"
-        return _become([sys.executable, str(script), *options.arguments])
-    missing = [tool for tool in ("pytest", "pytest-benchmark") if not importlib.util.find_spec(tool.replace("-", "_"))]
-    if missing:
-        print(f"torchring bench micro needs {' and '.join(missing)}: pip install 'torchring[bench]'", file=sys.stderr)
-        return 2
-    program = f"{OWN_IMPORTS}import pytest; sys.exit(pytest.main(sys.argv[1:]))"
-    return _become([sys.executable, "-c", program, str(_BENCH / "micro"), *options.arguments])
-
-
-def _become(command: list[str]) -> int:
     sys.stdout.flush()
     try:
-        os.execv(command[0], command)
+        os.execv(sys.executable, [sys.executable, str(benchmarks[name]), *options.arguments])
     except OSError as error:
-        print(f"torchring bench: cannot start {command[0]}: {error.strerror}", file=sys.stderr)
+        print(f"torchring bench: cannot start {sys.executable}: {error.strerror}", file=sys.stderr)
     return 2
 
 

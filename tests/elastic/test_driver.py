@@ -347,13 +347,14 @@ def test_a_worker_that_never_comes_is_killed() -> None:
 
 
 def test_a_worker_that_does_not_leave_is_killed_in_the_end() -> None:
-    job = running(num=3)
-    job.show("meeting", 0, 2)
-    job.wait(299, 0, 1, 2)
-    assert job.sent == []
-    job.wait(2, 0, 1, 2)
-    assert job.sent == [(1, signal.SIGKILL)]
-    assert "did not leave its step for 300 s" in job.broken[0].reason
+    for seconds, how in ((300, "did not leave its step for 300 s"), (20, "made no progress for 20 s while others")):
+        job = running(num=3, stall_timeout=seconds if seconds < 300 else None)
+        job.show("meeting", 0, 2)
+        job.wait(seconds - 1, 0, 1, 2)
+        assert job.sent == []
+        job.wait(2, 0, 1, 2)
+        assert job.sent == [(1, signal.SIGKILL)]
+        assert how in job.broken[0].reason
 
 
 def test_a_worker_that_others_have_given_up_is_killed_soon() -> None:

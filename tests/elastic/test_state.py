@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
-import pickle
 import re
-import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -66,14 +63,6 @@ def test_wrong_arguments(options: dict[str, Any], text: str) -> None:
         torchring.elastic.State(**parts(), **options)
 
 
-def test_a_model_of_a_state_can_be_copied_and_pickled() -> None:
-    given = parts()
-    torchring.elastic.State(**given)
-    for model in (copy.deepcopy(given["model"]), pickle.loads(pickle.dumps(given["model"]))):
-        assert not model._forward_pre_hooks
-        assert not model._forward_hooks
-
-
 def entered(state: Any) -> World:
     """A world of one, in which the state trains."""
     world = torchring.init()
@@ -81,18 +70,15 @@ def entered(state: Any) -> World:
     return world
 
 
-def test_a_world_of_one_is_left_where_a_forward_or_a_closure_begins() -> None:
+def test_a_world_of_one_is_left_before_a_step() -> None:
     state = torchring.elastic.State(**parts())
     model, optimizer, world = state.model, state.optimizer, entered(state)
-    loss = model(torch.ones(1, 2)).sum()
+    before = model.weight.detach().clone()
     world.shared(MembershipChange).is_wanted = True
-    loss.backward()
-    optimizer.step()  # whoever has unscaled the gradients may go on
+    model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(GenerationOver):
-        model(torch.ones(1, 2))
-    model.weight.sum().backward()
-    with pytest.raises(GenerationOver):  # no forward was seen
         optimizer.step()
+    assert torch.equal(model.weight, before)
     entered(state).shared(MembershipChange).is_wanted = False
 
     def closure() -> torch.Tensor:
@@ -153,7 +139,7 @@ def test_run_takes_a_state() -> None:
 
 
 def test_a_checkpoint_is_named_and_one_of_another_model_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def train(width: int, num_steps: int) -> int:
         @torchring.elastic.run
@@ -173,10 +159,7 @@ def test_a_checkpoint_is_named_and_one_of_another_model_is_refused(
         train(4, 5)
     assert sorted(tmp_path.iterdir()) == before
     assert train(3, 9) == 4
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--seed=2"])
-    assert train(3, 9) == 8
-    told, doubted = (record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+    (told,) = (record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
     assert re.fullmatch(
         rf"training goes on from the checkpoint of step 5 in {tmp_path}, which is 0:\d\d:\d\d old", told
     )
-    assert "a job with another command line has written it" in doubted

@@ -268,7 +268,7 @@ def test_skipping_with_micro_steps_and_with_several_optimizers() -> None:
 
 def _change_of_ranks(rank: int, size: int) -> list[list[bool]]:
     (a, _), optimizer = _pair()
-    agreed: list[bool] = []
+    agreed: list[tuple[int, ...]] = []
     world = default_world()
     rejoin(optimizer, world, [MembershipVote(world, lambda: None, agreed.append)])
     change, found = world.shared(MembershipChange), []
@@ -281,7 +281,7 @@ def _change_of_ranks(rank: int, size: int) -> list[list[bool]]:
 
 
 def test_all_ranks_of_an_elastic_job_hear_in_one_step_that_ranks_are_to_change() -> None:
-    assert run_pooled(_change_of_ranks, 2) == [[[], [False], [True]]] * 2
+    assert run_pooled(_change_of_ranks, 2) == [[[], [(1,)], [(0, 1)]]] * 2
 
 
 def _skipped_while_buckets_are_laid_out_again(rank: int, size: int, skips: Sequence[int]) -> list[Any]:

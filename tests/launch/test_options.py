@@ -190,7 +190,7 @@ NUMBER = "argument -np/-n/--num-proc/--nproc-per-node: needs a number of process
         ("-np 1 --cycle-time-ms -1", "needs a number, 0 or more, got '-1'"),
         ("-np 1 --fusion-threshold-mb 1.5", "needs a whole number of megabytes"),
         ("-np 1 --network-interface eth0,", "needs names of network interfaces"),
-        ("-np 1 --config-file a.yaml", "a.yaml is not read, so its settings would be lost: pass them as options"),
+        ("-np 1 --config-file a.yaml", "unrecognized arguments: --config-file"),
         ("--launcher srun", "starts processes inside an allocation of Slurm, and this is none: SLURM_JOB_NODELIST or"),
         ("--launcher srun --elastic", "Use it in a script for sbatch, or after salloc"),
         # of elastic jobs
@@ -266,11 +266,10 @@ def test_missing_script_is_2_with_a_plain_message(capsys: pytest.CaptureFixture[
 # ---- horovodrun's
 
 
-def test_a_command_line_of_horovodruns(started: Started, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*["-np", "3", "-H", "a:2,b:1", "--verbose", "python", "train.py", "-p", "1"]) == 7
+def test_a_command_line_of_horovodruns(started: Started) -> None:
+    assert run(*["-np", "3", "-H", "a:2,b:1", "python", "train.py", "-p", "1"]) == 7
     (found,) = started
     assert (found["command"], found["num_proc"]) == (["train.py", "-p", "1"], 3)
-    assert "starting 3 processes on a:2, b:1: python train.py -p 1" in capsys.readouterr().err
 
 
 def test_options_that_set_variables(started: Started) -> None:
@@ -294,11 +293,6 @@ def test_options_without_a_meaning_are_named_in_one_line(started: Started, capsy
     assert capsys.readouterr().err == expected
     run("-np", "1", __file__)
     assert capsys.readouterr().err == ""
-
-
-def test_check_build(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--check-build") == 0
-    assert "PyTorch; Gloo between hosts" in capsys.readouterr().out
 
 
 def test_the_parser_is_not_shared_between_calls() -> None:

@@ -93,8 +93,8 @@ def test_bad_input(given: dict[str, Any], message: str) -> None:
         (JOB, ["kubernetes"], "image: pods need a container image with PyTorch, torchring and the script"),
         (
             {**JOB, "image": "a", "elastic": {"min": 1, "max": 2}},
-            ["kubernetes", "--kind", "trainjob"],
-            "elastic: the pods of a trainjob stay the same; `--kind jobset` writes an elastic job",
+            ["kubernetes", "--kind", "job"],
+            "elastic: the pods of a Job stay the same; `--kind jobset` writes an elastic job",
         ),
     ],
 )

@@ -25,7 +25,6 @@ PREFIXES = {
     "v1": "IoK8sApiCoreV1",
     "batch/v1": "IoK8sApiBatchV1",
     "jobset.x-k8s.io/v1alpha2": "JobsetV1alpha2",
-    "trainer.kubeflow.org/v1alpha1": "TrainerV1alpha1",
 }
 
 
@@ -51,7 +50,6 @@ def test_objects_have_the_published_schemas() -> None:
                     found.add(check(thing))
     assert found == {
         "IoK8sApiCoreV1Service", "IoK8sApiCoreV1ServiceAccount", "IoK8sApiBatchV1Job", "JobsetV1alpha2JobSet",
-        "TrainerV1alpha1TrainJob", "TrainerV1alpha1ClusterTrainingRuntime",
     }  # fmt: skip
     for fault in ({"spec": {"workers": 2}}, {"spec": {"template": {}, "parallelism": "2"}}, {"spec": {}}):
         with pytest.raises((AssertionError, ValueError)):

@@ -277,31 +277,18 @@ def test_what_cannot_work_is_refused_before_anything_starts(monkeypatch: pytest.
         ("num_workers must be 1 or more, got 0", lambda: run(nothing, num_workers=0)),
         (r"positive amounts, got \{'CPU': 0\}", lambda: run(nothing, num_workers=1, resources={"CPU": 0})),
         (r"positive amounts, got \{\}", lambda: run(nothing, num_workers=1, resources={})),
-        (r"num_workers=3 .* 1 node has \{'CPU': 2.0, .*\}: it holds 2 workers", lambda: run(nothing, num_workers=3)),
-        (
-            r"\{'GPUs': 1\} each does not fit .*: it holds 0 workers",
-            lambda: run(nothing, num_workers=1, resources={"GPUs": 1}),
-        ),
         ("cannot send .*cannot pickle '_thread.lock'.* inside the function", lambda: run(lambda: lock, num_workers=1)),
     ]
     for text, call in refused:
         with pytest.raises(ValueError, match=text):
             call()
     wait_until(lambda: ray.available_resources().get("CPU") == CPUS, "the resources to be free")
-    with pytest.raises(TimeoutError, match=r"num_workers=3 .* within 0.01 s; free .*\{'CPU': 2.0\}"):
+    with pytest.raises(TimeoutError, match=r"num_workers=3 .* within 0.01 s; .* have \{'CPU': 2.0\}, of which"):
         run(nothing, num_workers=3, start_timeout_seconds=0.01)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(torchring.TopologyError, match="was called on rank 1 of 2"):
         run(nothing, num_workers=1)
-
-
-def test_twenty_workers_with_a_tenth_of_a_cpu_fit_onto_two() -> None:
-    from torchring.ray import job
-
-    job._refuse_what_no_node_has(20, {"CPU": 0.1})
-    with pytest.raises(ValueError, match="holds 20 workers"):
-        job._refuse_what_no_node_has(21, {"CPU": 0.1})
 
 
 def test_what_cannot_be_returned(monkeypatch: pytest.MonkeyPatch) -> None:

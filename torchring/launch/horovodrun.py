@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Final
 
 from torchring.launch.arguments import whole
-from torchring.launch.hosts import Host
 
 _STARTUP: Final = Path(__file__).parent.parent / "horovod" / "startup"  # see horovod/aliases.py
 _MIB: Final = 2**20
 SOCKETS: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # Options without a meaning here: those that take no value, and those that take one.
-_IGNORED_SWITCHES: Final = """--mpi --disable-cache --jsrun --hierarchical-allreduce --no-hierarchical-allreduce
+_IGNORED_SWITCHES: Final = """--verbose --mpi --disable-cache --jsrun
+    --hierarchical-allreduce --no-hierarchical-allreduce
     --hierarchical-allgather --no-hierarchical-allgather --torus-allreduce --no-torus-allreduce --autotune --no-autotune
     --mpi-threads-disable --no-mpi-threads-disable --tcp --log-with-timestamp --log-without-timestamp -prefix-timestamp
     --prefix-output-with-timestamp"""
@@ -80,14 +80,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--horovod", action="store_true", help="have `import horovod.torch` find torchring.horovod in the script"
     )
-    build = (
-        "torchring: PyTorch; Gloo between hosts, and MPI under mpirun with mpi4py; NCCL's place is taken by "
-        "torchring's own kernels. `torchring doctor` says what this machine offers."
-    )
-    what = "say what processes reduce with"
-    group.add_argument("-cb", "--check-build", action="version", version=build, help=what)
-    group.add_argument("--config-file", type=_no_file, metavar="FILE", help="refused: pass its settings as options")
-    group.add_argument("--verbose", action="store_true", help="say what is started where")
     port = whole("a TCP port, 1 to 65535", 1, 65535)
     group.add_argument("-p", "--ssh-port", type=port, metavar="PORT", help="of ssh on other hosts")
     group.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="key for ssh")
@@ -139,13 +131,6 @@ def ssh_options_of(port: int | None, identity_file: str | None) -> list[str]:
     return ([] if port is None else ["-p", str(port)]) + ([] if identity_file is None else ["-i", identity_file])
 
 
-def describe(command: Sequence[str], num_proc: int | None, hosts: Sequence[Host] | None) -> str:
-    """The line of --verbose: says what is started where."""
-    places = "this machine" if hosts is None else ", ".join(f"{host.name}:{host.slots}" for host in hosts)
-    number = "as many processes as there are slots" if num_proc is None else f"{num_proc} processes"
-    return f"torchring run: starting {number} on {places}: python {' '.join(command)}"
-
-
 def without_interpreter(script: str, arguments: Sequence[str]) -> list[str] | None:
     """The arguments of `python` in `python train.py`, which horovodrun's users type. None for another command."""
     name = os.path.basename(script)
@@ -164,9 +149,3 @@ def _interfaces(text: str) -> dict[str, str]:
     if not all(names):
         raise argparse.ArgumentTypeError(f"needs names of network interfaces, a,b, got {text!r}")
     return dict.fromkeys(SOCKETS, ",".join(names))
-
-
-def _no_file(text: str) -> str:
-    raise argparse.ArgumentTypeError(
-        f"{text} is not read, so its settings would be lost: pass them as options, such as --fusion-threshold-mb"
-    )

@@ -31,9 +31,9 @@ from torchring.launch.hosts import (
     address_towards,
     as_this_host,
     is_here,
-    resolvable,
     share_out,
     why_no_loopback,
+    without_user,
 )
 from torchring.launch.jobs import (
     HEARTBEAT_SECONDS,
@@ -210,7 +210,7 @@ def _rendezvous_endpoint(hosts: Sequence[Host]) -> tuple[str, int]:
     """An address of the first host that the others can reach, and a port, which is free if that is this host."""
     first = hosts[0].name
     if not is_here(first):
-        return resolvable(first), random.choice(_PORTS)
+        return without_user(first), random.choice(_PORTS)
     for port in random.sample(_PORTS, 50):
         with contextlib.suppress(OSError), socket.create_server(("", port)):
             return address_towards(hosts[1].name), port  # other hosts would take "localhost" for themselves

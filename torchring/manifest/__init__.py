@@ -3,5 +3,5 @@
 manifest.py     the command
 job_file.py     reads job files
 slurm.py        sbatch scripts
-kubernetes.py   Job, JobSet, and TrainJob with its ClusterTrainingRuntime
+kubernetes.py   Job and JobSet
 """

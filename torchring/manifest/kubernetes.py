@@ -1,10 +1,9 @@
 """Objects for Kubernetes.
 
-The fields are those of `batch/v1` Job, `jobset.x-k8s.io/v1alpha2` JobSet, and `trainer.kubeflow.org/v1alpha1` TrainJob
-and ClusterTrainingRuntime.
+The fields are those of `batch/v1` Job and `jobset.x-k8s.io/v1alpha2` JobSet.
 
 In each pod torchrun starts the processes. It reads where to meet from PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK,
-PET_MASTER_ADDR and PET_MASTER_PORT, which are defaults of its options. Kubeflow Trainer sets these variables itself.
+PET_MASTER_ADDR and PET_MASTER_PORT, which are defaults of its options.
 
 An elastic job has pods that wait, and one pod with the coordinator, `torchring run --elastic`, which starts processes
 in the others by `kubectl exec` and learns from `kubectl get` which pods there are.
@@ -24,7 +23,6 @@ _MOST_RESTARTS: Final = 100  # each begins with the newest checkpoint
 _INDEX: Final = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _RBAC: Final = "rbac.authorization.k8s.io/v1"
 _JOBSET: Final = "jobset.x-k8s.io/v1alpha2"
-_TRAINER: Final = "trainer.kubeflow.org/v1alpha1"
 _WAIT_SECONDS: Final = 7 * 24 * 3600  # for pods that wait for room; torchrun and elastic jobs give up after 600 s
 _TORCHRUN: Final = ("torchrun", "--rdzv-conf", f"timeout={_WAIT_SECONDS}", "--no-python")
 # What a pod of an elastic job does: on SIGTERM it waits until its workers, whom `torchring run` tells to leave,
@@ -57,37 +55,14 @@ def jobset(job: JobFile) -> list[Object]:
     return [_object(_JOBSET, "JobSet", job.name, spec=_jobset([_replicated("worker", _indexed(job.workers, pod))]))]
 
 
-def trainjob(job: JobFile) -> list[Object]:
-    """A TrainJob of Kubeflow Trainer, and a ClusterTrainingRuntime for it, which an administrator may have to apply."""
-    runtime = f"{job.name}-torchring"
-    node = _replicated("node", _indexed(job.workers, _pod(job, [], [], {})))
-    # Kubeflow Trainer overwrites the container `node` of the Jobs that have this label.
-    node["template"]["metadata"] = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
-    policy = {"numNodes": job.workers, "torch": {}}
-    trainer = {
-        "image": job.image,
-        "command": [*_TORCHRUN, *job.command],
-        "numNodes": job.workers,
-        "numProcPerNode": job.processes,
-        **_if(_requirements(_resources(job)), "resourcesPerNode"),
-        **_if(_env(job), "env"),
-    }
-    reference = {"apiGroup": _TRAINER.partition("/")[0], "kind": "ClusterTrainingRuntime", "name": runtime}
-    template = {"mlPolicy": policy, "template": {"spec": _jobset([node])}}
-    return [
-        _object(_TRAINER, "ClusterTrainingRuntime", runtime, spec=template),
-        _object(_TRAINER, "TrainJob", job.name, spec={"runtimeRef": reference, "trainer": trainer}),
-    ]
-
-
-KINDS: Final = {"job": indexed_job, "jobset": jobset, "trainjob": trainjob}
+KINDS: Final = {"job": indexed_job, "jobset": jobset}
 
 
 def objects(job: JobFile, kind: str | None) -> list[Object]:
     """The objects of a kind of `KINDS`; None: an elastic job is a JobSet, others a Job. Raises LaunchError."""
     kind = kind or ("jobset" if job.elastic else "job")
     if job.elastic and kind != "jobset":
-        raise LaunchError(f"elastic: the pods of a {kind} stay the same; `--kind jobset` writes an elastic job")
+        raise LaunchError("elastic: the pods of a Job stay the same; `--kind jobset` writes an elastic job")
     if not job.image:
         raise LaunchError("image: pods need a container image with PyTorch, torchring and the script")
     return KINDS[kind](job)

@@ -28,7 +28,6 @@ from torchring.ray.actor import Rank
 from torchring.rendezvous.environment import JOB
 
 _T = TypeVar("_T")
-_BUSY_SECONDS: Final = 300.0  # for what others use now
 _CAUSE_SECONDS: Final = 1.0  # a rank may hear that another one died before Ray does
 _OPTION_OF: Final = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}  # of an actor; others are custom
 
@@ -40,7 +39,7 @@ def run(
     *,
     num_workers: int,
     resources: Mapping[str, float] | None = None,
-    start_timeout_seconds: float | None = None,
+    start_timeout_seconds: float = 300.0,
 ) -> list[_T]:
     """Call fn(*args, **kwargs) on `num_workers` workers of a Ray cluster, each a rank of one world.
 
@@ -53,13 +52,12 @@ def run(
         num_workers: number of ranks.
         resources: of each worker, in Ray's names, such as {"CPU": 4, "GPU": 1}. Default: {"CPU": 1}. Ray sets
             OMP_NUM_THREADS to the CPUs of a worker, and shows a worker the GPUs that it has only.
-        start_timeout_seconds: how long to wait for the resources. By default, 300 s for what others use at the moment,
-            and not at all for what the nodes do not have. Give a value if the cluster grows on demand.
+        start_timeout_seconds: how long to wait for the resources.
 
     Returns what fn returned, in the order of ranks.
 
     Raises:
-        ValueError: num_workers or resources are impossible, also on this cluster; or something cannot be pickled.
+        ValueError: num_workers or resources are impossible, or something cannot be pickled.
         TopologyError: this was called on a rank.
         TimeoutError: the resources were not free in time.
         PeerLostError: the process of a rank has ended, or its node has. `peers` names the rank.
@@ -70,13 +68,11 @@ def run(
     pickled = pickled_call(cloudpickle.dumps, fn, args, kwargs)
     if not ray.is_initialized():
         ray.init()
-    if start_timeout_seconds is None:
-        _refuse_what_no_node_has(num_workers, resources)
     group = placement_group([resources] * num_workers, strategy="PACK")
     ranks: list[Any] = []
     secret = secrets.token_hex(16)
     try:
-        _wait_for(group, resources, _BUSY_SECONDS if start_timeout_seconds is None else start_timeout_seconds)
+        _wait_for(group, resources, start_timeout_seconds)
         places = _places(placement_group_table(group)["bundles_to_node_id"])
         ranks += [_start(group, bundle, {**environ, JOB: secret}, resources) for bundle, environ in places]
         master = ranks[0].host_store.remote(places[-1][1]["GROUP_RANK"] == "0")
@@ -104,30 +100,15 @@ def _check(num_workers: int, resources: Mapping[str, float]) -> None:
         )
 
 
-def _refuse_what_no_node_has(num_workers: int, resources: Mapping[str, float]) -> None:
-    """Raise ValueError if the workers do not fit onto the nodes even if nothing else ran there."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    # 1e-4 is the smallest amount that Ray tells apart.
-    fits = [min(math.floor(node.get(name, 0) / need + 1e-4) for name, need in resources.items()) for node in nodes]
-    if sum(fits) >= num_workers:
-        return
-    shown = [{name: node[name] for name in sorted(node) if ":" not in name} for node in nodes]
-    raise ValueError(
-        f"num_workers={num_workers} with {dict(resources)} each does not fit onto this Ray cluster, whose "
-        f"{len(nodes)} {'node has' if len(nodes) == 1 else 'nodes have'} {', '.join(map(str, shown))}: it holds "
-        f"{sum(fits)} workers. Ask for fewer workers or less; or, if the cluster grows on demand, pass "
-        "start_timeout_seconds=600 to wait for its new nodes"
-    )
-
-
 def _wait_for(group: PlacementGroup, resources: Mapping[str, float], seconds: float) -> None:
     ready, _ = ray.wait([group.ready()], timeout=seconds)  # ends on Ctrl-C, as group.wait() does not
     if not ready:
-        free = ray.available_resources()
+        known = ray.available_resources(), ray.cluster_resources()
+        free, whole = ({name: amounts.get(name, 0) for name in resources} for amounts in known)
         raise TimeoutError(
             f"num_workers={group.bundle_count} with {dict(resources)} each did not get these resources within "
-            f"{seconds:g} s; free on all nodes together: { {name: free.get(name, 0) for name in resources} }. Wait for "
-            "other jobs, ask for less, or pass a longer start_timeout_seconds"
+            f"{seconds:g} s; the nodes together have {whole}, of which {free} is free. Wait for other jobs, ask "
+            "for less, or pass a longer start_timeout_seconds"
         )
 
 

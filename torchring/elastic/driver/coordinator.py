@@ -209,31 +209,28 @@ class Coordinator:
         is_explained = any(worker.code is not None and not worker.is_killed for worker in current)
         is_missed = not is_explained and any(self._has_left(one) and one.card.has_lost_peer for one in current)
         for worker in self._running_processes():
-            card, state = worker.card, worker.card.state
-            silence = self._clock - worker.said_at
-            if worker.is_killed:
+            card, heartbeat = worker.card, self.limits.heartbeat_timeout
+            since, patience, what = worker.said_at, heartbeat, "gave no sign of life for"
+            if worker.is_killed or card.state == "finished":
                 continue
-            if worker.is_going:  # its signs of life may have stopped, and it may have files to write
-                if state == "leaving" and self._clock - worker.changed_at > _LEAVE_SECONDS:
-                    self._kill(worker, f"did not end within {_LEAVE_SECONDS:g} s")
+            if card.state == "leaving":  # its signs of life may have stopped, and it may have files to write
+                since, patience, what = worker.changed_at, _LEAVE_SECONDS, "did not end within"
             elif card.is_last:  # it may have files to write, too; but the others wait for it
-                if silence > _LEAVE_SECONDS:
-                    self._kill(worker, f"did not end within {_LEAVE_SECONDS:g} s")
-                elif silence > self.limits.heartbeat_timeout:
-                    worker.lost = f"did not end within {self.limits.heartbeat_timeout:g} s after its script"
-            elif card.count:
-                patience = self.limits.heartbeat_timeout
-                if is_missed and worker in current and not self._has_left(worker):
-                    patience = min(_MISSED_SECONDS, patience)
-                if silence > patience:
-                    self._kill(worker, f"gave no sign of life for {patience:g} s")
-            elif state == "starting" and self._clock - worker.started_at > self.limits.elastic_timeout:
-                self._kill(worker, f"did not come to torchring.elastic.run within {self.limits.elastic_timeout:g} s")
+                patience, what = _LEAVE_SECONDS, "did not end within"
+                if self._clock - since > heartbeat:
+                    worker.lost = f"did not end within {heartbeat:g} s after its script"
+            elif not card.count:
+                since, patience = worker.started_at, self.limits.elastic_timeout
+                what = "did not come to torchring.elastic.run within"
+            elif is_missed and worker in current and not self._has_left(worker):
+                patience = min(_MISSED_SECONDS, heartbeat)
+            if self._clock - since > patience:
+                self._kill(worker, f"{what} {patience:g} s")
 
     def _kill_stuck(self) -> None:
         """Say whom the current workers wait for if none of them moves, and kill it after `--stall-timeout`."""
-        current = [worker for worker in self._current() if not worker.is_lost and worker.card.state == "running"]
-        stuck = [worker for worker in current if worker.card.count and not worker.card.waits]
+        current = [worker for worker in [*self._in_state("running"), *self._in_state("meeting")] if worker.rank >= 0]
+        stuck = [w for w in current if w.card.state == "running" and w.card.count and not w.card.waits]
         if not stuck or len(stuck) == len(current):
             return
         since = max(worker.moved_at for worker in current)

@@ -241,6 +241,8 @@ class Driver:
     def send(self, worker: int, number: int) -> None:
         """Send a worker a signal."""
         process = self._processes[worker]
+        if self._store is not None:
+            self._store.tell(self._coordinator.orders)  # first: the worker is to know why
         if process.code is None:
             process.job.tell(number)
             if number == signal.SIGKILL:

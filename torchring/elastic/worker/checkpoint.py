@@ -2,21 +2,21 @@
 
 A checkpoint is `step-000000123.pt`, as `torch.save` writes it: a zip archive, with checksums. `torch.load` takes no
 notice of flipped bits, so `newest` checks the sums first. A file gets its name only when all of it is on the disk.
-Until then its name ends in `.tmp`, and its writer has it locked: nobody locks the file of a writer that was killed, so
-the next writer removes that file.
+Until then its name ends in `.tmp`. The next writer removes what a writer that was killed an hour ago has left.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import fcntl
+import functools
 import logging
 import os
 import re
-import threading
+import time
 import zipfile
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
 
@@ -24,25 +24,23 @@ import torch
 from torch.utils._pytree import tree_map
 
 from torchring.safe_files import reading, replacing, warn_of_owner
-from torchring.threads import end_at_exit
+from torchring.threads import SerialThread, at_last, is_done_within
 
 _log: Final = logging.getLogger("torchring.elastic")
 _NAME: Final = re.compile(r"step-(\d{9,})\.pt")
 _EXIT_SECONDS: Final = 10.0
+_TORN_SECONDS: Final = 3600.0  # after which nobody writes a temporary file any more
 _KEPT: Final = 3  # checkpoints, the newest included. Older ones go once the newest is on the disk.
 
 
 class CheckpointWriter:
-    """Writes checkpoints into a directory, one at a time, on a thread that lives while there is something to write.
+    """Writes checkpoints into a directory, one at a time, on a thread of its own.
 
     Where a checkpoint cannot be written, training goes on. The first failure of each kind is a warning in
-    `logging.getLogger("torchring.elastic")`.
-
-    The methods may be called from any thread of the process that made the writer. Several writers may write to the same
-    directory.
+    `logging.getLogger("torchring.elastic")`. Several writers may write to the same directory.
 
     Args:
-        directory: is made if it is not there. What writers that were killed have left there is removed.
+        directory: is made if it is not there.
 
     Attributes:
         newest: path of the newest checkpoint that this writer has written.
@@ -51,11 +49,10 @@ class CheckpointWriter:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
         self.newest: Path | None = None
-        self._changed = threading.Condition()  # guards what follows
-        self._waiting: tuple[int, dict[str, Any]] | None = None
-        self._thread: threading.Thread | None = None  # while there is something to write
+        self._thread = SerialThread("torchring-checkpoint")  # a daemon: a disk may hang
+        self._last: Future[Any] | None = None  # the one that was begun last
         self._warned: set[object] = set()
-        self._writing = threading.Lock()
+        at_last(self.close)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             warn_of_owner(self.directory)
@@ -63,60 +60,53 @@ class CheckpointWriter:
         except OSError as error:
             self._warn(f"no checkpoint can be written to {self.directory}", error)
 
+    @property
+    def is_busy(self) -> bool:
+        """True while a checkpoint is being written."""
+        return self._last is not None and not self._last.done()
+
     def write(self, step: int, state: dict[str, Any]) -> None:
         """Write a checkpoint in the background. Returns at once.
-
-        If another one is being written, this one waits, and replaces an older one that waits.
 
         Args:
             step: number of finished steps.
             state: belongs to the writer from now on: pass a copy. `torch.load(weights_only=True)` must be able to load
                 it: tensors, numbers, strings, and lists and dicts of them.
         """
-        with self._changed:
-            self._waiting = step, state
-            if self._thread is None:
-                # A daemon: a disk that hangs must not keep the process from ending.
-                self._thread = threading.Thread(target=self._work, name="torchring-checkpoint", daemon=True)
-                self._thread.start()
-                end_at_exit(self, self._thread)
+        self._last = self._thread.submit(functools.partial(self._try_to_write, step, state))
 
     def flush(self, seconds: float) -> bool:
         """Wait until nothing is left to write. Returns False if something is, after that many seconds."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._thread is None, seconds)
+        return self._last is None or is_done_within(self._last, seconds)
 
     def close(self) -> None:
         """The process ends: wait until nothing is left to write, but not long."""
         self.flush(_EXIT_SECONDS)
 
     def write_now(self, step: int, state: Mapping[str, Any]) -> Path:
-        """Write a checkpoint, after the one that is being written if there is one. Returns its path.
+        """Write a checkpoint, after those that are to be written. Returns its path.
 
         Raises:
             OSError: the disk is full, or the like. The directory is as before.
             TypeError: the state holds what `torch.load(weights_only=True)` would refuse.
         """
-        with self._writing:
-            path = _write(self.directory, step, state)
-            self.newest = path
+        self._last = future = self._thread.submit(functools.partial(self._write, step, state))
+        return future.result()
+
+    # On the thread
+
+    def _try_to_write(self, step: int, state: Mapping[str, Any]) -> None:
+        try:
+            self._write(step, state)
+        except Exception as error:
+            self._warn(f"no checkpoint at step {step} in {self.directory}", error)
+
+    def _write(self, step: int, state: Mapping[str, Any]) -> Path:
+        self.newest = _write(self.directory, step, state)
         with contextlib.suppress(OSError):
             for old in [path for number, path in _found(self.directory) if number < step][_KEPT - 1 :]:
                 old.unlink(missing_ok=True)
-        return path
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                if self._waiting is None:
-                    self._thread = None
-                    self._changed.notify_all()
-                    return
-                (step, state), self._waiting = self._waiting, None
-            try:
-                self.write_now(step, state)
-            except Exception as error:
-                self._warn(f"no checkpoint at step {step} in {self.directory}", error)
+        return self.newest
 
     def _warn(self, what: str, error: Exception) -> None:
         kind = error.errno if isinstance(error, OSError) else type(error)
@@ -208,9 +198,14 @@ def _check(file: BinaryIO) -> None:
 def _write(directory: Path, step: int, state: Mapping[str, Any]) -> Path:
     path = directory / f"step-{step:09}.pt"
     with replacing(path, "wb+") as file:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _save(dict(state), cast("BinaryIO", file))
+        has_sums = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(True)
+        try:
+            torch.save(dict(state), file)
+        except RuntimeError as error:  # torch's, in place of the system's own
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+        finally:
+            torch.serialization.set_crc32_options(has_sums)
         file.seek(0)  # flushes
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(cast("BinaryIO", file))
         if unsafe:
@@ -228,24 +223,12 @@ def _write(directory: Path, step: int, state: Mapping[str, Any]) -> Path:
     return path
 
 
-def _save(state: dict[str, Any], file: BinaryIO) -> None:
-    """As torch.save. It writes checksums even if the script has turned them off, and raises the system's own error."""
-    has_sums = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(True)
-    try:
-        torch.save(state, file)
-    except RuntimeError as error:
-        raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
-    finally:
-        torch.serialization.set_crc32_options(has_sums)
-
-
 def _remove_torn(directory: Path) -> None:
-    """Remove temporary files that no living process writes."""
+    """Remove temporary files that nobody writes any more."""
     for path in directory.glob(".step-*.pt.*.tmp"):
-        with contextlib.suppress(OSError), reading(path) as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
+        with contextlib.suppress(OSError):
+            if time.time() - path.lstat().st_mtime > _TORN_SECONDS:
+                path.unlink()
 
 
 def _found(directory: str | os.PathLike[str]) -> list[tuple[int, Path]]:

@@ -98,7 +98,7 @@ def _run_once(state: State, call: Callable[[], _T], signals: Signals) -> _T:
     try:
         result = call()
     except GenerationOver:
-        state._part(None, all_leave=True)
+        state._part(0)
         if world.rank == 0:
             _say("this job was told to end", state._save_now())
         if world.size > 1:
@@ -136,11 +136,11 @@ def _run(state: State, call: Callable[[], _T], worker: Worker, signals: Signals)
             return result
         except GenerationOver as change:
             left = {"reason": ""}
-            saves = world.rank == 0  # all ranks are equally far
-            state._part(worker, all_leave=change.all_leave)
-            if worker.leaves:
+            saves = world.rank == change.heir  # all ranks are equally far
+            state._part(change.heir)
+            if world.rank in change.leaving:
                 worker.say_goodbye("it was told to end")  # first: the others wait for it
-                if saves and (change.all_leave or worker.is_over()):
+                if saves:
                     _say("this job was told to end", state._save_now())
                 worker.close()
                 signals.end()

@@ -26,15 +26,16 @@ class MembershipVote(Guest):
 
     Args:
         before_backward: called before each backward, and before `skip()`. May raise what ends the training function.
-        agreed: called on all ranks in the same reduction: the ranks are to change; or all are to leave, if True.
+        agreed: called on all ranks in the same reduction: the ranks are to change. With the ranks that leave.
     """
 
     fields = ("wants_change", "leaves")
 
-    def __init__(self, world: World, before_backward: Callable[[], object], agreed: Callable[[bool], object]) -> None:
+    def __init__(
+        self, world: World, before_backward: Callable[[], object], agreed: Callable[[tuple[int, ...]], object]
+    ) -> None:
         self._before_backward = before_backward
         self._agreed = agreed
-        self._size = world.size
         self._change = world.shared(MembershipChange)
 
     def before_backward(self) -> None:
@@ -45,6 +46,7 @@ class MembershipVote(Guest):
         current.mine["leaves"] = self._change.leaves
 
     def on_reduced(self, current: Reduction) -> None:
-        num_leaving = current.heard.sums["leaves"]
-        if current.heard.sums["wants_change"] or num_leaving:
-            self._agreed(num_leaving == self._size)
+        heard = current.heard
+        leaving = tuple(rank for rank, leaves in enumerate(heard.by_rank["leaves"]) if leaves)
+        if heard.sums["wants_change"] or leaving:
+            self._agreed(leaving)

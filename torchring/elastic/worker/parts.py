@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
@@ -157,7 +154,6 @@ class Parts:
         return {
             "format": FORMAT,
             "layout": self.layout(),
-            "command": command(),
             "time": time.time(),
             "modules": {name: module.state_dict() for name, module in self.modules.items()},
             "optimizers": {name: each.state_dict() for name, each in self.optimizers.items()},
@@ -213,8 +209,3 @@ def _take_groups(optimizer: DistributedOptimizer, groups: Sequence[dict[str, Any
         named.update(zip(parameters_of(optimizer), names, strict=True))
     for mine, its in zip(own, groups, strict=True):
         mine.update({key: value for key, value in its.items() if key != "params"})
-
-
-def command() -> int:
-    """A number for the command line of this job, which may hold secrets."""
-    return zlib.crc32("\0".join([Path(sys.argv[0]).name, *sys.argv[1:]]).encode(errors="replace"))

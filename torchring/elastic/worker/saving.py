@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, Final
 
 from torchring.collectives.service import Join, internal_collectives_of
 from torchring.elastic.worker.checkpoint import CheckpointWriter, copy_of, newest, newest_step
-from torchring.elastic.worker.parts import FORMAT, Parts, command
+from torchring.elastic.worker.parts import FORMAT, Parts
 from torchring.world import World
 
 _EVERY: Final = timedelta(minutes=5)
@@ -79,14 +78,7 @@ class Saving:
             )
         self._parts.become(everything)
         age = timedelta(seconds=round(time.time() - everything["time"]))
-        doubt = (
-            "; a job with another command line has written it: if that job has nothing to do with this one, end this "
-            "job, and give it another folder"
-        )
-        _log.warning(
-            "training goes on from the checkpoint of step %d in %s, which is %s old%s",
-            *(step, self.folder, age, doubt if everything["command"] != command() else ""),
-        )
+        _log.warning("training goes on from the checkpoint of step %d in %s, which is %s old", step, self.folder, age)
         return True
 
     def write_if_due(self, world: World) -> None:
@@ -103,13 +95,14 @@ class Saving:
             is_due = now > steps and time.monotonic() >= at + self._every.total_seconds()
             if is_sharded and world.size > 1:  # by the clock of rank 0
                 is_due = internal_collectives_of(world).any_rank(is_due and world.rank == 0)
-        if is_due:
+        is_busy = self._writer is not None and self._writer.is_busy
+        if is_due and (is_sharded or not is_busy):
             self.begin()
             everything = self._parts.everything()
-            if self._writer is not None:
+            if self._writer is not None and not is_busy:
                 self._writer.write(now, copy_of(everything))
 
-    def save_now(self, everything: Callable[[], dict[str, Any]]) -> str:
+    def save_now(self, everything: dict[str, Any]) -> str:
         """Write a checkpoint, unless the newest has this step. Returns its path; "" without a folder, or on failure."""
         if self.folder is None:
             return ""
@@ -119,7 +112,7 @@ class Saving:
         try:
             self._writer.flush(60.0)
             if self.newest_step() != steps:
-                self._writer.write_now(steps, everything())
+                self._writer.write_now(steps, everything)
         except Exception as error:
             _log.warning("no checkpoint was written to %s: %s", self.folder, error)
             return ""

@@ -7,8 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from torchring.collectives.service import collectives_of, internal_collectives_of
-from torchring.elastic.worker.worker import Worker
+from torchring.collectives.service import collectives_of
 from torchring.errors import RingError
 from torchring.sharding.optimizer import ShardedOptimizer, deal_out, gather, release
 from torchring.world import World
@@ -55,19 +54,11 @@ class Shares:
             collectives_of(world).barrier()  # until then, rank `src` may have to do this once more
         self._whole = {}
 
-    def part(self, world: World, worker: Worker | None, *, all_leave: bool) -> None:
-        """Collective, where ranks change: a rank that stays gets the whole state.
-
-        If the job may be over, rank 0 gets it, which writes the last checkpoint.
-        """
-        if not self.sharded or world.size == 1:
+    def part(self, world: World, heir: int) -> None:
+        """Collective, where ranks change: rank `heir` gets the whole state."""
+        if world.size == 1:
             return
         try:
-            leaves = worker is not None and worker.leaves
-            is_over = worker is None or all_leave or worker.is_over(asks=leaves)
-            said = internal_collectives_of(world).all_gather_bytes(bytes([is_over, leaves]))
-            staying = [rank for rank, (_, leaves) in enumerate(said) if not leaves]
-            heir = 0 if any(is_over for is_over, _ in said) or not staying else staying[0]
             for name, optimizer in self.sharded.items():
                 if (whole := gather(optimizer, keeps=world.rank == heir)) is not None:
                     self._whole[name] = whole

@@ -26,7 +26,6 @@ from torchring.elastic.worker.saving import Saving
 from torchring.elastic.worker.shares import Shares
 from torchring.elastic.worker.worker import Worker
 from torchring.errors import PeerLostError, PlanMismatchError, RingError, in_step
-from torchring.observe.forward import TransientHook, leave_no_trace
 from torchring.optimizer import DistributedOptimizer, options_of, rejoin
 from torchring.world import World
 
@@ -44,12 +43,14 @@ class GenerationOver(BaseException):
     Not an Exception, so that a script that goes on after errors does not swallow it.
 
     Attributes:
-        all_leave: all ranks were told to end.
+        leaving: the ranks that were told to end.
+        heir: the first rank that stays, if one does, else 0. It has the whole state when the ranks part.
     """
 
-    def __init__(self, *, all_leave: bool) -> None:
+    def __init__(self, size: int, leaving: tuple[int, ...]) -> None:
         super().__init__("the ranks of this elastic job change")
-        self.all_leave = all_leave
+        self.leaving = leaving
+        self.heir = next((rank for rank in range(size) if rank not in leaving), 0)
 
 
 class State:
@@ -61,8 +62,8 @@ class State:
     `state.epoch`. They hold numbers, strings, tensors, and lists, tuples and dicts of those.
 
     A step is a `step()` of the first optimizer. If there are several, the first is the one that steps first in an
-    iteration. Change values between this step and the next forward or backward, and call collectives of your own before
-    or after all of these changes, so that values and step belong together wherever a rank is lost.
+    iteration. Change values between this step and the next backward, and call collectives of your own before or after
+    all of these changes, so that values and step belong together wherever a rank is lost.
 
     New ranks, and jobs that start from a checkpoint, also take over which parameters require a gradient, and the
     parameter groups of the optimizers. Parameters that are added to an optimizer later belong to a module of the State.
@@ -124,7 +125,6 @@ class State:
         # How far the state is, beside its counters
         self._is_fresh = True  # nothing trained, loaded or received
         self._is_between = False  # a step has been made, and values may not have been changed yet
-        self._sees_forward = False  # since the last step
         self._is_in_closure = False  # a step is under way that evaluates the model itself
         self._committed: tuple[int, dict[str, Any]] | None = None  # progress, and everything
 
@@ -132,14 +132,10 @@ class State:
         self._worker: Worker | None = None
         self._world: World | None = None
         self._agreed: GenerationOver | None = None
-        self._agreed_at = 0  # progress at that time
 
         for i, optimizer_ in enumerate(self._optimizers):
             optimizer_.register_step_pre_hook(functools.partial(self._before_step, i == 0))
             optimizer_.register_step_post_hook(functools.partial(self._after_step, i == 0))
-        for module in self._parts.modules.values():
-            module.register_forward_pre_hook(TransientHook(self._before_forward), with_kwargs=True)
-            leave_no_trace(module)
 
     def commit(self) -> None:
         """Mark a point to return to after an exception: a lack of memory on one rank, a NaN. Not needed otherwise.
@@ -169,24 +165,15 @@ class State:
 
     # What the training function does
 
-    def _before_forward(self, module: torch.nn.Module, *_: object) -> None:
-        if torch.compiler.is_compiling():  # would break the graph
-            return
-        if module.training and torch.is_grad_enabled() and self._world is not None:
-            self._is_between = False
-            # With several optimizers, this may be the forward for the second one, in the middle of an iteration.
-            if len(self._optimizers) == 1 and (self._agreed is None or self._progress > self._agreed_at):
-                self._leave_if_agreed()
-                self._sees_forward = True
-
     def _before_backward(self) -> None:
         self._is_between = False
         if self._worker is not None and self._worker.seems_alone() and self._world is not None:
             self._world.shared(MembershipChange).is_wanted = True
         self._leave_if_agreed()
 
-    def _note_agreed(self, all_leave: bool) -> None:
-        self._agreed, self._agreed_at = GenerationOver(all_leave=all_leave), self._progress
+    def _note_agreed(self, leaving: tuple[int, ...]) -> None:
+        assert self._world is not None
+        self._agreed = GenerationOver(self._world.size, leaving)
 
     def _before_step(
         self, is_first: bool, optimizer: DistributedOptimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -195,8 +182,8 @@ class State:
             return
         has_closure = kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
         if is_first:
-            # A world of one notices no backward. Nothing has changed since the last step.
-            if has_closure or (self._world.size == 1 and not self._sees_forward):
+            if has_closure or self._world.size == 1:  # a world of one notices no backward
+                self._is_between = False
                 self._leave_if_agreed()
             self._saving.write_if_due(self._world)
         self._is_in_closure = has_closure
@@ -204,7 +191,7 @@ class State:
     def _after_step(self, is_first: bool, *_: object) -> None:
         counters = self._parts.counters
         counters.progress += 1
-        self._is_between, self._sees_forward, self._is_in_closure = True, False, False
+        self._is_between, self._is_in_closure = True, False
         if is_first:
             counters.steps += 1
             if self._worker is not None:
@@ -218,7 +205,7 @@ class State:
             return
         world = self._world
         if world is not None and world.size == 1 and (change := world.shared(MembershipChange)).is_wanted:
-            self._agreed = GenerationOver(all_leave=change.leaves)
+            self._agreed = GenerationOver(1, (0,) if change.leaves else ())
         if self._agreed is not None:
             raise self._agreed
 
@@ -373,16 +360,16 @@ class State:
         elif is_lost:
             raise ValueError(_LOST)
         elif self._shares.sharded:  # a rank may be lost before the first checkpoint is due
-            self._saving.save_now(self._parts.everything)
+            self._saving.save_now(self._parts.everything())
 
-    def _part(self, worker: Worker | None, *, all_leave: bool) -> None:
-        """Collective, where ranks change."""
+    def _part(self, heir: int) -> None:
+        """Collective, where ranks change: rank `heir` gets the whole state."""
         if self._world is not None:
-            self._shares.part(self._world, worker, all_leave=all_leave)
+            self._shares.part(self._world, heir)
 
     def _gather(self) -> dict[str, Any] | None:
-        """Collective, at the end: everything, on rank 0, for a checkpoint that it writes. Without shard=True, None."""
-        return self._parts.everything() if self._shares.sharded and self._saving.folder is not None else None
+        """Everything, at the end, for a checkpoint that rank 0 writes. Collective."""
+        return None if self._saving.folder is None else self._parts.everything()
 
     def _save_now(self, everything: dict[str, Any] | None = None) -> str:
         """Write a checkpoint. Returns its path; "" without a folder, or on failure.
@@ -390,15 +377,15 @@ class State:
         Args:
             everything: as `_gather` has returned it. By default, what this rank has when the ranks have parted.
         """
-        if everything is not None:
-            return self._saving.save_now(lambda: everything)
-        return "" if self._is_fresh else self._saving.save_now(self._whole)
-
-    def _whole(self) -> dict[str, Any]:
-        self._shares.become_whole()
-        if self._shares.is_part:
-            raise ValueError("other ranks, which are gone, have the rest of the optimizer's state")
-        return self._parts.everything()
+        if self._is_fresh or self._saving.folder is None:
+            return ""
+        if everything is None:
+            self._shares.become_whole()
+            if self._shares.is_part:
+                _log.warning("no checkpoint is written: ranks that are gone have the rest of the optimizer's state")
+                return ""
+            everything = self._parts.everything()
+        return self._saving.save_now(everything)
 
 
 class _Row(NamedTuple):

@@ -68,7 +68,6 @@ class Worker:
         # From the driver
         self._orders = Orders()  # the newest
         self._over = ""  # why the job is over
-        self._has_looked = False  # set by each look at the store
         self._answered_at = time.monotonic()
         # The thread
         self._num_cards = 0
@@ -141,21 +140,6 @@ class Worker:
         if self._num_made == 1:  # a driver that does not know would take an early loss for an error of the script
             self._beat_at = 0.0
             self._wake.set()
-
-    def is_over(self, *, asks: bool = True) -> bool:
-        """Ask the driver whether it has ended the job. A driver that is gone has. Waits 2 s at most.
-
-        Args:
-            asks: else, what the driver has said so far.
-        """
-        with self._changed:
-            if not asks:
-                return bool(self._over)
-            for _ in range(2):  # the first look may have begun before
-                self._has_looked = False
-                self._wake.set()
-                self._changed.wait_for(lambda: bool(self._over) or self._has_looked, _GOODBYE_SECONDS)
-            return bool(self._over)
 
     def ask_to_leave(self) -> None:
         """End at the end of this step. From a signal handler, too."""
@@ -231,7 +215,6 @@ class Worker:
         self._answered_at = time.monotonic()
         with self._changed:
             self._orders, self._over = orders, self._over or orders.over
-            self._has_looked = True
             self._pass_on()
             self._changed.notify_all()
 
