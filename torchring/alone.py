@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from torchring.errors import TopologyError
 from torchring.gradients.module_wrappers import MODULE_WRAPPERS  # which counts from now on
-from torchring.rendezvous.environment import JOB, read_environment, started_by_member
+from torchring.rendezvous.environment import JOB, parent_rank, read_environment
 
 _imported_by: Final = os.getpid()
 
@@ -36,10 +36,10 @@ def say_if_alone(has_watched: bool) -> None:
     if has_group and (not has_watched or MODULE_WRAPPERS.num_built or _has_used_fully_shard()):
         return  # the script may reduce gradients without torchring
     try:
-        launch = started_by_member(os.environ, os.getpid()) or read_environment(os.environ)
+        launch = parent_rank(os.environ, os.getpid()) or read_environment(os.environ)
     except TopologyError:
         return
-    if launch.size == 1 or launch.rank > 0 or launch.member_pid is not None:
+    if launch.size == 1 or launch.rank > 0 or launch.parent_pid is not None:
         return
     launcher = "torchring run" if JOB in os.environ else launch.launcher
     why = (

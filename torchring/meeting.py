@@ -20,13 +20,13 @@ from torchring.errors import TopologyError
 from torchring.rendezvous.environment import (
     CHOICE,
     ELASTIC,
-    MEMBER,
+    PARENT,
     LaunchEnvironment,
     check_group,
-    membership,
+    describe_parent,
+    parent_rank,
     read_environment,
     secret_of_group,
-    started_by_member,
 )
 from torchring.rendezvous.frameworks import refuse_lone_tasks
 from torchring.rendezvous.rendezvous import blames_key
@@ -75,7 +75,7 @@ def launched() -> LaunchEnvironment:
         return LaunchEnvironment(
             _SCRIPTS_GROUP, dist.get_rank(), size, local_rank, is_one_host=is_one_host, secret=secret
         )
-    if parent := started_by_member(os.environ, os.getpid()):
+    if parent := parent_rank(os.environ, os.getpid()):
         return parent
     launch = read_environment(os.environ)
     return (unannounced_mpi(os.environ) or launch) if launch.launcher == "none" else launch
@@ -125,7 +125,7 @@ def open_world(backend: str, timeout_seconds: float, stall_warning_seconds: floa
 
 def _refuse_child(launch: LaunchEnvironment) -> None:
     """Raise TopologyError in a process that a rank has started."""
-    if launch.member_pid is None:
+    if launch.parent_pid is None:
         return
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise TopologyError(
@@ -135,7 +135,7 @@ def _refuse_child(launch: LaunchEnvironment) -> None:
             rank=launch.rank,
         )
     raise TopologyError(
-        f"this process (pid {os.getpid()}) was started by rank {launch.rank} (pid {launch.member_pid}), which "
+        f"this process (pid {os.getpid()}) was started by rank {launch.rank} (pid {launch.parent_pid}), which "
         "takes part already; it can ask for rank() and size(), but only the rank itself can reduce or exchange "
         f"tensors. If this process is to train by itself, set {CHOICE}=none in its environment",
         rank=launch.rank,
@@ -144,12 +144,12 @@ def _refuse_child(launch: LaunchEnvironment) -> None:
 
 def enter(world: World, size: int) -> None:
     """Tell processes that this one starts that it is a rank of `world`, of so many, until that closes."""
-    os.environ[MEMBER] = membership(os.environ, os.getpid(), world.rank, size, world.local_rank)
-    world.on_close(_forget_member)
+    os.environ[PARENT] = describe_parent(os.environ, os.getpid(), world.rank, size, world.local_rank)
+    world.on_close(_forget_parent)
 
 
-def _forget_member() -> None:
-    os.environ.pop(MEMBER, None)
+def _forget_parent() -> None:
+    os.environ.pop(PARENT, None)
 
 
 def refuse_to_stay_alone(world: World) -> None:

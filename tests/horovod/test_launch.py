@@ -30,7 +30,7 @@ from torchring.launch import jobs
 from torchring.launch import launcher as launcher_module
 from torchring.launch.hosts import Host
 from torchring.launch.output import OutputOptions
-from torchring.rendezvous.environment import LaunchEnvironment, membership, read_environment, started_by_member
+from torchring.rendezvous.environment import LaunchEnvironment, describe_parent, parent_rank, read_environment
 from torchring.rendezvous.key_values import get, put
 from torchring.rendezvous.store import open_store
 
@@ -470,8 +470,8 @@ def test_torchrun_is_inside_horovodrun_and_mpirun_outside() -> None:
 
 def test_children_of_a_worker_are_no_ranks() -> None:
     environ = worker(1, 2, 1234)
-    member = {**environ, "TORCHRING_MEMBER": membership(environ, 77, 1, 2, 1)}
-    child = started_by_member(member, 78)
-    assert child is not None
-    assert child.member_pid == 77
-    assert started_by_member({**member, **worker(0, 2, 1235)}, 78) is None  # another launch
+    child = {**environ, "TORCHRING_PARENT": describe_parent(environ, 77, 1, 2, 1)}
+    parent = parent_rank(child, 78)
+    assert parent is not None
+    assert parent.parent_pid == 77
+    assert parent_rank({**child, **worker(0, 2, 1235)}, 78) is None  # another launch

@@ -125,7 +125,7 @@ def _train(lr: float, *, fails: int | None = None, killed: int | None = None) ->
 
 def _look(_: object) -> Iterator[Any]:
     """What a rank has left in a worker that Spark uses again."""
-    names = {*_LAUNCH, "LEFT_BY", "GIVEN", "TORCHRING_JOB", "TORCHRING_LAUNCHER", "TORCHRING_MEMBER"}
+    names = {*_LAUNCH, "LEFT_BY", "GIVEN", "TORCHRING_JOB", "TORCHRING_LAUNCHER", "TORCHRING_PARENT"}
     left = sorted(names & os.environ.keys())
     sockets = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_socket(fd)}
     tcp = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]

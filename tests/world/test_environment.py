@@ -33,13 +33,13 @@ from torchring.errors import PeerTimeoutError, TopologyError
 from torchring.rendezvous import addresses
 from torchring.rendezvous import store as store_module
 from torchring.rendezvous.environment import (
-    MEMBER,
+    PARENT,
     LaunchEnvironment,
     check_group,
+    describe_parent,
     expand_hosts,
-    membership,
+    parent_rank,
     read_environment,
-    started_by_member,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,17 +160,17 @@ def test_what_is_incomplete_or_cannot_be_is_refused(environ: dict[str, str], com
 
 def test_who_is_a_ranks_child() -> None:
     environ = {**TORCHRUN, "WORLD_SIZE": "4", "RANK": "3"}
-    child = {**environ, MEMBER: membership(environ, 100, 3, 4, 1)}
-    found = started_by_member(child, 101)
+    child = {**environ, PARENT: describe_parent(environ, 100, 3, 4, 1)}
+    found = parent_rank(child, 101)
     assert found is not None
-    assert (found.rank, found.size, found.local_rank, found.member_pid) == (3, 4, 1, 100)
-    assert started_by_member(child, 100) is None, "the rank itself, even after exec"
-    assert started_by_member(environ, 101) is None, "of a process that has met nobody"
+    assert (found.rank, found.size, found.local_rank, found.parent_pid) == (3, 4, 1, 100)
+    assert parent_rank(child, 100) is None, "the rank itself, even after exec"
+    assert parent_rank(environ, 101) is None, "of a process that has met nobody"
     anew = ({"RANK": "2"}, {"MASTER_PORT": "2"}, {"OMPI_COMM_WORLD_SIZE": "4"}, {"TORCHRING_LAUNCHER": "none"})
     for changes in anew:
-        assert started_by_member({**child, **changes}, 101) is None, changes
+        assert parent_rank({**child, **changes}, 101) is None, changes
     for nonsense in ("", "5", "{"):
-        assert started_by_member({**environ, MEMBER: nonsense}, 101) is None
+        assert parent_rank({**environ, PARENT: nonsense}, 101) is None
 
 
 # ---- who counts

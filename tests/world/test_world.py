@@ -28,7 +28,7 @@ from tests.support.harness import count_open_fds, patient, run_ranks, run_thread
 from torchring.default_world import default_world, leave
 from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
 from torchring.memory import host as host_module
-from torchring.rendezvous.environment import JOB, MEMBER
+from torchring.rendezvous.environment import JOB, PARENT
 from torchring.world import World
 
 
@@ -92,7 +92,7 @@ def _has_a_child(rank: int, size: int) -> Any:
         child = subprocess.run([sys.executable, "-c", _CHILD], capture_output=True, text=True, timeout=patient(50))
     torchring.barrier()  # in which the child must not have taken this rank's place
     torchring.shutdown()
-    return answers, child and (child.stdout, child.stderr), MEMBER in os.environ
+    return answers, child and (child.stdout, child.stderr), PARENT in os.environ
 
 
 def test_a_process_that_a_rank_starts_knows_its_rank_but_does_not_take_part() -> None:

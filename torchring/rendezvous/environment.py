@@ -14,7 +14,7 @@ together and would each train alone are an error. TORCHRING_LAUNCHER=none allows
 TORCHRING_LAUNCHER=torchrun, horovodrun, mpirun or srun makes only the variables of that launcher count.
 
 A process that a rank starts (a DataLoader's worker, a subprocess) inherits these variables, but is not the rank. A
-rank that has met the others sets TORCHRING_MEMBER, which its children inherit as well. A child is a rank of its own if
+rank that has met the others sets TORCHRING_PARENT, which its children inherit as well. A child is a rank of its own if
 the launcher's variables were set anew for it, by the function that mp.spawn runs or by another launcher.
 """
 
@@ -29,7 +29,7 @@ from typing import Final
 from torchring.errors import TopologyError
 
 CHOICE: Final = "TORCHRING_LAUNCHER"
-MEMBER: Final = "TORCHRING_MEMBER"
+PARENT: Final = "TORCHRING_PARENT"
 JOB: Final = "TORCHRING_JOB"  # from launchers of torchring: a secret of the job. See `signed.py`
 ELASTIC: Final = "torchring run --elastic"
 INVITATION: Final = "TORCHRING_ELASTIC"  # from `torchring run --elastic`; an `elastic.protocol.Invitation`
@@ -53,7 +53,7 @@ class LaunchEnvironment:
         over_mpi: no address was given, so the ranks meet through mpi4py.
         key_values: host and port of Horovod's key-value server, through which rank 0 says where its store is.
         is_one_host: whether the launcher says that all ranks run on one host.
-        member_pid: if this process is not the rank but a child of the rank, the process number of the rank.
+        parent_pid: if this process is not the rank but a child of the rank, the process number of the rank.
         job: equal on all ranks that were launched together, and on no others. "" if the launcher does not say, or has
             given a secret instead.
         secret: what all ranks that were launched together know, and nobody else. "" if the launcher gives none.
@@ -66,7 +66,7 @@ class LaunchEnvironment:
     master: tuple[str, int] | None = None
     store_is_hosted: bool = False
     over_mpi: bool = False
-    member_pid: int | None = None
+    parent_pid: int | None = None
     job: str = ""
     key_values: tuple[str, int] | None = None
     is_one_host: bool = False
@@ -196,22 +196,22 @@ def _invited(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     return LaunchEnvironment(ELASTIC, worker, max(size, worker + 1), slot, store_is_hosted=True)
 
 
-def membership(environ: Mapping[str, str], pid: int, rank: int, size: int, local_rank: int) -> str:
-    """The value of TORCHRING_MEMBER for process `pid`, which is a rank now."""
+def describe_parent(environ: Mapping[str, str], pid: int, rank: int, size: int, local_rank: int) -> str:
+    """The value of TORCHRING_PARENT for process `pid`, which is a rank now."""
     return json.dumps(
         {"pid": pid, "rank": rank, "size": size, "local_rank": local_rank, "launch": _launch_variables(environ)}
     )
 
 
-def started_by_member(environ: Mapping[str, str], pid: int) -> LaunchEnvironment | None:
+def parent_rank(environ: Mapping[str, str], pid: int) -> LaunchEnvironment | None:
     """The rank that has started process `pid`; None if the process is a rank itself, or no rank's child."""
     try:
-        said = json.loads(environ.get(MEMBER, "null"))
+        said = json.loads(environ.get(PARENT, "null"))
     except ValueError:
         return None
     if not isinstance(said, dict) or said["pid"] == pid or said["launch"] != _launch_variables(environ):
         return None
-    return LaunchEnvironment("a rank", said["rank"], said["size"], said["local_rank"], member_pid=said["pid"])
+    return LaunchEnvironment("a rank", said["rank"], said["size"], said["local_rank"], parent_pid=said["pid"])
 
 
 def check_group(environ: Mapping[str, str], size: int) -> None:

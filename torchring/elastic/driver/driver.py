@@ -49,7 +49,7 @@ _OTHERS: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTE
 _OTHERS_BEGIN: Final = ("GROUP_", "ROLE_", "TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MV2_COMM_WORLD_",
                         "PALS_", "MPI_LOCAL", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "HOROVOD_RANK",
                         "HOROVOD_SIZE", "HOROVOD_LOCAL_", "HOROVOD_CROSS_", "HOROVOD_GLOO_RENDEZVOUS_",
-                        "TORCHRING_MEMBER", "TORCHRING_LAUNCHER", INVITATION)  # fmt: skip
+                        "TORCHRING_PARENT", "TORCHRING_LAUNCHER", INVITATION)  # fmt: skip
 
 
 def start_elastic(
