@@ -298,7 +298,7 @@ def test_a_reaper_that_gets_no_heartbeat_ends_its_command(beats: bool, monkeypat
     """As behind a line that is cut: the pipe is not closed."""
     monkeypatch.setattr(run_module, "HEARTBEAT_SECONDS", 0.1 if beats else 100.0)
     reaper = [sys.executable, "-I", str(REAPER), "0", "--silence", "1"]
-    job = run_module.Job("host", [*reaper, "sleep", "3" if beats else "60"], os.environ, is_remote=True)
+    job = run_module.HostJob("host", [*reaper, "sleep", "3" if beats else "60"], os.environ, is_remote=True)
     assert run_module._supervise([job], None) == (0 if beats else 128 + signal.SIGTERM)
 
 

@@ -71,7 +71,7 @@ class _Process:
 
 
 class _Job:
-    """A worker, in place of `jobs.Job`: no reaper stands in front of it."""
+    """A worker, in place of `jobs.HostJob`: no reaper stands in front of it."""
 
     is_remote = False
 

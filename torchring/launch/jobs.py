@@ -31,7 +31,7 @@ _PLACEMENT: Final = Path(__file__).parents[1] / "placement.py"
 
 
 @dataclass
-class Job:
+class HostJob:
     """One reaper, on this host or behind ssh, srun or kubectl, and the command that it runs."""
 
     name: str
@@ -94,7 +94,7 @@ def host_job(
     launcher: str = "ssh",
     patience: float | None = None,
     title: str = "",
-) -> Job:
+) -> HostJob:
     """A job on this host, or on another one through ssh, srun or kubectl (if `name` is that of a pod).
 
     Args:
@@ -106,7 +106,7 @@ def host_job(
     """
     options = {"patience": patience, "title": title, "sharing": sharing}
     if is_here:
-        return Job(name, list(command), {**environ, **env}, options=options)
+        return HostJob(name, list(command), {**environ, **env}, options=options)
     settings = _forwarded(env)
     variables = json.dumps(settings).encode()  # may be secrets, which every user could read on a command line
     reaper = _reaper("0", silence=silence, environ=len(variables), **options)
@@ -120,7 +120,7 @@ def host_job(
         shell = ["kubectl", "exec", "-i", name, "--", "sh", "-c"]
     else:  # BatchMode, because ssh must not ask for a password: the reaper uses the standard input
         shell = ["ssh", "-o", "BatchMode=yes", *ssh_options, name]
-    return Job(name, [*shell, there], environ, is_remote=True, variables=variables)
+    return HostJob(name, [*shell, there], environ, is_remote=True, variables=variables)
 
 
 def bound(mode: str) -> list[str]:

@@ -39,7 +39,7 @@ from torchring.launch.jobs import (
     HEARTBEAT_SECONDS,
     KILL_SECONDS,
     OWN_IMPORTS,
-    Job,
+    HostJob,
     host_job,
     open_output,
 )
@@ -99,10 +99,10 @@ def start(
     return _supervise(jobs, open_output(OutputOptions()) if len(jobs) > 1 else None)
 
 
-def _supervise(jobs: Sequence[Job], output: Output | None) -> int:
+def _supervise(jobs: Sequence[HostJob], output: Output | None) -> int:
     """Wait for all jobs. A failure or a signal ends the others. A second signal kills them at once."""
     code = 0
-    started: list[Job] = []
+    started: list[HostJob] = []
     with noted_signals() as received:
         try:
             for job in jobs:
@@ -133,7 +133,7 @@ def _supervise(jobs: Sequence[Job], output: Output | None) -> int:
     return code or (128 + received[0] if received else 0)
 
 
-def _end(jobs: Sequence[Job], received: Sequence[int]) -> None:
+def _end(jobs: Sequence[HostJob], received: Sequence[int]) -> None:
     """End the jobs by the signal that was received, or by SIGTERM. Kill them after a second signal, or a while."""
 
     def wait(seconds: float, num_signals: float = float("inf")) -> None:
@@ -156,7 +156,7 @@ def _end(jobs: Sequence[Job], received: Sequence[int]) -> None:
         job.close()
 
 
-def _exit_code(job: Job) -> int:
+def _exit_code(job: HostJob) -> int:
     code, said = job.process.returncode, ""
     if code == 255 and job.is_remote and job.command[0] == "ssh":
         said = (
@@ -192,7 +192,7 @@ def _agents(
     ssh_options: Sequence[str] = (),
     launcher: str = "ssh",
     bind: str = "auto",
-) -> list[Job]:
+) -> list[HostJob]:
     """One job per host: an agent."""
     address, port = _rendezvous_endpoint(hosts) if len(hosts) > 1 else ("", 0)
     how: dict[str, Any] = {"environ": os.environ, "silence": _SILENCE_SECONDS, "title": _AGENT_TITLE}

@@ -33,7 +33,7 @@ from torchring.elastic.driver.workers import Limits
 from torchring.elastic.protocol import Card, Invitation, card_key
 from torchring.errors import TopologyError
 from torchring.launch.hosts import LaunchError, why_no_loopback
-from torchring.launch.jobs import HEARTBEAT_SECONDS, KILL_SECONDS, Job, host_job, open_output
+from torchring.launch.jobs import HEARTBEAT_SECONDS, KILL_SECONDS, HostJob, host_job, open_output
 from torchring.launch.output import Output, OutputOptions
 from torchring.launch.signals import noted_signals
 from torchring.rendezvous.environment import INVITATION, JOB
@@ -105,7 +105,7 @@ class _Process:
     """A worker's process, or the reaper or ssh in front of it."""
 
     worker: int
-    job: Job
+    job: HostJob
     card: bytes = b""  # as read last
     kill_at: float = float("inf")
     code: int | None = None  # once it has ended
