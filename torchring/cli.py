@@ -1,5 +1,5 @@
 """The `torchring` command: `torchring run` starts a script on several processes, `torchring doctor` says what this
-machine offers, `torchring report` says what bounds a job that was traced, `torchring manifest` writes what starts a job
+host offers, `torchring report` says what bounds a job that was traced, `torchring manifest` writes what starts a job
 on a cluster, `torchring bench` runs one of the benchmarks that are installed with the package."""
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def _parser_of_run() -> argparse.ArgumentParser:
     add("--standalone", action="store_true", help=argparse.SUPPRESS)  # torchrun's: so it is without hosts
     add("--nnodes", type=_one_node, help=argparse.SUPPRESS)
     where = run.add_mutually_exclusive_group()
-    machines = "machines, and how many processes each takes"
-    where.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help=machines)
+    places = "hosts, and how many processes each takes"
+    where.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help=places)
     file = "the same, one `host slots=N` or `host:N` a line"
     where.add_argument("--hostfile", "-hostfile", metavar="FILE", help=file)
     env = "for all processes; without =VALUE, as it is set here; may be repeated"
@@ -134,7 +134,7 @@ def _one_node(text: str) -> str:
     """A type for torchrun's --nnodes."""
     if text not in ("1", "1:1"):
         raise argparse.ArgumentTypeError(
-            f"torchring run starts the processes of all machines: name them with -H HOST:SLOTS,..., got {text!r}"
+            f"torchring run starts the processes of all hosts: name them with -H HOST:SLOTS,..., got {text!r}"
         )
     return text
 
@@ -262,8 +262,8 @@ def _bench(arguments: Sequence[str]) -> int:
 
 
 _COMMANDS: Final[dict[str, tuple[Callable[[Sequence[str]], int], str]]] = {
-    "run": (_run_command, "start a script on N processes, of this machine or of several"),
-    "doctor": (_of_module("torchring.doctor"), "say what this machine offers, and what is wrong"),
+    "run": (_run_command, "start a script on N processes, of this host or of several"),
+    "doctor": (_of_module("torchring.doctor"), "say what this host offers, and what is wrong"),
     "report": (_of_module("torchring.report.command"), "say what bounds a job, from its trace"),
     "top": (_of_module("torchring.report.show.top"), "show how a job goes that is being traced"),
     "manifest": (_of_module("torchring.manifest.manifest"), "write what starts a job on Slurm or Kubernetes"),

@@ -252,7 +252,7 @@ def test_a_machine_that_does_not_reach_itself_says_so(launcher: Launcher) -> Non
     command = [*alone, sys.executable, "-m", "torchring", "run", "-np", "2", launcher.script("")]
     ran = subprocess.run(command, cwd=launcher.folder, capture_output=True, text=True, timeout=patient(60))
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert ran.stderr.startswith("torchring run: this machine does not reach itself at 127.0.0.1")
+    assert ran.stderr.startswith("torchring run: this host does not reach itself at 127.0.0.1")
     assert "`ip link set lo up`" in ran.stderr
 
 

@@ -184,7 +184,7 @@ NUMBER = "argument -np/-n/--num-proc/--nproc-per-node: needs a number of process
         *[(f"-np 1 {words}", f"arguments: {words}\n") for words in ("--wrong", "--pool=2")],
         ("-np 1 --progres", "arguments: --progres; did you mean --progress?"),
         ("--nproc_pernode=1", "arguments: --nproc_pernode=1; did you mean --nproc-per-node?"),
-        ("-np 1 --nnodes 2", "--nnodes: torchring run starts the processes of all machines: name them with -H"),
+        ("-np 1 --nnodes 2", "--nnodes: torchring run starts the processes of all hosts: name them with -H"),
         # horovodrun's
         ("-np 1 -p 0", "needs a TCP port, 1 to 65535, got '0'"),
         ("-np 1 --cycle-time-ms -1", "needs a number, 0 or more, got '-1'"),

@@ -179,7 +179,7 @@ def why_no_loopback() -> str | None:
             socket.create_connection(server.getsockname(), timeout=_LOOPBACK_SECONDS).close()
     except OSError as error:
         return (
-            f"this machine does not reach itself at 127.0.0.1, where ranks meet ({error.strerror or error}): its "
+            f"this host does not reach itself at 127.0.0.1, where ranks meet ({error.strerror or error}): its "
             "loopback interface may be down; `ip link set lo up` starts it"
         )
     return None

@@ -24,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
         description="Write an sbatch script, or objects for Kubernetes, from a short job file. Nothing is submitted.",
     )
     parser.add_argument("cluster", choices=["slurm", "kubernetes"])
-    parser.add_argument("job", metavar="JOB.YAML", help="what to run, on how many machines, with what")
+    parser.add_argument("job", metavar="JOB.YAML", help="what to run, on how many hosts, with what")
     parser.add_argument("--kind", choices=list(KINDS), help="for kubernetes; by default job, for an elastic job jobset")
     parser.add_argument("--dry-run", action="store_true", help="print the text, and write no file")
     parser.add_argument("-o", "--output", metavar="FILE", help="by default NAME.sbatch or NAME.kubernetes.yaml")

@@ -71,7 +71,7 @@ def _choose(hosts: Hosts, interface: str) -> tuple[str, tuple[str, ...]]:
     if interface:
         address = next((address for name, address in list_interfaces() if name == interface), None)
         if address is None:
-            raise LaunchError(f"this machine has no network interface {interface!r} with an address")
+            raise LaunchError(f"this host has no network interface {interface!r} with an address")
         return address, (address,)
     towards = list(dict.fromkeys(address_towards(name) for name in remote))
     if not hosts.may_change and len(towards) == 1:
