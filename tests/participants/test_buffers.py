@@ -26,8 +26,11 @@ def buffers_of(optimizer: Any) -> BufferSync:
 
 
 def norm_model(dtype: torch.dtype = torch.float64) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2), nn.BatchNorm1d(2)).to(dtype)
+    device = torch.get_default_device()
+    with torch.device("cpu"):  # a GPU has other random numbers
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2), nn.BatchNorm1d(2))
+    return model.to(device, dtype)
 
 
 def norm_batch(rank: int, step: int, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import torchring
+from torchring.gradients.views import CAN_SWAP
 from tests.devices.test_gpu import DEADLINE, SHARED, batch, make_model, pretend_hosts
 from tests.sharding.test_on_device import ShardedSide
 from tests.sharding.test_step import _assert_equal_states
@@ -21,7 +22,10 @@ from tests.support.harness import run_ranks
 from tests.support.scripts import ON_DEVICES
 from tests.support.training import assert_as_one_process
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not CAN_SWAP, reason="shard=True takes PyTorch 2.12"),
+]
 
 _SHAPES = ((3000, 700), (40, 3, 3, 3), (9001,), (), (512, 513), (2, 5))  # the first is larger than a piece, or a region
 _KINDS: dict[str, Callable[[Any], Any]] = {
