@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import torchring
-from torchring.gradients.views import CAN_SWAP
 from tests.devices.test_gpu import DEADLINE, SHARED, batch, make_model, pretend_hosts
 from tests.sharding.test_on_device import ShardedSide
 from tests.sharding.test_step import _assert_equal_states
 from tests.support.harness import run_ranks
 from tests.support.scripts import ON_DEVICES
 from tests.support.training import assert_as_one_process
+from torchring.gradients.views import CAN_SWAP
 
 pytestmark = [
     pytest.mark.gpu,
