@@ -19,9 +19,9 @@ from torchring.observe.recorder.records import (
     StepRecord,
 )
 from torchring.observer import Phase
-from torchring.report.model.lanes import spans_of
 from torchring.report.model.merge import merge
-from torchring.report.model.network import Network
+from torchring.report.model.scaling import Network
+from torchring.report.model.timing import spans_of
 from torchring.report.verdict.analysis import analyse
 from torchring.report.verdict.findings import Analysis
 

@@ -15,12 +15,13 @@ from torchring.gradients.plan import ParameterSpec, build_plan
 from torchring.observe.recorder.records import Arrivals, ParameterRecord, RankTrace, RunInfo
 from torchring.report.model.bucket_layout import layout_between_hosts, layout_with, nominal_bytes, ready_shares
 from torchring.report.model.merge import Job, merge
-from torchring.report.model.network import Network, fit
 from torchring.report.model.scaling import (
     Connections,
+    Network,
     Workload,
     expected_maximum,
     exposed_ms,
+    fit,
     predict,
     slowest_ms,
     split_ms,

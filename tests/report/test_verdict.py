@@ -17,12 +17,11 @@ import pytest
 from tests.support.traces import MS, simulate
 from torchring.observe.recorder.records import RunInfo
 from torchring.observer import Phase
-from torchring.report.model.change import find_change
 from torchring.report.model.merge import merge
-from torchring.report.show.sections import table_of_phases, table_of_waits
+from torchring.report.model.timing import find_change
+from torchring.report.show.sections import about_batch, table_of_phases, table_of_waits
 from torchring.report.show.terminal import plain
 from torchring.report.verdict.analysis import analyse
-from torchring.report.verdict.batch import about_batch
 from torchring.report.verdict.findings import Analysis
 
 # A step of 40 ms, with noise of 5 %: 2 input, 12 forward, 20 backward, 0.5 between, 4 optimizer, and communication.

@@ -13,7 +13,7 @@ from typing import Final
 from torchring.launch.arguments import Parser
 from torchring.observe.recorder.files import TraceError
 from torchring.report.model.merge import load
-from torchring.report.model.network import Network
+from torchring.report.model.scaling import Network
 from torchring.report.show.exports import write_csv, write_trace_json
 from torchring.report.show.page import write_page
 from torchring.report.show.terminal import show

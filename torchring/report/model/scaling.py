@@ -5,12 +5,14 @@ least number of bytes with which it can be done (P. Patarasuk, X. Yuan, "Bandwid
 clusters of workstations", 2009). Between H hosts of L ranks, the hierarchical algorithm reduces within each host first,
 so that rings of H ranks remain, which share the link of the host.
 
+A message takes alpha + bytes / bandwidth (R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective
+Communication Operations in MPICH", 2005). Both are fitted to buckets of different sizes.
+
 A step takes as long as the slowest of N ranks computes, and then as long as communication that backward did not hide.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import math
 from collections.abc import Sequence
@@ -20,10 +22,23 @@ from typing import Final
 import numpy as np
 
 from torchring.report.model.buckets import bus_bytes
-from torchring.report.model.network import Network
 from torchring.report.model.timing import Array, typical
 
 SIZES: Final = tuple(2**i for i in range(1, 11))
+SMALL_BYTES: Final = 1 << 16  # less than that is mostly latency, unless the link is very slow
+_APART: Final = 0.2  # two sizes tell latency from bandwidth if they differ by this share of the largest
+_MAX_PAIRS: Final = 400  # buckets; of more, every n-th is taken
+_NO_FASTER: Final = 0.01  # of the mean time per byte: bytes are never free
+
+
+@dataclass(frozen=True)
+class Network:
+    """How long messages take."""
+
+    alpha_ms: float  # latency of one message. A ring of N ranks sends 2 (N - 1) messages one after the other.
+    gigabytes_per_s: float  # of 10**9 bytes
+    # False if all buckets have about the same size: then latency cannot be told from bandwidth
+    is_alpha_known: bool = True
 
 
 @dataclass(frozen=True)
@@ -51,9 +66,7 @@ class Workload:
     unexplained_ms: float = 0.0
     # Position of the one rank that is always slower than the others; None if there is none
     slow_rank: int | None = None
-    # Share of the steps that are like this, from 0 to 1. The rest are `others`: steps of other optimizers.
-    share: float = 1.0
-    others: tuple[Workload, ...] = ()
+    share: float = 1.0  # share of the steps that reduce these buckets, from 0 to 1. The rest are of other optimizers.
 
 
 @dataclass(frozen=True)
@@ -84,16 +97,13 @@ def exposed_ms(workload: Workload, num_ranks: int, links: Connections) -> float:
 
     Example: buckets ready at -40 and 0 ms, of 30 ms each. The first is reduced from -40 to -10, the second from 0 to
     30, so 30 ms are exposed. If they take 50 ms each: from -40 to 10, from 10 to 60, so 60 ms are. With several
-    optimizers, this is the mean over the steps of all of them.
+    optimizers, this is the mean over the steps of all of them, of which only some reduce these buckets.
     """
-    if workload.others:
-        alone = dataclasses.replace(workload, others=())
-        return sum(each.share * exposed_ms(each, num_ranks, links) for each in (alone, *workload.others))
     costs = [split_ms(num_bytes, num_ranks, links) for num_bytes in workload.bucket_bytes]
     if not workload.is_overlapped:
-        return sum(map(sum, costs))
+        return workload.share * sum(map(sum, costs))
     latencies, transfers = [latency for latency, _ in costs], [transfer for _, transfer in costs]
-    return max(0.0, last_reduced(workload.ready_ms, latencies, transfers, workload.num_lanes))
+    return workload.share * max(0.0, last_reduced(workload.ready_ms, latencies, transfers, workload.num_lanes))
 
 
 def last_reduced(
@@ -187,3 +197,54 @@ def predict(workload: Workload, links: Connections, sizes: Sequence[int] = SIZES
 def _ring_ms(num_bytes: float, num_ranks: int, network: Network) -> tuple[float, float]:
     transfer = bus_bytes(num_bytes, num_ranks) / (network.gigabytes_per_s * 1e6)
     return 2 * (num_ranks - 1) * network.alpha_ms, transfer
+
+
+def fit(bucket_bytes: Array, medians: Array, num_ranks: int) -> Network | None:
+    """The network of a ring of `num_ranks`.
+
+    A line through the medians of buckets, whose slope is the median of the slopes between pairs (Theil 1950, Sen 1968),
+    weighted by how far the sizes of the pair are apart.
+
+    Args:
+        bucket_bytes: [B].
+        medians: [B], milliseconds from when the last rank has launched the bucket until it is reduced.
+
+    Returns:
+        None if nothing was reduced.
+    """
+    if num_ranks < 2:
+        return None
+    sizes = bus_bytes(1.0, num_ranks) * np.asarray(bucket_bytes, float)
+    seen = (medians > 0) & (sizes > 0)
+    medians, sizes = medians[seen], sizes[seen]
+    if not len(sizes):
+        return None
+    mean_slope = float(medians.sum() / sizes.sum())
+    slope, constant = _line(sizes, medians)
+    if slope is None:
+        return Network(0.0, 1e-6 / mean_slope, is_alpha_known=False)
+    if constant < 0:
+        slope, constant = mean_slope, 0.0
+    slope = max(slope, _NO_FASTER * mean_slope)
+    return Network(constant / (2 * (num_ranks - 1)), 1e-6 / slope)
+
+
+def _line(x: Array, y: Array) -> tuple[float | None, float]:
+    """Slope and constant; no slope if all x are about the same."""
+    stride = -(-len(x) // _MAX_PAIRS)
+    order = np.argsort(x)[::stride]
+    i, j = np.triu_indices(len(order), 1)
+    apart = x[order][j] - x[order][i]
+    far = apart > _APART * x.max()
+    if not far.any():
+        return None, 0.0
+    slopes = (y[order][j] - y[order][i])[far] / apart[far]
+    slope = weighted_median(slopes, apart[far])
+    return slope, float(np.median(y - slope * x))
+
+
+def weighted_median(values: Array, weights: Array) -> float:
+    """The value below which half of the weight is."""
+    order = np.argsort(values)
+    total = np.cumsum(weights[order])
+    return float(values[order][np.searchsorted(total, total[-1] / 2)])

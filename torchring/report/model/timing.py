@@ -22,6 +22,8 @@ _NUM_FIRST: Final = 3  # buckets are laid out anew after the first reduction, an
 _OFTEN: Final = 0.25  # of the steps: the step of a second optimizer may use the same batch
 _ENOUGH: Final = 10  # steps, to leave some out
 _SELDOM: Final = 0.05  # of the steps: an optimizer that makes fewer is not shown
+_FEWEST: Final = 10  # steps on each side of a change
+_CLEAR: Final = 8.0  # standard errors: the best of 1,000 places, without any change, has 4
 _QUANTILES: Final = (0.5, 0.2, 0.8)
 
 
@@ -223,3 +225,55 @@ def _last_backward(step: StepRecord) -> PhaseRecord:
 
 def _ms(nanoseconds: Any) -> Array:
     return np.array(nanoseconds, np.int64) / 1e6
+
+
+def median_step(timing: Steps) -> int:
+    """The position of the step whose duration is nearest to the median, of those with the buckets of `timing`."""
+    durations = (timing.end - timing.begin).max(1)
+    off = np.where(timing.reduces, np.abs(durations - np.median(durations[timing.reduces])), np.inf)
+    return int(off.argmin())
+
+
+def spans_of(step: StepRecord, waiting_ms: float) -> list[tuple[Phase, int, int]]:
+    """Phases of a rank in a step, with begin and end in nanoseconds. A rank waits before it communicates.
+
+    A stall inside backward has no known place. It is shown at the end of the last backward, which reduces.
+    """
+    pieces = []  # the last one first
+    stall = step.stall_ns
+    for part in reversed(step.phases):
+        middle = part.end
+        if part.phase is Phase.BACKWARD and stall > 0:
+            middle = max(part.begin, part.end - stall)
+            stall -= part.end - middle
+        pieces += [(Phase.EXPOSED, middle, part.end), (part.phase, part.begin, middle)]
+    left = round(waiting_ms * 1e6)
+    found = []
+    for phase, begin, end in reversed(pieces):
+        until = begin
+        if phase is Phase.EXPOSED and left > 0:
+            until = min(end, begin + left)
+            left -= until - begin
+        found += [(Phase.WAITING, begin, until), (phase, until, end)]
+    return [(phase, begin, end) for phase, begin, end in found if end > begin]
+
+
+def find_change(values: Array, least: float) -> int | None:
+    """Find where the mean of `values` changes. Returns the position of the first value after the change, or None.
+
+    Of all places, this is the one where a step function fits best (least squares).
+
+    Args:
+        least: None is returned if the means differ by less.
+    """
+    n = len(values)
+    before = np.arange(_FEWEST, n - _FEWEST + 1)
+    if not len(before):
+        return None
+    sums = np.cumsum(values)
+    early, late = sums[before - 1] / before, (sums[-1] - sums[before - 1]) / (n - before)
+    explained = (late - early) ** 2 * before * (n - before) / n
+    best = int(explained.argmax())
+    left = float(((values - values.mean()) ** 2).sum() - explained[best])
+    is_clear = explained[best] * n > _CLEAR**2 * max(0.0, left)
+    return int(before[best]) if is_clear and abs(late[best] - early[best]) >= least else None

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
 from torchring.observe.recorder.records import RunInfo
 from torchring.observer import Phase
-from torchring.report.model import network
 from torchring.report.model.bucket_layout import Layout, layout_between_hosts
 from torchring.report.model.buckets import bus_bytes
 from torchring.report.model.merge import Job
-from torchring.report.model.network import Network
-from torchring.report.model.scaling import Connections, Workload, exposed_ms, slowest_ms
+from torchring.report.model.scaling import Connections, Network, Workload, exposed_ms, fit, slowest_ms
 from torchring.report.model.timing import Steps, typical
 from torchring.report.model.waits import Critical, computing
 
@@ -27,19 +24,8 @@ def is_overlapped(timing: Steps, run_info: RunInfo) -> bool:
     return run_info.algorithm != "direct" and (run_info.overlap != "inline" or not timing.stall.any())
 
 
-def describe(job: Job, examined: Sequence[tuple[Steps, Critical]]) -> Workload:
-    """The workload of a job as it is, without `unexplained_ms`; `examined` as `waits.examine` returns it."""
-    if len(examined) == 1:
-        return _describe(job, *examined[0])
-    first, *others = (
-        dataclasses.replace(_describe(job, timing, critical), share=float(timing.reduces.sum() / timing.counts.sum()))
-        for timing, critical in examined
-        if timing.reduces.any()
-    )
-    return dataclasses.replace(first, others=tuple(others))
-
-
-def _describe(job: Job, timing: Steps, critical: Critical) -> Workload:
+def describe(job: Job, timing: Steps, critical: Critical) -> Workload:
+    """The workload of a job as it is, without `unexplained_ms`."""
     run_info, counts = job.traces[0].run_info, timing.reduces
     overlapped = is_overlapped(timing, run_info)
     lanes = _NUM_LANES if run_info.overlap == "thread" and run_info.local_size != run_info.size else 1
@@ -47,7 +33,8 @@ def _describe(job: Job, timing: Steps, critical: Critical) -> Workload:
     if timing.plan:
         backward_end = np.take_along_axis(timing.backward_end, critical.slowest[:, None], axis=1)
         ready = np.median((critical.all_launched - backward_end)[counts], axis=0)
-        return Workload(draws, tuple(map(float, timing.bucket_bytes)), tuple(map(float, ready)), overlapped, lanes)
+        sizes, share = tuple(map(float, timing.bucket_bytes)), float(counts.sum() / timing.counts.sum())
+        return Workload(draws, sizes, tuple(map(float, ready)), overlapped, lanes, share=share)
     backward_ms = float(np.median(critical.phases[counts][..., Phase.BACKWARD]))
     return with_layout(Workload(draws, (), (), overlapped, lanes), layout_between_hosts(job), backward_ms)
 
@@ -71,27 +58,21 @@ def calibrated(workload: Workload, links: Connections, num_ranks: int, measured_
     return dataclasses.replace(workload, unexplained_ms=measured_ms - modelled)
 
 
-def fit_network(examined: Sequence[tuple[Steps, Critical]], run_info: RunInfo, num_ranks: int) -> Network | None:
-    """The network that the buckets of all optimizers show; None if nothing was reduced."""
-    timing, critical = examined[0]
-    reducing = [(each, its) for each, its in examined if each.reduces.any()]
-    bucket_bytes = [each.bucket_bytes for each, _ in reducing]
-    durations = [(its.reduction_ends - its.reduction_begins)[each.reduces] for each, its in reducing]
-    medians = [np.median(of_buckets, axis=0) for of_buckets in durations]
-    found = network.fit(np.concatenate(bucket_bytes), np.concatenate(medians), num_ranks)
-    if found is None:
+def fit_network(timing: Steps, critical: Critical, run_info: RunInfo, num_ranks: int) -> Network | None:
+    """The network that the buckets show; None if nothing was reduced."""
+    if not timing.reduces.any():
         return None
-    if is_overlapped(timing, run_info):
+    durations = (critical.reduction_ends - critical.reduction_begins)[timing.reduces]
+    found = fit(timing.bucket_bytes, np.median(durations, axis=0), num_ranks)
+    if found is None or is_overlapped(timing, run_info):
         return found
     # How long ranks stood still says how much work a reduction was.
-    cost = typical(critical.path[timing.counts][:, Phase.EXPOSED])
-    shares = [float(each.reduces.sum() / timing.counts.sum()) for each, _ in reducing]
+    cost = typical(critical.path[timing.reduces][:, Phase.EXPOSED])
     if run_info.algorithm == "direct":
         # A rank looks after its buckets between gradients: that a bucket is reduced may be noticed much later.
-        num_bytes = sum(share * float(each.sum()) for share, each in zip(shares, bucket_bytes, strict=True))
-        sent = bus_bytes(num_bytes, num_ranks)
+        sent = bus_bytes(float(timing.bucket_bytes.sum()), num_ranks)
         return Network(0.0, sent / 1e6 / cost, is_alpha_known=False) if cost > 0 else None
-    shown = sum(share * typical(each.sum(1)) for share, each in zip(shares, durations, strict=True))
+    shown = typical(durations.sum(1))
     ratio = cost / shown if cost > 0 and shown > 0 else 1.0
     return dataclasses.replace(found, alpha_ms=found.alpha_ms * ratio, gigabytes_per_s=found.gigabytes_per_s / ratio)
 

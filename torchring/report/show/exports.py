@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from torchring.observer import Phase
-from torchring.report.model.lanes import spans_of
+from torchring.report.model.timing import spans_of
 from torchring.report.verdict.findings import Analysis
 from torchring.report.words import NAMES
 from torchring.safe_files import replacing

@@ -10,7 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from torchring.observer import Phase
-from torchring.report.model.lanes import spans_of
+from torchring.report.model.timing import spans_of
 from torchring.report.show.sections import shown_ranks
 from torchring.report.verdict.findings import Analysis
 from torchring.report.words import NAMES, number

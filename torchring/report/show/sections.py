@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
 from torchring.errors import ranks_in_words
+from torchring.observe.recorder.records import RunInfo
 from torchring.observer import Phase
 from torchring.report.model.buckets import BucketSummary
 from torchring.report.model.timing import Spread
-from torchring.report.verdict.batch import about_batch
 from torchring.report.verdict.findings import NOTICEABLE_WAIT, Advice, Analysis
 from torchring.report.words import NAMES, count, number, share_in_words
 
+_TIMES: Final = {2: "twice", 4: "four times", 8: "eight times"}
+_MOST_TIMES: Final = 64  # the ranks that a trace says anything about
 _SLOW: Final = 0.1  # GB/s, below which a table is in MB/s
 _MAX_ROWS: Final = 8
 _MAX_NAME: Final = 48
@@ -164,3 +167,29 @@ def _median(spread: Spread, factor: float = 1.0) -> str:
     """The median: "61 [58, 66]"."""
     median, low, high = (number(factor * value) for value in (spread.median, spread.low, spread.high))
     return f"{median} [{low}, {high}]"
+
+
+def about_batch(run_info: RunInfo) -> str:
+    """Whether a larger batch still pays, in one sentence; "" if the noise scale is unknown.
+
+    With batch B, a training takes steps in proportion to 1 + noise scale / B. (McCandlish et al. 2018, equation 2.7)
+
+    Example: batch 512, noise scale 2,100: four times the ranks make a batch of 2,048, with (1 + 2,100 / 2,048) /
+    (1 + 2,100 / 512) = 40 % of the steps.
+    """
+    batch, scale = run_info.batch_size, run_info.noise_scale
+    if batch <= 0 or scale < 0:
+        return ""
+    if math.isinf(scale):
+        return f"Batch {batch:,.0f}; noise hides the gradient of so few samples: many times the ranks still pay."
+    times = min(_MOST_TIMES, 2 ** math.floor(math.log2(max(scale / batch, 1))))
+    larger = max(2, times)
+    share = (1 + scale / (larger * batch)) / (1 + scale / batch)
+    begin = f"Batch {batch:,.0f}; noise scale about {float(f'{scale:.2g}'):,.0f}"
+    steps = f"{_TIMES.get(larger, f'{larger} times')} the ranks"
+    if times > 1:
+        return f"{begin}: {steps} still pay, with {share_in_words(share)} of the steps."
+    if scale >= batch:
+        return f"{begin}: {steps} would take {share_in_words(share)} of the steps."
+    saved = share_in_words(share)
+    return f"{begin}: {steps} would still take {saved} of the steps, as noise hardly asks for so large a batch."

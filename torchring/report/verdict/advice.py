@@ -1,4 +1,4 @@
-"""Advice that makes a job faster. The models in `scaling.py` and `loader_time.py` predict by how much.
+"""Advice that makes a job faster. The models in `scaling.py` and `core_time.py` predict by how much.
 
 Advice is judged by samples per second, and by the cores that are left. What its own numbers call a loss is not given.
 """
@@ -14,8 +14,7 @@ import numpy as np
 from torchring.observe.recorder.records import RunInfo
 from torchring.observer import Phase
 from torchring.report.model.bucket_layout import layout_with
-from torchring.report.model.core_time import is_crowded, sharing, threads_of
-from torchring.report.model.loader_time import HANDING_OVER_MS
+from torchring.report.model.core_time import HANDING_OVER_MS, is_crowded, sharing, threads_of
 from torchring.report.model.scaling import Workload, exposed_ms
 from torchring.report.model.timing import Array, typical
 from torchring.report.model.waits import COMPUTING

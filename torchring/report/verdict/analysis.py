@@ -1,8 +1,7 @@
 """Makes the analysis of a job from its traces.
 
 `timing.py` puts the steps into arrays. `waits.py` finds out who waits for whom, and `judge.py` what bounds the job.
-`buckets.py` and `network.py` look at communication; `bucket_layout.py`, `workload.py` and `scaling.py` predict what
-would be different.
+`buckets.py` looks at communication; `bucket_layout.py`, `workload.py` and `scaling.py` predict what would be different.
 """
 
 from __future__ import annotations
@@ -15,14 +14,12 @@ import numpy as np
 from torchring.observe.recorder.records import RunInfo
 from torchring.observer import Phase
 from torchring.report.model import buckets as of_buckets
-from torchring.report.model import lanes, waits
-from torchring.report.model.core_time import who_has_them
-from torchring.report.model.loader_time import find_loading
+from torchring.report.model import waits
+from torchring.report.model.core_time import find_loading, who_has_them
 from torchring.report.model.merge import Job
-from torchring.report.model.network import Network
 from torchring.report.model.ranks import find_start_up, per_second, summarise_ranks
-from torchring.report.model.scaling import SIZES, Connections, Prediction, predict
-from torchring.report.model.timing import of_optimizers, spread, typical
+from torchring.report.model.scaling import SIZES, Connections, Network, Prediction, predict
+from torchring.report.model.timing import median_step, of_optimizers, spread, typical
 from torchring.report.model.waits import examine
 from torchring.report.model.workload import between_hosts, calibrated, describe, fit_network, links_of
 from torchring.report.verdict.advice import advise
@@ -46,20 +43,19 @@ def analyse(job: Job, given: Network | None = None, sizes: Sequence[int] = SIZES
     examined = examine(job)
     every_step, critical = examined[0]
     pauses = find_pauses(every_step, critical)
-    examined = [(without(each, pauses), its_critical) for each, its_critical in examined]
-    timing = examined[0][0]
+    timing = without(every_step, pauses)
     job = of_optimizers(job, timing)
     path, reducing_path = critical.path[timing.counts], critical.path[timing.reduces]
     step, costs = spread(path.sum(1)), find_costs(timing, critical)
     backward_ms = typical(reducing_path[:, Phase.BACKWARD])
     exposed = reducing_path[:, Phase.EXPOSED]
     buckets = of_buckets.summarise(job, timing, critical)
-    network = fit_network(examined, run_info, job.size)
+    network = fit_network(timing, critical, run_info, job.size)
     has_several_hosts = run_info.local_size < run_info.size
     if given and not given.is_alpha_known and network and network.is_alpha_known and has_several_hosts:
         given = dataclasses.replace(given, alpha_ms=network.alpha_ms, is_alpha_known=True)
     own_links, links = links_of(run_info, network, None), links_of(run_info, network, given)
-    workload = dataclasses.replace(describe(job, examined), slow_rank=costs.blamed)
+    workload = dataclasses.replace(describe(job, timing, critical), slow_rank=costs.blamed)
     if own_links is not None:
         workload = calibrated(workload, own_links, job.size, step.mean)
     computed = typical(waits.computing(critical.cycle[timing.counts]).mean(1))
@@ -87,7 +83,7 @@ def analyse(job: Job, given: Network | None = None, sizes: Sequence[int] = SIZES
         ranks=summarise_ranks(job, timing, critical),
         waits=waits.list_waits(timing, critical),
         start_up=find_start_up(job),
-        median_step=lanes.median_step(timing),
+        median_step=median_step(timing),
         exposed_ms=typical(exposed),
         buckets=buckets,
         late_parameters=of_buckets.late_parameters(job, buckets, backward_ms, typical(reducing_path.sum(1))),

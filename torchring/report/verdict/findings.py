@@ -17,11 +17,10 @@ from typing import Final
 from torchring.observe.recorder.records import RunInfo
 from torchring.observer import Phase
 from torchring.report.model.buckets import BucketSummary, LateParameter
-from torchring.report.model.loader_time import LoaderTime
+from torchring.report.model.core_time import LoaderTime
 from torchring.report.model.merge import Job
-from torchring.report.model.network import Network
 from torchring.report.model.ranks import RankSummary, StartUp
-from torchring.report.model.scaling import Connections, Prediction, Workload
+from torchring.report.model.scaling import Connections, Network, Prediction, Workload
 from torchring.report.model.timing import Array, Spread, Steps
 from torchring.report.model.waits import Critical, RankWait
 from torchring.report.verdict.costs import Costs, Kind

@@ -9,10 +9,9 @@ import numpy as np
 
 from torchring.observer import Phase
 from torchring.report.model.buckets import bus_bytes
-from torchring.report.model.change import find_change
-from torchring.report.model.network import SMALL_BYTES
 from torchring.report.model.ranks import StartUp
-from torchring.report.model.timing import Array, Spread, Steps, spread, typical
+from torchring.report.model.scaling import SMALL_BYTES
+from torchring.report.model.timing import Array, Spread, Steps, find_change, spread, typical
 from torchring.report.verdict.costs import TELLING, Costs, find_costs
 from torchring.report.verdict.findings import Analysis, Verdict
 from torchring.report.verdict.pauses import TELLING as PAUSES_TELLING

@@ -9,8 +9,7 @@ import numpy as np
 
 from torchring.observer import Phase
 from torchring.report.model.bucket_layout import ready_shares
-from torchring.report.model.change import find_change
-from torchring.report.model.timing import typical
+from torchring.report.model.timing import find_change, typical
 from torchring.report.verdict.findings import FEWEST_STEPS, Analysis
 from torchring.report.words import share_in_words
 
