@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ class CountingCheck(replicas.ReplicaCheck):
 
     def __init__(self, num_parameters: int) -> None:
         self.parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(num_parameters)]
-        super().__init__(None, {p: f"p{i}" for i, p in enumerate(self.parameters)})  # type: ignore[arg-type]
+        names, sgd = {p: f"p{i}" for i, p in enumerate(self.parameters)}, torch.optim.SGD(self.parameters)
+        super().__init__(None, SimpleNamespace(world=None, names=names, optimizer=sgd, model=None, is_sharded=False))  # type: ignore[arg-type]
         self.num_checks = 0
 
     def compare(self) -> None:

@@ -174,10 +174,6 @@ class BufferSync(Participant):
             self._views = self._lay_out(self.wire.tensor)
         reducer.buffers = self
 
-    @classmethod
-    def open(cls, reducer: Reducer, setup: Setup) -> BufferSync:
-        return cls(reducer, setup)
-
     @property
     def names(self) -> list[str]:
         return [spec.name for spec in self._specs]

@@ -61,12 +61,13 @@ class NoiseScale(Participant):
 
     fields = ("has_norm", "norm_ratio")
 
-    def __init__(self, reducer: Reducer, size: int, *, is_sum: bool) -> None:
+    def __init__(self, reducer: Reducer, setup: Setup) -> None:
+        reducer.noise = self
         self._launcher = reducer.launcher
         self._specs = reducer.specs  # may grow, as may the parameters
         self._parameters = reducer.parameters
-        self._size = size
-        self._scale = 1 / size if is_sum else 1.0
+        self._size = size = setup.world.size
+        self._scale = 1 / size if setup.options.is_sum else 1.0
         self._num_samples = 0
         self._signal = self._noise = 0.0  # mean estimates of |G|^2 and S
         self.batch_size = 0.0
@@ -81,11 +82,6 @@ class NoiseScale(Participant):
         if self._num_samples < _LEAST_SAMPLES:
             return None
         return max(0.0, self._noise) / self._signal if self._signal > 0 else math.inf
-
-    @classmethod
-    def open(cls, reducer: Reducer, setup: Setup) -> NoiseScale:
-        reducer.noise = own = cls(reducer, setup.world.size, is_sum=setup.options.is_sum)
-        return own
 
     def on_begin(self, current: Reduction) -> None:
         self._own = None

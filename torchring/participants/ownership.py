@@ -8,7 +8,7 @@ step. What is wrong is an error in `step()`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from torchring.errors import GradientError
 from torchring.gradients.contract import Setup
-from torchring.gradients.ledger import StaleGradients, is_zero, note_stale
+from torchring.gradients.ledger import is_zero, note_stale
 from torchring.gradients.module_wrappers import WAY_OUT, living, sharded_by
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import STEPS_BETWEEN_CHECKS, Participant, Reduction, StepPoint
@@ -26,46 +26,21 @@ _ON_PURPOSE: Final = "For parameters that belong to a rank on purpose, pass igno
 
 
 class Ownership(Participant):
-    """Looks at the parameters of the model that `wrap` was given.
+    """Looks at the parameters of the model that `wrap` was given. Refers to the model weakly."""
 
-    Args:
-        model: referred to weakly.
-        names: the name of every parameter of the optimizer; may grow.
-        optimizer: the class of the optimizer, for errors.
-        owned: returns the ids of the parameters of all wrapped optimizers.
-        ignored: parameters that need no wrapped optimizer.
-        stale: see `Setup`. Those that are there now are added.
-        rank: for errors.
-    """
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        names: Mapping[torch.nn.Parameter, str],
-        optimizer: str,
-        owned: Callable[[], Container[int]],
-        ignored: Collection[torch.Tensor],
-        stale: StaleGradients,
-        rank: int,
-    ) -> None:
-        self._model = weakref.ref(model)
-        self._names = names
-        self._optimizer = optimizer
-        self._owned = owned
-        self._ignored = ignored
-        self._rank = rank
+    def __init__(self, reducer: Reducer, setup: Setup) -> None:
+        assert setup.model is not None
+        self._model = weakref.ref(setup.model)
+        self._names = setup.names  # may grow
+        self._optimizer = type(setup.optimizer).__name__
+        self._owned = setup.owned
+        self._ignored = setup.ignored
+        self._rank = setup.world.rank
         self._has_reduction = False  # since the last step
         self._is_stepping = False
         self._found: dict[str, torch.nn.Parameter] = {}
-        self._stale = stale
-        note_stale(stale, (p for p in model.parameters() if p not in names))
-
-    @classmethod
-    def open(cls, reducer: Reducer, setup: Setup) -> Ownership:
-        assert setup.model is not None
-        kind = type(setup.optimizer).__name__
-        rest = setup.owned, setup.ignored, setup.stale, setup.world.rank
-        return cls(setup.model, setup.names, kind, *rest)
+        self._stale = setup.stale
+        note_stale(setup.stale, (p for p in setup.model.parameters() if p not in setup.names))
 
     def on_reduced(self, current: Reduction) -> None:
         """A rank without data has computed nothing: its gradients are those of its last step, scaled by clipping."""

@@ -22,11 +22,10 @@ import json
 import math
 import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch
-from torch.optim import Optimizer
 
 from torchring.collectives.digests import digests
 from torchring.collectives.service import internal_collectives_of
@@ -35,7 +34,6 @@ from torchring.gradients.contract import Setup
 from torchring.gradients.ledger import version_of
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import STEPS_BETWEEN_CHECKS, Participant, Reduction, StepPoint
-from torchring.world import World
 
 _WATCHED: Final = 64  # parameters at most, evenly spread: reading a version takes up to 1 us
 _LEAST_SCALE: Final = 1e-3  # of the elements of a parameter, as differences of rounding do not shrink with them
@@ -52,43 +50,22 @@ _SAME_STATE: Final = (
 
 
 class ReplicaCheck(Participant):
-    """Watches the parameters of one optimizer.
-
-    Args:
-        world: has more than one rank.
-        names: the name of every parameter of the optimizer, in its order; may grow.
-        optimizer: whose hyperparameters are compared; referred to weakly, as is `model`.
-        model: for errors.
-        is_sharded: each rank has the state of other parameters.
-    """
+    """Watches the parameters of one optimizer. Refers to the optimizer and the model weakly."""
 
     fields = ("odd_steps", "parameters_changed")
 
-    def __init__(
-        self,
-        world: World,
-        names: Mapping[torch.nn.Parameter, str],
-        optimizer: Optimizer | None = None,
-        model: torch.nn.Module | None = None,
-        *,
-        is_sharded: bool = False,
-    ) -> None:
-        self._world = world
-        self._is_sharded = is_sharded
-        self._names = names
-        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
-        self._model = None if model is None else weakref.ref(model)
+    def __init__(self, reducer: Reducer, setup: Setup) -> None:
+        self._world = setup.world
+        self._is_sharded = setup.is_sharded
+        self._names = setup.names  # of all parameters of the optimizer, in its order; may grow
+        self._optimizer = weakref.ref(setup.optimizer)
+        self._model = None if setup.model is None else weakref.ref(setup.model)  # for errors
         self._current = Reduction(0)  # that is over
         self._due_at = 0  # number of the reduction after which the replicas are compared
         self._num_alarms = 0
         self._are_apart = False  # at the end of the last reduction
         self._watched: list[tuple[torch.nn.Parameter, int]] = []
         self._changed = False
-
-    @classmethod
-    def open(cls, reducer: Reducer, setup: Setup) -> ReplicaCheck:
-        own = setup.names, setup.optimizer, setup.model
-        return cls(setup.world, *own, is_sharded=setup.is_sharded)
 
     def has_changed(self) -> bool:
         """Whether a watched parameter was written to since the last `accept`, on this rank."""
@@ -243,7 +220,7 @@ class ReplicaCheck(Participant):
 
         Without what is on a device, for which the host would wait.
         """
-        optimizer = None if self._optimizer is None else self._optimizer()
+        optimizer = self._optimizer()
         found: dict[str, str] = {}
         for index, group in enumerate([] if optimizer is None else optimizer.param_groups):
             assert optimizer is not None
