@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from torchring import placement
-from torchring.placement import advice, bind, describe, in_words, numbers_in, share_of, topology_of
+from torchring.placement import advice, bind, in_words, numbers_in, share_of, topology_of
 
 
 def machine(
@@ -98,14 +98,6 @@ def test_why_a_rank_runs_where_it_runs(tmp_path: Path) -> None:
     assert bind("auto", 0, 2, allowed, nothing)[2].endswith("as Linux does not say which there are")
     with pytest.raises(ValueError, match="does not say which cores there are"):
         bind("numa", 0, 2, allowed, nothing)
-
-
-def test_a_machine_in_words(tmp_path: Path) -> None:
-    allowed = machine(tmp_path, TWO_SOCKETS)
-    text = "2 sockets, 2 NUMA nodes, 8 physical cores, 2 threads a core"
-    assert describe(allowed, tmp_path) == f"{text}; all may be used"
-    assert describe({0, 1, 2, 8}, tmp_path) == f"{text}; cores 0-2,8 may be used"
-    assert describe(os.sched_getaffinity(0)).endswith("used"), "this machine"
 
 
 def test_without_numa_there_is_one_node(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -30,7 +30,6 @@ from torchring.world import World
 check_release("accelerate", (1, 14), (1, 16), "accelerate")
 
 from accelerate import Accelerator  # noqa: E402 - if it is the right one
-from accelerate.local_sgd import LocalSGD  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from accelerate.utils import DDPCommunicationHookType, DistributedType  # noqa: E402
 
@@ -95,7 +94,7 @@ class RingAccelerator(Accelerator):
 
     @property
     def _rings(self) -> list[DistributedOptimizer]:
-        return [ring for each in self._optimizers if not (ring := each.optimizer)._is_closed]
+        return [ring for each in self._optimizers if not (ring := each.optimizer).is_closed]
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, data loaders and schedulers. Returns them in the same order. Collective."""
@@ -142,7 +141,7 @@ class RingAccelerator(Accelerator):
             ring = optimizer.optimizer
             if not isinstance(ring, DistributedOptimizer):
                 raise ValueError("this optimizer was prepared by another Accelerator; pass the one that it wraps")
-            if not ring._is_closed:
+            if not ring.is_closed:
                 return super().prepare_optimizer(optimizer, device_placement)
             optimizer = ring.optimizer  # another optimizer of the same parameters was prepared meanwhile
         if not isinstance(optimizer, DistributedOptimizer):
@@ -191,13 +190,13 @@ class RingAccelerator(Accelerator):
             return
         if self._unreduced is None or self._unreduced:  # the script may have wrapped an optimizer itself meanwhile
             self._unreduced = self._find_unreduced()
-        before = _gradients(self._unreduced)
+        before = [(model, _stamps(model)) for model in self._unreduced]
         super().backward(loss, **kwargs)
-        for (kind, grad, version), (_, then, its_version) in zip(_gradients(self._unreduced), before, strict=True):
-            if grad is not then or version != its_version:
+        for model, stamps in before:
+            if _stamps(model) != stamps:
                 raise GradientError(
-                    f"nobody reduces the gradients of the {kind} that was prepared, so each rank would train alone. "
-                    "Pass its optimizer to prepare(), too; if the model is not to be trained, call "
+                    f"nobody reduces the gradients of the {type(model).__name__} that was prepared, so each rank would "
+                    "train alone. Pass its optimizer to prepare(), too; if the model is not to be trained, call "
                     "model.requires_grad_(False)"
                 )
 
@@ -231,18 +230,6 @@ class RingAccelerator(Accelerator):
         finally:
             for sampler, value in zip(samplers, before, strict=True):
                 sampler.even_batches = value
-
-
-def _refuse_local_sgd(local: LocalSGD, _enter: Callable[[LocalSGD], LocalSGD] = LocalSGD.__enter__) -> LocalSGD:
-    if local.enabled and isinstance(local.accelerator, RingAccelerator):
-        raise ValueError(
-            "LocalSGD steps on gradients that were not reduced, which RingAccelerator refuses; use "
-            "accelerate.Accelerator with LocalSGD, or leave LocalSGD out"
-        )
-    return _enter(local)
-
-
-LocalSGD.__enter__ = _refuse_local_sgd  # it would call model.no_sync(), which only a DistributedDataParallel has
 
 
 def refuse_engines(given: Iterable[str]) -> None:
@@ -280,10 +267,10 @@ def _shares(optimizer: Optimizer, model: torch.nn.Module) -> bool:
     return any(id(p) in own for p in model.parameters())
 
 
-def _gradients(models: Iterable[torch.nn.Module]) -> list[tuple[str, torch.Tensor | None, int]]:
-    """Of each parameter: the model's class, the gradient, and how often the gradient was written to."""
-    grads = [(type(model).__name__, parameter.grad) for model in models for parameter in model.parameters()]
-    return [(kind, grad, 0 if grad is None else grad._version) for kind, grad in grads]
+def _stamps(model: torch.nn.Module) -> list[tuple[int, int] | None]:
+    """Of each parameter: which tensor its gradient is, and how often that was written to."""
+    grads = [parameter.grad for parameter in model.parameters()]
+    return [None if grad is None else (id(grad), grad._version) for grad in grads]
 
 
 def _prepared(_: World) -> weakref.WeakKeyDictionary[DistributedOptimizer, torch.nn.Module]:

@@ -46,7 +46,12 @@ class ConnectedOptimizer(OptimizerWrapper):
 
     It is connected when it is wrapped. A copy, or an optimizer whose world was closed, is connected when its first
     gradient arrives: a copy is made on one rank at a time, and used on all ranks.
+
+    Attributes:
+        is_closed: whether `close()` was called.
     """
+
+    is_closed = False
 
     def _open(
         self,
@@ -131,7 +136,7 @@ class ConnectedOptimizer(OptimizerWrapper):
             "options": self._options,
             "names": [self._names[p] for p in parameters_of(self.optimizer)],
             "is_sparse": [p in self._sparse for p in parameters_of(self.optimizer)],
-            "is_closed": self._is_closed,
+            "is_closed": self.is_closed,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -139,8 +144,8 @@ class ConnectedOptimizer(OptimizerWrapper):
         names = dict(zip(parameters, state["names"], strict=True))
         sparse = {p for p, is_sparse in zip(parameters, state["is_sparse"], strict=True) if is_sparse}
         self._initialise(state["optimizer"], state["options"], names, sparse)
-        self._is_closed = state["is_closed"]
-        if not self._is_closed:
+        self.is_closed = state["is_closed"]
+        if not self.is_closed:
             self._connect_with_first_gradient()
 
     def _initialise(
@@ -166,7 +171,6 @@ class ConnectedOptimizer(OptimizerWrapper):
         self._sync: Reducer | None = None
         self._local: LocalSync = self._make_local()
         self._needs_state = False  # of torchring.elastic, before it can connect
-        self._is_closed = False
 
         # Hooks
         self._early_handles: list[torch.utils.hooks.RemovableHandle] = []  # on the parameters, until it is connected
@@ -262,9 +266,9 @@ class ConnectedOptimizer(OptimizerWrapper):
             self.zero_grad()
             if world.size == 1:
                 self._observe(world)
-            elif not self._is_closed:
+            elif not self.is_closed:
                 world.shared(OptimizerGroup).guard.run("wrap()", self._agree, world, guests)
-        elif not self._is_closed:
+        elif not self.is_closed:
             self._connect_with_first_gradient()
 
     def _make_local(self) -> LocalSync:

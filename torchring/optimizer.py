@@ -433,7 +433,7 @@ class DistributedOptimizer(ConnectedOptimizer):
             self._sync.world.shared(Join).refuse("close()")
         self._disconnect()
         self._forward_watch.close()
-        self._is_closed = True
+        self.is_closed = True
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"
@@ -456,7 +456,7 @@ class DistributedOptimizer(ConnectedOptimizer):
 
     def _live_sync(self) -> Reducer | LocalSync:
         """Returns what reduces the gradients. A copy connects now, if no gradient has made it connect before."""
-        if self._is_closed:
+        if self.is_closed:
             raise ValueError(
                 "this DistributedOptimizer is closed; use the optimizer that it wrapped, or wrap that again"
             )

@@ -107,21 +107,6 @@ def bind(mode: str, index: int, size: int, allowed: set[int], root: Path = Path(
     return cores, max(1, len(cores) // sharing), f"bound to cores {logical} of {where}"
 
 
-def describe(allowed: set[int], root: Path = Path("/sys")) -> str:
-    """The host, in words: sockets, NUMA nodes, physical cores, and how many of its cores may be used."""
-    everything = numbers_in((root / "devices/system/cpu/online").read_text())
-    topology = topology_of(everything, root)
-    packages = (root / f"devices/system/cpu/cpu{cpu}/topology/physical_package_id" for cpu in everything)
-    parts = [
-        _count(len({package.read_text() for package in packages}), "socket"),
-        _count(len(topology), "NUMA node"),
-        _count(sum(map(len, topology)), "physical core"),
-        _count(max(len(core) for node in topology for core in node), "thread") + " a core",
-    ]
-    usable = "all may be used" if allowed >= everything else f"cores {in_words(allowed)} may be used"
-    return f"{', '.join(parts)}; {usable}"
-
-
 def advice(num_ranks: int, threads: int, num_cores: int, num_physical_cores: int, num_online: int) -> str:
     """What to change about where the ranks of a host run; "" if that is fine.
 

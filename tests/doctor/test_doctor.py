@@ -52,7 +52,6 @@ def healthy(number: int, host: int = 0, **changes: Any) -> RankFacts:
         versions=dict(VERSIONS),
         platform="Linux x86_64, glibc 2.36",
         cores=[0, 1, 2, 3],
-        topology="1 socket, 1 NUMA node, 4 physical cores, 1 thread a core; all may be used",
         threads=2,
         has_gloo=True,
         interfaces=[["lo", "127.0.0.1"], ["eth0", f"192.168.0.{host + 1}"]],
@@ -99,7 +98,7 @@ def test_nothing_is_said_against_what_is_well(report: Report) -> None:
 def test_every_finding_has_a_level_and_every_check_something_to_say() -> None:
     assert {finding.level for finding in checks.examine(one_host())} <= {"ok", "note", "warning", "wrong"}
     assert {finding.topic for finding in checks.examine(two_hosts())} >= {
-        "versions", "hosts", "cores", "topology", "GPUs", "backends", "rendezvous", "Gloo",
+        "versions", "hosts", "cores", "GPUs", "backends", "rendezvous", "Gloo",
     }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -256,7 +257,9 @@ def _accumulated_directly(rank: int, world_size: int, is_sum: bool) -> None:
     world = torchring.init()
     parameter = torch.nn.Parameter(torch.zeros(ROWS, WIDTH))
     specs = [ParameterSpec("table", (ROWS, WIDTH), (WIDTH, 1), torch.float32, torch.device("cpu"), is_sparse=True)]
-    sparse = SparseReduction(world, specs, [parameter], 1.0 if is_sum else 1 / world_size, is_sum=is_sum)
+    reducer = SimpleNamespace(specs=specs, parameters=[parameter], launcher=SimpleNamespace(), ledgers=[])
+    options = SimpleNamespace(scale=lambda size: 1.0 if is_sum else 1 / size, is_sum=is_sum)
+    sparse = SparseReduction(reducer, SimpleNamespace(world=world, options=options))  # type: ignore[arg-type]
 
     def local(value: float) -> Tensor:
         values = torch.full((1, WIDTH), value)

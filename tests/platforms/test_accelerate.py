@@ -218,7 +218,6 @@ def _shown(ring: type[Any]) -> list[Any]:
 
 def _mistakes(ring: type[Any]) -> dict[str, str]:
     from accelerate import Accelerator
-    from accelerate.local_sgd import LocalSGD
     from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
     from torch.nn.parallel import DistributedDataParallel
 
@@ -279,12 +278,7 @@ def _mistakes(ring: type[Any]) -> dict[str, str]:
             optimizer.step()
         raise ValueError(said)
 
-    def local_sgd() -> None:
-        accelerator, model = _accelerator(ring), _model()
-        with LocalSGD(accelerator=accelerator, model=accelerator.prepare(model), local_sgd_steps=2):
-            pass
-
-    tries = {"local_sgd": local_sgd, "alone": alone, "late": late, "both": both, "foreign": foreign, "half": half}
+    tries = {"alone": alone, "late": late, "both": both, "foreign": foreign, "half": half}
     tries |= {"seen_before": seen_before, "launched_with_fsdp": launched_with_fsdp}
     return found | {name: attempt(action) for name, action in tries.items()}
 
@@ -382,7 +376,6 @@ def test_accelerate_sees_the_ranks_of_any_launcher(outcomes: list[dict[str, Any]
         ("fsdp", "ValueError: fsdp_plugin asks for an engine"),
         ("launched_with_fsdp", "ValueError: ACCELERATE_USE_FSDP=true asks for an engine"),
         ("hook", "wrap_options={'compression': 'bf16'}"),
-        ("local_sgd", "ValueError: LocalSGD steps on gradients that were not reduced, which RingAccelerator refuses"),
         ("alone", "GradientError: nobody reduces the gradients of the Sequential"),
         ("half", "GradientError: 0.bias, 1.weight, 1.bias and 2 more get gradients that nobody reduces"),
         ("late", "ValueError: the optimizer of this Sequential was prepared before the model"),

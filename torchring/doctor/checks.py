@@ -92,14 +92,6 @@ def _cores(ranks: list[RankFacts]) -> _Said:
 
 
 @_each_machine
-def _topology(ranks: list[RankFacts]) -> _Said:
-    topologies = {rank.topology for rank in ranks if rank.topology}
-    for topology in list(topologies)[:1]:
-        own = f"{topology.partition(';')[0]}; each rank has cores of its own"
-        yield "ok", topology if len(topologies) == 1 else own
-
-
-@_each_machine
 def _load(ranks: list[RankFacts]) -> _Said:
     if (load := min(rank.load for rank in ranks)) > _BUSY:
         yield "warning", f"other programs hold the cores, with a load of {load:.1f} a core in the last minute"
@@ -209,7 +201,6 @@ CHECKS: Final[tuple[tuple[str, Callable[[Report], _Said], str], ...]] = (
     ("platform", _platforms, "use one kind of machine"),
     ("hosts", _hosts, ""),
     ("cores", _cores, ""),
-    ("topology", _topology, ""),
     ("load", _load, "ranks, and measurements, are slower for that"),
     ("sharing", _sharing, "they will use the network, which is slower"),
     ("GPUs", _gpus, ""),

@@ -33,9 +33,6 @@ def gather(rank: int) -> RankFacts:
     """
     interfaces, cores = list_interfaces(), os.sched_getaffinity(0)
     gpus = range(torch.cuda.device_count())
-    topology = ""
-    with contextlib.suppress(OSError, ValueError):
-        topology = placement.describe(cores)
     return RankFacts(
         rank=rank,
         hostname=host_name(),
@@ -46,7 +43,6 @@ def gather(rank: int) -> RankFacts:
         platform=f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
         cores=sorted(cores),
         threads_per_core=len(cores) // placement.num_physical(cores),
-        topology=topology,
         load=os.getloadavg()[0] / (os.cpu_count() or 1),
         core_limit=core_limit(),
         threads=torch.get_num_threads(),

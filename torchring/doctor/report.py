@@ -35,7 +35,6 @@ class RankFacts:
     platform: str = ""  # processor and C library. Ranks with different platforms share no memory.
     cores: list[int] = field(default_factory=list)  # numbers of the cores that the process may run on
     threads_per_core: int = 1  # hardware threads of a physical core, on average
-    topology: str = ""  # sockets, NUMA nodes and cores, in words; "" where Linux does not say
     load: float = 0.0  # of the machine in the last minute, divided by its cores
     core_limit: float | None = None  # processor time that a control group (a container) grants, in cores
     threads: int = 0  # that torch computes with

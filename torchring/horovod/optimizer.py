@@ -207,7 +207,7 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         return mean.to(loss.dtype) if isinstance(loss, torch.Tensor) else float(mean)
 
     def _live_sync(self) -> Reducer | LocalSync:
-        if self._sync is not None and not self._sync.world.is_open and not self._is_closed:
+        if self._sync is not None and not self._sync.world.is_open and not self.is_closed:
             self._rejoin()  # after hvd.shutdown() and hvd.init()
         return super()._live_sync()
 
@@ -311,7 +311,7 @@ _optimizers: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()
 
 def live_optimizers() -> list[DistributedOptimizer]:
     """All of this process that are still used."""
-    return [optimizer for optimizer in _optimizers if not optimizer._is_closed]
+    return [optimizer for optimizer in _optimizers if not optimizer.is_closed]
 
 
 def _close_earlier(optimizer: Optimizer) -> None:

@@ -6,8 +6,6 @@ the end of a reduction, in the order of the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from torchring.collectives.service import internal_collectives_of
@@ -17,44 +15,23 @@ from torchring.gradients.ledger import GradientStatus, is_zero
 from torchring.gradients.plan import ParameterSpec
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import NonFiniteGradient, Participant, Reduction
-from torchring.world import World
 
 
 class SparseReduction(Participant):
-    """The sparse parameters of one optimizer. Also their ledger, see `Ledger`.
+    """The sparse parameters of one optimizer. Also their ledger, see `Ledger`."""
 
-    Args:
-        world: has more than one rank.
-        specs, parameters: all of the optimizer's; both lists may grow.
-        scale: the factor between the sum over ranks and the result.
-        is_sum: whether the result is the plain sum; see `GradientLedger`.
-    """
-
-    def __init__(
-        self,
-        world: World,
-        specs: Sequence[ParameterSpec],
-        parameters: Sequence[torch.nn.Parameter],
-        scale: float,
-        *,
-        is_sum: bool,
-    ) -> None:
-        self._world = world
-        self._specs = specs
-        self._parameters = parameters
-        self._scale = scale
-        self._is_sum = is_sum
+    def __init__(self, reducer: Reducer, setup: Setup) -> None:
+        self._world = setup.world
+        self._specs = reducer.specs  # all of the optimizer's; may grow, as may the parameters
+        self._parameters = reducer.parameters
+        self._scale = setup.options.scale(setup.world.size)  # between the sum over ranks and the result
+        self._is_sum = setup.options.is_sum
         self._local: set[int] = set()
         self._zeroed: set[int] = set()
         self._reduced: dict[int, torch.Tensor] = {}
 
-    @classmethod
-    def open(cls, reducer: Reducer, setup: Setup) -> SparseReduction:
-        options, world = setup.options, setup.world
-        own = cls(world, reducer.specs, reducer.parameters, options.scale(world.size), is_sum=options.is_sum)
-        reducer.launcher.mark_sparse = own.mark_local
-        reducer.ledgers.append(own)
-        return own
+        reducer.launcher.mark_sparse = self.mark_local
+        reducer.ledgers.append(self)
 
     def mark_local(self, index: int) -> None:
         """Parameter `index` has a gradient that no other rank has seen. From the parameter's hook."""
