@@ -8,7 +8,6 @@ import itertools
 import logging
 import os
 import pickle
-import pickletools
 import sys
 import threading
 import time
@@ -321,13 +320,12 @@ def test_a_step_that_is_left_out_is_a_step() -> None:
 def test_hooks_do_not_follow_a_model_to_copies_and_files() -> None:
     model, recorder = _model(), recorder_of(torchring.init())
     own = model.register_forward_hook(print)
-    plain = pickle.dumps(model)
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model)
     assert not model._forward_pre_hooks, "torch.cuda.make_graphed_callables takes no model with hooks"
     optimizer.step()
     pickled = pickle.dumps(model)
-    names = [{argument for _, argument, _ in pickletools.genops(file)} for file in (plain, pickled)]
-    assert {"print", "OrderedDict"} < {name for name in names[1] if isinstance(name, str)} <= names[0]
+    assert b"print" in pickled
+    assert b"torchring" not in pickled
     own.remove()
     before = recorder.num_samples
     for other in (copy.deepcopy(model), pickle.loads(pickled)):

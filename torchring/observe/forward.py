@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -53,7 +52,6 @@ class ForwardWatch:
             model.register_forward_pre_hook(_CallHook(self.begin), with_kwargs=True),
             model.register_forward_hook(_CallHook(self.end)),
         ]
-        leave_no_trace(model)
 
     def begin(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         if (observers := self._observers()) is not None:
@@ -70,23 +68,22 @@ class ForwardWatch:
         self._handles = []
 
 
-_HOOKS: Final = tuple(
-    f"_forward_{kind}" for kind in ("hooks", "pre_hooks", "hooks_with_kwargs", "pre_hooks_with_kwargs")
-)
+class _CallHook:
+    """A hook on a module, which calls when the module is called and trains.
 
-
-class TransientHook:
-    """A hook on a module, which is in no copy of the module and in no pickled one: call `leave_no_trace`.
-
-    Where the module's class pickles itself, a function that does nothing takes the place of the hook. So a model that
-    was wrapped can be unpickled where torchring is not installed.
+    In copies of the module and in files of it, a function that does nothing takes the place of the hook. So a model
+    that was wrapped can be unpickled where torchring is not installed.
     """
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
 
-    def __call__(self, *arguments: Any) -> None:
-        self._call(*arguments)
+    def __call__(self, module: torch.nn.Module, *arguments: Any) -> None:
+        # A look at the clock would break the graph, or become a constant of it.
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+            return
+        if torch.is_grad_enabled():
+            self._call(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (contextlib.nullcontext(), "__exit__")
@@ -97,39 +94,3 @@ class TransientHook:
             "torch.jit.script() does not compile the hooks that torchring.wrap() puts on a model; script the model "
             "before wrap(), script a model with the same state_dict(), or call optimizer.close() first"
         )
-
-
-def leave_no_trace(module: torch.nn.Module) -> None:
-    """Keep the transient hooks of `module` out of its copies and out of pickled ones."""
-    if type(module).__reduce_ex__ is object.__reduce_ex__ and type(module).__reduce__ is object.__reduce__:
-        module.__dict__["__getstate__"] = functools.partial(_state_of, weakref.ref(module))
-
-
-def _state_of(reference: weakref.ref[torch.nn.Module]) -> Any:
-    """What pickle and copy take for the state of the module."""
-    module = reference()
-    assert module is not None
-    state: Any = dict(module.__dict__)
-    own = getattr(type(module), "__getstate__", None)
-    if own is not None and own is not getattr(object, "__getstate__", None):
-        state = own(module)
-    if isinstance(state, dict):
-        ours = {i for name in _HOOKS for i, hook in state.get(name, {}).items() if isinstance(hook, TransientHook)}
-        without = {
-            name: type(state[name])((i, hook) for i, hook in state[name].items() if i not in ours)
-            for name in _HOOKS
-            if name in state
-        }
-        state = {name: value for name, value in {**state, **without}.items() if name != "__getstate__"}
-    return state
-
-
-class _CallHook(TransientHook):
-    """Calls when a model is called that trains."""
-
-    def __call__(self, module: torch.nn.Module, *arguments: Any) -> None:
-        # A look at the clock would break the graph, or become a constant of it.
-        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-            return
-        if torch.is_grad_enabled():
-            super().__call__(*arguments)

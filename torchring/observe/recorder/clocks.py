@@ -5,12 +5,7 @@ A message arrives after it was sent. If a rank's clock is ahead by x, then in ea
     it has received (on its clock) - x  >=  rank 0 has sent           so x is at most   received - sent by rank 0
     rank 0 has received  >=  it has sent (on its clock) - x           so x is at least  sent - received by rank 0
 
-The bounds of a few exchanges leave an interval as long as the fastest message there and back. Its middle is the
-estimate, and half of its length bounds the error, whatever the network does.
-
-Example: rank 0 sends at 100 and has all messages at 104; a rank whose clock is ahead by 50 sends at 151 and has all
-messages at 153. So 47 <= x <= 53: the offset is 50, with an error of 3 at most.
-
+The bounds of a few exchanges leave an interval. Its middle is the estimate, and half of its length bounds the error.
 Source: K. Marzullo and S. Owicki, "Maintaining the time in a distributed system", 1983.
 """
 
@@ -35,6 +30,9 @@ _TIMES: Final = struct.Struct("2q")  # this exchange was sent, the exchange befo
 
 def estimate(mine: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, int]]) -> ClockOffset:
     """How far a clock is ahead of another clock.
+
+    Example: rank 0 sends at 100 and has all messages at 104; a rank whose clock is ahead by 50 sends at 151 and has all
+    messages at 153. So the offset is between 47 and 53: 50, with an error of 3 at most.
 
     Args:
         mine, theirs: for each exchange, when the host sent a message, and when all messages had arrived, on the clock
