@@ -5,13 +5,11 @@ on a cluster, `torchring bench` runs one of the benchmarks that are installed wi
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import os
 import signal
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -21,10 +19,10 @@ from torchring.elastic.driver import options as elastic
 from torchring.elastic.driver.driver import start_elastic
 from torchring.launch import horovodrun
 from torchring.launch.arguments import Parser, did_you_mean, hosts_of, positive, setting
-from torchring.launch.hosts import Host, LaunchError, is_here
+from torchring.launch.hosts import Host, LaunchError
 from torchring.launch.launcher import LAUNCHERS, start
 from torchring.launch.output import OutputOptions
-from torchring.observe import PROGRESS, TRACE
+from torchring.observe import TRACE
 from torchring.releases import require_packages
 
 _BENCH: Final = Path(__file__).with_name("bench")
@@ -120,8 +118,6 @@ def _parser_of_run() -> argparse.ArgumentParser:
     add("--quiet", action="store_true", help="with --log-dir: do not show it here")
     trace = "write where the time of the last 1,000 steps went to DIR, for `torchring report DIR`; replaces old ones"
     add("--trace", metavar="DIR", help=trace)
-    progress = "say every 10 s how fast the job is and what bounds it; several hosts need --trace, on a shared folder"
-    add("--progress", action="store_true", help=progress)
     elastic.add_options(run, where)
     horovodrun.add_options(run)
     add("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
@@ -153,54 +149,25 @@ def _run(options: argparse.Namespace, is_elastic: bool) -> int:
             limits = elastic.limits_of(options)
             sources = elastic.hosts_of(options, limits)
             hosts: Sequence[Host] | None = sources.known
-            may_change = sources.may_change
         else:
-            hosts, may_change = hosts_of(options), False
+            hosts = hosts_of(options)
         launcher = options.launcher
         horovodrun.warn_of_ignored(options)
-        with _tracing(options, lambda: may_change or not all(is_here(host.name) for host in hosts or ())) as traced:
-            if is_elastic:
-                if options.bind not in (None, "none"):
-                    raise LaunchError("--bind is not for elastic jobs, whose processes change; bind them in the script")
-                code = start_elastic(command, limits, sources, env | traced, output, ssh_options, launcher)
-            else:
-                bind = options.bind or "auto"
-                code = start(
-                    command, options.num_proc, hosts, env | traced, launcher, output, ssh_options=ssh_options, bind=bind
-                )
+        if options.trace is not None:
+            env[TRACE] = _empty_trace(options.trace)
+        if is_elastic:
+            if options.bind not in (None, "none"):
+                raise LaunchError("--bind is not for elastic jobs, whose processes change; bind them in the script")
+            code = start_elastic(command, limits, sources, env, output, ssh_options, launcher)
+        else:
+            bind = options.bind or "auto"
+            code = start(command, options.num_proc, hosts, env, launcher, output, ssh_options=ssh_options, bind=bind)
         hints = [] if code == 0 or code > 128 else [elastic.hint(options), horovodrun.hint(options, command[0])]
         print(*(f"torchring run: {hint}\n" for hint in hints if hint), sep="", end="", file=sys.stderr, flush=True)
         return code
     except LaunchError as error:
         print(f"torchring run: {error}", file=sys.stderr)
     return 2
-
-
-@contextlib.contextmanager
-def _tracing(options: argparse.Namespace, is_apart: Callable[[], bool]) -> Iterator[dict[str, str]]:
-    """For --trace and --progress: gives variables for the processes, and says how the job goes. Raises LaunchError.
-
-    Args:
-        is_apart: says whether processes run on other hosts. Looks names up, so it is asked only if that matters.
-    """
-    if options.trace is None and not options.progress:
-        yield {}
-        return
-    is_asked_for = options.trace is not None or os.environ.get(TRACE)
-    if not is_asked_for and is_apart():
-        raise LaunchError("--progress on several hosts needs --trace DIR, with a folder that all hosts share")
-    with contextlib.ExitStack() as stack:
-        if options.trace is not None:
-            folder = _empty_trace(options.trace)
-        elif is_asked_for:
-            folder = str(Path(os.environ[TRACE]).absolute())
-        else:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="torchring-progress-"))
-        if options.progress:
-            from torchring.report.show import progress
-
-            stack.enter_context(progress.shown(Path(folder)))
-        yield {TRACE if is_asked_for else PROGRESS: folder}
 
 
 def _empty_trace(folder: str) -> str:

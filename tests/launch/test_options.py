@@ -182,7 +182,7 @@ NUMBER = "argument -np/-n/--num-proc/--nproc-per-node: needs a number of process
         ("-H a --hostfile b", "not allowed with"),
         # misspelt, and not taken for what they are the beginning of
         *[(f"-np 1 {words}", f"arguments: {words}\n") for words in ("--wrong", "--pool=2")],
-        ("-np 1 --progres", "arguments: --progres; did you mean --progress?"),
+        ("-np 1 --tag-outpu", "arguments: --tag-outpu; did you mean --tag-output?"),
         ("--nproc_pernode=1", "arguments: --nproc_pernode=1; did you mean --nproc-per-node?"),
         ("-np 1 --nnodes 2", "--nnodes: torchring run starts the processes of all hosts: name them with -H"),
         # horovodrun's

@@ -24,7 +24,7 @@ import torchring
 from tests.support.harness import run_pooled, run_ranks
 from tests.support.traces import decoded, write
 from torchring import default_world as world_module
-from torchring.observe import PROGRESS, loading
+from torchring.observe import TRACE, loading
 from torchring.observe.forward import ForwardWatch
 from torchring.observe.recorder import recorder as recorder_module
 from torchring.observe.recorder import writer
@@ -373,12 +373,12 @@ def _writes(rank: int, size: int, folder: Path) -> None:
         world_module.default_world().fail(error)
         assert "rank 7 is gone" in read(path_of(folder / "broken", rank)).run_info.ended_by
     assert "rank 7 is gone" in read(path_of(folder / "broken", rank)).run_info.ended_by
-    assert len(read(path_of(folder / "progress", rank)).steps) == 4, "this writer heard of the error, too"
+    assert len(read(path_of(folder / "whole", rank)).steps) == 4, "this writer heard of the error, too"
 
 
 def test_when_a_trace_is_written(tmp_path: Path) -> None:
-    """`torchring run --progress` is in nobody's way."""
-    run_ranks(_writes, 2, tmp_path, env={PROGRESS: str(tmp_path / "progress")})
+    """A trace of the whole script is in no other one's way."""
+    run_ranks(_writes, 2, tmp_path, env={TRACE: str(tmp_path / "whole")})
     assert list(find(tmp_path / "block")) == [0, 1]
 
 

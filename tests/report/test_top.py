@@ -6,7 +6,6 @@ import dataclasses
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,11 +14,9 @@ import pytest
 
 from tests.support.traces import simulate, write
 from torchring import cli
-from torchring.observe import TRACE
 from torchring.observe.recorder.files import path_of
 from torchring.observe.recorder.records import RankTrace
-from torchring.report.show import progress, top
-from torchring.report.show.top import Picture
+from torchring.report.show import top
 
 
 def write_live(folder: Path, traces: Sequence[RankTrace], age: float = 0.0) -> None:
@@ -36,7 +33,6 @@ def test_a_job_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert first.endswith("2 ranks, the last 47 steps.")
     assert "waits for data on rank 1" in verdict
     assert any(line.split()[:3] == ["rank", "0", "1"] for line in rest), "rank 0 waits for rank 1"
-    assert top.look(tmp_path).headline == f"{first} {verdict}"
     write_live(tmp_path, simulate(2, 50), age=60)
     assert re.search(r"^No rank has made a step for [6-9]\d s\.$", top.look(tmp_path).text, re.MULTILINE)
 
@@ -46,8 +42,8 @@ def test_the_speed_is_steps_and_samples_by_time(tmp_path: Path) -> None:
     traces = simulate(1, 50, bucket_mb=[], noise=0, input_ms=lambda step, rank: 2 + 2000 * (step == 30))
     write_live(tmp_path, traces)
     seconds = 47 * 0.1005 + 2
-    speed = f"Step 50: {47 / seconds:.3g} steps/s, {47 * 16 / seconds:,.0f} samples/s, 1 rank, the last 46 steps. "
-    assert top.look(tmp_path).headline.startswith(speed)
+    speed = f"Step 50: {47 / seconds:.3g} steps/s, {47 * 16 / seconds:,.0f} samples/s, 1 rank, the last 46 steps.\n"
+    assert top.look(tmp_path).text.startswith(speed)
 
 
 def test_a_killed_rank_leaves_its_last_steps_behind(tmp_path: Path) -> None:
@@ -93,57 +89,6 @@ def test_it_ends_with_the_job(
     assert out.count("no rank has written") == 1
     assert out.count("Step 50: ") == 2
     assert "The job has ended: rank 1 is gone." in out
-
-
-def test_a_line_each_time_that_steps_were_made(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    seen = [Picture("nothing yet"), *[Picture("", "A")] * 2, ValueError("odd"), Picture("", "B")]
-    is_over = threading.Event()
-    left = iter(seen)
-
-    def look(_: Path) -> Picture:
-        if (picture := next(left, None)) is None:
-            is_over.set()
-            return Picture("", "the end", is_over=True)
-        if isinstance(picture, Exception):
-            raise picture
-        return picture
-
-    monkeypatch.setattr(progress, "look", look)
-    with progress.shown(Path(), seconds=0.001):
-        assert is_over.wait(40)
-    with progress.shown(Path(), seconds=40):  # a short job
-        pass
-    lines = ["A", "there is no progress to show: ValueError: odd", "B", "the end", "the end"]
-    assert capfd.readouterr().err == "".join(f"torchring run: {line}\n" for line in lines)
-
-
-def test_progress_needs_no_trace_on_one_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folders: list[Path] = []
-    monkeypatch.delenv(TRACE, raising=False)
-
-    def start(_: object, num_proc: int, hosts: object, env: dict[str, str], *__: object, **___: object) -> int:
-        (folder,) = env.values()
-        folders.append(Path(folder))
-        assert folders[-1].is_dir()
-        assert (TRACE in env) == (folder == str(tmp_path))
-        return 0
-
-    monkeypatch.setattr(cli, "start", start)
-    for where in (["-np", "2"], ["-H", "localhost:2"]):
-        assert cli.main(["run", *where, "--progress", __file__]) == 0
-    assert len(folders) == 2
-    assert not any(folder.exists() for folder in folders)
-    for options in ([], ["--elastic", "--min-np", "1"]):
-        assert cli.main(["run", "-H", "other.invalid:2", *options, "--progress", __file__]) == 2
-        assert "--progress on several hosts needs --trace DIR" in capsys.readouterr().err
-    monkeypatch.setenv(TRACE, str(tmp_path))
-    assert cli.main(["run", "-np", "2", "--progress", __file__]) == 0
-    assert folders[-1] == tmp_path
-    assert tmp_path.is_dir()
 
 
 def test_the_reader_may_end_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

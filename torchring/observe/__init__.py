@@ -4,4 +4,3 @@ from typing import Final
 
 # Variables that `torchring run` sets for its ranks. Imports nothing, so that the launcher starts fast.
 TRACE: Final = "TORCHRING_TRACE"  # a folder; from --trace
-PROGRESS: Final = "TORCHRING_PROGRESS"  # a folder for the last steps only; from --progress

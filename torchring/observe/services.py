@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from torchring.observe import PROGRESS, TRACE
+from torchring.observe import TRACE
 from torchring.observe.flight_recorder.entries import MEMORY_BYTES, FlightRecorder
 from torchring.observe.flight_recorder.monitor import StallMonitor
 from torchring.world import World
@@ -15,7 +15,7 @@ def observe(world: World) -> World:
     """Begin to observe `world`, which has just been opened. Collective. Returns `world`."""
     monitor_of(world)
     writer = sys.modules.get("torchring.observe.recorder.writer")
-    if os.environ.get(TRACE) or os.environ.get(PROGRESS) or (writer is not None and writer.is_writing()):
+    if os.environ.get(TRACE) or (writer is not None and writer.is_writing()):
         from torchring.observe.recorder.writer import recorder_of
 
         recorder_of(world)

@@ -16,7 +16,7 @@ from torchring.accelerators import accelerator_of
 from torchring.default_world import open_world
 from torchring.errors import RingError
 from torchring.gradients.reducer import Reducer
-from torchring.observe import PROGRESS, TRACE, loading
+from torchring.observe import TRACE, loading
 from torchring.observe.recorder import files
 from torchring.observe.recorder.clocks import offsets_of
 from torchring.observe.recorder.recorder import NUM_STEPS, Recorder
@@ -96,8 +96,7 @@ class WorldRecorder(Recorder):
         super().__init__(world.observer.num_steps)
         self.world: World | None = world  # until it is closed
         self.clock = world.shared(offsets_of)
-        folder = os.environ.get(TRACE) or os.environ.get(PROGRESS)
-        if folder and not is_writing_to(path := Path(folder).absolute()):
+        if (folder := os.environ.get(TRACE)) and not is_writing_to(path := Path(folder).absolute()):
             TraceWriter(path)
         _recorders.add(self)
         loading.watch(self.loading)

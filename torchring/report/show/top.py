@@ -30,7 +30,6 @@ class Picture:
     """The text of a moment."""
 
     text: str  # for people
-    headline: str = ""  # the text in a line; empty if no rank has written anything
     is_over: bool = False  # the job has ended
     is_empty: bool = False  # no rank has written anything
 
@@ -81,7 +80,6 @@ def look(folder: Path) -> Picture:
     samples = f", {analysis.samples_per_s:,.0f} samples/s" if analysis.samples_per_s else ""
     facts = f"{analysis.steps_per_s:.3g} steps/s{samples}, {count(analysis.size, 'rank')}"
     lines = [f"Step {last + 1:,}: {facts}, the last {count(analysis.num_steps, 'step')}."]
-    headline = f"{lines[0]} {analysis.verdict.sentence}"
     still = time.time() - max(trace.run_info.written_at for trace in job.traces)
     if not running:
         reasons = sorted({trace.run_info.ended_by for trace in job.traces} - {*ENDED_WELL})
@@ -91,7 +89,7 @@ def look(folder: Path) -> Picture:
     lines += [analysis.verdict.sentence, *analysis.problems, ""]
     tables = (table_of_phases(analysis), table_of_waits(analysis))
     text = "\n".join([*lines, *(text_of(table) for table in tables if table.rows)])
-    return Picture(text, headline, is_over=not running)
+    return Picture(text, is_over=not running)
 
 
 def _traces(folder: Path) -> list[RankTrace]:
