@@ -58,47 +58,41 @@ def unpack(views: Sequence[Tensor], grads: Sequence[Tensor], *, scale: float = 1
     pack(views, grads, scale=scale)
 
 
-def accumulate(parts: Sequence[Tensor], out: Tensor, *, scale: float = 1.0, scratch: Tensor | None = None) -> None:
-    """out <- cast(scale * (parts[0] + parts[1] + ...)), added in list order.
+def accumulate(parts: Sequence[Tensor], out: Tensor, *, scratch: Tensor | None = None) -> None:
+    """out <- cast(parts[0] + parts[1] + ...), added in list order.
 
-    parts: one or more tensors of one dtype and of out's shape; not modified, except that `out` may be one of them.
-    out: floating point, or the integer dtype of the parts. Integer sums are exact (modulo 2**bits) and need scale 1.
+    parts: one or more tensors of out's dtype and shape; not modified, except that `out` may be one of them. Sums of
+        integers are exact (modulo 2**bits).
     scratch: at least out.numel() contiguous elements of `compute_dtype`, overwritten; fastest if it has out's shape.
-        Holds the running sum if out cannot: if out has 16 bits, is narrower than its parts, or is parts[2] or later.
-        Allocated if None and needed. fp32 parts need no scratch for an fp32 out.
+        Holds the running sum if out cannot: if out has 16 bits, or is parts[2] or later. Allocated if None and needed.
 
-    Bound, with u = 2**-24 for fp32 and N parts: |error| <= N * u * scale * sum(|parts|) to first order in u, then one
-    rounding to out's dtype.
+    Bound, with u = 2**-24 for fp32 and N parts: |error| <= N * u * sum(|parts|) to first order in u, then one rounding
+    to out's dtype.
     Raises ValueError for shapes, scratch or overlap that do not fit, TypeError for dtypes.
     """
-    Accumulation(parts, out, scratch).run(scale)
+    Accumulation(parts, out, scratch).run()
 
 
 class Accumulation:
     """`accumulate` for tensors that are summed again and again: checks them once. Same arguments, same errors."""
 
     def __init__(self, parts: Sequence[Tensor], out: Tensor, scratch: Tensor | None = None) -> None:
-        self._dtype = check_parts(parts, out, 1.0)
-        check_overlap(parts, out)
-        running = compute_dtype(self._dtype, out.dtype)
+        _check_parts(parts, out)
+        running = compute_dtype(out.dtype, out.dtype)
         # The first two parts are read before anything is written; a later one would be overwritten before its turn.
         sums_in_out = out.dtype == running and out.data_ptr() not in map(Tensor.data_ptr, parts[2:])
-        # torch adds 16-bit values in fp32 and rounds once, so without a scale a pair takes one call instead of four.
-        self._is_pair = len(parts) == 2 and out.dtype == self._dtype
         self._running = running
         self._parts, self._out = list(parts), out
         self._total = out if sums_in_out else None if scratch is None else _running_sum(scratch, out, running)
 
-    def run(self, scale: float = 1.0, parts: Sequence[Tensor] | None = None) -> None:
-        """Add up what the tensors hold now. `parts`: others in their place, as many and alike."""
-        parts, out = self._parts if parts is None else parts, self._out
-        if scale == 1.0 and self._is_pair:
+    def run(self) -> None:
+        """Add up what the tensors hold now."""
+        parts, out = self._parts, self._out
+        if len(parts) == 2:  # torch adds 16-bit values in fp32 and rounds once: one call instead of three
             torch.add(parts[0], parts[1], out=out)
             return
-        if scale != 1.0:
-            _check_scale(self._dtype, scale)
         total = _running_sum(None, out, self._running) if self._total is None else self._total
-        if self._dtype == self._running and len(parts) > 1:
+        if out.dtype == self._running and len(parts) > 1:
             torch.add(parts[0], parts[1], out=total)
             later = parts[2:]
         else:
@@ -106,43 +100,23 @@ class Accumulation:
             later = parts[1:]
         for part in later:
             total.add_(part)  # torch adds in the wider dtype, so a 16-bit part is added in fp32
-        if scale != 1.0:
-            total.mul_(scale)
         if total is not out:
             out.copy_(total)
 
 
-def check_parts(parts: Sequence[Tensor], out: Tensor, scale: float) -> torch.dtype:
-    """The dtype of all parts. Raises ValueError or TypeError for shapes and dtypes that cannot be added."""
+def _check_parts(parts: Sequence[Tensor], out: Tensor) -> None:
+    """Raise for parts that cannot be added up, or that writing `out` could change while they are still to be read."""
     if not parts:
         raise ValueError("there is nothing to add: parts is empty")
-    dtype, same_size = parts[0].dtype, out.is_same_size
-    for part in parts:
-        if part.dtype != dtype:
-            raise TypeError(f"all parts need one dtype, got {[part.dtype for part in parts]}")
-        if not same_size(part):
-            raise ValueError(f"parts need out's shape {tuple(out.shape)}, got {[tuple(part.shape) for part in parts]}")
-    if not (dtype.is_floating_point and out.dtype.is_floating_point):
-        if out.dtype != dtype:
-            raise TypeError(f"only floating point sums are converted: parts have dtype {dtype}, out has {out.dtype}")
-        _check_scale(dtype, scale)
-    return dtype
-
-
-def _check_scale(dtype: torch.dtype, scale: float) -> None:
-    if scale != 1.0 and not dtype.is_floating_point:
-        raise TypeError(f"a sum of dtype {dtype} takes scale 1 only, got {scale}")
-
-
-def check_overlap(parts: Sequence[Tensor], out: Tensor) -> None:
-    """Raise ValueError if writing out could change an element that is still to be read."""
     address, size = out.data_ptr(), out.numel() * out.element_size()
     for i, part in enumerate(parts):
+        if part.dtype != out.dtype:
+            raise TypeError(f"parts need out's dtype {out.dtype}, got {[part.dtype for part in parts]}")
+        if not out.is_same_size(part):
+            raise ValueError(f"parts need out's shape {tuple(out.shape)}, got {[tuple(part.shape) for part in parts]}")
         begin = part.data_ptr()
-        if begin == address and part.dtype == out.dtype:
-            continue
-        if begin < address + size and address < begin + part.numel() * part.element_size():
-            raise ValueError(f"parts[{i}] overlaps out partly or in another dtype: it must be out, or not overlap out")
+        if begin != address and begin < address + size and address < begin + part.numel() * part.element_size():
+            raise ValueError(f"parts[{i}] overlaps out partly: it must be out, or not overlap out")
 
 
 def _running_sum(scratch: Tensor | None, out: Tensor, dtype: torch.dtype) -> Tensor:

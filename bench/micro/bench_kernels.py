@@ -97,7 +97,7 @@ def bench_unpack(benchmark: BenchmarkFixture, load: Load, rival: str) -> None:
 
 @rivals
 def bench_accumulate(benchmark: BenchmarkFixture, load: Load, rival: str) -> None:
-    """Two ranks' wires summed and scaled: in blocks that fit into the L2 cache, as `DirectAllReduce` does; or whole."""
+    """Two ranks' wires summed: in blocks that fit into the L2 cache, as `DirectAllReduce` does; or whole."""
     benchmark.group = f"accumulate: {load.name}"
     others = load.values.flip(0)
     wires = [load.values.to(load.wire.dtype), others.to(load.wire.dtype), load.wire.fill_(-1)]
@@ -107,14 +107,14 @@ def bench_accumulate(benchmark: BenchmarkFixture, load: Load, rival: str) -> Non
 
     def accumulate() -> None:
         for first, second, out in blocks:
-            reference.accumulate([first, second], out, scale=SCALE, scratch=scratch)
+            reference.accumulate([first, second], out, scratch=scratch)
 
     def add() -> None:
         first, second, out = wires
         if out.dtype == torch.float32:
-            torch.add(first, second, out=out).mul_(SCALE)
+            torch.add(first, second, out=out)
         else:
-            out.copy_(first.float().add_(second).mul_(SCALE))
+            out.copy_(first.float().add_(second))
 
     benchmark(add if rival == "torch" else accumulate)
-    assert torch.equal(load.wire, ((load.values + others) * SCALE).to(load.wire.dtype))
+    assert torch.equal(load.wire, (load.values + others).to(load.wire.dtype))

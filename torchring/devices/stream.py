@@ -41,8 +41,6 @@ class DeviceWire:
         launches: prepared launches of the engine, by what they do.
     """
 
-    scale_first = True  # as DistributedDataParallel does
-
     tensor: torch.Tensor
     buffer: torch.Tensor
     addresses: torch.Tensor
