@@ -88,32 +88,6 @@ def _pack_kernel(
             look(found, chunk, rounded, lane < count, most, COMPUTE)
 
 
-def pack(
-    tensors: Sequence[Tensor],
-    wire: Tensor,
-    table: ChunkTable,
-    *,
-    scale: float = 1.0,
-    found: Tensor | None = None,
-    num_ranks: int = 1,
-) -> None:
-    """wire[table.wire_offsets[i] + k] <- cast(scale * element k, in memory order, of tensors[i]).
-
-    tensors: tensors that `table` describes, on one device and of one dtype: fp16, bf16, fp32 or fp64. Any address
-        works. Tensors at multiples of 16 bytes are read 128 bits at a time. May be their own places in the wire.
-    wire: 1-D, contiguous, at least table.wire_numel elements of table.wire_dtype.
-    found: int32 [2] on the table's device, `NOT_FOUND` or less; None: nothing is looked at. The first number is lowered
-        to the first chunk in which a value, as written, is NaN or infinite, also by overflow. The second is lowered to
-        the first chunk in which a value is that, or so large that the sum over `num_ranks` ranks may overflow: more
-        than max / (2 * num_ranks) of the wire's dtype. `table.tensor_of` gives the tensor.
-    The product is fp32 (fp64 if either side is fp64) and rounded once. Runs on the current stream and does not wait;
-    the caller keeps tensors, wire and table until that stream is past this point.
-    Raises ValueError or TypeError for tensors or a wire that do not fit the table.
-    """
-    dtype = tensors[0].dtype if tensors else wire.dtype
-    prepare_pack(wire, table, dtype, scale=scale, found=found, num_ranks=num_ranks)(tensors)
-
-
 def prepare_pack(
     wire: Tensor,
     table: ChunkTable,
@@ -123,9 +97,19 @@ def prepare_pack(
     found: Tensor | None = None,
     num_ranks: int = 1,
 ) -> Callable[[Sequence[Tensor]], None]:
-    """`pack` of tensors of `dtype`, for many calls with one wire, table, scale and `found`: f(tensors).
+    """A function f(tensors): wire[table.wire_offsets[i] + k] <- cast(scale * element k, in memory order, of tensor i).
 
-    The wire and `found` are checked once; see `Kernel.prepare`. Errors are those of `pack`.
+    tensors: tensors that `table` describes, on one device, and of `dtype`: fp16, bf16, fp32 or fp64. Any address works.
+        Tensors at multiples of 16 bytes are read 128 bits at a time. May be their own places in the wire.
+    wire: 1-D, contiguous, at least table.wire_numel elements of table.wire_dtype.
+    found: int32 [2] on the table's device, `NOT_FOUND` or less; None: nothing is looked at. The first number is lowered
+        to the first chunk in which a value, as written, is NaN or infinite, also by overflow. The second is lowered to
+        the first chunk in which a value is that, or so large that the sum over `num_ranks` ranks may overflow: more
+        than max / (2 * num_ranks) of the wire's dtype. `table.tensor_of` gives the tensor.
+
+    The product is fp32 (fp64 if either side is fp64) and rounded once. f launches on the current stream and does not
+    wait; the caller keeps tensors, wire and table until that stream is past this point. See `Kernel.prepare`.
+    Raises ValueError or TypeError, now for a wire, and in each call for tensors that do not fit the table.
     """
     table.check_wire(wire)
     if found is not None and (found.dtype != torch.int32 or found.numel() != 2 or found.device != wire.device):

@@ -55,18 +55,13 @@ def _unpack_kernel(
         tl.store(odd + lane, single.to(ROUNDED).to(TARGET), mask=lane < count)
 
 
-def unpack(wire: Tensor, tensors: Sequence[Tensor], table: ChunkTable) -> None:
-    """Element k, in memory order, of tensors[i] <- cast(wire[table.wire_offsets[i] + k]).
+def prepare_unpack(wire: Tensor, table: ChunkTable, dtype: torch.dtype) -> Callable[[Sequence[Tensor]], None]:
+    """A function f(tensors): element k, in memory order, of tensors[i] <- cast(wire[table.wire_offsets[i] + k]).
 
     wire: 1-D, contiguous, at least table.wire_numel elements of table.wire_dtype; not modified.
-    tensors: tensors that `table` describes, on one device and of one dtype: fp16, bf16, fp32 or fp64; overwritten.
-    Rounding, stream, ownership and errors are those of `pack`.
+    tensors: tensors that `table` describes, on one device, and of `dtype`; overwritten.
+    Rounding, stream, ownership and errors are those of `prepare_pack`.
     """
-    prepare_unpack(wire, table, tensors[0].dtype if tensors else wire.dtype)(tensors)
-
-
-def prepare_unpack(wire: Tensor, table: ChunkTable, dtype: torch.dtype) -> Callable[[Sequence[Tensor]], None]:
-    """`unpack` to tensors of `dtype`, for many calls with one wire and table: f(tensors). See `prepare_pack`."""
     table.check_wire(wire)
     if not runs_on_triton(wire.device):
         return lambda tensors: _unpack_by_torch(wire, tensors, table)

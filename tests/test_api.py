@@ -304,12 +304,12 @@ print([name for name in heavy if name in sys.modules and name not in torch_itsel
 print([name for name in heavy[:1] + heavy[3:5] if name in sys.modules])
 print(torchring.is_initialized(), torch.distributed.is_initialized(), threading.active_count())
 from torchring.kernels.chunks import ChunkTable
-from torchring.kernels.pack import pack
-from torchring.kernels.unpack import unpack
+from torchring.kernels.pack import prepare_pack
+from torchring.kernels.unpack import prepare_unpack
 table = ChunkTable([2], [0], wire_dtype=torch.float16, device="cpu")
 wire = torch.zeros(2, dtype=torch.float16)
 grad = torch.ones(2)
-pack([grad], wire, table, scale=0.5), unpack(wire, [grad], table)
+prepare_pack(wire, table, grad.dtype, scale=0.5)([grad]), prepare_unpack(wire, table, grad.dtype)([grad])
 print(grad.tolist(), "triton" in sys.modules)
 """
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -18,8 +18,8 @@ from torchring.bench.gpu.timing import Case, Row, gpu_seconds, shares, spreads
 from torchring.bench.models import Workload, gpt2, resnet
 from torchring.kernels import reference
 from torchring.kernels.chunks import ChunkTable
-from torchring.kernels.pack import NOT_FOUND, pack
-from torchring.kernels.unpack import unpack
+from torchring.kernels.pack import NOT_FOUND, prepare_pack
+from torchring.kernels.unpack import prepare_unpack
 
 Shapes = list[torch.Size]
 
@@ -106,21 +106,23 @@ def _time_list(op: str, shapes: Shapes, source: torch.dtype, target: torch.dtype
     if op == "pack":
         expected = [torch.empty_like(view) for view in views]
         reference.pack(grads, expected, scale=scale)
+        pack = prepare_pack(wire, table, grad_dtype, scale=scale)
         found = torch.full((2,), NOT_FOUND, dtype=torch.int32, device="cuda")
+        look = prepare_pack(wire, table, grad_dtype, scale=scale, found=found, num_ranks=8)
 
         def foreach() -> None:
             torch._foreach_copy_(views, grads if scale == 1 else list(torch._foreach_mul(grads, scale)))
 
         rivals = {
-            "torchring": Rival(partial(pack, grads, wire, table, scale=scale), views, expected),
-            "checked": Rival(partial(pack, grads, wire, table, scale=scale, found=found), views, expected),
+            "torchring": Rival(partial(pack, grads), views, expected),
+            "checked": Rival(partial(look, grads), views, expected),
             "foreach": Rival(foreach, views, expected),
         }
     else:
         expected = [torch.empty_like(grad) for grad in grads]
         reference.unpack(views, expected)
         rivals = {
-            "torchring": Rival(partial(unpack, wire, grads, table), grads, expected),
+            "torchring": Rival(partial(prepare_unpack(wire, table, grad_dtype), grads), grads, expected),
             "foreach": Rival(partial(torch._foreach_copy_, grads, views), grads, expected),
         }
     numel = sum(grad.numel() for grad in grads)

@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from tests.support.kernel_ranks import Round, Runner, come_early, places_of_one_process, run_direct, run_ring
-from tests.support.kernels import F32, where_triton_runs
+from tests.support.kernels import F32, pack, unpack, where_triton_runs
 from torchring.kernels import lazy, reference
 from torchring.kernels.chunks import ChunkTable
 from torchring.kernels.direct import prepare_direct
-from torchring.kernels.pack import pack
 from torchring.kernels.ring import prepare_ring
-from torchring.kernels.unpack import unpack
 
 CALLS: dict[str, Callable[[], None]] = {
     "pack": lambda: pack([torch.ones(1)], torch.zeros(1), table_of(1)),

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.kernels import unpack
 from torchring.kernels.chunks import ChunkTable, layout
-from torchring.kernels.unpack import unpack
 
 F32 = torch.float32
 

@@ -6,9 +6,9 @@ import torch
 
 from tests.support.checks import assert_bitwise
 from tests.support.grids import grid
-from tests.support.kernels import DTYPES, INF, NAN, on_each_device, sum_in_order
+from tests.support.kernels import DTYPES, INF, NAN, on_each_device, pack, sum_in_order
 from torchring.kernels.chunks import ChunkTable, layout
-from torchring.kernels.pack import NOT_FOUND, pack
+from torchring.kernels.pack import NOT_FOUND
 
 NUMELS = [0, 1, 3, 4095, 4096, 4097, 8209, 0, 17]
 

@@ -3,10 +3,8 @@ import torch
 from tests.kernels.test_pack import NUMELS, offsets_for, random_tensors
 from tests.support.checks import assert_bitwise
 from tests.support.grids import grid
-from tests.support.kernels import DTYPES, on_each_device, sum_in_order
+from tests.support.kernels import DTYPES, on_each_device, pack, sum_in_order, unpack
 from torchring.kernels.chunks import ChunkTable, layout
-from torchring.kernels.pack import pack
-from torchring.kernels.unpack import unpack
 
 
 @on_each_device

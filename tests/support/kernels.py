@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from torchring.kernels import lazy
+from torchring.kernels.chunks import ChunkTable
+from torchring.kernels.pack import prepare_pack
+from torchring.kernels.unpack import prepare_unpack
 
 F32, F16, B16, F64 = DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 INF, NAN = float("inf"), float("nan")
@@ -39,3 +44,11 @@ def sum_in_order(parts: list[torch.Tensor], dtype: torch.dtype, scale: float) ->
     for part in parts[1:]:
         total = total + part.cpu().to(compute)
     return cast(total * torch.tensor(scale, dtype=compute), dtype)
+
+
+def pack(tensors: list[torch.Tensor], wire: torch.Tensor, table: ChunkTable, **options: Any) -> None:
+    prepare_pack(wire, table, tensors[0].dtype if tensors else wire.dtype, **options)(tensors)
+
+
+def unpack(wire: torch.Tensor, tensors: list[torch.Tensor], table: ChunkTable) -> None:
+    prepare_unpack(wire, table, tensors[0].dtype if tensors else wire.dtype)(tensors)
