@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torchring
 from torchring import placement
@@ -48,12 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.error(f"say which command: {', '.join(_COMMANDS)}")
 
 
-def _of_module(name: str) -> Callable[[Sequence[str]], int]:
+def _of_module(name: str, *more: Any) -> Callable[[Sequence[str]], int]:
     """A command whose module parses its arguments. Its reader may end first, as in `torchring report DIR | head`."""
 
     def command(arguments: Sequence[str]) -> int:
         try:
-            code: int = importlib.import_module(name).main(arguments)
+            code: int = importlib.import_module(name).main(arguments, *more)
             sys.stdout.flush()
         except BrokenPipeError:
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -230,7 +230,7 @@ def _bench(arguments: Sequence[str]) -> int:
 
 _COMMANDS: Final[dict[str, tuple[Callable[[Sequence[str]], int], str]]] = {
     "run": (_run_command, "start a script on N processes, of this host or of several"),
-    "doctor": (_of_module("torchring.doctor"), "say what this host offers, and what is wrong"),
+    "doctor": (_of_module("torchring.doctor", _run_command), "say what this host offers, and what is wrong"),
     "report": (_of_module("torchring.report.command"), "say what bounds a job, from its trace"),
     "top": (_of_module("torchring.report.show.top"), "show how a job goes that is being traced"),
     "manifest": (_of_module("torchring.manifest.manifest"), "write what starts a job on Slurm or Kubernetes"),

