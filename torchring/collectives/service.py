@@ -172,6 +172,10 @@ class Collectives:
         """The `data` of all ranks, in rank order. Some hundred bytes travel in one message."""
         return self.run("all_gather_object", operations.exchange, data)
 
+    def all_gather_json(self, mine: Any) -> list[Any]:
+        """What all ranks say, in rank order: numbers, strings, and lists and dicts of those."""
+        return [json.loads(said) for said in self.all_gather_bytes(json.dumps(mine).encode())]
+
     def all_gather(self, tensor: torch.Tensor, signature: Signature | None = None) -> list[torch.Tensor]:
         """The tensors of all ranks, in rank order. Sizes of dimension 0 may differ.
 
@@ -185,7 +189,7 @@ class Collectives:
         """Raise PlanMismatchError, which names the first difference, on every rank unless all pass equal lines."""
         if len(set(self.all_gather_bytes(fingerprint(description)))) == 1:
             return
-        everybody = [json.loads(text) for text in self.all_gather_bytes(json.dumps(list(description)).encode())]
+        everybody = self.all_gather_json(list(description))
         others = [rank for rank, theirs in enumerate(everybody) if theirs != everybody[0]]
         raise in_step(PlanMismatchError(first_difference(everybody), rank=self.world.rank, peers=others))
 

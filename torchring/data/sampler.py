@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any, Final
 
 import torch
@@ -260,35 +260,21 @@ class Sampler(torch.utils.data.Sampler[Any]):
         rank, size = self._place()
         return Pass(epoch, self._length, position, rank, size, self._global_batch or (self._batch_size or 1) * size)
 
-    def _begin(self, draws: _Draws) -> Pass:
-        current = self._plan(*self._next())
-        current.iterator = weakref.ref(draws)
-        self._goes_on = False
-        self._passes.append(current)
-        if self._knows_batches and torch.is_grad_enabled() and not current.has_equal_shares():
-            draws.size = current.size
-            unequal_shares.add(draws)
-        return current
-
     def _draw(self, current: Pass) -> Iterator[list[int]]:
-        order = self._order(current.epoch)
-        for batch in range(current.num_batches):
-            own = current.share(batch)
-            part = order[own.start : own.stop : own.step]
-            current.num_drawn = batch + 1
-            yield part.tolist() if isinstance(part, torch.Tensor) else list(part)
-        current.is_exhausted = True
-
-    def _order(self, epoch: int) -> Sequence[int] | torch.Tensor:
-        """The samples of an epoch. Raises ValueError if the dataset has changed."""
         if (length := len(self._dataset)) != self._length:
             raise ValueError(
                 f"the dataset had {self._length} samples when its sampler was made, but has {length} in epoch "
-                f"{epoch}; make a new sampler for the changed dataset"
+                f"{current.epoch}; make a new sampler for the changed dataset"
             )
-        if not self._shuffle:
-            return range(self._length)
-        return torch.randperm(self._length, generator=torch.Generator().manual_seed(self._seed + epoch))
+        order = torch.arange(length, device="cpu")
+        if self._shuffle:
+            generator = torch.Generator().manual_seed(self._seed + current.epoch)
+            order = torch.randperm(length, generator=generator, device="cpu")
+        for batch in range(current.num_batches):
+            own = current.share(batch)
+            current.num_drawn = batch + 1
+            yield order[own.start : own.stop : own.step].tolist()
+        current.is_exhausted = True
 
     def _state(self, epoch: int, position: int) -> dict[str, int | bool]:
         own: dict[str, int | bool] = {"seed": self._seed, "shuffle": self._shuffle, "length": self._length}
@@ -327,6 +313,13 @@ class _Draws(Iterator[Any]):
         self._begin()
 
     def _begin(self) -> None:
-        self._pass = self._sampler._begin(self)
-        batches = self._sampler._draw(self._pass)
-        self._drawing = batches if self._sampler._knows_batches else itertools.chain.from_iterable(batches)
+        sampler = self._sampler
+        self._pass = current = sampler._plan(*sampler._next())
+        current.iterator = weakref.ref(self)
+        sampler._goes_on = False
+        sampler._passes.append(current)
+        if sampler._knows_batches and torch.is_grad_enabled() and not current.has_equal_shares():
+            self.size = current.size
+            unequal_shares.add(self)
+        batches = sampler._draw(current)
+        self._drawing = batches if sampler._knows_batches else itertools.chain.from_iterable(batches)

@@ -8,12 +8,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch.distributed import TCPStore
@@ -51,7 +50,7 @@ def take_part(launch: LaunchEnvironment, backend: Backend, timeout_seconds: floa
     doing = "joining the ranks"
     try:
         world = worlds.init(backend, timeout_seconds=timeout_seconds)
-        report.ranks = [RankFacts(**facts) for facts in _gather(world, asdict(report.ranks[0]))]
+        report.ranks = [RankFacts(**facts) for facts in collectives_of(world).all_gather_json(asdict(report.ranks[0]))]
         report.hosts = [list(ranks) for ranks in world.hosts]
         if world.rank == 0 and world.size > 1:
             report.store = _describe_store(world, launch, report)
@@ -82,11 +81,6 @@ def _describe_store(world: World, launch: LaunchEnvironment, report: Report) -> 
     return StoreFacts(host, port, hosted_by, [*(listening(own, port) or own), *resolve(host)])
 
 
-def _gather(world: World, facts: object) -> list[Any]:
-    """The facts of all ranks, which travel as JSON: what a rank sends is not executed."""
-    return [json.loads(text) for text in collectives_of(world).all_gather_bytes(json.dumps(facts).encode())]
-
-
 def _measure(world: World) -> list[PathFacts]:
     """All-reduces within each host, then messages between the first ranks of each host and of the next, in turns."""
     found: list[PathFacts] = []
@@ -108,7 +102,11 @@ def _measure(world: World) -> list[PathFacts]:
                 swap = functools.partial(_swap, transport, sum(pair) - world.rank)
                 path = _time(transport.engine, pair, swap if world.rank in pair else _watch)
                 found += [path] if world.rank == pair[0] else []
-    return [PathFacts(**path) for of_rank in _gather(world, [*map(asdict, found)]) for path in of_rank]
+    return [
+        PathFacts(**path)
+        for of_rank in collectives_of(world).all_gather_json([*map(asdict, found)])
+        for path in of_rank
+    ]
 
 
 def _time(kind: str, ranks: Sequence[int], transfer: _Transfer) -> PathFacts:

@@ -14,7 +14,6 @@ buffers held in forward.
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -245,7 +244,7 @@ class BufferSync(Participant):
         collectives = collectives_of(self._world)
         found = [spec.find() for spec in (*self._specs, *self._own)]
         kinds = [tensor is not None and _kind(tensor) for tensor in found]
-        everywhere = [len({*of_ranks}) == 1 for of_ranks in zip(*_gather(collectives, kinds), strict=True)]
+        everywhere = [len({*of_ranks}) == 1 for of_ranks in zip(*collectives.all_gather_json(kinds), strict=True)]
         alike = [tensor for tensor, is_alike in zip(found, everywhere, strict=True) if tensor is not None and is_alike]
         collectives.broadcast_together(alike, src)
 
@@ -314,7 +313,7 @@ class BufferSync(Participant):
         found = [spec.find() for spec in self._own]
         rows = iter(digests([tensor.detach() for tensor in found if tensor is not None]).tolist())
         mine = [tensor is not None and [_kind(tensor), *next(rows)] for tensor in found]
-        said = _gather(internal_collectives_of(self._world), [] if self._is_absent else mine)
+        said = internal_collectives_of(self._world).all_gather_json([] if self._is_absent else mine)
         first, *rest = list(filter(None, said)) or [mine]
         others = [spec for i, spec in enumerate(self._own) if any(each[i] != first[i] for each in rest)]
         self._own = [spec for spec in self._own if spec not in others]
@@ -336,11 +335,6 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
     for _, alike in itertools.groupby(pairs, lambda pair: tuple(map(dtype, pair))):
         to, of = zip(*alike, strict=True)
         torch._foreach_copy_(to, of)
-
-
-def _gather(collectives: Collectives, facts: list[Any]) -> list[list[Any]]:
-    """Collective: what each rank says."""
-    return [json.loads(said) for said in collectives.all_gather_bytes(json.dumps(facts).encode())]
 
 
 def _words(buffer: torch.Tensor) -> torch.Tensor:

@@ -206,8 +206,7 @@ class ReplicaCheck(Participant):
 
     def _first_difference(self) -> tuple[int, str, str] | None:
         """Collective: the first rank whose settings differ from those of rank 0, in what, and what to do."""
-        texts = internal_collectives_of(self._world).all_gather_bytes(json.dumps(self._settings()).encode())
-        first, *rest = map(json.loads, texts)
+        first, *rest = internal_collectives_of(self._world).all_gather_json(self._settings())
         for rank, theirs in enumerate(rest, start=1):
             for place, value in first.items():
                 if theirs.get(place, value) != value:

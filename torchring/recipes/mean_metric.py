@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 
@@ -60,7 +59,7 @@ class MeanMetric:
         """
         mine = {name: pair.tolist() for name, pair in self._sums.items()}
         world = default_world()
-        of_ranks = [json.loads(data) for data in collectives_of(world).all_gather_bytes(json.dumps(mine).encode())]
+        of_ranks = collectives_of(world).all_gather_json(mine)
         names = sorted({name for each in of_ranks for name in each})
         for name in names:
             if lacking := [r for r, each in enumerate(of_ranks) if each and name not in each]:
