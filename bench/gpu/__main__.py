@@ -5,8 +5,8 @@
 
 Each section runs in processes of its own, for a limited time, so that no section can spoil or stop another:
 
-    step       a training step of one rank: the plain optimizer, torchring with the algorithms ring and direct, and DDP
-               over NCCL; and the memory that each takes at its peak
+    step       a training step of one rank: the plain optimizer, torchring, and DDP over NCCL; and the memory that each
+               takes at its peak
     bucket     the host's time for packing, reducing and unpacking a bucket
     kernels    pack and unpack as a share of a copy of the same bytes, and torch._foreach_copy_
     allreduce  direct and ring between ranks, and NCCL if each rank has a GPU. Ranks that share one GPU take

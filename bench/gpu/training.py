@@ -96,7 +96,6 @@ def _with_ddp(model: torch.nn.Module) -> tuple[torch.nn.Module, torch.optim.Opti
 
 RIVALS: Final[dict[str, Callable[[torch.nn.Module], Any]]] = {
     "plain": sgd,
-    "ring": partial(connected, algorithm="ring"),
     "direct": partial(connected, algorithm="direct"),
     "ddp": _with_ddp,
 }
@@ -128,7 +127,7 @@ def _time_steps(config: TrainingConfig) -> Row:
     distances = {name: float((own - plain).norm() / moved) for name, own in weights.items()}
     if wrong := [name for name, far in distances.items() if not far < _MOST_DISTANCE]:
         raise RuntimeError(f"the weights of {', '.join(wrong)} differ from the plain optimizer's: {distances}")
-    stats = vars(trainings["ring"].optimizer.stats())
+    stats = vars(trainings["direct"].optimizer.stats())
     for training in trainings.values():
         if isinstance(training.optimizer, DistributedOptimizer):
             training.optimizer.close()

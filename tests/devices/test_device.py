@@ -287,7 +287,7 @@ def test_what_a_reduction_found_is_found_again() -> None:
 
     parameters = [torch.nn.Parameter(torch.zeros(20)) for _ in specs]
 
-    def found(*values: list[int], bad: int | None = None) -> tuple[int, int] | None:
+    def found(*values: list[int], bad: int | None = None) -> tuple[str, int] | None:
         reports = [torch.tensor(values, dtype=torch.int32)]
         finished: Any = SimpleNamespace(opened=opened, packed=packed, reports=reports)
         for index, parameter in enumerate(parameters):
@@ -296,12 +296,12 @@ def test_what_a_reduction_found_is_found_again() -> None:
 
     no = NOT_FOUND
     assert found([no, no], [no, no], bad=0) is None
-    assert found([no, no], [1, 1]) == (1, 3)
+    assert found([no, no], [1, 1]) == ("non_finite", 3)
     assert found([no, 0], [no, no]) is None
-    assert found([no, 0], [no, no], bad=0) == (2, 0)
-    assert found([no, 0], [no, no], bad=1) == (2, 1)
+    assert found([no, 0], [no, no], bad=0) == ("overflowed", 0)
+    assert found([no, 0], [no, no], bad=1) == ("overflowed", 1)
     assert found([no, 0], [no, no], bad=2) is None
-    assert found([no, 0], [0, 0], bad=1) == (1, 2)
+    assert found([no, 0], [0, 0], bad=1) == ("non_finite", 2)
 
 
 # Engines

@@ -34,7 +34,7 @@ from torchring.kernels.chunks import ChunkTable
 from torchring.kernels.pack import NOT_FOUND
 from torchring.world import World
 
-_IN_INPUT, _IN_SUM = 1, 2
+_IN_INPUT, _IN_SUM = "non_finite", "overflowed"  # what was found, as the message calls it
 _FIRST_DATED, _DATED_EVERY = 4, 16  # the first reductions are dated, and then one in so many
 
 
@@ -93,7 +93,7 @@ class DeviceAgreement:
         self.stream_notes: StreamNotes | None = (all_reduce.accelerator.current_stream, self._streams.add)
         self.follow_current_stream = all_reduce.stream.follow
         self._unfinished: deque[_Unfinished] = deque()
-        self._finding: tuple[int, int] | None = None  # (kind, parameter), for the other ranks
+        self._finding: tuple[str, int] | None = None  # (what, parameter), for the other ranks
         self._backward_end: Mark | None = None
         self.works: list[Dated] = []
 
@@ -119,14 +119,13 @@ class DeviceAgreement:
         self._backward_end = self._all_reduce.accelerator.mark_current() if self._all_reduce.is_dated else None
 
     def tell(self, current: Reduction, buckets: Sequence[Bucket]) -> None:
-        kind, parameter = self._take_finding()
-        if kind:
-            current.mine["non_finite" if kind == _IN_INPUT else "overflowed"] = parameter + 1
+        if found := self._take_finding():
+            current.mine[found[0]] = found[1] + 1
 
     def agree(self, current: Reduction, buckets: Sequence[Bucket]) -> None:
         self._keep_unfinished()
         by_rank = current.heard.by_rank
-        if found := _first_finding(by_rank["non_finite"], by_rank["overflowed"]):
+        if found := _first_finding(by_rank[_IN_INPUT], by_rank[_IN_SUM]):
             source, index = found
             # The gradient of that reduction is gone. The parameter shows whether it was trained on.
             trained = self._parameters[index]
@@ -135,8 +134,8 @@ class DeviceAgreement:
     def find_non_finite(self) -> NonFiniteGradient | None:
         self._all_reduce.accelerator.synchronize()
         self._take_finished()
-        kind, parameter = self._take_finding()
-        mine = torch.tensor([(parameter + 1) * (kind == _IN_INPUT), (parameter + 1) * (kind == _IN_SUM)], device="cpu")
+        what, parameter = self._take_finding() or ("", 0)
+        mine = torch.tensor([(parameter + 1) * (what == each) for each in (_IN_INPUT, _IN_SUM)], device="cpu")
         everybody = internal_collectives_of(self._world).all_gather(mine)
         found = _first_finding(*torch.stack(everybody).t().tolist())
         if found is None:
@@ -177,8 +176,8 @@ class DeviceAgreement:
             self._finding = self._finding or _find(finished, self._parameters)
             self._all_reduce.give_back(finished.reports)
 
-    def _take_finding(self) -> tuple[int, int]:
-        found, self._finding = self._finding or (0, 0), None
+    def _take_finding(self) -> tuple[str, int] | None:
+        found, self._finding = self._finding, None
         return found
 
     def _take_time(self, finished: _Unfinished) -> None:
@@ -193,7 +192,7 @@ class DeviceAgreement:
         return [opened.packing.take_packed() for opened in self._opened]
 
 
-def _find(finished: _Unfinished, parameters: Sequence[torch.nn.Parameter]) -> tuple[int, int] | None:
+def _find(finished: _Unfinished, parameters: Sequence[torch.nn.Parameter]) -> tuple[str, int] | None:
     """(what was found, in which parameter) first in a reduction. Inputs of this rank go before sums."""
     suspects: list[int] = []  # whose sum over ranks may have overflowed
     for (plan, wire, _, number), packed in zip(finished.opened, finished.packed, strict=True):
@@ -211,10 +210,12 @@ def _find(finished: _Unfinished, parameters: Sequence[torch.nn.Parameter]) -> tu
 def _first_bad(indices: Sequence[int], parameters: Sequence[torch.nn.Parameter], default: int) -> int:
     """The first of these parameters that is not finite by now; or else whose gradient is not; or else the default.
 
-    The host waits for the device.
+    The host waits for the device, once.
     """
-    suspects = [*((i, parameters[i]) for i in indices), *((i, parameters[i].grad) for i in indices)]
-    return next((i for i, tensor in suspects if tensor is not None and not tensor.isfinite().all()), default)
+    tensors: list[tuple[int, torch.Tensor]] = [(i, parameters[i]) for i in indices]
+    tensors += [(i, grad) for i in indices if (grad := parameters[i].grad) is not None]
+    finite = torch.stack([tensor.isfinite().all() for _, tensor in tensors]).tolist() if tensors else []
+    return next((i for (i, _), is_fine in zip(tensors, finite, strict=True) if not is_fine), default)
 
 
 def _first_finding(in_inputs: Sequence[float], in_sums: Sequence[float]) -> tuple[int | None, int] | None:
