@@ -54,6 +54,14 @@ class SharedWire:
     index: int
     deferred: dict[int, Callable[[torch.Tensor], None]] = field(default_factory=dict)
 
+    def blocks_within(self, begin: int, end: int) -> tuple[int, int, int, int] | None:
+        """The number of the first block in [begin, end), where these blocks begin and end, and elements to a block."""
+        inside = [i for i, each in enumerate(self.blocks) if begin <= each.start and each.start + len(each.own) <= end]
+        if not inside:
+            return None
+        first, last = self.blocks[inside[0]], self.blocks[inside[-1]]
+        return inside[0], first.start, last.start + len(last.own), len(first.own)
+
 
 class Slices:
     """The slices of one host's buffers.

@@ -68,6 +68,11 @@ class ParameterSpec:
             expected *= length
         return True
 
+    @property
+    def gradient_stride(self) -> tuple[int, ...]:
+        """Of the gradient: the parameter's, as autograd has it, unless the parameter has gaps."""
+        return self.stride if self.numel and self.is_dense else torch.empty(self.shape, device="meta").stride()
+
     def describe(self) -> str:
         order = _order_of(self.shape, self.stride)
         layout = f" dimensions in memory {order}" if self.is_dense and order != sorted(order) else ""

@@ -124,12 +124,12 @@ class Reductions:
     @property
     def num_reductions(self) -> int:
         """Number of reductions so far. The last one counts when it is over, or when the next begins."""
-        return self.reduction.number + (self.reduction.phase is ReductionPhase.OVER)
+        return self.launcher.reduction.number + (self.launcher.reduction.phase is ReductionPhase.OVER)
 
     @property
     def non_finite(self) -> NonFiniteGradient | None:
         """The first NaN or infinity in the last reduction, if there was one."""
-        return self.reduction.non_finite
+        return self.launcher.reduction.non_finite
 
     def begin_reduction(self, *, is_unordered: bool, is_again: bool = False) -> None:
         """A reduction begins: its first gradient is about to arrive.
@@ -150,7 +150,7 @@ class Reductions:
                 self.layout.follow_order()
         is_absent = (self._reducers.is_skipping or weights.has_skipped) and not weights.num_backwards
         current = Reduction(
-            number=self.reduction.next_number,
+            number=self.launcher.reduction.next_number,
             step=self.num_steps,
             hold=is_unordered and not self.layout.agreement.starts_at_once,
             is_unordered=is_unordered,
@@ -173,7 +173,7 @@ class Reductions:
 
     def launch_all(self) -> None:
         """Backward is over: launch what has not left. In the same order of optimizers on all ranks."""
-        current = self.reduction
+        current = self.launcher.reduction
         self.world.observer.phase(EXPOSED, self.num_steps)
         self.layout.agreement.backward_is_over()
         self.launcher.launch_rest()
@@ -182,7 +182,7 @@ class Reductions:
 
     def message(self) -> bytes:
         """What this rank says about the backward that is over. See `message.OF_REDUCER`."""
-        current, unused = self.reduction, list[int]()
+        current, unused = self.launcher.reduction, list[int]()
         mine: dict[str, float] = {"num_aborted": self.launcher.num_aborted, "has_ended": self._reducers.has_ended}
         if current.is_filled and current.phase is ReductionPhase.UNDER_WAY:
             self.layout.agreement.tell(current, self.launcher.buckets)
@@ -202,7 +202,7 @@ class Reductions:
 
     def finish_reduction(self) -> None:
         """Return when every gradient holds the result. Collective, in the same order of optimizers on all ranks."""
-        current, launcher, agreement = self.reduction, self.launcher, self.layout.agreement
+        current, launcher, agreement = self.launcher.reduction, self.launcher, self.layout.agreement
         launcher.wait()
         if self._heard is not None:
             self._heard(None)

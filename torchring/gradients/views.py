@@ -13,6 +13,7 @@ views.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -34,6 +35,21 @@ def gradient_view(piece: torch.Tensor, shape: Sequence[int], stride: Sequence[in
     """
     storage = dlpack.from_dlpack(dlpack.to_dlpack(piece)).untyped_storage()  # type: ignore[attr-defined]
     return _shaped(storage, piece.new_empty(0, dtype=dtype), shape, stride)
+
+
+def place_of(
+    wire: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, *, is_grad: bool
+) -> torch.Tensor:
+    """The place at `offset` in the wire buffer of a gradient with this shape, stride and dtype.
+
+    If it is not to become the gradient, complex numbers are real numbers in the shape of `as_real`.
+    """
+    if is_grad:
+        numel = math.prod(shape) * (2 if dtype.is_complex else 1)
+        return gradient_view(wire[offset : offset + numel], shape, stride, dtype)
+    if dtype.is_complex:
+        shape, stride = (*shape, 2), (*(2 * step for step in stride), 1)
+    return wire.as_strided(shape, stride, wire.storage_offset() + offset)
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
