@@ -615,7 +615,7 @@ def test_a_kept_gradient_keeps_its_values(
 def test_what_nobody_keeps_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = ones(4, BIG, 0)
     monkeypatch.setattr(
-        "torchring.gradients.placement.move_out", lambda *_: pytest.fail("a gradient was copied that nobody has")
+        "torchring.gradients.places.move_out", lambda *_: pytest.fail("a gradient was copied that nobody has")
     )
     for _ in range(3):
         reduction_of(bucket, 1.0, 2.0, 0.0)

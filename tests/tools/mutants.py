@@ -54,6 +54,7 @@ TESTS = {
         "gradients/test_bucket gradients/test_launcher gradients/test_hooks devices/test_on_device",
         "",
     ),
+    "torchring/gradients/places.py": ("gradients/test_bucket gradients/test_hooks", ""),
     "torchring/gradients/ledger.py": (
         "gradients/test_bucket gradients/test_hooks optimizer/test_mistakes gradients/test_weights",
         "",

@@ -46,13 +46,14 @@ class SharedWire:
     Attributes:
         blocks: of this rank's slice.
         index: among all wires of the all-reduce.
-        deferred: by block, what writes this rank's input just before the next sum, in cache. No other rank reads it.
+        deferred: by block, what writes this rank's input to `out` just before the next sum, in cache. No other rank
+            reads it.
     """
 
     tensor: torch.Tensor
     blocks: tuple[Block, ...]
     index: int
-    deferred: dict[int, Callable[[torch.Tensor], None]] = field(default_factory=dict)
+    deferred: dict[int, Callable[..., object]] = field(default_factory=dict)
 
     def blocks_within(self, begin: int, end: int) -> tuple[int, int, int, int] | None:
         """The number of the first block in [begin, end), where these blocks begin and end, and elements to a block."""
@@ -118,7 +119,7 @@ class Slices:
         """
         for number, block in enumerate(wire.blocks):
             if (pack := wire.deferred.get(number)) is not None:
-                pack(block.own)
+                pack(out=block.own)
             if len(block.inputs) > 1:
                 block.sum.run()
             if spread:

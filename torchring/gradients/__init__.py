@@ -7,7 +7,7 @@ The way of a gradient, in reading order:
     reductions.py   begins and finishes a reduction; `reduction.py` holds its state
     launcher.py     finds the gradient's bucket, and launches full buckets in plan order
     bucket.py       counts and packs gradients, and gives them back reduced
-    placement.py    where gradients are meanwhile: in the wire buffer, or copied back from it
+    places.py       where gradients are meanwhile: in the wire buffer, or copied back from it
     packing.py      copies gradients to the wire buffer, scaled, and back; looks for NaN
     views.py        the tensors in the wire buffer that a script sees as `.grad`
     ledger.py       what is known about each `.grad`

@@ -117,11 +117,11 @@ class HostAgreement:
         self._suspects: list[Suspect] = []  # of this rank, in this reduction
 
     def open_wires(self, plan: Plan, scale: float) -> list[tuple[Wire, Packing]]:
-        opened, defers = list[tuple[Wire, Packing]](), not self._all_reduce.in_background
-        for bucket, wire in zip(plan.buckets, self._all_reduce.open_wires(wires_of(plan)), strict=True):
-            packing = HostPacking(scale, bucket, wire.tensor, self._num_ranks, self._suspects, defers=defers)
-            opened.append((wire, packing))
-        return opened
+        wires = self._all_reduce.open_wires(wires_of(plan))
+        return [
+            (wire, HostPacking(scale, bucket, wire.tensor, self._num_ranks, self._suspects))
+            for bucket, wire in zip(plan.buckets, wires, strict=True)
+        ]
 
     def expect(self, specs: Sequence[ParameterSpec]) -> None:
         keep_freed([spec.numel * spec.dtype.itemsize for spec in specs if not spec.is_sparse])

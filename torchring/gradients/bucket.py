@@ -1,6 +1,6 @@
 """One bucket at run time: it counts arriving gradients, packs them, and gives them back reduced.
 
-Where gradients are meanwhile, `placement.py` says.
+Where gradients are meanwhile, `places.py` says.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torchring.allreduce import Wire
 from torchring.errors import GradientError
 from torchring.gradients.ledger import LOCAL
 from torchring.gradients.packing import Packing, is_large
-from torchring.gradients.placement import placement_for
+from torchring.gradients.places import placement_for
 from torchring.gradients.plan import BucketPlan, ParameterSpec
 from torchring.gradients.reduction import Reduction
 from torchring.observer import COPIED, COPYING, PACKED, READY

@@ -245,31 +245,24 @@ class Launcher:
             extra.index = len(self.buckets)
             self._launch(extra)
 
-    def contribute(self) -> None:
-        """Do this rank's part of every bucket that has left. Waits until other ranks have packed these."""
-        started, tell = time.perf_counter(), self.reduction.events
-        for bucket, work in self._pending[self._num_advanced :]:
-            if tell is not None:
-                tell(STARTED, bucket.index, 0)
-            with self._at(bucket):
-                work.contribute()
-            if tell is not None:
-                tell(REDUCED, bucket.index, 0)
-            self._num_advanced += 1
-        self._waiting.discard(self)
-        self.stood_still(time.perf_counter() - started)
-
     def wait(self, *, discard: bool = False) -> None:
         """Return when every bucket that has left is REDUCED. Raises what went wrong.
 
         Args:
             discard: leave the buckets as they are.
         """
-        if self._num_advanced < len(self._pending):
-            self.contribute()
         started = time.perf_counter()
-        pending, self._pending, self._num_advanced = self._pending, [], 0
+        pending, self._pending = self._pending, []
+        num_advanced, self._num_advanced = self._num_advanced, 0
+        self._waiting.discard(self)
         tell = self.reduction.events
+        for bucket, work in pending[num_advanced:]:
+            if tell is not None:
+                tell(STARTED, bucket.index, 0)
+            with self._at(bucket):
+                work.contribute()
+            if tell is not None:
+                tell(REDUCED, bucket.index, 0)
         problem: GradientError | None = None
         for bucket, work in pending:
             with self._at(bucket):

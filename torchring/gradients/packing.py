@@ -77,7 +77,6 @@ class HostPacking:
         wire: the wire buffer.
         num_ranks: how many add up.
         suspects: gets what is found.
-        defers: whether the sum may pack what it reads, on this thread, before this rank says what it has found.
     """
 
     is_asynchronous = False
@@ -89,15 +88,12 @@ class HostPacking:
         wire: torch.Tensor,
         num_ranks: int,
         suspects: list[Suspect],
-        *,
-        defers: bool = False,
     ) -> None:
         self.scale = scale
         self._plan = plan
         self._wire = wire
         self._suspects = suspects
         self._casts = not lives_in_wire(plan)
-        self.defers = defers and not self._casts
         self._piece = _PIECE_BYTES // wire.itemsize
         self._limit = torch.finfo(wire.dtype).max / num_ranks / 2 if wire.itemsize == 2 else 0.0
         self._are_large = [not self._casts and is_large(plan, slot) for slot in plan.slots]
@@ -141,13 +137,17 @@ class HostPacking:
         if scale != 1.0 or piece is not place:
             torch.mul(piece, scale, out=place)
             self._scaled.append((place, scale))
-        if self._limit and len(place):
-            least, most = place.aminmax()  # a NaN is both extremes
-            is_fine = -self._limit <= least.item() and most.item() <= self._limit
+        self.look(place, offset)
+
+    def look(self, values: torch.Tensor, offset: int, scale: float = 1.0) -> None:
+        """Find what is not finite, or may not be in the sum. Times `scale`, the values go to `offset` in the wire."""
+        if self._limit and len(values):
+            least, most = values.aminmax()  # a NaN is both extremes
+            is_fine = -self._limit <= least.item() * scale and most.item() * scale <= self._limit
         else:
-            is_fine = math.isfinite(torch.dot(place, place))  # 64 MiB in cache: 1.4 ms, its extremes 2.5
+            is_fine = math.isfinite(torch.dot(values, values))  # 64 MiB in cache: 1.4 ms, its extremes 2.5
         if not is_fine:
-            element = first_non_finite(place)
+            element = first_non_finite(values)
             self._suspects.append(Suspect(self._plan, None if element is None else offset + element))
 
     def scale_in_place(self, slots: Sequence[int], views: Sequence[torch.Tensor], factor: float) -> None:

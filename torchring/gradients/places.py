@@ -6,8 +6,8 @@ gradients stay in `.grad`, and results are copied back.
 
 In a wire there are two exceptions. A tensor that was in `.grad` before this backward, and that somebody else has, too,
 stays there, and gets a copy of the result: a script may zero, clip or read its gradients through a tensor of its own.
-And of a large gradient this rank packs its own slice when it is summed, in cache: until then the gradient stays in
-`.grad`.
+And of a large gradient this rank scales its own slice when it is summed, in cache: until its bucket leaves, the
+gradient stays in `.grad`.
 """
 
 from __future__ import annotations
@@ -232,10 +232,10 @@ class InWire(CopyBack):
         self._storages = [storage_of(view) for view in self._views]
         self._matrices = [p for p, spec in zip(self.parameters, self._specs, strict=True) if len(spec.shape) > 1]
         self._strides = [spec.stride for spec in self._specs if len(spec.shape) > 1]
-        # What is packed when the sum reads it: of large gradients, the blocks of this rank's slice.
-        self._deferred: dict[int, Callable[[torch.Tensor], None]] = {}
+        # What is scaled when the sum reads it: of large gradients, the blocks of this rank's slice.
+        self._deferred: dict[int, Callable[..., object]] = {}
         self._own_blocks: dict[int, tuple[int, int, int, int]] = {}
-        if isinstance(wire, SharedWire) and isinstance(packing, HostPacking) and packing.defers:
+        if isinstance(wire, SharedWire) and isinstance(packing, HostPacking):
             self._deferred, self._host_packing = wire.deferred, packing
             large = ((i, slot) for i, slot in enumerate(plan.slots) if is_large(plan, slot))
             places = ((i, wire.blocks_within(slot.offset, slot.offset + slot.numel)) for i, slot in large)
@@ -354,25 +354,26 @@ class InWire(CopyBack):
             self._deferred.clear()
 
     def _leave(self, slot: int, grad: torch.Tensor, view: torch.Tensor) -> bool:
-        """Pack what other ranks read of a large gradient. This rank's slice is packed when it is summed, in cache.
+        """Pack what other ranks read of a large gradient. This rank's slice is scaled when it is summed, in cache.
 
         The gradient stays in `.grad` until the bucket leaves. Returns False if it has to be packed as a whole.
         """
-        if slot not in self._own_blocks or self._current.is_unordered or slot in self._packed:
+        if slot not in self._own_blocks or slot in self._packed:
             return False
         is_plain = type(grad) is torch.Tensor and not (grad._is_view() or grad.is_inference())
         is_alike = (grad.shape, grad.stride(), grad.dtype) == (view.shape, view.stride(), view.dtype)
         if not (is_plain and is_alike):
             return False
         number, begin, end, step = self._own_blocks[slot]
-        place, factor = self._plan.slots[slot], self._current.factor
-        values, packing = grad.as_strided((place.numel,), (1,)), self._host_packing
+        place, factor, packing = self._plan.slots[slot], self._current.factor, self._host_packing
+        values, scale = grad.as_strided((place.numel,), (1,)), factor * packing.scale
         start, stop = begin - place.offset, end - place.offset
         for i, rest in ((0, values[:start]), (stop, values[stop:])):
             if len(rest):
                 packing.pack_values(rest, place.offset + i, factor)
+        packing.look(values[start:stop], begin, scale)
         for i, piece in enumerate(torch.split(values[start:stop], step)):
-            self._deferred[number + i] = partial(packing.pack_piece, piece, begin + i * step, factor * packing.scale)
+            self._deferred[number + i] = partial(torch.mul, piece, scale)
         self._left[slot] = grad, grad._version
         return True
 
