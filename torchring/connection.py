@@ -76,7 +76,7 @@ class ConnectedOptimizer(OptimizerWrapper):
             ignored = ignored_tensors(ignore, model, names, world)
             check_free(names, world)
             refuse_part_of_state(optimizer)
-            self._check(optimizer, options, world)
+            self._check(optimizer, options, world, names)
             if sync_initial_state and model is not None:
                 of_model = (*model.named_parameters(), *model.named_buffers())
                 own = {name: each for name, each in of_model if each not in ignored}
@@ -110,7 +110,9 @@ class ConnectedOptimizer(OptimizerWrapper):
 
     # What torchring.horovod's optimizer overrides, or that of torchring.sharding
 
-    def _check(self, optimizer: Optimizer, options: Options, world: World) -> None:
+    def _check(
+        self, optimizer: Optimizer, options: Options, world: World, names: Mapping[torch.nn.Parameter, str]
+    ) -> None:
         """Raise ValueError for an optimizer of the script with which this class does not work."""
         if options.shard:
             raise ValueError("DistributedOptimizer() takes no shard=True; call torchring.wrap(..., shard=True)")

@@ -230,7 +230,10 @@ def _refused(rank: int, size: int) -> None:
     net.zero_grad()
     shapes = "exp_avg of 0.weight has the shape (31, 40) in this state, and the parameter has (30, 40)"
     refuse(shapes, lambda: optimizer.load_state_dict(stranger.state_dict()))
-    refuse("different number of parameter groups", lambda: optimizer.load_state_dict({"state": {}, "param_groups": []}))
+    refuse(
+        "parameter groups of this state have [] parameters",
+        lambda: optimizer.load_state_dict({"state": {}, "param_groups": []}),
+    )
     refuse(
         "rank 0 passed None" if rank == 0 else "passed None",
         lambda: optimizer.load_state_dict(None if rank == 0 else state),
@@ -274,10 +277,11 @@ def _refused(rank: int, size: int) -> None:
         net, plain = _wide()
         refuse(says, lambda plain=plain, net=net, options=options: torchring.wrap(plain, net, **options))
     refuse("call torchring.wrap(..., shard=True)", lambda: torchring.DistributedOptimizer(plain, net, shard=True))
-    net, _ = _wide()
-    refuse(
-        "looks at all parameters together", lambda: torchring.wrap(torch.optim.LBFGS(net.parameters()), net, shard=True)
-    )
+    sparse, part = nn.Embedding(5, 3, sparse=True), nn.Linear(3, 3)
+    part.weight = nn.Parameter(torch.ones(12)[:9].view(3, 3))
+    for model, says in ((sparse, "does not take sparse gradients, as weight has"), (part, "and cannot move weight")):
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        refuse(says, lambda sgd=sgd, model=model: torchring.wrap(sgd, model, shard=True))
 
 
 def _step_with_a_gradient_on_rank_0(net: nn.Module, optimizer: Any) -> None:

@@ -8,22 +8,23 @@ import pytest
 import torch
 from torch import nn
 
-from torchring.sharding.cut import Candidate, assign_whole, cut_elements
+from torchring.sharding.cut import assign_whole, cut_elements
 from torchring.sharding.kinds import Kind, cost_of, kind_of
 
 
-def _candidates(*numels: int, **options: Any) -> list[Candidate]:
-    return [Candidate(i, numel, torch.float32, cost=float(numel), **options) for i, numel in enumerate(numels)]
+def _parameters(*numels: int) -> dict[int, torch.Tensor]:
+    return {i: torch.empty(n, device="meta", requires_grad=True) for i, n in enumerate(numels)}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize("full_bytes", [64 << 20, 1000])
-def test_every_element_belongs_to_one_rank(num_ranks: int, full_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchring.sharding.cut._FULL_BYTES", full_bytes)
+def test_every_element_belongs_to_one_rank(num_ranks: int) -> None:
     numels = (100_000, 7, 1, 70_001, 300)
-    for cut in (cut_elements, assign_whole):
-        flats = cut(_candidates(*numels), num_ranks)
-        assert len(flats) == (5 if cut is assign_whole else 1 if full_bytes > 1000 else 3)
+    costs = dict(enumerate(map(float, numels)))
+    for num_flats, flats in (
+        (1, cut_elements(_parameters(*numels), num_ranks)),
+        (5, assign_whole(_parameters(*numels), num_ranks, costs)),
+    ):
+        assert len(flats) == num_flats
         for flat in flats:
             owned = torch.zeros(flat.numel, dtype=torch.int64)
             for start, stop in flat.bounds:
@@ -40,28 +41,20 @@ def test_every_element_belongs_to_one_rank(num_ranks: int, full_bytes: int, monk
 
 
 def test_dtypes_and_frozen_parameters_stay_apart() -> None:
-    flats = cut_elements(
-        [
-            Candidate(0, 5, torch.float32),
-            Candidate(1, 5, torch.bfloat16),
-            Candidate(2, 5, torch.float32, is_trained=False),
-            Candidate(3, 5, torch.float32),
-        ],
-        2,
-    )
-    assert [[*flat.spans] for flat in flats] == [[0, 3], [1], [2]]
+    parameters = _parameters(5, 5, 5, 5)
+    parameters[1] = parameters[1].detach().bfloat16().requires_grad_()
+    parameters[2].requires_grad_(False)
+    assert [[*flat.spans] for flat in cut_elements(parameters, 2)] == [[0, 3], [1], [2]]
 
 
 def test_whole_parameters_are_balanced_by_cost() -> None:
-    costs = [8.0, 7.0, 6.0, 5.0, 4.0]
-    candidates = [Candidate(i, 10, torch.float32, cost=cost) for i, cost in enumerate(costs)]
-    candidates.append(Candidate(5, 10, torch.float32, is_trained=False, cost=100.0))
+    parameters, costs = _parameters(10, 10, 10, 10, 10, 10), [8.0, 7.0, 6.0, 5.0, 4.0, 100.0]
+    parameters[5].requires_grad_(False)
     loads = [0.0, 0.0]
-    for flat in assign_whole(candidates, 2):
-        owner = next(rank for rank, (start, stop) in enumerate(flat.bounds) if stop > start)
-        (index,) = flat.spans
+    for index, flat in enumerate(assign_whole(parameters, 2, dict(enumerate(costs)))):
+        assert [*flat.spans] == [index]
         if index < 5:
-            loads[owner] += costs[index]
+            loads[flat.owner or 0] += costs[index]
     assert sorted(loads) == [13.0, 17.0]
 
 
@@ -83,7 +76,11 @@ class _Lamb(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         everything = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([p.grad.norm() for p in everything]).norm() if self.together == "norm" else 1.0
+        norm = (
+            torch.stack([p.grad.norm() for p in everything]).norm()
+            if self.together == "norm"
+            else self.param_groups[0]["estimate"]
+        )
         for p in everything:
             state = self.state[p]
             state["moment"] = 0.9 * state.get("moment", 0.0) + p.grad

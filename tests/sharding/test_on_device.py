@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -36,14 +36,13 @@ from tests.support.training import Side, assert_as_one_process, attempt
 from torchring.devices.engines import SharedMemoryEngine
 from torchring.errors import PeerTimeoutError
 from torchring.memory import host as host_module
-from torchring.sharding import cut, shard
 from torchring.sharding.device import DeviceExchange
 
 pytestmark = pytest.mark.sim
 
 # The others differ in what happens to gradients.
 _SCRIPTS = (
-    "unused on some ranks", "channels_last, fp16", "complex", "sparse", "fused, clipped", "GradScaler, fused",
+    "unused on some ranks", "channels_last, fp16", "complex", "fused, clipped", "GradScaler, fused",
     "GradScaler, clipped", "on a side stream",
 )  # fmt: skip
 _APART = "rank 0 cannot reach rank 1"  # so that the backend carries everything
@@ -55,13 +54,6 @@ class ShardedSide(Side):
 
     def wrap(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None, **options: Any) -> Any:
         return super().wrap(optimizer, model, **{"shard": True, **options})
-
-
-@contextmanager
-def _small_shards() -> Iterator[None]:
-    """Several pieces of memory, and several shards of a parameter."""
-    with mock.patch.object(cut, "_FULL_BYTES", 2048), mock.patch.object(shard, "_MOST_BYTES_ON_DEVICE", 1024):
-        yield
 
 
 class _Small(Net):
@@ -79,7 +71,7 @@ def _as_without_shard(
     host_module._host_identity = lambda: f"host {hosts[rank]}"
     trained = []
     for kind in kinds:
-        with FakeAccelerator(mode).installed() as accelerator, _small_shards():
+        with FakeAccelerator(mode).installed() as accelerator:
             outcomes = []
             for is_sharded in (False, True):
                 net = _Small()
@@ -169,7 +161,7 @@ _SCENARIOS: dict[int, dict[str, Callable[[int, int], Any]]] = {
         "whole": functools.partial(_on_device, scenario=_of_whole_parameters),
         "whole, native": functools.partial(_on_device, scenario=_of_whole_parameters, problem=_APART),
         "with everything": functools.partial(
-            _on_device, scenario=functools.partial(_with_everything, acts=("group", "alias", "loaded before"))
+            _on_device, scenario=functools.partial(_with_everything, acts=("group", "loaded before"))
         ),
         "order": _order,
         "absent rank": _absent_rank,

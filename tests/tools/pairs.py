@@ -97,6 +97,7 @@ REFUSED: Final[dict[Ways, tuple[str, str]]] = _table(
     ("shard=yes + step=sam", ("ValueError", "shard=True does not work with _Sam")),
     ("step=closure + nonfinite=skip", ("ValueError", "step(closure) does not work with on_nonfinite='skip'")),
     ("step=sam + nonfinite=skip", ("GradientError", "on_nonfinite='skip' cannot leave out a step of the wrapped")),
+    ("shard=yes + layers=sparse", ("ValueError", "shard=True does not take sparse gradients")),
     ("shard=yes + layout=transposed", ("GradientError", "was replaced after torchring.wrap(..., shard=True)")),
     ("weights=samples|zero + wire=fp16", ("GradientError", "weigh() was called where gradients travel in fp16")),
     ("api=process set + weights=samples|zero", _NEEDS_ENGINE),

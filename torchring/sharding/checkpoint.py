@@ -1,47 +1,34 @@
 """Ordinary checkpoints of a sharded optimizer: the whole state, by parameter, as the plain optimizer has it.
 
 A checkpoint knows no shard and no number of ranks. So any number of ranks can go on from it, and a plain optimizer,
-too. Beside the result, a rank holds 64 MiB while state is gathered, and the state of one parameter while it is dealt
-out.
+too. State travels from one rank to all, a few parameters at once: so a rank holds little beside the result.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeVar, cast
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import torch
 
-from torchring.collectives.initial_state import fill_outline, load_plain, outline_of, save_plain
+from torchring.collectives.initial_state import load_plain, save_plain
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import in_step, ranks_in_words
 from torchring.memory.heap import trim
 from torchring.sharding.kinds import Kind, is_scalar
-from torchring.sharding.shard import Shard, by_parameter, flat, laid_out_as, num_bytes_of
+from torchring.sharding.parameters import Shard, flat, laid_out_as
 from torchring.sharding.shard_tensor import ShardTensor
 from torchring.sharding.step import Shards
-from torchring.sharding.together import begin_together
+from torchring.world import World
 
-_BYTES_AT_ONCE: Final = 64 << 20  # that are gathered; or one shard
+_ELEMENTS_AT_ONCE: Final = 2 << 20  # of parameters, whose state is broadcast
 
 _V = TypeVar("_V")
-Entry = dict[str, Any]  # the state of one parameter, or of one shard
-State = dict[torch.Tensor, Entry]
-Tensors = dict[str, torch.Tensor]  # of an entry, by their places in it
-Outline = Entry  # an entry whose tensors have no values, but those that `is_scalar`
-Rows = dict[int, list[tuple[int, int, Outline]]]  # the shards of a rank that have state, by parameter: start, stop
-
-
-def outline(kind: Kind, entry: Entry, tensors: Tensors) -> Outline:
-    """The outline of an entry. Its tensors are put into `tensors`."""
-    if kind is Kind.WHOLE:
-        return cast(Outline, outline_of(entry, "", tensors))
-    return {k: v if is_scalar(k, v) else outline_of(v, k, tensors) for k, v in entry.items()}
-
-
-# Gathering
+Entry = dict[str, Any]  # the state of one parameter, or of a part of it
+Item: TypeAlias = tuple[int, int, int, Entry]  # index of a parameter, start and stop of its elements, their state
 
 
 def gather_state(shards: Shards, *, keeps: bool) -> dict[str, Any] | None:
@@ -49,65 +36,47 @@ def gather_state(shards: Shards, *, keeps: bool) -> dict[str, Any] | None:
 
     In host memory: a device has room for a share, and maybe not for the whole.
     """
-    begin_together(shards.world, shards.number, "state_dict()")
-    state, collectives = shards.optimizer.state, internal_collectives_of(shards.world)
-    everybody, mine = tell(shards)
-    found: State = {}
-    for rank, theirs in enumerate(everybody):
-        rows = [(index, *row) for index, its in theirs.items() for row in its][::-1]
-        while rows:
-            batch: list[tuple[torch.Tensor, int, int, Entry]] = []
-            tensors: list[torch.Tensor] = []
-            num_bytes = 0
-            while rows and num_bytes < _BYTES_AT_ONCE:
-                index, start, stop, its = rows.pop()
-                wanted: Tensors = {}
-                own = mine[index, start] if rank == shards.world.rank else {}
-                batch.append((shards.parameters[index], start, stop, fill_outline(its, "", own, wanted)))
-                tensors += wanted.values()
-                num_bytes += num_bytes_of(wanted)
-            collectives.broadcast_together(tensors, rank)
-            for parameter, start, stop, entry in batch if keeps else ():
-                _add(shards.kind, found.setdefault(parameter, {}), entry, parameter, start, stop)
-            del tensors, batch
-            trim()  # what was received leaves holes between the results
-    if not keeps:
-        return None
-    found.update({p: on_host(state[p]) for p in shards.everywhere if p in state})
-    with shards.whole_state({p: found[p] for p in shards.parameters if p in found}):
-        return shards.optimizer.state_dict()
+    shards.begin("state_dict()")
+    state = shards.optimizer.state
+    mine = [(s.index, s.start, s.stop, state[s.tensor]) for s in shards.shards if s.tensor in state]
+    found: dict[int, Entry] = {}
+    for rank in range(shards.world.size):
+        for index, start, stop, entry in _broadcast(shards.world, mine, rank):
+            if not keeps:
+                continue
+            if shards.kind is Kind.WHOLE:
+                found[index] = entry
+                continue
+            whole, parameter = found.setdefault(index, {}), shards.parameters[index]
+            for key, value in entry.items():
+                if is_scalar(key, value):
+                    whole[key] = value
+                    continue
+                if key not in whole:
+                    whole[key] = torch.empty_strided(
+                        parameter.shape, parameter.stride(), dtype=value.dtype, device="cpu"
+                    )
+                flat(whole[key])[start:stop] = value
+    return shards.state_dict_of({shards.parameters[i]: found[i] for i in sorted(found)}) if keeps else None
 
 
-def tell(shards: Shards) -> tuple[list[Rows], dict[tuple[int, int], Tensors]]:
-    """Collective: which shards have which state, by rank. And the tensors of this rank's, by parameter and start."""
-    shards.split()
-    said: Rows = {}
-    mine: dict[tuple[int, int], Tensors] = {}
-    for shard in shards.shards:
-        if shard.tensor in shards.optimizer.state:
-            its = outline(
-                shards.kind, shards.optimizer.state[shard.tensor], mine.setdefault((shard.index, shard.start), {})
-            )
-            said.setdefault(shard.index, []).append((shard.start, shard.stop, its))
-    gathered = internal_collectives_of(shards.world).all_gather_bytes(save_plain(said))
-    return [load_plain(text) for text in gathered], mine
-
-
-def _add(kind: Kind, whole: Entry, entry: Entry, parameter: torch.Tensor, start: int, stop: int) -> None:
-    """Add the entry of elements [start, stop) to the entry of the whole parameter."""
-    if kind is Kind.WHOLE:
-        whole.update(on_host(entry))
-        return
-    for key, value in entry.items():
-        if is_scalar(key, value):
-            whole[key] = value
-            continue
-        if key not in whole:
-            whole[key] = torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype, device="cpu")
-        flat(whole[key])[start:stop] = value
-
-
-# Dealing out
+def _broadcast(world: World, items: Iterable[Item], src: int) -> Iterator[Item]:
+    """Collective: the items of rank `src`, a few at once. Their tensors are in host memory."""
+    collectives, left = internal_collectives_of(world), iter(items)
+    while True:
+        batch: list[Item] = []
+        numel = 0
+        for item in left if world.rank == src else ():
+            batch.append(item)
+            numel += item[2] - item[1]
+            if numel >= _ELEMENTS_AT_ONCE:
+                break
+        batch = load_plain(collectives.broadcast_bytes(save_plain(batch), src))
+        if not batch:
+            return
+        yield from batch
+        del batch
+        trim()  # what was received leaves holes between the results
 
 
 def load_state(shards: Shards, state_dict: Mapping[str, Any] | None, src: int = 0) -> None:
@@ -115,9 +84,8 @@ def load_state(shards: Shards, state_dict: Mapping[str, Any] | None, src: int = 
 
     Raises ValueError on all ranks if the state does not fit; then the optimizer keeps what it has.
     """
-    world, optimizer = shards.world, shards.optimizer
-    collectives = internal_collectives_of(world)
-    said = begin_together(world, shards.number, "load_state_dict()", b"\1" if state_dict is not None else b"\0")
+    world, collectives = shards.world, internal_collectives_of(shards.world)
+    said = shards.begin("load_state_dict()", b"\1" if state_dict is not None else b"\0")
     missing = [rank for rank, theirs in enumerate(said) if theirs == b"\0"]
     if missing and missing != [rank for rank in range(world.size) if rank != src]:
         raise in_step(
@@ -126,107 +94,105 @@ def load_state(shards: Shards, state_dict: Mapping[str, Any] | None, src: int = 
                 f"{ranks_in_words(missing)} passed None"
             )
         )
-    entries: State = {}
+    items: list[Item] = []
+    groups: list[dict[str, Any]] = []
+    own: dict[int, Entry] = {}
     problem: Exception | None = None
     if state_dict is not None:
         try:
-            state = _fitting(shards, state_dict, is_shared=not missing)
-            entries = _loaded(shards, {**state_dict, "state": state})
+            groups, items = _fitting(shards, shards.adapted(dict(state_dict)))
+            if missing:
+                items = [(i, start, stop, mapped(entry, _complete)) for i, start, stop, entry in items]
+            else:
+                own = _cut(shards, items)
         except Exception as error:
             problem = error
     collectives.raise_together(problem, "could not load its optimizer's state")
     if missing:
-        with shards.whole_state({}):
-            groups = save_plain(optimizer.state_dict()["param_groups"]) if world.rank == src else b""
-            groups = load_plain(collectives.broadcast_bytes(groups, src))
-            if world.rank != src:
-                optimizer.load_state_dict({"state": {}, "param_groups": groups})
-    deal_out(shards, entries, src if missing else None)
-    if state_dict is not None and state_dict["state"]:
-        shards.keep_an_entry()
+        groups = load_plain(collectives.broadcast_bytes(save_plain(groups), src))
+        own = _cut(shards, _broadcast(world, items, src))
+    _load_own(shards, groups, own)
+
+
+def _load_own(shards: Shards, groups: list[dict[str, Any]], own: dict[int, Entry]) -> None:
+    """Collective: have the optimizer load the state of this rank's shards, by their numbers, as if it had no others."""
+    numbers: list[list[int]] = [[] for _ in groups]
+    for number, shard in enumerate(shards.shards):
+        numbers[shards.group_of(shard.parameter)].append(number)
+    groups = [{**group, "params": its} for group, its in zip(groups, numbers, strict=True)]
+    optimizer, problem = shards.optimizer, None
+    before = optimizer.state, optimizer.param_groups
+    hooks = optimizer._optimizer_load_state_dict_pre_hooks
+    with shards.under_way("load_state_dict()"):
+        shards.put_shards()
+        try:
+            optimizer._optimizer_load_state_dict_pre_hooks = OrderedDict()  # they have seen the whole state
+            optimizer.load_state_dict({"state": own, "param_groups": groups})
+        except Exception as error:
+            problem = error
+        finally:
+            optimizer._optimizer_load_state_dict_pre_hooks = hooks
+        try:
+            internal_collectives_of(shards.world).raise_together(problem, "could not load its optimizer's state")
+        except BaseException:
+            optimizer.state, optimizer.param_groups = before
+            raise
+    shards.guard_state()
 
 
 @torch.no_grad()
-def deal_out(shards: Shards, entries: Mapping[torch.Tensor, Entry], src: int | None = None) -> None:
-    """Make this rank's share of a state the state of the optimizer.
-
-    Args:
-        entries: of whole parameters, in host memory.
-        src: collective: only this rank has them. By default, all have.
-    """
-    tensors: dict[int, Tensors] = {}
-    indices = {index: p for index, p in enumerate(shards.parameters) if p in entries}
-    outlines = {i: outline(shards.kind, entries[p], tensors.setdefault(i, {})) for i, p in indices.items()}
-    collectives = internal_collectives_of(shards.world)
-    if src is not None:
-        outlines = load_plain(collectives.broadcast_bytes(save_plain(outlines), src))
+def deal_out(shards: Shards) -> None:
+    """The optimizer has the whole state: keep this rank's share of it."""
+    state, parameters = shards.optimizer.state, shards.parameters
+    own = _cut(shards, [(i, 0, p.numel(), state[p]) for i, p in enumerate(parameters) if p in state])
     shards.optimizer.state.clear()
-    shards.split()
-    trim()
-    own = by_parameter(shards.shards)
-    groups = {parameter: group for group in shards.optimizer.param_groups for parameter in group["params"]}
-    for index, parameter in enumerate(shards.parameters):
-        if index not in outlines:
-            continue
-        if src is None:
-            entry = entries[parameter]
-        else:
-            wanted: Tensors = {}
-            entry = fill_outline(outlines[index], "", tensors.get(index, {}), wanted)
-            collectives.broadcast_together(wanted.values(), src)
-        _keep(shards, parameter, groups[parameter], entry, own.get(index, []))
-    if outlines:
-        shards.keep_an_entry()
+    shards.optimizer.state.update({shards.shards[number].tensor: entry for number, entry in own.items()})
 
 
-def _keep(
-    shards: Shards, parameter: torch.nn.Parameter, group: Mapping[str, Any], entry: Entry, own: Sequence[Shard]
-) -> None:
-    """Give this rank's shards, or a parameter that every rank steps, their state."""
-    has_steps = group.get("fused") or group.get("capturable")
-
-    def placed(key: object, value: torch.Tensor) -> torch.Tensor:
-        """A copy, where `Optimizer.load_state_dict` puts it."""
-        return value.clone() if key == "step" and not has_steps else value.to(parameter.device, copy=True)
-
-    if parameter in shards.everywhere:
-        shards.optimizer.state[parameter] = mapped(entry, placed)
-    for shard in own:
-        part = entry if shards.kind is Kind.WHOLE else {k: _part(k, v, shard) for k, v in entry.items()}
-        shards.optimizer.state[shard.tensor] = mapped(part, placed)
+def _cut(shards: Shards, items: Iterable[Item]) -> dict[int, Entry]:
+    """Copies of what this rank's shards have of the state of whole parameters, by the number of the shard."""
+    steps: dict[int, list[int]] = {}
+    for number, shard in enumerate(shards.shards):
+        steps.setdefault(shard.index, []).append(number)
+    own = {}
+    for index, _, _, entry in items:
+        for number in steps.get(index, ()):
+            own[number] = mapped(entry, functools.partial(_part, shards.kind, shards.shards[number]))
+    return own
 
 
-def _part(key: str, value: Any, shard: Shard) -> Any:
-    if is_scalar(key, value):
-        return value
-    if isinstance(value, ShardTensor):
-        return value.elements[shard.start - value.first : shard.stop - value.first]
-    return flat(laid_out_as(value, shard.parameter))[shard.start : shard.stop]
+def _part(kind: Kind, shard: Shard, key: object, value: torch.Tensor) -> torch.Tensor:
+    if kind is Kind.WHOLE:
+        return _complete(key, value).clone()
+    if is_scalar(str(key), value):
+        return value.clone()
+    if isinstance(value, ShardTensor) and value.stride() == shard.parameter.stride():
+        return value.part(shard.start, shard.stop).clone()
+    return flat(laid_out_as(_complete(key, value), shard.parameter))[shard.start : shard.stop].clone()
 
 
-def _loaded(shards: Shards, state_dict: Mapping[str, Any]) -> State:
-    """The state of whole parameters that the optimizer makes of a state_dict; in host memory."""
-    optimizer = shards.optimizer
-    whole = [group["params"] for group in optimizer.param_groups]
-    with shards.whole_state({}):
-        if shards.accelerator is None:
-            optimizer.load_state_dict(dict(state_dict))
-            return dict(optimizer.state)
-        # torch moves state to where its parameter is. In place of a parameter it gets a tensor that takes no memory.
-        stand_ins = {torch.empty((), dtype=p.dtype, device="cpu").expand(p.shape): p for p in shards.parameters}
-        left = iter(stand_ins)
-        try:
-            for group in optimizer.param_groups:
-                group["params"] = list(itertools.islice(left, len(group["params"])))
-            optimizer.load_state_dict(dict(state_dict))
-            return {stand_ins.get(key, key): entry for key, entry in optimizer.state.items()}
-        finally:
-            for group, parameters in zip(optimizer.param_groups, whole, strict=True):
-                group["params"] = parameters
+def _complete(_: object, value: torch.Tensor) -> torch.Tensor:
+    return value.whole() if isinstance(value, ShardTensor) else value
 
 
-def on_host(entry: Entry) -> Entry:
-    return mapped(entry, lambda _, value: value.cpu())
+def _fitting(shards: Shards, state_dict: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Item]]:
+    """The options of the groups, and the states. Raises ValueError if a state does not fit the model."""
+    groups, states = state_dict["param_groups"], state_dict["state"]
+    lengths = [len(group["params"]) for group in shards.optimizer.param_groups]
+    if (saved := [len(group["params"]) for group in groups]) != lengths:
+        raise ValueError(f"the parameter groups of this state have {saved} parameters, and the optimizer's {lengths}")
+    items: list[Item] = []
+    keys = itertools.chain.from_iterable(group["params"] for group in groups)
+    for index, (key, parameter) in enumerate(zip(keys, shards.parameters, strict=True)):
+        for name, value in states.get(key, {}).items() if shards.kind is Kind.ELEMENTS else ():
+            if not is_scalar(name, value) and value.shape != parameter.shape:
+                raise ValueError(
+                    f"{name} of {shards.names[parameter]} has the shape {tuple(value.shape)} in this state, and the "
+                    f"parameter has {tuple(parameter.shape)}; the state belongs to another model"
+                )
+        if key in states:
+            items.append((index, 0, parameter.numel(), states[key]))
+    return [{k: v for k, v in group.items() if k != "params"} for group in groups], items
 
 
 def mapped(value: _V, function: Callable[[object, torch.Tensor], torch.Tensor], key: object = None) -> _V:
@@ -239,64 +205,3 @@ def mapped(value: _V, function: Callable[[object, torch.Tensor], torch.Tensor], 
     elif isinstance(value, (list, tuple)):
         result = type(value)(mapped(item, function) for item in value)
     return cast(_V, result)
-
-
-# What does not fit
-
-
-def _fitting(shards: Shards, state_dict: Mapping[str, Any], *, is_shared: bool) -> dict[Any, Any]:
-    """The states by parameter. Of what torch.distributed.checkpoint has loaded, this rank's whole parameters are plain
-    tensors then. Raises ValueError if a state does not fit the model, or has other elements than this rank steps.
-
-    Args:
-        is_shared: all ranks pass a state.
-    """
-    states, own = dict(state_dict["state"]), by_parameter(shards.shards)
-    has_state = any(shards.optimizer.state.values())
-    saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-    for index, (key, parameter) in enumerate(zip(saved, shards.parameters, strict=False)):  # torch says what differs
-        if key not in states:
-            continue
-        name, entry, steps = shards.names[index], states[key], own.get(index, [])
-        if has_state and not entry:
-            raise ValueError(
-                f"the state has no values for {name}. With shard=True, set_optimizer_state_dict() takes no state that "
-                "was saved with flatten_optimizer_state_dict=True; leave that option out, when saving, too"
-            )
-        if shards.kind is Kind.WHOLE:
-            if is_shared and not steps and parameter not in shards.everywhere:  # another rank owns it
-                del states[key]
-                continue
-        else:
-            _check_shapes(entry, parameter, name)
-        states[key] = mapped(entry, functools.partial(_own, shards.kind, parameter, steps if is_shared else None))
-    return states
-
-
-def _check_shapes(entry: Entry, parameter: torch.Tensor, name: str) -> None:
-    """Raise ValueError if a state belongs to a parameter of another shape. torch would notice in the next step."""
-    for key, value in entry.items():
-        if not is_scalar(key, value) and value.shape != parameter.shape:
-            raise ValueError(
-                f"{key} of {name} has the shape {tuple(value.shape)} in this state, and the parameter has "
-                f"{tuple(parameter.shape)}; the state belongs to another model"
-            )
-
-
-def _own(
-    kind: Kind, parameter: torch.Tensor, steps: Sequence[Shard] | None, _: object, value: torch.Tensor
-) -> torch.Tensor:
-    """A tensor in the state of a parameter, of which this rank `steps` shards. None: others need this state, too."""
-    if not isinstance(value, ShardTensor):
-        return value
-    if steps is not None and kind is Kind.WHOLE and value.elements.numel() == value.numel():
-        return value.whole()
-    if steps is not None and kind is Kind.ELEMENTS and value.stride() == parameter.stride():
-        stop = value.first + value.elements.numel()
-        if all(value.first <= shard.start and shard.stop <= stop for shard in steps):
-            return value
-    raise ValueError(
-        "this rank has only a part of this state, which torchring.sharding.DistributedState has cut for "
-        "torch.distributed.checkpoint: save it there, and load it from there, on all ranks; or load what state_dict() "
-        "of the optimizer has returned"
-    )

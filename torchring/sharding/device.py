@@ -52,21 +52,18 @@ class DeviceExchange:
         wires = self._all_reduce.open_wires([_spec(flat) for flat in flats])
         for flat, wire in zip(flats, wires, strict=True):
             own = wire.tensor.view(flat.dtype)[: flat.numel]
-            memories.append(memory := FlatMemory(flat, own, ()))
+            memories.append(memory := FlatMemory(flat, own))
             factor = flat.dtype.itemsize // wire.tensor.itemsize
             start, stop = flat.bounds[self._rank]
             self._wires[memory] = replace(wire, bounds=(start * factor, stop * factor))
         self._guard = self._all_reduce.engine.guard(list(self._wires.values())) if self._wires else None
-        self.start(memories)  # zeros: kernels are compiled, and NCCL connects, now and not in a step
+        self.spread(memories)  # zeros: kernels are compiled, and NCCL connects, now and not in a step
         return memories
 
-    def start(self, memories: Sequence[FlatMemory]) -> None:
+    def spread(self, memories: Sequence[FlatMemory]) -> None:
         """Give all ranks the slices that each rank has stepped, before later work on the current stream."""
         if memories:
             self._all_reduce.run(lambda: self._launch(memories), self._meeting.report)
-
-    def finish(self) -> None:
-        """Nothing to do: later work on the current stream waits."""
 
     def close(self) -> None:
         if self._opened is not None:
@@ -80,7 +77,7 @@ class DeviceExchange:
             if isinstance(engine, SharedMemoryEngine):
                 engine.direct(self._wires[memory], gather=False)
             elif isinstance(engine, BackendEngine):
-                engine.gather(self._wires[memory], _owner(memory.flat))
+                engine.gather(self._wires[memory], memory.flat.owner)
         if self._guard is not None:
             self._guard()
 
@@ -89,12 +86,6 @@ def _spec(flat: Flat) -> tuple[int, torch.dtype]:
     """(elements, dtype) of a wire for the flat. The backend gathers equally long slices: the last ends in a gap."""
     real = flat.dtype.to_real()
     numel = flat.numel
-    if _owner(flat) is None:
+    if flat.owner is None:
         numel = len(flat.bounds) * (flat.bounds[0][1] - flat.bounds[0][0])
     return numel * flat.dtype.itemsize // real.itemsize, real
-
-
-def _owner(flat: Flat) -> int | None:
-    """The rank that steps the whole memory, if there is one."""
-    ranks = [rank for rank, (start, stop) in enumerate(flat.bounds) if stop > start]
-    return ranks[0] if len(ranks) == 1 else None

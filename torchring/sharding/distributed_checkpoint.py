@@ -1,4 +1,4 @@
-"""The state of a sharded optimizer in the form in which torch.distributed.checkpoint saves and loads it.
+"""The state of a sharded optimizer for torch.distributed.checkpoint.
 
 An ordinary state_dict, whose tensors are `ShardTensor`s. Each rank writes the elements that it keeps, and reads those
 that it steps. `checkpoint.load_state` takes what was read.
@@ -13,15 +13,69 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from torchring.sharding.checkpoint import Entry, Outline, State, mapped, tell
+from torchring.collectives.initial_state import load_plain, save_plain
+from torchring.collectives.service import internal_collectives_of
+from torchring.optimizer_wrapper import OptimizerWrapper
+from torchring.sharding.checkpoint import Entry, mapped
 from torchring.sharding.kinds import Kind, is_scalar
-from torchring.sharding.shard import Shard, by_parameter, flat, laid_out_as
+from torchring.sharding.optimizer import shards_of
+from torchring.sharding.parameters import Shard, flat, laid_out_as
 from torchring.sharding.shard_tensor import ShardTensor
 from torchring.sharding.step import Shards
-from torchring.sharding.together import begin_together
 
 
-def shard_state(shards: Shards) -> dict[str, Any]:
+class DistributedState(OptimizerWrapper):
+    """What torch.distributed.checkpoint saves and loads in place of an optimizer that `wrap` has returned.
+
+    With shard=True, each rank writes the part of the state that it keeps, and reads the part that it steps; no rank
+    holds the whole. The files are those of a plain optimizer, for any number of ranks. `dcp.save`, `dcp.load`,
+    `get_state_dict` and `set_state_dict` take it, on all ranks.
+
+    Args:
+        optimizer: the optimizer, with or without shard=True.
+    """
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's. Never empty: else get_state_dict() would make a step, where a rank has no share of it."""
+        return self.optimizer.state or {None: {}}
+
+    @state.setter
+    def state(self, _: Any) -> None:
+        """Optimizer.__init__ assigns it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collective with shard=True: the state, with the tensors of this rank's part.
+
+        dcp.load() reads only what is there. So an optimizer without state makes a step with learning rates and
+        gradients of 0 first, as get_state_dict() lets any optimizer do.
+
+        Raises:
+            ValueError: the optimizer has no state yet, but gradients; or torch.distributed has fewer ranks.
+            GradientError: with shard=True, called inside `backward()`.
+        """
+        state = _state_dict(self.optimizer)
+        if not state["state"]:
+            _make_state(self.optimizer)
+            state = _state_dict(self.optimizer)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Collective with shard=True: load what dcp.load() has read, or what `state_dict` has returned."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See `DistributedOptimizer.add_param_group`."""
+        if not self._is_initialising:
+            self.optimizer.add_param_group(param_group)
+
+
+def _state_dict(optimizer: Optimizer) -> dict[str, Any]:
+    shards = shards_of(optimizer, "state_dict()")
+    return optimizer.state_dict() if shards is None else _shard_state(shards)
+
+
+def _shard_state(shards: Shards) -> dict[str, Any]:
     """Collective: the state_dict, with the same keys on all ranks.
 
     Raises ValueError unless torch.distributed knows all ranks: else each rank would take itself for the only one, and
@@ -33,24 +87,32 @@ def shard_state(shards: Shards) -> dict[str, Any]:
             f"torch.distributed.checkpoint would write the state of {size} of {shards.world.size} ranks, as "
             "torch.distributed's process group has no more; call torchring.init(process_group=True) first"
         )
-    begin_together(shards.world, shards.number, "state_dict()")
-    everybody, _ = tell(shards)
-    state, own = shards.optimizer.state, by_parameter(shards.shards)
-    found: State = {}
-    for index, parameter in enumerate(shards.parameters):
-        outlines = [outline for theirs in everybody for _, _, outline in theirs.get(index, ())]
-        mine = [shard for shard in own.get(index, ()) if shard.tensor in state]
-        if parameter in shards.everywhere and parameter in state:
-            found[parameter] = state[parameter]
-        elif outlines and shards.kind is Kind.ELEMENTS:
-            found[parameter] = _elements(outlines[0], parameter, mine, [state[shard.tensor] for shard in mine])
-        elif outlines:
-            found[parameter] = mapped(state[parameter] if mine else outlines[0], lambda _, value: _whole(value))
-    with shards.whole_state(found):
-        return shards.optimizer.state_dict()
+    shards.begin("state_dict()")
+    state = shards.optimizer.state
+    own: dict[int, list[Shard]] = {}
+    for shard in shards.shards:
+        if shard.tensor in state:
+            own.setdefault(shard.index, []).append(shard)
+
+    def outline(key: object, value: torch.Tensor) -> torch.Tensor:
+        return value if shards.kind is Kind.ELEMENTS and is_scalar(str(key), value) else value.to("meta")
+
+    mine = {index: mapped(state[its[0].tensor], outline) for index, its in own.items()}
+    outlines: dict[int, Entry] = {}
+    for text in internal_collectives_of(shards.world).all_gather_bytes(save_plain(mine)):
+        outlines.update(load_plain(text))
+    found: dict[torch.Tensor, Entry] = {}
+    for index in sorted(outlines):
+        entry, parameter = outlines[index], shards.parameters[index]
+        if shards.kind is Kind.ELEMENTS:
+            parts = own.get(index, [])
+            found[parameter] = _elements(entry, parameter, parts, [state[shard.tensor] for shard in parts])
+        else:
+            found[parameter] = mapped(state[parameter] if index in own else entry, lambda _, value: _whole(value))
+    return shards.state_dict_of(found)
 
 
-def _elements(outline: Outline, parameter: torch.Tensor, mine: Sequence[Shard], entries: Sequence[Entry]) -> Entry:
+def _elements(outline: Entry, parameter: torch.Tensor, mine: Sequence[Shard], entries: Sequence[Entry]) -> Entry:
     """The state of a parameter of which this rank steps some elements, with copies of these."""
     found: Entry = {}
     for key, value in outline.items():
@@ -71,7 +133,7 @@ def _whole(value: torch.Tensor) -> ShardTensor:
     return ShardTensor(like.shape, like.stride(), 0, flat(laid_out_as(value, like)))
 
 
-def make_state(optimizer: Optimizer) -> None:
+def _make_state(optimizer: Optimizer) -> None:
     """Collective: make a first step with learning rates and gradients of 0, as get_optimizer_state_dict() does.
 
     dcp.load() reads only what an optimizer has already.
@@ -82,15 +144,14 @@ def make_state(optimizer: Optimizer) -> None:
             "the optimizer has gradients, but no state yet, so torch.distributed.checkpoint has nothing to save, or to "
             "load into; call step() or zero_grad() first"
         )
-    rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
     try:
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        for group in optimizer.param_groups:
-            if "lr" in group:
-                group["lr"] = torch.tensor(0.0) if isinstance(group["lr"], torch.Tensor) else 0.0
+        for group, rate in rates:
+            group["lr"] = torch.tensor(0.0) if isinstance(rate, torch.Tensor) else 0.0
         optimizer.step()
     finally:
-        for group, rate in zip((g for g in optimizer.param_groups if "lr" in g), rates, strict=True):
+        for group, rate in rates:
             group["lr"] = rate
         optimizer.zero_grad(set_to_none=True)

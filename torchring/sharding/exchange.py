@@ -15,8 +15,7 @@ import torch
 
 from torchring.memory.channel import Channel
 from torchring.sharding.cut import Flat
-from torchring.sharding.parameters import FlatMemory, host_memory
-from torchring.transport.contract import Transfer
+from torchring.sharding.parameters import FlatMemory
 from torchring.transport.open import open_transport
 from torchring.world import World
 
@@ -29,8 +28,6 @@ class Exchange:
         self._host = world.host
         self._rank = world.rank
         self._left = Channel(world.host)
-        self._receives: list[tuple[FlatMemory, int, Transfer]] = []
-        self._sends: list[Transfer] = []
         self._transport = open_transport(world) if world.num_nodes > 1 else None
         mine, index = world.hosts[world.node_rank], world.host.index
         others = [ranks for ranks in world.hosts if ranks != mine]
@@ -38,33 +35,36 @@ class Exchange:
         self._senders = [rank for ranks in others for i, rank in enumerate(ranks) if mine[i % len(mine)] == world.rank]
 
     def allocate(self, flats: Sequence[Flat]) -> list[FlatMemory]:
-        """Collective: memory that is shared."""
-        return host_memory(flats, self._host)
+        """Collective: memory that the ranks of this host share."""
+        lengths = [-(-flat.numel * flat.dtype.itemsize // 64) * 64 for flat in flats]
+        block = self._host.allocate(sum(lengths))
+        memories, start = [], 0
+        for flat, length in zip(flats, lengths, strict=True):
+            views = [part[start : start + length].view(flat.dtype)[: flat.numel] for part in block.parts]
+            own = views.pop(self._host.index)
+            memories.append(FlatMemory(flat, own, views))
+            start += length
+        return memories
 
-    def start(self, memories: Sequence[FlatMemory]) -> None:
-        """Begin to give all ranks the slices that this rank has stepped. In the same order on all ranks.
+    def spread(self, memories: Sequence[FlatMemory]) -> None:
+        """Give all ranks the slices that this rank has stepped. Returns when this rank's memory is complete.
 
-        Every rank has called this, or waits to be allowed to, so that its parameters may be written.
+        In the same order on all ranks. Every rank has called this, or waits to be allowed to, so that its parameters
+        may be written.
         """
+        receives, sends = [], []
         if self._transport is not None:
             for memory in memories:
-                self._receives += [
-                    (memory, sender, self._transport.receive(part, sender))
-                    for sender in self._senders
-                    if (part := _slice(memory.own, memory, sender)).numel()
-                ]
-                if (part := _slice(memory.own, memory, self._rank)).numel():
-                    self._sends += [self._transport.send(part, receiver) for receiver in self._receivers]
+                for sender in self._senders:
+                    transfer = self._transport.receive(_slice(memory.own, memory, sender), sender)
+                    receives.append((memory, sender, transfer))
+                own = _slice(memory.own, memory, self._rank)
+                sends += [self._transport.send(own, receiver) for receiver in self._receivers]
         for memory in memories:
             _copy_to_peers(memory, self._rank)
-
-    def finish(self) -> None:
-        """Return when this rank's memory is complete: on all ranks, all slices have been started."""
-        receives, self._receives = self._receives, []
         for memory, sender, transfer in receives:
             transfer.wait()
             _copy_to_peers(memory, sender)
-        sends, self._sends = self._sends, []
         for transfer in sends:
             transfer.wait()
         self._left.barrier()
@@ -82,6 +82,5 @@ def _slice(buffer: torch.Tensor, memory: FlatMemory, rank: int) -> torch.Tensor:
 def _copy_to_peers(memory: FlatMemory, rank: int) -> None:
     """Copy the slice of `rank` from this rank's memory to that of its peers."""
     own = _slice(memory.own, memory, rank)
-    if own.numel():
-        for peer in memory.peers:
-            _slice(peer, memory, rank).copy_(own)
+    for peer in memory.peers:
+        _slice(peer, memory, rank).copy_(own)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -26,15 +26,8 @@ _ELEMENT_WISE: Final = frozenset(
         torch.optim.ASGD,
     )
 )
-SCALARS: Final = frozenset(("step", "mu_product", "eta", "mu"))
+_SCALARS: Final = frozenset(("step", "mu_product", "eta", "mu"))
 """Names of what these optimizers keep once for each parameter. All else that they keep has the parameter's shape."""
-HOOKS: Final = tuple(
-    f"_optimizer_{when}_hooks"
-    for when in (
-        *("step_pre", "step_post", "state_dict_pre", "state_dict_post"),
-        *("load_state_dict_pre", "load_state_dict_post"),
-    )
-)
 _Tried: TypeAlias = tuple[int, Sequence[int], torch.Tensor]  # the group, the tiny shape, a parameter like it
 _MOST_TRIED: Final = 3  # parameters of a group
 _TRIED_LENGTH: Final = 4  # of each dimension, at most
@@ -77,24 +70,7 @@ def cost_of(parameter: torch.Tensor, group: dict[str, Any], optimizer: Optimizer
 
 def is_scalar(key: str, value: Any) -> bool:
     """Whether an optimizer that steps elements keeps this once for each tensor, and not for each element."""
-    return key in SCALARS or not isinstance(value, torch.Tensor)
-
-
-def scalar(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) else value
-
-
-def plain_values(optimizer: Optimizer, groups: Collection[int]) -> dict[str, str]:
-    """Numbers, strings and 0-dim tensors of the optimizer and of these groups, by where they are."""
-    places = {f"the attribute {key}": value for key, value in vars(optimizer).items()}
-    for index in groups:
-        places.update({f"{key} of param_groups[{index}]": v for key, v in optimizer.param_groups[index].items()})
-    return {
-        place: repr(scalar(value))
-        for place, value in places.items()
-        if isinstance(value, (bool, int, float, complex, str))
-        or (isinstance(value, torch.Tensor) and value.is_cpu and value.dim() == 0)
-    }
+    return key in _SCALARS or not isinstance(value, torch.Tensor)
 
 
 def _why_together(optimizer: Optimizer) -> str:
@@ -117,7 +93,7 @@ def _why_together(optimizer: Optimizer) -> str:
     with torch.random.fork_rng(devices=devices):
         for scale in _SCALES:
             try:
-                everything, values = _try_steps(optimizer, tried, range(len(tried)), scale)
+                everything = _try_steps(optimizer, tried, range(len(tried)), scale)
             except Exception as error:
                 return (
                     f"a step of tiny parameters raised {type(error).__name__}: {error}. If it has modes, as "
@@ -125,23 +101,21 @@ def _why_together(optimizer: Optimizer) -> str:
                 )
             for alone in range(len(tried)):
                 try:
-                    (parameter,), its = _try_steps(optimizer, tried, [alone], scale)
+                    (parameter,) = _try_steps(optimizer, tried, [alone], scale)
                 except Exception as error:
                     return f"it cannot step some of its parameters alone ({type(error).__name__}: {error})"
                 if not torch.allclose(parameter, everything[alone], rtol=0, atol=0, equal_nan=True):
                     return "a parameter's step depends on other parameters, which another rank would step"
-                if other := next((place for place in its if its[place] != values.get(place)), ""):
-                    return f"{other} depends on other parameters, which another rank would step"
     return ""
 
 
 def _try_steps(
     optimizer: Optimizer, tried: Sequence[_Tried], chosen: Sequence[int], scale: float
-) -> tuple[list[torch.Tensor], dict[str, str]]:
-    """Step these of the tiny parameters with a trial optimizer. Returns each after each step, and its plain values."""
+) -> list[torch.Tensor]:
+    """Step these of the tiny parameters with a trial optimizer. Returns each after each step."""
     trial: Any = object.__new__(type(optimizer))
     trial.__dict__.update({name: _copied(value) for name, value in vars(optimizer).items()})
-    trial.__dict__.update({name: OrderedDict() for name in HOOKS})
+    trial.__dict__.update({name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")})
     trial.state = defaultdict(dict)
     trial.param_groups = [
         {**copy.deepcopy({key: value for key, value in group.items() if key != "params"}), "params": []}
@@ -163,7 +137,7 @@ def _try_steps(
         type(optimizer).step(trial)  # not the step that a scheduler has put into the instance
         for parameter, its in zip(parameters, after, strict=True):
             its.append(parameter.detach().clone())
-    return list(map(torch.stack, after)), plain_values(trial, {tried[number][0] for number in chosen})
+    return list(map(torch.stack, after))
 
 
 def _random(seed: int, shape: Sequence[int]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`wrap(..., shard=True)` returns a `ShardedOptimizer`. `DistributedState` is for torch.distributed.checkpoint."""
+"""`wrap(..., shard=True)` returns a `ShardedOptimizer`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import Guest
 from torchring.gradients.views import CAN_SWAP
 from torchring.optimizer import DistributedOptimizer
-from torchring.optimizer_wrapper import OptimizerWrapper
 from torchring.sharding import checkpoint
-from torchring.sharding.distributed_checkpoint import make_state, shard_state
 from torchring.sharding.kinds import kind_of
-from torchring.sharding.step import Shards
-from torchring.sharding.step_hooks import refuse_patched
+from torchring.sharding.parameters import check_movable
+from torchring.sharding.step import Shards, refuse_patched
 from torchring.world import World
 
 _logger: Final = logging.getLogger("torchring")
@@ -35,11 +33,29 @@ class ShardedOptimizer(DistributedOptimizer):
 
     _shards: Shards | None = None  # None in a world of one rank
 
-    def _check(self, optimizer: Optimizer, options: Options, world: World) -> None:
-        _check_shardable(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if world.is_provisional and any(accelerator_of(p.device) for p in parameters):
+    def _check(
+        self, optimizer: Optimizer, options: Options, world: World, names: Mapping[torch.nn.Parameter, str]
+    ) -> None:
+        if not CAN_SWAP:
+            raise ValueError(
+                f"shard=True takes PyTorch 2.12 or newer, and this is {torch.__version__}; leave shard out"
+            )
+        refuse_patched(optimizer)
+        kind_of(optimizer)
+        check_movable(names)
+        if world.is_provisional and any(accelerator_of(parameter.device) for parameter in names):
             raise ValueError("shard=True in elastic jobs takes parameters on the CPU; leave shard out")
+
+    def _find_sparse(self, optimizer: Optimizer, model: torch.nn.Module | None) -> set[torch.nn.Parameter]:
+        sparse = super()._find_sparse(optimizer, model)
+        if taken := [name for p, name in self._name_parameters(optimizer, model).items() if p in sparse]:
+            raise in_step(
+                ValueError(
+                    f"shard=True does not take sparse gradients, as {taken[0]} has: give that an optimizer of its own, "
+                    "without shard, or compute with sparse=False"
+                )
+            )
+        return sparse
 
     def _open(self, world: World, *args: Any, **kwargs: Any) -> None:
         super()._open(world, *args, **kwargs)
@@ -50,20 +66,21 @@ class ShardedOptimizer(DistributedOptimizer):
         """Collective: also keep this rank's share of the state."""
         reducer = super()._begin(world)
         assert self._shards is not None
-        checkpoint.deal_out(self._shards, dict(self.optimizer.state))
+        checkpoint.deal_out(self._shards)
         return reducer
 
     def _agree(self, world: World, guests: Sequence[Guest] = ()) -> Reducer:
         """Collective: also cut the parameters among the ranks. The state is as it was."""
         reducer = super()._agree(world, guests)
         self._shards = Shards(
-            *(world, self.optimizer, self._names, self._sparse, next(world.shared(_numbers))),
+            *(world, self.optimizer, self._names, next(world.shared(_numbers))),
             *(self._follow_step, reducer.layout.all_reduce),
         )
         reducer.follower = self._shards.name, weakref.WeakMethod(self._shards.follow)
         return reducer
 
     def _extend(self, added: list[torch.nn.Parameter]) -> None:
+        check_movable({parameter: self._names[parameter] for parameter in added})
         super()._extend(added)
         if self._shards is not None:
             self._shards.extend()
@@ -74,47 +91,33 @@ class ShardedOptimizer(DistributedOptimizer):
         return closure
 
     def _step_wrapped(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
-        run = functools.partial(super()._step_wrapped, closure)
-        return run(*args, **kwargs) if self._shards is None else self._shards.step(run, *args, **kwargs)
+        run = functools.partial(super()._step_wrapped, closure, *args, **kwargs)
+        return run() if self._shards is None else self._shards.step(run)
 
     def _follow_step(self) -> None:
         """Step what the wrapped optimizer has got, inside a step of all ranks."""
         self._is_stepping = True
-        assert self._sync is not None
-        self._sync.agree_on_step()
         try:
             super()._step_wrapped(None)
         finally:
             self._is_stepping = False
 
     def state_dict(self, *, all_ranks: bool = False) -> dict[str, Any]:
-        if self._shards is None:
+        if (shards := shards_of(self, "state_dict()")) is None:
             return super().state_dict()
-        self._refuse_in_backward("state_dict()")
-        return checkpoint.gather_state(self._shards, keeps=all_ranks or self._shards.world.rank == 0)  # type: ignore[return-value]
+        return checkpoint.gather_state(shards, keeps=all_ranks or shards.world.rank == 0)  # type: ignore[return-value]
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
-        if self._shards is None:
+        if (shards := shards_of(self, "load_state_dict()")) is None:
             super().load_state_dict(state_dict)
-            return
-        self._refuse_in_backward("load_state_dict()")
-        checkpoint.load_state(self._shards, state_dict)
-
-    def _parts(self) -> dict[str, Any]:
-        if self._shards is None:
-            return super().state_dict()
-        self._refuse_in_backward("state_dict()")
-        return shard_state(self._shards)
+        else:
+            checkpoint.load_state(shards, state_dict)
 
     def _take_over(self, src: int) -> None:
         if self._shards is None:
             super()._take_over(src)
         else:  # each rank has its share, from the same steps
             self._shards.take_over(src)
-
-    def _refuse_in_backward(self, what: str) -> None:
-        if self._sync is not None and self._sync.in_backward:
-            raise GradientError(f"{what} was called inside backward(); call it after backward() has returned")
 
     def close(self) -> None:
         super().close()
@@ -142,14 +145,6 @@ def _numbers(_: World) -> Iterator[int]:
     return itertools.count()
 
 
-def _check_shardable(optimizer: Optimizer) -> None:
-    """Raise ValueError if shard=True does not work with this optimizer, or with this PyTorch."""
-    if not CAN_SWAP:
-        raise ValueError(f"shard=True takes PyTorch 2.12 or newer, and this is {torch.__version__}; leave shard out")
-    refuse_patched(optimizer)
-    kind_of(optimizer)
-
-
 def _say_cost(world: World) -> None:
     if world.rank == 0 and world.num_nodes > 1:
         _logger.warning(
@@ -168,52 +163,13 @@ def _refuse_closure() -> None:
     )
 
 
-class DistributedState(OptimizerWrapper):
-    """What torch.distributed.checkpoint saves and loads in place of an optimizer that `wrap` has returned.
-
-    With shard=True, each rank writes the part of the state that it keeps, and reads the part that it steps; no rank
-    holds the whole. The files are those of a plain optimizer, for any number of ranks. `dcp.save`, `dcp.load`,
-    `get_state_dict` and `set_state_dict` take it, on all ranks.
-
-    Args:
-        optimizer: the optimizer, with or without shard=True.
-    """
-
-    def state_dict(self) -> dict[str, Any]:
-        """Collective with shard=True: the state, with the tensors of this rank's part.
-
-        dcp.load() reads only what is there. So an optimizer without state makes a step with learning rates and
-        gradients of 0 first, as get_state_dict() lets any optimizer do.
-
-        Raises:
-            ValueError: the optimizer has no state yet, but gradients; or torch.distributed has fewer ranks.
-            GradientError: with shard=True, called inside `backward()`.
-        """
-        parts = self.optimizer._parts if isinstance(self.optimizer, ShardedOptimizer) else self.optimizer.state_dict
-        state = parts()
-        if not state["state"]:
-            make_state(self.optimizer)
-            state = parts()
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Collective with shard=True: load what dcp.load() has read, or what `state_dict` has returned."""
-        self.optimizer.load_state_dict(state_dict)
-
-    def step(self, closure: Any = None) -> Any:
-        """Step the optimizer: get_state_dict() does so before there is state, with learning rates of 0."""
-        return self._step_wrapped(closure)
-
-    step.hooked = True  # type: ignore[attr-defined]  # the optimizer's own step() runs all hooks
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """See `DistributedOptimizer.zero_grad`."""
-        self.optimizer.zero_grad(set_to_none=set_to_none)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See `DistributedOptimizer.add_param_group`."""
-        if not self._is_initialising:
-            self.optimizer.add_param_group(param_group)
+def shards_of(optimizer: Optimizer, what: str) -> Shards | None:
+    """What `optimizer` has of a sharded state. Raises GradientError if `what` is called in a backward."""
+    if not isinstance(optimizer, ShardedOptimizer) or optimizer._shards is None:
+        return None
+    if optimizer._sync is not None and optimizer._sync.in_backward:
+        raise GradientError(f"{what} was called inside backward(); call it after backward() has returned")
+    return optimizer._shards
 
 
 # What elastic jobs ask of an optimizer
@@ -225,11 +181,10 @@ def gather(optimizer: ShardedOptimizer, *, keeps: bool) -> dict[str, Any] | None
     return checkpoint.gather_state(optimizer._shards, keeps=keeps)
 
 
-def deal_out(optimizer: ShardedOptimizer, state: dict[str, Any] | None, src: int, *, has_stepped: bool) -> None:
+def deal_out(optimizer: ShardedOptimizer, state: dict[str, Any] | None, src: int) -> None:
     """Collective: each rank keeps its share of the whole state, which rank `src` has."""
     assert optimizer._shards is not None
     checkpoint.load_state(optimizer._shards, state, src)
-    optimizer._shards.has_said = has_stepped
 
 
 def release(optimizer: ShardedOptimizer) -> None:

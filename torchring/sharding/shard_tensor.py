@@ -104,8 +104,19 @@ class ShardTensor(torch.Tensor):
         )
 
     def whole(self) -> torch.Tensor:
-        """An ordinary tensor of all elements, if this rank has them."""
-        return self.elements.as_strided(self.shape, self.stride(), self.elements.storage_offset())
+        """An ordinary tensor of all elements. Raises ValueError if this rank does not have them."""
+        elements = self.part(0, self.numel())
+        return elements.as_strided(self.shape, self.stride(), elements.storage_offset())
+
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop), in memory order. Raises ValueError if this rank does not have them."""
+        if not self.first <= start <= stop <= self.first + self.elements.numel():
+            raise ValueError(
+                "this rank has only a part of this state, which torchring.sharding.DistributedState has cut for "
+                "torch.distributed.checkpoint: save it there, and load it from there, on all ranks; or load what "
+                "state_dict() of the optimizer has returned"
+            )
+        return self.elements[start - self.first : stop - self.first]
 
     def boxes(self) -> dict[tuple[int, ...], torch.Tensor]:
         """The elements as boxes of the whole, by their offsets."""

@@ -45,12 +45,12 @@ class Shares:
             self._whole = {name: each.optimizer.state_dict() for name, each in self.sharded.items()}
         self.is_part = bool(self.sharded) and world.size > 1
 
-    def deal_out(self, world: World, src: int, *, has_stepped: bool) -> None:
+    def deal_out(self, world: World, src: int) -> None:
         """Collective: give each rank its share of what rank `src` has."""
         if self.sharded and world.size > 1:
             for name, optimizer in self.sharded.items():
                 whole = self._whole[name] if world.rank == src else None
-                deal_out(optimizer, whole, src, has_stepped=has_stepped)
+                deal_out(optimizer, whole, src)
             collectives_of(world).barrier()  # until then, rank `src` may have to do this once more
         self._whole = {}
 

@@ -275,7 +275,7 @@ class State:
         for optimizer in self._optimizers:
             rejoin(optimizer, world, guests)
             guests = []
-        self._shares.deal_out(world, src, has_stepped=self._parts.counters.steps > 0)
+        self._shares.deal_out(world, src)
 
     def _layout(self) -> list[str]:
         """Lines that are equal on all ranks."""
