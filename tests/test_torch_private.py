@@ -41,8 +41,6 @@ NAMES = {
     "torch._foreach_zero_": "torch.optim",
     "torch.Tensor._make_wrapper_subclass": "DTensor",
     "torch._C._disabled_torch_function_impl": "torch.nn.Parameter",
-    "torch.optim.optimizer._global_optimizer_pre_hooks": "torch.optim.Optimizer",
-    "torch.optim.optimizer._global_optimizer_post_hooks": "torch.optim.Optimizer",
     "torch._neg_view": "a public operator, without documentation",
 }
 OF_CUDA = {

@@ -93,10 +93,10 @@ def _patch(points: list[str]) -> None:
 
         setattr(owner, name, wrapper)
 
-    before(step.Shards, "_enter", "before the step")
-    before(exchange.Exchange, "start", "in the step")
-    before(exchange.Exchange, "finish", "in the exchange")
-    before(checkpoint, "tell", "while state is gathered")
+    before(step.Shards, "_begin_step", "before the step")
+    before(exchange.Exchange, "spread", "in the step")
+    before(exchange, "_copy_to_peers", "in the exchange")
+    before(checkpoint, "gather_state", "while state is gathered")
     before(shares, "deal_out", "while state is dealt out")
 
 
