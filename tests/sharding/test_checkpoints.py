@@ -349,7 +349,7 @@ def _dies_while_gathering(rank: int, size: int, folder: str) -> str:
     torchring.barrier()
     if rank == 1:
         kind: Any = type(internal_collectives_of(optimizer._shards.world))
-        kind.broadcast_together = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # after the ranks have begun
+        kind.broadcast_bytes = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # after the ranks have begun
     return attempt(optimizer.state_dict)
 
 
