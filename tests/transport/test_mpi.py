@@ -77,7 +77,7 @@ def _refused(rendezvous: Rendezvous, communicator: Any) -> Any:
     ("body", "says", "culprit"),
     [
         (_crossed_ranks, "rank 0 of this world of 2 is rank 1 of 2 in MPI", 0),
-        (_without_mpi4py, r"rank 1: cannot load MPI.*pip install torchring\[mpi\]", 1),
+        (_without_mpi4py, r"rank 1 cannot load MPI.*pip install torchring\[mpi\]", 1),
         (_funneled, r"mpi4py\.rc\.thread_level = 'multiple'", 0),
     ],
 )

@@ -49,22 +49,22 @@ class GlooCollectives:
         has_nan = any(row[0] for row in self._agree(signature, [int(may_lose and bool(data.amax().isnan()))]))
         if not data.numel():
             return
+        if has_nan:
+            self._reduce(is_nan := data.isnan().to(torch.uint8), "max")
         # 16-bit values travel as fp32, so that they are rounded once. Gloo has no int16.
         wide = torch.int32 if data.dtype == torch.int16 else reference.compute_dtype(data.dtype, data.dtype)
         buffer = data if data.dtype in _NATIVE_DTYPES else data.to(wide)
-        if has_nan:
-            self._reduce(ordered := _as_integers(buffer, nan_is_least=op == "min"), op)
-            data.copy_(_as_floats(ordered))
-            return
         self._reduce(buffer, op)
         if op == "mean":
             buffer.mul_(1.0 / self._transport.size)
+        if has_nan:
+            buffer[is_nan.bool()] = torch.nan
         if buffer is not data:
             data.copy_(buffer)
 
     def _reduce(self, buffer: torch.Tensor, op: str) -> None:
         options = all_reduce_options(_REDUCE_OPS[op])
-        self._transport.collective(lambda group: group.allreduce([buffer], options))
+        self._transport.start(lambda group: group.allreduce([buffer], options)).wait()
         torch.autograd.graph.increment_version(buffer)  # the process group does not tell autograd that it writes
 
     def broadcast(self, data: torch.Tensor, src: int, signature: Signature) -> None:
@@ -72,7 +72,7 @@ class GlooCollectives:
         options = dist.BroadcastOptions()
         options.rootRank = src
         if data.numel():
-            self._transport.collective(lambda group: group.broadcast([data], options))
+            self._transport.start(lambda group: group.broadcast([data], options)).wait()
             torch.autograd.graph.increment_version(data)
 
     def all_gather(self, data: torch.Tensor, signature: Signature) -> list[torch.Tensor]:
@@ -85,7 +85,7 @@ class GlooCollectives:
         padded[: data.numel()] = data
         gathered = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in sizes]
         if longest:
-            self._transport.collective(lambda group: group.allgather([gathered], [padded]))
+            self._transport.start(lambda group: group.allgather([gathered], [padded])).wait()
         return [part[:size] for part, size in zip(gathered, sizes, strict=True)]
 
     def start_exchange(self, data: bytes, signature: Signature) -> Callable[[Meanwhile], list[bytes]]:
@@ -110,7 +110,7 @@ class GlooCollectives:
             data = torch.cat(list(pieces))
             lengths = [piece.numel() for piece in pieces]
             options = dist.AllToAllOptions()
-            self._transport.collective(lambda group: group.alltoall_base(received, data, sizes, lengths, options))
+            self._transport.start(lambda group: group.alltoall_base(received, data, sizes, lengths, options)).wait()
         return list(torch.split(received, sizes))
 
     def barrier(self, signature: Signature) -> None:
@@ -139,20 +139,3 @@ class GlooCollectives:
             return [row[1 : 1 + len(sizes)] for row in rows]
 
         return finish
-
-
-def _as_integers(values: torch.Tensor, *, nan_is_least: bool) -> torch.Tensor:
-    """Integers in the same order as the fp32 or fp64 `values`. NaN becomes the least or the greatest integer."""
-    dtype = torch.int32 if values.dtype == torch.float32 else torch.int64
-    limits = torch.iinfo(dtype)
-    return _flipped(values.view(dtype)).masked_fill_(values.isnan(), limits.min if nan_is_least else limits.max)
-
-
-def _as_floats(integers: torch.Tensor) -> torch.Tensor:
-    return _flipped(integers).view(torch.float32 if integers.dtype == torch.int32 else torch.float64)
-
-
-def _flipped(bits: torch.Tensor) -> torch.Tensor:
-    """The bits of negative floats are in reverse order: flip all of their bits but the sign. Its own inverse."""
-    limits = torch.iinfo(bits.dtype)
-    return (bits >> (limits.bits - 1)).bitwise_and_(limits.max).bitwise_xor_(bits)

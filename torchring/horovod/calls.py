@@ -186,12 +186,7 @@ def check_tensors(tensors: Sequence[Tensor], what: str, *, have_rows: bool = Fal
 
 def check_reducible(tensor: Tensor, label: str, what: str) -> None:
     """Raise ValueError for a dtype that an operation does not take."""
-    dtype = tensor.dtype
-    if dtype == torch.bool and label in ("Average", "Adasum"):
-        raise ValueError(f"{what} has no op={label} of booleans; use op=hvd.Sum for any, op=hvd.Min for all")
-    if dtype.is_complex and label not in ("Average", "Sum"):
-        raise ValueError(f"{what} of {dtype} takes op=hvd.Average or op=hvd.Sum, got {label}")
-    if label == "Adasum" and not dtype.is_floating_point:
-        raise ValueError(f"Adasum takes floating-point tensors, got {dtype}")
-    if not (operations.is_reducible(dtype) or dtype == torch.bool or dtype in (torch.complex64, torch.complex128)):
-        raise ValueError(f"{dtype} cannot be reduced")
+    if not operations.is_reducible(tensor.dtype):
+        raise ValueError(f"{what} does not take {tensor.dtype}; convert the tensor to numbers first")
+    if label == "Adasum" and not tensor.is_floating_point():
+        raise ValueError(f"Adasum takes floating-point tensors, got {tensor.dtype}")

@@ -25,7 +25,6 @@ Result = tuple[Sequence[torch.Tensor], Sequence[int]]
 """The tensors that a call of a collective returns, and numbers. Of allgather: the first of this rank's rows in each
 tensor. Of alltoall: how many rows came from each rank. Of others: none."""
 _OPS: Final = {"Average": "mean", "Sum": "sum", "Min": "min", "Max": "max", "Product": "product"}
-_BOOL_OPS: Final = {"Sum": "max", "Max": "max", "Min": "min", "Product": "min"}  # any of them, or all of them
 
 
 class Operation:
@@ -90,29 +89,15 @@ def _all_reduce(plane: Plane, tensors: Sequence[torch.Tensor], request: Request)
             adasum.all_reduce(plane.backend, tensor, plane.rank, [[rank] for rank in range(len(plane.ranks))])
     else:
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            _reduce_alike(plane.backend, [tensor for tensor in tensors if tensor.dtype == dtype], dtype, op)
+            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+            operations.all_reduce_together(plane.backend, alike, _reduction(op, dtype))
     for tensor in tensors:
         _complete(tensor, request, len(plane.ranks))
 
 
-def _reduce_alike(backend: Backend, tensors: Sequence[torch.Tensor], dtype: torch.dtype, op: str) -> None:
-    if dtype == torch.bool:
-        wide = [tensor.to(torch.uint8) for tensor in tensors]
-        operations.all_reduce_together(backend, wide, _BOOL_OPS[op])
-    elif dtype.is_complex:
-        wide = [torch.view_as_real(tensor.contiguous()) for tensor in tensors]
-        operations.all_reduce_together(backend, wide, _OPS[op])
-        wide = [torch.view_as_complex(tensor) for tensor in wide]
-    else:
-        operations.all_reduce_together(backend, tensors, _reduction(op, dtype))
-        return
-    for tensor, result in zip(tensors, wide, strict=True):
-        tensor.copy_(result)
-
-
 def _reduction(op: str, dtype: torch.dtype) -> str:
     """The name of the reduction for `torchring.collectives`. Averages of integers are sums, divided afterwards."""
-    return _OPS[op] if op != "Average" or dtype.is_floating_point or dtype.is_complex else "sum"
+    return _OPS[op] if op != "Average" or dtype.is_floating_point else "sum"
 
 
 def _complete(tensor: torch.Tensor, request: Request, size: int) -> None:
@@ -128,7 +113,7 @@ def scale(tensor: torch.Tensor, factor: float) -> None:
         return
     if tensor.dtype.itemsize == 2 and tensor.is_floating_point():
         tensor.copy_(tensor.float().mul_(factor))
-    elif tensor.is_floating_point() or tensor.is_complex():
+    elif tensor.is_floating_point():
         tensor.mul_(factor)
     else:
         tensor.copy_(tensor.double().mul_(factor).trunc_())

@@ -95,12 +95,12 @@ def _allreduce(
     """The tensors of all ranks combined. Differentiable: gradients are combined in the same way. Returns a new tensor.
 
     Args:
-        tensor: any shape; a floating-point, complex, integer or boolean dtype. Does not change.
+        tensor: any shape; a floating-point or integer dtype. Does not change.
         average: deprecated: True for op=Average, False for op=Sum.
         name: ranks match their calls by this name.
         compression: how to send the tensor; see `Compression`.
         op: Average, which is the default, Sum, Adasum, Min, Max or Product. The average of integers is cut off towards
-            zero. For booleans, Sum and Max are "any", Min and Product are "all".
+            zero.
         prescale_factor, postscale_factor: multiply each tensor before the reduction, and the result.
         process_set: the ranks that take part.
     """
@@ -286,8 +286,6 @@ def _reducescatter(
     check_tensors(sent, "reducescatter", have_rows=True)
     for tensor in sent:
         check_reducible(tensor, arguments["op"], "reducescatter")
-        if tensor.dtype == torch.bool or tensor.is_complex():
-            raise ValueError(f"reducescatter does not take {tensor.dtype}")
     factor = prescale_factor * postscale_factor * (len(ranks_of(process_set)) if op == Sum else 1)
 
     def gradient(grads: Sequence[Tensor], _: Sequence[int]) -> Sequence[Tensor]:

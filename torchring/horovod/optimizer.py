@@ -141,15 +141,15 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
 
     def weigh(self, weight: float) -> None:
         """See `torchring.DistributedOptimizer.weigh`. ValueError with a process set, Adasum or a compressor."""
-        self._require_engine("weigh()")
+        self._require_buckets("weigh()")
         super().weigh(weight)
 
     def skip(self) -> None:
         """See `torchring.DistributedOptimizer.skip`. ValueError with a process set, Adasum or a compressor."""
-        self._require_engine("skip()")
+        self._require_buckets("skip()")
         super().skip()
 
-    def _require_engine(self, what: str) -> None:
+    def _require_buckets(self, what: str) -> None:
         if not self._reduces_together:
             raise ValueError(
                 f"{what} does not work with a process set, op=hvd.Adasum or a compressor of the script's own, where "
@@ -177,11 +177,6 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
             yield
         finally:
             self._should_synchronize = True
-
-    def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
-        """Load a state into the wrapped optimizer."""
-        self._synchronized = False
-        super().load_state_dict(state_dict)
 
     def _prepare_step(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         if closure is not None:
@@ -212,48 +207,45 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         return super()._live_sync()
 
     def _step_wrapped(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
+        adds_up = self._op == mpi_ops.Adasum and self._is_distributed()  # the steps that each rank makes by itself
+        parameters = [p for p in self._names if p.requires_grad] if adds_up else []
+        before = [parameter.detach().clone() for parameter in parameters]
         try:
-            return self._step_or_add_up(closure, *args, **kwargs)
+            result = super()._step_wrapped(closure, *args, **kwargs)
         finally:
             self._synchronized = False
             self._note_reductions()
-
-    def _step_or_add_up(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
-        if self._op != mpi_ops.Adasum or not self._is_distributed():
-            return super()._step_wrapped(closure, *args, **kwargs)
-        # Adasum adds up the steps that each rank would make by itself.
-        parameters = [p for p in self._names if p.requires_grad]
-        before = [parameter.detach().clone() for parameter in parameters]
-        result = super()._step_wrapped(closure, *args, **kwargs)
-        with torch.no_grad():
-            deltas = [parameter - start for parameter, start in zip(parameters, before, strict=True)]
-            reduced = mpi_ops.grouped_allreduce(deltas, name="adasum", compression=self._compression, op=mpi_ops.Adasum)
-            for parameter, start, delta in zip(parameters, before, reduced, strict=True):
-                parameter.copy_(start + delta)
+        if adds_up:
+            self._add_up(parameters, before)
         return result
 
+    @torch.no_grad()
+    def _add_up(self, parameters: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> None:
+        deltas = [parameter - start for parameter, start in zip(parameters, before, strict=True)]
+        reduced = mpi_ops.grouped_allreduce(deltas, name="adasum", compression=self._compression, op=mpi_ops.Adasum)
+        for parameter, start, delta in zip(parameters, before, reduced, strict=True):
+            parameter.copy_(start + delta)
+
+    @torch.no_grad()
     def _reduce_alone(self) -> None:
         """Reduce the gradients in one grouped allreduce: those that are None count as zero."""
         if not self._is_distributed() or self._op == mpi_ops.Adasum:
             return
         parameters = [p for p in self._names if p.requires_grad]
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        grads = [p.grad for p in parameters if p.grad is not None]
-        with torch.no_grad():
-            reduced = mpi_ops.grouped_allreduce(
-                [grad.to_dense() if grad.is_sparse else grad for grad in grads],
-                name=f"gradients.{next(iter(self._names.values()), '')}",
-                compression=self._compression,
-                op=self._op,
-                process_set=self._set,
-            )
-            for grad, result in zip(grads, reduced, strict=True):
-                if grad.is_sparse:
-                    grad.data = result.to_sparse(grad.sparse_dim())
-                else:
-                    grad.copy_(result)
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        reduced = mpi_ops.grouped_allreduce(
+            [grad.to_dense() if grad.is_sparse else grad for grad in grads],
+            name=f"gradients.{next(iter(self._names.values()), '')}",
+            compression=self._compression,
+            op=self._op,
+            process_set=self._set,
+        )
+        for parameter, grad, result in zip(parameters, grads, reduced, strict=True):
+            if grad.is_sparse:
+                grad.data = result.to_sparse(grad.sparse_dim())
+            else:
+                grad.copy_(result)
+            parameter.grad = grad
 
     def _is_distributed(self) -> bool:
         return self._set.included() and len(self._set.ranks) > 1

@@ -16,13 +16,9 @@ from typing import Any, Final
 
 DYNAMIC_TIMELINE: Final = "DYNAMIC"
 _LEVELS: Final = {
-    "TRACE": logging.DEBUG,
-    "DEBUG": logging.DEBUG,
-    "INFO": logging.INFO,
-    "WARNING": logging.WARNING,
-    "ERROR": logging.ERROR,
-    "FATAL": logging.CRITICAL,
-}
+    "TRACE": logging.DEBUG, "DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARNING": logging.WARNING,
+    "ERROR": logging.ERROR, "FATAL": logging.CRITICAL,
+}  # fmt: skip
 # Not the user's doing: launchers set these for workers, and container images set those of the second line, which the
 # build of Horovod reads.
 _NOT_OF_USERS: Final = re.compile(
@@ -85,12 +81,6 @@ def _switch(value: str) -> bool:
     return word in ("true", "yes", "on") or (word not in ("false", "no", "off") and int(value) > 0)
 
 
-def _whole(value: str) -> int:
-    if not re.fullmatch("[0-9]+", value):
-        raise ValueError
-    return int(value)
-
-
 def _number(value: str) -> float:
     number = float(value)
     if not 0 <= number < math.inf:
@@ -106,7 +96,11 @@ def _positive(value: str) -> float:
 
 # variable -> its setting, what is right for errors, and how to read it
 _VARIABLES: Final[dict[str, tuple[str, str, Callable[[str], Any]]]] = {
-    "HOROVOD_FUSION_THRESHOLD": ("fusion_threshold_bytes", "a whole number, 0 or more", _whole),
+    "HOROVOD_FUSION_THRESHOLD": (
+        "fusion_threshold_bytes",
+        "a number of bytes, 0 or more",
+        lambda value: int(_number(value)),
+    ),
     "HOROVOD_CYCLE_TIME": ("cycle_seconds", "a number, 0 or more", lambda value: _number(value) / 1000),
     "HOROVOD_TIMELINE": ("timeline", "a path", _timeline),
     "HOROVOD_TIMELINE_MARK_CYCLES": ("mark_cycles", "1 or 0", _switch),

@@ -8,7 +8,7 @@ Source: the Trace Event Format of Chromium, and the names of Horovod's events.
 
 from __future__ import annotations
 
-import io
+import contextlib
 import json
 import logging
 import os
@@ -28,16 +28,15 @@ class Timeline:
     """The file, which is overwritten. For any thread."""
 
     def __init__(self, path: str, *, mark_cycles: bool) -> None:
-        self._file: io.TextIOWrapper | None = open(create(Path(path)), "w")  # noqa: SIM115 - closed by `close`
-        self._file.write("[" + _END)
+        self._file = open(create(Path(path)), "w")  # noqa: SIM115 - closed by `close`
         self._mark_cycles = mark_cycles
         self._rows: dict[str, int] = {}
         self._negotiating: set[str] = set()
         self._lock = threading.RLock()  # a signal handler may close this
         self._started_ns = time.monotonic_ns()
-        self._is_first = True
         now_us = time.time_ns() // 1000
-        self._write({"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": now_us}})
+        first = {"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": now_us}}
+        self._file.write(f"[\n{json.dumps(first)}{_END}")
 
     def submitted(self, request: Request) -> None:
         """This rank asks for an operation."""
@@ -69,16 +68,13 @@ class Timeline:
         """Operations have been carried out."""
         with self._lock:
             for request in requests:
-                self._add(
-                    request, "E", args={"tensors": [f"{dtype} {list(shape)}" for dtype, shape in request.tensors]}
-                )
+                tensors = [f"{dtype} {list(shape)}" for dtype, shape in request.tensors]
+                self._add(request, "E", args={"tensors": tensors})
 
     def close(self) -> None:
         """Write no more."""
         with self._lock:
-            if self._file is not None:
-                self._file.close()
-            self._file = None
+            self._file.close()
 
     def _add(self, request: Request, phase: str, **event: Any) -> None:
         """Write an event in the row of a request."""
@@ -92,13 +88,13 @@ class Timeline:
         return (time.monotonic_ns() - self._started_ns) // 1000
 
     def _write(self, event: dict[str, Any]) -> None:
-        if self._file is None:
+        if self._file.closed:
             return
         try:
             self._file.seek(self._file.seek(0, os.SEEK_END) - len(_END))
-            self._file.write(f"{'' if self._is_first else ','}\n{json.dumps(event)}{_END}")
+            self._file.write(f",\n{json.dumps(event)}{_END}")
             self._file.flush()
         except OSError as error:  # training goes on without it
-            self._file = None
             logging.getLogger("torchring").warning("the timeline ends here: %s", error)
-        self._is_first = False
+            with contextlib.suppress(OSError):
+                self._file.close()

@@ -121,14 +121,12 @@ class C10dTransport:
                 raise self.fail(given_up) from None
 
     def send(self, tensor: torch.Tensor, peer: int) -> C10dTransfer:
-        data = contiguous_bytes(tensor)
-        place = self.ranks.index(peer)
-        return self._start(lambda group: group.send([data], place, gloo_links.TAG) if data.numel() else None, peer)
+        data, place = contiguous_bytes(tensor), self.ranks.index(peer)
+        return self.start(lambda group: group.send([data], place, gloo_links.TAG) if data.numel() else None, peer)
 
     def receive(self, tensor: torch.Tensor, peer: int) -> C10dTransfer:
-        data = contiguous_bytes(tensor)
-        place = self.ranks.index(peer)
-        return self._start(lambda group: group.recv([data], place, gloo_links.TAG) if data.numel() else None, peer)
+        data, place = contiguous_bytes(tensor), self.ranks.index(peer)
+        return self.start(lambda group: group.recv([data], place, gloo_links.TAG) if data.numel() else None, peer)
 
     def sums(self, dtype: torch.dtype) -> bool:
         return dtype in _SUMMED
@@ -137,21 +135,22 @@ class C10dTransport:
         if not tensor.is_contiguous() or not self.sums(tensor.dtype):
             raise ValueError(f"Gloo does not add up {tensor.dtype} with strides {tensor.stride()}")
         options = all_reduce_options()
-        return self._start(lambda group: group.allreduce([tensor], options) if tensor.numel() else None, None)
+        return self.start(lambda group: group.allreduce([tensor], options) if tensor.numel() else None)
 
     def all_gather(self, number: int) -> list[int]:
         mine = torch.tensor([number], device="cpu")
         numbers = [torch.zeros_like(mine) for _ in range(self.size)]
-        self.collective(lambda group: group.allgather([numbers], [mine]))
+        self.start(lambda group: group.allgather([numbers], [mine])).wait()
         return [int(other) for other in numbers]
 
-    def collective(self, operation: Callable[[Backend], BackendWork]) -> None:
-        """Run a collective of the group and wait for it. Raises what `Transfer.wait` raises."""
-        self.start(operation).wait()
-
-    def start(self, operation: Callable[[Backend], BackendWork]) -> C10dTransfer:
-        """Start a collective of the group. What it reads and writes belongs to the group until the end."""
-        return self._start(operation, None)
+    def start(self, operation: Callable[[Backend], BackendWork | None], peer: int | None = None) -> C10dTransfer:
+        """Start a collective of the group, or a message of `peer`. What it reads and writes belongs to the group until
+        the end. `operation` returns None if there are no bytes to move."""
+        work = self.guard(lambda: operation(self._open_group()), peer)
+        transfer = C10dTransfer(self, work, peer)
+        if work is not None:
+            self._under_way.add(transfer)
+        return transfer
 
     def close(self) -> None:
         self._is_closed = True
@@ -171,13 +170,6 @@ class C10dTransport:
         if self._pid == os.getpid() and self._group is not None and not self._under_way:
             last, self._group = [self._group], None
             gloo_links.drop(last)
-
-    def _start(self, operation: Callable[[Backend], BackendWork | None], peer: int | None) -> C10dTransfer:
-        work = self.guard(lambda: operation(self._open_group()), peer)
-        transfer = C10dTransfer(self, work, peer)
-        if work is not None:
-            self._under_way.add(transfer)
-        return transfer
 
     def _open_group(self) -> Backend:
         if self._group is None:

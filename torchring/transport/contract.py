@@ -83,7 +83,7 @@ class Diagnosis(Protocol):
         """Seconds since any open connection carried something; infinite if none is open."""
 
     def seen_by_the_host(self, peers: Sequence[int]) -> RingError | None:
-        """The failure of one of `peers` on this host, or None. Does not depend on links."""
+        """The failure of one of `peers` on this host, or None. A child of a dead rank may keep its links open."""
 
     def suspect(self, peer: int | None, *, timed_out: bool) -> None:
         """Tell the peers which rank this rank waited for. Call it before this rank closes its links."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import json
 import os
 import threading
 import time
@@ -89,12 +88,11 @@ class MpiTransport:
         self._is_closed = False
         self._poller = SerialThread(f"torchring-{name}-poller")
         # All ranks are known to be here, and to fit, before MPI waits for them.
-        mpi, parent, problem = _load(communicator)
-        mine = {"problem": problem, "rank": -1, "size": 0}
-        if parent is not None:
-            mine |= {"rank": parent.rank, "size": parent.size}
-        texts = rendezvous.all_gather(f"transport/{name}", json.dumps(mine).encode())
-        _check_ranks(self.rank, [json.loads(text) for text in texts])
+        mpi, parent, problem = _load(communicator, rendezvous)
+        problems = rendezvous.all_gather(f"transport/{name}", problem.encode())
+        for other, text in enumerate(problems):
+            if text:
+                raise TopologyError(f"rank {other} {text.decode()}", rank=self.rank, peers=(other,))
         self._mpi = mpi
         self.mpi_error: type[Exception] = mpi.Exception
         with _lock:
@@ -185,19 +183,23 @@ class MpiTransport:
         """Poll, yielding the core, until the transfer is done. Raises if it cannot be done."""
         started = time.monotonic()
         num_looks = 0
+        error: RingError | None = None
+        until = self._timeout_seconds
         while not self.is_done(transfer):
             waited = time.monotonic() - started
             if waited < _YIELD_SECONDS:
                 os.sched_yield()
                 continue
-            if waited > self._timeout_seconds:
+            if waited > until and error is not None:
+                raise self.fail(self._diagnosis.signed(error, waited))
+            if waited > until:
                 self._diagnosis.suspect(transfer.peer, timed_out=True)
                 raise self.fail(self._diagnosis.explain(transfer.peer, waited, timed_out=True))
-            if waited > (num_looks + 1) * _LOOK_SECONDS:
+            if waited > (num_looks + 1) * _LOOK_SECONDS and error is None:
                 num_looks += 1
                 error = self._trouble(transfer.peer, asks_the_store=num_looks % _LOOKS_PER_STORE_LOOK == 0)
-                if error is not None and not self._arrives_late(transfer):
-                    raise self.fail(self._diagnosis.signed(error, time.monotonic() - started))
+                if error is not None:
+                    until = waited + _LATE_SECONDS
             time.sleep(min(max(waited / 20, _SHORTEST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS))
 
     def _trouble(self, peer: int | None, *, asks_the_store: bool) -> RingError | None:
@@ -205,14 +207,6 @@ class MpiTransport:
         suspects = [rank for rank in self.ranks if rank != self.rank] if peer is None else [peer]
         error = self._diagnosis.seen_by_the_host(suspects)
         return self._diagnosis.heard_from(suspects) if error is None and asks_the_store else error
-
-    def _arrives_late(self, transfer: MpiTransfer) -> bool:
-        end = time.monotonic() + _LATE_SECONDS
-        while not self.is_done(transfer):
-            if time.monotonic() > end:
-                return False
-            time.sleep(_LONGEST_PAUSE_SECONDS)
-        return True
 
     def _start(
         self, operation: Callable[[], Any], data: torch.Tensor, peer: int | None, *, is_receive: bool = False
@@ -294,29 +288,21 @@ def _say_goodbye() -> None:
         transport.close()
 
 
-def _load(communicator: Any) -> tuple[Any, Any, str]:
+def _load(communicator: Any, rendezvous: Rendezvous) -> tuple[Any, Any, str]:
     """mpi4py.MPI, the communicator, and a reason why they cannot be used ("" if they can)."""
     try:
         from mpi4py import MPI as mpi  # noqa: N811  # as a value, not a constant
     except (ImportError, RuntimeError, OSError) as error:  # mpi4py is missing, or finds no MPI library
         return None, None, f"cannot load MPI ({error}); pip install torchring[mpi]"
     if not mpi.Is_initialized() or mpi.Is_finalized():
-        return None, None, "MPI is not initialised, or finalised already"
+        return None, None, "has not initialised MPI, or has finalised it already"
     if mpi.Query_thread() < mpi.THREAD_SERIALIZED:
-        return None, None, "MPI was initialised for one thread only; set mpi4py.rc.thread_level = 'multiple'"
-    return mpi, mpi.COMM_WORLD if communicator is None else communicator, ""
-
-
-def _check_ranks(rank: int, found: list[dict[str, Any]]) -> None:
-    """Raise TopologyError, the same on every rank, if a rank has no MPI, or another number in MPI than in the world."""
-    for other, each in enumerate(found):
-        if each["problem"]:
-            raise TopologyError(f"rank {other}: {each['problem']}", rank=rank, peers=(other,))
-    for other, each in enumerate(found):
-        if (each["rank"], each["size"]) != (other, len(found)):
-            raise TopologyError(
-                f"rank {other} of this world of {len(found)} is rank {each['rank']} of {each['size']} in MPI; start "
-                "all ranks with one mpirun, and let nothing else set RANK and WORLD_SIZE",
-                rank=rank,
-                peers=(other,),
-            )
+        return None, None, "has initialised MPI for one thread only; set mpi4py.rc.thread_level = 'multiple'"
+    parent = mpi.COMM_WORLD if communicator is None else communicator
+    if (parent.rank, parent.size) == (rendezvous.rank, rendezvous.size):
+        return mpi, parent, ""
+    problem = (
+        f"of this world of {rendezvous.size} is rank {parent.rank} of {parent.size} in MPI; start all ranks with one "
+        "mpirun, and let nothing else set RANK and WORLD_SIZE"
+    )
+    return None, None, problem

@@ -87,7 +87,6 @@ class Culprits:
         return float("inf") if self._links is None else self._links.seconds_silent()
 
     def report(self, error: RingError) -> None:
-        """Leave `error` for the peers."""
         self._notices.post(error)
         key = notice_key(self._rendezvous.rank)
         with contextlib.suppress(RingError):  # the store may be gone
@@ -97,15 +96,8 @@ class Culprits:
         self._rendezvous.stay_until_published([notice_key(rank) for rank in survivors], _STAY_SECONDS)
 
     def suspect(self, peer: int | None, *, timed_out: bool) -> None:
-        """Tell the peers which rank this rank waited for.
-
-        Only the first call counts: what fails later in other channels is a consequence. Call before this rank closes
-        its links: a peer that sees a closed link either finds the suspect, or knows that this rank died.
-
-        Args:
-            peer: None in a collective.
-            timed_out: the wait was too long; else a link broke.
-        """
+        # Only the first counts: what fails later in other channels is a consequence. A peer that sees a closed link
+        # either finds the suspect, or knows that this rank died.
         self._closed = [rank for rank in self._peers if self.is_open(rank) is False]
         with contextlib.suppress(RingError):
             text = f"{-1 if peer is None else peer} {int(timed_out)}"
@@ -117,13 +109,6 @@ class Culprits:
             self._rendezvous.publish(self._left_key(self._rendezvous.rank), b"")
 
     def explain(self, peer: int | None, seconds: float, *, timed_out: bool) -> RingError:
-        """Find the cause of a failed wait.
-
-        Args:
-            peer: the rank whose transfer failed. None after a collective, which does not say whose transfer failed.
-            seconds: time that this rank has waited.
-            timed_out: the wait was too long; else a link broke.
-        """
         if peer is None and len(self._peers) == 1:
             peer = self._peers[0]
         try:
@@ -168,19 +153,14 @@ class Culprits:
         )
 
     def signed(self, error: RingError, seconds: float) -> RingError:
-        """Add to `error` that this rank raises it, and after how long."""
         error.rank, error.seconds = self._rendezvous.rank, seconds
         return error
 
     def seen_by_the_host(self, suspects: Sequence[int]) -> RingError | None:
-        """The failure of a rank of `suspects` on this host, or None.
-
-        Does not depend on links: a child of a dead rank may keep the links open.
-        """
         if self._host is None:
             return None
         try:
-            self._host.check_peers([rank for rank in suspects if rank in self._host.ranks])
+            self._host.check_peers(suspects)
         except RingError as error:
             return error
         return None
