@@ -127,11 +127,16 @@ def _tried_on_stream(world: World, engine: Engine, overlap: str, accelerator: Ac
     )
     inputs = [((torch.arange(_TRIAL_NUMEL, device="cpu") + 7 * rank) % 61).float() for rank in range(world.size)]
 
+    def launch_all() -> None:
+        engine.launch(wire)
+        if (guard := engine.guard([wire])) is not None:
+            guard()
+
     def launch() -> None:
         wire.buffer.copy_(inputs[world.rank])
         all_reduce.stream.follow()
         with _alarm(world.timeout_seconds / 2, engine.abort):  # for CUDA_LAUNCH_BLOCKING=1
-            all_reduce.stream.run(lambda: engine.launch(wire))
+            all_reduce.stream.run(launch_all)
 
     def compare() -> None:
         seconds = min(_TRIAL_SECONDS, world.timeout_seconds / 2)
