@@ -109,7 +109,7 @@ def _parser_of_run() -> argparse.ArgumentParser:
     where.add_argument("--hostfile", "-hostfile", metavar="FILE", help=file)
     env = "for all processes; without =VALUE, as it is set here; may be repeated"
     add("--env", type=setting, action="append", default=[], metavar="NAME[=VALUE]", help=env)
-    add("--launcher", choices=LAUNCHERS, default="auto", help="what starts them; chosen by default")
+    add("--launcher", type=_launcher, choices=LAUNCHERS, default="auto", help="what starts them; chosen by default")
     bind = "where each process runs: on physical cores of its own (the default, where there are enough), or a NUMA node"
     add("--bind", choices=placement.MODES, help=bind)
     add("--tag-output", action="store_true", help="put [rank] before each line that a process prints")
@@ -124,6 +124,12 @@ def _parser_of_run() -> argparse.ArgumentParser:
     add("script", nargs="?", metavar="SCRIPT", help="the Python script, or a folder with a __main__.py")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="handed to the script")
     return run
+
+
+def _launcher(text: str) -> str:
+    if text == "mpirun":
+        raise argparse.ArgumentTypeError("mpirun starts ranks by itself: mpirun -np N -H HOSTS python SCRIPT")
+    return text
 
 
 def _one_node(text: str) -> str:

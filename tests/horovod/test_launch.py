@@ -31,7 +31,7 @@ from torchring.launch import launcher as launcher_module
 from torchring.launch.hosts import Host
 from torchring.launch.output import OutputOptions
 from torchring.rendezvous.environment import LaunchEnvironment, describe_parent, parent_rank, read_environment
-from torchring.rendezvous.key_values import get, put
+from torchring.rendezvous.key_values import ask
 from torchring.rendezvous.store import open_store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -354,9 +354,9 @@ def worker(rank: int, size: int, port: int | None = None) -> dict[str, str]:
 
 def test_values_of_the_server(server: http.server.ThreadingHTTPServer) -> None:
     place = ("127.0.0.1", server.server_port)
-    assert get(place, "key") is None
-    put(place, "key", b"\x00value")
-    assert get(place, "key") == b"\x00value"
+    assert ask(place, "key") is None
+    ask(place, "key", b"\x00value")
+    assert ask(place, "key") == b"\x00value"
 
 
 def test_ranks_meet_through_the_server(server: http.server.ThreadingHTTPServer) -> None:

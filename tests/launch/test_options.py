@@ -116,7 +116,7 @@ def test_srun_takes_the_nodes_of_the_allocation(
 def test_srun_starts_a_step_that_reads_what_ssh_reads() -> None:
     """And gets the variables of this process, apart from those that an elastic job leaves out."""
     jobs = [
-        host_job("b", ["train"], {"A": "secret"}, is_here=False, environ={"B": "1"}, silence=9.0, launcher=launcher)
+        host_job("b", ["train"], {"A": "secret"}, environ={"B": "1"}, silence=9.0, launcher=launcher)
         for launcher in ("ssh", "srun")
     ]
     assert [(job.command[0], job.environ, job.is_remote) for job in jobs] == [
@@ -136,7 +136,7 @@ def test_a_python_with_an_equals_sign_in_its_path_starts_on_another_host(
     monkeypatch.setattr(sys, "executable", str(tmp_path / "a=b"))
     (tmp_path / "a=b").symlink_to(os.path.realpath("/proc/self/exe"))
     program = f"import os; print(os.environ[{next(iter(env))!r}])"
-    job = host_job("b", [sys.executable, "-I", "-c", program], env, is_here=False, environ={}, silence=9.0)
+    job = host_job("b", [sys.executable, "-I", "-c", program], env, environ={}, silence=9.0)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(["sh", "-c", job.command[-1]], **pipes) as process:  # type: ignore[call-overload]
         process.stdin.write(job.variables)
@@ -184,6 +184,7 @@ NUMBER = "argument -np/-n/--num-proc/--nproc-per-node: needs a number of process
         *[(f"-np 1 {words}", f"arguments: {words}\n") for words in ("--wrong", "--pool=2")],
         ("-np 1 --tag-outpu", "arguments: --tag-outpu; did you mean --tag-output?"),
         ("--nproc_pernode=1", "arguments: --nproc_pernode=1; did you mean --nproc-per-node?"),
+        ("-np 1 --launcher mpirun", "mpirun starts ranks by itself: mpirun -np N"),
         ("-np 1 --nnodes 2", "--nnodes: torchring run starts the processes of all hosts: name them with -H"),
         # horovodrun's
         ("-np 1 -p 0", "needs a TCP port, 1 to 65535, got '0'"),

@@ -336,9 +336,9 @@ def test_the_rank_that_failed_first_is_named_and_not_one_that_missed_it(monkeypa
 
 
 def test_ranks_of_one_node_are_adjacent() -> None:
-    from torchring.ray import job
+    from torchring.launch.task import places_of
 
-    places = job._places({0: "a", 1: "b", 2: "a"})
+    places = places_of(["a", "b", "a"])
     assert [bundle for bundle, _ in places] == [0, 2, 1]
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
     assert [" ".join(environ[name] for name in names) for _, environ in places] == [

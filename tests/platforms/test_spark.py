@@ -363,9 +363,3 @@ def test_strangers_at_the_port_of_the_driver_are_sent_away(
         server.drain()
         rank.close()
     assert capfd.readouterr() == ("[0] hello\n", "")
-
-
-def test_ranks_of_a_host_are_neighbours() -> None:
-    from torchring.spark.barrier_task import order_by_host
-
-    assert order_by_host(["b", "a", "b", "c", "a"]) == [0, 2, 1, 4, 3]

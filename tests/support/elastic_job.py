@@ -26,6 +26,7 @@ import pytest
 
 from tests.support.harness import _clean_environ, _leave_server, _Leftovers, _start_method, patient
 from torchring.elastic.driver import driver as drivers
+from torchring.elastic.driver import driver_store
 from torchring.elastic.driver.driver import Driver
 from torchring.elastic.driver.driver_store import DriverStore, Listener
 from torchring.elastic.driver.host_list import Hosts, fixed
@@ -133,7 +134,6 @@ class Slots(Hosts):
 
     def __init__(self, names: list[str], slots: int = 2) -> None:
         super().__init__(None, [Host(name, slots) for name in names])
-        self._here = dict.fromkeys(names, True)  # other hosts are namespaces
         self.names = names
 
     def offer(self, slots: dict[str, int]) -> None:
@@ -183,6 +183,8 @@ class ElasticJob:
         self.folder = Path(self.leftovers.folder)
         patch = self._stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(drivers, "host_job", functools.partial(_Job, self))
+        for module in (drivers, driver_store):
+            patch.setattr(module, "is_here", lambda name: True)  # other hosts are namespaces
         patch.setenv("OMP_NUM_THREADS", "1")
         for name, value in self.leftovers.environ.items():
             patch.setenv(name, value)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import socket
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -142,8 +144,9 @@ def as_this_host(hosts: Sequence[Host]) -> list[Host]:
     return [together if host is here[0] else host for host in hosts if host is here[0] or host not in here]
 
 
+@functools.cache
 def is_here(name: str) -> bool:
-    """Return True for a name of this host: it resolves to an address of this host."""
+    """Return True for a name of this host: it resolves to an address of this host. Looks each name up once."""
     name = name.strip("[]")
     if "@" in name:  # another user, whose files and environment may differ
         return False
@@ -157,15 +160,28 @@ def is_here(name: str) -> bool:
     return False
 
 
-def without_user(name: str) -> str:
+def _without_user(name: str) -> str:
     """user@[::1] is ::1."""
     return name.rpartition("@")[2].strip("[]")
+
+
+def resolvable(name: str) -> str:
+    """The host's name, or the address that ssh's configuration has for a name that does not resolve."""
+    name = _without_user(name)
+    try:
+        socket.getaddrinfo(name, 9)
+    except OSError:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            said = subprocess.run(["ssh", "-G", name], capture_output=True, text=True, timeout=20).stdout
+            if found := re.search("^hostname (.+)$", said, re.MULTILINE):
+                return found[1]
+    return name
 
 
 def address_towards(name: str) -> str:
     """This host's address on the network of the named host. The likeliest address if the name does not resolve."""
     with contextlib.suppress(OSError):
-        family, kind, _, _, address = socket.getaddrinfo(without_user(name), 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, address = socket.getaddrinfo(_without_user(name), 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)  # sends nothing
             return str(probe.getsockname()[0])

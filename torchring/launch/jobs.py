@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from torchring.launch.hosts import LaunchError
+from torchring.launch.hosts import LaunchError, is_here
 from torchring.launch.output import STDERR, STDOUT, Output, OutputOptions
 
 HEARTBEAT_SECONDS: Final = 10.0  # between two heartbeats to the reapers of other hosts
@@ -86,7 +86,6 @@ def host_job(
     command: Sequence[str],
     env: Mapping[str, str],
     *,
-    is_here: bool,
     environ: Mapping[str, str],
     silence: float,
     sharing: int | None = None,
@@ -105,7 +104,7 @@ def host_job(
         ssh_options: arguments for ssh, such as -p and a port.
     """
     options = {"patience": patience, "title": title, "sharing": sharing}
-    if is_here:
+    if is_here(name):
         return HostJob(name, list(command), {**environ, **env}, options=options)
     settings = _forwarded(env)
     variables = json.dumps(settings).encode()  # may be secrets, which every user could read on a command line

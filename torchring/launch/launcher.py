@@ -31,9 +31,9 @@ from torchring.launch.hosts import (
     address_towards,
     as_this_host,
     is_here,
+    resolvable,
     share_out,
     why_no_loopback,
-    without_user,
 )
 from torchring.launch.jobs import (
     HEARTBEAT_SECONDS,
@@ -202,7 +202,7 @@ def _agents(
         first, size = (sum(each.slots for each in part) for part in (hosts[:number], hosts))
         plan = HostPlan(host.slots, first, size, len(hosts), number, host.name, address, port, output, bind)
         agent = [sys.executable, "-c", _AGENT, plan.to_json(), *command]
-        jobs.append(host_job(host.name, agent, env, is_here=is_here(host.name), **how))
+        jobs.append(host_job(host.name, agent, env, **how))
     return jobs
 
 
@@ -210,7 +210,7 @@ def _rendezvous_endpoint(hosts: Sequence[Host]) -> tuple[str, int]:
     """An address of the first host that the others can reach, and a port, which is free if that is this host."""
     first = hosts[0].name
     if not is_here(first):
-        return without_user(first), random.choice(_PORTS)
+        return resolvable(first), random.choice(_PORTS)
     for port in random.sample(_PORTS, 50):
         with contextlib.suppress(OSError), socket.create_server(("", port)):
             return address_towards(hosts[1].name), port  # other hosts would take "localhost" for themselves

@@ -26,6 +26,21 @@ RESULT: Final = "result"  # and the rank
 FAILURE: Final = "failure"  # and the rank
 
 
+def places_of(hosts: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
+    """For each rank, the process that becomes it, and its variables. Ranks of one host are neighbours.
+
+    Processes on ["b", "a", "b"]: ranks 0, 1 and 2 are the processes 0, 2 and 1.
+    """
+    places: list[tuple[int, dict[str, str]]] = []
+    for number, host in enumerate(dict.fromkeys(hosts)):
+        here = [process for process, its_host in enumerate(hosts) if its_host == host]
+        for local_rank, process in enumerate(here):
+            environ = {"RANK": len(places), "WORLD_SIZE": len(hosts), "LOCAL_RANK": local_rank}
+            environ |= {"LOCAL_WORLD_SIZE": len(here), "GROUP_RANK": number}
+            places.append((process, {name: str(value) for name, value in environ.items()}))
+    return places
+
+
 def has_cloudpickle() -> bool:
     """Return True if functions of the script itself can be pickled, too."""
     return importlib.util.find_spec("cloudpickle") is not None

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
-import socket
 import sys
-from datetime import timedelta
-from typing import Final
 
 import ray
 from ray import cloudpickle
 
 from torchring.launch.task import make_call
 from torchring.rendezvous.environment import CHOICE
-
-_LOOPBACK: Final = "127.0.0.1"
-_STORE_TIMEOUT: Final = timedelta(seconds=300)
 
 
 class Rank:
@@ -34,15 +28,13 @@ class Rank:
 
         Returns MASTER_ADDR and MASTER_PORT: on loopback if all ranks are on this node, else on all interfaces.
         """
-        from torchring.rendezvous.store import host_on  # imports torch
+        from torchring.rendezvous.store import host  # imports torch
 
         importlib.import_module("torchring.alone")  # before the function can make a DDP: counts modules of that kind
 
-        listener = socket.create_server((_LOOPBACK if is_one_node else "", 0))
-        port = listener.getsockname()[1]
         # torchring.init() and init_process_group() host their store at this port: in this process, that is this store.
-        self._store = host_on(listener, _STORE_TIMEOUT, multi_tenant=True)
-        return _LOOPBACK if is_one_node else ray.util.get_node_ip_address(), str(port)
+        self._store = host(is_one_node)
+        return "127.0.0.1" if is_one_node else ray.util.get_node_ip_address(), str(self._store.port)
 
     def call(self, master: tuple[str, str], pickled: bytes) -> bytes:
         """Call the function. Returns what it returns, pickled."""

@@ -23,7 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from torchring.errors import PeerLostError, TopologyError
-from torchring.launch.task import pickled_call
+from torchring.launch.task import pickled_call, places_of
 from torchring.ray.actor import Rank
 from torchring.rendezvous.environment import JOB
 
@@ -73,7 +73,8 @@ def run(
     secret = secrets.token_hex(16)
     try:
         _wait_for(group, resources, start_timeout_seconds)
-        places = _places(placement_group_table(group)["bundles_to_node_id"])
+        nodes = placement_group_table(group)["bundles_to_node_id"]
+        places = places_of([nodes[bundle] for bundle in range(num_workers)])
         ranks += [_start(group, bundle, {**environ, JOB: secret}, resources) for bundle, environ in places]
         master = ranks[0].host_store.remote(places[-1][1]["GROUP_RANK"] == "0")
         call = ray.put(pickled)
@@ -110,20 +111,6 @@ def _wait_for(group: PlacementGroup, resources: Mapping[str, float], seconds: fl
             f"{seconds:g} s; the nodes together have {whole}, of which {free} is free. Wait for other jobs, ask "
             "for less, or pass a longer start_timeout_seconds"
         )
-
-
-def _places(node_of: Mapping[int, str]) -> list[tuple[int, dict[str, str]]]:
-    """The bundle and the variables of each rank. Nodes {0: "a", 1: "b", 2: "a"}: ranks 0, 1, 2 have bundles 0, 2, 1."""
-    bundles = sorted(node_of)
-    nodes = list(dict.fromkeys(node_of[bundle] for bundle in bundles))
-    places: list[tuple[int, dict[str, str]]] = []
-    for number, node in enumerate(nodes):
-        here = [bundle for bundle in bundles if node_of[bundle] == node]
-        for local_rank, bundle in enumerate(here):
-            environ = {"RANK": len(places), "WORLD_SIZE": len(bundles), "LOCAL_RANK": local_rank}
-            environ |= {"LOCAL_WORLD_SIZE": len(here), "GROUP_RANK": number}
-            places.append((bundle, {name: str(value) for name, value in environ.items()}))
-    return places
 
 
 def _start(group: PlacementGroup, bundle: int, environ: dict[str, str], resources: Mapping[str, float]) -> Any:

@@ -31,20 +31,19 @@ def refuse_lone_tasks() -> None:
             f"let each task train alone, set {CHOICE}=none"
         )
     if task is not None and not is_in_barrier:
-        _logger.warning(
-            f"this task of Spark, of partition {task.partitionId()}, trains alone, because RANK and WORLD_SIZE are not "
-            "set. To train in several tasks together, start the function with torchring.spark.run. To turn this "
-            f"warning off, set {CHOICE}=none"
-        )
+        _warn(f"this task of Spark, of partition {task.partitionId()}, trains alone", "in several tasks", "spark.run")
     if ray is not None and ray.is_initialized() and ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
-        _logger.warning(
-            "this worker of Ray trains alone, because RANK and WORLD_SIZE are not set. To train on several workers "
-            "together, start the function with torchring.ray.run or ray.train.torch.TorchTrainer. To turn this warning "
-            f"off, set {CHOICE}=none"
-        )
+        _warn("this worker of Ray trains alone", "on several workers", "ray.run or ray.train.torch.TorchTrainer")
     if (num_tasks := os.environ.get("SLURM_NTASKS", "1")) != "1":
         _logger.warning(
             f"this process trains alone, although its Slurm job has {num_tasks} tasks (SLURM_NTASKS): Slurm runs a "
             "batch script once. To train on all tasks together, start Python with srun, as in `srun python train.py`. "
             f"To turn this warning off, set {CHOICE}=none"
         )
+
+
+def _warn(what: str, where: str, how: str) -> None:
+    _logger.warning(
+        f"{what}, because RANK and WORLD_SIZE are not set. To train {where} together, start the function with "
+        f"torchring.{how}. To turn this warning off, set {CHOICE}=none"
+    )

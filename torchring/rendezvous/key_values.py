@@ -17,28 +17,20 @@ _SECONDS: Final = 5.0  # for one request
 _opener: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def put(server: tuple[str, int], key: str, value: bytes) -> None:
-    """Set the value of `key`. Raises OSError if the server does not answer, or refuses."""
-    _request(server, key, value)
+def ask(server: tuple[str, int], key: str, value: bytes | None = None) -> bytes | None:
+    """Set the value of `key`, or return it if none is given: None if nobody has set it yet.
 
-
-def get(server: tuple[str, int], key: str) -> bytes | None:
-    """The value of `key`; None if nobody has set it yet. Raises OSError if the server does not answer, or refuses."""
-    try:
-        return _request(server, key, None)
-    except urllib.error.HTTPError as error:
-        if error.code == 404:
-            return None
-        raise
-
-
-def _request(server: tuple[str, int], key: str, value: bytes | None) -> bytes:
+    Raises OSError if the server does not answer, or refuses.
+    """
     host, port = server
-    name = f"[{host}]" if ":" in host else host
-    method = "GET" if value is None else "PUT"
-    request = urllib.request.Request(f"http://{name}:{port}/{_SCOPE}/{key}", data=value, method=method)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/{_SCOPE}/{key}"
+    request = urllib.request.Request(url, data=value, method="GET" if value is None else "PUT")
     try:
         with _opener.open(request, timeout=_SECONDS) as answer:
             return bytes(answer.read())
+    except urllib.error.HTTPError as error:
+        if error.code == 404 and value is None:
+            return None
+        raise
     except http.client.HTTPException as error:
         raise OSError(f"no answer in HTTP: {type(error).__name__}: {error}") from error

@@ -21,7 +21,7 @@ from torchring.errors import PeerTimeoutError, TopologyError
 from torchring.linux import host_name
 from torchring.rendezvous.addresses import own_addresses
 from torchring.rendezvous.environment import CHOICE, LaunchEnvironment
-from torchring.rendezvous.key_values import get, put
+from torchring.rendezvous.key_values import ask
 
 _T = TypeVar("_T")
 _LOOPBACK: Final = "127.0.0.1"
@@ -210,13 +210,18 @@ def host_on(listener: socket.socket, timeout: timedelta, *, multi_tenant: bool =
     )
 
 
-def _host_store(is_local: bool, timeout_seconds: float) -> tuple[TCPStore, dict[str, Any]]:
-    """Host the store: on loopback for ranks of one host, where no other host can connect, else on all addresses.
+def host(is_local: bool, timeout_seconds: float = 300.0) -> TCPStore:
+    """Host a store on a free port: on loopback for ranks of one host, where no other host can connect, else everywhere.
 
-    Returns the store and its endpoint (host, port, addresses, token). Raises OSError or DistError.
+    When this process hosts a store at the port again, it gets the same store. Raises OSError or DistError.
     """
     listener = socket.create_server((_LOOPBACK if is_local else "", 0))
-    store = host_on(listener, timedelta(seconds=timeout_seconds))
+    return host_on(listener, timedelta(seconds=timeout_seconds), multi_tenant=True)
+
+
+def _host_store(is_local: bool, timeout_seconds: float) -> tuple[TCPStore, dict[str, Any]]:
+    """A store, and its endpoint (host, port, addresses, token). Raises OSError or DistError."""
+    store = host(is_local, timeout_seconds)
     token = secrets.token_hex(16)
     store.set(_TOKEN_KEY, token)
     addresses = [_LOOPBACK] if is_local else own_addresses()[:16]
@@ -298,12 +303,12 @@ def _over_key_values(launch: LaunchEnvironment, server: tuple[str, int], timeout
             store, mine = _host_store(launch.is_one_host, timeout_seconds)
         except (OSError, dist.DistError) as error:
             raise TopologyError(_cannot_host(error), rank=0) from error
-        _ask(launch, server, timeout_seconds, lambda: put(server, _STORE_KEY, json.dumps(mine).encode()))
+        _ask(launch, server, timeout_seconds, lambda: ask(server, _STORE_KEY, json.dumps(mine).encode()))
         return store
     tried: list[str] = []
     endpoint: dict[str, Any] | None = None
     for left in tries(timeout_seconds):
-        said = _ask(launch, server, max(_PAUSE_SECONDS, left), lambda: get(server, _STORE_KEY) or b"null")
+        said = _ask(launch, server, max(_PAUSE_SECONDS, left), lambda: ask(server, _STORE_KEY) or b"null")
         endpoint = json.loads(said)
         if endpoint is not None:
             found, tried = search(endpoint["addresses"], endpoint["port"], endpoint["token"], 0.0)

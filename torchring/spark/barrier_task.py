@@ -6,13 +6,11 @@ import contextlib
 import json
 import os
 import pickle
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Final
 
 import torch
@@ -22,16 +20,15 @@ from torch.distributed import TCPStore
 
 from torchring import default_world
 from torchring.errors import RingError
-from torchring.launch.task import make_call
+from torchring.launch.task import make_call, places_of
 from torchring.linux import host_name
 from torchring.meeting import forget_store
 from torchring.rendezvous.environment import CHOICE, JOB
-from torchring.rendezvous.store import host_on
+from torchring.rendezvous.store import host
 from torchring.spark.reports import Reporter, copied_output
 
 FAILED: Final = "torchring: "  # before a traceback that travels in one of Spark's
 _LOOPBACK: Final = "127.0.0.1"
-_STORE_TIMEOUT: Final = timedelta(seconds=300)
 _ENDED: Final = "torchring/ended"  # number of ranks
 _GPUS: Final = "CUDA_VISIBLE_DEVICES"
 
@@ -59,11 +56,6 @@ class RankCall:
     env: Mapping[str, str]  # more variables
 
 
-def order_by_host(hosts: Sequence[str]) -> list[int]:
-    """The partition of each rank: partitions of one host are neighbours. ["b", "a", "b"] gives [0, 2, 1]."""
-    return sorted(range(len(hosts)), key=lambda partition: (hosts.index(hosts[partition]), partition))
-
-
 def take_part(call: RankCall, _: object) -> Iterator[bytes]:
     """What a task does, for `mapPartitions`: yields the pickled result of the rank. Partition N is not rank N.
 
@@ -74,12 +66,12 @@ def take_part(call: RankCall, _: object) -> Iterator[bytes]:
     task = BarrierTaskContext.get()
     partition = task.partitionId()
     hosts = [info.address.rpartition(":")[0].strip("[]") for info in task.getTaskInfos()]
-    order = order_by_host(hosts)
-    rank, size = order.index(partition), len(order)
+    places = places_of(hosts)
+    rank, size = [each for each, _ in places].index(partition), len(places)
     name = f"rank {rank} of {size} (pid {os.getpid()} on {host_name()})"
     reporter = Reporter(call.driver, token=call.token, partition=partition, name=name, rank=rank)
     try:
-        with _as_rank(call, task, hosts, order):
+        with _as_rank(call, task, hosts, places):
             result = make_call(cloudpickle.dumps, call.payload, name)
     except BaseException as error:
         text = traceback.format_exc()
@@ -92,28 +84,28 @@ def take_part(call: RankCall, _: object) -> Iterator[bytes]:
 
 
 @contextlib.contextmanager
-def _as_rank(call: RankCall, task: BarrierTaskContext, hosts: Sequence[str], order: Sequence[int]) -> Iterator[None]:
+def _as_rank(
+    call: RankCall, task: BarrierTaskContext, hosts: Sequence[str], places: Sequence[tuple[int, Mapping[str, str]]]
+) -> Iterator[None]:
     """This process is a rank in this context. A context that ends with an error leaves it one."""
     _leave()  # what a function that Spark ran here before has left open
     partition = task.partitionId()
+    order = [each for each, _ in places]
     rank = order.index(partition)
     neighbours = [other for other in order if hosts[other] == hosts[partition]]
     gpu = task.resources()["gpu"].addresses[:1] if call.use_gpu is not False and "gpu" in task.resources() else []
     if call.use_gpu and not gpu:
         raise ValueError("use_gpu=True, but Spark gives this task no GPU")
     # As with torchring.ray: on loopback if all ranks are on this host, else on all interfaces.
-    address, bound = (_LOOPBACK, _LOOPBACK) if len(neighbours) == len(order) else (hosts[order[0]], "")
-    listener = socket.create_server((bound, 0)) if rank == 0 else None
-    port = listener.getsockname()[1] if listener is not None else 0
+    is_local = len(neighbours) == len(order)
+    address = _LOOPBACK if is_local else hosts[order[0]]
+    # Rank 0 listens from now on, so that nobody else can get the port. init() finds this store there.
+    store = host(is_local) if rank == 0 else None
+    port = 0 if store is None else store.port
     said = [json.loads(each) for each in task.allGather(json.dumps({"port": port, "gpu": gpu}))]
-    # Rank 0 has listened all the time, so that nobody else can get the port. init() finds this store there.
-    store = None if listener is None else host_on(listener, _STORE_TIMEOUT, multi_tenant=True)
     variables = {
         **call.env,
-        "RANK": rank,
-        "WORLD_SIZE": len(order),
-        "LOCAL_RANK": neighbours.index(partition),
-        "LOCAL_WORLD_SIZE": len(neighbours),
+        **places[rank][1],
         "MASTER_ADDR": address,
         "MASTER_PORT": said[order[0]]["port"],
         JOB: call.token,

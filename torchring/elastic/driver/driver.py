@@ -32,7 +32,7 @@ from torchring.elastic.driver.host_list import Hosts
 from torchring.elastic.driver.workers import Limits
 from torchring.elastic.protocol import Card, Invitation, card_key
 from torchring.errors import TopologyError
-from torchring.launch.hosts import LaunchError, why_no_loopback
+from torchring.launch.hosts import LaunchError, is_here, why_no_loopback
 from torchring.launch.jobs import HEARTBEAT_SECONDS, KILL_SECONDS, HostJob, host_job, open_output
 from torchring.launch.output import Output, OutputOptions
 from torchring.launch.signals import noted_signals
@@ -264,15 +264,13 @@ class Driver:
         if self._store is not None:
             self._store.add_worker(worker)
         (host, number), listener = slot, self._listener
-        is_here = self._hosts.is_here(host)
-        addresses = tuple(dict.fromkeys((*[listener.own_address] * is_here, *listener.addresses)))
+        addresses = tuple(dict.fromkeys((*[listener.own_address] * is_here(host), *listener.addresses)))
         invitation = Invitation(worker, number, self._coordinator.size, addresses, listener.port, listener.secret, host)
         slots = next(each.slots for each in self._hosts.known or () if each.name == host)
         job = host_job(
             host,
             [sys.executable, "-u", *self._command],
             {**self._env, INVITATION: invitation.encode().decode(), "LOCAL_RANK": str(number)},
-            is_here=is_here,
             environ=self._environ,
             sharing=max(1, min(slots, self._max_size)),
             ssh_options=self._ssh_options,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from torchring.elastic.driver.host_list import Hosts
 from torchring.elastic.protocol import ORDERS, TOKEN, Card, Orders, card_key, world_prefix
 from torchring.errors import PeerLostError, TopologyError, encode_error
-from torchring.launch.hosts import LaunchError, address_towards
+from torchring.launch.hosts import LaunchError, address_towards, is_here
 from torchring.rendezvous.addresses import list_interfaces, own_addresses
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Listener:
 
 def _choose(hosts: Hosts, interface: str) -> tuple[str, tuple[str, ...]]:
     """The address to listen at, "" for all, and the addresses to tell workers."""
-    remote = [host.name for host in hosts.known or () if not hosts.is_here(host.name)]
+    remote = [host.name for host in hosts.known or () if not is_here(host.name)]
     if not remote and not hosts.may_change:
         return _LOOPBACK, (_LOOPBACK,)
     if interface:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from torchring.launch.hosts import Host, LaunchError, is_here, parse_host, read_hostfile
+from torchring.launch.hosts import Host, LaunchError, as_this_host, parse_host, read_hostfile, share_out
 
 _ASK_SECONDS: Final = 1.0  # between two questions
 _SCRIPT_SECONDS: Final = 10.0  # for the script to answer
@@ -43,21 +43,16 @@ class Hosts:
         self, ask: Callable[[threading.Event], Sequence[Host]] | None, hosts: Sequence[Host] | None = None
     ) -> None:
         self._ask = ask
-        self._here: dict[str, bool] = {}
         self.problem = ""
         self._warnings: list[str] = []
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="torchring-hosts", daemon=True)
-        self.known: tuple[Host, ...] | None = None if hosts is None else self._merged(hosts)
+        self.known: tuple[Host, ...] | None = None if hosts is None else _merged(hosts)
 
     @property
     def may_change(self) -> bool:
         """True if other hosts may come."""
         return self._ask is not None
-
-    def is_here(self, name: str) -> bool:
-        """Return True for a name of this host. Knows all hosts that were ever named, and asks no name service."""
-        return self._here[name]
 
     def start(self) -> None:
         """Ask every second from now on. Names of hosts are looked up in the same thread."""
@@ -79,7 +74,7 @@ class Hosts:
         """Ask once, and note the answer or the problem."""
         assert self._ask is not None
         try:
-            self.known = self._merged(self._ask(self._is_closed))
+            self.known = _merged(self._ask(self._is_closed))
         except LaunchError as error:
             if str(error) != self.problem:
                 kept = "" if self.known is None else "; the hosts known so far are kept"
@@ -93,18 +88,10 @@ class Hosts:
             self.ask()
             self._is_closed.wait(_ASK_SECONDS)
 
-    def _merged(self, hosts: Sequence[Host]) -> tuple[Host, ...]:
-        """Each host once, and all names of this one as one host."""
-        slots: dict[str, int] = {}
-        here = next((name for name, is_one in self._here.items() if is_one), None)
-        for host in hosts:
-            if host.name not in self._here:
-                self._here[host.name] = is_here(host.name)
-            name = host.name
-            if self._here[name]:
-                name = here = here or name
-            slots[name] = slots.get(name, 0) + host.slots
-        return tuple(Host(name, number) for name, number in slots.items())
+
+def _merged(hosts: Sequence[Host]) -> tuple[Host, ...]:
+    """Each host once, and all names of this one as one host."""
+    return tuple(as_this_host(share_out(hosts, None)))
 
 
 def fixed(hosts: Sequence[Host]) -> Hosts:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import Final
+from typing import Any, Final
 
 from torchring.elastic.driver import host_list as hosts_module
 from torchring.elastic.driver.host_list import Hosts
 from torchring.elastic.driver.workers import UNLIMITED, Limits
 from torchring.launch import arguments
 from torchring.launch.arguments import duration, positive
-from torchring.launch.hosts import Host, LaunchError
+from torchring.launch.hosts import Host, LaunchError, is_here
 
 # Options that imply --elastic, as they do for horovodrun, and those that mean nothing without it.
 _IMPLYING: Final = ("min_np", "max_np", "discover")
@@ -38,55 +38,30 @@ def add_options(parser: argparse.ArgumentParser, where: argparse._MutuallyExclus
         "Once the script has made its first steps, slots that are free get workers, up to --max-np. A host file is "
         "read again when it changes. A slot whose workers fail again and again is left out for a while.",
     )
-    group.add_argument("--elastic", action="store_true", help="go on when workers are lost, and take new ones in")
-    group.add_argument(
-        *("--min-np", "--min-num-proc"),
-        dest="min_np",
-        type=positive,
-        metavar="N",
-        help="wait for workers if there are fewer; 1 by default; implies --elastic",
+    add = group.add_argument
+    number: dict[str, Any] = {"type": positive, "metavar": "N"}
+    seconds: dict[str, Any] = {"type": duration, "metavar": "SECONDS"}
+    add("--elastic", action="store_true", help="go on when workers are lost, and take new ones in")
+    least = "wait for workers if there are fewer; 1 by default; implies --elastic"
+    add("--min-np", "--min-num-proc", dest="min_np", **number, help=least)
+    most = "start no more workers; -np by default, without -np all slots; implies --elastic"
+    add("--max-np", "--max-num-proc", dest="max_np", **number, help=most)
+    short = f"end the job if there are fewer than --min-np workers for so long; {Limits.elastic_timeout:g} by default"
+    add("--elastic-timeout", **seconds, help=short)
+    silent = f"kill a worker that gives no sign of life for so long; {Limits.heartbeat_timeout:g} by default"
+    add("--heartbeat-timeout", **seconds, help=silent)
+    stuck = (
+        "kill a worker for which others have waited for so long, if it has made no progress; by default the others "
+        "wait for timeout_seconds of torchring.init, 300"
     )
-    group.add_argument(
-        *("--max-np", "--max-num-proc"),
-        dest="max_np",
-        type=positive,
-        metavar="N",
-        help="start no more workers; -np by default, without -np all slots; implies --elastic",
+    add("--stall-timeout", **seconds, help=stuck)
+    slots = "of hosts for which the discovery script prints no number; 1 by default"
+    add("--slots", "--slots-per-host", dest="slots", **number, help=slots)
+    cooldown = (
+        "seconds for which a slot is left out whose workers fail again and again; the time doubles from MIN to MAX; "
+        "{:g} and {:g} by default".format(*Limits.cooldown)
     )
-    group.add_argument(
-        "--elastic-timeout",
-        type=duration,
-        metavar="SECONDS",
-        help=f"end the job if there are fewer than --min-np workers for so long; {Limits.elastic_timeout:g} by default",
-    )
-    group.add_argument(
-        "--heartbeat-timeout",
-        type=duration,
-        metavar="SECONDS",
-        help=f"kill a worker that gives no sign of life for so long; {Limits.heartbeat_timeout:g} by default",
-    )
-    group.add_argument(
-        "--stall-timeout",
-        type=duration,
-        metavar="SECONDS",
-        help="kill a worker for which others have waited for so long, if it has made no progress; by default the "
-        "others wait for timeout_seconds of torchring.init, 300",
-    )
-    group.add_argument(
-        *("--slots", "--slots-per-host"),
-        dest="slots",
-        type=positive,
-        metavar="N",
-        help="of hosts for which the discovery script prints no number; 1 by default",
-    )
-    group.add_argument(
-        "--blacklist-cooldown-range",
-        nargs=2,
-        type=duration,
-        metavar=("MIN", "MAX"),
-        help="seconds for which a slot is left out whose workers fail again and again; the time doubles from MIN to "
-        "MAX; {:g} and {:g} by default".format(*Limits.cooldown),
-    )
+    add("--blacklist-cooldown-range", nargs=2, type=duration, metavar=("MIN", "MAX"), help=cooldown)
 
 
 def is_elastic(options: argparse.Namespace) -> bool:
@@ -153,7 +128,7 @@ def hosts_of(options: argparse.Namespace, limits: Limits) -> Hosts:
             offers = ", ".join(f"{host.name}:{host.slots}" for host in hosts.known)
             raise LaunchError(f"{flag} {needed} is more than the {slots} slots of {offers}")
     if options.launcher == "local":
-        remote = [host.name for host in hosts.known or () if not hosts.is_here(host.name)]
+        remote = [host.name for host in hosts.known or () if not is_here(host.name)]
         if remote or hosts.may_change:
             raise LaunchError(f"launcher 'local' starts nothing on {', '.join(remote) or 'other hosts'}; use 'ssh'")
     return hosts

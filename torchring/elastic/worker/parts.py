@@ -176,19 +176,17 @@ class Parts:
         for name, optimizer in self.optimizers.items():
             optimizer.load_state_dict(everything["optimizers"][name])
 
-    def share_rest(self, src: int) -> None:
-        """Collective: give all ranks what rank `src` has, but for parameters and the optimizers' tensors."""
-        broadcast_state(self, src)
-        for module in self.modules.values():
-            broadcast_parameters(dict(module.named_buffers()), src)
+    def share(self, src: int, *, parameters: bool) -> None:
+        """Collective: give all ranks what rank `src` has, but for the state of optimizers with shard=True.
 
-    def share(self, src: int) -> None:
-        """Collective: give all ranks what rank `src` has, but for the state of optimizers with shard=True."""
+        Args:
+            parameters: with parameters and the state of optimizers. Otherwise ranks have equal ones.
+        """
         broadcast_state(self, src)
         for module in self.modules.values():
-            broadcast_parameters(module, src)
+            broadcast_parameters(module if parameters else dict(module.named_buffers()), src)
         for name, optimizer in self.optimizers.items():
-            if name not in self.sharded:
+            if parameters and name not in self.sharded:
                 broadcast_state(optimizer, src)
 
 

@@ -38,11 +38,6 @@ class Saving:
         self._writer: CheckpointWriter | None = None
         self.begin()
 
-    @property
-    def newest(self) -> str:
-        """Path of the newest checkpoint that this rank has written; "" for none."""
-        return str((self._writer and self._writer.newest) or "")
-
     def newest_step(self) -> int:
         """Number of steps of the newest checkpoint in the folder; -1 for none."""
         step = None if self.folder is None else newest_step(self.folder)
@@ -52,10 +47,11 @@ class Saving:
         """The interval begins now."""
         self._saved_at = (self._parts.counters.steps, time.monotonic())
 
-    def open(self) -> None:
+    def _open(self) -> CheckpointWriter:
         """This rank is the one that writes."""
-        if self.folder is not None and self._writer is None:
-            self._writer = CheckpointWriter(self.folder)
+        assert self.folder is not None
+        self._writer = self._writer or CheckpointWriter(self.folder)
+        return self._writer
 
     def load_newest(self) -> bool:
         """Become what the newest checkpoint has. Returns False if there is none.
@@ -95,28 +91,25 @@ class Saving:
             is_due = now > steps and time.monotonic() >= at + self._every.total_seconds()
             if is_sharded and world.size > 1:  # by the clock of rank 0
                 is_due = internal_collectives_of(world).any_rank(is_due and world.rank == 0)
-        is_busy = self._writer is not None and self._writer.is_busy
+        writer = self._open() if world.rank == 0 else None
+        is_busy = writer is not None and writer.is_busy
         if is_due and (is_sharded or not is_busy):
             self.begin()
             everything = self._parts.everything()
-            if self._writer is not None and not is_busy:
-                self._writer.write(now, copy_of(everything))
+            if writer is not None and not is_busy:
+                writer.write(now, copy_of(everything))
 
     def save_now(self, everything: dict[str, Any]) -> str:
-        """Write a checkpoint, unless the newest has this step. Returns its path; "" without a folder, or on failure."""
-        if self.folder is None:
-            return ""
-        self.open()
-        assert self._writer is not None
-        steps = self._parts.counters.steps
+        """Write a checkpoint, unless the newest has this step. Returns its path; "" on failure."""
+        writer, steps = self._open(), self._parts.counters.steps
         try:
-            self._writer.flush(60.0)
+            writer.flush(60.0)
             if self.newest_step() != steps:
-                self._writer.write_now(steps, everything)
+                writer.write_now(steps, everything)
         except Exception as error:
             _log.warning("no checkpoint was written to %s: %s", self.folder, error)
             return ""
-        return self.newest
+        return str(writer.newest or "")
 
 
 def difference(theirs: list[str], mine: list[str]) -> tuple[str, str]:

@@ -249,8 +249,6 @@ class State:
         self._saving.begin()
         if worker is not None:
             worker.num_steps = counters.steps
-        if world.rank == 0:
-            self._saving.open()
 
     def _compare(self, world: World, *, has_failed: bool) -> list[_Row]:
         """The progress of all ranks. Collective."""
@@ -317,7 +315,7 @@ class State:
         if some_failed or not are_equal or not all(row.is_certain for row in rows):
             self._receive(src, world.rank)
         else:  # a step that GradScaler has left out changes more than a forward does, but no parameter
-            self._parts.share_rest(src)
+            self._parts.share(src, parameters=False)
         return src
 
     def _receive(self, src: int, rank: int) -> None:
@@ -325,7 +323,7 @@ class State:
         # Rank `src` may be lost on the way. Then this rank may be the furthest, and has to have what it had.
         before = None if self._is_fresh or rank == src else self._parts.copy()
         try:
-            self._parts.share(src)
+            self._parts.share(src, parameters=True)
         except BaseException:
             if before is not None:
                 self._parts.become(before)
@@ -359,7 +357,9 @@ class State:
                 )
         elif is_lost:
             raise ValueError(_LOST)
-        elif self._shares.sharded:  # a rank may be lost before the first checkpoint is due
+        elif (
+            self._shares.sharded and self._saving.folder is not None
+        ):  # a rank may be lost before the first checkpoint is due
             self._saving.save_now(self._parts.everything())
 
     def _part(self, heir: int) -> None:
