@@ -194,7 +194,7 @@ class Launcher:
             is_over: backward is over, so nothing is held.
         """
         buckets, current = self.buckets, self.reduction
-        while current.num_launched < len(buckets) and (is_over or not current.hold):
+        while current.num_launched < len(buckets) and (is_over or not current.defers_launch):
             bucket = buckets[current.num_launched]
             if bucket.state is not BucketState.PACKED:
                 break

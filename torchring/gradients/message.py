@@ -15,14 +15,24 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Final
 
 OF_REDUCER: Final = (
-    *("reach", "is_complete", "is_in_no_sync", "num_aborted", "number", "has_ended", "has_unfrozen", "is_absent"),
+    *(
+        "reach",
+        "is_complete",
+        "is_in_no_sync",
+        "num_aborted",
+        "number",
+        "has_ended",
+        "has_newly_trainable",
+        "is_absent",
+    ),
     *("non_finite", "overflowed"),
 )
 """reach: 0 if the backward has not reached the optimizer, 1 if it accumulates, 2 if it reduces.
 
 is_complete: the reduction has begun on this rank, and is described. is_in_no_sync: see `Reducer`. num_aborted: see
-`Launcher`. number: of the reduction. has_ended: the rank has no data left, inside `torchring.join`. has_unfrozen: a
-parameter that was frozen requires a gradient. is_absent: the rank takes part without a gradient, and does not count.
+`Launcher`. number: of the reduction. has_ended: the rank has no data left, inside `torchring.join`.
+has_newly_trainable: a parameter that was frozen requires a gradient. is_absent: the rank takes part without a gradient,
+and does not count.
 non_finite, overflowed: 1 + the index of a parameter, see `Agreement`.
 """
 _LENGTH: Final = struct.Struct("<I")

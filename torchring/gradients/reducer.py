@@ -25,7 +25,7 @@ from torchring.gradients.module_wrappers import MODULE_WRAPPERS, explain
 from torchring.gradients.reduction import Guest, Participant, overridden
 from torchring.gradients.reductions import Reductions
 from torchring.gradients.validation import refuse_backward, refuse_non_finite, refuse_thawed, refuse_unsettled
-from torchring.gradients.weighing import unfrozen
+from torchring.gradients.weighing import newly_trainable
 from torchring.observer import BACKWARD, BETWEEN, EXPOSED, INPUT, OPTIMIZER
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Reducer(Reductions, Sync):
 
     def extend(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.frozen += parameters
-        self._adopt_unfrozen()
+        self._adopt_newly_trainable()
 
     def first_gradient(self, index: int) -> None:
         """The gradient of parameter `index` arrived just before its hook was there."""
@@ -190,8 +190,8 @@ class Reducer(Reductions, Sync):
         if reduces:
             with self._failing():
                 self.finish_reduction()
-                if self.reduction.heard.sums["has_unfrozen"]:
-                    self._adopt_unfrozen()
+                if self.reduction.heard.sums["has_newly_trainable"]:
+                    self._adopt_newly_trainable()
                     self.reduce_again()
             self._num_backwards = 0
             self._weights.reset()
@@ -426,8 +426,8 @@ class Reducer(Reductions, Sync):
 
     def _synchronize(self) -> None:
         collectives = internal_collectives_of(self.world)
-        if collectives.any_rank(bool(unfrozen(self.frozen))):
-            self._adopt_unfrozen()
+        if collectives.any_rank(bool(newly_trainable(self.frozen))):
+            self._adopt_newly_trainable()
         self.weighing.drop_stale()
         problem: GradientError | None = None
         needs = False
@@ -454,9 +454,9 @@ class Reducer(Reductions, Sync):
         self.launcher.refuse_lost()
         return self.ledger.needs_synchronize()
 
-    def _adopt_unfrozen(self) -> None:
+    def _adopt_newly_trainable(self) -> None:
         """Collective: parameters that have come to require a gradient are reduced from now on, in new buckets."""
-        adopted = unfrozen(self.frozen)
+        adopted = newly_trainable(self.frozen)
         self.frozen[:] = [parameter for parameter in self.frozen if not parameter.requires_grad]
         self.reduce_more(adopted)
         self._attach()

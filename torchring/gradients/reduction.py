@@ -87,7 +87,7 @@ class Reduction:
     Attributes:
         number: counts reductions. Ranks compare the number before they add up.
         step: number of the optimizer step, for error messages.
-        hold: no bucket leaves before backward is over, and ranks have agreed which optimizers it has reached.
+        defers_launch: no bucket leaves before backward is over, and ranks have agreed which optimizers it has reached.
         is_unordered: a backward may reach several optimizers, so ranks may begin their reductions in different orders.
         is_absent: this rank takes part without a gradient, and does not count.
         is_empty: no sample of this rank counts.
@@ -112,7 +112,7 @@ class Reduction:
     # What this rank is about to do
     number: int
     step: int = 0
-    hold: bool = False
+    defers_launch: bool = False
     is_unordered: bool = False
     is_absent: bool = False
     is_empty: bool = False

@@ -26,7 +26,7 @@ from torchring.gradients.reduction import (
     ReductionPhase,
     overridden,
 )
-from torchring.gradients.weighing import Weighing, unfrozen
+from torchring.gradients.weighing import Weighing, newly_trainable
 from torchring.observer import EXPOSED
 
 if TYPE_CHECKING:
@@ -152,12 +152,12 @@ class Reductions:
         current = Reduction(
             number=self.launcher.reduction.next_number,
             step=self.num_steps,
-            hold=is_unordered and not self.layout.agreement.starts_at_once,
+            defers_launch=is_unordered and not self.layout.agreement.starts_at_once,
             is_unordered=is_unordered,
             is_absent=is_absent,
             is_empty=is_absent,
             is_again=is_again,
-            mine={"has_unfrozen": bool(unfrozen(self.frozen)), "is_absent": is_absent},
+            mine={"has_newly_trainable": bool(newly_trainable(self.frozen)), "is_absent": is_absent},
         )
         self.weighing.begin(current)
         for on_begin in self._on_begin:

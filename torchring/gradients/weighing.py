@@ -78,7 +78,7 @@ class Weighing:
         factor = self.weights.give(weight)
         if factor != 1.0:
             self._ledger.scale_local(factor)
-            for grad in (p.grad for p in unfrozen(self._frozen) if p.grad is not None):
+            for grad in (p.grad for p in newly_trainable(self._frozen) if p.grad is not None):
                 grad.mul_(factor)
             self._local = SeenGradients(self._own_parameters())
         if not weight:
@@ -212,7 +212,7 @@ class Weighing:
         return in_step(GradientError(message, rank=self._world.rank, peers=peers))
 
     def _own_parameters(self) -> list[torch.nn.Parameter]:
-        return [*self._parameters, *unfrozen(self._frozen)]
+        return [*self._parameters, *newly_trainable(self._frozen)]
 
     def _zero_next_backward(self) -> None:
         """Gradients of the next backward are zeros, whatever the loss is, a mean over nothing included."""
@@ -229,6 +229,6 @@ class Weighing:
             raise GradientError(ON_RESULTS)
 
 
-def unfrozen(frozen: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+def newly_trainable(frozen: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
     """Those of `frozen` that have come to require a gradient."""
     return [parameter for parameter in frozen if parameter.requires_grad]
