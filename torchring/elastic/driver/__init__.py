@@ -5,7 +5,6 @@ decides which workers train together.
     workers.py      what is known of a worker, and the limits that the user sets
     endings.py      when losses show that the script is wrong, or a slot; how far the job is from its end
     coordinator.py  decides who starts, who belongs to a generation, and when the job is over; no input or output
-    actions.py      what the coordinator has the driver do
     driver_store.py the store through which driver and workers talk
     driver.py       processes, signals, and the loop around the decisions
 
