@@ -68,7 +68,8 @@ def test_the_verdict_finds_the_fault(name: str) -> None:
     assert verdict.share == pytest.approx(cost_ms / step_ms, abs=0.02)
     assert verdict.sentence.startswith(f"{verdict.share:.0%}".replace("%", " %")) or kind == "compute"
     assert verdict.cost.low <= verdict.cost.mean <= verdict.cost.high
-    assert sum(spread.mean for spread in analysis.path.values()) == pytest.approx(analysis.step.mean, rel=0.01)
+    path = analysis.critical.path[analysis.timing.counts]
+    assert path.mean(0).sum() == pytest.approx(analysis.step.mean, rel=0.01)
 
 
 def test_tiny_buckets_of_one_size() -> None:
@@ -326,9 +327,9 @@ def test_within_a_host_standstill_says_how_fast_memory_is() -> None:
     run_info = RunInfo(algorithm="direct", size=2, local_size=2)
     traces = one_step(run_info=run_info, of_ranks=[[(25, 89), (60, 90)], [(25, 89), (60, 90)]], stall_ms=[10, 10])
     analysis = analyse(merge(traces))
-    assert analysis.network is not None
-    assert analysis.network.gigabytes_per_s == pytest.approx(0.5)
-    assert not analysis.network.is_alpha_known
+    assert analysis.fitted is not None
+    assert analysis.fitted.gigabytes_per_s == pytest.approx(0.5)
+    assert not analysis.fitted.is_alpha_known
     assert analysis.bandwidth is not None
     assert analysis.bandwidth.median == pytest.approx(0.5)
     assert analysis.predictions[0].exposed_ms == pytest.approx(40)
@@ -385,7 +386,7 @@ def test_one_rank_alone_is_analysed_too() -> None:
     analysis = analysis_of(1, bucket_mb=[])
     assert analysis.verdict.kind == "compute"
     assert analysis.verdict.sentence.endswith("and it has one rank.")
-    assert (analysis.efficiency, analysis.waits, analysis.buckets, analysis.network) == (1.0, (), (), None)
+    assert (analysis.efficiency, analysis.waits, analysis.buckets, analysis.fitted) == (1.0, (), (), None)
     assert analysis_of(1, bucket_mb=[], input_ms=60).verdict.kind == "input"
 
 

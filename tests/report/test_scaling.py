@@ -80,7 +80,6 @@ def test_one_rank_predicts_with_a_network_that_is_given() -> None:
     alone = dataclasses.replace(trace, run_info=run_info, steps=steps)
     assert analyse(merge([alone])).predictions == ()
     given = analyse(merge([alone]), Network(0.1, 1.25))
-    assert given.network == Network(0.1, 1.25)
     (prediction, *_) = given.predictions
     assert prediction.exposed_ms == pytest.approx(20.4, rel=0.01)
     assert prediction.step_ms == pytest.approx(of(2).step.mean, rel=0.05)

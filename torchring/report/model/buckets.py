@@ -34,7 +34,6 @@ class BucketSummary:
     reducing: Spread  # from the last rank's launch, and from when the bucket before it is reduced, until it is reduced
     exposed: Spread  # part of `reducing` behind the end of backward on the last rank
     bus_bandwidth: Spread  # 2 (N - 1) / N bytes / `reducing`, in GB/s of 10**9 bytes
-    last_rank: int  # the rank that launches this bucket last in most steps
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,6 @@ class LateParameter:
     name: str
     bucket: int  # its number
     num_bytes: int  # of the gradient
-    ready_share: float  # share of backward after which its gradient is ready, from 0 to 1
     # Time for which it was the only parameter of its bucket that was not ready; 0 if it is alone in its bucket.
     holds_ms: float
     exposed_ms: float  # part of the reduction of its bucket behind the end of backward
@@ -77,8 +75,7 @@ def summarise(job: Job, timing: Steps, critical: Critical) -> tuple[BucketSummar
                 spread(ready[:, i]),
                 spread(durations),
                 spread(exposed[:, i]),
-                spread(bandwidth, "GB/s"),
-                timing.ranks[int(np.bincount(critical.last[counts][:, i]).argmax())],
+                spread(bandwidth),
             )
         )
     return tuple(found)
@@ -96,7 +93,7 @@ def find_bandwidth(job: Job, timing: Steps, critical: Critical, exposed: Array) 
         return None
     total = exposed if job.traces[0].run_info.algorithm == "direct" else durations.sum(1)
     bus = bus_bytes(timing.bucket_bytes.sum(), job.size) / 1e6 / np.where(total > 0, total, np.nan)
-    return spread(bus, "GB/s")
+    return spread(bus)
 
 
 def late_parameters(
@@ -127,9 +124,7 @@ def late_parameters(
                 f"Its gradient of {size / 1e6:.0f} MB makes its bucket large, and is ready after "
                 f"{share_in_words(ready_share)} of backward, so that little is left to hide the reduction."
             )
-            found.append(
-                LateParameter(run_info.parameters[largest].name, summary.index, size, ready_share, 0.0, exposed, why)
-            )
+            found.append(LateParameter(run_info.parameters[largest].name, summary.index, size, 0.0, exposed, why))
             continue
         known = sorted((shares[i], i) for i in inside if i in shares)
         if len(known) < 2:
@@ -142,5 +137,5 @@ def late_parameters(
                 "all buckets after it, wait for this one."
             )
             late = run_info.parameters[last]
-            found.append(LateParameter(late.name, summary.index, late.num_bytes, last_share, holds_ms, exposed, why))
+            found.append(LateParameter(late.name, summary.index, late.num_bytes, holds_ms, exposed, why))
     return tuple(sorted(found, key=lambda late: -late.exposed_ms)[:_MAX_LATE])

@@ -35,7 +35,6 @@ class Spread:
     median: float
     low: float  # a fifth of the measurements are below
     high: float  # a fifth of the measurements are above
-    unit: str = "ms"  # "ms", "s" or "GB/s"
 
 
 @dataclass(frozen=True)
@@ -162,12 +161,12 @@ def _with_buckets(timing: Steps, job: Job, plan: Plan | None, plans: Sequence[Pl
     return replace(timing, has_buckets=np.array(has_plan), plan=plan or (), **fields)
 
 
-def spread(values: Any, unit: str = "ms") -> Spread:
+def spread(values: Any) -> Spread:
     """Mean, median, and the quantiles of 20 % and 80 %. Zeros if there is no value."""
     found = np.asarray(values, float).ravel()
     found = found[np.isfinite(found)]
     median, low, high = np.quantile(found, _QUANTILES) if len(found) else (0.0, 0.0, 0.0)
-    return Spread(float(found.mean()) if len(found) else 0.0, float(median), float(low), float(high), unit)
+    return Spread(float(found.mean()) if len(found) else 0.0, float(median), float(low), float(high))
 
 
 def typical(values: Any) -> float:

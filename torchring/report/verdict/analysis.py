@@ -73,7 +73,6 @@ def analyse(job: Job, given: Network | None = None, sizes: Sequence[int] = SIZES
         pauses=pauses,
         num_left_out=int(np.argmax(every_step.counts)),
         step=step,
-        path=waits.spread_by_phase(path),
         steps_per_s=per_second(np.ones((len(job.steps), 1)), every_step),
         samples_per_s=per_second(every_step.num_samples, every_step) or None,
         efficiency=min(1.0, computed / step.mean) if job.size > 1 and step.mean > 0 else 1.0,
@@ -91,7 +90,6 @@ def analyse(job: Job, given: Network | None = None, sizes: Sequence[int] = SIZES
         fitted=network,
         links=own_links,
         workload=workload,
-        network=given or network,
         predictions=tuple(predictions),
         predictions_note=_note(predictions, links, run_info, given is not None, slow),
     )

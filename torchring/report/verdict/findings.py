@@ -10,7 +10,6 @@ keep a rank waiting in each fourth step only, of which the median shows nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -75,7 +74,6 @@ class Analysis:
     num_left_out: int  # steps at the beginning of the trace that do not count
     # Time
     step: Spread  # from the end of a step to the end of the next, on the rank that the others wait for
-    path: Mapping[Phase, Spread]  # phases of that rank, which alone determines how long a step takes
     steps_per_s: float  # this and `samples_per_s` count steps with a pause, too
     samples_per_s: float | None  # of all ranks together; None if unknown
     efficiency: float  # share of a step in which ranks compute, from 0 to 1: the speed-up is this times `size`
@@ -95,7 +93,6 @@ class Analysis:
     links: Connections | None
     workload: Workload
     # More ranks
-    network: Network | None  # that the predictions assume: fitted, or given
     predictions: tuple[Prediction, ...]  # for 2 to 1,024 ranks; empty without a network
     predictions_note: str  # one sentence: which network, algorithm and hosts the predictions assume; "" without any
     # The answers

@@ -170,7 +170,7 @@ def _compute(costs: Costs, size: int, efficiency: float) -> Verdict:
 
 def _start_up(start_up: StartUp) -> Verdict:
     text = f"{share_in_words(start_up.share)} of the run is start-up"
-    cost, times = spread([start_up.seconds], "s"), f"({start_up.seconds:.3g} s of {start_up.run_s:.3g} s)"
+    cost, times = spread([start_up.seconds]), f"({start_up.seconds:.3g} s of {start_up.run_s:.3g} s)"
     return Verdict("start-up", None, start_up.share, cost, f"{text} {times}.")
 
 
