@@ -44,7 +44,7 @@ _LONGEST_TICK_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 10.0  # between two messages to the store
 _SILENT_PAUSES: Final = 1.4  # without a message
 _SILENT_SECONDS: Final = 3.0
-_LASTING: Final = 0.1  # of the limit: a wait that is worth a message
+_LASTING: Final = 0.1  # of the pause between two messages: a shorter wait is over when the message is read
 _ANSWER_SECONDS: Final = 2.0  # for the store
 _JOIN_SECONDS: Final = 1.0
 # The sender's time, seconds between two messages, seconds since the ranks have met.
@@ -89,7 +89,6 @@ class StallMonitor:
         self._messages: dict[int, bytes] = {}  # what was last heard. This rank reads messages only when it waits.
         self._publish_at = 0.0
         self._publishing: Future[Any] | None = None
-        self._published_waits: set[tuple[int, int]] = set()
 
         self._thread: PeriodicThread | None = None
         self._seconds = max(_SHORTEST_TICK_SECONDS, min(_LONGEST_TICK_SECONDS, limit / 4))
@@ -112,11 +111,10 @@ class StallMonitor:
         # This process may have been stopped itself, and not have taken in yet what has come meanwhile.
         was_stopped = self._ticked_at - ticked_at > _SILENT_SECONDS + self._seconds
         if self._others:
-            self._publish(waits)
+            self._publish()
         now = time.monotonic_ns()
         under_way = {(wait.key, wait.since) for wait in waits}
-        for kept in (self._has_warned, self._published_waits):
-            kept &= under_way
+        self._has_warned &= under_way
         for wait in waits:
             seconds, identity = (now - wait.since) / 1e9, (wait.key, wait.since)
             if seconds >= self._limit and not was_stopped and identity not in self._has_warned:
@@ -154,23 +152,19 @@ class StallMonitor:
         age = max(0.0, self._seconds_since_meeting() - seconds_then)
         state = read_state(zlib.decompress(message[_HEADER.size :]), then + int(age * 1e9))
         if state is not None and state.waits is not None and state.waits[1] - age < _LASTING * pause:
-            state = replace(state, waits=None)  # over by now, or there would be another message
+            state = replace(state, waits=None)
         is_late = age > max(_SILENT_SECONDS, _SILENT_PAUSES * pause)
         return Peer(state, is_silent=is_late, message_age=age)
 
     # Messages between hosts
 
-    def _publish(self, waits: Sequence[CurrentWait]) -> None:
-        """Send what this rank has recorded to the store, if that is due, or if a wait has begun that lasts."""
-        now = time.monotonic_ns()
-        lasting = {(wait.key, wait.since) for wait in waits if (now - wait.since) / 1e9 > self._limit * _LASTING}
-        is_due = time.monotonic() >= self._publish_at or not lasting <= self._published_waits
-        if not is_due or (self._publishing is not None and not self._publishing.done()):
+    def _publish(self) -> None:
+        """Send what this rank has recorded to the store, if that is due."""
+        if time.monotonic() < self._publish_at or (self._publishing is not None and not self._publishing.done()):
             return
-        self._published_waits |= lasting
         pause = min(_LONGEST_PAUSE_SECONDS, self._limit / 3)
         self._publish_at = time.monotonic() + pause
-        header = _HEADER.pack(now, pause, self._seconds_since_meeting())
+        header = _HEADER.pack(time.monotonic_ns(), pause, self._seconds_since_meeting())
         message = header + zlib.compress(bytes(self._memory[self._rank]), 1)
         may_be_gone = self._rendezvous.store_host not in (None, self._rank)
         self._publishing = self._start(partial(_send, _state_key(self._rank), message, may_be_gone))

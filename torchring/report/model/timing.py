@@ -24,6 +24,7 @@ _ENOUGH: Final = 10  # steps, to leave some out
 _SELDOM: Final = 0.05  # of the steps: an optimizer that makes fewer is not shown
 _FEWEST: Final = 10  # steps on each side of a change
 _CLEAR: Final = 8.0  # standard errors: the best of 1,000 places, without any change, has 4
+_DURATIONS: Final = ("stall", "collecting", "loading_cpu", "queued", "exposed_queued")  # of a `StepRecord`
 _QUANTILES: Final = (0.5, 0.2, 0.8)
 
 
@@ -125,16 +126,12 @@ def tabulate(job: Job) -> tuple[Steps, ...]:
         begin=_ms(of_steps("begin") - base),
         end=_ms(of_steps("end") - base),
         parts=_ms([[[step.ns_in(part) for part in Phase] for step in row] for row in rows]),
-        stall=_ms(of_steps("stall_ns")),
         backward_begin=_ms([[part.begin - base for part in row] for row in backwards]),
         backward_end=_ms([[part.end - base for part in row] for row in backwards]),
         num_samples=of_steps("num_samples"),
         loading=_ms([[min(step.loading_ns, step.ns_in(Phase.INPUT)) for step in row] for row in rows]),
-        collecting=_ms(of_steps("collecting_ns")),
         num_workers=of_steps("num_workers"),
-        loading_cpu=_ms(of_steps("loading_cpu_ns")),
-        queued=_ms(of_steps("queued_ns")),
-        exposed_queued=_ms(of_steps("exposed_queued_ns")),
+        **{name: _ms(of_steps(f"{name}_ns")) for name in _DURATIONS},
         plan=(),
         **{name: np.zeros((len(rows), len(job.traces), 0)) for name in BUCKET_TIMES},
         problems=tuple(problems),

@@ -14,8 +14,6 @@ from torchring.report.model.timing import Spread
 from torchring.report.verdict.findings import NOTICEABLE_WAIT, Advice, Analysis
 from torchring.report.words import NAMES, count, number, share_in_words
 
-_TIMES: Final = {2: "twice", 4: "four times", 8: "eight times"}
-_MOST_TIMES: Final = 64  # the ranks that a trace says anything about
 _SLOW: Final = 0.1  # GB/s, below which a table is in MB/s
 _MAX_ROWS: Final = 8
 _MAX_NAME: Final = 48
@@ -173,23 +171,14 @@ def about_batch(run_info: RunInfo) -> str:
     """Whether a larger batch still pays, in one sentence; "" if the noise scale is unknown.
 
     With batch B, a training takes steps in proportion to 1 + noise scale / B. (McCandlish et al. 2018, equation 2.7)
-
-    Example: batch 512, noise scale 2,100: four times the ranks make a batch of 2,048, with (1 + 2,100 / 2,048) /
-    (1 + 2,100 / 512) = 40 % of the steps.
     """
     batch, scale = run_info.batch_size, run_info.noise_scale
     if batch <= 0 or scale < 0:
         return ""
     if math.isinf(scale):
         return f"Batch {batch:,.0f}; noise hides the gradient of so few samples: many times the ranks still pay."
-    times = min(_MOST_TIMES, 2 ** math.floor(math.log2(max(scale / batch, 1))))
-    larger = max(2, times)
-    share = (1 + scale / (larger * batch)) / (1 + scale / batch)
-    begin = f"Batch {batch:,.0f}; noise scale about {float(f'{scale:.2g}'):,.0f}"
-    steps = f"{_TIMES.get(larger, f'{larger} times')} the ranks"
-    if times > 1:
-        return f"{begin}: {steps} still pay, with {share_in_words(share)} of the steps."
-    if scale >= batch:
-        return f"{begin}: {steps} would take {share_in_words(share)} of the steps."
-    saved = share_in_words(share)
-    return f"{begin}: {steps} would still take {saved} of the steps, as noise hardly asks for so large a batch."
+    twice, four_times = ((1 + scale / (n * batch)) / (1 + scale / batch) for n in (2, 4))
+    return (
+        f"Batch {batch:,.0f}; noise scale about {float(f'{scale:.2g}'):,.0f}: twice the ranks would take "
+        f"{share_in_words(twice)} of the steps, and four times the ranks {share_in_words(four_times)}."
+    )

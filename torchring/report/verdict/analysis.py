@@ -17,17 +17,15 @@ from torchring.report.model import buckets as of_buckets
 from torchring.report.model import waits
 from torchring.report.model.core_time import find_loading, who_has_them
 from torchring.report.model.merge import Job
-from torchring.report.model.ranks import find_start_up, per_second, summarise_ranks
 from torchring.report.model.scaling import SIZES, Connections, Network, Prediction, predict
 from torchring.report.model.timing import median_step, of_optimizers, spread, typical
-from torchring.report.model.waits import examine
+from torchring.report.model.waits import examine, find_start_up, per_second, summarise_ranks
 from torchring.report.model.workload import between_hosts, calibrated, describe, fit_network, links_of
 from torchring.report.verdict.advice import advise
 from torchring.report.verdict.costs import find_costs
 from torchring.report.verdict.findings import FEWEST_STEPS, Analysis
-from torchring.report.verdict.judge import judge
+from torchring.report.verdict.judge import judge, remarks
 from torchring.report.verdict.pauses import find_pauses, without
-from torchring.report.verdict.remarks import remarks
 from torchring.report.words import count
 
 

@@ -18,10 +18,9 @@ from torchring.observer import Phase
 from torchring.report.model.buckets import BucketSummary, LateParameter
 from torchring.report.model.core_time import LoaderTime
 from torchring.report.model.merge import Job
-from torchring.report.model.ranks import RankSummary, StartUp
 from torchring.report.model.scaling import Connections, Network, Prediction, Workload
 from torchring.report.model.timing import Array, Spread, Steps
-from torchring.report.model.waits import Critical, RankWait
+from torchring.report.model.waits import Critical, RankSummary, RankWait, StartUp
 from torchring.report.verdict.costs import Costs, Kind
 from torchring.report.verdict.pauses import Pauses
 
