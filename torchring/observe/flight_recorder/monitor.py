@@ -33,7 +33,6 @@ from torchring.observe.flight_recorder.stall_report import (
     Peer,
     describe_ranks,
     describe_wait,
-    is_silent,
 )
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.rendezvous.signed import bottom
@@ -44,6 +43,7 @@ _LONGEST_TICK_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 10.0  # between two messages to the store
 _SILENT_PAUSES: Final = 1.4  # without a message
 _SILENT_SECONDS: Final = 3.0
+_SILENT_HERE: Final = 5.0  # timer threads run once a second
 _LASTING: Final = 0.1  # of the pause between two messages: a shorter wait is over when the message is read
 _ANSWER_SECONDS: Final = 2.0  # for the store
 _JOIN_SECONDS: Final = 1.0
@@ -141,7 +141,7 @@ class StallMonitor:
                 process = self._host.process_of(rank)
                 state = read_state(memory)
                 stopped = process is not None and is_stopped(process[0])
-                found[rank] = Peer(state, stopped, state is not None and is_silent(state))
+                found[rank] = Peer(state, stopped, state is not None and (state.last_seen or 0.0) > _SILENT_HERE)
         found |= {rank: self._peer_elsewhere(self._messages.get(rank)) for rank in self._others}
         return dict(sorted(found.items()))
 

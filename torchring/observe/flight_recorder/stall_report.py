@@ -10,7 +10,6 @@ from torchring.errors import ranks_in_words
 from torchring.observe.flight_recorder.entries import CurrentWait, RankState
 from torchring.observer import Phase
 
-_SILENT_SECONDS: Final = 5.0  # timer threads run once a second
 _MOST_NAMED: Final = 8
 _IN_WORDS: Final = {
     Phase.FORWARD: "in forward",
@@ -30,11 +29,6 @@ class Peer:
     is_stopped: bool = False  # SIGSTOP or a debugger has stopped the process
     is_silent: bool = False  # the rank has shown no sign of life for longer than is normal
     message_age: float | None = None  # seconds since a rank of another host sent its last message; None on this host
-
-
-def is_silent(state: RankState) -> bool:
-    """Whether the timer thread of a rank of this host has not run for long."""
-    return state.last_seen is not None and state.last_seen > _SILENT_SECONDS
 
 
 def missing_ranks(wait: CurrentWait, peers: Mapping[int, Peer]) -> list[int]:

@@ -200,14 +200,10 @@ def _heads(all_launched: Array, earlier: Array, run_info: RunInfo) -> Array:
 
 def _agree_first(job: Job, timings: Sequence[Steps]) -> bool:
     """True if buckets wait for the end of backward, because ranks first agree on which optimizers take part."""
-    if len(timings) > 1 or len({each.optimizer for each in job.traces[0].run_info.parameters}) < 2:
+    timing = timings[0]
+    if len(timings) > 1 or not timing.plan or len({each.optimizer for each in job.traces[0].run_info.parameters}) < 2:
         return len(timings) > 1
-    return all(
-        step.buckets[0].launched >= next((part.begin for part in step.phases if part.phase is Phase.EXPOSED), step.end)
-        for row in job.steps
-        for step in row
-        if step.buckets
-    )
+    return bool(np.nanmin(timing.launched - timing.backward_end[..., None]) >= 0)
 
 
 def _waits_to_agree(job: Job) -> dict[str, Array]:

@@ -6,6 +6,7 @@ nothing.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from typing import Final
 
 from torchring.launch.arguments import Parser, duration
 from torchring.observe.recorder.files import TraceError, find
-from torchring.observe.recorder.records import ENDED_WELL, RankTrace
+from torchring.observe.recorder.records import ENDED_WELL
 from torchring.report.model.merge import merge, read_all
 from torchring.report.show.sections import table_of_phases, table_of_waits
 from torchring.report.show.terminal import text_of
@@ -63,7 +64,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def look(folder: Path) -> Picture:
     """Read what the ranks have written, and put it in words."""
-    traces = _traces(folder)
+    paths: dict[int, Path] = {}
+    with contextlib.suppress(OSError):
+        paths = find(folder)
+    traces = [trace for trace in read_all(paths, []).values() if trace.steps]  # those that can be read
     running = [trace for trace in traces if not trace.run_info.ended_by]
     ends = [trace.run_info.written_at for trace in traces if trace.run_info.ended_by]
     if all(trace.run_info.written_at < max(ends, default=0.0) for trace in running):
@@ -90,15 +94,6 @@ def look(folder: Path) -> Picture:
     tables = (table_of_phases(analysis), table_of_waits(analysis))
     text = "\n".join([*lines, *(text_of(table) for table in tables if table.rows)])
     return Picture(text, is_over=not running)
-
-
-def _traces(folder: Path) -> list[RankTrace]:
-    """The traces that can be read."""
-    try:
-        paths = find(folder)
-    except OSError:
-        return []
-    return [trace for trace in read_all(paths, []).values() if trace.steps]
 
 
 def _watch(folder: Path, seconds: float) -> None:

@@ -15,10 +15,9 @@ from torchring.observe.recorder.records import RunInfo
 from torchring.observer import Phase
 from torchring.report.model.bucket_layout import layout_with
 from torchring.report.model.core_time import HANDING_OVER_MS, is_crowded, sharing, threads_of
-from torchring.report.model.scaling import Workload, exposed_ms
+from torchring.report.model.scaling import Workload, between_hosts, exposed_ms, with_layout
 from torchring.report.model.timing import Array, typical
 from torchring.report.model.waits import COMPUTING
-from torchring.report.model.workload import between_hosts, with_layout
 from torchring.report.verdict.costs import Costs
 from torchring.report.verdict.findings import Advice, Analysis
 from torchring.report.verdict.pauses import TELLING

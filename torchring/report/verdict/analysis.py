@@ -1,7 +1,7 @@
 """Makes the analysis of a job from its traces.
 
 `timing.py` puts the steps into arrays. `waits.py` finds out who waits for whom, and `judge.py` what bounds the job.
-`buckets.py` looks at communication; `bucket_layout.py`, `workload.py` and `scaling.py` predict what would be different.
+`buckets.py` looks at communication; `bucket_layout.py` and `scaling.py` predict what would be different.
 """
 
 from __future__ import annotations
@@ -17,10 +17,20 @@ from torchring.report.model import buckets as of_buckets
 from torchring.report.model import waits
 from torchring.report.model.core_time import find_loading, who_has_them
 from torchring.report.model.merge import Job
-from torchring.report.model.scaling import SIZES, Connections, Network, Prediction, predict
+from torchring.report.model.scaling import (
+    SIZES,
+    Connections,
+    Network,
+    Prediction,
+    between_hosts,
+    calibrated,
+    describe,
+    fit_network,
+    links_of,
+    predict,
+)
 from torchring.report.model.timing import median_step, of_optimizers, spread, typical
 from torchring.report.model.waits import examine, find_start_up, per_second, summarise_ranks
-from torchring.report.model.workload import between_hosts, calibrated, describe, fit_network, links_of
 from torchring.report.verdict.advice import advise
 from torchring.report.verdict.costs import find_costs
 from torchring.report.verdict.findings import FEWEST_STEPS, Analysis
