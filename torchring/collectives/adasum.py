@@ -9,8 +9,8 @@ Source: S. Maleki et al., "Scaling Distributed Training with Adaptive Summation"
 Horovod.
 
 The result is a weighted sum of the ranks' tensors. For a = sum(x_r g_r) and b = sum(y_r g_r), a.b = x'Gy with the
-matrix of scalar products G[r, s] = g_r.g_s. So G gives all weights, and the tensors themselves are read twice: to add
-up G, and for the weighted sum. Scalar products are in fp64; sums are in fp32 (fp64 of fp64), and rounded once.
+matrix of scalar products G[r, s] = g_r.g_s. So G gives all weights, and the tensors themselves are read twice: for G,
+and for the weighted sum. Scalar products are in fp64; sums are in fp32 (fp64 of fp64), and rounded once.
 
 A combination of gradients that cancel is shorter than what rounding has done to them. It counts as zero if it is
 shorter than 1e-6 of what was combined: fp64 knows nothing of its direction.
@@ -80,35 +80,19 @@ def products(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return gram
 
 
-def adasum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Combine tensors of one shape and floating-point dtype, which are all at hand. Returns that dtype."""
+def adasum(parts: Sequence[torch.Tensor], hosts: Sequence[Sequence[int]] = ()) -> torch.Tensor:
+    """Combine the ranks' tensors, of one shape and floating-point dtype. Returns that dtype. See `coefficients`."""
     flat = [part.reshape(-1) for part in parts]
-    wide = reference.compute_dtype(flat[0].dtype, flat[0].dtype)
-    total = torch.zeros(flat[0].shape, dtype=wide, device="cpu")
-    for part, weight in zip(flat, coefficients(products(flat)).tolist(), strict=True):
-        total.add_(part.to(wide), alpha=weight)
+    total = torch.zeros_like(flat[0], dtype=reference.compute_dtype(flat[0].dtype, flat[0].dtype))
+    for part, weight in zip(flat, coefficients(products(flat), hosts).tolist(), strict=True):
+        total.add_(part, alpha=weight)
     return total.to(flat[0].dtype).view(parts[0].shape)
 
 
 @torch.no_grad()
-def all_reduce(backend: Backend, tensor: torch.Tensor, rank: int, hosts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Each rank computes the scalar products of a slice. Then each scales its tensor, and they are added up.
-
-    Chunks are small, so that the allocator has memory for them: new memory takes longer than what is done with it.
-
-    Args:
-        rank: this rank.
-        hosts: the ranks of each host.
-    """
-    flat, size = operations.plain(tensor).view(-1), sum(map(len, hosts))
-    signature = signature_of("all_reduce", (tensor,), operations.DETAILS["adasum"])
-    gram = torch.zeros(size, size, dtype=torch.float64, device="cpu")
-    for chunk in torch.split(flat, operations.BATCH_BYTES // flat.itemsize):
-        parts, _ = operations.all_to_all(backend, chunk, operations.even_shares(len(chunk), size), signature)
-        gram += products(parts)
-    gram = torch.stack(operations.all_gather(backend, gram, signature)).sum(0)
-    scaled = flat.to(reference.compute_dtype(flat.dtype, flat.dtype)).mul_(coefficients(gram, hosts)[rank].item())
-    backend.all_reduce(scaled, "sum", signature)
-    if scaled.data_ptr() != tensor.data_ptr():
-        operations.writable(tensor).copy_(scaled.view(tensor.shape))
+def all_reduce(backend: Backend, tensor: torch.Tensor, hosts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """In place. Each rank gets the tensors of all, and combines them; `hosts` has the ranks of each host."""
+    flat = operations.plain(tensor).view(-1)
+    parts = operations.all_gather(backend, flat, signature_of("all_reduce", (tensor,), operations.DETAILS["adasum"]))
+    operations.writable(tensor).copy_(adasum(parts, hosts).view(tensor.shape))
     return tensor

@@ -80,8 +80,7 @@ def all_reduce(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) ->
     operations.check_writable(tensor)
     operations.check_reducible(tensor, op)
     if op == "adasum":
-        world = default_world()
-        return _dispatch("all_reduce", tensor, async_op, adasum.all_reduce, tensor, world.rank, world.hosts)
+        return _dispatch("all_reduce", tensor, async_op, adasum.all_reduce, tensor, default_world().hosts)
     return _dispatch("all_reduce", tensor, async_op, operations.all_reduce, tensor, op)
 
 

@@ -86,7 +86,7 @@ def _all_reduce(plane: Plane, tensors: Sequence[torch.Tensor], request: Request)
         scale(tensor, request.argument("prescale_factor"))
     if op == "Adasum":
         for tensor in tensors:
-            adasum.all_reduce(plane.backend, tensor, plane.rank, [[rank] for rank in range(len(plane.ranks))])
+            adasum.all_reduce(plane.backend, tensor, [[rank] for rank in range(len(plane.ranks))])
     else:
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             alike = [tensor for tensor in tensors if tensor.dtype == dtype]
