@@ -67,16 +67,15 @@ _OF_LIGHTNING: Final = {
     *("precision_plugin", "precision"),  # for Trainer and for Fabric
 }
 _INSTEAD: Final = {
+    **dict.fromkeys(
+        ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "process_group_backend", "start_method"),
+        "leave it out, as torchring does without it",
+    ),
     "accumulate": "use Trainer(accumulate_grad_batches=...), or fabric.no_backward_sync",
-    "find_unused_parameters": "leave it out, as parameters without a gradient need no flag",
-    "static_graph": "leave it out, as torchring needs no flag for it",
-    "gradient_as_bucket_view": "leave it out, as gradients are views of buckets wherever they can be",
     "broadcast_buffers": "use sync_buffers: 'rank0' is what DDP does by default, None is False",
     "bucket_cap_mb": "use bucket_mb",
     "ddp_comm_hook": "use compression='bf16' or 'fp16'",
     "timeout": "call torchring.init(timeout_seconds=...) before the Trainer is made",
-    "process_group_backend": "leave it out, as torchring's gradients do not travel in Lightning's process group",
-    "start_method": "leave it out: a launcher, or Lightning itself, starts the script once for each rank",
 }
 _ADVICE: Final = (
     ". Its own output says whether it failed. If it did not, and others still have batches: give every rank equally "

@@ -137,35 +137,27 @@ def form(name: str, describe: Callable[..., Collective]) -> Callable[..., Any]:
     bare = name.removesuffix("_").removesuffix("_async")
     carry_out, doc = _HOW[name[len(bare) :]]
     is_grouped = name.startswith("grouped_")
-    signature = inspect.signature(describe)
-    parameters = list(signature.parameters.values())
+    parameters = list(inspect.signature(describe).parameters.values())
     if not is_grouped:
         parameters[0] = parameters[0].replace(name="tensor", annotation="Tensor")
-    omitted = next((i for i, each in enumerate(parameters) if each.name == "compression" and name != bare), None)
-    if omitted is not None:
-        del parameters[omitted]
+    kept = [each for each in parameters if name == bare or each.name != "compression"]
+    omitted = {"compression": None} if len(kept) < len(parameters) else {}
+    signature = inspect.signature(describe).replace(parameters=kept)
 
-    def of_several(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        if omitted is not None and len(args) >= omitted:
-            args = (*args[: omitted - 1], None, *args[omitted - 1 :])
-        elif omitted is not None:
-            return finish(describe(tensors, *args, compression=None, **kwargs))
-        return finish(describe(tensors, *args, **kwargs))
-
-    def finish(call: Collective) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        first = given.pop(kept[0].name)
+        collective = describe(first if is_grouped else [first], **given, **omitted)
         if not is_grouped:
-            give = call.give
-            call.give = lambda tensors, numbers: give(tensors, numbers)[0]
-        return carry_out(call)
+            give = collective.give
+            collective.give = lambda tensors, numbers: give(tensors, numbers)[0]
+        return carry_out(collective)
 
-    def of_one(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return of_several([tensor], *args, **kwargs)
-
-    made: Callable[..., Any] = run_eagerly(of_several if is_grouped else of_one)
+    made: Callable[..., Any] = run_eagerly(call)
     made.__name__ = made.__qualname__ = name
     made.__module__ = describe.__module__
     made.__doc__ = describe.__doc__ if name == bare and not is_grouped else doc.format(bare.removeprefix("grouped_"))
-    made.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    made.__signature__ = signature  # type: ignore[attr-defined]
     return made
 
 

@@ -125,8 +125,11 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         global_process_set.process_set_id = 0
         _sets[0] = global_process_set
     _check_comm(comm, _engine.world.size)
-    if process_sets:
-        _register_all(process_sets)
+    for number, process_set in enumerate(process_sets or ()):
+        if not isinstance(process_set, ProcessSet):
+            raise ValueError(f"process_sets[{number}] is no ProcessSet, but {process_set!r}")
+        if process_set.process_set_id is None:
+            _add(process_set)
 
 
 def _join(settings: Settings) -> CollectiveEngine:
@@ -165,19 +168,6 @@ def _ranks_of(comm: Any) -> list[int]:
     group = comm.Get_group()
     translated = MPI.Group.Translate_ranks(group, list(range(group.Get_size())), MPI.COMM_WORLD.Get_group())
     return [int(rank) for rank in translated]
-
-
-def _register_all(process_sets: Sequence[ProcessSet]) -> None:
-    seen = {tuple(known.ranks) for known in _sets.values()}
-    for number, process_set in enumerate(process_sets):
-        if not isinstance(process_set, ProcessSet):
-            raise ValueError(f"process_sets[{number}] is no ProcessSet, but {process_set!r}")
-        if process_set.process_set_id is not None:
-            continue
-        if tuple(process_set.ranks) in seen:
-            raise ValueError(f"process_sets: entry number {number} is a duplicate: ranks {process_set.ranks}")
-        seen.add(tuple(process_set.ranks))
-        _add(process_set)
 
 
 def shutdown() -> None:
@@ -253,14 +243,14 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     _check_dynamic()
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
-    if process_set.process_set_id is not None or any(known.ranks == process_set.ranks for known in _sets.values()):
-        raise ValueError(f"a process set of the ranks {process_set.ranks} is registered already")
     _add(process_set)
     return process_set
 
 
 def _add(process_set: ProcessSet) -> None:
     here = engine()
+    if process_set.process_set_id is not None or any(known.ranks == process_set.ranks for known in _sets.values()):
+        raise ValueError(f"a process set of the ranks {process_set.ranks} is registered already: this is a duplicate")
     if not process_set.ranks or not set(process_set.ranks) <= set(range(here.world.size)):
         raise ValueError(f"a process set takes ranks in 0 .. {here.world.size - 1}, got {process_set.ranks}")
     request = Request(ADD_SET, "add_process_set", arguments=(("ranks", tuple(process_set.ranks)),))

@@ -422,12 +422,9 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def tensor_of(data: bytes) -> torch.Tensor:
     """A copy of `data` as flat uint8."""
-    # frombuffer refuses 0 bytes
-    return (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if data
-        else torch.empty(0, dtype=torch.uint8, device="cpu")
-    )
+    if not data:  # frombuffer refuses 0 bytes
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def as_words(part: torch.Tensor) -> memoryview:
