@@ -255,7 +255,7 @@ def _close_in_the_midst(rank: int, world_size: int) -> None:
     options = torch.distributed.BroadcastOptions()
     options.rootRank = 1
     with ThreadPoolExecutor(1) as pool:
-        receiving = pool.submit(transport.collective, lambda group: group.broadcast([data], options))
+        receiving = pool.submit(lambda: transport.start(lambda group: group.broadcast([data], options)).wait())
         if rank == 0:
             wait_until(lambda: data[0] == 1, "the beginning of the message")
             transport.close()
