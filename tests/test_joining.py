@@ -51,8 +51,7 @@ def _uneven(rank: int, size: int, accumulate: int, weighted: bool, options: dict
     joined = values(model)
     for step in (10, 11):
         one_step(step)
-    state = optimizer.state_dict(all_ranks=True) if options.get("shard") else optimizer.state_dict()
-    states = state["state"].values()
+    states = optimizer.state_dict()["state"].values()
     return {
         "joined": joined,
         "values": values(model),
@@ -101,7 +100,6 @@ def _check(results: Sequence[dict[str, Any]], expected: dict[str, Any]) -> None:
     "options, size, accumulate, weighted",
     [
         {},
-        {"shard": True},
         {"algorithm": "ring"},
         {"algorithm": "native", "overlap": "inline"},
         {"bucket_mb": 25.0, "overlap": "thread"},

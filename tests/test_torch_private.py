@@ -41,6 +41,7 @@ NAMES = {
     "torch._foreach_zero_": "torch.optim",
     "torch.Tensor._make_wrapper_subclass": "DTensor",
     "torch._C._disabled_torch_function_impl": "torch.nn.Parameter",
+    "torch.distributed.checkpoint.state_dict._init_optim_state": "torch.distributed.checkpoint",
     "torch._neg_view": "a public operator, without documentation",
 }
 OF_CUDA = {

@@ -43,8 +43,7 @@ def join(*objects: Any) -> Iterator[None]:
 
     Inside the block, only `backward()`, `skip()` and `synchronize()` may need other ranks. `torchring.all_reduce` and
     the other collectives, `SyncBatchNorm` in training, `step(closure)`, `wrap`, `add_param_group` and `close` raise
-    ValueError: ranks that have ended would not take part. With shard=True, ranks that have ended step their share, with
-    the gradients and the learning rate of the others. `synchronize()` always counts as one reduction, which the
+    ValueError: ranks that have ended would not take part. `synchronize()` always counts as one reduction, which the
     others meet with their next `backward()`. Gradients of `no_sync()`, or of an incomplete group of `accumulate`, that
     a rank leaves behind are reduced with the next ones of the others. An exception that leaves the block ends the block
     on all ranks; so do not yield from inside a block: the end of a generator is an exception.
@@ -56,8 +55,8 @@ def join(*objects: Any) -> Iterator[None]:
 
     Raises:
         TypeError: an object has no state, or a state that cannot be sent, or none is an optimizer.
-        ValueError: an optimizer is missing, is closed, or belongs to a world that was shut down; on_nonfinite="skip" on
-            a GPU, where `step()` needs the other ranks; the block is inside another one.
+        ValueError: an optimizer is missing, is closed, or belongs to a world that was shut down; shard=True, or
+            on_nonfinite="skip" on a GPU, where `step()` needs the other ranks; the block is inside another one.
         PlanMismatchError: another rank could not enter, or passes other objects.
         RingError: another rank left the block with an exception.
     """
@@ -125,8 +124,11 @@ def _check_joinable(optimizer: DistributedOptimizer) -> None:
     """Raise ValueError if `optimizer` cannot be used inside `torchring.join`. A copy connects."""
     if not sync_of(optimizer).can_skip_alone():
         raise ValueError('torchring.join() does not work with on_nonfinite="skip" on a GPU')
-    if is_sharded(optimizer.optimizer):
-        raise ValueError("torchring.join() does not work with a ZeroRedundancyOptimizer, whose step() needs all ranks")
+    if is_sharded(optimizer) or is_sharded(optimizer.optimizer):
+        raise ValueError(
+            "torchring.join() does not work with shard=True or a ZeroRedundancyOptimizer, whose step() needs all "
+            "ranks; make equally many steps on all ranks, and call optimizer.skip() where the data has ended"
+        )
 
 
 def _missing(objects: Sequence[Any], group: OptimizerGroup) -> Exception | None:

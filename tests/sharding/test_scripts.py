@@ -55,7 +55,7 @@ def _dropped(rank: int, size: int) -> None:
         del optimizer
         gc.collect()
         assert dropped() is None, options
-    optimizer = torchring.wrap(torch.optim.AdamW(net.parameters()), net, shard=True)
+    optimizer = torchring.wrap(torch.optim.AdamW(net.parameters()), net)
     with torchring.join(optimizer):  # does not miss those that were dropped
         for step in range(2 + rank):
             _backward(net, step)

@@ -92,6 +92,7 @@ REFUSED: Final[dict[Ways, tuple[str, str]]] = _table(
     ("data=join + collectives=script|thread", _NOT_IN_JOIN),
     ("data=join + norm=sync", _NOT_IN_JOIN),
     ("data=join + groups=added", _NOT_IN_JOIN),
+    ("data=join + shard=yes", ("ValueError", "torchring.join() does not work with shard=True")),
     ("data=join + forwards=update_bn", _NOT_IN_JOIN),
     ("shard=yes + step=closure", ("ValueError", "step(closure) does not work with shard=True")),
     ("shard=yes + step=sam", ("ValueError", "shard=True does not work with _Sam")),

@@ -13,14 +13,14 @@ import torch
 
 from torchring.allreduce.contract import aborted
 from torchring.collectives.operations import Backend, Meanwhile
-from torchring.collectives.service import Join, collectives_of, internal_collectives_of
+from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.collectives.signature import Signature
-from torchring.errors import GradientError, PlanMismatchError, RingError, in_step, ranks_in_words
+from torchring.errors import GradientError, PlanMismatchError, RingError, in_step
 from torchring.gradients.launcher import Launcher
 from torchring.gradients.ledger import StaleGradients
 from torchring.gradients.message import Said, join, split
 from torchring.gradients.module_wrappers import MODULE_WRAPPERS, explain
-from torchring.gradients.reducer import Follow, Reducer
+from torchring.gradients.reducer import Reducer
 from torchring.gradients.reductions import Reductions
 from torchring.interruption import InterruptionGuard
 from torchring.observer import EXPOSED
@@ -33,8 +33,6 @@ _UNLIKE_NO_SYNC: Final = (
     "Enter no_sync() on all ranks, of all optimizers whose parameters the backward may reach"
 )
 _MESSAGE: Final = Signature("backward")
-REDUCTION: Final = b"backward()"
-"""What a rank announces at the beginning of a reduction, see `Reducers.announce`."""
 
 
 class Reducers:
@@ -71,11 +69,6 @@ class Reducers:
     def are_several(self) -> bool:
         return len(self._reducers) > 1
 
-    @property
-    def followers(self) -> dict[bytes, Follow]:
-        """Of the optimizers whose step needs all ranks: what a rank that has ended does then, by name."""
-        return dict(each.follower for each in self._reducers if each.follower is not None)
-
     def advance(self) -> bool:
         """Do this rank's part of the buckets that have left, where nobody is late. Returns whether some still wait."""
         for launcher in tuple(self.waiting):
@@ -99,17 +92,6 @@ class Reducers:
             yield
         finally:
             self.is_skipping, self.skipper = False, None
-
-    def announce(self, what: bytes = REDUCTION) -> list[int]:
-        """Collective, inside `torchring.join`, where steps need all ranks: say what comes. Returns who has ended."""
-        if self.has_ended or not (self.followers and self._world.shared(Join).is_open):
-            return []
-        said = internal_collectives_of(self._world).all_gather_bytes(what)
-        if others := [rank for rank, theirs in enumerate(said) if theirs not in (b"", what)]:
-            theirs = said[others[0]].decode()
-            text = f"{ranks_in_words(others)} called {theirs} where this rank called {what.decode()}"
-            raise in_step(PlanMismatchError(text, rank=self._world.rank, peers=others))
-        return [rank for rank, theirs in enumerate(said) if not theirs]
 
     def start_exchange(self, reducers: Sequence[Reductions]) -> Callable[[Meanwhile], list[Said]]:
         """Give all ranks this rank's messages about `reducers`, in the order of wrapping.
@@ -253,16 +235,6 @@ class OptimizerGroup:
 
     def _follow_reduction(self, *, drops_gradients: bool) -> bool:
         """Take part in one reduction of the others. Returns whether there was any rank with data."""
-        while self.reducers.followers:  # live ranks announce what comes
-            said = internal_collectives_of(self._world).all_gather_bytes(b"")
-            what = max(said)
-            if not what:
-                return False
-            if what == REDUCTION:
-                break
-            follow = self.reducers.followers[what]()
-            assert follow is not None  # torchring.join holds the optimizer
-            follow(said)
         if drops_gradients:
             for parameter in (p for reducer in self.reducers for p in reducer.parameters):
                 parameter.grad = None
@@ -287,7 +259,6 @@ class OptimizerGroup:
         elif not reducers.are_several:
             self.guard.run(_END, partial(self._finish, caller, reduces=caller.wants_reduction))
         elif caller.in_backward:  # or else finished already, together with another reducer
-            self.reducers.announce()
             self.guard.run(_END, self._reduce_together)
 
     def _finish(self, reducer: Reducer, *, reduces: bool) -> None:

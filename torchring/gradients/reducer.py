@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,8 +30,6 @@ from torchring.observer import BACKWARD, BETWEEN, EXPOSED, INPUT, OPTIMIZER
 
 if TYPE_CHECKING:
     from torchring.gradients.group import Reducers
-
-Follow: TypeAlias = weakref.WeakMethod[Callable[[Sequence[bytes]], None]]
 
 
 class Reducer(Reductions, Sync):
@@ -66,7 +64,6 @@ class Reducer(Reductions, Sync):
         self.owner = weakref.ref(owner)
         self.failure: BaseException | None = None
         self.is_closed = False
-        self.follower: tuple[bytes, Follow] | None = None
         self._guests = guests
         self._end_backward = end_backward
         self._weights = self.weighing.weights

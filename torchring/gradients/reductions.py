@@ -144,10 +144,8 @@ class Reductions:
         """
         launcher, weights = self.launcher, self.weighing.weights
         launcher.drain()
-        if not is_unordered:
-            self._reducers.announce()
-            if launcher.ready_order is not None:
-                self.layout.follow_order()
+        if not is_unordered and launcher.ready_order is not None:
+            self.layout.follow_order()
         is_absent = (self._reducers.is_skipping or weights.has_skipped) and not weights.num_backwards
         current = Reduction(
             number=self.launcher.reduction.next_number,

@@ -54,9 +54,16 @@ class DistributedState(OptimizerWrapper):
             ValueError: the optimizer has no state yet, but gradients; or torch.distributed has fewer ranks.
             GradientError: with shard=True, called inside `backward()`.
         """
+        from torch.distributed.checkpoint.state_dict import _init_optim_state
+
         state = _state_dict(self.optimizer)
         if not state["state"]:
-            _make_state(self.optimizer)
+            if any(p.grad is not None for group in self.param_groups for p in group["params"]):
+                raise ValueError(
+                    "the optimizer has gradients, but no state yet, so torch.distributed.checkpoint has nothing to "
+                    "save, or to load into; call step() or zero_grad() first"
+                )
+            _init_optim_state(self.optimizer)
             state = _state_dict(self.optimizer)
         return state
 
@@ -131,27 +138,3 @@ def _whole(value: torch.Tensor) -> ShardTensor:
         return ShardTensor(value.shape, value.stride(), 0, torch.empty(0, dtype=value.dtype, device="cpu"))
     like = torch.empty_like(value, device="meta")
     return ShardTensor(like.shape, like.stride(), 0, flat(laid_out_as(value, like)))
-
-
-def _make_state(optimizer: Optimizer) -> None:
-    """Collective: make a first step with learning rates and gradients of 0, as get_optimizer_state_dict() does.
-
-    dcp.load() reads only what an optimizer has already.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if any(p.grad is not None for p in parameters):
-        raise ValueError(
-            "the optimizer has gradients, but no state yet, so torch.distributed.checkpoint has nothing to save, or to "
-            "load into; call step() or zero_grad() first"
-        )
-    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    try:
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        for group, rate in rates:
-            group["lr"] = torch.tensor(0.0) if isinstance(rate, torch.Tensor) else 0.0
-        optimizer.step()
-    finally:
-        for group, rate in rates:
-            group["lr"] = rate
-        optimizer.zero_grad(set_to_none=True)

@@ -11,21 +11,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch.optim import Optimizer
 
-_ELEMENT_WISE: Final = frozenset(
-    (
-        torch.optim.SGD,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.RAdam,
-        torch.optim.NAdam,
-        torch.optim.Adagrad,
-        torch.optim.Adadelta,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.ASGD,
-    )
-)
+_ELEMENT_WISE: Final = "SGD Adam AdamW Adamax RAdam NAdam Adagrad Adadelta RMSprop Rprop ASGD".split()
 _SCALARS: Final = frozenset(("step", "mu_product", "eta", "mu"))
 """Names of what these optimizers keep once for each parameter. All else that they keep has the parameter's shape."""
 _Tried: TypeAlias = tuple[int, Sequence[int], torch.Tensor]  # the group, the tiny shape, a parameter like it
@@ -52,7 +38,7 @@ def kind_of(optimizer: Optimizer) -> Kind:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(f"shard=True does not work with {name}(differentiable=True): a step would leave no graph")
-    if type(optimizer) in _ELEMENT_WISE:
+    if any(type(optimizer) is getattr(torch.optim, each) for each in _ELEMENT_WISE):
         return Kind.ELEMENTS
     module = type(optimizer).__module__
     if not module.startswith("torch.optim") and (reason := _why_together(optimizer)):

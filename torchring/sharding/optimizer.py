@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -72,11 +71,8 @@ class ShardedOptimizer(DistributedOptimizer):
     def _agree(self, world: World, guests: Sequence[Guest] = ()) -> Reducer:
         """Collective: also cut the parameters among the ranks. The state is as it was."""
         reducer = super()._agree(world, guests)
-        self._shards = Shards(
-            *(world, self.optimizer, self._names, next(world.shared(_numbers))),
-            *(self._follow_step, reducer.layout.all_reduce),
-        )
-        reducer.follower = self._shards.name, weakref.WeakMethod(self._shards.follow)
+        all_reduce, number = reducer.layout.all_reduce, next(world.shared(_numbers))
+        self._shards = Shards(world, self.optimizer, self._names, number, all_reduce)
         return reducer
 
     def _extend(self, added: list[torch.nn.Parameter]) -> None:
@@ -87,20 +83,17 @@ class ShardedOptimizer(DistributedOptimizer):
 
     def _prepare_step(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         if closure is not None and self._shards is not None:
-            _refuse_closure()
+            raise in_step(
+                ValueError(
+                    "step(closure) does not work with shard=True: a closure may evaluate the model while parameters "
+                    "are stepped in parts. Call backward() first, and then step()"
+                )
+            )
         return closure
 
     def _step_wrapped(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         run = functools.partial(super()._step_wrapped, closure, *args, **kwargs)
         return run() if self._shards is None else self._shards.step(run)
-
-    def _follow_step(self) -> None:
-        """Step what the wrapped optimizer has got, inside a step of all ranks."""
-        self._is_stepping = True
-        try:
-            super()._step_wrapped(None)
-        finally:
-            self._is_stepping = False
 
     def state_dict(self, *, all_ranks: bool = False) -> dict[str, Any]:
         if (shards := shards_of(self, "state_dict()")) is None:
@@ -112,12 +105,6 @@ class ShardedOptimizer(DistributedOptimizer):
             super().load_state_dict(state_dict)
         else:
             checkpoint.load_state(shards, state_dict)
-
-    def _take_over(self, src: int) -> None:
-        if self._shards is None:
-            super()._take_over(src)
-        else:  # each rank has its share, from the same steps
-            self._shards.take_over(src)
 
     def close(self) -> None:
         super().close()
@@ -152,15 +139,6 @@ def _say_cost(world: World) -> None:
             "limits your steps, leave shard out. If you need less memory, use FSDP2 "
             "(torch.distributed.fsdp.fully_shard) in place of torchring.wrap"
         )
-
-
-def _refuse_closure() -> None:
-    raise in_step(
-        ValueError(
-            "step(closure) does not work with shard=True: a closure may evaluate the model while parameters are "
-            "stepped in parts. Call backward() first, and then step()"
-        )
-    )
 
 
 def shards_of(optimizer: Optimizer, what: str) -> Shards | None:

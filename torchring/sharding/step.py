@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,13 +13,11 @@ import torch
 from torch.optim import Optimizer
 
 from torchring.allreduce import AllReduce
-from torchring.collectives.initial_state import load_plain, save_plain
 from torchring.collectives.operations import exchange
-from torchring.collectives.service import Join, internal_collectives_of
+from torchring.collectives.service import internal_collectives_of
 from torchring.collectives.signature import Signature
 from torchring.devices.stream import OnStream
 from torchring.errors import GradientError, in_step, ranks_in_words
-from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.validation import PART_OF_STATE
 from torchring.sharding.cut import assign_whole, cut_elements
 from torchring.sharding.device import DeviceExchange
@@ -48,7 +45,6 @@ class Shards:
         optimizer: its state does not change; `checkpoint.deal_out` keeps this rank's share.
         names: of its parameters.
         number: of the optimizer, among those of the world that are sharded.
-        step: steps the optimizer for a rank that has ended, inside `torchring.join`.
         all_reduce: of the gradients.
 
     Attributes:
@@ -64,7 +60,6 @@ class Shards:
         optimizer: Optimizer,
         names: Mapping[torch.nn.Parameter, str],
         number: int,
-        step: Callable[[], object],
         all_reduce: AllReduce[Any],
     ) -> None:
         self.world = world
@@ -78,8 +73,6 @@ class Shards:
         self._addresses: list[int] = []
         self._group_of: dict[int, int] = {}  # when they were cut
         self._number = number
-        self._step = weakref.WeakMethod(step)
-        self._reducers = world.shared(OptimizerGroup).reducers
         self._accelerator = all_reduce.accelerator if isinstance(all_reduce, OnStream) else None
         self._exchange = DeviceExchange(world, all_reduce) if isinstance(all_reduce, OnStream) else Exchange(world)
         world.on_close(self._exchange.close)
@@ -95,10 +88,6 @@ class Shards:
             optimizer.register_state_dict_pre_hook(lambda _: self._refuse("state_dict()")),
             optimizer.register_load_state_dict_pre_hook(lambda *_: self._accept_state()),
         ]
-
-    @property
-    def name(self) -> bytes:
-        return f"step() of optimizer {self._number}".encode()
 
     def extend(self) -> None:
         """Collective: cut the parameters that the optimizer has got since."""
@@ -142,11 +131,6 @@ class Shards:
             text = "step() with shard=True needs the other ranks' hosts, so a CUDA graph cannot hold it"
             raise GradientError(f"{text}; capture forward and backward only", rank=self.world.rank)
         refuse_patched(self.optimizer)
-        if ended := self._reducers.announce(self.name):
-            self._share_gradients(min({*range(self.world.size)}.difference(ended)))
-        return self._run(run)
-
-    def _run(self, run: Callable[[], _T]) -> _T:
         before: Any = self.optimizer._optimizer_step_pre_hooks
         after: Any = self.optimizer._optimizer_step_post_hooks
         before.move_to_end(self._handles[0].id)
@@ -229,7 +213,6 @@ class Shards:
         def call(*args: Any, **kwargs: Any) -> Any:
             """Collective: call the method for this rank's shards, and give all ranks the results."""
             what = f"{name}()"
-            self.world.shared(Join).refuse(what)
             if (problem := self._find_change()) is not None:
                 raise problem
             self.begin(what)
@@ -241,45 +224,6 @@ class Shards:
             return result
 
         return call
-
-    # Inside `torchring.join`
-
-    def follow(self, said: Sequence[bytes]) -> None:
-        """Collective, on a rank that has ended: step its shards as the others do."""
-        own = [parameter.grad for parameter in self.parameters]
-        try:
-            self._share_gradients(next(rank for rank, theirs in enumerate(said) if theirs))
-            step = self._step()
-            assert step is not None  # torchring.join holds the optimizer
-            self._run(step)
-        finally:
-            for parameter, grad in zip(self.parameters, own, strict=True):
-                parameter.grad = grad
-
-    def _share_gradients(self, src: int) -> None:
-        """Collective: ranks that have ended get the gradients and the options of the groups of rank `src`.
-
-        Only the script knows how gradients are clipped, and which learning rate comes.
-        """
-        self.take_over(src)
-        collectives = internal_collectives_of(self.world)
-        has_gradient = collectives.broadcast_bytes(bytes([p.grad is not None for p in self.parameters]), src)
-        chosen = [parameter for parameter, has in zip(self.parameters, has_gradient, strict=True) if has]
-        grads = [p.grad if self.world.rank == src else torch.empty_like(p.detach()) for p in chosen]
-        collectives.broadcast_together([grad for grad in grads if grad is not None], src)
-        if self._reducers.has_ended:
-            for parameter in self.parameters:
-                parameter.grad = None
-            for parameter, grad in zip(chosen, grads, strict=True):
-                parameter.grad = grad
-
-    def take_over(self, src: int) -> None:
-        """Collective: the options of the parameter groups become those of rank `src`."""
-        mine = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        theirs = load_plain(internal_collectives_of(self.world).broadcast_bytes(save_plain(mine), src))
-        if self.world.rank != src:
-            for group, options in zip(self.optimizer.param_groups, theirs, strict=True):
-                group.update(options)
 
     # What is refused
 
