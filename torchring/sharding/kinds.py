@@ -11,7 +11,9 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch.optim import Optimizer
 
-_ELEMENT_WISE: Final = "SGD Adam AdamW Adamax RAdam NAdam Adagrad Adadelta RMSprop Rprop ASGD".split()
+_ELEMENT_WISE: Final = (
+    "SGD", "Adam", "AdamW", "Adamax", "RAdam", "NAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD",
+)  # fmt: skip
 _SCALARS: Final = frozenset(("step", "mu_product", "eta", "mu"))
 """Names of what these optimizers keep once for each parameter. All else that they keep has the parameter's shape."""
 _Tried: TypeAlias = tuple[int, Sequence[int], torch.Tensor]  # the group, the tiny shape, a parameter like it
