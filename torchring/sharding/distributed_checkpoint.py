@@ -110,31 +110,26 @@ def _shard_state(shards: Shards) -> dict[str, Any]:
         outlines.update(load_plain(text))
     found: dict[torch.Tensor, Entry] = {}
     for index in sorted(outlines):
-        entry, parameter = outlines[index], shards.parameters[index]
-        if shards.kind is Kind.ELEMENTS:
-            parts = own.get(index, [])
-            found[parameter] = _elements(entry, parameter, parts, [state[shard.tensor] for shard in parts])
-        else:
-            found[parameter] = mapped(state[parameter] if index in own else entry, lambda _, value: _whole(value))
+        found[shards.parameters[index]] = _parts(shards, index, outlines[index], own.get(index, []))
     return shards.state_dict_of(found)
 
 
-def _elements(outline: Entry, parameter: torch.Tensor, mine: Sequence[Shard], entries: Sequence[Entry]) -> Entry:
-    """The state of a parameter of which this rank steps some elements, with copies of these."""
-    found: Entry = {}
-    for key, value in outline.items():
+def _parts(shards: Shards, index: int, outline: Entry, own: Sequence[Shard]) -> Entry:
+    """The state of a parameter of which this rank steps the shards `own`. Of slices, it has copies."""
+    state, parameter = shards.optimizer.state, shards.parameters[index]
+
+    def whole(_: object, value: torch.Tensor) -> torch.Tensor:
+        if value.is_meta:  # another rank has its elements
+            return ShardTensor(value.shape, value.stride(), 0, torch.empty(0, dtype=value.dtype, device="cpu"))
+        like = torch.empty_like(value, device="meta")
+        return ShardTensor(like.shape, like.stride(), 0, flat(laid_out_as(value, like)))
+
+    def elements(key: Any, value: torch.Tensor) -> torch.Tensor:
         if is_scalar(key, value):
-            found[key] = value
-            continue
-        parts = [torch.empty(0, dtype=value.dtype, device=parameter.device), *(entry[key] for entry in entries)]
-        first = mine[0].start if mine else 0
-        found[key] = ShardTensor(parameter.shape, parameter.stride(), first, torch.cat(parts))
-    return found
+            return value
+        parts = [torch.empty(0, dtype=value.dtype, device=parameter.device), *(state[s.tensor][key] for s in own)]
+        return ShardTensor(parameter.shape, parameter.stride(), own[0].start if own else 0, torch.cat(parts))
 
-
-def _whole(value: torch.Tensor) -> ShardTensor:
-    """A tensor in the state of a whole parameter. Another rank has its elements if it is in an outline."""
-    if value.is_meta:
-        return ShardTensor(value.shape, value.stride(), 0, torch.empty(0, dtype=value.dtype, device="cpu"))
-    like = torch.empty_like(value, device="meta")
-    return ShardTensor(like.shape, like.stride(), 0, flat(laid_out_as(value, like)))
+    if shards.kind is Kind.WHOLE:
+        return mapped(state[parameter] if own else outline, whole)
+    return mapped(outline, elements)
