@@ -420,10 +420,6 @@ class DistributedOptimizer(ConnectedOptimizer):
         """
         self.optimizer.load_state_dict(dict(state_dict or {}))
 
-    def _take_over(self, src: int) -> None:
-        """Collective: the state of the wrapped optimizer becomes that of rank `src`."""
-        broadcast_optimizer_state(self.optimizer, src)
-
     def close(self) -> None:
         """Remove the hooks from the parameters and release buffers. All ranks should call this at the same point.
 
@@ -548,7 +544,7 @@ def take_over(optimizer: DistributedOptimizer, src: int) -> None:
     of_model = model.named_parameters() if model is not None else ()
     others = {name: p.data for name, p in of_model if p not in names and p not in optimizer._ignored}
     broadcast_parameters({**others, **{name: p.data for p, name in names.items()}}, src)
-    optimizer._take_over(src)
+    broadcast_optimizer_state(optimizer.optimizer, src)
     sync.take_over(src)
 
 

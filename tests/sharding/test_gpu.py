@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(not CAN_SWAP, reason="shard=True takes PyTorch 2.12"),
 ]
 
-_SHAPES = ((3000, 700), (40, 3, 3, 3), (9001,), (), (512, 513), (2, 5))  # the first is larger than a piece, or a region
+_SHAPES = ((3000, 700), (40, 3, 3, 3), (9001,), (), (512, 513), (2, 5))  # the first would be several shards on the CPU
 _KINDS: dict[str, Callable[[Any], Any]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),

@@ -44,7 +44,6 @@ class Reducer(Reductions, Sync):
         owner: the optimizer; referred to weakly.
 
     Attributes:
-        follower: see `Reducers.followers`. Called with what each rank has announced.
         failure: the error that ended the last backward between ranks. Gradients are worth nothing after it.
         in_backward: whether a backward of these parameters is under way.
         thread: runs the hooks of that backward, if its parameters are on the CPU; else 0.
