@@ -13,8 +13,7 @@ memory of freed gradients, as torchring has it do, for all of them.
     fsdp2      fully_shard() of each layer and of the model, over Gloo
     alone      no communication at all
 Optimizers: AdamW as it is by default on the CPU (a for-loop), with fused=True, and Muon for the matrices of the blocks
-beside AdamW for the rest. At the end, shard must have the weights of torchring: on one host the same bits.
-"weights" is the distance from shard's weights, as a share of the way that training moved these.
+beside AdamW for the rest. At the end, on one host, shard must have the weights of torchring, bit by bit.
 """
 
 from __future__ import annotations
@@ -128,13 +127,12 @@ def main() -> int:
                 rows += [compare(model, kind, rate, options) for kind in kinds]
     about = measure.provenance() | {"script": Path(__file__).name, "ranks": options.ranks}
     measure.write_rows(options.json, rows, about)
-    columns = ["model", "optimizer", "rate", "rival", "step ms", "rival / shard", "state MB", "weights"]
+    columns = ["model", "optimizer", "rate", "rival", "step ms", "rival / shard", "state MB"]
     table = []
     for row in rows:
         for rival, ms in row["ms"].items():
             cells = [row["model"], row["optimizer"], row["rate"], rival, Spread(**ms).text(1)]
-            cells += [f"{row['ratio'][rival]:.2f}", f"{row['state_bytes'][rival] / 1e6:.4g}"]
-            table.append([*cells, f"{row['distance'][rival]:.1e}" if rival in row["distance"] else ""])
+            table.append([*cells, f"{row['ratio'][rival]:.2f}", f"{row['state_bytes'][rival] / 1e6:.4g}"])
     title = f"Sharded steps, {about['ranks']} ranks with a thread each on {about['cores']} cores, p50 (p20-p80)"
     measure.print_table(f"{title} {measure.origin(about)}", columns, table)
     return 0
@@ -154,45 +152,31 @@ def compare(model: str, kind: str, rate: str, options: argparse.Namespace) -> di
     with closing(turns.Coordinator(__file__, options.rivals, options.ranks, arguments)) as coordinator:
         coordinator.take_turns(warmups=1, seconds=options.seconds, most=40)
         results = coordinator.finish()
-        start, first = torch.load(coordinator.folder / "shard.pt")
-        distance = {
-            rival: float((torch.load(coordinator.folder / f"{rival}.pt")[1] - first).norm() / (first - start).norm())
-            for rival in options.rivals
-        }
-    if different := [rival for rival in ("torchring",) if distance.get(rival)]:
-        raise SystemExit(f"shard does not have the weights of {' and '.join(different)}")
+        weights = [torch.load(coordinator.folder / f"{r}.pt") for r in ("shard", "torchring") if r in options.rivals]
+    if not torch.equal(weights[0], weights[-1]):
+        raise SystemExit("shard does not have the weights of torchring")
     spreads = {name: Spread.of(rival.seconds) for name, rival in coordinator.rivals.items()}
-    return case | outcome(spreads, {name: ranks[0] for name, ranks in results.items()}, distance)
+    return case | outcome(spreads, {name: ranks[0] for name, ranks in results.items()})
 
 
-def outcome(spreads: dict[str, Spread], state_bytes: dict[str, int], distance: dict[str, float]) -> dict[str, Any]:
+def outcome(spreads: dict[str, Spread], state_bytes: dict[str, int]) -> dict[str, Any]:
     return {
         "ms": {rival: vars(spread) for rival, spread in spreads.items()},
         "ratio": {rival: spread.p50 / spreads["shard"].p50 for rival, spread in spreads.items()},
         "state_bytes": state_bytes,
-        "distance": distance,
     }
-
-
-def weights_of(rival: str, trainer: step.Trainer) -> torch.Tensor:
-    parameters = list(trainer.model.parameters())
-    if rival == "fsdp2":
-        parameters = [p.full_tensor() for p in parameters]  # type: ignore[attr-defined]
-    return torch.cat([p.detach().flatten() for p in parameters])
 
 
 def prepare(name: str, kind: str, rival: str, folder: Path) -> tuple[Callable[[str], None], Callable[[], Any]]:
     """What `turns.serve` needs on a rank."""
     torch.manual_seed(0)
     workload = MODELS[name]()
-    start = step.flat_weights(workload.model)
     trainer = build(rival, workload.model, kind)
     batches = [workload.batch(seed=1000 * torchring.rank() + i) for i in range(8)]
 
     def result() -> int:
-        weights = weights_of(rival, trainer)
-        if torchring.rank() == 0:
-            torch.save((start, weights), folder / f"{rival}.pt")
+        if torchring.rank() == 0 and rival in ("shard", "torchring"):
+            torch.save(step.flat_weights(trainer.model), folder / f"{rival}.pt")
         return int(trainer.optimizer.state_bytes())
 
     return lambda _: trainer.step(workload, batches), result
@@ -213,14 +197,9 @@ def train_on_hosts(options: argparse.Namespace) -> None:
         rival: functools.partial(trainer.step, workload, batches) for rival, trainer in trainers.items()
     }
     spreads = measure.take_turns(actions, prepare=choose, warmups=2, seconds=options.seconds, most=60, calls=2)
-    torch.manual_seed(0)
-    start = step.flat_weights(MODELS[name]().model)
-    weights = {rival: weights_of(rival, trainer) for rival, trainer in trainers.items()}
-    first = weights["shard"]
-    distance = {r: float((other - first).norm() / (first - start).norm()) for r, other in weights.items()}
     if torchring.rank() == 0:
         state_bytes = {rival: trainer.optimizer.state_bytes() for rival, trainer in trainers.items()}
-        Path(options.worker).write_text(json.dumps(outcome(spreads, state_bytes, distance)))
+        Path(options.worker).write_text(json.dumps(outcome(spreads, state_bytes)))
 
 
 if __name__ == "__main__":
