@@ -5,6 +5,8 @@ With backend="mpi", too: MPI moves only the gradients that `wrap` reduces.
 
 from __future__ import annotations
 
+import struct
+from array import array
 from collections.abc import Callable, Sequence
 
 import torch
@@ -25,7 +27,7 @@ _REDUCE_OPS = {
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
 }
-_LEAST_WORDS = 64  # that travel with a signature: what ranks say in each reduction fits
+_EXCHANGED_BYTES = 504  # that travel with a signature: what ranks say in each reduction fits
 _NATIVE_DTYPES = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64)
 
 
@@ -76,7 +78,7 @@ class GlooCollectives:
             torch.autograd.graph.increment_version(data)
 
     def all_gather(self, data: torch.Tensor, signature: Signature) -> list[torch.Tensor]:
-        return self._gather(data, [int(row[0]) for row in self._agree(signature, [data.numel()])])
+        return self._gather(data, [row[0] for row in self._agree(signature, [data.numel()])])
 
     def _gather(self, data: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
         # Gloo gathers equal sizes only.
@@ -90,23 +92,22 @@ class GlooCollectives:
 
     def start_exchange(self, data: bytes, signature: Signature) -> Callable[[Meanwhile], list[bytes]]:
         """As all_gather. What fits travels with the signature. Gloo proceeds by itself: nothing is called meanwhile."""
-        room = 8 * (_LEAST_WORDS - 1)
-        finish = self._start_agree(signature, [len(data), *memoryview(data[:room].ljust(room, b"\0")).cast("q")])
+        finish = self._start_agree(signature, struct.pack("<q", len(data)) + data[:_EXCHANGED_BYTES])
 
         def wait(meanwhile: Meanwhile) -> list[bytes]:
             rows = finish()
-            sizes = [int(row[0]) for row in rows]
-            if max(sizes) <= room:
-                return [row[1:].numpy().tobytes()[:size] for row, size in zip(rows, sizes, strict=True)]
+            sizes = [int.from_bytes(row[:8], "little") for row in rows]
+            if max(sizes) <= _EXCHANGED_BYTES:
+                return [row[8 : 8 + size] for row, size in zip(rows, sizes, strict=True)]
             return [part.numpy().tobytes() for part in self._gather(tensor_of(data), sizes)]
 
         return wait
 
     def all_to_all(self, pieces: Sequence[torch.Tensor], signature: Signature) -> list[torch.Tensor]:
         rows = self._agree(signature, [piece.numel() for piece in pieces])
-        sizes = [int(row[self._transport.rank]) for row in rows]
+        sizes = [row[self._transport.rank] for row in rows]
         received = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-        if sum(int(row.sum()) for row in rows):
+        if any(map(any, rows)):
             data = torch.cat(list(pieces))
             lengths = [piece.numel() for piece in pieces]
             options = dist.AllToAllOptions()
@@ -119,23 +120,24 @@ class GlooCollectives:
     def close(self) -> None:
         self._transport.close()
 
-    def _agree(self, signature: Signature, sizes: Sequence[int] = ()) -> list[torch.Tensor]:
-        """Compare signatures, and return the `sizes` of all ranks, in one small message."""
-        return self._start_agree(signature, sizes)()
+    def _agree(self, signature: Signature, sizes: Sequence[int] = ()) -> list[memoryview]:
+        """Compare signatures, and return the `sizes` of all ranks, and zeros, in one small message."""
+        return [memoryview(row).cast("q") for row in self._start_agree(signature, array("q", sizes).tobytes())()]
 
-    def _start_agree(self, signature: Signature, sizes: Sequence[int]) -> Callable[[], list[torch.Tensor]]:
+    def _start_agree(self, signature: Signature, data: bytes) -> Callable[[], list[bytes]]:
         # Every row has room for the most sizes that any collective sends, so that all rows are equally long.
-        room = max(self._transport.size, _LEAST_WORDS)
-        text = torch.frombuffer(bytearray(signature.text), dtype=torch.int64)
-        mine = torch.cat([torch.tensor([signature.checksum, *sizes, *[0] * (room - len(sizes))], device="cpu"), text])
-        rows = [torch.empty_like(mine) for _ in range(self._transport.size)]
-        transfer = self._transport.start(lambda group: group.allgather([rows], [mine]))
+        room = 8 * max(self._transport.size, 1 + _EXCHANGED_BYTES // 8)
+        checksum = struct.pack("<q", signature.checksum)
+        mine = torch.frombuffer(bytearray(checksum + data.ljust(room, b"\0") + signature.text), dtype=torch.uint8)
+        rows = torch.empty(self._transport.size, len(mine), dtype=torch.uint8, device="cpu")
+        transfer = self._transport.start(lambda group: group.allgather([list(rows)], [mine]))
 
-        def finish() -> list[torch.Tensor]:
+        def finish() -> list[bytes]:
             transfer.wait()
-            for rank, row in enumerate(rows):
-                if row[0] != mine[0]:
-                    raise mismatch(self._transport.rank, signature, rank, row[1 + room :].numpy().tobytes())
-            return [row[1 : 1 + len(sizes)] for row in rows]
+            theirs = [row.tobytes() for row in rows.numpy()]
+            for rank, other in enumerate(theirs):
+                if not other.startswith(checksum):
+                    raise mismatch(self._transport.rank, signature, rank, other[8 + room :])
+            return [other[8 : 8 + room] for other in theirs]
 
         return finish
