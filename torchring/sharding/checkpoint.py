@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import torch
 
-from torchring.collectives.initial_state import load_plain, save_plain
+from torchring.collectives.initial_state import fill_outline, load_plain, outline_of, save_plain
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import in_step, ranks_in_words
 from torchring.memory.heap import trim
@@ -45,12 +45,12 @@ def gather_state(shards: Shards, *, keeps: bool) -> dict[str, Any] | None:
             if not keeps:
                 continue
             if shards.kind is Kind.WHOLE:
-                found[index] = entry
+                found[index] = mapped(entry, _on_host)
                 continue
             whole, parameter = found.setdefault(index, {}), shards.parameters[index]
             for key, value in entry.items():
                 if is_scalar(key, value):
-                    whole[key] = value
+                    whole[key] = mapped(value, _on_host)
                     continue
                 if key not in whole:
                     whole[key] = torch.empty_strided(
@@ -60,8 +60,12 @@ def gather_state(shards: Shards, *, keeps: bool) -> dict[str, Any] | None:
     return shards.state_dict_of({shards.parameters[i]: found[i] for i in sorted(found)}) if keeps else None
 
 
+def _on_host(_: object, value: torch.Tensor) -> torch.Tensor:
+    return value.cpu().clone()
+
+
 def _broadcast(world: World, items: Iterable[Item], src: int) -> Iterator[Item]:
-    """Collective: the items of rank `src`, a few at once. Their tensors are in host memory."""
+    """Collective: the items of rank `src`, a few at once: there its own tensors, elsewhere copies in host memory."""
     collectives, left = internal_collectives_of(world), iter(items)
     while True:
         batch: list[Item] = []
@@ -71,11 +75,15 @@ def _broadcast(world: World, items: Iterable[Item], src: int) -> Iterator[Item]:
             numel += item[2] - item[1]
             if numel >= _ELEMENTS_AT_ONCE:
                 break
-        batch = load_plain(collectives.broadcast_bytes(save_plain(batch), src))
-        if not batch:
+        own: dict[str, torch.Tensor] = {}
+        wanted: dict[str, torch.Tensor] = {}
+        outline = load_plain(collectives.broadcast_bytes(save_plain(outline_of(batch, "", own)), src))
+        if not outline:
             return
+        batch = fill_outline(outline, "", own, wanted)
+        collectives.broadcast_together(wanted.values(), src)
         yield from batch
-        del batch
+        del batch, own, wanted
         trim()  # what was received leaves holes between the results
 
 
