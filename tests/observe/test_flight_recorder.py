@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import re
@@ -603,7 +602,7 @@ def test_words() -> None:
     assert "Rank 9 " not in text
     assert "All ranks have come there" in describe_wait(0, wait_for(), {1: Peer(state(5, 4))}, 30.0, 30.0)
     assert describe_ranks([3], {3: Peer(None)}) == "Rank 3 has not said yet what it is doing"
-    silent = Peer(dataclasses.replace(state(3), last_seen=20.5), is_silent=True, message_age=20.0)
+    silent = Peer(state(3)._replace(last_seen=20.5), is_silent=True, message_age=20.0)
     assert describe_ranks([3], {3: silent}) == (
         "Rank 3 (pid 77), last heard of 20 s ago, was then in forward, in step 12; it has shown no sign of "
         "life for 20 s"

@@ -22,7 +22,6 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeVar
 
 from torchring.observer import OPTIMIZER, Observer, Phase, Progress, Wait
@@ -212,8 +211,7 @@ class CurrentWait(NamedTuple):
     is_in_training: bool  # the training thread waits
 
 
-@dataclass(frozen=True)
-class EntryState:
+class EntryState(NamedTuple):
     """How far a rank has come in one sequence of operations, and whether it waits there."""
 
     num_begun: int
@@ -221,8 +219,7 @@ class EntryState:
     waits: bool
 
 
-@dataclass(frozen=True)
-class RankState:
+class RankState(NamedTuple):
     """What a rank's flight recorder says. Ages are in seconds."""
 
     pid: int

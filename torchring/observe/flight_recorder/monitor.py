@@ -15,7 +15,6 @@ import types
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -152,7 +151,7 @@ class StallMonitor:
         age = max(0.0, self._seconds_since_meeting() - seconds_then)
         state = read_state(zlib.decompress(message[_HEADER.size :]), then + int(age * 1e9))
         if state is not None and state.waits is not None and state.waits[1] - age < _LASTING * pause:
-            state = replace(state, waits=None)
+            state = state._replace(waits=None)
         is_late = age > max(_SILENT_SECONDS, _SILENT_PAUSES * pause)
         return Peer(state, is_silent=is_late, message_age=age)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from torchring.errors import ranks_in_words
 from torchring.observe.flight_recorder.entries import CurrentWait, RankState
@@ -21,8 +20,7 @@ _OUTSIDE: Final = "outside of forward, backward and step()"
 _LONG_WAIT: Final = 0.1  # of the limit: a shorter wait of another rank may be a moment of its normal work
 
 
-@dataclass(frozen=True)
-class Peer:
+class Peer(NamedTuple):
     """Another rank, as far as this rank knows."""
 
     state: RankState | None  # None if the rank has not told anything yet

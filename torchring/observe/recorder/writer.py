@@ -70,8 +70,7 @@ class TraceWriter:
                 self._ended.add(recorder)
             try:
                 trace, steps = recorder.trace(ended_by, NUM_STEPS if ended_by else _LAST_STEPS, first)
-                path = files.write(files.path_of(self.folder, trace.run_info.rank), trace, steps)
-                _log.debug("the trace of rank %d is in %s", trace.run_info.rank, path)
+                files.write(files.path_of(self.folder, trace.run_info.rank), trace, steps)
             except Exception as error:
                 if not self._has_warned:
                     _log.warning("no trace is written to %s: %s; training goes on", self.folder, error)

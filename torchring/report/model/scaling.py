@@ -257,9 +257,6 @@ def weighted_median(values: Array, weights: Array) -> float:
     return float(values[order][np.searchsorted(total, total[-1] / 2)])
 
 
-# The input, from a trace
-
-
 def is_overlapped(timing: Steps, run_info: RunInfo) -> bool:
     """True if backward goes on while buckets are reduced. Within a host, the cores that compute also reduce."""
     return run_info.algorithm != "direct" and (run_info.overlap != "inline" or not timing.stall.any())

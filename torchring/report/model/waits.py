@@ -49,7 +49,6 @@ class StartUp:
 
     @property
     def share(self) -> float:
-        """From 0 to 1."""
         return self.seconds / self.run_s
 
 
@@ -75,18 +74,17 @@ class Critical:
     path: Array  # [S, 7], of `cycle`, the rank that the others wait for. How long a step takes is the sum.
 
 
-def examine(job: Job) -> list[tuple[Steps, Critical]]:
-    """The arrays of a job's steps, with the buckets of each optimizer: the one that communicates for longest first."""
+def examine(job: Job) -> tuple[Steps, Critical, int]:
+    """The arrays of a job's steps, with the buckets of the optimizer that communicates for longest; and how many do."""
     run_info = job.traces[0].run_info
     timings = tabulate(job)
     found = [_find_meetings(timing, run_info) for timing in timings]
     if _agree_first(job, timings):
         found = [each | _waits_to_agree(job) for each in found]
     criticals = [_find_critical(timings[0], each) for each in found]
-    path = criticals[0].path
-    communication = [path[timing.reduces, Phase.EXPOSED].sum() for timing in timings]
-    order = np.argsort(communication, kind="stable")[::-1] if len(timings) > 1 else [0]
-    return [(timings[i], criticals[i]) for i in order]
+    communication = [criticals[0].path[timing.reduces, Phase.EXPOSED].sum() for timing in timings]
+    longest = int(np.argmax(communication))
+    return timings[longest], criticals[longest], len(timings)
 
 
 def computing(cycle: Array) -> Array:
@@ -181,11 +179,6 @@ def _waits_for(timing: Steps, critical: Critical, position: int) -> Array:
     return costs
 
 
-def spread_by_phase(durations: Array) -> dict[Phase, Spread]:
-    """Spreads of an array [S, 7]."""
-    return {phase: spread(durations[:, phase]) for phase in Phase}
-
-
 def _heads(all_launched: Array, earlier: Array, run_info: RunInfo) -> Array:
     """[S], which bucket's launch determined when the last bucket was reduced: the last one that found the link idle.
 
@@ -230,7 +223,7 @@ def summarise_ranks(job: Job, timing: Steps, critical: Critical) -> tuple[RankSu
             trace.run_info.rank,
             trace.run_info.host,
             spread(durations[:, i]),
-            spread_by_phase(critical.phases[counts][:, i]),
+            {phase: spread(critical.phases[counts][:, i, phase]) for phase in Phase},
             is_last_share(timing, critical, i),
             spread(timing.queued[counts][:, i]) if (timing.queued[counts][:, i] >= 0).all() else None,
         )

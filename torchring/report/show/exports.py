@@ -27,10 +27,7 @@ def write_trace_json(analysis: Analysis, path: Path) -> None:
     Times of the format are microseconds. A span of waiting has the rank that is awaited.
     """
     with replacing(path, "w") as file:
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-        for i, event in enumerate(_events(analysis)):
-            file.write((",\n" if i else "") + json.dumps(event))
-        file.write("\n]}\n")
+        json.dump({"displayTimeUnit": "ms", "traceEvents": list(_events(analysis))}, file)
 
 
 def write_csv(analysis: Analysis, path: Path) -> None:

@@ -48,8 +48,7 @@ def analyse(job: Job, given: Network | None = None, sizes: Sequence[int] = SIZES
         sizes: predict for these numbers of ranks, and for the size of the job.
     """
     run_info = job.traces[0].run_info
-    examined = examine(job)
-    every_step, critical = examined[0]
+    every_step, critical, num_optimizers = examine(job)
     pauses = find_pauses(every_step, critical)
     timing = without(every_step, pauses)
     job = of_optimizers(job, timing)
@@ -102,7 +101,7 @@ def analyse(job: Job, given: Network | None = None, sizes: Sequence[int] = SIZES
         predictions_note=_note(predictions, links, run_info, given is not None, slow),
     )
     analysis = dataclasses.replace(analysis, verdict=judge(analysis))
-    problems = (*job.problems, *timing.problems, *remarks(analysis, len(examined)))
+    problems = (*job.problems, *timing.problems, *remarks(analysis, num_optimizers))
     advice = advise(analysis) if analysis.has_enough_steps else ()
     return dataclasses.replace(analysis, problems=problems, advice=advice)
 
