@@ -11,6 +11,7 @@ Example: gradients fp32 [1, 2] and [3], wire offsets 0 and 32, scale 0.5, fp16 w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, no_type_check
 
 import torch
@@ -134,7 +135,7 @@ def prepare_pack(
         CHECK=found is not None,
         num_warps=table.num_warps,
     )
-    return lambda tensors: table.launch_at(tensors, dtype, launch)
+    return partial(table.launch_at, dtype=dtype, launch=launch)
 
 
 def _pack_by_torch(

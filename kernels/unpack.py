@@ -9,6 +9,7 @@ Example: fp16 wire with [1.5, 2.0] at offset 0 and [2.5] at offset 32, fp32 grad
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, no_type_check
 
 import torch
@@ -78,7 +79,7 @@ def prepare_unpack(wire: Tensor, table: ChunkTable, dtype: torch.dtype) -> Calla
         num_warps=table.num_warps,
         **register_limit(wire.device),
     )
-    return lambda tensors: table.launch_at(tensors, dtype, launch)
+    return partial(table.launch_at, dtype=dtype, launch=launch)
 
 
 def _unpack_by_torch(wire: Tensor, tensors: Sequence[Tensor], table: ChunkTable) -> None:

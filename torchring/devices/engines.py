@@ -62,9 +62,6 @@ class SharedMemoryEngine:
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[DeviceWire]:
         return _open_wires(specs, self.group, self._accelerator, self._num_slices)
 
-    def launch(self, wire: DeviceWire) -> None:
-        self.direct(wire)
-
     def direct(self, wire: DeviceWire, *, gather: bool = True, spread: bool = True) -> None:
         """Launch the kernel: its first half (`gather`: sum own slice), its second half (`spread`), or both."""
         if self.group.size == 1:
@@ -73,6 +70,8 @@ class SharedMemoryEngine:
         if launch is None:  # a bucket is reduced in the same way in each reduction: Triton looks at arguments once
             launch = wire.launches[gather, spread] = self._prepare(wire, gather=gather, spread=spread)
         launch()
+
+    launch = direct
 
     def guard(self, wires: Sequence[DeviceWire]) -> None:
         """Nothing to do: each kernel poisons what it leaves unfinished."""

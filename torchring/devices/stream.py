@@ -126,6 +126,7 @@ class OnStream:
         self.is_dated = False
         self._engine = engine
         self._failure = FirstFailure()
+        self.check = self._failure.raise_if_set  # raises the failure that ended this all-reduce, if there was any
         self.reports: list[torch.Tensor] = []
         self._dated: list[Dated] = []  # since `take_dated`
         self._fetched: list[torch.Tensor] = []  # since `take_fetched`
@@ -253,10 +254,6 @@ class OnStream:
         self._watchdog.forget_finished()
         for copy in fetched:
             self._spare.setdefault(copy.shape, []).append(copy)
-
-    def check(self) -> None:
-        """Raise the failure that ended this all-reduce, if there was any."""
-        self._failure.raise_if_set()
 
     def fail(self, error: RingError) -> None:
         if self._failure.set(error):
