@@ -39,7 +39,6 @@ FEATURES: Final[Mapping[str, tuple[str, ...]]] = {
     "optimizers": ("one", "two"),
     "scaler": ("none", "grows"),
     "kind": ("sgd", "momentum", "adamw"),
-    "norm": ("none", "sync"),
     "groups": ("same", "added"),  # to an optimizer after the first epoch, of a layer that was frozen
     "clip": ("none", "norm"),
 }
@@ -75,10 +74,8 @@ class _Script:
     def __init__(self, training: Training) -> None:
         torch.manual_seed(1)
         self.training = training
-        norm = nn.BatchNorm1d(5) if training["norm"] == "sync" else nn.Identity()
-        self.net: nn.Module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5), norm, nn.Tanh(), nn.Linear(5, 1)).double()
-        groups: list[list[Tensor]] = [list(self.net[1].parameters()), list(self.net[4].parameters())]
-        groups[1] += norm.parameters()
+        self.net: nn.Module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        groups: list[list[Tensor]] = [list(self.net[1].parameters()), list(self.net[3].parameters())]
         self.late = list(self.net[0].parameters())
         if training["groups"] == "same":
             groups[0] += self.late
@@ -199,8 +196,6 @@ def _work(training: Training, folder: str | None, may_happen: bool) -> None:
     script = _Script(training)
     length, global_batch = _sizes(training)
     data = TensorDataset(_X[:length], _Y[:length], torch.arange(length))
-    if training["norm"] == "sync":
-        torchring.convert_sync_batchnorm(script.net)
     accumulate = script.num_backwards()
     script.optimizers = [torchring.wrap(each, script.net, accumulate=accumulate) for each in script.optimizers]
     script.sampler = sampler = torchring.elastic.Sampler(data, seed=_SEED, global_batch=global_batch)

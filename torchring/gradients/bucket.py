@@ -104,7 +104,7 @@ class Bucket:
         if self.copies_on_arrival[slot]:
             if (tell := self.reduction.events) is not None:
                 tell(COPYING, self.index, 0)
-            self.placement.pack_on_arrival(slot)
+            self.placement.pack((slot,))
             if tell is not None:
                 tell(COPIED, self.index, 0)
         return self._num_missing == 0 and self._pack_rest()
@@ -226,7 +226,9 @@ class Bucket:
             tell(READY, self.index, 0)
         arrived = [slot for slot, here in enumerate(self._has_arrived) if here]
         self.placement.pack([slot for slot in arrived if not self.copies_on_arrival[slot]])
-        self.placement.finish_packing()
+        self.placement.refuse_written()
+        self.packing.finish_packing(self.reduction.factor)
+        self.ledger.note_versions()
         self._move(BucketState.PACKED)
         if tell is not None:
             tell(PACKED, self.index, 0)

@@ -127,17 +127,12 @@ class HostPacking:
 
     def pack_values(self, values: torch.Tensor, offset: int, factor: float) -> None:
         """Place scaled values of a gradient at `offset` in the wire buffer."""
-        places = torch.split(self._wire[offset : offset + len(values)], self._piece)
+        scale, places = factor * self.scale, torch.split(self._wire[offset : offset + len(values)], self._piece)
         for piece, place in zip(torch.split(values, self._piece), places, strict=True):
-            self.pack_piece(piece, offset, factor * self.scale, place)
-            offset += len(piece)
-
-    def pack_piece(self, piece: torch.Tensor, offset: int, scale: float, place: torch.Tensor) -> None:
-        """place <- scale * piece. `place` is at `offset` in the wire buffer, and may be the piece."""
-        if scale != 1.0 or piece is not place:
             torch.mul(piece, scale, out=place)
             self._scaled.append((place, scale))
-        self.look(place, offset)
+            self.look(place, offset)
+            offset += len(piece)
 
     def look(self, values: torch.Tensor, offset: int, scale: float = 1.0) -> None:
         """Find what is not finite, or may not be in the sum. Times `scale`, the values go to `offset` in the wire."""
@@ -157,7 +152,10 @@ class HostPacking:
     def finish_packing(self, factor: float) -> None:
         scale = 1.0 if self._casts else self.scale * factor
         for offset, run in self._runs:
-            self.pack_piece(run, offset, scale, run)
+            if scale != 1.0:
+                torch.mul(run, scale, out=run)
+                self._scaled.append((run, scale))
+            self.look(run, offset)
 
     def unpack(self, slots: Sequence[int], views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
         reference.unpack(views, grads)

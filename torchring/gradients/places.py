@@ -85,15 +85,14 @@ class CopyBack:
         self._current = current
 
     def pack(self, slots: Sequence[int]) -> None:
-        """Copy these gradients to the wire."""
-        if grads := self._packable(slots, [self.parameters[slot].grad for slot in slots]):
+        """Copy these gradients to the wire. One alone may be large, and have arrived before the others."""
+        grads = [grad for slot in slots if (grad := self.parameters[slot].grad) is not None]
+        if len(grads) < len(slots) or any(map(_is_sparse, grads)):
+            raise self._unfit(slots)
+        if grads:
             views = [self._views[slot] for slot in slots]
             self._packing.pack(slots, self._reals(grads), views, self._current.factor)
             self._packed |= {slot: (grad, grad._version) for slot, grad in zip(slots, grads, strict=True)}
-
-    def pack_on_arrival(self, slot: int) -> None:
-        """As `pack`. In a wire, nobody may write to the gradient any more."""
-        self.pack((slot,))
 
     def keep(self, slots: Iterable[int]) -> None:
         """The gradients of these hold nothing new. If no rank has used them, they stay as they are."""
@@ -102,9 +101,8 @@ class CopyBack:
         """These contribute zeros."""
         torch._foreach_zero_([self._views[slot] for slot in slots])
 
-    def finish_packing(self) -> None:
-        """Every gradient is packed."""
-        self._packing.finish_packing(self._current.factor)
+    def refuse_written(self) -> None:
+        """Raise GradientError if somebody has written to a gradient since it was packed on arrival."""
 
     def leave(self) -> None:
         """The wire buffer goes to the all-reduce."""
@@ -169,19 +167,18 @@ class CopyBack:
         self._views[slot] = view
         self.ledger.view_was_replaced(slot)
 
-    def _packable(self, slots: Sequence[int], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """The gradients. Raises GradientError for one that is missing, or sparse."""
-        found = [grad for grad in grads if grad is not None]
-        if len(found) < len(slots):
-            raise self.ledger.taken(slots[next(i for i, grad in enumerate(grads) if grad is None)])
-        if any(map(_is_sparse, found)):
-            name = self.names[slots[next(i for i, grad in enumerate(found) if grad.is_sparse)]]
-            raise GradientError(
-                f"{name} has a sparse gradient. torchring knows beforehand those of nn.Embedding and nn.EmbeddingBag "
-                "in the model that torchring.wrap(optimizer, model) gets. Pass the model, or compute with sparse=False",
-                parameters=(name,),
-            )
-        return found
+    def _unfit(self, slots: Sequence[int]) -> GradientError:
+        """The error for a gradient that is missing, or sparse."""
+        pairs = ((slot, self.parameters[slot].grad) for slot in slots)
+        slot, grad = next((slot, grad) for slot, grad in pairs if grad is None or grad.is_sparse)
+        if grad is None:
+            return self.ledger.taken(slot)
+        name = self.names[slot]
+        return GradientError(
+            f"{name} has a sparse gradient. torchring knows beforehand those of nn.Embedding and nn.EmbeddingBag "
+            "in the model that torchring.wrap(optimizer, model) gets. Pass the model, or compute with sparse=False",
+            parameters=(name,),
+        )
 
     def _unpack(self, slots: Sequence[int]) -> None:
         grads = [self._packed_gradient(slot) for slot in slots]
@@ -262,6 +259,7 @@ class InWire(CopyBack):
     def pack(self, slots: Sequence[int]) -> None:
         # Passes over all parameters are loops in C: these passes are most of what a small gradient costs.
         self._take_back_moved(slots)
+        arrived = slots[0] if len(slots) == 1 else None  # and nobody may write to it any more
         views = [self._views[slot] for slot in slots]
         grads = [self.parameters[slot].grad for slot in slots]
         if any(map(operator.is_, grads, views)):  # accumulated in place
@@ -271,7 +269,10 @@ class InWire(CopyBack):
             slots = [slot for slot, grad, view in zip(slots, grads, views, strict=True) if grad is not view]
             views = [self._views[slot] for slot in slots]
             grads = [self.parameters[slot].grad for slot in slots]
-        if packed := self._packable(slots, grads):
+        packed = [grad for grad in grads if grad is not None]
+        if len(packed) < len(slots) or any(map(_is_sparse, packed)):
+            raise self._unfit(slots)
+        if packed:
             if self._earlier or self._restrided:
                 self._keep_for_copying_back(slots)
             self._move_out_referenced(slots, views)
@@ -285,10 +286,8 @@ class InWire(CopyBack):
             except (RuntimeError, TypeError, ValueError) as error:
                 self._refuse_mismatch(slots, error)
                 raise
-
-    def pack_on_arrival(self, slot: int) -> None:
-        self.pack((slot,))
-        self._copied[slot] = self._views[slot]._version
+        if arrived is not None:
+            self._copied[arrived] = self._views[arrived]._version
 
     def keep(self, slots: Iterable[int]) -> None:
         self._take_back_moved(list(slots))
@@ -302,13 +301,11 @@ class InWire(CopyBack):
         self._move_out_referenced(left, [self._views[slot] for slot in left])
         super().zero(slots)
 
-    def finish_packing(self) -> None:
+    def refuse_written(self) -> None:
         for slot, version in self._copied.items():
             if self._views[slot]._version != version:
                 self.lose_one(slot)
                 raise self.ledger.written_to(slot)
-        self._packing.finish_packing(self._current.factor)
-        self.ledger.note_versions()
 
     def leave(self) -> None:
         for slot, (grad, version) in self._left.items():
