@@ -72,11 +72,18 @@ def test_the_verdict_finds_the_fault(name: str) -> None:
     assert path.mean(0).sum() == pytest.approx(analysis.step.mean, rel=0.01)
 
 
-def test_tiny_buckets_of_one_size() -> None:
-    """Equal sizes do not tell latency from bandwidth."""
-    analysis = analyse(merge(simulate(4, 20, noise=0, bucket_mb=[0.004] * 40, latency_ms=3.0, ranks_per_host=1)))
+@pytest.mark.parametrize(
+    ("per_host", "said"), [(4, "most of it latency of 40"), (1, "because of latency or a slow link")]
+)
+def test_tiny_buckets_of_one_size(per_host: int, said: str) -> None:
+    """Equal sizes do not tell latency from bandwidth. Within a host, no link is as slow as that."""
+    traces = simulate(4, 20, noise=0, bucket_mb=[0.004] * 40, latency_ms=3.0, ranks_per_host=per_host)
+    ring = [dataclasses.replace(each, run_info=dataclasses.replace(each.run_info, algorithm="ring")) for each in traces]
+    analysis = analyse(merge(ring))
     assert (analysis.verdict.kind, analysis.verdict.detail) == ("communication", "small buckets")
-    assert "40 small buckets of 0.004 MB take 3 ms each, because of latency or a slow link" in analysis.verdict.sentence
+    assert said in analysis.verdict.sentence
+    assert "40 small buckets of 0.004 MB" in analysis.verdict.sentence
+    assert (analysis.advice[0].what == "Use buckets of 1 MiB") == (per_host == 4)
 
 
 @pytest.mark.parametrize(

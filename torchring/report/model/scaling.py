@@ -33,6 +33,7 @@ from torchring.report.model.waits import Critical, computing
 _NUM_LANES: Final = 2  # buckets that cross the network at a time, on threads
 SIZES: Final = tuple(2**i for i in range(1, 11))
 SMALL_BYTES: Final = 1 << 16  # less than that is mostly latency, unless the link is very slow
+_LEAST_WITHIN_HOST: Final = 1.0  # GB/s: TCP between processes of one host is at least as fast
 _APART: Final = 0.2  # two sizes tell latency from bandwidth if they differ by this share of the largest
 _MAX_PAIRS: Final = 400  # buckets; of more, every n-th is taken
 _NO_FASTER: Final = 0.01  # of the mean time per byte: bytes are never free
@@ -302,7 +303,15 @@ def fit_network(timing: Steps, critical: Critical, run_info: RunInfo, num_ranks:
         return None
     durations = (critical.reduction_ends - critical.reduction_begins)[timing.reduces]
     found = fit(timing.bucket_bytes, np.median(durations, axis=0), num_ranks)
-    if found is None or is_overlapped(timing, run_info):
+    if found is None:
+        return None
+    is_shown = found.is_alpha_known and found.gigabytes_per_s >= _LEAST_WITHIN_HOST
+    is_within_host = run_info.local_size == run_info.size and run_info.algorithm != "direct"
+    if is_within_host and not is_shown and timing.bucket_bytes.mean() < SMALL_BYTES:  # their time is latency
+        transfer_ms = bus_bytes(float(timing.bucket_bytes.sum()), num_ranks) / (_LEAST_WITHIN_HOST * 1e6)
+        latency_ms = max(0.0, typical(durations.sum(1)) - transfer_ms)
+        found = Network(latency_ms / (2 * (num_ranks - 1) * len(timing.plan)), _LEAST_WITHIN_HOST)
+    if is_overlapped(timing, run_info):
         return found
     # How long ranks stood still says how much work a reduction was.
     cost = typical(critical.path[timing.reduces][:, Phase.EXPOSED])
