@@ -104,7 +104,7 @@ def test_a_double_dash_first_belongs_to_the_script(launcher: Launcher) -> None:
 def test_doctor_is_called_with_all_that_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
     doctor = types.ModuleType("torchring.doctor")
-    doctor.main = lambda arguments: seen.append(arguments) or 3  # type: ignore[attr-defined, func-returns-value]
+    doctor.main = lambda arguments, run: seen.append(arguments) or 3  # type: ignore[attr-defined, func-returns-value]
     monkeypatch.setitem(sys.modules, "torchring.doctor", doctor)
     monkeypatch.setattr(torchring, "doctor", doctor, raising=False)
     assert cli.main(["doctor", "--json", "-np", "2", "--help", "--"]) == 3

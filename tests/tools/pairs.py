@@ -103,6 +103,7 @@ REFUSED: Final[dict[Ways, tuple[str, str]]] = _table(
     ("weights=samples|zero + wire=fp16", ("GradientError", "weigh() was called where gradients travel in fp16")),
     ("api=process set + weights=samples|zero", _NEEDS_ENGINE),
     ("api=process set + skip=one|with forward", _NEEDS_ENGINE),
+    ("api=process set + layers=complex", ("ValueError", "allreduce does not take torch.complex128")),
 )
 
 _ENDED: Final = "no forward of a rank that skips takes part in the statistics of the others"

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Final
 
 from torchring.errors import TopologyError
@@ -54,8 +55,8 @@ def main(arguments: Sequence[str], run: Callable[[Sequence[str]], int] | None = 
     if run is not None and launch.size == 1 and (others or (launch.launcher == "none" and JOB not in os.environ)):
         os.environ.pop(CHOICE, None)  # TORCHRING_LAUNCHER=none of the shell's would have each rank be alone
         own = ["--backend", options.backend, "--timeout", str(options.timeout), *(["--json"] if options.json else [])]
-        # A file in the working directory may have the name of a module that the doctor needs.
-        return run(["--env", "PYTHONSAFEPATH=1", *(others or ("-np", "2")), "-m", "torchring.doctor", *own])
+        # Not by -m: a file in the working directory may have the name of a module that the doctor needs.
+        return run([*(others or ("-np", "2")), str(Path(__file__).with_name("__main__.py")), *own])
     if others:
         parser.error(f"{launch.launcher} has started {launch.size} ranks already; leave {others[0]} out")
     return _take_part(launch, options)
