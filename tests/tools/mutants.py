@@ -109,15 +109,6 @@ TESTS = {
 # Mutants that compute what the original does: file, the broken line or the line that is left out, and why.
 EQUIVALENT = {
     ("direct.py", "self.done = Channel(group, )"): "polls for another time before it sleeps: speed",
-    (
-        "direct.py",
-        "def all_reduce(self, wire: SharedWire, *, scale: float = 1.0, tag: int = 0, lane: int = 1)"
-        " -> NonFinite | None:",
-    ): "direct has one lane, and does not look at its number",
-    ("direct.py", 'self._result: NonFinite | None = ""'): "wait() sets it before anybody reads it",
-    ("native.py", "if buffer.dtype.itemsize == 2 and scale != 2.0:"): (
-        "a factor of 1 changes nothing; one of 2 gives the same bits after the sum, unless sums overflow"
-    ),
     ("signature.py", "return zlib.crc32(str(self).encode()) + 2"): "positive, and differs where signatures differ, too",
     (
         "buffers.py",

@@ -59,7 +59,6 @@ class DevicePacking:
     """
 
     is_asynchronous = True
-    takes_once = False
 
     def __init__(
         self,
