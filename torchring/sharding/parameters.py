@@ -67,13 +67,15 @@ class Shard:
 
 def is_cut(parameter: torch.Tensor) -> bool:
     """Whether a rank steps elements of the parameter: integers have no gradients."""
-    return parameter.numel() > 0 and (parameter.is_floating_point() or parameter.is_complex())
+    return parameter.is_floating_point() or parameter.is_complex()
 
 
 def check_movable(parameters: Mapping[torch.nn.Parameter, str]) -> None:
     """Raise ValueError, with its name, for a parameter that cannot move to other memory by itself."""
     num_users = Counter(storage_of(parameter) for parameter in parameters)
     for parameter, name in parameters.items():
+        if not parameter.numel():
+            raise ValueError(f"shard=True takes no parameters without elements, such as {name}; leave them out")
         if is_cut(parameter) and not (_fills_storage(parameter) and num_users[storage_of(parameter)] == 1):
             raise ValueError(
                 f"shard=True moves parameters to memory that ranks share, and cannot move {name}: it is a part of a "

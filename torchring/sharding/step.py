@@ -191,7 +191,7 @@ class Shards:
     @contextmanager
     def under_way(self, what: str) -> Iterator[None]:
         """Inside, the optimizer's own methods may be called. Where one rank raises, the others do not wait for it."""
-        self._is_under_way = True
+        before, self._is_under_way = self._is_under_way, True  # a hook of a step may ask for the state
         try:
             yield
         except BaseException as error:
@@ -199,8 +199,9 @@ class Shards:
                 self.world.break_off(what, error)
             raise
         finally:
-            self._is_under_way = False
-            self.put_parameters()
+            self._is_under_way = before
+            if not before:
+                self.put_parameters()
 
     # Other methods of the optimizer
 

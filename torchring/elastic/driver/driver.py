@@ -266,7 +266,7 @@ class Driver:
         (host, number), listener = slot, self._listener
         addresses = tuple(dict.fromkeys((*[listener.own_address] * is_here(host), *listener.addresses)))
         invitation = Invitation(worker, number, self._coordinator.size, addresses, listener.port, listener.secret, host)
-        slots = next(each.slots for each in self._hosts.known or () if each.name == host)
+        slots = next((each.slots for each in self._hosts.known or () if each.name == host), 1)  # it may have left
         job = host_job(
             host,
             [sys.executable, "-u", *self._command],

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from torchring.launch.hosts import Host, LaunchError, as_this_host, parse_host, read_hostfile, share_out
+from torchring.launch.hosts import Host, LaunchError, as_this_host, is_here, parse_host, read_hostfile, share_out
 
 _ASK_SECONDS: Final = 1.0  # between two questions
 _SCRIPT_SECONDS: Final = 10.0  # for the script to answer
@@ -47,7 +47,8 @@ class Hosts:
         self._warnings: list[str] = []
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="torchring-hosts", daemon=True)
-        self.known: tuple[Host, ...] | None = None if hosts is None else _merged(hosts)
+        self._here = ""  # the name of this host in the first answer that has it
+        self.known: tuple[Host, ...] | None = None if hosts is None else self._merged(hosts)
 
     @property
     def may_change(self) -> bool:
@@ -74,7 +75,7 @@ class Hosts:
         """Ask once, and note the answer or the problem."""
         assert self._ask is not None
         try:
-            self.known = _merged(self._ask(self._is_closed))
+            self.known = self._merged(self._ask(self._is_closed))
         except LaunchError as error:
             if str(error) != self.problem:
                 kept = "" if self.known is None else "; the hosts known so far are kept"
@@ -83,15 +84,16 @@ class Hosts:
         else:
             self.problem = ""
 
+    def _merged(self, hosts: Sequence[Host]) -> tuple[Host, ...]:
+        """Each host once, and all names of this one as one host, which keeps its name: workers are known by it."""
+        merged = as_this_host(share_out(hosts, None))
+        self._here = self._here or next((host.name for host in merged if is_here(host.name)), "")
+        return tuple(Host(self._here, host.slots) if is_here(host.name) else host for host in merged)
+
     def _watch(self) -> None:
         while not self._is_closed.is_set():
             self.ask()
             self._is_closed.wait(_ASK_SECONDS)
-
-
-def _merged(hosts: Sequence[Host]) -> tuple[Host, ...]:
-    """Each host once, and all names of this one as one host."""
-    return tuple(as_this_host(share_out(hosts, None)))
 
 
 def fixed(hosts: Sequence[Host]) -> Hosts:

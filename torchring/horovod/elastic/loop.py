@@ -80,8 +80,10 @@ def _run(state: State, call: Callable[[], _T], reset: Callable[[], object], rese
                 state.on_reset()
                 needs_reset = False
             if worker is not None:
+                # New ranks need it, and go on counting where the others are.
+                said = agree("elastic.needs_sync", needs_sync, state._num_commits)
+                needs_sync, state._num_commits = bool(said[0]), int(said[1])
                 worker.elastic.num_steps = state._num_commits
-                needs_sync = bool(agree("elastic.needs_sync", needs_sync)[0])  # new ranks do
             if needs_sync:
                 state.sync()
             result = call()
