@@ -100,7 +100,7 @@ def wrap(
             leaves the step out on all ranks, and counts it in `stats()`; on a GPU, the host then waits in each step for
             the device. "ignore" makes the step. With "raise" and "ignore" the host does not wait for a GPU, so the
             error may come a step or two late. In a world of one rank only "skip" looks at gradients: at all of them.
-        sync_buffers: what `backward()` does with the model's buffers, which each rank's forward changes in its own way.
+        sync_buffers: what `step()` does with the model's buffers, which each rank's forward changes in its own way.
             "mean" gives all ranks the mean of running statistics, such as those of BatchNorm, over the ranks that have
             data. Each rank keeps its other buffers, and a warning names those that differ between ranks. A dict chooses
             for other buffers, by the name of a buffer or module: `{"queue": None, "codebook": "mean"}`. Integers and
@@ -343,8 +343,8 @@ class DistributedOptimizer(ConnectedOptimizer):
     def sync_buffers(self) -> None:
         """Make the model's buffers equal on all ranks as they are now, by the choices of `wrap`. Collective.
 
-        Each `backward()` that reduces does so. Call this after forwards in training mode that no backward follows, as
-        those of torch.optim.swa_utils.update_bn, before the model is evaluated or saved.
+        Each `step()` does so after `forward()` and `backward()`. Call this after forwards in training mode that no step
+        follows, as those of torch.optim.swa_utils.update_bn, before the model is evaluated or saved.
 
         Raises:
             GradientError: called inside `backward()`.

@@ -1,4 +1,4 @@
-"""`sync_buffers`: what forward does to the buffers of a model is made equal on all ranks, at the end of backward."""
+"""`sync_buffers`: what forward does to the buffers of a model is made equal on all ranks, after the step."""
 
 from __future__ import annotations
 
@@ -169,10 +169,11 @@ def _kinds(rank: int, size: int, mode: str, algorithm: str) -> dict[str, Any]:
     for step in range(4):
         optimizer.zero_grad()
         model(rank + step + 1, step == 0).backward()
+        before = model.total.clone()
         with mock.patch.object(torch, "_foreach_copy_", copy_alike):
             optimizer.step()
         after.append({name: value.clone() for name, value in model.named_buffers()})
-    return {"after": after}
+    return {"after": after, "before the last step": before}
 
 
 @pytest.mark.parametrize("algorithm", ["direct", "native"])
@@ -191,6 +192,7 @@ def test_buffers_of_all_kinds(algorithm: str) -> None:
     assert last["hidden"].tolist() == [4.5, 4.5]
     assert last["replaced"].tolist() == [12.0, 12.0]
     assert first["mask"].tolist() == [[1.5, -torch.inf], [1.5, 1.5]]
+    assert [float(result["before the last step"]) for result in results] == [11.5, 12.5]  # nothing before the step
 
 
 def _no_step(rank: int, size: int) -> list[Tensor]:
@@ -212,8 +214,9 @@ def _no_step(rank: int, size: int) -> list[Tensor]:
 
 def test_a_change_before_a_step_that_is_left_out_is_not_forgotten() -> None:
     results = run_pooled(_no_step, 2)
+    assert [result[0].tolist() for result in results] == [[1.0, 1.0], [2.0, 2.0]]
     for result in results:
-        assert [after.tolist() for after in result] == [[1.5, 1.5]] * 4
+        assert [after.tolist() for after in result[1:]] == [[1.5, 1.5]] * 3
 
 
 class _Normalizes(nn.Module):

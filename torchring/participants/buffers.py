@@ -6,8 +6,9 @@ are left alone unless the script chooses. Every STEPS_BETWEEN_CHECKS reductions 
 those that differ.
 
 What is averaged, or follows rank 0, travels in every reduction, whether it has changed or not: many kernels write
-without a trace in autograd's version counters. It travels beside the gradients, in a wire of its own, and is written at
-the end of each backward that reduces. The version counters stay: a graph may be kept for another backward.
+without a trace in autograd's version counters. It travels beside the gradients, in a wire of its own, at the end of
+each backward that reduces. The result is written when the optimizer steps: until then a graph may still need what the
+buffers held in forward.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torchring.gradients.contract import Setup
 from torchring.gradients.layout import SyncBuffers
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import STEPS_BETWEEN_CHECKS, Participant, Reduction
+from torchring.world import World
 
 _logger: Final = logging.getLogger("torchring")
 _CHOICES: Final = ("mean", "rank0", None)
@@ -130,10 +132,19 @@ def _is_writable(buffer: torch.Tensor) -> bool:
     return True
 
 
+def _results_of(world: World) -> list[BufferSync]:
+    """Those whose wires hold what is to be written with the next step, the oldest first.
+
+    A model may have several optimizers: any of them may reduce, and the step of any of them writes.
+    """
+    return []
+
+
 class BufferSync(Participant):
     """Makes the buffers of one model equal on all ranks, once in each reduction of its gradients. See `Reducible`.
 
     Attributes:
+        places: of the buffers that travel: these identify them, whatever their names are in the model of a `wrap`.
         index: of the wire among the buckets.
     """
 
@@ -147,11 +158,13 @@ class BufferSync(Participant):
         self.index = 0
         self._world = setup.world
         self._follow = reducer.layout.agreement.follow_current_stream
+        self._results = setup.world.shared(_results_of)
         self._own = [spec for spec in specs if spec.choice == "own"]  # that are not known to differ
         self._due_at = 0  # number of the reduction after which these are compared
         self._specs = [spec for spec in specs if spec.choice != "own"]
         self._specs.sort(key=lambda spec: (not spec.is_averaged, str(spec.dtype)))  # stable: alike on all ranks
         self._num_averaged = sum(spec.is_averaged for spec in self._specs)
+        self.places = frozenset((spec.module, spec.key) for spec in self._specs)
         self._is_absent = False  # in the reduction: this rank has no data that counts, so its buffers do not count
         self._problem: GradientError | None = None  # or its buffers have changed their shapes
         if self._specs:
@@ -166,6 +179,7 @@ class BufferSync(Participant):
 
     def on_begin(self, current: Reduction) -> None:
         self._is_absent = current.is_empty
+        self.close()  # the wire is about to be used again
         if self._specs:
             current.extra = self
             _, self._problem = self._find()
@@ -191,7 +205,7 @@ class BufferSync(Participant):
             collectives.raise_together(self._problem, _CANNOT)
         if present := [rank for rank in range(self._world.size) if not absent[rank]]:
             self._finish(self._views, present, collectives)
-            self._unpack(self._views)
+            self._results.append(self)
 
     def on_reduced(self, current: Reduction) -> None:
         """Compare the buffers that are left alone, if it is time to. Collective then."""
@@ -200,8 +214,16 @@ class BufferSync(Participant):
             if not current.heard.sums["has_ended"]:
                 self._compare_own()
 
+    def on_step(self, when: str) -> None:
+        """Give the buffers what the last reductions have found, whichever optimizer's they were."""
+        if when == "agreed":
+            for each in [each for each in self._results if not each.places.isdisjoint(self.places)]:
+                each._unpack(each._views)
+                each.close()
+
     def synchronize(self) -> None:
         """Collective, outside backward: make the buffers equal as they are now."""
+        self._forget_results()
         if not self._specs:
             return
         collectives = collectives_of(self._world)
@@ -218,12 +240,21 @@ class BufferSync(Participant):
 
         Buffers that are known to belong to their ranks stay.
         """
+        self._forget_results()
         collectives = collectives_of(self._world)
         found = [spec.find() for spec in (*self._specs, *self._own)]
         kinds = [tensor is not None and _kind(tensor) for tensor in found]
         everywhere = [len({*of_ranks}) == 1 for of_ranks in zip(*collectives.all_gather_json(kinds), strict=True)]
         alike = [tensor for tensor, is_alike in zip(found, everywhere, strict=True) if tensor is not None and is_alike]
         collectives.broadcast_together(alike, src)
+
+    def close(self) -> None:
+        """Others of the same model go on."""
+        self._results[:] = [each for each in self._results if each is not self]
+
+    def _forget_results(self) -> None:
+        """There is something newer for all buffers of these results."""
+        self._results[:] = [each for each in self._results if not each.places <= self.places]
 
     def _lay_out(self, wire: torch.Tensor) -> list[torch.Tensor]:
         """The part of the wire for each buffer."""
@@ -257,9 +288,10 @@ class BufferSync(Participant):
 
     @torch.no_grad()
     def _unpack(self, views: list[torch.Tensor]) -> None:
-        """Write to the buffers. If one has taken another shape since, the next reduction tells all ranks."""
-        words, _ = self._find()
-        _copy(words, views[: len(words)])
+        """Write to the buffers. If one has changed since, the next reduction tells all ranks."""
+        words, problem = self._find()
+        if problem is None:
+            _copy(words, views)
 
     def _find(self) -> tuple[list[torch.Tensor], GradientError | None]:
         """The buffers as they are now; and an error if one is gone, or of another shape or dtype."""
@@ -273,7 +305,7 @@ class BufferSync(Participant):
                     "ranks exchange take their shapes before torchring.wrap, in a forward for instance. "
                     f"sync_buffers={{{spec.name!r}: None}} leaves this one alone"
                 )
-            words.append(_words(found.data))
+            words.append(_words(found))
         return words, None
 
     def _compare_own(self) -> None:
