@@ -397,6 +397,17 @@ def _large(rank: int, world_size: int, overlap: str) -> str:
     return digests
 
 
+def _large_and_complex(rank: int, world_size: int) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(300, 400, dtype=torch.complex64))
+    torchring.wrap(torch.optim.SGD([parameter], lr=1.0), algorithm="direct")
+    (parameter * complex(rank + 1, 2)).real.sum().backward()
+    assert_bitwise(parameter.grad, torch.full((300, 400), complex(1.5, -2)))
+
+
+def test_large_complex_gradients_are_exact() -> None:
+    run_pooled(_large_and_complex, 2)
+
+
 @pytest.mark.parametrize("overlap", ["inline", "thread"])
 def test_large_gradients_are_exact(overlap: str) -> None:
     assert_same_on_all_ranks(run_pooled(_large, 2, overlap))

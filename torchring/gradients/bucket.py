@@ -171,6 +171,7 @@ class Bucket:
         """The reduction was aborted. A gradient in a buffer that has left is lost: ranks are adding up there."""
         if self.state in (BucketState.FILLING, BucketState.PACKED):
             self.packing.undo()
+            self.placement.undo()
         is_under_way = self.state in (BucketState.REDUCING, BucketState.REDUCED)
         if is_under_way or (self.state is BucketState.PACKED and self.packing.is_asynchronous):
             self._is_aborted = True

@@ -89,7 +89,7 @@ class Launcher:
 
     @property
     def num_aborted(self) -> int:
-        """Number of buckets that had left when their reduction was aborted. 0 after the next `drain`."""
+        """Number of buckets that had left when their reduction was aborted. 0 after the next `begin`."""
         return self.reduction.num_launched if self.reduction.phase is ReductionPhase.ABORTED else 0
 
     def install(self, buckets: Sequence[Bucket]) -> None:
@@ -200,6 +200,7 @@ class Launcher:
                 break
             if current.is_unordered and not is_over and len(self._pending) >= MAX_PENDING:
                 break  # `start` would wait for ranks that may wait for this rank, in another optimizer's reduction
+            bucket.begin_reduce()
             current.num_launched += 1
             self._launch(bucket)
         if not self._pending:
@@ -243,6 +244,7 @@ class Launcher:
         self.advance(is_over=True)
         if (extra := self.reduction.extra) is not None:
             extra.index = len(self.buckets)
+            extra.begin_reduce()
             self._launch(extra)
 
     def wait(self, *, discard: bool = False) -> None:
@@ -345,7 +347,6 @@ class Launcher:
             self.ready_order, self._order_so_far = self._order_so_far, None
 
     def _launch(self, bucket: Reducible) -> None:
-        bucket.begin_reduce()
         started = time.perf_counter()
         if (tell := self.reduction.events) is not None:
             tell(LAUNCHED, bucket.index, 0)

@@ -68,8 +68,8 @@ class HostPacking:
     """See `Packing`. Looks at gradients while they are in cache.
 
     Where the squares of values have a finite sum, every value is below 2e19 in fp32, and no sum over ranks overflows.
-    Values of 16 bits are looked at by their extremes. Large gradients are scaled when they arrive. Small ones lie side
-    by side, and are scaled together when the bucket is full.
+    Values of 16 bits are looked at by their extremes. Large gradients are scaled when they arrive, but for what this
+    rank adds up (`places.InWire`). Small ones lie side by side, and are scaled together when the bucket is full.
 
     Args:
         scale: see `Packing`.

@@ -127,6 +127,9 @@ class CopyBack:
                 self.ledger.settle(slot, grad.mul_(self._current.scale))
         self.ledger.mark_reduced(unused)
 
+    def undo(self) -> None:
+        """The reduction was aborted before the wire has left: what was kept is as it was, to the last bit."""
+
     def lose(self) -> None:
         """The reduction was aborted, and the wire is on its way. NaN takes the place of gradients that lie there."""
         slots = [slot for slot, view in enumerate(self._views) if self.parameters[slot].grad is view]
@@ -344,6 +347,10 @@ class InWire(CopyBack):
         if self._kept or packed or scale != 1.0:
             self.ledger.note_versions()
 
+    def undo(self) -> None:
+        for slot, kept in self._kept.items():
+            self._views[slot].copy_(kept)
+
     def reset(self) -> None:
         super().reset()
         self._kept, self._copied, self._left = {}, {}, {}
@@ -357,7 +364,7 @@ class InWire(CopyBack):
         """
         if slot not in self._own_blocks or slot in self._packed:
             return False
-        is_plain = type(grad) is torch.Tensor and not (grad._is_view() or grad.is_inference())
+        is_plain = type(grad) is torch.Tensor and not (grad._is_view() or grad.is_inference() or grad.is_complex())
         is_alike = (grad.shape, grad.stride(), grad.dtype) == (view.shape, view.stride(), view.dtype)
         if not (is_plain and is_alike):
             return False

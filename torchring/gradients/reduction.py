@@ -85,7 +85,7 @@ class Reduction:
     """One reduction on this rank, from the first gradient to the last result.
 
     Attributes:
-        number: counts reductions. Ranks compare the number before they add up.
+        number: counts reductions. It is in the message.
         step: number of the optimizer step, for error messages.
         defers_launch: no bucket leaves before backward is over, and ranks have agreed which optimizers it has reached.
         is_unordered: a backward may reach several optimizers, so ranks may begin their reductions in different orders.
@@ -137,7 +137,7 @@ class Reduction:
 
     @property
     def heard(self) -> Said:
-        """What all ranks have said. Known when all buckets are reduced."""
+        """What all ranks have said. Known when all buckets are reduced, with several optimizers before."""
         assert self.said is not None
         return self.said
 

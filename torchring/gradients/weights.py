@@ -92,7 +92,7 @@ class Weights:
         return self.next is not None
 
     def expect(self, dtypes: Sequence[torch.dtype]) -> None:
-        """Gradients travel in these dtypes, the weight in any of them: another bucket may come to be the first one."""
+        """Gradients travel in these dtypes."""
         self.is_fp16 = self.is_fp16 or torch.float16 in dtypes
 
     def give(self, weight: float) -> float:
