@@ -101,6 +101,7 @@ REFUSED: Final[dict[Ways, tuple[str, str]]] = _table(
     ("shard=yes + layers=sparse", ("ValueError", "shard=True does not take sparse gradients")),
     ("shard=yes + layout=transposed", ("GradientError", "was replaced after torchring.wrap(..., shard=True)")),
     ("weights=samples|zero + wire=fp16", ("GradientError", "weigh() was called where gradients travel in fp16")),
+    ("norm=sync + weights=samples|zero", ("GradientError", "SyncBatchNorm's backward takes only weigh(1)")),
     ("api=process set + weights=samples|zero", _NEEDS_ENGINE),
     ("api=process set + skip=one|with forward", _NEEDS_ENGINE),
     ("api=process set + layers=complex", ("ValueError", "allreduce does not take torch.complex128")),
