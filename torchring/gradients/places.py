@@ -79,6 +79,10 @@ class CopyBack:
         self._current = Reduction(0)
         # Of gradients that do not become views of the wire: the tensor that was packed, and its version.
         self._packed: dict[int, tuple[torch.Tensor, int]] = {}
+        self._open(plan, wire, packing)
+
+    def _open(self, plan: BucketPlan, wire: Wire, packing: Packing) -> None:
+        """What a subclass knows of each gradient beside this."""
 
     def begin(self, current: Reduction) -> None:
         """A reduction begins. The first gradient of its backward may be there already."""
@@ -132,22 +136,8 @@ class CopyBack:
 
     def lose(self) -> None:
         """The reduction was aborted, and the wire is on its way. NaN takes the place of gradients that lie there."""
-        slots = [slot for slot, view in enumerate(self._views) if self.parameters[slot].grad is view]
-        views = [self._views[slot] for slot in slots]
-        kept = {slots[i] for i in referenced_beside_grad(views)} if views else set()
-        for slot in {*slots, *self._packed}:
+        for slot in self._packed:
             self.ledger.status[slot] = LOCAL
-        for slot in slots:
-            view = self._views[slot]
-            if not view.numel():
-                continue
-            if slot in kept and not self._packing.is_asynchronous:  # a tensor that somebody else has moves itself
-                self._replace_view(slot, move_out(view, self._wire.tensor))
-                view.fill_(math.nan)
-                self.parameters[slot].grad = view
-                self.ledger.status[slot] = GradientStatus.LOST
-            else:
-                self.lose_one(slot)
 
     def lose_one(self, slot: int) -> None:
         """The gradient in the wire is no gradient any more. NaN takes its place."""
@@ -165,10 +155,6 @@ class CopyBack:
         """The wire buffer is about to be freed. The ledger stays."""
         self.ledger.release_views()
         del self._wire, self._packing
-
-    def _replace_view(self, slot: int, view: torch.Tensor) -> None:
-        self._views[slot] = view
-        self.ledger.view_was_replaced(slot)
 
     def _unfit(self, slots: Sequence[int]) -> GradientError:
         """The error for a gradient that is missing, or sparse."""
@@ -217,17 +203,7 @@ class InWire(CopyBack):
 
     is_in_wire = True
 
-    def __init__(
-        self,
-        plan: BucketPlan,
-        wire: Wire,
-        specs: Sequence[ParameterSpec],
-        parameters: Sequence[torch.nn.Parameter],
-        packing: Packing,
-        *,
-        is_sum: bool,
-    ) -> None:
-        super().__init__(plan, wire, specs, parameters, packing, is_sum=is_sum)
+    def _open(self, plan: BucketPlan, wire: Wire, packing: Packing) -> None:
         self._addresses = [view.data_ptr() for view in self._views]
         self._storages = [storage_of(view) for view in self._views]
         self._matrices = [p for p, spec in zip(self.parameters, self._specs, strict=True) if len(spec.shape) > 1]
@@ -347,6 +323,24 @@ class InWire(CopyBack):
         if self._kept or packed or scale != 1.0:
             self.ledger.note_versions()
 
+    def lose(self) -> None:
+        slots = [slot for slot, view in enumerate(self._views) if self.parameters[slot].grad is view]
+        views = [self._views[slot] for slot in slots]
+        kept = {slots[i] for i in referenced_beside_grad(views)} if views else set()
+        super().lose()
+        for slot in slots:
+            self.ledger.status[slot] = LOCAL
+            view = self._views[slot]
+            if not view.numel():
+                continue
+            if slot in kept and not self._packing.is_asynchronous:  # a tensor that somebody else has moves itself
+                self._replace_view(slot, move_out(view, self._wire.tensor))
+                view.fill_(math.nan)
+                self.parameters[slot].grad = view
+                self.ledger.status[slot] = GradientStatus.LOST
+            else:
+                self.lose_one(slot)
+
     def undo(self) -> None:
         for slot, kept in self._kept.items():
             self._views[slot].copy_(kept)
@@ -401,8 +395,9 @@ class InWire(CopyBack):
             self._replace_view(slot, place)
 
     def _replace_view(self, slot: int, view: torch.Tensor) -> None:
-        super()._replace_view(slot, view)
+        self._views[slot] = view
         self._storages[slot] = storage_of(view)
+        self.ledger.view_was_replaced(slot)
 
     def _move_out_referenced(self, slots: Sequence[int], views: list[torch.Tensor]) -> None:
         """Move gradients to a copy that the script still has, before `views` are overwritten."""
