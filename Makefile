@@ -29,24 +29,24 @@ tests: $(INSTALLED)
 	PYTHONDONTWRITEBYTECODE= PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pytest -m "$(MARKED)" --durations 15 \
 	    --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-# Not `python -m tests.tools.soak`: processes for ranks would import it, and hypothesis, once more.
+# Not `python -m qa.soak`: processes for ranks would import it, and hypothesis, once more.
 SECONDS ?= 600
 soak: $(INSTALLED)  ## random models, options and steps, and all pairs of features, against one process, for SECONDS
-	$(BIN)/python -c "from tests.tools import soak; raise SystemExit(soak.main())" --seconds $(SECONDS) \
+	$(BIN)/python -c "from qa import soak; raise SystemExit(soak.main())" --seconds $(SECONDS) \
 	    $(if $(SEED),--seed $(SEED))
 
 chaos: $(INSTALLED)  ## an elastic job under an adversary that kills, stops, cuts off and adds workers, for SECONDS
-	$(BIN)/python -c "from tests.tools import chaos; raise SystemExit(chaos.main())" --seconds $(SECONDS) \
+	$(BIN)/python -c "from qa import chaos; raise SystemExit(chaos.main())" --seconds $(SECONDS) \
 	    $(if $(SEED),--seed $(SEED))
 
-# HOROVOD_SRC: a checkout of github.com/horovod/horovod. ARGS: see tests/tools/horovod_conformance.py.
+# HOROVOD_SRC: a checkout of github.com/horovod/horovod. ARGS: see qa/horovod_conformance.py.
 horovod-conformance: $(INSTALLED)  ## Horovod's own tests against torchring.horovod, each on two ranks of its own
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/tools/horovod_conformance.py "$(HOROVOD_SRC)" $(ARGS)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python qa/horovod_conformance.py "$(HOROVOD_SRC)" $(ARGS)
 
 NUM ?= 200
 JOBS ?= 1
 mutants: $(VENV)/.mutants  ## break NUM lines of the core, one at a time, and list those that no test notices: hours
-	nice -n 10 $(BIN)/python tests/tools/mutants.py --num $(NUM) --seed $(or $(SEED),0) --jobs $(JOBS) $(if $(ONLY),--only $(ONLY))
+	nice -n 10 $(BIN)/python qa/mutants.py --num $(NUM) --seed $(or $(SEED),0) --jobs $(JOBS) $(if $(ONLY),--only $(ONLY))
 
 $(VENV)/.mutants: $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[mutants]'

@@ -127,9 +127,8 @@ def is_import_of_top_level_kernels(node: ast.AST) -> bool:
 
 def test_nobody_imports_a_top_level_kernels() -> None:
     """That name belongs to another distribution."""
-    files = [
-        f for folder in ("torchring", "kernels", "tests", "examples", "bench") for f in (ROOT / folder).rglob("*.py")
-    ]
+    folders = ("torchring", "kernels", "tests", "qa", "examples", "bench")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
     assert len(files) > 40
     files = [file for file in files if re.search(r"(import|from) kernels\b", file.read_text())]
     guilty = [str(f) for f in files if any(map(is_import_of_top_level_kernels, ast.walk(parsed(f.read_text()))))]
@@ -237,7 +236,7 @@ def test_top_level() -> None:
     entries = [path for path in ROOT.iterdir() if not path.name.startswith(".")]
     folders = {path.name for path in entries if path.is_dir()}
     folders -= ignored([f"{name}/" for name in sorted(folders)])
-    assert folders == {"torchring", "kernels", "examples", "tests", "bench", "docs", "editable"}
+    assert folders == {"torchring", "kernels", "examples", "tests", "qa", "bench", "docs", "editable"}
     files = {path.name for path in entries if path.is_file()}
     files -= ignored(sorted(files))
     assert files == {

@@ -21,7 +21,7 @@ import torchring
 ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("kernels", "bench")  # folders at the top that are sub-packages of the distribution
 LINKED_FILES = sorted(str(f.relative_to(ROOT)) for name in LINKED for f in (ROOT / name).rglob("*.py"))
-NOT_INSTALLED = {"kernels", "tests", "bench", "examples", "docs", "build"}
+NOT_INSTALLED = {"kernels", "tests", "qa", "bench", "examples", "docs", "build"}
 
 
 def pip(*arguments: str | Path) -> None:
@@ -224,7 +224,7 @@ def test_wheel_from_the_unpacked_sdist_is_the_same(sdist: Path, source: Path, wh
     assert links == []  # a link out of the package would lead nowhere
     for needed in ("pyproject.toml", "README.md", "LICENSE", "torchring/py.typed", "torchring/kernels/pack.py"):
         assert f"{top}/{needed}" in names
-    folders = ("tests", "examples", "bench", "kernels", "docs")
+    folders = ("tests", "qa", "examples", "bench", "kernels", "docs")
     files = [file for folder in folders for file in (source / folder).rglob("*") if file.is_file()]
     files += map(source.joinpath, ("Makefile", "constraints.txt", "mkdocs.yml", "CHANGELOG.md", "SECURITY.md"))
     assert len(files) > 100

@@ -1,6 +1,6 @@
 """The first sentence of the report for each fault that was put into a simulated job: kind, rank, duration, words.
 
-`tests/tools/report_faults_job.py` puts the same faults into real jobs, and prints the truth beside the sentence.
+`qa/report_faults_job.py` puts the same faults into real jobs, and prints the truth beside the sentence.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from tests.tools import soak_cases
-from tests.tools.soak import COMMON, batches
-from tests.tools.soak_cases import Batch, Case, Part, Step, check
+from qa import soak_cases
+from qa.soak import COMMON, batches
+from qa.soak_cases import Batch, Case, Part, Step, check
 
 _CASES_PER_BATCH = 4  # at least
 

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from tests.tools import elastic_pairs, pair_training
-from tests.tools.pair_training import find_faults, not_refused
-from tests.tools.pairs import PAIRS, REFUSED, Pairs, Ways, describe
+from qa import elastic_pairs, pair_training
+from qa.pair_training import find_faults, not_refused
+from qa.pairs import PAIRS, REFUSED, Pairs, Ways, describe
 
 _PART = [  # every feature, and what is quick
     {

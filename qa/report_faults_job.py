@@ -1,7 +1,7 @@
 """Real jobs into which a known fault is put: what the report says of each, beside what the ranks have measured.
 
-    python tests/tools/report_faults_job.py [FAULT ...]     all faults, each on two ranks: 10 minutes
-    python tests/tools/report_faults_job.py --list
+    python qa/report_faults_job.py [FAULT ...]     all faults, each on two ranks: 10 minutes
+    python qa/report_faults_job.py --list
 
 No part of `make test`: durations are those of this machine, at this moment. Compare the two texts. Of other programs on
 the same cores, the report should say that they take time, and accuse no rank.

@@ -38,7 +38,7 @@ import torch._dynamo  # noqa: F401 - tests need it; importing it takes longer th
 from libcst.metadata import ByteSpanPositionProvider, MetadataWrapper
 from mutmut.mutation.mutators import mutation_operators
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 # The tests that should notice a mutant of a file, quick ones first, and which of them (pytest's -k).
 TESTS = {

@@ -24,9 +24,9 @@ from torch.utils.checkpoint import checkpoint
 
 import torchring
 import torchring.horovod as hvd
+from qa.pairs import PAIRS, REFUSED, Training, Ways, describe
 from tests.support.checks import digest
 from tests.support.harness import run_ranks
-from tests.tools.pairs import PAIRS, REFUSED, Training, Ways, describe
 from torchring.memory import host as host_module
 
 NUM_RANKS: Final = 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tools.chaos import run
+from qa.chaos import run
 
 
 @pytest.mark.grid

@@ -1,8 +1,8 @@
 """`make horovod-conformance HOROVOD_SRC=path`: Horovod's own tests, from a checkout of Horovod, against torchring.
 
-    python tests/tools/horovod_conformance.py path                    all that are about PyTorch on a CPU
-    python tests/tools/horovod_conformance.py path --file test_torch  one of the files below
-    python tests/tools/horovod_conformance.py path -k allreduce_grad  the ids that contain this
+    python qa/horovod_conformance.py path                    all that are about PyTorch on a CPU
+    python qa/horovod_conformance.py path --file test_torch  one of the files below
+    python qa/horovod_conformance.py path -k allreduce_grad  the ids that contain this
 
 Each test runs in processes of its own, one per rank, under the aliases of torchring/horovod/aliases.py, with a
 time-out: a test that hangs does not take the others with it. The ranks are forked from this process, which has imported
@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 PASSED, SKIPPED, FAILED, HUNG = "passed", "skipped", "failed", "hung"
 _KILL_SECONDS = 5.0  # for a rank to print its stacks
 _SECONDS_MORE_OF_MPIRUN = 30.0  # whose ranks import torch

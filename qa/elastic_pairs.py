@@ -21,8 +21,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchring
+from qa.pairs import Pairs, Training
 from tests.support.elastic_job import ElasticJob, Slots, note
-from tests.tools.pairs import Pairs, Training
 from torchring.elastic.worker import worker as workers
 from torchring.elastic.worker.membership import MembershipChange
 

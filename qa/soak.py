@@ -23,10 +23,10 @@ from typing import Any
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from tests.tools import elastic_pairs
-from tests.tools.pair_training import find_faults, not_refused
-from tests.tools.pairs import PAIRS, REFUSED, Pairs, Training, describe
-from tests.tools.soak_cases import LAYERS, NUM_STEPS, Batch, Case, Part, Step, check
+from qa import elastic_pairs
+from qa.pair_training import find_faults, not_refused
+from qa.pairs import PAIRS, REFUSED, Pairs, Training, describe
+from qa.soak_cases import LAYERS, NUM_STEPS, Batch, Case, Part, Step, check
 
 _HOSTS = {1: [(0,)], 2: [(0, 0), (0, 1)], 3: [(0, 0, 0), (0, 0, 1), (0, 1, 2)], 4: [(0, 0, 0, 0), (0, 0, 1, 1)]}
 _MAX_MICROS = 3
