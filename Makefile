@@ -18,7 +18,7 @@ test-sim: $(INSTALLED)  ## kernels under Triton's interpreter and compiler, trai
 test-platforms: $(VENV)/.installed-platforms  ## training under Lightning, Trainer, Accelerate, Spark, Ray and Slurm
 	$(MAKE) --no-print-directory tests MARKED="platforms and not grid"
 
-test-all: $(VENV)/.installed-platforms  ## all of these, with full grids, soaks and a browser: before a release
+test-all: $(VENV)/.installed-platforms  ## all of these, with full grids and soaks: before a release
 	$(MAKE) --no-print-directory --jobs 2 lint types tests MARKED=""
 
 # Three processes on two cores: most tests of ranks wait; with four, ranks that poll take the cores from each other.

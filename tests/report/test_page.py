@@ -1,4 +1,4 @@
-"""report.html: what it says and shows, that it can be trusted with any text, and that a real browser draws it."""
+"""report.html: what it says and shows, and that it can be trusted with any text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.browser import Browser, find
 from tests.support.traces import MS, shifted, simulate
 
 pytest.importorskip("plotly", reason="needs plotly: pip install 'torchring[report]'")
@@ -238,119 +236,3 @@ def test_what_is_missing_is_named(missing: str, analysis: Analysis, monkeypatch:
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ImportError, match=r"needs plotly and jinja2: pip install 'torchring\[report\]'"):
         page_of(analysis)
-
-
-# In a browser
-
-PROGRAM = find()
-DRAWN = "[...document.querySelectorAll('.plotly-graph-div')].every(each => each.querySelector('.xtick text'))"
-HOVERS = [  # what the mouse points at, and what it shows
-    ("#by-rank .barlayer .point path", "rank 0 on host0", "input: 2 ms"),
-    ("#over-time .nsewdrag", "42.0 ms", "backward"),
-    ("#lanes .barlayer .trace:last-child .point:nth-child(2) path", "rank 0, bucket 1", "reduced in 23.12 ms"),
-]
-
-
-@pytest.fixture
-def browser(tmp_path: Path) -> Iterator[Browser]:
-    if PROGRAM is None:
-        pytest.skip("needs chromium, chromium-browser or google-chrome")
-    browser = Browser(PROGRAM, tmp_path / "profile", seconds=90)
-    try:
-        yield browser
-    finally:
-        browser.close()
-
-
-@pytest.mark.grid
-def test_in_a_browser(browser: Browser, tmp_path: Path) -> None:
-    """One process and few pages for all that only a browser can tell, because each costs a second."""
-    file = tmp_path / "report.html"
-    write_page(analyse(merge(simulate(12, 12, input_ms=[2.0] * 11 + [42.0], noise=0.0))), file)
-    browser.resize(1280)
-    browser.prefer("light")
-    browser.open(file)
-    browser.wait_until(DRAWN)
-    assert browser.requests() == [file.as_uri()]
-    check_that_all_is_drawn(browser)
-    for hover in HOVERS:
-        check_hover(browser, *hover)
-    check_colours(browser)
-    assert browser.requests() == [file.as_uri()]
-    assert browser.complaints() == []
-    check_phone(browser, file)
-    assert browser.complaints() == []
-    check_that_the_checks_can_fail(browser, tmp_path)
-
-
-def check_that_all_is_drawn(browser: Browser) -> None:
-    marks = ".cartesianlayer :is(.point path, .scatterlayer path)"
-    sizes = browser.evaluate(
-        "[...document.querySelectorAll('.plotly-graph-div')].map(each => {"
-        "const box = each.querySelector('svg.main-svg').getBoundingClientRect();"
-        f"return [each.id, box.width, box.height, each.querySelectorAll('{marks}').length];}})"
-    )
-    assert [name for name, *_ in sizes] == FIGURES
-    for name, width, height, num_marks in sizes:
-        assert width > 500, name
-        assert height > 100, name
-        assert num_marks > 0, name
-
-
-def check_hover(browser: Browser, target: str, *expected: str) -> None:
-    labels = f"document.querySelectorAll('{target.split()[0]} .hoverlayer :is(.hovertext, .legend)')"
-    assert browser.evaluate(f"{labels}.length") == 0
-    browser.evaluate(f"document.querySelector('{target}').scrollIntoView({{block: 'center', behavior: 'instant'}})")
-    box = browser.evaluate(f"document.querySelector('{target}').getBoundingClientRect().toJSON()")
-    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
-    browser.point_at(x + 2, y)
-    browser.point_at(x, y)
-    browser.wait_until(f"{labels}.length")
-    text = browser.evaluate(f"[...{labels}].map(each => each.textContent).join(' ')").replace("\u00a0", " ")
-    for each in expected:
-        assert each in text
-
-
-def check_colours(browser: Browser) -> None:
-    assert brightness(browser) == pytest.approx((1.0, 0.0), abs=0.2)
-    browser.prefer("dark")
-    assert brightness(browser) == pytest.approx((0.0, 1.0), abs=0.2)
-
-
-def brightness(browser: Browser) -> tuple[float, float]:
-    """Of the page and of the text of its last figure, from 0 to 1."""
-    page = browser.evaluate("getComputedStyle(document.body).backgroundColor")
-    text = browser.evaluate("getComputedStyle(document.querySelector('#lanes .xtick text')).fill")
-    first, second = (np.mean([float(each) for each in re.findall(r"[\d.]+", color)[:3]]) for color in (page, text))
-    return float(first) / 255, float(second) / 255
-
-
-def check_phone(browser: Browser, file: Path) -> None:
-    browser.resize(360, is_phone=True)
-    browser.open(file)
-    browser.wait_until(DRAWN)
-    assert browser.evaluate("document.documentElement.scrollWidth") <= 360
-    widths = browser.evaluate("[...document.querySelectorAll('.drawing svg.main-svg')].map(each => each.clientWidth)")
-    assert len(widths) >= len(FIGURES)
-    assert all(250 < width <= 360 for width in widths)
-    sizes = browser.evaluate(
-        "[...document.querySelectorAll('.drawing :is(.xtick, .ytick) text')]"
-        ".map(each => parseFloat(getComputedStyle(each).fontSize))"
-    )
-    assert min(sizes) >= 10
-
-
-def check_that_the_checks_can_fail(browser: Browser, folder: Path) -> None:
-    page = folder / "wrong.html"
-    image = "<img src='http://127.0.0.1:9/x.png' width=2000>"
-    page.write_text(f"{image}<script>console.error('spoken'); throw new Error('thrown')</script>")
-    browser.open(page)
-    assert "http://127.0.0.1:9/x.png" in browser.requests()
-    complaints = " ".join(browser.complaints())
-    assert "spoken" in complaints
-    assert "thrown" in complaints
-    assert browser.evaluate("document.documentElement.scrollWidth") > 360
-    policy = "<meta http-equiv='Content-Security-Policy' content=\"default-src 'none'\">"
-    page.write_text(policy + image)
-    browser.open(page)
-    assert "Content Security Policy" in " ".join(browser.complaints())

@@ -14,12 +14,12 @@ written (results may share registers with operands), and a memory access that th
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -317,7 +317,8 @@ class InlinePtx:
         is_scalar = shape in ((), (1,))
         if not is_scalar and ("%tid" in text or "bar." in text):
             raise PtxError("threads that have an element each are not those of the block")
-        results = self.run(self.edit(text), constraints, data, NUM_THREADS if is_scalar else shape[0])
+        num_threads = NUM_THREADS if is_scalar else shape[0]
+        results = run_text(self.edit(text), constraints, data, num_threads, self.memory, self.log)
         if is_scalar:
             if any((result != result[0]).any() for result in results):
                 raise PtxError("a scalar that is not the same for all threads")
@@ -328,9 +329,6 @@ class InlinePtx:
             made.append(TensorHandle(bits.astype(f"u{dtype.itemsize}").view(dtype), kind.scalar))
         return SimpleNamespace(get_result=lambda i: made[i])
 
-    def run(self, text: str, constraints: str, data: list[np.ndarray], num_threads: int) -> list[np.ndarray]:
-        return run_text(text, constraints, data, num_threads, self.memory, self.log)
-
 
 @contextmanager
 def ptx_in_kernels(memory: Memory | InlinePtx) -> Iterator[InlinePtx]:
@@ -338,7 +336,7 @@ def ptx_in_kernels(memory: Memory | InlinePtx) -> Iterator[InlinePtx]:
     from triton.runtime.interpreter import InterpreterBuilder
 
     inline = memory if isinstance(memory, InlinePtx) else InlinePtx(memory)
-    direct, ring = (sys.modules[f"torchring.kernels.{name}"] for name in ("direct", "ring"))
+    direct, ring = (import_module(f"torchring.kernels.{name}") for name in ("direct", "ring"))
     with (
         mock.patch.object(InterpreterBuilder, "create_inline_asm", lambda _, *arguments: inline(*arguments)),
         mock.patch.multiple(direct, takes_ptx=lambda device: True),
