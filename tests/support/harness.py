@@ -1,5 +1,6 @@
 """Runs N ranks with a deadline, looks at every exit code, and leaves nothing behind.
 
+    @ranks(2)                      the body of a test runs on 2 ranks
     run_ranks(fn, 2)               fn(rank, world_size) in 2 processes; both results in rank order
     run_pooled(fn, 2)              the same in processes that stay alive from one call to the next
     run_threads(fn, 2)             fn(rank, world_size, store) in 2 threads of this process
@@ -21,8 +22,10 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -46,6 +49,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -118,6 +122,42 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def ranks(
+    world_size: int | None = None, start: Callable[..., list[Any]] | None = None, **how: Any
+) -> Callable[[Callable[..., object]], Callable[..., None]]:
+    """The body of the test runs on each of `world_size` pooled ranks; the test fails if a rank does.
+
+        @pytest.mark.parametrize("op", ["sum", "mean"])
+        @ranks(2)
+        def test_reduces(op: str, rank: int) -> None: ...
+
+    The parameters `rank`, `world_size` and `monkeypatch` of a body come from its rank, which restores what the body
+    replaces by `monkeypatch`. Its other parameters are parameters and fixtures of the test, pickled by value.
+    Without `world_size`, the test has a parameter of that name.
+    start: `run_ranks` for bodies that break their rank; `how` are its options.
+    """
+
+    def decorate(body: Callable[..., object]) -> Callable[..., None]:
+        of_rank = {"rank", "monkeypatch"} | ({"world_size"} if world_size else set())
+        signature = inspect.signature(body)
+
+        @functools.wraps(body)
+        def test(*on_rank: int, **arguments: Any) -> None:
+            if not on_rank:  # called by pytest
+                (start or run_pooled)(test, world_size or arguments["world_size"], arguments, **how)
+                return
+            rank, num_ranks, given = on_rank
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                own = {"rank": rank, "world_size": num_ranks, "monkeypatch": monkeypatch}
+                body(**{**given, **{name: value for name, value in own.items() if name in signature.parameters}})
+
+        of_test = [parameter for name, parameter in signature.parameters.items() if name not in of_rank]
+        test.__signature__ = signature.replace(parameters=of_test)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
 
 
 def run_ranks(
@@ -486,7 +526,10 @@ def _answer(payload: bytes, rank: int, world_size: int, environ: dict[str, str])
     except SystemExit:
         raise
     except BaseException as error:
-        return pickle.dumps((None, (_summary(error), traceback.format_exc()))), 1
+        # pytest says what the two sides of an assertion were; here, the locals do.
+        is_assertion = isinstance(error, AssertionError)
+        text = traceback.TracebackException.from_exception(error, capture_locals=is_assertion).format()
+        return pickle.dumps((None, (_summary(error), "".join(text)))), 1
 
 
 def _serve(rank: int, world_size: int, channel: connection.Connection) -> None:
@@ -610,8 +653,9 @@ def _start_method(fresh: bool, environ: Mapping[str, str | None]) -> Any:
 
 def _modules_of_tests() -> list[str]:
     """Those that this process has imported and that start ranks, which need not import them once more, each."""
-    held = {name: getattr(module, "__dict__", {}).get("run_ranks") for name, module in sys.modules.items()}
-    return sorted(name for name, found in held.items() if found is run_ranks and not name.startswith("__"))
+    held = {name: getattr(module, "__dict__", {}) for name, module in sys.modules.items()}
+    starts = [name for name, of in held.items() if of.get("run_ranks") is run_ranks or of.get("ranks") is ranks]
+    return sorted(name for name in starts if not name.startswith("__"))
 
 
 def _clean_environ() -> dict[str, str]:

@@ -1,6 +1,7 @@
 """The harness must fail when a rank fails: each test here breaks something on purpose.
 
-run_ranks: endings, deadline, leftovers, environment · run_threads · run_script · the gpu marker of conftest.py · grids
+run_ranks: endings, deadline, leftovers, environment · a pool · @ranks · run_threads · run_script · the gpu marker of
+conftest.py · grids
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import atexit
 import contextlib
 import functools
 import gc
+import inspect
 import io
 import itertools
 import math
@@ -31,6 +33,7 @@ from tests.support.harness import (
     LEFT_ON_PURPOSE,
     RanksFailed,
     count_open_fds,
+    ranks,
     run_pooled,
     run_ranks,
     run_script,
@@ -437,6 +440,37 @@ def test_what_a_pooled_rank_leaves_is_a_failure_and_the_pool_is_replaced(how: st
     after = run_pooled(_pooled, 2, "nothing")
     assert not set(after) & set(before)
     assert not any(Path("/proc", str(pid)).exists() for pid in before)
+
+
+# The body of a test on ranks.
+
+
+@ranks(2)
+def _body(rank: int, world_size: int, monkeypatch: pytest.MonkeyPatch, offset: int, tmp_path: Path) -> None:
+    from torchring.memory import host
+
+    monkeypatch.setattr(host, "_host_identity", lambda: "another")
+    (tmp_path / f"rank{rank}").write_text(f"{host._host_identity()} {offset + rank} of {world_size} {os.getpid()}")
+    assert offset < 200
+
+
+def test_the_body_of_a_test_runs_on_pooled_ranks_with_the_parameters_of_the_test(tmp_path: Path) -> None:
+    assert list(inspect.signature(_body).parameters) == ["offset", "tmp_path"]  # what pytest passes
+    _body(offset=100, tmp_path=tmp_path)
+    said = [(tmp_path / f"rank{rank}").read_text().rpartition(" ") for rank in range(2)]
+    assert [text for text, *_ in said] == ["another 100 of 2", "another 101 of 2"]
+    assert {int(pid) for *_, pid in said}.isdisjoint({os.getpid()})
+    with pytest.raises(RanksFailed, match="_body: 2 of 2 ranks failed") as failure:
+        _body(offset=200, tmp_path=tmp_path)
+    assert re.search(r"assert offset < 200\n(.*\n)*    offset = 200\n", str(failure.value))
+    _body(offset=101, tmp_path=tmp_path)
+    assert [(tmp_path / f"rank{rank}").read_text().split()[1] for rank in range(2)] == ["101", "102"]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@ranks(start=run_ranks, env={"COLOUR": "red"})
+def test_the_number_of_ranks_may_be_a_parameter_and_the_start_another(rank: int, world_size: int) -> None:
+    assert (os.environ["WORLD_SIZE"], os.environ["RANK"], os.environ["COLOUR"]) == (str(world_size), str(rank), "red")
 
 
 # Threads.
