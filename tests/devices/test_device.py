@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from tests.support.fake_device import COMPUTE, FakeAccelerator, FakeStream, Race
 from torchring.accelerators import ACCELERATORS, accelerator_of
 from torchring.devices import agreement as agreement_module
-from torchring.devices import cuda, engines, symmetric_memory, watchdog
+from torchring.devices import cuda, symmetric_memory, watchdog
 from torchring.devices.agreement import DeviceAgreement, _first_finding
 from torchring.devices.cuda import CudaAccelerator, span
 from torchring.devices.engines import BackendEngine, HierarchicalEngine, SharedMemoryEngine
@@ -31,7 +30,6 @@ from torchring.devices.opening import open_on_device
 from torchring.devices.packing import DevicePacking, slots_of
 from torchring.devices.stream import Dated, DeviceWire, OnStream
 from torchring.devices.symmetric_memory import (
-    CudaBlock,
     CudaGroup,
     ExchangeStore,
     LonelyGroup,
@@ -41,14 +39,11 @@ from torchring.devices.symmetric_memory import (
 )
 from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
 from torchring.gradients.agreement import Timing
-from torchring.gradients.message import Said
 from torchring.gradients.plan import ParameterSpec, build_plan
-from torchring.gradients.reduction import Reduction
 from torchring.kernels.chunks import ChunkTable
 from torchring.kernels.pack import NOT_FOUND
 from torchring.kernels.signals import signal_bytes
 from torchring.rendezvous.rendezvous import Rendezvous
-from torchring.world import World
 
 CPU = torch.device("cpu")
 
@@ -84,32 +79,19 @@ def test_ranges_are_there_while_a_profiler_looks() -> None:
 # The fake itself
 
 
-def test_work_is_done_when_somebody_waits_and_in_order(accelerator: FakeAccelerator) -> None:
-    stream = accelerator.open_stream()
-    value = torch.zeros(8)
+def test_work_is_done_in_order_and_when_somebody_waits(accelerator: FakeAccelerator) -> None:
+    stream, value = accelerator.open_stream(), torch.zeros(8)
+    fetched: list[torch.Tensor] = []
     stream.follow()
     stream.run(lambda: value.fill_(1.0))
     first = stream.mark()
-    stream.run(lambda: value.mul_(3.0))
-    last = stream.mark()
+    stream.run(lambda: fetched.append(accelerator.fetch(value.mul_(3.0))))
     assert not first.is_reached()
     first.hold_current()
-    assert first.is_reached()
-    assert not last.is_reached()
-    last.hold_current()
-    assert value.tolist() == [3.0] * 8
-    assert last.milliseconds_since(first) >= 0
-    assert accelerator.races == []
-
-
-def test_what_was_fetched_is_not_there_before_its_time(accelerator: FakeAccelerator) -> None:
-    stream = accelerator.open_stream()
-    value, fetched = torch.full((4,), 7, dtype=torch.int32), []
-    stream.follow()
-    stream.run(lambda: fetched.append(accelerator.fetch(value)))
-    assert fetched[0].tolist() == [-1] * 4
+    assert (value.tolist(), fetched[0].tolist()) == ([1.0] * 8, [-1] * 8)
     accelerator.synchronize()
-    assert fetched[0].tolist() == [7] * 4
+    assert value.tolist() == fetched[0].tolist() == [3.0] * 8
+    assert accelerator.races == []
 
 
 @pytest.mark.parametrize("mode", ["late", "eager"])
@@ -173,25 +155,6 @@ def _packing(
     return SimpleNamespace(packing=packing, plan=plan, wire=wire, found=found, stream=stream, views=views)
 
 
-def test_gradients_laid_out_otherwise_are_copied_by_index(accelerator: FakeAccelerator) -> None:
-    here = _packing(accelerator, shapes=((3, 5), (4,), (2, 2)))
-    transposed, expanded, plain = (
-        torch.arange(15.0).view(5, 3).t(), torch.tensor(2.0).expand(4), torch.arange(4.0).view(2, 2)
-    )  # fmt: skip
-    here.packing.pack([0, 1, 2], [transposed, expanded, plain], here.views)
-    accelerator.synchronize()
-    for view, gradient in zip(here.views, (transposed, expanded, plain), strict=True):
-        assert torch.equal(view, gradient * 0.5)
-    assert here.found.tolist() == [NOT_FOUND] * 2
-    here.packing.pack([0, 1, 2], [transposed * 1e38, expanded, plain], here.views)
-    accelerator.synchronize()
-    assert here.found.tolist() == [0, 0], "copies are looked at, too"
-    results = [torch.zeros(5, 3).t(), torch.zeros(4), torch.zeros(2, 2)]
-    here.packing.unpack([0, 1, 2], here.views, results)
-    for result, view in zip(results, here.views, strict=True):
-        assert torch.equal(result, view)
-
-
 def test_a_table_for_each_set_of_parameters_and_not_ever_more(accelerator: FakeAccelerator) -> None:
     here = _packing(accelerator, shapes=tuple((1,) for _ in range(6)))
     for mask in range(1, 64):
@@ -215,55 +178,47 @@ def test_the_slots_of_a_chunk() -> None:
 # Reductions
 
 
-class _Mark:
-    def __init__(self, milliseconds: float) -> None:
-        self.milliseconds = milliseconds
-
-    def is_reached(self) -> bool:
-        return True
-
-    def hold_current(self) -> None: ...
-
-    def milliseconds_since(self, earlier: Any) -> float:
-        return self.milliseconds - float(earlier.milliseconds)
-
-
 @pytest.mark.parametrize(
     ("flights", "backward_end", "expected"),
     [
         ([(10, 14), (20, 30)], 26, (14, 4)),  # the last 4 ms of it stuck out
         ([(10, 14), (20, 30)], 35, (14, 0)),  # all hidden
         ([(40, 44), (44, 45)], 10, (5, 5)),  # begun long after backward: no more is exposed than there was
-        ([], 10, None),
+        ([], 10, (0, 0)),
     ],
 )
 def test_how_long_a_reduction_took_and_how_much_of_it_showed(
-    flights: list[tuple[float, float]], backward_end: float, expected: tuple[float, float] | None
+    flights: list[tuple[float, float]], backward_end: float, expected: tuple[float, float]
 ) -> None:
-    accelerator = SimpleNamespace(
-        mark_current=lambda: _Mark(backward_end), current_stream=lambda: COMPUTE, synchronize=lambda: None
+    def mark(at: float) -> Any:
+        return SimpleNamespace(at=at, milliseconds_since=lambda earlier: at - earlier.at)
+
+    agreement: Any = SimpleNamespace(_timing=Timing())
+    finished: Any = SimpleNamespace(
+        works=[Dated(mark(begin), mark(end)) for begin, end in flights], backward_end=mark(backward_end)
     )
-    all_reduce: Any = SimpleNamespace(
-        in_background=True,
-        accelerator=accelerator,
-        stream=SimpleNamespace(run=lambda work: work(), follow=lambda: None),
-        take_dated=lambda: [Dated(_Mark(begin), _Mark(end)) for begin, end in flights],
-        take_fetched=list,
-        give_back=lambda fetched: None,
-        check=lambda: None,
-        is_dated=True,
-    )
-    world = World(None, 0, 1)
-    timing = Timing()
-    agreement = DeviceAgreement(world, all_reduce, timing, [], [])
-    agreement.backward_is_over()
-    current = Reduction(0, said=Said({"non_finite": [0], "overflowed": [0]}))
-    agreement.agree(current, [])
-    assert current.non_finite is None
-    agreement.poll()
-    world.close()
-    assert timing.num_timed == (-1 if expected is None else 0)
-    assert (timing.last_busy_ms, timing.last_exposed_ms) == pytest.approx(expected or (0, 0))
+    DeviceAgreement._take_time(agreement, finished)
+    assert (agreement._timing.last_busy_ms, agreement._timing.last_exposed_ms) == pytest.approx(expected)
+
+
+def test_what_may_overflow_in_the_sum_is_told_only_if_it_has() -> None:
+    """What is not finite on this rank goes first, and the host need not look at the gradients for it."""
+    specs = [ParameterSpec(f"p{i}", (20,), (1,), torch.float32, CPU) for i in range(2)]
+    (plan,) = build_plan(specs, bucket_bytes=1 << 20, order=range(2)).buckets
+    table = ChunkTable([20, 20], [s.offset for s in plan.slots], wire_dtype=torch.float32, device="cpu")
+    parameters = [torch.nn.Parameter(torch.zeros(20)) for _ in specs]
+    for parameter in parameters:
+        parameter.grad = torch.zeros(20)
+    for report, sum_overflows, expected in (
+        ([NOT_FOUND, NOT_FOUND], True, None),
+        ([1, 0], True, ("non_finite", 1)),
+        ([NOT_FOUND, 0], False, None),
+        ([NOT_FOUND, 0], True, ("overflowed", 1)),
+    ):
+        parameters[1].grad = torch.full((20,), torch.inf if sum_overflows else 0.0)
+        wire, reports = SimpleNamespace(row=0), [torch.tensor([report], dtype=torch.int32)]
+        finished: Any = SimpleNamespace(opened=[(plan, wire, None, 0)], packed=[[((0, 1), table)]], reports=reports)
+        assert agreement_module._find(finished, parameters) == expected
 
 
 def test_who_is_named_when_several_have_found_something() -> None:
@@ -272,53 +227,7 @@ def test_who_is_named_when_several_have_found_something() -> None:
     assert _first_finding([0, 4, 10], [5, 0, 0]) == (1, 3)
 
 
-def test_what_a_reduction_found_is_found_again() -> None:
-    """What is not finite goes before what may overflow, and is not so now; rows are those of the wires."""
-    specs = [ParameterSpec(f"p{i}", (20,), (1,), torch.float32, CPU) for i in range(4)]
-    plans = build_plan(specs, bucket_bytes=160, first_bucket_bytes=160, order=range(4)).buckets
-    report = torch.full((2, 2), NOT_FOUND, dtype=torch.int32)
-    nowhere = torch.zeros(1)
-    wires = [DeviceWire(nowhere, nowhere, nowhere, (0, 0), report, row) for row in range(2)]
-    tables = [
-        ChunkTable([20, 20], [s.offset for s in plan.slots], wire_dtype=torch.float32, device="cpu") for plan in plans
-    ]
-    packed = [[((0, 1), table)] for table in tables]
-    opened = [(plan, wire, None, 0) for plan, wire in zip(plans, wires, strict=True)]
-
-    parameters = [torch.nn.Parameter(torch.zeros(20)) for _ in specs]
-
-    def found(*values: list[int], bad: int | None = None) -> tuple[str, int] | None:
-        reports = [torch.tensor(values, dtype=torch.int32)]
-        finished: Any = SimpleNamespace(opened=opened, packed=packed, reports=reports)
-        for index, parameter in enumerate(parameters):
-            parameter.grad = torch.full((20,), torch.inf) if index == bad else None
-        return agreement_module._find(finished, parameters)
-
-    no = NOT_FOUND
-    assert found([no, no], [no, no], bad=0) is None
-    assert found([no, no], [1, 1]) == ("non_finite", 3)
-    assert found([no, 0], [no, no]) is None
-    assert found([no, 0], [no, no], bad=0) == ("overflowed", 0)
-    assert found([no, 0], [no, no], bad=1) == ("overflowed", 1)
-    assert found([no, 0], [no, no], bad=2) is None
-    assert found([no, 0], [0, 0], bad=1) == ("non_finite", 2)
-
-
 # Engines
-
-
-def test_an_engine_of_one_rank_on_a_backend(accelerator: FakeAccelerator) -> None:
-    """Has nobody to send to; an empty buffer needs no kernel."""
-    backend = accelerator.open_backend(dist.HashStore(), 0, 1, 10.0)
-    engine = BackendEngine(backend, accelerator)
-    first, second = engine.open_wires([(5, torch.float32), (0, torch.float16)])
-    assert (first.row, second.row, first.bounds) == (0, 1, (0, 5))
-    assert first.report is second.report
-    assert first.tensor.data_ptr() == first.buffer.data_ptr()
-    first.buffer.fill_(4.0)
-    assert first.tensor._version == 0  # not the engine's writes
-    engine.launch(second)
-    engine.close()
 
 
 @pytest.mark.parametrize(("algorithm", "also"), [("ring", "'native'"), ("direct", "'hierarchical'")])
@@ -328,46 +237,28 @@ def test_kernels_that_share_memory_take_one_host(accelerator: FakeAccelerator, a
         open_on_device(world, algorithm, "auto", [], accelerator)
 
 
-class _Backend:
-    """NCCL's, as far as one rank sees it."""
+def test_kernels_know_of_an_abort_before_the_backend_leaves_half_a_sum(accelerator: FakeAccelerator) -> None:
+    """The host may have launched all that follows. Errors of a backend that is on its way out say nothing."""
+    words: list[int] = []
 
-    def __init__(self, told: list[str], word: torch.Tensor | None = None) -> None:
-        self._told, self._word = told, word
-
-    def rank(self) -> int:
-        return 0
-
-    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
-        assert not options.asyncOp
-        self._told.append("all-reduce")
-
-    def abort(self) -> None:
-        self._told.append("abort")
+    def abort() -> None:
+        words.extend(int(word) for word in accelerator.host_words)
         raise RuntimeError("ProcessGroup abort timed out")
 
-    def shutdown(self) -> None:
-        self._told.append("shutdown")
-        raise RuntimeError("NCCL communicator was aborted")
+    backend: Any = mock.Mock(abort=abort, shutdown=mock.Mock(side_effect=RuntimeError("was aborted")))
+    shared = SharedMemoryEngine("hierarchical", LonelyGroup(0, CPU), accelerator)
+    for engine in (BackendEngine(backend, accelerator), HierarchicalEngine(shared, backend)):
+        engine.abort()
+        engine.close()
+    assert words == [0, 1, 1, 1]
+    assert backend.shutdown.call_count == 2
 
 
-def test_a_backend_whose_work_is_in_the_stream_has_nothing_to_wait_for() -> None:
-    told: list[str] = []
-    engines.all_reduce(_Backend(told), torch.zeros(1))  # type: ignore[arg-type]
-    assert told == ["all-reduce"]
-
-
-def test_kernels_know_of_an_abort_before_the_backend_leaves_half_a_sum(accelerator: FakeAccelerator) -> None:
-    """The host may have launched all that follows."""
-    told: list[str] = []
-    backend: Any = _Backend(told)
-    engine = BackendEngine(backend, accelerator)
-    words: list[int] = []
-    abort = backend.abort
-    backend.abort = lambda: (words.extend(int(word) for word in accelerator.host_words), abort())
-    engine.abort()
-    engine.close()
-    assert words == [1]
-    assert told == ["abort", "shutdown"], "errors of a backend that is on its way out say nothing"
+@pytest.mark.parametrize(("processors", "blocks"), [(144, 24), (132, 22), (58, 9), (3, 1)])
+def test_waiting_blocks_take_a_share_of_the_gpu(accelerator: FakeAccelerator, processors: int, blocks: int) -> None:
+    group = LonelyGroup(0, CPU)
+    group.num_processors = processors
+    assert len(SharedMemoryEngine("direct", group, accelerator)._pads.own) == signal_bytes(1, blocks)
 
 
 def test_nccl_is_opened_without_threads_that_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,16 +289,6 @@ def test_the_device_that_is_asked_for_a_capture_is_its_own(monkeypatch: pytest.M
     accelerator = object.__new__(CudaAccelerator)
     accelerator.device = torch.device("cuda", 1)
     assert accelerator.is_capturing()
-
-
-def test_engines_abort_what_they_have() -> None:
-    calls: list[str] = []
-    column: Any = SimpleNamespace(abort=lambda: calls.append("column"), shutdown=lambda: calls.append("down"))
-    shared: Any = SimpleNamespace(abort=lambda: calls.append("shared"), close=lambda: calls.append("closed"))
-    for engine in (HierarchicalEngine(shared, column), HierarchicalEngine(shared, None)):
-        engine.abort()
-        engine.close()
-    assert calls == ["shared", "column", "closed", "down", "shared", "closed"]
 
 
 def test_the_word_that_stops_kernels_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,51 +327,31 @@ def test_a_device_that_is_stuck_is_told_to_stop_without_asking_it(mode: str) -> 
         assert [int(word) for word in accelerator.host_words] == [1]
 
 
-# Symmetric memory
+# The watchdog
 
 
-class _Engine:
-    """Does nothing, and notes that it was told to stop."""
-
-    algorithm = "direct"
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def launch(self, wire: DeviceWire) -> None: ...
-
-    def guard(self, wires: Any) -> None: ...
-
-    def abort(self) -> None:
-        self.calls.append("abort")
-
-    def close(self) -> None:
-        self.calls.append("close")
-
-
-class _Host:
-    """Two ranks, the other of which is gone in some looks."""
+class _Peer:
+    """Another rank, which is gone in some looks."""
 
     rank, ranks, size = 0, (0, 1), 2
 
     def __init__(self, *gone: bool) -> None:
-        self._gone = list(gone)
+        self.gone = list(gone)
+
+    def find(self) -> PeerLostError | None:
+        return PeerLostError("gone", peers=(1,)) if self.gone.pop(0) else None
 
     def check_peers(self, needed: Any) -> None:
-        if self._gone.pop(0):
-            raise PeerLostError("gone", rank=0, peers=needed)
+        if error := self.find():
+            raise error
 
 
-def _all_reduce(
-    accelerator: FakeAccelerator, host: Any = None, timeout_seconds: float = 30.0, lost_afar: Any = None
-) -> tuple[OnStream, _Engine]:
-    engine = _Engine()
-    all_reduce = OnStream(
-        engine, accelerator, in_background=True, host=host, timeout_seconds=timeout_seconds, lost_afar=lost_afar
-    )
+def _all_reduce(accelerator: FakeAccelerator, **options: Any) -> tuple[OnStream, mock.Mock]:
+    engine = mock.Mock(algorithm="direct")
+    options = {"host": None, "timeout_seconds": 30.0, **options}
+    all_reduce = OnStream(engine, accelerator, in_background=True, **options)
     all_reduce._watchdog._stop.set()  # tests look themselves
-    report = torch.full((1, 2), NOT_FOUND, dtype=torch.int32)
-    buffer = torch.zeros(4)
+    report, buffer = torch.full((1, 2), NOT_FOUND, dtype=torch.int32), torch.zeros(4)
     all_reduce.start(DeviceWire(buffer, buffer, torch.zeros(1, dtype=torch.int64), (0, 4), report, 0))
     return all_reduce, engine
 
@@ -501,27 +362,51 @@ def _sealed(all_reduce: OnStream) -> torch.Tensor:
     return fetched
 
 
-def test_a_rank_leaves_when_its_device_is_through(accelerator: FakeAccelerator) -> None:
+@pytest.mark.parametrize(
+    ("what", "waits", "aborts"),
+    [
+        ("close, the device is late", 1, False),
+        ("close, the device is through", 0, False),
+        ("close, amid a reduction", 0, True),  # peers will not come
+        ("the script ends", 1, True),  # or NCCL's destructor would complain
+        ("a forked child ends", 0, False),  # the device is the parent's
+    ],
+)
+def test_how_a_rank_leaves(what: str, waits: int, aborts: bool, accelerator: FakeAccelerator) -> None:
     all_reduce, engine = _all_reduce(accelerator)
-    fetched = _sealed(all_reduce)
-    waited = accelerator.calls["synchronize"]
+    if "amid" not in what:
+        fetched = _sealed(all_reduce)
+        if "through" in what:
+            fetched.fill_(NOT_FOUND)
+    before = accelerator.calls["synchronize"]
+    if "child" in what:
+        all_reduce._watchdog._pid += 1
+    all_reduce.close() if "close" in what else all_reduce._watchdog._leave()
+    assert accelerator.calls["synchronize"] - before == waits
+    assert engine.abort.called == aborts
     all_reduce.close()
-    assert accelerator.calls["synchronize"] == waited + 1
-    assert engine.calls == ["close"]
-    all_reduce, engine = _all_reduce(accelerator)
+    assert engine.close.called
+
+
+@pytest.mark.parametrize("is_afar", [False, True])
+@pytest.mark.parametrize(("gone", "is_lost"), [((True, True), True), ((True, False, True), False), ((False,), False)])
+def test_a_peer_is_lost_if_it_is_gone_at_two_looks(
+    gone: tuple[bool, ...], is_lost: bool, is_afar: bool, accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another host, not before the device has waited for a while."""
+    peer = _Peer(*gone)
+    all_reduce, _ = _all_reduce(accelerator, **{"lost_afar": peer.find} if is_afar else {"host": peer})
     fetched = _sealed(all_reduce)
+    if is_afar:
+        assert all_reduce._watchdog._look() is None
+        assert len(peer.gone) == len(gone)
+        monkeypatch.setattr(watchdog, "_AFAR_SECONDS", 0.0)
+    found = [all_reduce._watchdog._look() for _ in gone]
+    assert [error is not None for error in found] == [False] * (len(gone) - 1) + [is_lost]
     fetched.fill_(NOT_FOUND)
-    waited = accelerator.calls["synchronize"]
+    peer.gone = [True]
+    assert all_reduce._watchdog._look() is None, "a peer that is done may leave before its words have come"
     all_reduce.close()
-    assert accelerator.calls["synchronize"] == waited, "there is nothing to wait for"
-
-
-def test_a_reduction_that_was_aborted_is_not_waited_for(accelerator: FakeAccelerator) -> None:
-    """Its peers will not come."""
-    all_reduce, engine = _all_reduce(accelerator)
-    waited = accelerator.calls["synchronize"]
-    all_reduce.close()
-    assert (engine.calls, accelerator.calls["synchronize"]) == (["abort", "close"], waited)
 
 
 def test_a_last_reduction_that_fails_is_not_left_without_a_word(
@@ -536,68 +421,6 @@ def test_a_last_reduction_that_fails_is_not_left_without_a_word(
         all_reduce.close()
 
 
-@pytest.mark.parametrize(("gone", "is_lost"), [((True, True), True), ((True, False, True), False), ((False,), False)])
-def test_a_peer_is_lost_if_it_is_gone_at_two_looks(
-    accelerator: FakeAccelerator, gone: tuple[bool, ...], *, is_lost: bool
-) -> None:
-    all_reduce, _ = _all_reduce(accelerator, _Host(*gone))
-    _sealed(all_reduce)
-    found = [all_reduce._watchdog._look() for _ in gone]
-    assert [error is not None for error in found] == [False] * (len(gone) - 1) + [is_lost]
-    all_reduce.close()
-
-
-def test_a_peer_that_is_done_may_leave_before_its_words_have_come(accelerator: FakeAccelerator) -> None:
-    all_reduce, engine = _all_reduce(accelerator, _Host(True, True, True))
-    first = _sealed(all_reduce)
-    assert all_reduce._watchdog._look() is None
-    first.fill_(NOT_FOUND)
-    assert all_reduce._watchdog._look() is None
-    assert all_reduce._watchdog._look() is None
-    all_reduce.close()
-    assert engine.calls == ["close"]
-
-
-class _Afar:
-    """Another host, whose rank is gone in some looks."""
-
-    def __init__(self, *gone: bool) -> None:
-        self.looks = list(gone)
-
-    def find(self) -> PeerLostError | None:
-        return PeerLostError("gone", peers=(3,)) if self.looks.pop(0) else None
-
-
-@pytest.mark.parametrize(("gone", "is_lost"), [((True, True), True), ((True, False, True), False), ((False,), False)])
-def test_a_rank_of_another_host_that_dies_is_noticed(
-    accelerator: FakeAccelerator, gone: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch, *, is_lost: bool
-) -> None:
-    """While this rank's main thread waits for its device; but not before the device has waited for a while."""
-    afar = _Afar(*gone)
-    all_reduce, _ = _all_reduce(accelerator, lost_afar=afar.find)
-    _sealed(all_reduce)
-    assert all_reduce._watchdog._look() is None
-    assert len(afar.looks) == len(gone)
-    monkeypatch.setattr(watchdog, "_AFAR_SECONDS", 0.0)
-    found = [all_reduce._watchdog._look() for _ in gone]
-    assert [error is not None for error in found] == [False] * (len(gone) - 1) + [is_lost]
-    all_reduce.close()
-
-
-@pytest.mark.parametrize("forked", [False, True])
-def test_a_script_that_ends_leaves_nothing_to_the_destructors(accelerator: FakeAccelerator, *, forked: bool) -> None:
-    """NCCL's destructor would complain. A forked child has no device."""
-    all_reduce, engine = _all_reduce(accelerator)
-    _sealed(all_reduce)
-    waited = accelerator.calls["synchronize"]
-    if forked:
-        all_reduce._watchdog._pid += 1
-    all_reduce._watchdog._leave()
-    assert engine.calls == ([] if forked else ["abort"])
-    assert accelerator.calls["synchronize"] == waited + (not forked)
-    all_reduce.close()
-
-
 def test_a_device_that_does_not_come_to_an_end_is_late(accelerator: FakeAccelerator) -> None:
     all_reduce, _ = _all_reduce(accelerator, timeout_seconds=0.0)
     assert all_reduce._watchdog._look() is None, "how long a backward takes is the script's business"
@@ -606,80 +429,7 @@ def test_a_device_that_does_not_come_to_an_end_is_late(accelerator: FakeAccelera
     all_reduce.close()
 
 
-class _Launches:
-    """In place of `prepare_direct` and `prepare_ring`: what was prepared, and how often each was launched."""
-
-    def __init__(self) -> None:
-        self.prepared: list[dict[str, Any]] = []
-        self.launched: list[int] = []  # indices into `prepared`, or `guarded`
-        self.guarded: list[list[int]] = []  # elements of wires
-
-    def prepare(self, wires: Any, signals: Any, wire: torch.Tensor, **options: Any) -> Callable[[], None]:
-        self.prepared.append({**options, "numel": wire.numel()})
-        return functools.partial(self.launched.append, len(self.prepared) - 1)
-
-    def guard(self, wires: list[torch.Tensor], abort: torch.Tensor) -> Callable[[], None]:
-        self.guarded.append([wire.numel() for wire in wires])
-        return functools.partial(self.launched.append, len(self.guarded) - 1)
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> _Launches:
-    found = _Launches()
-    for name in ("prepare_direct", "prepare_ring"):
-        monkeypatch.setattr(engines, name, found.prepare)
-    monkeypatch.setattr(engines, "prepare_guard", found.guard)
-    return found
-
-
-class _Group:
-    """The first of several ranks, whose memory no other rank has."""
-
-    def __init__(self, size: int) -> None:
-        self.ranks, self.index, self.size, self.num_processors = tuple(range(size)), 0, size, 144
-        self.allocated: list[int] = []
-
-    def allocate(self, num_bytes: int) -> CudaBlock:
-        self.allocated.append(num_bytes)
-        parts = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in self.ranks]
-        return CudaBlock(parts, 0, None)
-
-
-def test_a_launch_is_prepared_once(accelerator: FakeAccelerator, launches: _Launches) -> None:
-    """For each wire and half."""
-    engine = SharedMemoryEngine("direct", _Group(2), accelerator)
-    first, second = engine.open_wires([(64, torch.float32), (32, torch.float32)])
-    for _ in range(3):
-        engine.launch(first)
-        engine.launch(second)
-        engine.direct(first, spread=False)
-        engine.direct(first, gather=False)
-    assert launches.launched == [0, 1, 2, 3] * 3
-    told = [(each["numel"], each["gather"], each["spread"]) for each in launches.prepared]
-    assert told == [(64, True, True), (32, True, True), (64, True, False), (64, False, True)]
-
-
-def test_a_group_of_one_launches_nothing(accelerator: FakeAccelerator, launches: _Launches) -> None:
-    for algorithm in ("direct", "ring"):
-        engine = SharedMemoryEngine(algorithm, LonelyGroup(0, CPU), accelerator)
-        (wire,) = engine.open_wires([(64, torch.float32)])
-        engine.launch(wire)
-        assert (wire.bounds, launches.prepared, engine.guard([wire])) == ((0, 64), [], None)
-
-
-def test_what_a_backend_has_reduced_is_guarded_once(accelerator: FakeAccelerator, launches: _Launches) -> None:
-    """Behind all wires of a reduction, by what is prepared once for the same wires."""
-    backend = accelerator.open_backend(dist.HashStore(), 0, 1, 10.0)
-    engine = BackendEngine(backend, accelerator)
-    all_reduce = OnStream(engine, accelerator, in_background=True, host=None, timeout_seconds=10.0)
-    wires = all_reduce.open_wires([(5, torch.float32), (3, torch.bfloat16), (0, torch.float16)])
-    for used in (wires, wires, wires[1:]):
-        for work in [all_reduce.start(wire) for wire in used]:
-            work.wait()
-    assert launches.guarded == [[5, 3, 0], [3, 0]]
-    assert launches.launched == [0, 0, 1]
-    all_reduce.settle()
-    all_reduce.close()
+# Symmetric memory
 
 
 _HERE = {"processes": "pid:[1]", "folder": "1:2", "trouble": ""}
@@ -757,17 +507,6 @@ class _Allocations:
 
     def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.full(sizes, 10 + rank, dtype=dtype)
-
-
-def test_memory_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From PyTorch's allocator itself."""
-    allocations = _simulated_memory(monkeypatch)
-    emptied = mock.Mock(side_effect=lambda: allocations.calls.append("emptied"))
-    monkeypatch.setattr(torch.cuda, "empty_cache", emptied)
-    block = _cuda_group(dist.HashStore(), 0, 1).allocate(40)
-    assert allocations.calls == ["emptied", ((48,), (1,), torch.uint8, CPU), "torchring/x"]
-    assert [part.tolist() for part in block.parts] == [[0] * 40]
-    assert block.own is block.parts[0]
 
 
 def _simulated_memory(monkeypatch: pytest.MonkeyPatch) -> _Allocations:
@@ -851,18 +590,6 @@ def test_the_smallest_gpu_and_ranks_that_share_one_count(monkeypatch: pytest.Mon
     assert [call.args[-1] for call in groups.call_args_list] == [30] * 3
 
 
-@pytest.mark.parametrize(("processors", "blocks"), [(144, 24), (132, 22), (58, 9), (3, 1)])
-def test_waiting_blocks_take_a_share_of_the_gpu(
-    accelerator: FakeAccelerator, launches: _Launches, processors: int, blocks: int
-) -> None:
-    group = _Group(2)
-    group.num_processors = processors
-    engine = SharedMemoryEngine("direct", group, accelerator)
-    engine.launch(engine.open_wires([(64, torch.float32)])[0])
-    assert launches.prepared[-1]["max_blocks"] == blocks
-    assert group.allocated[0] == signal_bytes(2, blocks)
-
-
 def test_exchanges_of_a_group_are_counted_by_the_group() -> None:
     """The processes have made other exchanges before, but not equally many. PyTorch calls the store from C++."""
     shared = dist.HashStore()
@@ -907,16 +634,6 @@ def test_ranks_of_a_group_meet_at_barriers_of_symmetric_memory() -> None:
             assert [future.result() for future in pending] == [None, None]
     with pytest.raises(RuntimeError, match=r"[Tt]imeout"):  # nobody else comes
         meet(ExchangeStore(dist.PrefixStore("another group", shared), 0.05), "CUDASymmetricMemory/8")
-
-
-def test_a_rank_that_is_alone_needs_nobody() -> None:
-    group = share_memory(None, None, CPU)
-    assert isinstance(group, LonelyGroup)
-    assert (group.ranks, group.index, group.size) == ((0,), 0, 1)
-    block = group.allocate(48)
-    assert len(block.parts) == 1
-    assert block.own is block.parts[0]
-    assert block.own.tolist() == [0] * 48
 
 
 def test_a_group_is_found_by_name_without_a_default_group(monkeypatch: pytest.MonkeyPatch) -> None:
