@@ -50,7 +50,7 @@ class Bucket:
         unused: slots of parameters that this rank has not used in this reduction.
         reduction: the reduction under way, or the last one.
         copies_on_arrival: for each slot, whether `mark_ready` copies the gradient at once.
-        only_counts: for each slot, whether `mark_ready` does nothing but count, unless the bucket is full.
+        only_counts: for each slot, whether its gradient is only counted when it arrives.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class Bucket:
         self._is_sum = is_sum
         self.copies_on_arrival = [not packing.is_asynchronous and is_large(plan, slot) for slot in plan.slots]
         self.only_counts = [not copies for copies in self.copies_on_arrival]
+        self._small = [slot for slot, is_small in enumerate(self.only_counts) if is_small]
 
         # The reduction
         self.reduction = Reduction(0)
@@ -91,6 +92,8 @@ class Bucket:
 
     def mark_ready(self, slot: int) -> bool:
         """A gradient was accumulated, in a backward that reduces. True if it was the last one: the bucket is PACKED."""
+        if self.only_counts[slot]:
+            return self.mark_noted((slot,))
         if self.state is not _FILLING:
             self._open(slot)
         if self._is_sum:
@@ -99,27 +102,27 @@ class Bucket:
         if not self._has_arrived[slot]:
             self._has_arrived[slot] = True
             self._num_missing -= 1
-        elif self.placement.is_in_wire and self.copies_on_arrival[slot]:
+        elif self.placement.is_in_wire:
             raise self._came_again(slot, "packed")
-        if self.copies_on_arrival[slot]:
-            if (tell := self.reduction.events) is not None:
-                tell(COPYING, self.index, 0)
-            self.placement.pack((slot,))
-            if tell is not None:
-                tell(COPIED, self.index, 0)
+        if (tell := self.reduction.events) is not None:
+            tell(COPYING, self.index, 0)
+        self.placement.pack((slot,))
+        if tell is not None:
+            tell(COPIED, self.index, 0)
         return self._num_missing == 0 and self._pack_rest()
 
     def mark_noted(self, slots: Sequence[int]) -> bool:
-        """As `mark_ready`, for several gradients that are only counted."""
+        """As `mark_ready`, for gradients that are only counted."""
         if self.state is not _FILLING:
             self._open(slots[0])
-        for slot in slots:
-            if self._is_sum:
+        status, has_arrived = self.ledger.status, self._has_arrived
+        if self._is_sum:
+            for slot in slots:
                 self.ledger.refuse_sum_of_sums(slot)
-            self.ledger.status[slot] = LOCAL
-            if not self._has_arrived[slot]:
-                self._has_arrived[slot] = True
-                self._num_missing -= 1
+        for slot in slots:
+            status[slot] = LOCAL
+            has_arrived[slot] = True
+        self._num_missing = has_arrived.count(False)
         return self._num_missing == 0 and self._pack_rest()
 
     def fill_missing(self) -> None:
@@ -225,8 +228,8 @@ class Bucket:
         tell = self.reduction.events
         if self._num_missing == 0 and tell is not None:
             tell(READY, self.index, 0)
-        arrived = [slot for slot, here in enumerate(self._has_arrived) if here]
-        self.placement.pack([slot for slot in arrived if not self.copies_on_arrival[slot]])
+        has_arrived = self._has_arrived
+        self.placement.pack(self._small if all(has_arrived) else [slot for slot in self._small if has_arrived[slot]])
         self.placement.refuse_written()
         self.packing.finish_packing(self.reduction.factor)
         self.ledger.note_versions()

@@ -13,9 +13,7 @@ overlap="inline".
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
-import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -58,7 +56,8 @@ class Launcher:
     ) -> None:
         self.buckets: list[Bucket] = []
         self.mark_sparse: Callable[[int], None] = _refuse_unknown
-        self._slots: dict[int, tuple[Bucket, int]] = {}  # by parameter index: its bucket, and its slot there
+        self._bucket_of: dict[int, Bucket] = {}  # by parameter index
+        self._slot_of: dict[int, int] = {}
         self._all_reduce = all_reduce
         self._progress = progress or Progress()
 
@@ -96,10 +95,10 @@ class Launcher:
         """Go on with these buckets, which take over what earlier buckets knew. Between reductions only."""
         for bucket in buckets:
             for position, slot in enumerate(bucket.plan.slots):
-                earlier = self._slots.get(slot.parameter)
-                if earlier is not None and earlier[0] is not bucket:
-                    bucket.ledger.adopt(position, earlier[0].ledger, earlier[1])
-                self._slots[slot.parameter] = (bucket, position)
+                earlier = self._bucket_of.get(slot.parameter)
+                if earlier is not None and earlier is not bucket:
+                    bucket.ledger.adopt(position, earlier.ledger, self._slot_of[slot.parameter])
+                self._bucket_of[slot.parameter], self._slot_of[slot.parameter] = bucket, position
         self.buckets = list(buckets)
         self._on_ready = None
 
@@ -145,16 +144,19 @@ class Launcher:
 
     def mark_ready(self, index: int) -> None:
         """Parameter `index` has its gradient, in a backward that reduces. From the parameter's hook."""
-        is_full = bool(self._noted) and self.count_noted()
         if self._order_so_far is not None:
             self._order_so_far.append(index)
-        place = self._slots.get(index)
-        if place is None:
+        bucket = self._bucket_of.get(index)
+        if bucket is None:
             self.mark_sparse(index)
             return
-        bucket, slot = place
-        is_full = bucket.mark_ready(slot) or is_full
-        if is_full or (self._waiting and bucket.copies_on_arrival[slot]):  # some time has gone by
+        is_large = bucket.copies_on_arrival[slot := self._slot_of[index]]
+        if not is_large:
+            self._noted.append(index)
+        is_full = bool(self._noted) and self.count_noted()
+        if is_large:
+            is_full = bucket.mark_ready(slot) or is_full
+        if is_full or (self._waiting and is_large):  # some time has gone by
             self.advance()
             for other in tuple(self._waiting):
                 if other is not self:
@@ -162,29 +164,31 @@ class Launcher:
 
     def count_noted(self) -> bool:
         """Count the gradients that hooks have only noted. True if a bucket is PACKED now."""
-        is_full = False
-        for bucket, places in itertools.groupby(map(self._slots.__getitem__, self._noted), operator.itemgetter(0)):
-            slots = [slot for _, slot in places]
-            if bucket.mark_noted(slots):
-                self._count_at(bucket, slots[-1])  # gradients came in another order than before
+        is_full, noted, bucket_of = False, self._noted, self._bucket_of
+        buckets = dict.fromkeys(map(bucket_of.__getitem__, noted))
+        for bucket in buckets:
+            own = noted if len(buckets) == 1 else [index for index in noted if bucket_of[index] is bucket]
+            if bucket.mark_noted(list(map(self._slot_of.__getitem__, own))):
+                if self._last.get(bucket) != own[-1]:
+                    self._count_at(bucket, self._slot_of[own[-1]])  # gradients came in another order than before
                 is_full = True
-        self._noted.clear()
+        noted.clear()
         return is_full
 
     def mark_local(self, index: int) -> None:
         """Parameter `index` has its gradient, in a backward that does not reduce. From the parameter's hook."""
-        place = self._slots.get(index)
-        if place is None:
+        bucket = self._bucket_of.get(index)
+        if bucket is None:
             self.mark_sparse(index)
         else:
-            place[0].ledger.mark_local(place[1])
+            bucket.ledger.mark_local(self._slot_of[index])
 
     def holds_result(self, index: int) -> bool:
         """Whether parameter `index` has a gradient that was reduced before, so a backward would add to it."""
-        place, grad = self._slots.get(index), None
-        if place is not None:
-            bucket, slot = place
-            grad = bucket.parameters[slot].grad
+        bucket = self._bucket_of.get(index)
+        if bucket is None:
+            return False
+        grad = bucket.parameters[slot := self._slot_of[index]].grad
         return grad is not None and bucket.ledger.is_settled(slot, grad)
 
     def advance(self, *, is_over: bool = False) -> None:
@@ -313,7 +317,8 @@ class Launcher:
         if self.reduction.phase is ReductionPhase.UNDER_WAY:
             self.reduction.phase = ReductionPhase.ABORTED
         self._waiting.discard(self)
-        for bucket, slot in map(self._slots.__getitem__, self._noted):
+        for index in self._noted:
+            bucket, slot = self._bucket_of[index], self._slot_of[index]
             if bucket.ledger.status[slot] is not GradientStatus.LOST:
                 bucket.ledger.status[slot] = LOCAL
         self._noted.clear()

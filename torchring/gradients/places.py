@@ -249,7 +249,7 @@ class InWire(CopyBack):
             views = [self._views[slot] for slot in slots]
             grads = [self.parameters[slot].grad for slot in slots]
         packed = [grad for grad in grads if grad is not None]
-        if len(packed) < len(slots) or any(map(_is_sparse, packed)):
+        if len(packed) < len(slots):
             raise self._unfit(slots)
         if packed:
             if self._earlier or self._restrided:
@@ -263,6 +263,8 @@ class InWire(CopyBack):
                         if slot not in self._packed:
                             self.parameters[slot].grad = view
             except (RuntimeError, TypeError, ValueError) as error:
+                if any(map(_is_sparse, packed)):
+                    raise self._unfit(slots) from None
                 self._refuse_mismatch(slots, error)
                 raise
         if arrived is not None:
