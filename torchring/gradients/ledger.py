@@ -10,8 +10,7 @@ import enum
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import torch
 
@@ -37,26 +36,11 @@ class Ledger(Protocol):
     def scale_local(self, factor: float) -> None:
         """Multiply the gradients that no other rank has seen."""
 
-    def results(self) -> list[int]:
-        """The slots whose gradient is the same on all ranks, and not known to be zero."""
-
-    def parameter_of(self, slot: int) -> torch.Tensor: ...
-
-    def was_zeroed(self, slot: int, *, has_arrived: bool) -> bool:
-        """Whether the script has zeroed a result in place, past the optimizer.
-
-        Args:
-            has_arrived: backward has added to the gradient since. Then any other write counts as zeroing.
-        """
-
-    def mark_slot_zeroed(self, slot: int) -> None:
-        """This gradient was zeroed in place."""
+    def holds_results(self) -> bool:
+        """Whether a gradient is there that was reduced, and that the optimizer has not zeroed since."""
 
     def mark_zeroed(self) -> None:
         """The optimizer has zeroed all gradients in place, or set them to None."""
-
-    def ignore_zeros(self) -> None:
-        """Zeros that the script has put into `.grad` are no gradients of this rank."""
 
     def mark_written(self) -> None:
         """Mark gradients as local that the script has written to since they were reduced. Before `synchronize()`."""
@@ -80,35 +64,8 @@ class OptimizerLedger:
         return any(ledger.has_local() for ledger in self._ledgers())
 
     def holds_results(self) -> bool:
-        """Whether a gradient is there that was reduced before."""
-        return any(ledger.results() for ledger in self._ledgers())
-
-    def notice_zeroing(self, arrived: torch.Tensor | None = None) -> None:
-        """Find the results that the script has zeroed in place, past the optimizer (`model.zero_grad()`).
-
-        Args:
-            arrived: a parameter to whose gradient backward has added since. What its gradient was cannot be seen: zero,
-                if all others have become zero.
-        """
-        zeroed: list[Callable[[], None]] = []
-        of_arrived: list[Callable[[], None]] = []
-        num_results = 0
-        for ledger in self._ledgers():
-            for slot in ledger.results():
-                num_results += 1
-                has_arrived = ledger.parameter_of(slot) is arrived
-                if ledger.was_zeroed(slot, has_arrived=has_arrived):
-                    (of_arrived if has_arrived else zeroed).append(partial(ledger.mark_slot_zeroed, slot))
-        if zeroed and len(zeroed) + len(of_arrived) == num_results:
-            zeroed += of_arrived
-        for mark in zeroed:
-            mark()
-
-    def ignore_zeros(self) -> None:
-        """This rank has no gradient of its own, so zeros that the script has written are none, either."""
-        self.notice_zeroing()
-        for ledger in self._ledgers():
-            ledger.ignore_zeros()
+        """Whether a gradient is there that was reduced, and that the optimizer has not zeroed since."""
+        return any(ledger.holds_results() for ledger in self._ledgers())
 
     def scale_local(self, factor: float) -> None:
         """Multiply the gradients that no other rank has seen."""
@@ -179,35 +136,13 @@ class GradientLedger:
             self.refuse_sum_of_sums(slot)
         self.status[slot] = LOCAL
 
-    def results(self) -> list[int]:
-        grads = map(grad_of, self._parameters)
-        return [
-            slot
-            for slot, (status, grad) in enumerate(zip(self.status, grads, strict=True))
-            if status is REDUCED and grad is not None and self.is_settled(slot, grad)
-        ]
+    def holds_results(self) -> bool:
+        return any(map(self.is_result, range(len(self.status))))
 
-    def parameter_of(self, slot: int) -> torch.Tensor:
-        return self._parameters[slot]
-
-    def was_zeroed(self, slot: int, *, has_arrived: bool) -> bool:
+    def is_result(self, slot: int) -> bool:
+        """Whether this gradient was reduced, and the optimizer has not zeroed it since."""
         grad = self._parameters[slot].grad
-        assert grad is not None
-        num_writes = grad._version - self._settled_version(slot)
-        return num_writes > 1 if has_arrived else num_writes > 0 and is_zero(grad)
-
-    def mark_slot_zeroed(self, slot: int) -> None:
-        self.status[slot] = ZEROED
-        if (grad := self._parameters[slot].grad) is not None:
-            self.settle(slot, grad)
-            if grad is self._views[slot]:
-                self._versions[slot] = grad._version
-
-    def ignore_zeros(self) -> None:
-        for slot, parameter in enumerate(self._parameters):
-            grad = parameter.grad
-            if grad is not None and not self.is_settled(slot, grad) and is_zero(grad):
-                self.mark_slot_zeroed(slot)
+        return self.status[slot] is REDUCED and grad is not None and self.is_settled(slot, grad)
 
     def mark_zeroed(self) -> None:
         self.status = [ZEROED] * len(self.status)
@@ -300,8 +235,7 @@ class GradientLedger:
 
     def refuse_sum_of_sums(self, slot: int) -> None:
         """Raise GradientError if backward has added to a gradient that was summed over ranks before."""
-        grad = self._parameters[slot].grad
-        if self.status[slot] is REDUCED and grad is not None and self.is_settled(slot, grad):
+        if self.is_result(slot):
             raise GradientError(
                 f"backward added to the gradient of {self._names[slot]}, which was summed over ranks before; with "
                 "op='sum' it would be counted once per rank. Call optimizer.zero_grad() first, pass "
@@ -377,31 +311,36 @@ class GradientLedger:
 
 
 class SeenGradients:
-    """The gradients that parameters have, to find out later whether the script has dropped or zeroed all of them."""
+    """The gradients that parameters have, to find out later whether the script has dropped all of them."""
 
     def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
         self._seen = [(p, weakref.ref(p.grad), p.grad._version) for p in parameters if p.grad is not None]
 
-    def is_gone(self, arrived: torch.Tensor | None = None, *, were_zero: bool = False) -> bool:
-        """Return True if nothing is left.
+    def are_gone(self, arrived: torch.Tensor | None = None, *, were_zero: bool = False) -> bool:
+        """Return True if nothing is left. Raises GradientError if the script has zeroed all past the optimizer.
 
         Args:
             arrived: a parameter to whose gradient backward has added since.
-            were_zero: all gradients were zeros. To zero these looks like any other change, and changes nothing.
+            were_zero: all gradients were zeros, so to zero them changes nothing.
         """
-        if were_zero:
-            return all(p.grad is None or (p is arrived and p.grad is not before()) for p, before, _ in self._seen)
-        return all(_is_gone(*each, has_arrived=each[0] is arrived) for each in self._seen)
+        left = [each for each in self._seen if each[0].grad is not None and not _is_new(*each[:2], arrived)]
+        if left and not were_zero and all(_is_zeroed(*each, arrived) for each in left):
+            raise GradientError(_ZEROED)
+        return not left
 
 
-def _is_gone(parameter: torch.Tensor, before: weakref.ref[torch.Tensor], version: int, *, has_arrived: bool) -> bool:
+def _is_new(parameter: torch.Tensor, before: weakref.ref[torch.Tensor], arrived: torch.Tensor | None) -> bool:
+    return parameter is arrived and parameter.grad is not before()
+
+
+def _is_zeroed(
+    parameter: torch.Tensor, before: weakref.ref[torch.Tensor], version: int, arrived: torch.Tensor | None
+) -> bool:
     grad = parameter.grad
-    if grad is None:
-        return True
-    is_same = grad is before()
-    if has_arrived:
-        return not is_same or grad._version > version + 1
-    return not (is_same and grad._version == version) and is_zero(grad)
+    assert grad is not None
+    if parameter is arrived:
+        return grad._version > version + 1
+    return not (grad is before() and grad._version == version) and is_zero(grad)
 
 
 StaleGradients: TypeAlias = dict[int, tuple["weakref.ref[torch.Tensor]", int]]
@@ -416,6 +355,11 @@ def is_zero(grad: torch.Tensor) -> bool:
     """Whether all elements are 0."""
     return not bool((grad._values() if grad.is_sparse else grad).any())
 
+
+_ZEROED: Final = (
+    "gradients that have a weight and are not reduced yet were zeroed past the optimizer, so their weight would count "
+    "for zeros; call optimizer.zero_grad() in place of that, or model.zero_grad() with set_to_none=True"
+)
 
 # To look up a member of an enum takes 0.1 us, which counts for something that is done for every parameter.
 LOCAL, REDUCED, ZEROED = GradientStatus.LOCAL, GradientStatus.REDUCED, GradientStatus.ZEROED

@@ -8,7 +8,7 @@ import torch
 
 from torchring.errors import GradientError
 from torchring.gradients.contract import Stats, Sync
-from torchring.gradients.ledger import SeenGradients, is_zero
+from torchring.gradients.ledger import SeenGradients
 from torchring.gradients.validation import is_finite_gradient
 from torchring.gradients.weights import ON_RESULTS
 from torchring.observer import INPUT, OPTIMIZER
@@ -57,7 +57,6 @@ class LocalSync(Sync):
         self._end_micro_step()
         if all(parameter.grad is None for parameter in self._parameters):  # the script has dropped what there was
             self.forget_gradients()
-        self._notice_zeroing()
         if self._holds_results and (self.accumulate > 1 or self._no_sync_depth or self._num_backwards):
             raise GradientError(ON_RESULTS)
         self._next = weight
@@ -143,12 +142,6 @@ class LocalSync(Sync):
         while self._handles:
             self._handles.pop().remove()
 
-    def _notice_zeroing(self) -> None:
-        """The script may have zeroed results in place, before backwards that are added up."""
-        if self._holds_results and not self._num_backwards and (self.accumulate > 1 or self._no_sync_depth):
-            grads = (parameter.grad for parameter in self._parameters)
-            self._holds_results = not all(grad is None or is_zero(grad) for grad in grads)
-
     def _count(self) -> None:
         self._num_counted += 1
         if self._num_counted >= self.accumulate:
@@ -161,10 +154,8 @@ class LocalSync(Sync):
 
     def _weigh_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient of the backward that a weight was given for, before it is added to `.grad`."""
-        if not self._is_next_used:
-            self._notice_zeroing()
-            if self._total and self._before.is_gone():
-                self._total = 0.0
+        if not self._is_next_used and self._total and self._before.are_gone():
+            self._total = 0.0
         weight, before = self._next, self._total
         share = weight / (before + weight) if weight else 0.0
         if not self._is_next_used:

@@ -142,8 +142,6 @@ class Reducer(Reductions, Sync):
                 self.thread = thread
             self.weighing.arrived = self.parameters[index]
             try:
-                if self._is_sum and self.ledger.holds_results():
-                    self.ledger.notice_zeroing(self.parameters[index])
                 self._begin(reduces=self._next_reduces())
             finally:
                 self.weighing.arrived = None
@@ -270,7 +268,7 @@ class Reducer(Reductions, Sync):
         """
         if self.in_backward:
             raise GradientError("synchronize() was called inside backward(); call it after backward() has returned")
-        self.weighing.ignore_zeros()
+        self.weighing.refuse_zeros()
         if self._weights.has_skipped and self.ledger.first_unsettled() is None:
             self._take_part(reduces=True)
             return
@@ -424,10 +422,10 @@ class Reducer(Reductions, Sync):
         collectives = internal_collectives_of(self.world)
         if collectives.any_rank(bool(newly_trainable(self.frozen))):
             self._adopt_newly_trainable()
-        self.weighing.drop_stale()
         problem: GradientError | None = None
         needs = False
         try:
+            self.weighing.drop_stale()
             needs = self._needs_synchronize()
         except GradientError as error:
             problem = error
@@ -446,7 +444,7 @@ class Reducer(Reductions, Sync):
     def _needs_synchronize(self) -> bool:
         """Whether some gradient on this rank waits to be reduced. Raises GradientError for a weight that is unused."""
         self.weighing.refuse_unused()
-        self.weighing.ignore_zeros()
+        self.weighing.refuse_zeros()
         self.launcher.refuse_lost()
         return self.ledger.needs_synchronize()
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from torchring.errors import GradientError, in_step, ranks_in_words
-from torchring.gradients.ledger import OptimizerLedger, SeenGradients
+from torchring.gradients.ledger import OptimizerLedger, SeenGradients, is_zero
 from torchring.gradients.reduction import Reduction
-from torchring.gradients.weights import FP16, ON_RESULTS, UNWEIGHED, Share, Weights, unequal_shares
+from torchring.gradients.weights import FP16, ON_RESULTS, UNWEIGHED, ZEROS_OF_SKIP, Share, Weights, unequal_shares
 from torchring.world import World
 
 
@@ -118,10 +118,12 @@ class Weighing:
             self.weights.drop_next()
             self.end_zero_weight()
 
-    def ignore_zeros(self) -> None:
-        """Zeros that the script has written to `.grad` do not make this rank count if it has skipped."""
-        if self.weights.has_skipped and not self.weights.num_backwards:
-            self._ledger.ignore_zeros()
+    def refuse_zeros(self) -> None:
+        """Raise GradientError if zeros that the script has written to `.grad` would make a rank count that skipped."""
+        has_only_skipped = self.weights.has_skipped and not self.weights.num_backwards
+        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if has_only_skipped and self._ledger.needs_synchronize() and all(map(is_zero, grads)):
+            raise GradientError(ZEROS_OF_SKIP)
 
     def add_nothing(self) -> None:
         """What backwards with weights have left is about to be reduced, without a backward of its own."""
@@ -149,12 +151,14 @@ class Weighing:
         weights.begin()
 
     def drop_stale(self) -> None:
-        """Forget the backwards whose gradients the script has dropped or zeroed, as model.zero_grad() does."""
+        """Forget the backwards whose gradients the script has dropped, as model.zero_grad() does. Raises GradientError
+        if the script has zeroed them in place.
+        """
         weights = self.weights
         if not weights.num_backwards:
             return
         if weights.is_weighted:
-            is_gone = self._local.is_gone(self.arrived, were_zero=not weights.total)
+            is_gone = self._local.are_gone(self.arrived, were_zero=not weights.total)
         else:
             is_gone = not self._ledger.has_local()
         if is_gone:
@@ -223,8 +227,6 @@ class Weighing:
 
     def _refuse_results(self) -> None:
         """Raise GradientError if weights would be given to results of an earlier step, too."""
-        if self._ledger.holds_results():
-            self._ledger.notice_zeroing(self.arrived)
         if self._ledger.holds_results():
             raise GradientError(ON_RESULTS)
 

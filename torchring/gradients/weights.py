@@ -31,6 +31,10 @@ ON_RESULTS: Final = (
     "weights were given with gradients of an earlier step in .grad, which would get the weights of this step; call "
     "optimizer.zero_grad() before the first weigh()"
 )
+ZEROS_OF_SKIP: Final = (
+    "this rank has called skip() in place of its backwards, and zeros that were written to .grad past the optimizer "
+    "would count as its gradients; call optimizer.zero_grad() in place of writing zeros"
+)
 UNWEIGHED: Final = (
     "a backward() in a loop over a torchring.data.Sampler was not weighed. Ranks have unequal shares of its batches, "
     "and a plain mean over ranks would be wrong. Call optimizer.weigh(sampler.weight()) once for each batch of the "

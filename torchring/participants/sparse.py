@@ -11,7 +11,7 @@ import torch
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import GradientError
 from torchring.gradients.contract import Setup
-from torchring.gradients.ledger import GradientStatus, is_zero
+from torchring.gradients.ledger import GradientStatus
 from torchring.gradients.plan import ParameterSpec
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import NonFiniteGradient, Participant, Reduction
@@ -58,23 +58,9 @@ class SparseReduction(Participant):
     def has_local(self) -> bool:
         return any(self._parameters[index].grad is not None for index in self._local)
 
-    def results(self) -> list[int]:
-        """The parameters whose gradient was reduced before, and was not zeroed or added to since."""
+    def holds_results(self) -> bool:
         since = self._zeroed | self._local
-        return [i for i, result in self._reduced.items() if i not in since and self._parameters[i].grad is result]
-
-    def parameter_of(self, index: int) -> torch.Tensor:
-        return self._parameters[index]
-
-    def was_zeroed(self, index: int, *, has_arrived: bool) -> bool:
-        """Whether the script has zeroed a result in place; if backward has added to it since, it may have."""
-        grad = self._parameters[index].grad
-        return has_arrived or (grad is not None and is_zero(grad))
-
-    def mark_slot_zeroed(self, index: int) -> None:
-        self._zeroed.add(index)
-
-    def ignore_zeros(self) -> None: ...
+        return any(i not in since and self._parameters[i].grad is result for i, result in self._reduced.items())
 
     def mark_written(self) -> None: ...
 
