@@ -95,9 +95,9 @@ TESTS = {
     ),
     "torchring/joining.py": ("test_joining", ""),
     "torchring/collectives/shared_memory.py": ("collectives/test_collectives", ""),
-    "torchring/collectives/operations.py": ("collectives/test_collectives collectives/test_initial_state", ""),
+    "torchring/collectives/operations.py": ("collectives/test_collectives test_initial_state", ""),
     "torchring/collectives/signature.py": ("collectives/test_collectives", ""),
-    "torchring/collectives/digests.py": ("collectives/test_digests participants/test_replicas", ""),
+    "torchring/participants/digests.py": ("participants/test_digests participants/test_replicas", ""),
     "torchring/allreduce/direct.py": (
         "allreduce/test_allreduce allreduce/test_faults",
         "not (native or hierarchical)",

@@ -21,9 +21,9 @@ ORDER = [
     "kernels", "rooms", "observer", "errors", "linux", "threads", "dynamo", "releases", "placement", "safe_files",
     "rendezvous", "accelerators", "memory", "world", "interruption", "default_world", "meeting", "transport",
     "collectives", "allreduce", "optimizer_wrapper", "gradients", "participants", "devices", "observe", "alone",
-    "connection", "norms", "optimizer", "sharding", "joining", "recipes", "monitoring", "launch", "data", "elastic",
-    "horovod", "accelerate", "transformers", "lightning", "spark", "ray", "manifest", "doctor", "report", "cli",
-    "__main__", "__init__", "bench",
+    "initial_state", "connection", "adasum", "row_exchange", "functions", "norms", "optimizer", "sharding", "joining",
+    "recipes", "monitoring", "launch", "data", "elastic", "horovod", "accelerate", "transformers", "lightning", "spark",
+    "ray", "manifest", "doctor", "report", "cli", "__main__", "__init__", "bench",
 ]
 # fmt: on
 
@@ -157,7 +157,7 @@ CORE = (
     "connection.py",
     *("optimizer.py", "optimizer_wrapper.py", "world.py", "default_world.py", "rooms.py", "errors.py", "threads.py"),
     "observer.py",
-    *("linux.py", "dynamo.py", "releases.py", "interruption.py", "safe_files.py", "accelerators.py"),
+    *("linux.py", "dynamo.py", "releases.py", "interruption.py", "accelerators.py"),
     *("gradients/", "allreduce/", "collectives/", "memory/", "transport/", "kernels/"),
     *("rendezvous/rendezvous.py", "rendezvous/signed.py"),
 )

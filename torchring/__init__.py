@@ -42,18 +42,6 @@ if TYPE_CHECKING:
     from torchring import data as data
     from torchring import elastic as elastic
     from torchring import recipes as recipes
-    from torchring.collectives.functions import (
-        Work,
-        all_gather,
-        all_gather_object,
-        all_reduce,
-        all_to_all,
-        barrier,
-        broadcast,
-        broadcast_object,
-        reduce_scatter,
-    )
-    from torchring.collectives.initial_state import broadcast_optimizer_state, broadcast_parameters
     from torchring.default_world import (
         device,
         init,
@@ -74,7 +62,19 @@ if TYPE_CHECKING:
         RingError,
         TopologyError,
     )
+    from torchring.functions import (
+        Work,
+        all_gather,
+        all_gather_object,
+        all_reduce,
+        all_to_all,
+        barrier,
+        broadcast,
+        broadcast_object,
+        reduce_scatter,
+    )
     from torchring.gradients.contract import Stats
+    from torchring.initial_state import broadcast_optimizer_state, broadcast_parameters
     from torchring.joining import join
     from torchring.monitoring import metrics
     from torchring.norms import SyncBatchNorm, convert_sync_batchnorm
@@ -137,7 +137,7 @@ if not TYPE_CHECKING:  # else any misspelt name would be of type Any
 
     # Imported when first used: they import torch, which takes seconds that `torchring --version` need not wait for.
     _HOMES = {
-        "collectives.functions": "Work all_gather all_gather_object all_reduce all_to_all barrier broadcast "
+        "functions": "Work all_gather all_gather_object all_reduce all_to_all barrier broadcast "
         "broadcast_object reduce_scatter",
         "default_world": "device init is_initialized local_rank local_size node_rank num_nodes rank shutdown size",
         "errors": "GradientError PeerLostError PeerTimeoutError PlanMismatchError RingError TopologyError",
@@ -147,7 +147,7 @@ if not TYPE_CHECKING:  # else any misspelt name would be of type Any
         "norms": "SyncBatchNorm convert_sync_batchnorm",
         "optimizer": "DistributedOptimizer wrap",
         "observe.recorder.writer": "trace",
-        "collectives.initial_state": "broadcast_optimizer_state broadcast_parameters",
+        "initial_state": "broadcast_optimizer_state broadcast_parameters",
     }
     _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

@@ -12,12 +12,6 @@ import torch
 from torch.optim import Optimizer
 
 from torchring.accelerators import accelerator_of
-from torchring.collectives.initial_state import (
-    broadcast_optimizer_state,
-    broadcast_parameters,
-    check_broadcastable,
-    is_sharded,
-)
 from torchring.collectives.service import collectives_of
 from torchring.default_world import default_world
 from torchring.dynamo import run_eagerly
@@ -80,7 +74,8 @@ class ConnectedOptimizer(OptimizerWrapper):
             if sync_initial_state and model is not None:
                 of_model = (*model.named_parameters(), *model.named_buffers())
                 own = {name: each for name, each in of_model if each not in ignored}
-                shared = check_broadcastable(own, "; or pass sync_initial_state=False if all ranks start alike")
+                advice = "; or pass sync_initial_state=False if all ranks start alike"
+                shared = room("initial state").check_broadcastable(own, advice)
         except Exception as error:
             problem = error
         if world.size > 1:
@@ -94,9 +89,8 @@ class ConnectedOptimizer(OptimizerWrapper):
         self._wrapped_at = time.perf_counter_ns()
         self._num_reductions_at_wrap = world.num_reductions
         if sync_initial_state:
-            broadcast_parameters(shared if model is not None else {name: p.data for p, name in names.items()})
-            if not is_sharded(optimizer):  # or else each rank has loaded its part
-                broadcast_optimizer_state(optimizer)
+            values = shared if model is not None else {name: p.data for p, name in names.items()}
+            room("initial state").copy_from(0, values, optimizer)
         if world.size > 1:
             self._begin(world)
             if not any(accelerator_of(parameter.device) for parameter in names):
@@ -199,7 +193,7 @@ class ConnectedOptimizer(OptimizerWrapper):
         setup = Setup(
             *(world, self.optimizer, self._model(), self._names, self._sparse, self._ignored, self._options),
             inputs=self._forward_watch.inputs,
-            is_sharded=bool(self._options.shard) or is_sharded(self.optimizer),
+            is_sharded=bool(self._options.shard) or room("initial state").is_sharded(self.optimizer),
             owned=group.owned,
             stale=group.reducers.stale,
         )

@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from torchring.collectives.initial_state import (
+from torchring.collectives.service import Join, collectives_of, internal_collectives_of
+from torchring.default_world import default_world
+from torchring.gradients.group import OptimizerGroup
+from torchring.initial_state import (
     broadcast_parameters,
     broadcast_state,
     check_sendable,
     is_sharded,
 )
-from torchring.collectives.service import Join, collectives_of, internal_collectives_of
-from torchring.default_world import default_world
-from torchring.gradients.group import OptimizerGroup
 from torchring.optimizer import DistributedOptimizer, sync_of, take_over
 from torchring.world import World
 

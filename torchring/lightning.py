@@ -27,10 +27,10 @@ import torch
 import torch.distributed as dist
 
 import torchring
-from torchring.collectives.initial_state import is_sharded
 from torchring.default_world import default_world
 from torchring.errors import GradientError, TopologyError
 from torchring.gradients.group import OptimizerGroup
+from torchring.initial_state import is_sharded
 from torchring.norms import SyncBatchNorm
 from torchring.optimizer import forward_watch_of, sync_of
 from torchring.releases import check_release

@@ -23,10 +23,6 @@ from torch.optim import Optimizer
 
 from torchring.accelerators import accelerator_of
 from torchring.allreduce.select import Algorithm, Overlap
-from torchring.collectives.initial_state import (
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
 from torchring.collectives.service import Join
 from torchring.connection import ConnectedOptimizer, no_model
 from torchring.dynamo import run_eagerly
@@ -392,7 +388,7 @@ class DistributedOptimizer(ConnectedOptimizer):
 
     def _extend(self, added: list[torch.nn.Parameter]) -> None:
         """Collective: reduce the gradients of more parameters."""
-        broadcast_parameters({self._names[parameter]: parameter.data for parameter in added})
+        room("initial state").broadcast_parameters({self._names[p]: p.data for p in added})
         self._live_sync().extend(added)
 
     def state_dict(self, *, all_ranks: bool = False) -> dict[str, Any]:
@@ -543,8 +539,8 @@ def take_over(optimizer: DistributedOptimizer, src: int) -> None:
     model, names = optimizer._model(), optimizer._names
     of_model = model.named_parameters() if model is not None else ()
     others = {name: p.data for name, p in of_model if p not in names and p not in optimizer._ignored}
-    broadcast_parameters({**others, **{name: p.data for p, name in names.items()}}, src)
-    broadcast_optimizer_state(optimizer.optimizer, src)
+    values = {**others, **{name: p.data for p, name in names.items()}}
+    room("initial state").copy_from(src, values, optimizer.optimizer)
     sync.take_over(src)
 
 

@@ -18,6 +18,7 @@ _MODULES: Final = {
     "cuda": "torchring.devices.cuda",
     "loose optimizers": "torchring.participants.loose",
     "forward": "torchring.observe.forward",
+    "initial state": "torchring.initial_state",
     "device agreement": "torchring.devices.agreement",
     "device all-reduces": "torchring.devices.opening",
     "observe": "torchring.observe.services",

@@ -26,6 +26,8 @@ from torchring.collectives.service import collectives_of
 from torchring.collectives.shared_memory import _SMALL_BYTES, stage_bytes
 from torchring.default_world import default_world
 from torchring.errors import PlanMismatchError
+from torchring.horovod.calls import check_apart
+from torchring.horovod.execution import all_reduce_together
 from torchring.memory import host as host_module
 from torchring.memory import semaphore
 
@@ -228,14 +230,14 @@ def _together(rank: int, size: int) -> None:
 
 
 def _all_reduce_together(tensors: list[torch.Tensor], op: str) -> None:
-    collectives_of(default_world()).run("all_reduce", operations.all_reduce_together, tensors, op)
+    collectives_of(default_world()).run("all_reduce", all_reduce_together, tensors, op)
 
 
 def test_tensors_that_share_memory_are_not_reduced_together() -> None:
     ones = torch.ones(4)
     with pytest.raises(ValueError, match="memory of their own"):
-        operations.check_apart([ones, torch.ones(2), ones.view(2, 2)])
-    operations.check_apart([ones, torch.empty(0), torch.empty(0)])
+        check_apart([ones, torch.ones(2), ones.view(2, 2)])
+    check_apart([ones, torch.empty(0), torch.empty(0)])
 
 
 def _of_ever_other_sizes(rank: int, size: int) -> list[int]:

@@ -22,7 +22,7 @@ from tests.support.documents import ROOT, blocks
 from tests.support.grids import grid
 from tests.support.harness import run_pooled, run_ranks
 from tests.support.scripts import Raises
-from torchring.collectives.adasum import adasum
+from torchring.adasum import adasum
 from torchring.default_world import default_world
 from torchring.memory import host as host_module
 

@@ -54,7 +54,7 @@ import torch
 import torch.distributed as dist
 
 # torch.optim imports _dynamo on first use: 1 s. torchring imports its parts on first use, and starts no thread then.
-_PRELOADED = ["torch", "torch._dynamo", "numpy", "pytest", "torchring.optimizer", "torchring.collectives.functions"]
+_PRELOADED = ["torch", "torch._dynamo", "numpy", "pytest", "torchring.optimizer", "torchring.functions"]
 _READ_AT_IMPORT = ("OMP_NUM_THREADS", "TRITON_INTERPRET")  # a forked rank is too late to change these: other servers
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 _SET_BY_LAUNCHERS = (*_TORCHRUN, "HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_")  # beginnings of names

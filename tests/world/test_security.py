@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import torchring
 from tests.support.harness import run_ranks, run_threads
-from torchring.collectives import initial_state as state
+from torchring import initial_state as state
 from torchring.errors import RingError, TopologyError
 from torchring.memory import host as host_module
 from torchring.memory import links as links_module
@@ -429,8 +429,8 @@ def test_nothing_is_unpickled_or_evaluated_but_objects_that_the_script_sends() -
     assert len(files) > 25
     found = {(str(file.relative_to(PACKAGE)), what) for file in files for what in what_runs_data(file.read_text())}
     assert found == {
-        ("collectives/functions.py", "broadcast_object: pickle.loads"),
-        ("collectives/functions.py", "all_gather_object: pickle.loads"),
+        ("functions.py", "broadcast_object: pickle.loads"),
+        ("functions.py", "all_gather_object: pickle.loads"),
         ("horovod/functions.py", "broadcast_object: pickle.loads"),
         ("horovod/functions.py", "allgather_object: pickle.loads"),
         # functions that the user's driver sends to workers of Ray and tasks of Spark, and what they return

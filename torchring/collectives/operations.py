@@ -8,12 +8,11 @@ from typing import Final, Protocol, TypeAlias
 import torch
 
 from torchring.accelerators import ACCELERATORS
-from torchring.collectives.combine import combine
-from torchring.collectives.signature import OPS, Signature, signature_of
+from torchring.collectives.signature import ELEMENTWISE_OPS, Signature, signature_of
 from torchring.memory.host import bytes_of
 
 BATCH_BYTES: Final = 8 << 20
-_REDUCIBLE = (
+REDUCIBLE = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
 )  # fmt: skip
@@ -21,7 +20,7 @@ _REDUCIBLE = (
 
 Meanwhile: TypeAlias = Callable[[], bool] | None
 """Called now and then while a rank waits for ranks of its host, until it returns False."""
-DETAILS = {op: f"op={op!r}" for op in OPS}
+DETAILS = {op: f"op={op!r}" for op in ELEMENTWISE_OPS}
 _BARRIER = Signature("barrier")
 _EXCHANGE = Signature("all_gather_object")
 
@@ -70,20 +69,6 @@ def all_reduce(backend: Backend, tensor: torch.Tensor, op: str) -> torch.Tensor:
 
 
 @torch.no_grad()
-def all_reduce_together(backend: Backend, tensors: Sequence[torch.Tensor], op: str) -> None:
-    """Combine tensors over all ranks, in place, by way of one copy of all. This takes one exchange, not one for each.
-
-    tensors: have one dtype, and any shapes, strides and devices. `check_dense`, `check_writable`, `check_reducible`
-        and `check_apart` accept them. May be empty.
-    Raises PlanMismatchError if another rank passes other shapes, another dtype or another op.
-    """
-    flat = torch.cat([plain(tensor).view(-1) for tensor in tensors]) if tensors else torch.empty(0, device="cpu")
-    backend.all_reduce(flat, op, signature_of("all_reduce", tensors, DETAILS[op]))
-    for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
-        writable(tensor).copy_(part.view(tensor.shape))
-
-
-@torch.no_grad()
 def broadcast(backend: Backend, tensor: torch.Tensor, src: int) -> torch.Tensor:
     data = plain(tensor)
     backend.broadcast(bytes_of(data), src, signature_of("broadcast", [tensor], f"src={src}"))
@@ -129,17 +114,7 @@ def all_gather(backend: Backend, tensor: torch.Tensor, signature: Signature | No
         counts = backend.all_gather(bytes_of(torch.tensor([len(data)], device="cpu")), signature)
         return [tensor.new_empty(int(count.view(torch.int64)), *data.shape[1:]) for count in counts]
     parts = backend.all_gather(bytes_of(data), signature)
-    return [_from_bytes(part, data).to(tensor.device) for part in parts]
-
-
-@torch.no_grad()
-def all_to_all(
-    backend: Backend, tensor: torch.Tensor, splits: Sequence[int], signature: Signature
-) -> tuple[list[torch.Tensor], list[int]]:
-    data = plain(tensor)
-    parts = backend.all_to_all([bytes_of(part) for part in torch.split(data, list(splits))], signature)
-    received = [_from_bytes(part, data).to(tensor.device) for part in parts]
-    return received, [len(part) for part in received]
+    return [rows_from(part, data).to(tensor.device) for part in parts]
 
 
 def exchange(
@@ -150,24 +125,6 @@ def exchange(
 
 def barrier(backend: Backend) -> None:
     backend.barrier(_BARRIER)
-
-
-def even_shares(num_rows: int, size: int) -> list[int]:
-    """Number of rows for each rank. If `num_rows` is not a multiple of `size`, the first ranks get one row more.
-
-    Example: 5 rows, 3 ranks -> [2, 2, 1].
-    """
-    share, rest = divmod(num_rows, size)
-    return [share + (rank < rest) for rank in range(size)]
-
-
-@torch.no_grad()
-def reduce_scatter(backend: Backend, tensor: torch.Tensor, size: int, op: str, signature: Signature) -> torch.Tensor:
-    """This rank's share of the rows, of `size` ranks, combined in rank order; 16-bit values in fp32."""
-    parts, _ = all_to_all(backend, tensor, even_shares(len(tensor), size), signature)
-    total = torch.empty_like(parts[0])
-    combine(parts, total, op)
-    return total
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -213,29 +170,15 @@ def check_writable(tensor: torch.Tensor) -> None:
         raise ValueError("an expanded tensor has elements that share memory and cannot be written; pass tensor.clone()")
 
 
-def is_reducible(dtype: torch.dtype) -> bool:
-    """True if values of this dtype can be combined over ranks."""
-    return dtype in _REDUCIBLE
-
-
-def check_apart(tensors: Sequence[torch.Tensor]) -> None:
-    """Raise ValueError if tensors that are to be written together share memory, as far as their first elements show."""
-    addresses = [tensor.data_ptr() for tensor in tensors if tensor.numel()]
-    if len(set(addresses)) < len(addresses):
-        raise ValueError("tensors that are reduced together need memory of their own, but two begin at one address")
-
-
-def check_reducible(tensor: torch.Tensor, op: str, ops: Sequence[str] = OPS) -> None:
+def check_reducible(tensor: torch.Tensor, op: str, ops: Sequence[str] = ELEMENTWISE_OPS) -> None:
     if op not in ops:
         raise ValueError(f"op must be one of {', '.join(map(repr, ops))}, got {op!r}")
-    if tensor.dtype not in _REDUCIBLE:
-        raise TypeError(f"{tensor.dtype} cannot be reduced; these can: {', '.join(map(str, _REDUCIBLE))}")
+    if tensor.dtype not in REDUCIBLE:
+        raise TypeError(f"{tensor.dtype} cannot be reduced; these can: {', '.join(map(str, REDUCIBLE))}")
     if op == "mean" and not tensor.is_floating_point():
         raise TypeError(f"the mean of {tensor.dtype} is not of that dtype; use op='sum', or convert to floating point")
-    if op == "adasum" and not tensor.is_floating_point():
-        raise TypeError(f"op='adasum' takes floating point, got {tensor.dtype}; use op='sum', or convert the tensor")
 
 
-def _from_bytes(data: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def rows_from(data: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """`data` as rows of the shape and dtype of those of `like`."""
     return data.view(like.dtype).view(-1, *like.shape[1:])

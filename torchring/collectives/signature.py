@@ -14,9 +14,7 @@ import torch
 from torchring.errors import PlanMismatchError, in_step, ranks_in_words
 
 ElementwiseOp = Literal["mean", "sum", "min", "max", "product"]
-Op = Literal["mean", "sum", "min", "max", "product", "adasum"]
 ELEMENTWISE_OPS: Final = get_args(ElementwiseOp)
-OPS: Final = get_args(Op)
 _KEPT: Final = 256  # signatures. To make one takes 10 us, a tenth of which is CRC-32
 
 

@@ -20,12 +20,12 @@ from torch.distributed import TCPStore
 from torchring import default_world as worlds
 from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.select import choose
-from torchring.collectives.functions import all_reduce, barrier
 from torchring.collectives.service import collectives_of
 from torchring.default_world import Backend
 from torchring.doctor.facts import gather, listening
 from torchring.doctor.report import ChoiceFacts, PathFacts, RankFacts, Report, StoreFacts
 from torchring.errors import RingError
+from torchring.functions import all_reduce, barrier
 from torchring.memory.channel import POLL_SECONDS
 from torchring.memory.host import HostGroup
 from torchring.rendezvous.addresses import resolve

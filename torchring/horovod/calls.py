@@ -88,7 +88,7 @@ class Collective:
         for tensor in tensors:
             operations.check_writable(tensor)
         if self.kind == ALLREDUCE:  # a broadcast may write the same values twice, where parameters are tied
-            operations.check_apart(tensors)
+            check_apart(tensors)
         return tensors
 
     def _operation(self, tensors: Sequence[Tensor]) -> tuple[Handle, Operation]:
@@ -178,7 +178,14 @@ def check_tensors(tensors: Sequence[Tensor], what: str, *, have_rows: bool = Fal
 
 def check_reducible(tensor: Tensor, label: str, what: str) -> None:
     """Raise ValueError for a dtype that an operation does not take."""
-    if not operations.is_reducible(tensor.dtype):
+    if tensor.dtype not in operations.REDUCIBLE:
         raise ValueError(f"{what} does not take {tensor.dtype}; convert the tensor to numbers first")
     if label == "Adasum" and not tensor.is_floating_point():
         raise ValueError(f"Adasum takes floating-point tensors, got {tensor.dtype}")
+
+
+def check_apart(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError if tensors that are to be written together share memory, as far as their first elements show."""
+    addresses = [tensor.data_ptr() for tensor in tensors if tensor.numel()]
+    if len(set(addresses)) < len(addresses):
+        raise ValueError("tensors that are reduced together need memory of their own, but two begin at one address")

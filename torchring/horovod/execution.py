@@ -15,11 +15,13 @@ from typing import Any, Final
 
 import torch
 
-from torchring.collectives import adasum, operations
+from torchring import adasum
+from torchring.collectives import operations
 from torchring.collectives.operations import Backend
 from torchring.collectives.service import Collectives
 from torchring.collectives.signature import signature_of
 from torchring.horovod.negotiation import BARRIER, Request, Response, dtype_of
+from torchring.row_exchange import all_to_all, even_shares, reduce_scatter
 
 Result = tuple[Sequence[torch.Tensor], Sequence[int]]
 """The tensors that a call of a collective returns, and numbers. Of allgather: the first of this rank's rows in each
@@ -90,9 +92,26 @@ def _all_reduce(plane: Plane, tensors: Sequence[torch.Tensor], request: Request)
     else:
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-            operations.all_reduce_together(plane.backend, alike, _reduction(op, dtype))
+            all_reduce_together(plane.backend, alike, _reduction(op, dtype))
     for tensor in tensors:
         _complete(tensor, request, len(plane.ranks))
+
+
+@torch.no_grad()
+def all_reduce_together(backend: Backend, tensors: Sequence[torch.Tensor], op: str) -> None:
+    """Combine tensors over all ranks, in place, by way of one copy of all. This takes one exchange, not one for each.
+
+    tensors: have one dtype, and any shapes, strides and devices. `calls.py` has checked them. May be empty.
+    Raises PlanMismatchError if another rank passes other shapes, another dtype or another op.
+    """
+    flat = (
+        torch.cat([operations.plain(tensor).view(-1) for tensor in tensors])
+        if tensors
+        else torch.empty(0, device="cpu")
+    )
+    backend.all_reduce(flat, op, signature_of("all_reduce", tensors, operations.DETAILS[op]))
+    for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        operations.writable(tensor).copy_(part.view(tensor.shape))
 
 
 def _reduction(op: str, dtype: torch.dtype) -> str:
@@ -142,7 +161,7 @@ def _all_to_all(plane: Plane, operation: Operation, response: Response) -> Resul
         counts = [response.requests[rank].splits[plane.rank] for rank in plane.ranks]
         return (tensor.new_empty(sum(counts), *tensor.shape[1:]),), counts
     signature = signature_of("alltoall", [tensor], any_rows=True)
-    parts, counts = operations.all_to_all(plane.backend, tensor[: sum(splits)], splits, signature)
+    parts, counts = all_to_all(plane.backend, tensor[: sum(splits)], splits, signature)
     return (torch.cat(parts),), counts
 
 
@@ -153,10 +172,10 @@ def _reduce_scatter(plane: Plane, operation: Operation, response: Response) -> R
         tensor = tensor.clone()
         scale(tensor, request.argument("prescale_factor"))
         if not tensor.shape[1:].numel():
-            results.append(tensor[: operations.even_shares(len(tensor), size)[plane.rank]])
+            results.append(tensor[: even_shares(len(tensor), size)[plane.rank]])
             continue
         op, signature = _reduction(request.argument("op"), tensor.dtype), signature_of("reducescatter", [tensor])
-        result = operations.reduce_scatter(plane.backend, tensor, size, op, signature)
+        result = reduce_scatter(plane.backend, tensor, size, op, signature)
         _complete(result, request, size)
         results.append(result)
     return tuple(results), ()

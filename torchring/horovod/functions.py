@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from torchring.collectives.initial_state import broadcast_optimizer_state as broadcast_state_of
 from torchring.horovod.context import ProcessSet, engine, global_process_set
 from torchring.horovod.mpi_ops import allgather, allgather_async, broadcast_, broadcast_of, synchronize
+from torchring.initial_state import broadcast_optimizer_state as broadcast_state_of
 from torchring.launch.task import dumps
 from torchring.memory.host import tensor_of
 from torchring.optimizer import DistributedOptimizer

@@ -23,7 +23,6 @@ from typing import Any, Final, Literal
 
 import torch
 
-from torchring.collectives.digests import digests
 from torchring.collectives.operations import check_dense, check_writable
 from torchring.collectives.service import Collectives, collectives_of, internal_collectives_of
 from torchring.errors import GradientError
@@ -31,6 +30,7 @@ from torchring.gradients.contract import Setup
 from torchring.gradients.layout import SyncBuffers
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import STEPS_BETWEEN_CHECKS, Participant, Reduction
+from torchring.participants.digests import digests
 from torchring.world import World
 
 _logger: Final = logging.getLogger("torchring")

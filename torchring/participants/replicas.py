@@ -27,13 +27,13 @@ from typing import Final
 
 import torch
 
-from torchring.collectives.digests import digests
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import GradientError, in_step, ranks_in_words
 from torchring.gradients.contract import Setup
 from torchring.gradients.ledger import version_of
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import STEPS_BETWEEN_CHECKS, Participant, Reduction, StepPoint
+from torchring.participants.digests import digests
 
 _WATCHED: Final = 64  # parameters at most, evenly spread: reading a version takes up to 1 us
 _LEAST_SCALE: Final = 1e-3  # of the elements of a parameter, as differences of rounding do not shrink with them

@@ -14,9 +14,9 @@ from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import torch
 
-from torchring.collectives.initial_state import fill_outline, load_plain, outline_of, save_plain
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import in_step, ranks_in_words
+from torchring.initial_state import fill_outline, load_plain, outline_of, save_plain
 from torchring.memory.heap import trim
 from torchring.sharding.kinds import Kind, is_scalar
 from torchring.sharding.parameters import Shard, flat, laid_out_as

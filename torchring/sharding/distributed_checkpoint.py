@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from torchring.collectives.initial_state import load_plain, save_plain
 from torchring.collectives.service import internal_collectives_of
+from torchring.initial_state import load_plain, save_plain
 from torchring.optimizer_wrapper import OptimizerWrapper
 from torchring.sharding.checkpoint import Entry, mapped
 from torchring.sharding.kinds import Kind, is_scalar

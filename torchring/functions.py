@@ -17,18 +17,21 @@ import operator
 import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Any, Literal, TypeVar, cast, overload
+from typing import Any, Final, Literal, TypeVar, cast, get_args, overload
 
 import torch
 
-from torchring.collectives import adasum, operations
+from torchring import adasum, row_exchange
+from torchring.collectives import operations
 from torchring.collectives.operations import Backend
 from torchring.collectives.service import collectives_of
-from torchring.collectives.signature import ELEMENTWISE_OPS, ElementwiseOp, Op, signature_of
+from torchring.collectives.signature import ElementwiseOp, signature_of
 from torchring.default_world import default_world
 from torchring.errors import PeerLostError
 
 _T = TypeVar("_T")
+Op = Literal["mean", "sum", "min", "max", "product", "adasum"]
+_OPS: Final = get_args(Op)
 
 
 class Work:
@@ -78,8 +81,9 @@ def all_reduce(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) ->
     """
     operations.check_dense(tensor)
     operations.check_writable(tensor)
-    operations.check_reducible(tensor, op)
+    operations.check_reducible(tensor, op, _OPS)
     if op == "adasum":
+        adasum.check(tensor)
         return _dispatch("all_reduce", tensor, async_op, adasum.all_reduce, tensor, default_world().hosts)
     return _dispatch("all_reduce", tensor, async_op, operations.all_reduce, tensor, op)
 
@@ -151,12 +155,12 @@ def reduce_scatter(tensor: torch.Tensor, op: ElementwiseOp = "mean", async_op: b
         A new tensor, or a `Work` whose `wait()` returns it. Raises what `all_reduce` raises.
     """
     operations.check_dense(tensor)
-    operations.check_reducible(tensor, op, ELEMENTWISE_OPS)
+    operations.check_reducible(tensor, op)
     if tensor.dim() == 0 or not tensor.shape[1:].numel():
         raise ValueError(f"reduce_scatter deals out rows of at least one element, got {tuple(tensor.shape)}")
     signature = signature_of("reduce_scatter", [tensor], f"op={op!r}")
     size = default_world().size
-    return _dispatch("reduce_scatter", tensor, async_op, operations.reduce_scatter, tensor, size, op, signature)
+    return _dispatch("reduce_scatter", tensor, async_op, row_exchange.reduce_scatter, tensor, size, op, signature)
 
 
 @overload
@@ -187,19 +191,19 @@ def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None, async_
     world = default_world()
     if tensor.dim() == 0 or not tensor.shape[1:].numel():
         raise ValueError(f"all_to_all splits dimension 0 into rows of at least one element, got {tuple(tensor.shape)}")
-    rows = tensor.shape[0]
+    num_rows = tensor.shape[0]
     if splits is None:
-        if rows % world.size:
-            raise ValueError(f"dimension 0 has {rows} rows, not a multiple of {world.size} ranks; pass splits")
-        shares = [rows // world.size] * world.size
+        if num_rows % world.size:
+            raise ValueError(f"dimension 0 has {num_rows} rows, not a multiple of {world.size} ranks; pass splits")
+        shares = [num_rows // world.size] * world.size
     else:
         shares = [operator.index(share) for share in splits]  # TypeError for 3.5
-        if len(shares) != world.size or sum(shares) != rows or min(shares) < 0:
-            raise ValueError(f"splits need {world.size} counts that add up to {rows} rows, got {shares}")
+        if len(shares) != world.size or sum(shares) != num_rows or min(shares) < 0:
+            raise ValueError(f"splits need {world.size} counts that add up to {num_rows} rows, got {shares}")
 
     def operation(backend: Backend) -> Any:
         signature = signature_of("all_to_all", [tensor], any_rows=True)
-        parts, counts = operations.all_to_all(backend, tensor, shares, signature)
+        parts, counts = row_exchange.all_to_all(backend, tensor, shares, signature)
         return torch.cat(parts) if splits is None else (torch.cat(parts), counts)
 
     return _dispatch("all_to_all", tensor, async_op, operation)

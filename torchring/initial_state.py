@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from torchring.collectives.digests import digests
 from torchring.collectives.operations import check_dense, check_writable, is_movable
 from torchring.collectives.service import collectives_of
 from torchring.default_world import default_world
+from torchring.participants.digests import digests
 
 _ADVICE_AT_START: Final = (
     "Set it after torchring.wrap, or pass sync_initial_state=False to torchring.wrap if all ranks start alike"
@@ -47,6 +47,13 @@ def broadcast_parameters(model_or_state_dict: torch.nn.Module | Mapping[str, Any
     collectives = collectives_of(world)
     collectives.check_equal([f"tensor {i}: {n} {tuple(t.shape)} {t.dtype}" for i, (n, t) in enumerate(tensors.items())])
     collectives.broadcast_together(tensors.values(), src)
+
+
+def copy_from(src: int, tensors: Mapping[str, torch.Tensor], optimizer: Optimizer) -> None:
+    """Collective: overwrite `tensors` and the state of `optimizer` with those of rank `src`."""
+    broadcast_parameters(tensors, src)
+    if not is_sharded(optimizer):  # or else each rank has loaded its part
+        broadcast_optimizer_state(optimizer, src)
 
 
 def check_broadcastable(model_or_state_dict: Any, advice: str = "") -> dict[str, torch.Tensor]:

@@ -89,10 +89,16 @@ def adasum(parts: Sequence[torch.Tensor], hosts: Sequence[Sequence[int]] = ()) -
     return total.to(flat[0].dtype).view(parts[0].shape)
 
 
+def check(tensor: torch.Tensor) -> None:
+    """Raise TypeError for a tensor that has no Adasum."""
+    if not tensor.is_floating_point():
+        raise TypeError(f"op='adasum' takes floating point, got {tensor.dtype}; use op='sum', or convert the tensor")
+
+
 @torch.no_grad()
 def all_reduce(backend: Backend, tensor: torch.Tensor, hosts: Sequence[Sequence[int]]) -> torch.Tensor:
     """In place. Each rank gets the tensors of all, and combines them; `hosts` has the ranks of each host."""
     flat = operations.plain(tensor).view(-1)
-    parts = operations.all_gather(backend, flat, signature_of("all_reduce", (tensor,), operations.DETAILS["adasum"]))
+    parts = operations.all_gather(backend, flat, signature_of("all_reduce", (tensor,), "op='adasum'"))
     operations.writable(tensor).copy_(adasum(parts, hosts).view(tensor.shape))
     return tensor

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from torchring.collectives import digests
+from torchring.participants import digests
 
 Digest = Callable[[torch.Tensor], tuple[int, int]]
 

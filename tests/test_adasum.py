@@ -12,7 +12,7 @@ from tests.support.adasum import assert_adasum, exact_adasum
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks
 from tests.support.grids import grid
 from tests.support.harness import run_pooled
-from torchring.collectives.adasum import adasum, coefficients, products
+from torchring.adasum import adasum, coefficients, products
 from torchring.memory import host as host_module
 
 
