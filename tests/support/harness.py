@@ -563,6 +563,7 @@ def _train_once(rank: int, world_size: int) -> None:
         optimizer.step()
         torchring.all_gather(torch.tensor([rank]))
         torchring.shutdown()
+    gc.freeze()  # what is there now stays: no later call looks through it
 
 
 def _left_in_process(before: dict[str, Any]) -> list[str]:
@@ -577,8 +578,15 @@ def _left_in_process(before: dict[str, Any]) -> list[str]:
         before.update({what: value for what, value in now.items() if what not in before})
         differing = [what for what, value in before.items() if now.get(what) != value]
         if not differing or time.monotonic() > end:
-            return [f"{what} {now.get(what)!r:.300}, was {before[what]!r:.300}" for what in differing]
+            return [_difference(what, now.get(what), before[what]) for what in differing]
         time.sleep(0.01)
+
+
+def _difference(what: str, now: Any, before: Any) -> str:
+    if isinstance(before, dict):
+        names = [name for name in {**before, **now} if now.get(name) != before.get(name)]
+        now, before = ({name: of.get(name) for name in names} for of in (now, before))
+    return f"{what} {now!r:.300}, was {before!r:.300}"
 
 
 def _state_of_process() -> dict[str, Any]:
@@ -597,17 +605,22 @@ def _state_of_process() -> dict[str, Any]:
         "default device": torch.get_default_device(),
         "determinism": torch.get_deterministic_debug_mode(),
     }
+    return state | {f"definitions of {owner}": value for owner, value in _definitions().items()}
+
+
+def _definitions() -> dict[str, dict[str, object]]:
+    """By module and class of torchring: the functions, classes and constants that it had when first looked at."""
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "torchring":
-            owners = [(name, vars(module))]
-            owners += [(f"{name}.{x}", vars(o)) for x, o in owners[0][1].items() if isinstance(o, type)]
-            for owner, names in owners:
-                state |= {
-                    f"definition {owner}.{x}": value
-                    for x, value in names.items()
-                    if isinstance(value, (FunctionType, type)) or x.isupper()
-                }
-    return state
+        if name.partition(".")[0] == "torchring" and name not in _looked_at:
+            owners = {name: vars(module)}
+            owners |= {f"{name}.{x}": vars(o) for x, o in owners[name].items() if isinstance(o, type)}
+            for owner, names in owners.items():
+                held = [x for x, o in names.items() if isinstance(o, (FunctionType, type)) or x.isupper()]
+                _looked_at[owner] = names, held
+    return {owner: {x: names.get(x) for x in held} for owner, (names, held) in _looked_at.items()}
+
+
+_looked_at: dict[str, tuple[Mapping[str, object], list[str]]] = {}
 
 
 def _target(fd: Path) -> str:

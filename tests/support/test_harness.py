@@ -421,7 +421,7 @@ _of_grid = functools.partial(pytest.param, marks=pytest.mark.grid)
             "many things",
             r"rank 1: left behind: threads .*forgotten.*; native threads 2.*; open files .*; exit functions .*; "
             r"signal handlers .*; settings .*; default device .*; determinism 2, was 0; "
-            r"definition torchring\.memory\.host\._host_identity",
+            r"definitions of torchring\.memory\.host \{'_host_identity': ",
         ),
         ("process group", "rank 1: left behind: .*process group True, was False"),
         _of_grid("worlds", r"left behind: other numbers of worlds and groups on the ranks: \[\(\d, 0\), \(\d, 0\)\]"),
