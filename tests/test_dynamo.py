@@ -6,6 +6,7 @@ And a model that is compiled as a whole: it trains right, and the report says th
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,11 @@ import torch
 import torchring
 from tests.support.checks import assert_bitwise
 from tests.support.harness import run_ranks
+from tests.support.traces import decoded
+from torchring.observe.recorder.records import Arrivals, RankTrace
+from torchring.observe.recorder.writer import recorder_of
+from torchring.report.model.merge import merge
+from torchring.report.verdict.analysis import analyse
 
 
 def _train(rank: int, compile: Callable[[Any], Any] | None) -> tuple[list[torch.Tensor], list[float]]:
@@ -69,10 +75,11 @@ def test_a_compiled_step_gives_the_same_bits_and_compiled_autograd_is_refused() 
     assert first == second
 
 
-def _train_whole(rank: int, size: int) -> None:
+def _train_whole(rank: int, size: int) -> RankTrace:
     """Train a model in one graph, whose gradients arrive at once."""
 
-    def train(model: torch.nn.Module, run: Any) -> None:
+    def train(model: torch.nn.Module, run: Any) -> RankTrace:
+        recorder = recorder_of(torchring.init())
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = torchring.wrap(sgd, model, overlap="thread", bucket_mb=1e-4)
         for step in range(6):
@@ -80,15 +87,24 @@ def _train_whole(rank: int, size: int) -> None:
             run(torch.full((2, 8), rank + step / 8.0)).square().sum().backward()
             optimizer.step()
         optimizer.close()
+        return decoded(*recorder.trace())
 
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
     plain = copy.deepcopy(model)
     torch._dynamo.reset()  # type: ignore[no-untyped-call]
-    train(model, torch.compile(model, backend="aot_eager"))
+    trace = train(model, torch.compile(model, backend="aot_eager"))
     train(plain, plain)
     for parameter, same in zip(model.parameters(), plain.parameters(), strict=True):
         assert_bitwise(parameter.detach(), same.detach())
+    return trace
 
 
-def test_a_model_in_one_graph_trains_right() -> None:
-    run_ranks(_train_whole, 2, deadline=150.0)
+def test_a_model_in_one_graph_trains_right_and_the_report_says_what_that_costs() -> None:
+    traces = run_ranks(_train_whole, 2, deadline=150.0)
+    assert all(trace.run_info.is_compiled and trace.arrivals for trace in traces)
+    # A loaded machine may put a rank to sleep between two gradients.
+    traces = [
+        dataclasses.replace(trace, arrivals=[Arrivals(9, (9, 9, 8, 8, 8, 8))], steps=trace.steps[2:])
+        for trace in traces
+    ]
+    assert any("All gradients arrive together" in problem for problem in analyse(merge(traces)).problems)

@@ -10,6 +10,7 @@ import os
 import pickle
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -148,10 +149,27 @@ def test_time_in_a_data_loader_is_written_down(monkeypatch: pytest.MonkeyPatch) 
     next(batches)
     next(batches, None)
     recorder.end_step(recorder.num_steps)
-    found = [(step.loading_ns, step.num_workers) for step in steps_of(recorder)]
-    assert found == [(50, 0), (0, -1), (50, 0)]
+    found = [(step.loading_ns, step.loading_cpu_ns, step.num_workers) for step in steps_of(recorder)]
+    assert found == [(50, 100, 0), (0, 0, -1), (50, 100, 0)]
     loading.forget(recorder.loading)
     assert torch.utils.data.dataloader._BaseDataLoaderIter.__next__ is before
+
+
+def test_the_work_of_workers_is_that_of_their_processes() -> None:
+    class Worker:
+        pid = os.getpid()  # a worker that works for as long as this test does
+
+    class Batches:
+        _workers = (Worker(), Worker())
+
+    batches, before = Batches(), time.process_time_ns()
+    assert loading._since_last_batch(batches) == -1, "nothing is known of what was before"
+    while time.process_time_ns() < before + 1_000_000:
+        pass
+    worked = loading._since_last_batch(batches)
+    assert 0 < worked <= 2 * (time.process_time_ns() - before)
+    Worker.pid = 2**22 + 1  # more than there can be
+    assert loading._since_last_batch(batches) == -1
 
 
 def test_full_garbage_collections_are_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +240,10 @@ def test_real_steps(options: dict[str, Any], micros: int) -> None:
                 assert bucket.started <= bucket.reduced <= step.phases[-2].begin
             assert 0 <= step.stall_ns <= step.ns_in(Phase.BACKWARD)
             assert step.packing_ns > 0
+        assert len(trace.arrivals) == 4
+        for arrivals in trace.arrivals:
+            ready = [arrivals.ready_ns[2 * layer] for layer in range(3)]  # of the weights
+            assert arrivals.backward_ns >= ready[0] > ready[1] > ready[2] > 0
 
 
 def test_metrics_add_up_to_the_step() -> None:
@@ -402,9 +424,12 @@ def _wraps_two(rank: int, size: int, folder: Path) -> RankTrace:
 def test_the_trace_knows_all_optimizers(tmp_path: Path) -> None:
     names = [f"{i}.{k}" for i in range(3) for k in ("weight", "bias")]
     for trace in run_pooled(_wraps_two, 2, tmp_path):
-        found = [(each.optimizer, each.name) for each in trace.run_info.parameters]
-        assert found == [*((0, name) for name in names), (1, "weight"), (1, "bias")]
+        found = [(each.optimizer, each.name, each.dtype) for each in trace.run_info.parameters]
+        of_second = [(1, name, "bfloat16") for name in ("weight", "bias")]
+        assert found == [*((0, name, "float32") for name in names), *of_second]
         assert [{bucket.optimizer for bucket in step.buckets} for step in trace.steps] == [{0}] * 8 + [{1}] * 4
+        assert [(each.optimizer, len(each.ready_ns)) for each in trace.arrivals] == [(0, 6)] * 4 + [(1, 2)] * 2
+        assert all(at >= 0 for each in trace.arrivals for at in each.ready_ns)
 
 
 def test_clocks() -> None:

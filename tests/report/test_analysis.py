@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.traces import MS, simulate
 from torchring.observe.recorder.records import (
+    Arrivals,
     BucketRecord,
     ParameterRecord,
     PhaseRecord,
@@ -19,6 +20,7 @@ from torchring.observe.recorder.records import (
 )
 from torchring.observer import Phase
 from torchring.report.model.merge import merge
+from torchring.report.model.scaling import Network
 from torchring.report.model.timing import spans_of
 from torchring.report.verdict.analysis import analyse
 from torchring.report.verdict.findings import Analysis
@@ -39,6 +41,11 @@ FAULTS = {
     "tiny buckets": (
         {"bucket_mb": [0.05, 0.15] * 100, "latency_ms": 1.0, "ranks_per_host": 2},
         *("communication", None, "small buckets", 155.3, 255.8),
+    ),
+    # Hidden: 51 MB. At the end of backward, 120 MB begin, and take 90.2 ms.
+    "huge late parameter": (
+        {"bucket_mb": [1, 25, 25, 120], "ready_at": [0.1, 0.3, 0.5, 1.0]},
+        *("communication", None, "late parameter", 90.2, 190.7),
     ),
     "optimizer": ({"optimizer_ms": 60, **QUICK}, "optimizer", None, "", 60.0, 154.4),
     "clipping": ({"between_ms": 30, **QUICK}, "optimizer", None, "between", 30.0, 131.9),
@@ -63,6 +70,20 @@ def test_the_verdict_finds_the_fault(name: str) -> None:
     assert verdict.cost.low <= verdict.cost.mean <= verdict.cost.high
     path = analysis.critical.path[analysis.timing.counts]
     assert path.mean(0).sum() == pytest.approx(analysis.step.mean, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("per_host", "said"), [(4, "most of it latency of 40"), (1, "because of latency or a slow link")]
+)
+def test_tiny_buckets_of_one_size(per_host: int, said: str) -> None:
+    """Equal sizes do not tell latency from bandwidth. Within a host, no link is as slow as that."""
+    traces = simulate(4, 20, noise=0, bucket_mb=[0.004] * 40, latency_ms=3.0, ranks_per_host=per_host)
+    ring = [dataclasses.replace(each, run_info=dataclasses.replace(each.run_info, algorithm="ring")) for each in traces]
+    analysis = analyse(merge(ring))
+    assert (analysis.verdict.kind, analysis.verdict.detail) == ("communication", "small buckets")
+    assert said in analysis.verdict.sentence
+    assert "40 small buckets of 0.004 MB" in analysis.verdict.sentence
+    assert (analysis.advice[0].what == "Use buckets of 1 MiB") == (per_host == 4)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +135,8 @@ def test_the_sentences() -> None:
     assert "waits for data on all ranks" in said["slow loaders"]
     assert "waits for rank 2, which computes more slowly than the others" in said["slow rank"]
     assert "communication that backward does not hide: 51 MB at 0.5 GB/s" in said["slow link"]
-    assert "200 small buckets of 0.1 MB take 1.1 ms each" in said["tiny buckets"]
+    assert "latency of 200 small buckets of 0.1 MB" in said["tiny buckets"]
+    assert "the gradient of layer0.weight (120 MB) is ready at the end of backward" in said["huge late parameter"]
     assert "is the optimizer's step()" in said["optimizer"]
     assert "passes between backward and step()" in said["clipping"]
     assert said["nothing"].startswith("Nothing holds this job back: 98 % of each step is computing")
@@ -209,6 +231,7 @@ def test_pauses_of_a_few_steps_do_not_hide_what_the_others_do(late: int | None) 
     assert f"3 of 77 steps, in which {who} takes 4,000 ms" in analysis.verdict.sentence
     assert analysis.step.mean == pytest.approx(102.4, rel=0.02)
     assert "steps 25, 50, 75" in analysis.advice[0].what
+    assert analysis.predictions[-1].waiting_ms < 20, "pauses are not multiplied by the number of ranks"
 
 
 def delayed(traces: list[RankTrace], late: int, by_ms: int, each: int, part: Phase = Phase.INPUT) -> list[RankTrace]:
@@ -311,9 +334,43 @@ def test_within_a_host_standstill_says_how_fast_memory_is() -> None:
     run_info = RunInfo(algorithm="direct", size=2, local_size=2)
     traces = one_step(run_info=run_info, of_ranks=[[(25, 89), (60, 90)], [(25, 89), (60, 90)]], stall_ms=[10, 10])
     analysis = analyse(merge(traces))
+    assert analysis.fitted is not None
+    assert analysis.fitted.gigabytes_per_s == pytest.approx(0.5)
+    assert not analysis.fitted.is_alpha_known
     assert analysis.bandwidth is not None
     assert analysis.bandwidth.median == pytest.approx(0.5)
-    assert analysis.exposed_ms == pytest.approx(40)
+    assert analysis.predictions[0].exposed_ms == pytest.approx(40)
+    assert "--bandwidth" in analysis.predictions_note
+    # Of two hosts, a thread reduces in the background: 20 ms in memory and 8 ms on the network, from 25 and from 60 on.
+    given = analyse(merge(traces), Network(0.0, 1.25), sizes=(4,))
+    assert given.predictions[1].exposed_ms == pytest.approx(28)
+    assert "--bandwidth" not in given.predictions_note
+
+
+def test_a_parameter_for_which_its_bucket_waits_is_named() -> None:
+    """The gradients of bucket 0 are ready at 25 % of backward, but for that of a tied embedding, at the end."""
+    names = ("head", "embedding", "body")
+    parameters = tuple(ParameterRecord(name, 10_000_000, i) for name, i in zip(names, (0, 0, 1), strict=True))
+    run_info = RunInfo(algorithm="ring", overlap="thread", size=2, local_size=1, parameters=parameters)
+    traces = one_step(run_info=run_info, of_ranks=[[(60, 75), (60, 90)]] * 2)
+    arrivals = Arrivals(40 * MS, (10 * MS, 40 * MS, 20 * MS))
+    analysis = analyse(merge([dataclasses.replace(trace, arrivals=(arrivals,)) for trace in traces]))
+    (late,) = analysis.late_parameters
+    assert (late.name, late.bucket, late.holds_ms) == ("embedding", 0, pytest.approx(30))
+    assert (analysis.verdict.kind, analysis.verdict.detail) == ("communication", "late parameter")
+    assert "bucket 0 waits 30 ms for the gradient of embedding alone" in analysis.verdict.sentence
+
+
+def test_a_model_compiled_as_a_whole_shows_what_is_exposed_and_why() -> None:
+    run_info = RunInfo(algorithm="ring", overlap="thread", size=2, local_size=1, is_compiled=True)
+    parameters = tuple(ParameterRecord(name, 4, i) for i, name in enumerate("ab"))
+    run_info = dataclasses.replace(run_info, parameters=parameters)
+    traces = one_step(run_info=run_info, of_ranks=[[(60, 90), (60, 120)]] * 2)
+    for first, is_told in ((57, True), (50, False)):
+        arrivals = Arrivals(60 * MS, (60 * MS, first * MS))
+        analysis = analyse(merge([dataclasses.replace(trace, arrivals=(arrivals,)) for trace in traces]))
+        assert any("All gradients arrive together" in problem for problem in analysis.problems) == is_told
+    assert analysis.verdict.kind == "communication"
 
 
 def test_without_a_model_only_time_in_a_data_loader_is_called_input() -> None:
@@ -336,7 +393,7 @@ def test_one_rank_alone_is_analysed_too() -> None:
     analysis = analysis_of(1, bucket_mb=[])
     assert analysis.verdict.kind == "compute"
     assert analysis.verdict.sentence.endswith("and it has one rank.")
-    assert (analysis.efficiency, analysis.waits, analysis.buckets, analysis.bandwidth) == (1.0, (), (), None)
+    assert (analysis.efficiency, analysis.waits, analysis.buckets, analysis.fitted) == (1.0, (), (), None)
     assert analysis_of(1, bucket_mb=[], input_ms=60).verdict.kind == "input"
 
 
@@ -347,7 +404,7 @@ def test_a_single_step_is_shown() -> None:
         "Only 1 step counts",
         "The first step begins in wrap(), so what the script does before its loop is part of that step.",
     ]
-    assert analysis.advice == ()
+    assert (analysis.advice, analysis.predictions) == ((), ())
     assert analysis_of(2, num_steps=9).advice == analysis_of(2, num_steps=9, optimizer_ms=60).advice == ()
     assert analysis_of(2, num_steps=9, noise=0).step.mean == pytest.approx(analysis_of(2, noise=0).step.mean)
 
@@ -392,6 +449,9 @@ def test_the_steps_of_all_optimizers_count() -> None:
     assert analysis.buckets[3].names == ("generator.weight",)
     assert "the steps that send 171 MB, layer2.weight and 3 more parameters" in analysis.problems[0]
     assert "requires_grad_(False)" in analysis.problems[0]
+    (now, *_) = analysis.predictions
+    assert now.step_ms == pytest.approx(analysis.step.mean)
+    assert now.exposed_ms < 0.2 * analysis.step.mean
 
 
 @pytest.mark.parametrize("all_steps", [False, True])

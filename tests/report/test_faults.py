@@ -8,8 +8,9 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from torchring.observe.recorder.writer import recorder_of
 from torchring.report.model.merge import merge
 from torchring.report.verdict.analysis import analyse
 from torchring.report.verdict.findings import Analysis
+from torchring.transport.c10d import C10dTransport
 
 _STEPS = 30
 
@@ -63,9 +65,31 @@ def _busy_neighbours() -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
+@contextmanager
+def _slow_link(bytes_per_s: float) -> Iterator[None]:
+    """Reductions sleep for as long as a link of this rate would take: no core is needed for it."""
+    start, is_free_at = C10dTransport.start_all_reduce, 0.0
+
+    def slowly(self: C10dTransport, tensor: torch.Tensor) -> Any:
+        nonlocal is_free_at
+        is_free_at = arrives_at = max(is_free_at, time.monotonic()) + tensor.nbytes / bytes_per_s
+        transfer = start(self, tensor)
+
+        def wait() -> None:
+            time.sleep(max(0.0, arrives_at - time.monotonic()))
+            transfer.wait()
+
+        return mock.Mock(wait=wait)
+
+    with mock.patch.object(C10dTransport, "start_all_reduce", slowly):
+        yield
+
+
 def _train(rank: int, size: int, fault: str, num_steps: int, options: dict[str, Any]) -> RankTrace:
     torch.manual_seed(0)
     widths = [256] * 5
+    if fault == "late parameter":
+        widths[0] = 20_000
     if fault == "small buckets":
         widths = [16] * 50
     model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
@@ -76,7 +100,8 @@ def _train(rank: int, size: int, fault: str, num_steps: int, options: dict[str, 
     if fault == "straggler" and rank == 1:
         with _busy_neighbours():
             return _steps(model, optimizer, samples, num_steps, 0.0)
-    trace = _steps(model, optimizer, samples, num_steps, 0.02 if fault == "input" and rank == 1 else 0.0)
+    with _slow_link(0.1e9) if fault == "late parameter" else nullcontext():
+        trace = _steps(model, optimizer, samples, num_steps, 0.02 if fault == "input" and rank == 1 else 0.0)
     if fault == "straggler":
         return trace
     # What else keeps this machine busy is no part of the fault.
@@ -125,6 +150,13 @@ def test_an_optimizer_that_dominates() -> None:
 def test_too_small_buckets() -> None:
     analysis = _analysis("small buckets", 12, algorithm="ring", overlap="thread", bucket_mb=0.0)
     assert (analysis.verdict.kind, analysis.verdict.detail) == ("communication", "small buckets"), analysis.verdict
+    assert "bucket" in analysis.advice[0].what.lower(), analysis.advice
+
+
+def test_one_huge_late_parameter() -> None:
+    analysis = _analysis("late parameter", 15, algorithm="ring", overlap="thread", bucket_mb=1.0)
+    assert (analysis.verdict.kind, analysis.verdict.detail) == ("communication", "late parameter"), analysis.verdict
+    assert analysis.late_parameters[0].name == "0.weight"
 
 
 @needs_hosts

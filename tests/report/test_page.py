@@ -106,7 +106,7 @@ def _decoded(value: Any) -> Any:
 def test_the_page_says_what_the_terminal_says(page: str, analysis: Analysis, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
     ids = [attributes["id"] for name, attributes in Elements(page).elements if name == "h2"]
-    assert ids == ["problems", "advice", "time", "waits", "buckets", "step"]
+    assert ids == ["problems", "advice", "time", "waits", "buckets", "step", "scaling"]
     assert page.index("<h1>") < page.index('id="problems"')
     assert "rank 3" in page[page.index("<h1>") : page.index("</h1>")]
     text = "".join(Elements(page).text.split())
@@ -136,7 +136,7 @@ def test_people_who_cannot_see_it_find_their_way(page: str) -> None:
     assert drawn_in(page) == FIGURES
     assert len(drawings) == len(FIGURES)
     assert all(a["role"] == "img" and len(a["aria-label"]) > 40 for a in drawings)
-    assert len(elements.all("table")) == len(elements.all("caption")) == 3
+    assert len(elements.all("table")) == len(elements.all("caption")) == 4
     levels = [int(name[1]) for name, _ in elements.elements if re.fullmatch("h[1-6]", name)]
     assert levels[0] == 1
     assert all(b <= a + 1 for a, b in itertools.pairwise(levels))

@@ -284,8 +284,8 @@ def test_noise_is_no_change(seed: int) -> None:
 @pytest.mark.parametrize("num_steps", [1, 3, 9])
 def test_few_steps_give_facts_only(num_steps: int) -> None:
     analysis = analyse(merge(simulate(**{**BASE, "input_ms": 60, "num_steps": num_steps})))
-    assert analysis.advice == ()
-    assert "too few for advice" in analysis.problems[0]
+    assert (analysis.advice, analysis.predictions) == ((), ())
+    assert "too few for advice and predictions" in analysis.problems[0]
     assert "So few steps do not tell." in plain(analysis)
     unseen = [  # as in each first step
         dataclasses.replace(trace, run_info=dataclasses.replace(trace.run_info, options={"model": "given"}))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torchring.observe.recorder import files
 from torchring.observe.recorder.records import (
+    Arrivals,
     BucketRecord,
     ClockOffset,
     ParameterRecord,
@@ -142,9 +143,11 @@ def simulate(
             versions={"torchring": "0.1.0", "torch": "2.13.0", "python": "3.11.0"},
             written_at=1.8e9,
         )
-        began = steps[rank][0].begin
-        clock = () if skew_ms is None else (ClockOffset(began, skews[rank], 0 if rank < per_host else MS // 20),)
-        traces.append(RankTrace(run_info, tuple(steps[rank]), clock))
+        first = steps[rank][0]
+        backward = first.ns_in(Phase.BACKWARD)
+        arrivals = (Arrivals(backward, tuple(round(backward * part) for part in fractions)),)
+        clock = () if skew_ms is None else (ClockOffset(first.begin, skews[rank], 0 if rank < per_host else MS // 20),)
+        traces.append(RankTrace(run_info, tuple(steps[rank]), arrivals, clock))
     return traces
 
 
@@ -156,7 +159,7 @@ def shifted(trace: RankTrace, num_dropped: int) -> RankTrace:
 def encode(step: StepRecord) -> array[int]:
     """The row of a step."""
     own = (step.number, step.begin, step.end, step.num_samples, step.stall_ns, step.packing_ns, step.loading_ns)
-    load = (step.num_workers, step.queued_ns, step.exposed_queued_ns, step.collecting_ns)
+    load = (step.loading_cpu_ns, step.num_workers, step.queued_ns, step.exposed_queued_ns, step.collecting_ns)
     phases = [number for each in step.phases for number in (each.phase, each.begin)]
     return step_row((*own, *load), phases, [number for each in step.buckets for number in dataclasses.astuple(each)])
 

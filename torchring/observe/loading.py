@@ -1,7 +1,8 @@
 """Notices what keeps a rank from training, apart from its own code: a DataLoader, and Python's garbage collector.
 
 PyTorch has no public way to see when a DataLoader gives a batch. So `__iter__` of DataLoaders and `__next__` of their
-iterators are wrapped while somebody wants to know. That adds 4 us to a batch. `gc.callbacks` tells of full collections.
+iterators are wrapped while somebody wants to know. That adds 4 us to a batch, and 2 us for each worker. `gc.callbacks`
+tells of full collections.
 """
 
 from __future__ import annotations
@@ -17,9 +18,17 @@ from typing import Any, Final
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+UNKNOWN: Final = -1
 _FULL: Final = 2  # generation of a collection that looks at all objects; others are short
+_CPU_TIME: Final = 2  # with the inverted process id, the number of the clock: as clock_getcpuclockid(3) makes it
+_workers_ns: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _loaders: weakref.WeakKeyDictionary[Any, weakref.ref[DataLoader[Any]]] = weakref.WeakKeyDictionary()  # of iterators
 _collection_began = 0
+
+
+def since(before_ns: int, now_ns: int) -> int:
+    """The difference. UNKNOWN if one of the two is."""
+    return now_ns - before_ns if before_ns >= 0 and now_ns >= 0 else UNKNOWN
 
 
 class Loading:
@@ -41,7 +50,7 @@ class Loading:
         self.thread = threading.get_ident()
         self.counts = True
         self.loading_ns = self.collecting_ns = 0
-        self.num_workers = -1
+        self.loading_cpu_ns = self.num_workers = -1
 
 
 _watched: weakref.WeakSet[Loading] = weakref.WeakSet()
@@ -54,8 +63,8 @@ def _timed(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def timed(self: Any) -> Any:
         thread = threading.get_ident()
         found = [each for each in list(_watched) if each.thread == thread and each.counts]
-        waiting = [(each, each.loading_ns) for each in found]
-        began = time.perf_counter_ns()
+        waiting = [(each, each.loading_ns, each.loading_cpu_ns) for each in found]
+        worked, began = time.thread_time_ns(), time.perf_counter_ns()
         gives = isinstance(self, _BaseDataLoaderIter)
         try:
             result = call(self)
@@ -63,13 +72,17 @@ def _timed(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
                 _loaders[result] = weakref.ref(self)
             return result
         finally:
-            took = time.perf_counter_ns() - began
-            for each, before in waiting:  # not `+=`: the data set may read another DataLoader
+            took, worked = time.perf_counter_ns() - began, time.thread_time_ns() - worked
+            if waiting and gives and self._num_workers:
+                worked = _since_last_batch(self)
+            for each, before, cpu_before in waiting:  # not `+=`: the data set may read another DataLoader
                 each.loading_ns = before + took
                 if gives:
                     each.num_workers, each.loader = self._num_workers, _loaders.get(self, each.loader)
                 else:
                     each.num_loaders += 1
+                if worked != UNKNOWN:
+                    each.loading_cpu_ns = max(0, cpu_before) + worked
 
     return timed
 
@@ -78,6 +91,16 @@ _begin: Final = DataLoader.__iter__  # starts workers
 _load: Final = _BaseDataLoaderIter.__next__
 _timed_begin: Final = _timed(_begin)
 _timed_load: Final = _timed(_load)
+
+
+def _since_last_batch(iterator: Any) -> int:
+    """CPU time of its workers. UNKNOWN for the first batch, and if a worker is gone."""
+    try:
+        total = sum(time.clock_gettime_ns((~worker.pid << 3) | _CPU_TIME) for worker in iterator._workers)
+    except OSError:
+        return UNKNOWN
+    before, _workers_ns[iterator] = _workers_ns.get(iterator, UNKNOWN), total
+    return since(before, total)
 
 
 def _note_collection(phase: str, info: dict[str, int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,11 +13,14 @@ from typing import Final
 from torchring.launch.arguments import Parser
 from torchring.observe.recorder.files import TraceError
 from torchring.report.model.merge import load
+from torchring.report.model.scaling import Network
 from torchring.report.show.exports import write_csv, write_trace_json
 from torchring.report.show.page import write_page
 from torchring.report.show.terminal import show
 from torchring.report.verdict.analysis import analyse
 
+_TYPICAL_ALPHA_MS: Final = 0.05  # latency of a message over TCP between neighbouring hosts
+_GOODPUT: Final = 0.94  # of the bandwidth: headers of Ethernet and TCP take the rest of frames of 1,500 bytes
 _PAGE: Final = "report.html"
 
 
@@ -29,7 +33,10 @@ def main(arguments: Sequence[str]) -> int:
     except TraceError as error:
         print(f"torchring report: {error}", file=sys.stderr)
         return 1
-    analysis = analyse(job)
+    given = None
+    if options.bandwidth is not None:
+        given = Network(_TYPICAL_ALPHA_MS, options.bandwidth / 8 * _GOODPUT, is_alpha_known=False)
+    analysis = analyse(job, given)
     with contextlib.suppress(BrokenPipeError):  # as in `torchring report DIR | head`: files are written all the same
         show(analysis)
         sys.stdout.flush()
@@ -63,7 +70,23 @@ def _parser() -> argparse.ArgumentParser:
         "--trace-json", type=Path, metavar="FILE", help="also write a trace of all ranks for Chrome or Perfetto"
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write a table with a row per step and rank")
+    parser.add_argument(
+        "--bandwidth",
+        type=_bandwidth,
+        metavar="GBIT",
+        help="predict for links of so many Gbit/s between hosts, 6 %% of it for headers (default: as in the trace)",
+    )
     return parser
+
+
+def _bandwidth(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no bandwidth: give a number of Gbit/s, such as 10")
+    return value
 
 
 def _write(path: Path, write: Callable[[Path], None]) -> int:

@@ -17,12 +17,14 @@ from dataclasses import replace
 from typing import Final
 
 from torchring.accelerators import Accelerator, Mark
-from torchring.observe.loading import Loading
+from torchring.dynamo import has_compiled
+from torchring.observe.loading import UNKNOWN, Loading, since
 from torchring.observe.recorder.device_times import DeviceTimes
 from torchring.observe.recorder.records import (
     BUCKET_LENGTH,
     NUM_BYTES,
     NUMBER,
+    Arrivals,
     ClockOffset,
     ParameterRecord,
     RankTrace,
@@ -31,8 +33,8 @@ from torchring.observe.recorder.records import (
 )
 from torchring.observer import BACKWARD, EXPOSED, FORWARD, INPUT, Observer
 
-UNKNOWN: Final = -1
 NUM_STEPS: Final = 1_000  # that are kept
+NUM_ARRIVALS: Final = 16
 _MOST_STAMPS: Final = 2_048  # of one step; a script with more micro-steps gets the rest in one phase
 _MOST_NUMBERS: Final = BUCKET_LENGTH * 8_192  # about the buckets of one step: a script may never call step()
 
@@ -53,6 +55,7 @@ class Recorder(Observer):
         self.num_steps = num_steps
         self.num_samples_before = 0  # that forward was given in these steps
         self.num_bytes = 0  # that this rank has contributed to reductions
+        self.arrivals: deque[Arrivals] = deque(maxlen=NUM_ARRIVALS)  # of gradients, in a few backwards
         self.batch_size = 0.0  # samples of all ranks in a reduction
         self.noise_scale: float | None = None  # of gradients, in samples
         self.clock: list[ClockOffset] = []  # how this host's clock compares with that of rank 0's host, over time
@@ -63,6 +66,7 @@ class Recorder(Observer):
         # The phase under way
         self.in_phase = INPUT
         self.phase_began = time.perf_counter_ns()
+        self.backward_began = self.phase_began  # the end of the last forward, or the first gradient of the backward
         self._stamps = [INPUT, self.phase_began]  # phase, beginning; phase, beginning; ...
         self._device: DeviceTimes | None = None
         self._stall_ns = 0
@@ -74,6 +78,8 @@ class Recorder(Observer):
 
     def phase(self, phase: int, step: int) -> None:
         if phase != self.in_phase and len(self._stamps) < _MOST_STAMPS:
+            if phase == EXPOSED:
+                self.backward_began = self.phase_began
             if EXPOSED in (phase, self.in_phase) and self._device is None:
                 self._note_exposed(begins=phase == EXPOSED)
             self.in_phase = phase
@@ -136,7 +142,7 @@ class Recorder(Observer):
         stamps, buckets, loading = self._stamps, self._buckets, self.loading
         own = (
             *(number, stamps[1], now, self.num_samples, self._stall_ns, self._packing_ns),
-            *(loading.loading_ns, loading.num_workers),
+            *(loading.loading_ns, loading.loading_cpu_ns, loading.num_workers),
             *self._queued_ns(),
             loading.collecting_ns,
         )
@@ -175,14 +181,10 @@ class Recorder(Observer):
             written_at=time.time(),
             batch_size=self.batch_size,
             noise_scale=-1.0 if self.noise_scale is None else self.noise_scale,
+            is_compiled=has_compiled(),
         )
         steps = [step for step in self.last_steps(count) if step[NUMBER] >= first]
-        return RankTrace(run_info, (), tuple(self.clock)), steps
-
-
-def since(before_ns: int, now_ns: int) -> int:
-    """The difference. UNKNOWN if one of the two is."""
-    return now_ns - before_ns if before_ns >= 0 and now_ns >= 0 else UNKNOWN
+        return RankTrace(run_info, (), tuple(self.arrivals), tuple(self.clock)), steps
 
 
 class CoreQueue:

@@ -18,14 +18,14 @@ from torchring.linux import host_name, process_began_ns
 from torchring.observe.recorder.recorder import Recorder
 from torchring.observe.recorder.records import REDUCED as REDUCED_AT
 from torchring.observe.recorder.records import STARTED as STARTED_AT
-from torchring.observe.recorder.records import ParameterRecord, RunInfo
+from torchring.observe.recorder.records import Arrivals, ParameterRecord, RunInfo
 from torchring.observer import COPIED, COPYING, LAUNCHED, OVER, PACKED, READY, STARTED, Wrapped
 from torchring.releases import installed_version
 from torchring.world import World
 
 
 class ReductionRecording(Participant):
-    """Writes down where the time of one optimizer's reductions went, and the plan."""
+    """Writes down where the time of one optimizer's reductions went, when gradients came, and the plan."""
 
     def __init__(self, recorder: Recorder, reducer: Reducer, number: int) -> None:
         self._recorder = recorder
@@ -38,14 +38,20 @@ class ReductionRecording(Participant):
         self._rows: list[int] = []  # a row for each bucket that has left, one after the other, see `records.py`
         self._starts: dict[int, int] = {}  # by bucket: where its row begins
         self._since: dict[int, int] = {}  # by bucket: when a copy has begun, or the last gradient has come
-        self._stall_ns = self._packing_ns = 0  # as in a `StepRecord`
+        self._stall_ns = self._packing_ns = self._early_packing_ns = 0  # as in a `StepRecord`; before backward was over
+        self._arrivals: list[int] = []  # of gradients, by parameter; -1 for none. Without stalls and copies until then.
 
     def on_begin(self, current: Reduction) -> None:
         self._note_plan()
+        # Few, as writing them down takes time
+        has_arrivals = (2 <= current.number < 6 or current.number % 64 == 63) and not current.is_unordered
         self._current = current
         self._rows, self._starts, self._since = [], {}, {}
-        self._stall_ns = self._packing_ns = 0
+        self._stall_ns = self._packing_ns = self._early_packing_ns = 0
+        self._arrivals = [-1] * (len(self._layout.specs) if has_arrivals else 0)
         current.events = self._note
+        if has_arrivals:
+            current.mark_ready = self._mark_ready
 
     def _note(self, event: int, index: int, at: int) -> None:
         """See `torchring.observer`."""
@@ -61,16 +67,30 @@ class ReductionRecording(Participant):
             ready = self._since.get(index, now)
             self._rows += (index, bucket.wire.tensor.nbytes, ready, now, now, 0, self._number)
         elif event == OVER:
-            self._stall_ns = 0 if self._current is None else int(self._current.exposed_seconds * 1e9)
+            self._early_packing_ns, self._stall_ns = self._packing_ns, self._exposed_ns()
         elif index in self._starts:  # else of a reduction that was aborted
             self._rows[self._starts[index] + (STARTED_AT if event == STARTED else REDUCED_AT)] = now
+
+    def _mark_ready(self, index: int) -> None:
+        """As `Launcher.mark_ready`, and note the time."""
+        if index < len(self._arrivals):
+            self._arrivals[index] = time.perf_counter_ns() - self._packing_ns - self._exposed_ns()
+        self._layout.launcher.mark_ready(index)
+
+    def _exposed_ns(self) -> int:
+        return 0 if self._current is None else int(self._current.exposed_seconds * 1e9)
 
     def on_message(self, current: Reduction) -> None:
         if current is not self._current:  # recording has begun in the midst of the reduction
             return
         self._current = None
+        recorder, began = self._recorder, self._recorder.backward_began
+        if any(at >= 0 for at in self._arrivals):
+            length = recorder.phase_began - began - self._stall_ns - self._early_packing_ns
+            ready = tuple(at if at < 0 else max(0, at - began) for at in self._arrivals)
+            recorder.arrivals.append(Arrivals(max(0, length), ready, self._number))
         marks = [(work.begin, work.end) for work in self._layout.agreement.works]
-        self._recorder.add_reduction(self._rows, self._stall_ns, self._packing_ns, marks)
+        recorder.add_reduction(self._rows, self._stall_ns, self._packing_ns, marks)
 
     def on_reduced(self, current: Reduction) -> None:
         self._note_plan()
@@ -126,12 +146,16 @@ def parameter_records(wrapped: Wrapped, layout: BucketLayout | None, number: int
     if layout is not None:
         return _of_layout(layout, number)
     known = ((name, p) for p, name in wrapped.names.items() if p.requires_grad)
-    return tuple(ParameterRecord(name, p.numel() * p.dtype.itemsize, -1, number) for name, p in known)
+    return tuple(_record_of(name, p.numel(), p.dtype, -1, number) for name, p in known)
 
 
 def _of_layout(layout: BucketLayout, number: int) -> tuple[ParameterRecord, ...]:
     buckets = {slot.parameter: bucket.index for bucket in layout.buckets for slot in bucket.plan.slots}
     return tuple(
-        ParameterRecord(spec.name, spec.numel * spec.dtype.itemsize, buckets.get(index, -1), number)
+        _record_of(spec.name, spec.numel, spec.dtype, buckets.get(index, -1), number)
         for index, spec in enumerate(layout.specs)
     )
+
+
+def _record_of(name: str, numel: int, dtype: torch.dtype, bucket: int, optimizer: int) -> ParameterRecord:
+    return ParameterRecord(name, numel * dtype.itemsize, bucket, str(dtype).removeprefix("torch."), optimizer)

@@ -11,7 +11,7 @@ A step goes from the end of one `optimizer.step()` to the end of the next. It co
                                   bucket 0    |launched|reduced|
                                   bucket 1           |launched        |reduced|
 
-While training runs, a step is a row of integers: thirteen of its own, then two for each phase (which, begin), then
+While training runs, a step is a row of integers: fourteen of its own, then two for each phase (which, begin), then
 seven for each bucket. Their order is that of the constants below, and of the attributes of `StepRecord` and
 `BucketRecord`. A thousand rows take no time of the garbage collector.
 """
@@ -25,9 +25,11 @@ from typing import Final, NamedTuple
 
 from torchring.observer import Phase
 
-STEP_LENGTH: Final = 13  # without phases and buckets
+STEP_LENGTH: Final = 14  # without phases and buckets
 NUMBER, BEGIN, END, NUM_SAMPLES, STALL_NS, PACKING_NS, LOADING_NS = range(7)
-NUM_WORKERS, QUEUED_NS, EXPOSED_QUEUED_NS, COLLECTING_NS, NUM_PHASES, NUM_BUCKETS = range(7, STEP_LENGTH)
+LOADING_CPU_NS, NUM_WORKERS, QUEUED_NS, EXPOSED_QUEUED_NS, COLLECTING_NS, NUM_PHASES, NUM_BUCKETS = range(
+    7, STEP_LENGTH
+)
 PHASE_LENGTH: Final = 2
 BUCKET_LENGTH: Final = 7
 INDEX, NUM_BYTES, READY, LAUNCHED, STARTED, REDUCED, OPTIMIZER = range(BUCKET_LENGTH)
@@ -73,6 +75,7 @@ class StepRecord:
     phases: tuple[PhaseRecord, ...]  # in order, without gaps, from `begin` to `end`
     buckets: tuple[BucketRecord, ...]  # in the order in which they left. Empty if nothing was reduced.
     loading_ns: int = 0  # how long this rank was in `next()` of a DataLoader, inside INPUT
+    loading_cpu_ns: int = -1  # how long cores worked for it: this thread in `next()`, and the workers; -1 if unknown
     num_workers: int = -1  # of the DataLoader that gave the last batch; -1 if none gave one
     queued_ns: int = -1  # how long the thread that trains was ready to run, but had no core; -1 if unknown
     exposed_queued_ns: int = -1  # the same, inside EXPOSED; -1 on a GPU, too
@@ -96,6 +99,14 @@ class StepRecord:
 _OWN: Final = [each.name for each in fields(StepRecord) if each.name not in ("phases", "buckets")]  # as in a row
 
 
+class Arrivals(NamedTuple):
+    """When the gradients of one optimizer were computed, in a backward. Without what communication and copies took."""
+
+    backward_ns: int  # from the end of forward to the last gradient
+    ready_ns: tuple[int, ...]  # from the end of forward to the gradient of each of its parameters; -1 if there was none
+    optimizer: int = 0  # its number, as in `ParameterRecord`
+
+
 class ClockOffset(NamedTuple):
     """How far the clock of a host is ahead of that of rank 0's host."""
 
@@ -110,6 +121,7 @@ class ParameterRecord(NamedTuple):
     name: str
     num_bytes: int
     bucket: int  # -1 if its gradient is sparse
+    dtype: str = "float32"
     optimizer: int = 0  # which one: numbers are given in the order of wrapping
 
 
@@ -137,6 +149,7 @@ class RunInfo:
     overlap: str = "inline"
     batch_size: float = 0.0  # samples of all ranks in a reduction; 0 if unknown
     noise_scale: float = -1.0  # of gradients, in samples; infinite if noise hides the gradient, -1 if unknown
+    is_compiled: bool = False  # torch.compile has compiled something
     options: dict[str, str] = field(default_factory=dict)  # other arguments of `wrap`, by name, as text
     parameters: tuple[ParameterRecord, ...] = ()  # of one optimizer after the other, in the order of registration
     # The trace
@@ -153,6 +166,7 @@ class RankTrace:
     # The last ones, in order. The first steps of a job are special: buckets are laid out anew, memory is touched for
     # the first time.
     steps: tuple[StepRecord, ...] = ()
+    arrivals: tuple[Arrivals, ...] = ()  # in a few backwards
     clock: tuple[ClockOffset, ...] = ()  # comparisons with the clock of rank 0's host. Empty on one host.
 
 

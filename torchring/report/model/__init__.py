@@ -1,1 +1,1 @@
-"""What a trace says: steps of all ranks on one clock, who waits for whom, buckets, and cores."""
+"""What a trace says: steps of all ranks on one clock, who waits for whom, buckets, the network, and predictions."""

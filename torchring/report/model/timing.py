@@ -24,7 +24,7 @@ _ENOUGH: Final = 10  # steps, to leave some out
 _SELDOM: Final = 0.05  # of the steps: an optimizer that makes fewer is not shown
 _FEWEST: Final = 10  # steps on each side of a change
 _CLEAR: Final = 8.0  # standard errors: the best of 1,000 places, without any change, has 4
-_DURATIONS: Final = ("stall", "collecting", "queued", "exposed_queued")  # of a `StepRecord`
+_DURATIONS: Final = ("stall", "collecting", "loading_cpu", "queued", "exposed_queued")  # of a `StepRecord`
 _QUANTILES: Final = (0.5, 0.2, 0.8)
 
 
@@ -56,7 +56,8 @@ class Steps:
     num_samples: Array
     loading: Array  # part of Phase.INPUT that was in a DataLoader
     collecting: Array  # full garbage collections
-    num_workers: Array  # as in `StepRecord`, like the two below: negative if unknown
+    num_workers: Array  # as in `StepRecord`, like the three below: negative if unknown
+    loading_cpu: Array
     queued: Array
     exposed_queued: Array
     plan: Plan  # B buckets, those of one optimizer after the other

@@ -53,7 +53,7 @@ def sections(analysis: Analysis) -> list[Section]:
             (),
             ("lanes",),
         ),
-        Section("batch", "The batch", tuple(filter(None, [about_batch(analysis.run_info)]))),
+        _predictions(analysis),
     ]
     return [section for section in found if section.rows or section.sentences or section.figures]
 
@@ -135,8 +135,9 @@ def _buckets(analysis: Analysis) -> Section:
         title += f" (those {len(rows)} of {len(analysis.buckets)} that backward hides least)"
     if bus := analysis.bandwidth:
         title += f"; algorithm {analysis.run_info.algorithm}: {_median(bus, factor)} {unit}"
+    late = tuple(f"{each.name} is late. {each.why}" for each in analysis.late_parameters[:_MAX_ROWS])
     columns = ("bucket", "MB", "ready ms", "reduced in ms", "exposed ms", unit, "parameters")
-    return Section("buckets", title, (), columns, tuple(rows))
+    return Section("buckets", title, late, columns, tuple(rows))
 
 
 def _bucket(bucket: BucketSummary, factor: float) -> tuple[str, ...]:
@@ -144,6 +145,20 @@ def _bucket(bucket: BucketSummary, factor: float) -> tuple[str, ...]:
     names = names if len(names) <= _MAX_NAME else f"{bucket.names[0][:_MAX_NAME]} and {len(bucket.names) - 1} more"
     measured = map(_median, (bucket.ready, bucket.reducing, bucket.exposed))
     return (str(bucket.index), f"{bucket.num_bytes / 1e6:.3g}", *measured, _median(bucket.bus_bandwidth, factor), names)
+
+
+def _predictions(analysis: Analysis) -> Section:
+    rows = [
+        (
+            f"{each.num_ranks:,}",
+            *map(number, (each.step_ms, each.exposed_ms, each.waiting_ms)),
+            share_in_words(each.efficiency),
+        )
+        for each in analysis.predictions
+    ]
+    sentences = filter(None, (analysis.predictions_note, about_batch(analysis.run_info)))
+    columns = ("ranks", "step ms", "communication ms", "waiting ms", "efficiency")
+    return Section("scaling", "Predicted", tuple(sentences), columns, tuple(rows))
 
 
 def _median(spread: Spread, factor: float = 1.0) -> str:

@@ -1,19 +1,21 @@
-"""Advice that makes a job faster, and by how much: from what was measured, and assumptions that the advice names.
+"""Advice that makes a job faster. The models in `scaling.py` and `core_time.py` predict by how much.
 
 Advice is judged by samples per second, and by the cores that are left. What its own numbers call a loss is not given.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import numpy as np
 
 from torchring.observe.recorder.records import RunInfo
 from torchring.observer import Phase
-from torchring.report.model.core_time import is_crowded, sharing, threads_of
+from torchring.report.model.bucket_layout import layout_with
+from torchring.report.model.core_time import HANDING_OVER_MS, is_crowded, sharing, threads_of
+from torchring.report.model.scaling import Workload, between_hosts, exposed_ms, with_layout
 from torchring.report.model.timing import Array, typical
 from torchring.report.model.waits import COMPUTING
 from torchring.report.verdict.costs import Costs
@@ -22,7 +24,7 @@ from torchring.report.verdict.pauses import TELLING
 from torchring.report.words import NAMES, count, share_in_words
 
 _WORTH_IT: Final = 0.02  # share of a step
-_HANDING_OVER_MS: Final = 0.5  # with which a rank takes a batch from a worker
+_SIZES_MB: Final = (1, 2, 5, 12, 25, 50, 100, 200)
 _INPUT_TELLING: Final = 0.05  # share of a step: it is never nothing
 _OPTIMIZER_TELLING: Final = 0.10
 _COMMUNICATION_TELLING: Final = 0.10  # before a larger batch is worth considering
@@ -32,7 +34,7 @@ _STANDARD_ERRORS: Final = 3.0  # by which a rank must be slower
 _NUM_PARTS: Final = 10  # of the trace, from which the error is estimated
 _FUSED_SAVES: Final = {"AdamW": 0.5, "Adam": 0.5, "SGD": 0.3, "Adagrad": 0.3}  # of step(); said to be an assumption
 _FEW_CORES: Final = 0.5  # of the time in which ranks wait for workers, they have no core
-_HALF: Final = 0.5  # of what data, code or buckets take; said to be an assumption, too
+_HALF: Final = 0.5  # of what data or code take; said to be an assumption, too
 
 Found = tuple[str, float, str, str]
 """What to do, how many milliseconds of a step that saves, why, and how."""
@@ -56,50 +58,52 @@ def advise(analysis: Analysis) -> tuple[Advice, ...]:
 
 
 def _about_input(analysis: Analysis) -> Iterator[Found]:
-    """Workers load batches while the rank computes, if cores are left for them."""
-    loading, costs, run_info = analysis.loading, analysis.costs, analysis.run_info
+    """Workers load batches while the rank computes, as far as cores are left for them."""
+    loading, costs = analysis.loading, analysis.costs
     if loading is None:
         return
     now, waited = loading.num_workers, typical(loading.waiting.max(1))
-    if now and costs.queue is not None and typical(costs.queue.whole) > _FEW_CORES * waited:
+    if now and analysis.costs.queue is not None and typical(analysis.costs.queue.whole) > _FEW_CORES * waited:
         return  # workers have no core either
-    if waited < _INPUT_TELLING * analysis.step.mean:
-        return
     rank = costs.blamed if costs.is_input_of_blamed else None
-    where = "each rank" if rank is None else f"rank {analysis.job.traces[rank].run_info.rank}"
-    begin, on = f"{where[0].upper()}{where[1:]}", "" if rank is None else f" on {where}"
-    free = run_info.num_cores // run_info.local_size - threads_of(run_info) - now  # for each rank
-    if not loading.has_loader:
+    where = f"rank {analysis.job.traces[rank].run_info.rank}" if rank is not None else "each rank"
+    begin = f"{where[0].upper()}{where[1:]}"
+    most = waited >= _INPUT_TELLING * analysis.step.mean
+    best = loading.best()
+    saved = min(waited, loading.step_ms(now) - loading.step_ms(best))
+    has_gain = saved >= _WORTH_IT * analysis.step.mean
+    on = "" if rank is None else f" on {where}"
+    if has_gain and most:
+        workers, cores = count(best, "worker"), count(analysis.run_info.num_cores, "core")
+        what = "Load data in the background"
+        why = f"{begin} spends {waited:.1f} ms of a step in its DataLoader, which has no workers."
+        if not loading.has_loader:
+            why = (
+                f"{begin} spends {waited:.1f} ms between step() and forward, and no DataLoader is used. If that is "
+                f"loading data, {workers} in each rank would do it meanwhile; if it is logging or other code, do it "
+                "less often."
+            )
+        elif now:
+            what = f"Load data with {workers}"
+            why = f"{begin} waits {waited:.1f} ms of a step for its DataLoader, which has {count(now, 'worker')}."
         yield (
-            f"Do less between step() and forward{on}",
-            waited * _HALF,
-            f"{begin} spends {waited:.2g} ms of a step between step() and forward, and no DataLoader is used. This "
-            "assumes that half of it is enough. If it is loading data, workers of a DataLoader do that meanwhile.",
-            "Prepare data once, before training. Log and evaluate less often.",
-        )
-    elif free < 1 or waited <= _HANDING_OVER_MS:
-        reason = f"Workers would not help: to take a batch from one costs about {_HANDING_OVER_MS} ms"
-        if free < 1:
-            reason = f"No core is left for {'more ' if now else ''}workers: {sharing(run_info, now)}"
-        yield (
-            f"Make batches cheaper to load{on}",
-            waited * _HALF,
-            f"{begin} spends {waited:.2g} ms of a step in its DataLoader. {reason}. This assumes that half of it is "
-            "enough.",
-            "Decode and resize samples once, before training, and let the data set return whole batches.",
-        )
-    else:
-        # Without workers, a batch takes as long as the rank waits for it. With some, their number is doubled.
-        others_ms = max(analysis.step.mean - waited, _HANDING_OVER_MS)
-        best = now + min(free, now or math.ceil(waited / others_ms))
-        has = "no workers" if not now else count(now, "worker")
-        yield (
-            f"Load data with {count(best, 'worker')}{on}",
-            (waited - _HANDING_OVER_MS) * (1 - now / best),
-            f"{begin} waits {waited:.1f} ms of a step for its DataLoader, which has {has}. This assumes that "
-            f"{count(best, 'worker')} have cores of their own, and share the work.",
+            f"{what}, or faster,{on}" if on else what,
+            saved,
+            f"{why} This counts {HANDING_OVER_MS} ms for taking a batch from a worker, and what the workers need of "
+            f"the {cores} of a host.",
             f"DataLoader(..., num_workers={best}, persistent_workers=True)",
         )
+    elif most:
+        reason = f"Workers would not help: to take a batch from one costs about {HANDING_OVER_MS} ms"
+        if loading.busy_ms > (1.0 - _WORTH_IT) * loading.step_ms(now):
+            reason = f"No core is left for {'more ' if now else ''}workers: {sharing(analysis.run_info, now)}"
+        what, place = "Make batches cheaper to load", "in its DataLoader"
+        how = "Decode and resize samples once, before training, and let the data set return whole batches."
+        if not loading.has_loader:
+            what, place = "Do less between step() and forward", "between step() and forward, and no DataLoader is used"
+            how = "Prepare data once, before training. Log and evaluate less often."
+        why = f"{begin} spends {waited:.2g} ms of a step {place}. {reason}. This assumes that half of it is enough."
+        yield f"{what}{on}", waited * _HALF, why, how
 
 
 def _about_pauses(analysis: Analysis) -> Iterator[Advice]:
@@ -209,25 +213,33 @@ def _work_of_one(run_info: RunInfo, place: str, longer_ms: float) -> Found:
 
 
 def _about_communication(analysis: Analysis) -> Iterator[Found]:
-    run_info, measured = analysis.run_info, typical(analysis.costs.communication)
-    if analysis.size == 1 or not analysis.buckets:
+    run_info, workload, links, size = analysis.run_info, analysis.workload, analysis.links, analysis.size
+    if size == 1 or links is None or not workload.bucket_bytes:
         return
+    now = exposed_ms(workload, size, links)
+    measured = typical(analysis.costs.communication)
+
+    def saved_ms(changed: Workload) -> float:
+        # The model may see more or less exposed communication than there was.
+        after = exposed_ms(changed, size, links)
+        return measured * (1.0 - after / now) if now > 0 else 0.0
+
     if run_info.options.get("compression", "None") == "None" and run_info.local_size < run_info.size:
+        half = tuple(each / 2 for each in workload.bucket_bytes)
         yield (
             "Send gradients in 16 bits",
-            measured * _HALF,
-            "This halves what crosses the network, and assumes that it then takes half as long. Each sum of two is "
-            "rounded to 16 bits there.",
+            saved_ms(dataclasses.replace(workload, bucket_bytes=half)),
+            "This halves what crosses the network. Each sum of two is rounded to 16 bits there.",
             'torchring.wrap(optimizer, model, compression="bf16")',
         )
-    if run_info.overlap == "inline" and run_info.algorithm != "direct" and analysis.timing.stall.any():
+    if run_info.overlap == "inline" and run_info.algorithm != "direct" and not workload.is_overlapped:
         yield (
             "Reduce in the background",
-            measured * _HALF,
-            "Backward stands still while each bucket is reduced. This assumes that a core is left for the thread, and "
-            "that backward then hides half of it.",
+            saved_ms(between_hosts(workload)),
+            "Backward stands still while each bucket is reduced. This assumes that a core is left for the thread.",
             'torchring.wrap(optimizer, model, overlap="thread")',
         )
+    yield from _about_bucket_size(analysis, saved_ms)
     if run_info.options.get("accumulate", "1") == "1" and measured >= _COMMUNICATION_TELLING * analysis.step.mean:
         yield (
             "Reduce gradients in every second backward only",
@@ -235,6 +247,25 @@ def _about_communication(analysis: Analysis) -> Iterator[Found]:
             "This halves communication for the same number of samples. It doubles the batch of an optimizer step, so "
             "the learning rate may need a change. The duration is per backward.",
             "torchring.wrap(optimizer, model, accumulate=2)",
+        )
+
+
+def _about_bucket_size(analysis: Analysis, saved_ms: Callable[[Workload], float]) -> Iterator[Found]:
+    now = len(analysis.workload.bucket_bytes)
+    found = []
+    for size_mb in _SIZES_MB:
+        layout = layout_with(analysis.job, sum(analysis.workload.bucket_bytes), size_mb)
+        if layout is not None and len(layout[0]) != now:
+            changed = with_layout(analysis.workload, layout, analysis.backward_ms)
+            found.append((saved_ms(changed), size_mb, len(changed.bucket_bytes)))
+    if found:
+        best, size_mb, then = max(found, key=lambda each: (each[0], -each[1]))
+        why = "each bucket costs latency" if then < now else "the first buckets could leave earlier"
+        yield (
+            f"Use buckets of {size_mb} MiB",
+            best,
+            f"Gradients travel in {count(now, 'bucket')}; {why}. With {then} they are reduced sooner after backward.",
+            f"torchring.wrap(optimizer, model, bucket_mb={size_mb})",
         )
 
 

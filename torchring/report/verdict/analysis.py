@@ -1,39 +1,77 @@
 """Makes the analysis of a job from its traces.
 
-`timing.py` puts the steps into arrays. `waits.py` finds out who waits for whom. `buckets.py` looks at communication.
-`judge.py` says what bounds the job.
+`timing.py` puts the steps into arrays. `waits.py` finds out who waits for whom, and `judge.py` what bounds the job.
+`buckets.py` looks at communication; `bucket_layout.py` and `scaling.py` predict what would be different.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
+from torchring.observe.recorder.records import RunInfo
 from torchring.observer import Phase
 from torchring.report.model import buckets as of_buckets
 from torchring.report.model import waits
 from torchring.report.model.core_time import find_loading, who_has_them
 from torchring.report.model.merge import Job
+from torchring.report.model.scaling import (
+    SIZES,
+    Connections,
+    Network,
+    Prediction,
+    between_hosts,
+    calibrated,
+    describe,
+    fit_network,
+    links_of,
+    predict,
+)
 from torchring.report.model.timing import median_step, of_optimizers, spread, typical
 from torchring.report.model.waits import examine, find_start_up, per_second, summarise_ranks
 from torchring.report.verdict.advice import advise
 from torchring.report.verdict.costs import find_costs
-from torchring.report.verdict.findings import Analysis
+from torchring.report.verdict.findings import FEWEST_STEPS, Analysis
 from torchring.report.verdict.judge import judge, remarks
 from torchring.report.verdict.pauses import find_pauses, without
+from torchring.report.words import count
 
 
-def analyse(job: Job) -> Analysis:
-    """Say what bounds the job, and what would help."""
+def analyse(job: Job, given: Network | None = None, sizes: Sequence[int] = SIZES) -> Analysis:
+    """Say what bounds the job, and what would help.
+
+    Args:
+        given: use this network in predictions, in place of the one that the trace shows. If its latency is unknown and
+            the trace is of several hosts, the latency of the trace is used.
+        sizes: predict for these numbers of ranks, and for the size of the job.
+    """
     run_info = job.traces[0].run_info
     every_step, critical, num_optimizers = examine(job)
     pauses = find_pauses(every_step, critical)
     timing = without(every_step, pauses)
     job = of_optimizers(job, timing)
-    step, costs = spread(critical.path[timing.counts].sum(1)), find_costs(timing, critical)
-    exposed = critical.path[timing.reduces][:, Phase.EXPOSED]
+    path, reducing_path = critical.path[timing.counts], critical.path[timing.reduces]
+    step, costs = spread(path.sum(1)), find_costs(timing, critical)
+    backward_ms = typical(reducing_path[:, Phase.BACKWARD])
+    exposed = reducing_path[:, Phase.EXPOSED]
+    buckets = of_buckets.summarise(job, timing, critical)
+    network = fit_network(timing, critical, run_info, job.size)
+    has_several_hosts = run_info.local_size < run_info.size
+    if given and not given.is_alpha_known and network and network.is_alpha_known and has_several_hosts:
+        given = dataclasses.replace(given, alpha_ms=network.alpha_ms, is_alpha_known=True)
+    own_links, links = links_of(run_info, network, None), links_of(run_info, network, given)
+    workload = dataclasses.replace(describe(job, timing, critical), slow_rank=costs.blamed)
+    if own_links is not None:
+        workload = calibrated(workload, own_links, job.size, step.mean)
     computed = typical(waits.computing(critical.cycle[timing.counts]).mean(1))
+    slow = None if costs.blamed is None else timing.ranks[costs.blamed]
+    predictions: list[Prediction] = []
+    if links is not None and workload.bucket_bytes and len(job.steps) >= FEWEST_STEPS:
+        num_ranks = max(job.size, SIZES[0])
+        predicted = between_hosts(workload) if given and not has_several_hosts else workload
+        predictions = predict(predicted, links, sorted({*sizes, num_ranks}))
     analysis = Analysis(
         job=job,
         timing=timing,
@@ -45,17 +83,42 @@ def analyse(job: Job) -> Analysis:
         steps_per_s=per_second(np.ones((len(job.steps), 1)), every_step),
         samples_per_s=per_second(every_step.num_samples, every_step) or None,
         efficiency=min(1.0, computed / step.mean) if job.size > 1 and step.mean > 0 else 1.0,
+        backward_ms=backward_ms,
         who_has_cores=who_has_them(run_info, timing, critical, costs.queue),
-        loading=find_loading(timing, critical, is_forward_known=costs.is_forward_known),
+        loading=find_loading(job, timing, critical, is_forward_known=costs.is_forward_known),
         ranks=summarise_ranks(job, timing, critical),
         waits=waits.list_waits(timing, critical),
         start_up=find_start_up(job),
         median_step=median_step(timing),
         exposed_ms=typical(exposed),
-        buckets=of_buckets.summarise(job, timing, critical),
+        buckets=buckets,
+        late_parameters=of_buckets.late_parameters(job, buckets, backward_ms, typical(reducing_path.sum(1))),
         bandwidth=of_buckets.find_bandwidth(job, timing, critical, exposed),
+        fitted=network,
+        links=own_links,
+        workload=workload,
+        predictions=tuple(predictions),
+        predictions_note=_note(predictions, links, run_info, given is not None, slow),
     )
     analysis = dataclasses.replace(analysis, verdict=judge(analysis))
     problems = (*job.problems, *timing.problems, *remarks(analysis, num_optimizers))
     advice = advise(analysis) if analysis.has_enough_steps else ()
     return dataclasses.replace(analysis, problems=problems, advice=advice)
+
+
+def _note(
+    predictions: list[Prediction], links: Connections | None, run_info: RunInfo, is_given: bool, slow_rank: int | None
+) -> str:
+    if not predictions or links is None:
+        return ""
+    alpha = f"{links.network.alpha_ms:.2g} ms a message" if links.network.alpha_ms else "latency unknown"
+    speed = f"{links.network.gigabytes_per_s:.3g} GB/s, {alpha}"
+    network = "the network that was given" if is_given else "the network of this trace"
+    ways = "hierarchical all-reduce" if links.is_hierarchical else "a ring"
+    hosts = f", hosts of {count(run_info.local_size, 'rank')}"
+    assumed = f"Predictions assume {network} ({speed}), {ways}{hosts}, and for each rank the batch that it has now."
+    if slow_rank is not None:
+        assumed += f" One of the ranks is as slow as rank {slow_rank} is now, and all others are like the others now."
+    if is_given or run_info.local_size < run_info.size:
+        return assumed
+    return f"{assumed} Hosts are connected more slowly than ranks of one host: --bandwidth predicts for several hosts."

@@ -15,26 +15,27 @@ from typing import Final
 
 from torchring.observe.recorder.records import RunInfo
 from torchring.observer import Phase
-from torchring.report.model.buckets import BucketSummary
+from torchring.report.model.buckets import BucketSummary, LateParameter
 from torchring.report.model.core_time import LoaderTime
 from torchring.report.model.merge import Job
+from torchring.report.model.scaling import Connections, Network, Prediction, Workload
 from torchring.report.model.timing import Array, Spread, Steps
 from torchring.report.model.waits import Critical, RankSummary, RankWait, StartUp
 from torchring.report.verdict.costs import Costs, Kind
 from torchring.report.verdict.pauses import Pauses
 
 NOTICEABLE_WAIT: Final = 0.005  # of a step
-FEWEST_STEPS: Final = 10  # for advice
+FEWEST_STEPS: Final = 10  # for advice and predictions
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What bounds the job.
 
-    `detail` may say more than `kind`: "small buckets" or "slow link" for "communication"; "pauses" for a cost of few
-    steps; "jitter" for a "straggler" without a rank; "between" for an "optimizer" that waits for clipping or logging;
-    "other code" for an "input" of which a DataLoader takes little; "forward or data" for a "compute" of which these two
-    take much, if the trace does not tell them apart.
+    `detail` may say more than `kind`: "small buckets", "late parameter" or "slow link" for "communication"; "pauses"
+    for a cost of few steps; "jitter" for a "straggler" without a rank; "between" for an "optimizer" that waits for
+    clipping or logging; "other code" for an "input" of which a DataLoader takes little; "forward or data" for a
+    "compute" of which these two take much, if the trace does not tell them apart.
     """
 
     kind: Kind
@@ -75,6 +76,7 @@ class Analysis:
     steps_per_s: float  # this and `samples_per_s` count steps with a pause, too
     samples_per_s: float | None  # of all ranks together; None if unknown
     efficiency: float  # share of a step in which ranks compute, from 0 to 1: the speed-up is this times `size`
+    backward_ms: float  # on the slowest rank
     who_has_cores: str  # while a rank has none: a clause
     loading: LoaderTime | None  # None if nothing is known of loading
     ranks: tuple[RankSummary, ...]  # by rank
@@ -84,7 +86,14 @@ class Analysis:
     # Communication
     exposed_ms: float  # in a step that has the buckets below
     buckets: tuple[BucketSummary, ...]  # in plan order; empty if nothing was reduced
+    late_parameters: tuple[LateParameter, ...]  # the worst first
     bandwidth: Spread | None  # on the bus, of all buckets of a step; None if nothing was reduced
+    fitted: Network | None  # to the buckets; None if nothing was reduced, as `links`
+    links: Connections | None
+    workload: Workload
+    # More ranks
+    predictions: tuple[Prediction, ...]  # for 2 to 1,024 ranks; empty without a network
+    predictions_note: str  # one sentence: which network, algorithm and hosts the predictions assume; "" without any
     # The answers
     verdict: Verdict = UNKNOWN
     problems: tuple[str, ...] = ()  # sentences: what is missing or strange

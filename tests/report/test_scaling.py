@@ -1,0 +1,486 @@
+"""Predictions: formulas against worked examples, and a trace of two ranks against a simulation of more."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.traces import MS, simulate
+from torchring.gradients.plan import ParameterSpec, build_plan
+from torchring.observe.recorder.records import Arrivals, ParameterRecord, RankTrace, RunInfo
+from torchring.report.model.bucket_layout import layout_between_hosts, layout_with, nominal_bytes, ready_shares
+from torchring.report.model.merge import Job, merge
+from torchring.report.model.scaling import (
+    Connections,
+    Network,
+    Workload,
+    expected_maximum,
+    exposed_ms,
+    fit,
+    predict,
+    slowest_ms,
+    split_ms,
+)
+from torchring.report.show.terminal import plain
+from torchring.report.verdict.analysis import analyse
+from torchring.report.verdict.findings import Analysis
+
+MB = 1_000_000
+COMPUTING = np.full((5, 2), 100.0)
+
+
+def simulated(num_ranks: int, **options: Any) -> list[RankTrace]:
+    """A ring whose messages take 0.1 ms each, and 1.25 GB/s."""
+    defaults = {"latency_ms": 0.2 * (num_ranks - 1), "gigabytes_per_s": 1.25, "ranks_per_host": 1, "noise": 0.05}
+    return simulate(num_ranks, **(defaults | options))
+
+
+def of(num_ranks: int, **options: Any) -> Analysis:
+    return analyse(merge(simulated(num_ranks, **options)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bucket_mb": [1, 25, 25, 60], "backward_ms": 120},
+        {"bucket_mb": [0.5, 1.0] * 8, "noise": 0.02},
+        {"noise": 0.15, "bucket_mb": [1, 12], "gigabytes_per_s": 12.5},
+    ],
+)
+def test_two_ranks_predict_three_four_and_eight(options: dict[str, Any]) -> None:
+    job = merge(simulated(2, num_steps=60, **options))
+    for prediction in analyse(job, sizes=(3, 4, 8)).predictions:
+        measured = of(prediction.num_ranks, num_steps=40, seed=1, **options).step.mean
+        assert prediction.step_ms == pytest.approx(measured, rel=0.05)
+
+
+def test_predictions_are_for_powers_of_two_and_for_the_size_of_the_job() -> None:
+    assert [each.num_ranks for each in of(3).predictions] == [2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+
+
+def test_where_it_was_measured_the_prediction_is_the_measurement() -> None:
+    analysis = of(4)
+    assert analysis.predictions[1].num_ranks == 4
+    assert analysis.predictions[1].step_ms == pytest.approx(analysis.step.mean)
+    efficiencies = [each.efficiency for each in analysis.predictions]
+    assert efficiencies == sorted(efficiencies, reverse=True)
+
+
+def test_one_rank_predicts_with_a_network_that_is_given() -> None:
+    """Two ranks at 1.25 GB/s: 25 MB are ready after 40 ms, and 25 MB after 60 ms. Each takes 20.2 ms, until 80.4."""
+    (trace,) = simulated(1, bucket_mb=[2, 25, 25])
+    run_info = dataclasses.replace(trace.run_info, options={"bucket_mb": "23"})
+    steps = tuple(dataclasses.replace(step, buckets=()) for step in trace.steps)
+    alone = dataclasses.replace(trace, run_info=run_info, steps=steps)
+    assert analyse(merge([alone])).predictions == ()
+    given = analyse(merge([alone]), Network(0.1, 1.25))
+    (prediction, *_) = given.predictions
+    assert prediction.exposed_ms == pytest.approx(20.4, rel=0.01)
+    assert prediction.step_ms == pytest.approx(of(2).step.mean, rel=0.05)
+
+
+def test_buckets_of_one_rank_are_laid_out_as_between_hosts() -> None:
+    """Nobody wrote down when gradients come: 10 parameters of 6 MiB, which come evenly in a backward of 60 ms.
+
+    The first bucket takes one, as no bucket is smaller than a gradient; five reach 25 MiB; and the last one goes alone.
+    """
+    mib = 1 << 20
+    (trace,) = simulated(1, bucket_mb=[], noise=0.0)
+    parameters = tuple(ParameterRecord(str(i), 6 * mib, -1) for i in range(10))
+    alone = dataclasses.replace(trace, run_info=dataclasses.replace(trace.run_info, parameters=parameters, options={}))
+    assert layout_between_hosts(merge([alone])) == (
+        (6 * mib, 30 * mib, 18 * mib, 6 * mib),
+        pytest.approx((0.1, 0.6, 0.9, 1.0)),
+    )
+    # Fast enough to hide the first two: 18 MiB at 2 GB/s take 9.4 ms, of which 6 are hidden, and 6 MiB 3.1.
+    (prediction, *_) = analyse(merge([alone]), Network(0.0, 2.0)).predictions
+    assert prediction.exposed_ms == pytest.approx(4 * 6 * mib / 2e6 - 6)
+
+
+def test_a_gradient_that_never_comes_waits_for_the_end() -> None:
+    (trace,) = simulated(1, bucket_mb=[])
+    parameters = tuple(ParameterRecord(str(i), MB, 0) for i in range(3))
+    arrivals = (Arrivals(60 * MS, (30 * MS, 6 * MS, -1)), Arrivals(60 * MS, (42 * MS, 6 * MS, -1)))
+    run_info = dataclasses.replace(trace.run_info, parameters=parameters)
+    job = merge([dataclasses.replace(trace, run_info=run_info, arrivals=arrivals)])
+    assert ready_shares(job) == pytest.approx([0.6, 0.1, np.nan], nan_ok=True)
+    assert layout_with(job, 1.5 * MB, 1.0) == (pytest.approx((1.0 * MB, 0.5 * MB)), pytest.approx((0.6, 1.0)))
+
+
+def layers(num_bytes: list[int], dtypes: tuple[str, ...] = ("float32",)) -> Job:
+    """Parameters in the order of forward, whose gradients come one after the other in a backward of 60 ms."""
+    (trace,) = simulated(1, bucket_mb=[])
+    records = tuple(ParameterRecord(f"layer{i}", each, 0, dtypes[i % len(dtypes)]) for i, each in enumerate(num_bytes))
+    ready = tuple(60 * MS * (len(records) - i) // len(records) for i in range(len(records)))
+    facts = dataclasses.replace(trace.run_info, parameters=records)
+    return merge([dataclasses.replace(trace, run_info=facts, arrivals=(Arrivals(60 * MS, ready),))])
+
+
+@pytest.mark.parametrize("bucket_mb", [1, 10, 25, 100])
+@pytest.mark.parametrize(
+    ("compression", "dtypes"),
+    [(None, ("float32",)), ("bf16", ("float32",)), (None, ("float32", "bfloat16", "complex64"))],
+)
+def test_buckets_are_predicted_as_wrap_makes_them(
+    bucket_mb: float, compression: str | None, dtypes: tuple[str, ...]
+) -> None:
+    """Caps are soft, and count bytes of gradient. A bucket holds one dtype; complex gradients are real numbers."""
+    mib = 1 << 20
+    num_bytes = [20 * mib] * 5 + [1 * mib] * 8 + [60 * mib, 256, 256]
+    job = layers(num_bytes, dtypes)
+    kinds = [getattr(torch, dtypes[i % len(dtypes)]) for i in range(len(num_bytes))]
+    specs = [
+        ParameterSpec(str(i), (each // kind.itemsize,), (1,), kind, torch.device("cpu"))
+        for i, (each, kind) in enumerate(zip(num_bytes, kinds, strict=True))
+    ]
+    plan = build_plan(specs, bucket_bytes=bucket_mb * mib, compression=compression)
+    predicted = layout_with(job, sum(num_bytes) / (2 if compression else 1), bucket_mb)
+    assert predicted is not None
+    sizes, ready = predicted
+    # A bucket has flags and control bits, too, and each parameter begins at 64 bytes.
+    assert sizes == pytest.approx([bucket.num_bytes for bucket in plan.buckets], abs=5000)
+    last = [bucket.slots[-1].parameter for bucket in plan.buckets]
+    assert ready == pytest.approx([(len(specs) - i) / len(specs) for i in last])
+
+
+def test_layers_of_20_mib_make_buckets_of_40() -> None:
+    mib = 1 << 20
+    job = layers([20 * mib] * 5)
+    assert layout_with(job, 100 * mib, 25) == (
+        pytest.approx((20 * mib, 40 * mib, 40 * mib)),
+        pytest.approx((0.2, 0.6, 1)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("run_info", "expected"),
+    [
+        ({"size": 2, "local_size": 2}, 25),
+        ({"size": 4, "local_size": 2}, 25),
+        ({"size": 4, "local_size": 4, "device": "NVIDIA H100", "algorithm": "direct"}, 10),
+        ({"size": 4, "local_size": 4, "device": "NVIDIA H100", "algorithm": "native"}, 25),
+        ({"size": 4, "local_size": 4, "options": {"bucket_mb": "3.5"}}, 3.5),
+    ],
+)
+def test_the_default_size_of_a_bucket_is_that_of_wrap(run_info: dict[str, Any], expected: float) -> None:
+    assert nominal_bytes(RunInfo(**run_info)) == expected * 2**20
+
+
+def test_the_example_of_exposed_communication() -> None:
+    workload = Workload(COMPUTING, (30.0 * MB, 30.0 * MB), (-40.0, 0.0))
+    assert exposed_ms(workload, 2, Connections(Network(0.0, 1.0))) == pytest.approx(30)
+    assert exposed_ms(workload, 2, Connections(Network(0.0, 0.6))) == pytest.approx(60)
+    assert exposed_ms(workload, 1, Connections(Network(0.0, 1.0))) == 0
+    inline = dataclasses.replace(workload, is_overlapped=False)
+    assert exposed_ms(inline, 2, Connections(Network(0.0, 1.0))) == pytest.approx(60)
+
+
+def test_lanes_hide_latency_but_share_bandwidth() -> None:
+    """Three buckets that are ready at 0, each with 10 ms of latency and 5 ms of transfer."""
+    workload = Workload(COMPUTING, (5.0 * MB,) * 3, (0.0,) * 3)
+    links = Connections(Network(5.0, 1.0))
+    assert exposed_ms(workload, 2, links) == pytest.approx(45)
+    # The first two end at 15 and 20. The third begins at 15, and ends at 30.
+    assert exposed_ms(dataclasses.replace(workload, num_lanes=2), 2, links) == pytest.approx(30)
+
+
+def test_buckets_leave_in_order() -> None:
+    workload = Workload(COMPUTING, (10.0 * MB, 10.0 * MB), (-5.0, -50.0))
+    assert exposed_ms(workload, 2, Connections(Network(0.0, 1.0))) == pytest.approx(15)
+
+
+def test_an_all_reduce() -> None:
+    network, memory = Network(0.1, 1.0), Network(0.01, 10.0)
+    assert sum(split_ms(8 * MB, 4, Connections(network))) == pytest.approx(6 * 0.1 + 12)
+    assert sum(split_ms(8 * MB, 1, Connections(network))) == 0
+    # 16 ranks on 4 hosts: 4 hosts in a ring, and 4 ranks in memory.
+    two_levels = Connections(network, True, 4, memory)
+    assert sum(split_ms(8 * MB, 16, two_levels)) == pytest.approx(6 * 0.1 + 12 + 6 * 0.01 + 1.2)
+    assert sum(split_ms(8 * MB, 4, two_levels)) == pytest.approx(6 * 0.01 + 1.2)
+    assert sum(split_ms(8 * MB, 4, Connections(network, True, 4))) == 0
+
+
+def test_the_expected_maximum_is_the_mean_over_all_draws() -> None:
+    values = [3.0, -1.0, 4.0, 1.5]
+    for num_draws in (1, 2, 3):
+        draws = [max(draw) for draw in itertools.product(values, repeat=num_draws)]
+        assert expected_maximum(np.array(values), num_draws) == pytest.approx(sum(draws) / len(draws))
+    assert expected_maximum(np.array(values), 10_000) == pytest.approx(4.0)
+
+
+def test_what_all_ranks_have_in_common_makes_nobody_wait() -> None:
+    rng = np.random.default_rng(0)
+    batch = rng.normal(100, 20, (2000, 1))
+    assert slowest_ms(np.repeat(batch, 4, axis=1), 64) == pytest.approx(batch.mean())
+    # Independent noise: the maximum of 4 normal draws is 1.0294 standard deviations above the mean.
+    for num_measured in (1, 2, 4):
+        own = rng.normal(100, 10, (4000, num_measured))
+        assert slowest_ms(own, 4) == pytest.approx(110.294, abs=0.7)
+    # One rank of four that is always 30 ms slower.
+    uneven = np.full((10, 4), 100.0) + np.array([0, 0, 30.0, 0])
+    assert slowest_ms(uneven, 1) == pytest.approx(107.5)
+    assert slowest_ms(uneven, 1024) == pytest.approx(130)
+
+
+def test_one_slow_rank_stays_one() -> None:
+    """Of 4 ranks of 100 ms, one has 60 ms more. Among 1,024 ranks, it is still the only one."""
+    analysis = analyse(merge(simulate(4, input_ms=[2, 2, 2, 62], noise=0.02, **{"gigabytes_per_s": 20.0})))
+    four, many = (next(each for each in analysis.predictions if each.num_ranks == n) for n in (4, 1024))
+    assert four.step_ms == pytest.approx(analysis.step.mean, rel=0.01)
+    assert four.waiting_ms == pytest.approx(45, rel=0.05)  # 60 ms, less what this rank adds to the mean
+    assert many.waiting_ms == pytest.approx(60, rel=0.05)
+    assert many.efficiency < four.efficiency
+    assert "as slow as rank 3 is now" in analysis.predictions_note
+
+
+def test_latency_and_bandwidth_are_fitted_despite_outliers() -> None:
+    rng = np.random.default_rng(1)
+    sizes = np.array([0.1, 0.5, 1, 5, 12, 12, 25, 25]) * MB
+    durations = 6 * 0.2 + 1.5 * sizes / 2e6  # 4 ranks, 0.2 ms, 2 GB/s
+    seen = durations * rng.normal(1, 0.01, (40, 8))
+    seen[:8] *= 5
+    seen[:, 4] *= 3  # one bucket is always interrupted
+    network = fit(sizes, np.median(seen, axis=0), 4)
+    assert network is not None
+    assert network.alpha_ms == pytest.approx(0.2, rel=0.05)
+    assert network.gigabytes_per_s == pytest.approx(2, rel=0.05)
+    assert network.is_alpha_known
+
+
+def test_buckets_of_one_size_do_not_tell_latency_from_bandwidth() -> None:
+    network = fit(np.full(5, 10.0 * MB), np.full(5, 20.0), 2)
+    assert network == Network(0.0, pytest.approx(0.5), is_alpha_known=False)
+    assert fit(np.array([]), np.array([]), 2) is None
+    falling = fit(np.array([1.0, 10.0]) * MB, np.array([5.0, 1.0]), 2)
+    assert falling is not None
+    assert falling.gigabytes_per_s > 0
+    assert falling.alpha_ms > 0
+
+
+def test_predictions_of_an_even_job_without_communication() -> None:
+    (one,) = predict(Workload(COMPUTING, (), ()), Connections(Network(0.1, 1.0)), [16])
+    assert (one.step_ms, one.exposed_ms, one.waiting_ms, one.efficiency) == pytest.approx((100, 0, 0, 1))
+
+
+def advice_of(analysis: Analysis) -> dict[str, float]:
+    return {each.what: each.saves_share for each in analysis.advice}
+
+
+def test_advice_is_what_a_simulation_with_the_change_shows() -> None:
+    options = {"bucket_mb": [1, 12, 12, 12], "noise": 0.01, "num_steps": 20}
+    analysis = of(4, **options)
+    saves = advice_of(analysis)
+    half = of(4, **(options | {"bucket_mb": [0.5, 6, 6, 6]})).step.mean
+    assert saves["Send gradients in 16 bits"] == pytest.approx(1 - half / analysis.step.mean, abs=0.01)
+    late = of(4, input_ms=[2, 2, 62, 2], **options)
+    even = of(4, **options).step.mean
+    assert advice_of(late)["Load data in the background, or faster, on rank 2"] == pytest.approx(
+        1 - even / late.step.mean, abs=0.02
+    )
+    assert [each.saves_share for each in late.advice] == sorted(advice_of(late).values(), reverse=True)
+    for each in late.advice:
+        assert each.predicted_ms == pytest.approx(late.step.mean * (1 - each.saves_share))
+
+
+def changed(traces: list[RankTrace], run_info: dict[str, Any], **of_steps: int) -> list[RankTrace]:
+    """The same traces, with other facts about the job and about each step."""
+    return [
+        dataclasses.replace(
+            trace,
+            run_info=dataclasses.replace(trace.run_info, **run_info),
+            steps=tuple(dataclasses.replace(step, **of_steps) for step in trace.steps),
+        )
+        for trace in traces
+    ]
+
+
+def loading(
+    loading_ms: float, cpu_ms: float, workers: int, num_cores: int, forward_ms: float = 2.0, threads: int = 1
+) -> Analysis:
+    """Two ranks that load a batch for so long, and then compute for 7 ms longer than forward takes."""
+    options = {"forward_ms": forward_ms, "backward_ms": 6.0, "between_ms": 0.5, "optimizer_ms": 0.5, "noise": 0.0}
+    traces = simulate(2, 20, input_ms=loading_ms, loading_ms=loading_ms, bucket_mb=(0.001,), latency_ms=0.0, **options)
+    run_info = {"num_cores": num_cores, "num_threads": threads}
+    return analyse(merge(changed(traces, run_info, num_workers=workers, loading_cpu_ns=round(cpu_ms * MS))))
+
+
+@pytest.mark.parametrize(
+    ("job", "what", "how", "step_ms"),
+    [
+        # 40 ms for a batch, without work for a core: 5 workers load one in 8 ms, and the rank needs 9.5 ms.
+        ((40, 0, 0, 2), "Load data in the background", "num_workers=5", 9.5),
+        # All of it is work for a core. Two ranks need 99 ms of cores for a step: 12.4 ms on 8 cores.
+        ((40, 40, 0, 8), "Load data in the background", "num_workers=4", 12.375),
+        # One worker is there. A step takes as long as it needs for a batch: 41 ms.
+        ((32, 0, 1, 2), "Load data with 5 workers", "num_workers=5", 9.5),
+        # The ranks and workers have no core to spare, whether they are few or many.
+        ((40, 40, 0, 2), "Make batches cheaper to load", "", 29.0),
+        ((40, 40, 0, 8, 2, 4), "Load data in the background", "num_workers=3", 19.125),
+        ((32, 82, 2, 2), "Make batches cheaper to load", "", 25.25),
+        # To take a batch from a worker takes as long as to load it.
+        ((0.6, 0.6, 0, 64, 0.0), "Make batches cheaper to load", "", 7.3),
+    ],
+)
+def test_workers_are_advised_as_far_as_they_help(job: tuple[Any, ...], what: str, how: str, step_ms: float) -> None:
+    analysis = loading(*job)
+    found = {each.what: each for each in analysis.advice}
+    assert what in found
+    assert found[what].predicted_ms == pytest.approx(step_ms, abs=0.1)
+    assert how in found[what].how
+
+
+def test_workers_that_keep_up_need_no_others() -> None:
+    assert not any("Load" in what or "load" in what for what in advice_of(loading(0.6, 8.0, 4, 2)))
+
+
+def test_loading_without_a_data_loader_is_taken_to_need_cores() -> None:
+    """200 ms between step() and forward, and 98.5 ms for the rest: as much work for cores."""
+    traces = simulated(4, input_ms=200, noise=0.0, gigabytes_per_s=1000.0, latency_ms=0.0, num_steps=10)
+    for num_cores, expected in ((1, 198.5), (2, 149.5), (3, 99.7)):  # each rank has a host
+        (best, *_) = analyse(merge(changed(traces, {"num_cores": num_cores}))).advice
+        assert best.what == ("Do less between step() and forward" if num_cores == 1 else "Load data in the background")
+        assert best.predicted_ms == pytest.approx(expected, rel=0.005)
+
+
+def test_what_is_in_use_is_not_advised() -> None:
+    def with_options(**changes: str) -> set[str]:
+        traces = simulated(4, ranks_per_host=2, bucket_mb=[1, 25, 25], num_steps=10)
+        run_info = dataclasses.replace(traces[0].run_info, **({"options": changes} if changes else {}))
+        return {*advice_of(analyse(merge([dataclasses.replace(traces[0], run_info=run_info), *traces[1:]])))}
+
+    usual = with_options()
+    assert usual >= {"Send gradients in 16 bits", "Reduce gradients in every second backward only"}
+    changed = with_options(compression="bf16", accumulate="4")
+    assert usual - changed == {"Send gradients in 16 bits", "Reduce gradients in every second backward only"}
+
+
+def test_a_job_that_is_well_gets_no_advice() -> None:
+    assert advice_of(of(4, gigabytes_per_s=1000.0, latency_ms=0.0, optimizer_ms=1.0, num_steps=20)) == {}
+
+
+@pytest.mark.parametrize(("num_threads", "what"), [(2, "Use 1 thread in each rank of host0"), (1, None)])
+def test_ranks_that_share_too_few_cores(num_threads: int, what: str | None) -> None:
+    traces = simulate(4, 30, noise=0.25, gigabytes_per_s=100)
+    crowded = [
+        dataclasses.replace(trace, run_info=dataclasses.replace(trace.run_info, num_threads=num_threads))
+        for trace in traces
+    ]
+    assert (what in advice_of(analyse(merge(crowded)))) == (what is not None)
+
+
+def test_more_ranks_than_cores_are_not_faster_with_fewer_ranks() -> None:
+    """4 ranks on 2 cores have none for half of the time. 2 ranks would be twice as fast, with half of the samples."""
+    crowded = changed(simulate(4, 30, noise=0.25), {"num_cores": 2}, queued_ns=55 * MS, exposed_queued_ns=5 * MS)
+    analysis = analyse(merge(crowded))
+    assert not any(what.startswith("Start") for what in advice_of(analysis))
+    (more,) = (each for each in analysis.advice if each.what == "Give the ranks on host0 more cores")
+    assert "4 ranks with 1 thread each share 2 cores. Fewer ranks would not make the job faster" in more.why
+    busy = changed(crowded, {}, queued_ns=90 * MS, exposed_queued_ns=5 * MS)
+    assert "share 2 cores with other programs. Fewer" in " ".join(each.why for each in analyse(merge(busy)).advice)
+
+
+@pytest.mark.parametrize(
+    ("workers", "cpu_ms", "who"),
+    [
+        (-1, -1, "other programs hold the cores"),
+        (4, 1, "other programs hold the cores"),  # the workers wait for a disk
+        (4, 99, "2 ranks with 1 thread and 4 workers each share 2 cores"),
+    ],
+)
+def test_time_without_a_core_is_no_communication(workers: int, cpu_ms: int, who: str) -> None:
+    """Of 19 ms in which the ranks stand still, rank 1 has no core for 15; and for 10 ms more of its step."""
+    traces = simulate(2, 20, noise=0.0, gigabytes_per_s=1.3275, bucket_mb=(1.0, 25.0))
+    assert "Reduce gradients in every second backward only" in advice_of(analyse(merge(traces)))
+    of_steps = {"num_workers": workers, "loading_cpu_ns": cpu_ms * MS if cpu_ms >= 0 else -1}
+    (first,), (second,) = (
+        changed(traces[i : i + 1], {}, queued_ns=queued * MS, exposed_queued_ns=exposed * MS, **of_steps)
+        for i, (queued, exposed) in enumerate([(10, 0), (25, 15)])
+    )
+    analysis = analyse(merge([first, second]))
+    (cores,) = (each for each in analysis.advice if each.what == "Give the ranks on host0 more cores")
+    assert f"For 25.0 ms of a step, a rank was ready to run, but had no core: {who}." in cores.why
+    assert cores.predicted_ms == pytest.approx(analysis.step.mean - 25)
+    assert (analysis.verdict.kind, analysis.verdict.rank, analysis.verdict.cost.mean) == (
+        "cores",
+        None,
+        pytest.approx(25),
+    )
+    assert f"passes while a rank has no core: {who} (25 ms of 120 ms" in analysis.verdict.sentence
+    assert [rank.queued.mean for rank in analysis.ranks if rank.queued] == pytest.approx([10, 25])
+    assert "no core\n" in plain(analysis)
+    assert "Reduce gradients in every second backward only" not in advice_of(analysis)
+    (unknown,) = changed([second], {}, queued_ns=-1, exposed_queued_ns=-1)
+    assert "Give the ranks on host0 more cores" not in advice_of(analyse(merge([first, unknown])))
+
+
+@pytest.mark.parametrize(("by_ms", "queued_ms", "kind"), [(20, 0, "straggler"), (20, 20, "cores"), (4, 0, "compute")])
+def test_only_a_rank_that_computes_more_slowly_is_accused(by_ms: float, queued_ms: int, kind: str) -> None:
+    """4 ms are less than 5 % of a step; and for 20 ms, another program may have the core of the rank."""
+
+    def of(input_ms: float) -> Analysis:
+        backward_ms = [60, 60 + by_ms]
+        traces = simulate(2, 40, noise=0.01, input_ms=[2, input_ms], backward_ms=backward_ms, gigabytes_per_s=100.0)
+        (other,) = changed(traces[:1], {}, queued_ns=0, exposed_queued_ns=0)
+        (slow,) = changed(traces[1:], {}, queued_ns=queued_ms * MS, exposed_queued_ns=0)
+        return analyse(merge([other, slow]))
+
+    verdict = of(2).verdict
+    assert (verdict.kind, verdict.rank) == (kind, None if kind == "compute" else 1)
+    late = of(62)  # its data are late, too
+    assert (late.verdict.kind, late.verdict.rank) == ("input", 1)
+    assert ("Find out what slows rank 1 on host0 down" in advice_of(late)) == (kind == "straggler")
+    assert any("had no core" in problem for problem in late.problems) == (kind == "cores")
+
+
+def test_noise_accuses_nobody() -> None:
+    """Each rank is slower for a part of the time, one of them a little more often."""
+
+    def backward_ms(number: int, rank: int) -> float:
+        return 90.0 if (number // 4) % 2 == rank else 60.0
+
+    traces = simulate(2, 40, noise=0.3, seed=3, input_ms=[2, 62], backward_ms=backward_ms)
+    assert not any("slows" in what for what in advice_of(analyse(merge(traces))))
+
+
+@pytest.mark.parametrize(("name", "is_advised"), [("AdamW", True), ("SGD", True), ("RMSprop", False)])
+def test_fusing_is_advised_for_optimizers_that_can(name: str, is_advised: bool) -> None:
+    traces = simulate(2, 12, optimizer_ms=40)
+    found = [each.how for each in analyse(merge(changed(traces, {"options": {"optimizer": name}}))).advice]
+    assert (f"torch.optim.{name}(model.parameters(), fused=True)" in found) == is_advised
+    assert not any("foreach" in how for how in found), "it is slower on the CPU"
+
+
+def test_larger_buckets_are_advised_for_many_small_ones() -> None:
+    """200 parameters of 0.1 MB, in a bucket each. 2 MiB make 11 buckets, and hide all but the last."""
+    traces = simulate(2, 12, bucket_mb=[0.05, 0.15] * 100, latency_ms=1.0, noise=0.0, ranks_per_host=1)
+    analysis = analyse(merge(traces))
+    (best, *_) = analysis.advice
+    assert best.what.startswith("Use buckets of ")
+    size_mb = float(best.what.split()[3])
+    # As `wrap` lays them out: 1 MiB, then the size that is asked for; the gradient that crosses it still goes in.
+    sizes, limit = [0.0], 1.048576
+    for each in [0.05, 0.15] * 100:
+        if sizes[-1] >= limit:
+            sizes.append(0.0)
+            limit = size_mb * 1.048576
+        sizes[-1] += each
+    done = np.cumsum(sizes) / 20
+    again = simulate(2, 12, bucket_mb=sizes, ready_at=[*map(float, done)], latency_ms=1.0, noise=0.0, ranks_per_host=1)
+    assert best.predicted_ms == pytest.approx(analyse(merge(again)).step.mean, rel=0.03)
+
+
+def test_arrivals_say_when_buckets_of_one_rank_are_ready() -> None:
+    (trace,) = simulated(1, bucket_mb=[])
+    parameters = (ParameterRecord("a", 25 * MB, 1), ParameterRecord("b", 2 * MB, 0), ParameterRecord("c", 25 * MB, 1))
+    run_info = dataclasses.replace(trace.run_info, parameters=parameters, options={"bucket_mb": "50"})
+    arrivals = (Arrivals(60 * MS, (30 * MS, 6 * MS, 15 * MS)),)
+    traced = dataclasses.replace(trace, run_info=run_info, arrivals=arrivals)
+    # 50 MB leave in the middle of a backward of 60 ms, and take 40 ms: 10 ms are exposed, and two latencies.
+    (prediction, *_) = analyse(merge([traced]), Network(0.1, 1.25)).predictions
+    assert prediction.exposed_ms == pytest.approx(10.2, rel=0.05)
