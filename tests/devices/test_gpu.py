@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import torchring
 from tests.participants import test_buffers
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, digest, exact_inputs
-from tests.support.harness import run_ranks
+from tests.support.harness import ranks, run_ranks
 from tests.support.scripts import ON_DEVICES
 from tests.support.training import Script, Side, assert_as_one_process, momentum, small_model, train, values
 from torchring.devices.cuda import CudaAccelerator
@@ -248,7 +248,9 @@ def test_sums_are_exact(algorithm: str, size: int) -> None:
     run_ranks(reduce_sizes, size, algorithm, env=SHARED, deadline=DEADLINE)
 
 
-def train_without_waiting(rank: int, size: int, fused: bool) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+@ranks(2, start=run_ranks, env=SHARED, deadline=DEADLINE)
+def test_no_step_waits_for_the_device(fused: bool, rank: int) -> None:
     """With a fused optimizer also under a GradScaler."""
     model = make_model()
     optimizer = torchring.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused), model)
@@ -268,11 +270,6 @@ def train_without_waiting(rank: int, size: int, fused: bool) -> None:
     torchring.shutdown()
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_no_step_waits_for_the_device(fused: bool) -> None:
-    run_ranks(train_without_waiting, 2, fused, env=SHARED, deadline=DEADLINE)
-
-
 def test_synchronising_would_have_been_noticed() -> None:
     """The control of the last test."""
     torch.cuda.set_sync_debug_mode("error")
@@ -283,7 +280,8 @@ def test_synchronising_would_have_been_noticed() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def churn(rank: int, size: int) -> None:
+@ranks(2, start=run_ranks, env=SHARED, deadline=DEADLINE)
+def test_gradients_are_kept_until_they_have_been_read(rank: int, world_size: int) -> None:
     """Gradients' memory is taken for something else as soon as the allocator gives it away."""
     model = make_model()
     reference = [p.detach().clone().double() for p in model.parameters()]
@@ -301,18 +299,16 @@ def churn(rank: int, size: int) -> None:
         junk = [torch.full_like(p, math.nan) for p in model.parameters()]
         optimizer.step()
         for value, k in zip(reference, factors, strict=True):
-            value -= 0.5 * k * sum(range(1, size + 1)) / size
+            value -= 0.5 * k * sum(range(1, world_size + 1)) / world_size
         del junk
     for p, value in zip(model.parameters(), reference, strict=True):
         torch.testing.assert_close(p.detach().double(), value, rtol=1e-5, atol=1e-4)
     torchring.shutdown()
 
 
-def test_gradients_are_kept_until_they_have_been_read() -> None:
-    run_ranks(churn, 2, env=SHARED, deadline=DEADLINE)
-
-
-def peak(rank: int, size: int) -> None:
+@pytest.mark.skipif(not CAN_SWAP, reason="before PyTorch 2.12, results are copied back to the gradients")
+@ranks(2, start=run_ranks, env=SHARED, deadline=DEADLINE)
+def test_gradients_are_not_kept_beside_the_wires() -> None:
     """Gradients of 4 MiB, each a bucket of its own."""
     parameters = [nn.Parameter(torch.zeros(1 << 20, device="cuda")) for _ in range(16)]
     optimizer = torchring.wrap(torch.optim.SGD(parameters, lr=0.5), bucket_mb=4.0)
@@ -328,12 +324,8 @@ def peak(rank: int, size: int) -> None:
     torchring.shutdown()
 
 
-@pytest.mark.skipif(not CAN_SWAP, reason="before PyTorch 2.12, results are copied back to the gradients")
-def test_gradients_are_not_kept_beside_the_wires() -> None:
-    run_ranks(peak, 2, env=SHARED, deadline=DEADLINE)
-
-
-def find_nan(rank: int, size: int) -> None:
+@ranks(2, start=run_ranks, env=SHARED, deadline=DEADLINE)
+def test_a_nan_is_traced_to_its_rank(rank: int) -> None:
     model = make_model()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
 
@@ -352,10 +344,6 @@ def find_nan(rank: int, size: int) -> None:
     with pytest.raises(GradientError, match=r"2\.weight.*rank 1"):
         list(map(take_step, range(3, 8)))
     torchring.shutdown()
-
-
-def test_a_nan_is_traced_to_its_rank() -> None:
-    run_ranks(find_nan, 2, env=SHARED, deadline=DEADLINE)
 
 
 def lose_a_peer(rank: int, size: int) -> float:
@@ -428,7 +416,8 @@ def test_the_gpu_as_the_default_device() -> None:
     assert_same_on_all_ranks([digest(parameters) for parameters in per_rank])
 
 
-def capture(rank: int, size: int) -> None:
+@ranks(2, start=run_ranks, env=SHARED, deadline=DEADLINE)
+def test_capturing_a_backward_is_refused(rank: int) -> None:
     model = make_model()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
     x, y = batch(0, rank)
@@ -442,10 +431,6 @@ def capture(rank: int, size: int) -> None:
     with pytest.raises(GradientError, match="CUDA graph"), torch.cuda.graph(graph):
         nn.functional.cross_entropy(model(x), y).backward()
     torchring.shutdown()
-
-
-def test_capturing_a_backward_is_refused() -> None:
-    run_ranks(capture, 2, env=SHARED, deadline=DEADLINE)
 
 
 def train_graphed(rank: int, size: int) -> list[Tensor]:
@@ -467,22 +452,19 @@ def test_graphed_callables() -> None:
     assert_same_on_all_ranks([digest(parameters) for parameters in per_rank])
 
 
-def use_collectives(rank: int, size: int) -> None:
+@ranks(2, start=run_ranks, env=SHARED, deadline=DEADLINE)
+def test_collectives_for_scripts(rank: int, world_size: int) -> None:
     torchring.init()
     tensor = torch.arange(5, device="cuda", dtype=torch.float32) + rank
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(50_000_000)
         late = tensor * 2
         work = torchring.all_reduce(late, op="sum", async_op=True)
-    assert_bitwise(work.wait().cpu(), (torch.arange(5) * 2 * size + 2 * sum(range(size))).float())
+    assert_bitwise(work.wait().cpu(), (torch.arange(5) * 2 * world_size + 2 * sum(range(world_size))).float())
     assert torchring.all_gather(tensor).device == tensor.device
     assert_bitwise(torchring.broadcast(tensor, src=1).cpu(), torch.arange(5).float() + 1)
     assert torchring.device() == torch.device("cuda", torchring.local_rank() % torch.cuda.device_count())
     torchring.shutdown()
-
-
-def test_collectives_for_scripts() -> None:
-    run_ranks(use_collectives, 2, env=SHARED, deadline=DEADLINE)
 
 
 def test_nccl_engine_alone() -> None:

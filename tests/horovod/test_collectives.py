@@ -18,7 +18,7 @@ import torchring.horovod as hvd
 from tests.support.adasum import assert_adasum
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks
 from tests.support.grids import grid
-from tests.support.harness import run_pooled, run_ranks, wait_until
+from tests.support.harness import ranks, run_pooled, run_ranks, wait_until
 from torchring.horovod import engine as engine_module
 from torchring.memory import host as host_module
 
@@ -27,7 +27,7 @@ in_worlds = grid(
 )
 
 
-def run(fn: Callable[..., Any], size: int, shares_memory: bool = True, *args: Any) -> list[Any]:
+def run(fn: Callable[..., Any], size: int, *args: Any, shares_memory: bool = True) -> list[Any]:
     """fn(rank, size, *args) on every rank, between hvd.init() and hvd.shutdown()."""
     return run_pooled(_in_world, size, fn, shares_memory, args)
 
@@ -209,11 +209,12 @@ def _gradients(rank: int, size: int) -> None:
 
 @in_worlds
 def test_results_and_gradients(size: int, shares_memory: bool) -> None:
-    run(_all_values, size, shares_memory)
+    run(_all_values, size, shares_memory=shares_memory)
 
 
-def _adasum(rank: int, size: int) -> None:
-    vectors = [torch.tensor([[1.0, 2.0], [0.5, -1.0]]) * (r + 1) + r for r in range(size)]
+@ranks(2, start=run)
+def test_adasum_of_ranks(rank: int, world_size: int) -> None:
+    vectors = [torch.tensor([[1.0, 2.0], [0.5, -1.0]]) * (r + 1) + r for r in range(world_size)]
     for dtype in (torch.float16, torch.float64):
         for repeat in (1, 5000):
             parts = [vector.to(dtype).repeat(repeat, 1) for vector in vectors]
@@ -222,10 +223,6 @@ def _adasum(rank: int, size: int) -> None:
     if rank == 0:
         with pytest.raises(NotImplementedError, match="all ranks"):
             hvd.allreduce(torch.ones(2), op=hvd.Adasum, process_set=first)
-
-
-def test_adasum_of_ranks() -> None:
-    run(_adasum, 2)
 
 
 # ---- names
@@ -267,7 +264,7 @@ def _any_order(rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("shares_memory", [True, False], ids=["memory", "gloo"])
 def test_operations_meet_by_name_in_any_order(shares_memory: bool) -> None:
-    run(_any_order, 2, shares_memory)
+    run(_any_order, 2, shares_memory=shares_memory)
 
 
 # ---- what is wrong
@@ -308,40 +305,37 @@ def test_what_ranks_disagree_about_is_named_on_all_of_them() -> None:
         assert "on rank 1" in text
 
 
-def _wrong_arguments(rank: int, size: int) -> None:
+@ranks(2, start=run)
+def test_wrong_arguments_are_refused_before_anything_is_sent(world_size: int) -> None:
     one = torch.ones(1)
     wrong: list[tuple[type[Exception], Callable[[], Any]]] = [
         (ValueError, lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum)),
         (ValueError, lambda: hvd.allreduce(torch.ones(1), op=17)),
         (ValueError, lambda: hvd.allreduce(torch.ones(1, dtype=torch.bool), op=hvd.Max)),
         (ValueError, lambda: hvd.allgather(torch.tensor(1))),
-        (ValueError, lambda: hvd.broadcast(torch.ones(1), size)),
-        (ValueError, lambda: hvd.alltoall(torch.ones(size + 1))),
-        (ValueError, lambda: hvd.alltoall(torch.ones(size), torch.ones(size))),
-        (ValueError, lambda: hvd.alltoall(torch.ones(size), [size + 1] * size)),
-        (ValueError, lambda: hvd.alltoall(torch.ones(size), [1] * (size + 1))),
+        (ValueError, lambda: hvd.broadcast(torch.ones(1), world_size)),
+        (ValueError, lambda: hvd.alltoall(torch.ones(world_size + 1))),
+        (ValueError, lambda: hvd.alltoall(torch.ones(world_size), torch.ones(world_size))),
+        (ValueError, lambda: hvd.alltoall(torch.ones(world_size), [world_size + 1] * world_size)),
+        (ValueError, lambda: hvd.alltoall(torch.ones(world_size), [1] * (world_size + 1))),
         (ValueError, lambda: hvd.reducescatter(torch.tensor(1.0))),
-        (hvd.HorovodInternalError, lambda: hvd.reducescatter(torch.ones(size), op=hvd.Max)),
+        (hvd.HorovodInternalError, lambda: hvd.reducescatter(torch.ones(world_size), op=hvd.Max)),
         (ValueError, lambda: hvd.allreduce_(torch.ones(1).expand(3))),
         (ValueError, lambda: hvd.grouped_allreduce_([one, torch.ones(2), one])),
         (TypeError, lambda: hvd.allreduce([1.0])),  # type: ignore[arg-type]
         (ValueError, lambda: hvd.allreduce(torch.ones(1), process_set=hvd.ProcessSet([0]))),
         (ValueError, lambda: hvd.ProcessSet(["a"])),
         (ValueError, lambda: hvd.broadcast_parameters(torch.ones(1), 0)),  # type: ignore[arg-type]
-        (ValueError, lambda: hvd.init(comm=[0] if size > 1 else [0, 1])),
+        (ValueError, lambda: hvd.init(comm=[0] if world_size > 1 else [0, 1])),
         (ValueError, lambda: hvd.init(process_sets="sometimes")),
         (ValueError, lambda: hvd.start_timeline("/nowhere/x.json")),
     ]
     for kind, call in wrong:
         with pytest.raises(kind):
             call()
-        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == world_size
     with pytest.warns(DeprecationWarning, match="average"):
-        assert hvd.allreduce(torch.ones(1), average=False).item() == size
-
-
-def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
-    run(_wrong_arguments, 2)
+        assert hvd.allreduce(torch.ones(1), average=False).item() == world_size
 
 
 def test_before_init() -> None:
@@ -381,9 +375,9 @@ def _join(rank: int, size: int) -> int:
 @in_worlds
 def test_joined_ranks_contribute_zeros(size: int, shares_memory: bool) -> None:
     if size == 3:
-        assert run(_join, size, shares_memory) == [2, 2, 2]
+        assert run(_join, size, shares_memory=shares_memory) == [2, 2, 2]
     else:
-        assert run(_join, size, shares_memory) == [size - 1] * size
+        assert run(_join, size, shares_memory=shares_memory) == [size - 1] * size
 
 
 # ---- process sets
@@ -438,28 +432,25 @@ def _process_sets(rank: int, size: int) -> None:
 
 @grid("shares_memory", [True, False], keep=lambda shares_memory: shares_memory)
 def test_process_sets(shares_memory: bool) -> None:
-    run(_process_sets, 3, shares_memory)
+    run(_process_sets, 3, shares_memory=shares_memory)
 
 
 # ---- life and death
 
 
-def _again_and_again(rank: int, size: int) -> None:
+@ranks(2)
+def test_init_and_shutdown_any_number_of_times(rank: int, world_size: int) -> None:
     for turn in range(5):
         hvd.init()
         hvd.init()  # changes nothing
         assert hvd.is_initialized()
-        assert hvd.global_process_set.ranks == [*range(size)]
-        assert (hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()) == (rank, size, 0, 1)
-        assert hvd.allreduce(torch.ones(1), name=f"turn{turn}", op=hvd.Sum).item() == size
-        assert torchring.all_reduce(torch.ones(1), "sum").item() == size  # the same world
+        assert hvd.global_process_set.ranks == [*range(world_size)]
+        assert (hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()) == (rank, world_size, 0, 1)
+        assert hvd.allreduce(torch.ones(1), name=f"turn{turn}", op=hvd.Sum).item() == world_size
+        assert torchring.all_reduce(torch.ones(1), "sum").item() == world_size  # the same world
         hvd.shutdown()
         assert not hvd.is_initialized()
         assert hvd.global_process_set.ranks == []
-
-
-def test_init_and_shutdown_any_number_of_times() -> None:
-    run_pooled(_again_and_again, 2)
 
 
 def _shutdown_by_one(rank: int, size: int) -> str:
@@ -509,17 +500,14 @@ def test_a_stall_ends_after_the_time_that_was_set() -> None:
         assert re.search(r"'allreduce.of rank (0|1)' has waited [0-9.]+ s for rank (?!\1)", text), text
 
 
-def _settings_differ(rank: int, size: int) -> None:
+@ranks(2)
+def test_ranks_may_have_different_settings(rank: int, world_size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOROVOD_FUSION_THRESHOLD", str(rank * 100_000))
         hvd.init()
         handles = [hvd.allreduce_async(torch.ones(9000), op=hvd.Sum, name=f"tensor{i}") for i in range(4)]
-        assert [hvd.synchronize(handle)[0].item() for handle in handles] == [size] * 4
+        assert [hvd.synchronize(handle)[0].item() for handle in handles] == [world_size] * 4
         hvd.shutdown()
-
-
-def test_ranks_may_have_different_settings() -> None:
-    run_pooled(_settings_differ, 2)
 
 
 def _fails_in_the_middle(rank: int, size: int) -> list[str]:

@@ -20,7 +20,7 @@ import torchring.horovod as hvd
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, digest, logged
 from tests.support.documents import ROOT, blocks
 from tests.support.grids import grid
-from tests.support.harness import run_pooled, run_ranks
+from tests.support.harness import ranks, run_pooled, run_ranks
 from tests.support.scripts import Raises
 from torchring.adasum import adasum
 from torchring.default_world import default_world
@@ -174,7 +174,8 @@ def test_every_ritual_trains_as_one_process_does(size: int) -> None:
             assert_same_on_all_ranks([result[name][i] for result in ranks])
 
 
-def _uneven_gradients(rank: int, size: int) -> None:
+@ranks(2, start=run)
+def test_gradients_that_a_rank_lacks_count_as_zero(rank: int, world_size: int) -> None:
     """As in Horovod, a gradient that a rank lacks counts as zero, and the average is over all ranks."""
     for compression in (hvd.Compression.none, _Halves):
         first, second, third = (nn.Parameter(torch.zeros(3)) for _ in range(3))
@@ -184,25 +185,22 @@ def _uneven_gradients(rank: int, size: int) -> None:
         else:
             (second.sum() * 4).backward()
         optimizer.step()
-        others = size - 1
-        assert first.tolist() == [-2 / size] * 3
-        assert second.tolist() == [-4 * others / size] * 3
+        others = world_size - 1
+        assert first.tolist() == [-2 / world_size] * 3
+        assert second.tolist() == [-4 * others / world_size] * 3
         assert third.tolist() == [0.0] * 3
         optimizer.zero_grad()
         if rank == 0:  # the others run no backward at all
             (first.sum() * 2).backward()
         optimizer.step()
-        assert first.tolist() == [-4 / size] * 3
+        assert first.tolist() == [-4 / world_size] * 3
         optimizer.zero_grad()
         optimizer.step()  # nobody does
-        assert first.tolist() == [-4 / size] * 3
+        assert first.tolist() == [-4 / world_size] * 3
 
 
-def test_gradients_that_a_rank_lacks_count_as_zero() -> None:
-    run(_uneven_gradients, 2)
-
-
-def _contract(rank: int, size: int) -> None:
+@ranks(2, start=run)
+def test_what_a_script_does_with_an_optimizer(rank: int, world_size: int) -> None:
     net = model()
     plain = torch.optim.Adam(net.parameters(), lr=0.1)
     loss_of(net, rank, 0).backward()
@@ -233,7 +231,7 @@ def _contract(rank: int, size: int) -> None:
     loss_of(net, rank, 2).backward()
     assert optimizer.stats().num_reductions == before
     loss_of(net, rank, 3).backward()
-    assert optimizer.stats().num_reductions == (before + 1 if size > 1 else 0)
+    assert optimizer.stats().num_reductions == (before + 1 if world_size > 1 else 0)
     optimizer.step()
     optimizer.close()
 
@@ -253,10 +251,6 @@ def _contract(rank: int, size: int) -> None:
     optimizer.synchronize()
     assert weight.grad is not None
     assert weight.grad.tolist() == [1.75, 1.75]  # (1 * 1 + 3 * 2) / 4
-
-
-def test_what_a_script_does_with_an_optimizer() -> None:
-    run(_contract, 2)
 
 
 def test_wrong_arguments_are_found_before_init() -> None:
@@ -401,7 +395,8 @@ def test_ranks_that_have_joined_take_part_in_the_backwards_of_the_others(size: i
     assert {tuple(result[::2]) for result in results} == {tuple(results[0][::2])}
 
 
-def _again(rank: int, size: int) -> None:
+@ranks(2, start=run)
+def test_parameters_that_are_wrapped_again_and_optimizers_after_a_new_init(rank: int, world_size: int) -> None:
     parameter = nn.Parameter(torch.zeros(2))
     earlier = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))  # Horovod has no close()
@@ -409,7 +404,7 @@ def _again(rank: int, size: int) -> None:
         earlier.step()
     (parameter * (rank + 1)).sum().backward()
     optimizer.step()
-    mean = (size + 1) / 2
+    mean = (world_size + 1) / 2
     assert parameter.tolist() == [-mean] * 2
     hvd.shutdown()
     hvd.init()
@@ -424,10 +419,6 @@ def _again(rank: int, size: int) -> None:
     assert some.process_set_id is None
     with pytest.raises(ValueError, match="not registered"):
         hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), process_set=some)
-
-
-def test_parameters_that_are_wrapped_again_and_optimizers_after_a_new_init() -> None:
-    run(_again, 2)
 
 
 def _warns(rank: int, size: int) -> list[str]:

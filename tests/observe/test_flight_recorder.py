@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import torchring
 from tests.support.checks import logged
-from tests.support.harness import run_pooled, wait_until
+from tests.support.harness import ranks, run_pooled, wait_until
 from torchring.default_world import default_world
 from torchring.errors import RingError
 from torchring.linux import is_stopped
@@ -637,13 +637,10 @@ def test_a_long_call_site_keeps_its_line_and_a_longer_one_is_no_old_one() -> Non
 # ---- the option
 
 
-def _init_again(rank: int, size: int) -> None:
+@ranks(2)
+def test_an_open_world_keeps_its_limit(rank: int) -> None:
     world = torchring.init(stall_warning_seconds=7.0 + rank)
     assert torchring.init() is torchring.init(stall_warning_seconds=7.0 + rank) is world
     with pytest.raises(ValueError, match=r"open with stall_warning_seconds="):
         torchring.init(stall_warning_seconds=30.0)
     torchring.barrier()
-
-
-def test_an_open_world_keeps_its_limit() -> None:
-    run_pooled(_init_again, 2)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer, lr_scheduler
 
 import torchring
-from tests.support.harness import run_pooled
+from tests.support.harness import ranks
 from torchring.recipes import LARS, scale_lr, warm_up
 
 
@@ -162,7 +162,8 @@ def test_lars_keeps_the_learning_rate_out_of_its_buffers() -> None:
     torch.testing.assert_close(*results)
 
 
-def _wrapped(rank: int, size: int) -> None:
+@ranks(2)
+def test_wrapped_optimizers(rank: int, world_size: int) -> None:
     """A warm-up of a wrapped optimizer, sharded or not, is that of one process."""
     results = []
     for shard in (None, False, True):
@@ -174,7 +175,7 @@ def _wrapped(rank: int, size: int) -> None:
         scheduler = warm_up(lr_scheduler.ExponentialLR(optimizer, 0.5), 3, start=0.25)
         for step in range(6):
             torch.manual_seed(step)
-            data = torch.randn(2 * size, 3, dtype=torch.float64)
+            data = torch.randn(2 * world_size, 3, dtype=torch.float64)
             optimizer.zero_grad()
             net(data if shard is None else data[2 * rank : 2 * rank + 2]).square().mean().backward()
             optimizer.step()
@@ -185,7 +186,3 @@ def _wrapped(rank: int, size: int) -> None:
     for alone, plain, sharded in zip(*results, strict=True):
         torch.testing.assert_close(plain, alone)
         assert torch.equal(sharded, plain)
-
-
-def test_wrapped_optimizers() -> None:
-    run_pooled(_wrapped, 2)

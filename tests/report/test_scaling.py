@@ -22,11 +22,9 @@ from torchring.report.model.scaling import (
     expected_maximum,
     exposed_ms,
     fit,
-    predict,
     slowest_ms,
     split_ms,
 )
-from torchring.report.show.terminal import plain
 from torchring.report.verdict.analysis import analyse
 from torchring.report.verdict.findings import Analysis
 
@@ -58,18 +56,6 @@ def test_two_ranks_predict_three_four_and_eight(options: dict[str, Any]) -> None
     for prediction in analyse(job, sizes=(3, 4, 8)).predictions:
         measured = of(prediction.num_ranks, num_steps=40, seed=1, **options).step.mean
         assert prediction.step_ms == pytest.approx(measured, rel=0.05)
-
-
-def test_predictions_are_for_powers_of_two_and_for_the_size_of_the_job() -> None:
-    assert [each.num_ranks for each in of(3).predictions] == [2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
-
-
-def test_where_it_was_measured_the_prediction_is_the_measurement() -> None:
-    analysis = of(4)
-    assert analysis.predictions[1].num_ranks == 4
-    assert analysis.predictions[1].step_ms == pytest.approx(analysis.step.mean)
-    efficiencies = [each.efficiency for each in analysis.predictions]
-    assert efficiencies == sorted(efficiencies, reverse=True)
 
 
 def test_one_rank_predicts_with_a_network_that_is_given() -> None:
@@ -149,15 +135,6 @@ def test_buckets_are_predicted_as_wrap_makes_them(
     assert ready == pytest.approx([(len(specs) - i) / len(specs) for i in last])
 
 
-def test_layers_of_20_mib_make_buckets_of_40() -> None:
-    mib = 1 << 20
-    job = layers([20 * mib] * 5)
-    assert layout_with(job, 100 * mib, 25) == (
-        pytest.approx((20 * mib, 40 * mib, 40 * mib)),
-        pytest.approx((0.2, 0.6, 1)),
-    )
-
-
 @pytest.mark.parametrize(
     ("run_info", "expected"),
     [
@@ -188,11 +165,6 @@ def test_lanes_hide_latency_but_share_bandwidth() -> None:
     assert exposed_ms(workload, 2, links) == pytest.approx(45)
     # The first two end at 15 and 20. The third begins at 15, and ends at 30.
     assert exposed_ms(dataclasses.replace(workload, num_lanes=2), 2, links) == pytest.approx(30)
-
-
-def test_buckets_leave_in_order() -> None:
-    workload = Workload(COMPUTING, (10.0 * MB, 10.0 * MB), (-5.0, -50.0))
-    assert exposed_ms(workload, 2, Connections(Network(0.0, 1.0))) == pytest.approx(15)
 
 
 def test_an_all_reduce() -> None:
@@ -228,17 +200,6 @@ def test_what_all_ranks_have_in_common_makes_nobody_wait() -> None:
     assert slowest_ms(uneven, 1024) == pytest.approx(130)
 
 
-def test_one_slow_rank_stays_one() -> None:
-    """Of 4 ranks of 100 ms, one has 60 ms more. Among 1,024 ranks, it is still the only one."""
-    analysis = analyse(merge(simulate(4, input_ms=[2, 2, 2, 62], noise=0.02, **{"gigabytes_per_s": 20.0})))
-    four, many = (next(each for each in analysis.predictions if each.num_ranks == n) for n in (4, 1024))
-    assert four.step_ms == pytest.approx(analysis.step.mean, rel=0.01)
-    assert four.waiting_ms == pytest.approx(45, rel=0.05)  # 60 ms, less what this rank adds to the mean
-    assert many.waiting_ms == pytest.approx(60, rel=0.05)
-    assert many.efficiency < four.efficiency
-    assert "as slow as rank 3 is now" in analysis.predictions_note
-
-
 def test_latency_and_bandwidth_are_fitted_despite_outliers() -> None:
     rng = np.random.default_rng(1)
     sizes = np.array([0.1, 0.5, 1, 5, 12, 12, 25, 25]) * MB
@@ -261,11 +222,6 @@ def test_buckets_of_one_size_do_not_tell_latency_from_bandwidth() -> None:
     assert falling is not None
     assert falling.gigabytes_per_s > 0
     assert falling.alpha_ms > 0
-
-
-def test_predictions_of_an_even_job_without_communication() -> None:
-    (one,) = predict(Workload(COMPUTING, (), ()), Connections(Network(0.1, 1.0)), [16])
-    assert (one.step_ms, one.exposed_ms, one.waiting_ms, one.efficiency) == pytest.approx((100, 0, 0, 1))
 
 
 def advice_of(analysis: Analysis) -> dict[str, float]:
@@ -362,98 +318,6 @@ def test_what_is_in_use_is_not_advised() -> None:
 
 def test_a_job_that_is_well_gets_no_advice() -> None:
     assert advice_of(of(4, gigabytes_per_s=1000.0, latency_ms=0.0, optimizer_ms=1.0, num_steps=20)) == {}
-
-
-@pytest.mark.parametrize(("num_threads", "what"), [(2, "Use 1 thread in each rank of host0"), (1, None)])
-def test_ranks_that_share_too_few_cores(num_threads: int, what: str | None) -> None:
-    traces = simulate(4, 30, noise=0.25, gigabytes_per_s=100)
-    crowded = [
-        dataclasses.replace(trace, run_info=dataclasses.replace(trace.run_info, num_threads=num_threads))
-        for trace in traces
-    ]
-    assert (what in advice_of(analyse(merge(crowded)))) == (what is not None)
-
-
-def test_more_ranks_than_cores_are_not_faster_with_fewer_ranks() -> None:
-    """4 ranks on 2 cores have none for half of the time. 2 ranks would be twice as fast, with half of the samples."""
-    crowded = changed(simulate(4, 30, noise=0.25), {"num_cores": 2}, queued_ns=55 * MS, exposed_queued_ns=5 * MS)
-    analysis = analyse(merge(crowded))
-    assert not any(what.startswith("Start") for what in advice_of(analysis))
-    (more,) = (each for each in analysis.advice if each.what == "Give the ranks on host0 more cores")
-    assert "4 ranks with 1 thread each share 2 cores. Fewer ranks would not make the job faster" in more.why
-    busy = changed(crowded, {}, queued_ns=90 * MS, exposed_queued_ns=5 * MS)
-    assert "share 2 cores with other programs. Fewer" in " ".join(each.why for each in analyse(merge(busy)).advice)
-
-
-@pytest.mark.parametrize(
-    ("workers", "cpu_ms", "who"),
-    [
-        (-1, -1, "other programs hold the cores"),
-        (4, 1, "other programs hold the cores"),  # the workers wait for a disk
-        (4, 99, "2 ranks with 1 thread and 4 workers each share 2 cores"),
-    ],
-)
-def test_time_without_a_core_is_no_communication(workers: int, cpu_ms: int, who: str) -> None:
-    """Of 19 ms in which the ranks stand still, rank 1 has no core for 15; and for 10 ms more of its step."""
-    traces = simulate(2, 20, noise=0.0, gigabytes_per_s=1.3275, bucket_mb=(1.0, 25.0))
-    assert "Reduce gradients in every second backward only" in advice_of(analyse(merge(traces)))
-    of_steps = {"num_workers": workers, "loading_cpu_ns": cpu_ms * MS if cpu_ms >= 0 else -1}
-    (first,), (second,) = (
-        changed(traces[i : i + 1], {}, queued_ns=queued * MS, exposed_queued_ns=exposed * MS, **of_steps)
-        for i, (queued, exposed) in enumerate([(10, 0), (25, 15)])
-    )
-    analysis = analyse(merge([first, second]))
-    (cores,) = (each for each in analysis.advice if each.what == "Give the ranks on host0 more cores")
-    assert f"For 25.0 ms of a step, a rank was ready to run, but had no core: {who}." in cores.why
-    assert cores.predicted_ms == pytest.approx(analysis.step.mean - 25)
-    assert (analysis.verdict.kind, analysis.verdict.rank, analysis.verdict.cost.mean) == (
-        "cores",
-        None,
-        pytest.approx(25),
-    )
-    assert f"passes while a rank has no core: {who} (25 ms of 120 ms" in analysis.verdict.sentence
-    assert [rank.queued.mean for rank in analysis.ranks if rank.queued] == pytest.approx([10, 25])
-    assert "no core\n" in plain(analysis)
-    assert "Reduce gradients in every second backward only" not in advice_of(analysis)
-    (unknown,) = changed([second], {}, queued_ns=-1, exposed_queued_ns=-1)
-    assert "Give the ranks on host0 more cores" not in advice_of(analyse(merge([first, unknown])))
-
-
-@pytest.mark.parametrize(("by_ms", "queued_ms", "kind"), [(20, 0, "straggler"), (20, 20, "cores"), (4, 0, "compute")])
-def test_only_a_rank_that_computes_more_slowly_is_accused(by_ms: float, queued_ms: int, kind: str) -> None:
-    """4 ms are less than 5 % of a step; and for 20 ms, another program may have the core of the rank."""
-
-    def of(input_ms: float) -> Analysis:
-        backward_ms = [60, 60 + by_ms]
-        traces = simulate(2, 40, noise=0.01, input_ms=[2, input_ms], backward_ms=backward_ms, gigabytes_per_s=100.0)
-        (other,) = changed(traces[:1], {}, queued_ns=0, exposed_queued_ns=0)
-        (slow,) = changed(traces[1:], {}, queued_ns=queued_ms * MS, exposed_queued_ns=0)
-        return analyse(merge([other, slow]))
-
-    verdict = of(2).verdict
-    assert (verdict.kind, verdict.rank) == (kind, None if kind == "compute" else 1)
-    late = of(62)  # its data are late, too
-    assert (late.verdict.kind, late.verdict.rank) == ("input", 1)
-    assert ("Find out what slows rank 1 on host0 down" in advice_of(late)) == (kind == "straggler")
-    assert any("had no core" in problem for problem in late.problems) == (kind == "cores")
-
-
-def test_noise_accuses_nobody() -> None:
-    """Each rank is slower for a part of the time, one of them a little more often."""
-
-    def backward_ms(number: int, rank: int) -> float:
-        return 90.0 if (number // 4) % 2 == rank else 60.0
-
-    traces = simulate(2, 40, noise=0.3, seed=3, input_ms=[2, 62], backward_ms=backward_ms)
-    assert not any("slows" in what for what in advice_of(analyse(merge(traces))))
-
-
-@pytest.mark.parametrize(("name", "is_advised"), [("AdamW", True), ("SGD", True), ("RMSprop", False)])
-def test_fusing_is_advised_for_optimizers_that_can(name: str, is_advised: bool) -> None:
-    traces = simulate(2, 12, optimizer_ms=40)
-    found = [each.how for each in analyse(merge(changed(traces, {"options": {"optimizer": name}}))).advice]
-    assert (f"torch.optim.{name}(model.parameters(), fused=True)" in found) == is_advised
-    assert not any("foreach" in how for how in found), "it is slower on the CPU"
 
 
 def test_larger_buckets_are_advised_for_many_small_ones() -> None:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 import torchring
 from tests.sharding.test_step import Net, _assert_equal_states, _groups, _parameters, _train
 from tests.support.grids import grid
-from tests.support.harness import run_pooled, run_ranks
+from tests.support.harness import ranks, run_pooled, run_ranks
 from tests.support.training import attempt
 from torchring.collectives.service import internal_collectives_of
 from torchring.sharding import DistributedState
@@ -211,7 +211,15 @@ def _backward(net: nn.Module) -> None:
     net(torch.ones(2, 40)).square().mean().backward()
 
 
-def _refused(rank: int, size: int) -> None:
+def _step_with_a_gradient_on_rank_0(net: nn.Module, optimizer: Any) -> None:
+    _backward(net)
+    if torchring.rank() > 0:
+        net[0].bias.grad = None
+    optimizer.step()
+
+
+@ranks(2)
+def test_mistakes_are_named_on_all_ranks_and_nothing_is_lost(rank: int) -> None:
     """Mistakes that leave the optimizer as it was. All ranks go on together after each of them."""
     net, plain = _wide()
     optimizer = torchring.wrap(plain, net, shard=True)
@@ -282,17 +290,6 @@ def _refused(rank: int, size: int) -> None:
     for model, says in ((sparse, "does not take sparse gradients, as weight has"), (part, "and cannot move weight")):
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         refuse(says, lambda sgd=sgd, model=model: torchring.wrap(sgd, model, shard=True))
-
-
-def _step_with_a_gradient_on_rank_0(net: nn.Module, optimizer: Any) -> None:
-    _backward(net)
-    if torchring.rank() > 0:
-        net[0].bias.grad = None
-    optimizer.step()
-
-
-def test_mistakes_are_named_on_all_ranks_and_nothing_is_lost() -> None:
-    run_pooled(_refused, 2)
 
 
 def _on_one_rank(rank: int, size: int, what: str, instead: str) -> str:

@@ -17,7 +17,7 @@ import torchring
 from tests.devices.test_gpu import DEADLINE, SHARED, batch, make_model, pretend_hosts
 from tests.sharding.test_on_device import ShardedSide
 from tests.sharding.test_step import _assert_equal_states
-from tests.support.harness import run_ranks
+from tests.support.harness import ranks, run_ranks
 from tests.support.scripts import ON_DEVICES
 from tests.support.training import assert_as_one_process
 from torchring.gradients.views import CAN_SWAP
@@ -125,7 +125,9 @@ def test_what_scripts_rely_on(name: str) -> None:
     assert_as_one_process(_alone, name, tolerance=ON_DEVICES[name][2], run=lambda *_: results)
 
 
-def _train_without_waiting(rank: int, size: int, fused: bool) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+@ranks(2, start=run_ranks, env=SHARED, deadline=DEADLINE)
+def test_no_step_waits_for_the_device(fused: bool, rank: int) -> None:
     model = make_model()
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
     optimizer = torchring.wrap(adamw, model, shard=True)
@@ -143,11 +145,6 @@ def _train_without_waiting(rank: int, size: int, fused: bool) -> None:
         scaler.update()
     torch.cuda.set_sync_debug_mode("default")
     torchring.shutdown()
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_no_step_waits_for_the_device(fused: bool) -> None:
-    run_ranks(_train_without_waiting, 2, fused, env=SHARED, deadline=DEADLINE)
 
 
 def _peaks(rank: int, size: int) -> tuple[int, list[int]]:

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import torchring
 from tests.support.checks import assert_same_on_all_ranks
-from tests.support.harness import run_pooled
+from tests.support.harness import ranks, run_pooled
 from torchring.errors import GradientError, RingError
 from torchring.sharding import DistributedState
 from torchring.sharding.step import Shards
@@ -44,7 +44,8 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-def _dropped(rank: int, size: int) -> None:
+@ranks(2)
+def test_an_optimizer_that_is_dropped_is_freed(rank: int) -> None:
     for options in _OPTIONS:
         net = _net()
         optimizer: Any = torchring.wrap(torch.optim.AdamW(net.parameters()), net, **options)
@@ -63,15 +64,12 @@ def _dropped(rank: int, size: int) -> None:
     optimizer.close()
 
 
-def test_an_optimizer_that_is_dropped_is_freed() -> None:
-    run_pooled(_dropped, 2)
-
-
 def _lost(*_: Any) -> None:
     raise RingError("a rank is lost")
 
 
-def _is_lost_while_parameters_are_cut(rank: int, size: int) -> None:
+@ranks(2)
+def test_a_rank_that_is_lost_while_parameters_are_cut_leaves_nothing_in_the_optimizer() -> None:
     net = _net()
     plain = torch.optim.AdamW(net.parameters())
     with pytest.MonkeyPatch.context() as patch:
@@ -80,10 +78,6 @@ def _is_lost_while_parameters_are_cut(rank: int, size: int) -> None:
             torchring.wrap(plain, net, shard=True)
     plain.step()
     plain.load_state_dict(plain.state_dict())
-
-
-def test_a_rank_that_is_lost_while_parameters_are_cut_leaves_nothing_in_the_optimizer() -> None:
-    run_pooled(_is_lost_while_parameters_are_cut, 2)
 
 
 # Hooks, and methods beside step()
@@ -170,8 +164,8 @@ def _train_both(rank: int, size: int) -> list[list[torch.Tensor]]:
 
 
 def test_hooks_and_other_methods_of_the_optimizer_have_whole_parameters() -> None:
-    for ranks in zip(*run_pooled(_train_both, 2), strict=True):
-        for same in zip(*ranks, strict=True):
+    for per_rank in zip(*run_pooled(_train_both, 2), strict=True):
+        for same in zip(*per_rank, strict=True):
             assert_same_on_all_ranks(list(same))
 
 
@@ -195,7 +189,8 @@ class Normed(Optimizer):
                 p.add_(p.grad, alpha=-group["lr"] * factor)
 
 
-def _refused(rank: int, size: int) -> None:
+@ranks(3)
+def test_what_looks_at_all_parameters_or_changes_pieces_is_refused() -> None:
     def refuse(text: str, kind: type[Exception], act: Callable[[], object]) -> None:
         with pytest.raises(kind, match=text):
             act()
@@ -231,10 +226,6 @@ def _refused(rank: int, size: int) -> None:
         refuse("optimizer.state has no entry for 2.bias", GradientError, act)
     optimizer.step()
     optimizer.close()
-
-
-def test_what_looks_at_all_parameters_or_changes_pieces_is_refused() -> None:
-    run_pooled(_refused, 3)
 
 
 def _loaded(rank: int, size: int, folder: str) -> None:

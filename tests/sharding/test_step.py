@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 import torchring
 from tests.support.checks import assert_same_on_all_ranks
 from tests.support.grids import grid
-from tests.support.harness import run_pooled, run_ranks
+from tests.support.harness import ranks, run_pooled, run_ranks
 from torchring.memory import host as host_module
 
 _NUM_STEPS = 5
@@ -143,16 +143,16 @@ def _assert_equal_states(expected: dict[str, Any], found: dict[str, Any], *, exa
 
 @grid("size", [2, 3, 1, 4], keep=lambda size: size in (2, 3))
 def test_trains_as_without_shard(size: int) -> None:
-    for ranks in zip(*run_pooled(_compared, size, list(_KINDS)), strict=True):
-        for same in zip(*ranks, strict=True):
+    for per_rank in zip(*run_pooled(_compared, size, list(_KINDS)), strict=True):
+        for same in zip(*per_rank, strict=True):
             assert_same_on_all_ranks(list(same))
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_between_hosts(size: int) -> None:
     results = run_ranks(_compared, size, ["AdamW", "SGD fused"], True)
-    for ranks in zip(*results, strict=True):
-        for same in zip(*ranks, strict=True):
+    for per_rank in zip(*results, strict=True):
+        for same in zip(*per_rank, strict=True):
             assert_same_on_all_ranks(list(same))
 
 
@@ -247,7 +247,8 @@ def test_with_everything_that_scripts_do_around_a_step() -> None:
     run_pooled(_with_everything, 2)
 
 
-def _graph_is_kept(rank: int, size: int) -> None:
+@ranks(2, start=run_ranks)
+def test_a_graph_from_before_the_step_is_refused() -> None:
     """Peers have written to the weight, so a graph from before is refused, as in plain PyTorch."""
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torchring.wrap(torch.optim.SGD(layers.parameters(), lr=0.1), layers, shard=True)
@@ -257,10 +258,6 @@ def _graph_is_kept(rank: int, size: int) -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
     torchring.shutdown()
-
-
-def test_a_graph_from_before_the_step_is_refused() -> None:
-    run_ranks(_graph_is_kept, 2)
 
 
 def _state_bytes(rank: int, size: int) -> int:
