@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torchring
 from tests.support.checks import logged
 from tests.support.commands import free_port
-from tests.support.harness import count_open_fds, patient, run_ranks, run_threads, wait_until
+from tests.support.harness import count_open_fds, patient, ranks, run_ranks, run_threads, wait_until
 from torchring.default_world import default_world, leave
 from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
 from torchring.memory import host as host_module
@@ -37,6 +37,12 @@ def own_store() -> dict[str, str | None]:
     return {"TORCHELASTIC_USE_AGENT_STORE": None, "MASTER_PORT": str(free_port())}
 
 
+def set_environ(changes: dict[str, str | None]) -> None:
+    for name, value in changes.items():
+        os.environ.pop(name, None)
+        os.environ.update({name: value} if value is not None else {})
+
+
 # ---- one process
 
 
@@ -47,11 +53,12 @@ def alone() -> Any:
     torchring.shutdown()
 
 
-def _alone(rank: int, size: int) -> Any:
+@ranks(1, run_ranks, launcher_env=False)
+def test_without_a_launcher_it_is_a_world_of_one() -> None:
     assert not torchring.is_initialized()
-    facts = (torchring.rank(), torchring.size(), torchring.local_rank(), torchring.local_size())
+    assert (torchring.rank(), torchring.size(), torchring.local_rank(), torchring.local_size()) == (0, 1, 0, 1)
     assert torchring.is_initialized(), "who shares its memory is known when all have met"
-    more = (torchring.node_rank(), torchring.num_nodes(), torchring.device())
+    assert (torchring.node_rank(), torchring.num_nodes(), torchring.device()) == (0, 1, torch.device("cpu"))
     assert torchring.init() is torchring.init(process_group=True) is default_world()
     assert dist.get_world_size() == 1
     assert torchring.all_reduce(torch.tensor([2.0])).tolist() == [2.0]
@@ -59,14 +66,7 @@ def _alone(rank: int, size: int) -> Any:
     torchring.shutdown()
     assert not torchring.is_initialized()
     assert not dist.is_initialized()
-    return facts, more, os.listdir("/proc/self/fd") and len(default_world().hosts)
-
-
-def test_without_a_launcher_it_is_a_world_of_one() -> None:
-    ((facts, more, hosts),) = run_ranks(_alone, 1, launcher_env=False)
-    assert facts == (0, 1, 0, 1)
-    assert more == (0, 1, torch.device("cpu"))
-    assert hosts == 1
+    assert len(default_world().hosts) == 1
 
 
 # ---- processes that are no ranks, and ranks that never meet
@@ -84,30 +84,27 @@ torchring.barrier()
 """
 
 
-def _has_a_child(rank: int, size: int) -> Any:
-    answers = (torchring.rank(), torchring.size(), torchring.local_rank(), torchring.is_initialized())
+@ranks(2, run_ranks)
+def test_a_process_that_a_rank_starts_knows_its_rank_but_does_not_take_part(rank: int) -> None:
+    """As a DataLoader's worker that is spawned, or any other program that inherits the rank's environment."""
+    assert (torchring.rank(), torchring.size(), torchring.local_rank()) == (rank, 2, rank)
+    assert not torchring.is_initialized(), "nobody is met for that"
     torchring.init()
-    child = None
     if rank == 1:  # only one rank has one: it must not wait for others like it
         child = subprocess.run([sys.executable, "-c", _CHILD], capture_output=True, text=True, timeout=patient(50))
+        facts, of_spawn = child.stdout.splitlines()
+        assert facts == "1 2 1 False"
+        assert "is a worker that rank 1 has started by spawn or forkserver" in of_spawn
+        assert 'Put what the script does under `if __name__ == "__main__":`' in of_spawn
+        said = r"TopologyError: this process .* was started by rank 1 .* TORCHRING_LAUNCHER=none"
+        assert re.search(said, child.stderr)
     torchring.barrier()  # in which the child must not have taken this rank's place
     torchring.shutdown()
-    return answers, child and (child.stdout, child.stderr), PARENT in os.environ
+    assert PARENT not in os.environ, "after shutdown() children may be ranks"
 
 
-def test_a_process_that_a_rank_starts_knows_its_rank_but_does_not_take_part() -> None:
-    """As a DataLoader's worker that is spawned, or any other program that inherits the rank's environment."""
-    (first, _, _), (second, child, is_marked) = run_ranks(_has_a_child, 2)
-    assert (first, second) == ((0, 2, 0, False), (1, 2, 1, False)), "nobody is met for that"
-    facts, of_spawn = child[0].splitlines()
-    assert facts == "1 2 1 False"
-    assert "is a worker that rank 1 has started by spawn or forkserver" in of_spawn
-    assert 'Put what the script does under `if __name__ == "__main__":`' in of_spawn
-    assert re.search(r"TopologyError: this process .* was started by rank 1 .* TORCHRING_LAUNCHER=none", child[1])
-    assert not is_marked, "after shutdown() children may be ranks"
-
-
-def _in_workers_of_frameworks(rank: int, size: int) -> Any:
+@ranks(1, run_ranks, launcher_env=False)
+def test_workers_of_frameworks_do_not_train_alone_without_a_word() -> None:
     """Tasks of Spark's and Ray's, as far as torchring looks at them."""
 
     class BarrierTaskContext:
@@ -148,11 +145,6 @@ def _in_workers_of_frameworks(rank: int, size: int) -> Any:
         torchring.shutdown()
         del os.environ["TORCHRING_LAUNCHER"]
         torchring.init()
-    return found, said
-
-
-def test_workers_of_frameworks_do_not_train_alone_without_a_word() -> None:
-    [(found, said)] = run_ranks(_in_workers_of_frameworks, 1, launcher_env=False)
     assert "task 1 of 2 of a Spark barrier stage" in found[0]
     assert "torchring.spark.run" in found[0]
     assert found[1:] == [0, 1, 1, 2, 2]
@@ -163,46 +155,42 @@ def test_workers_of_frameworks_do_not_train_alone_without_a_word() -> None:
     assert of_slurm.startswith("this process trains alone, although its Slurm job has 4 tasks (SLURM_NTASKS)")
 
 
-def _leaves(rank: int, size: int) -> str:
+@ranks(2)
+def test_a_rank_that_leaves_says_why_to_those_that_wait_for_it(rank: int) -> None:
     """As a worker of a framework, which lives on after its function has returned."""
     torchring.barrier()
     if rank == 0:
         leave("its function had returned")
         leave("nothing is open")
-        return ""
-    with pytest.raises(PeerLostError) as caught:
-        torchring.barrier()
-    return str(caught.value)
+    else:
+        with pytest.raises(PeerLostError, match="rank 0 stopped: its function had returned, after 0 reductions"):
+            torchring.barrier()
 
 
-def test_a_rank_that_leaves_says_why_to_those_that_wait_for_it() -> None:
-    assert "rank 0 stopped: its function had returned, after 0 reductions" in run_ranks(_leaves, 2)[1]
+@pytest.fixture
+def launches() -> dict[int, list[int]]:
+    """The processes that take part, by port."""
+    return {free_port(): members for members in ([0, 1], [1, 2], [2, 0])}
 
 
-def _launch_after_launch(process: int, size: int, launches: dict[int, list[int]]) -> Any:
+@ranks(3, run_ranks, launcher_env=False)
+def test_a_process_can_take_part_in_one_launch_after_another(rank: int, launches: dict[int, list[int]]) -> None:
     """As in Python workers that Spark uses again: each launch has other processes, and one was alone before."""
-    found = []
-    if process == 0:
+    if rank == 0:
         torchring.init()
         torchring.shutdown()
     for port, members in launches.items():
-        if process in members:
-            rank = str(members.index(process))
-            os.environ |= {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank}
+        if rank in members:
+            own = str(members.index(rank))
+            os.environ |= {"RANK": own, "WORLD_SIZE": "2", "LOCAL_RANK": own}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             torchring.init(timeout_seconds=15.0)
-            found.append(torchring.all_gather_object(process))
+            assert torchring.all_gather_object(rank) == members
             torchring.shutdown()
-    return found
 
 
-def test_a_process_can_take_part_in_one_launch_after_another() -> None:
-    launches = {free_port(): members for members in ([0, 1], [1, 2], [2, 0])}
-    found = run_ranks(_launch_after_launch, 3, launches, launcher_env=False)
-    assert found == [[members for members in launches.values() if process in members] for process in range(3)]
-
-
-def _becomes_one_of_two(rank: int, size: int) -> Any:
+@ranks(1, run_ranks)
+def test_a_world_of_one_is_left_before_it_is_one_of_several() -> None:
     """A notebook that asked torchring something first, and then starts ranks or makes a process group."""
     launched = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     torchring.init()
@@ -210,23 +198,13 @@ def _becomes_one_of_two(rank: int, size: int) -> Any:
     if child == 0:
         os.environ.update(launched)
         os._exit(10 * torchring.rank() + torchring.size())
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 12
     os.environ.update(launched)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    problems = []
     for join in (torchring.init, lambda: torchring.wrap(optimizer), torchring.barrier):
-        with pytest.raises(TopologyError) as caught:
+        said = r"(?=.*rank 1 of 2 by now)(?=.*train alone)(?=.*torchring\.shutdown\(\))"
+        with pytest.raises(TopologyError, match=said):
             join()  # type: ignore[operator]
-        problems.append(str(caught.value))
-    return code, set(problems)
-
-
-def test_a_world_of_one_is_left_before_it_is_one_of_several() -> None:
-    [(code, problems)] = run_ranks(_becomes_one_of_two, 1)
-    assert code == 12
-    (problem,) = problems
-    for fact in ("rank 1 of 2 by now", "train alone", "torchring.shutdown()"):
-        assert fact in problem
 
 
 def _never_meets(rank: int, size: int, what: str) -> None:
@@ -256,20 +234,16 @@ def test_ranks_that_train_alone_are_told_once(what: str, capsys: pytest.CaptureF
         assert f"torchring: {typed} started this process as one of 2, but" in output
 
 
-def _alone_in_a_collective(rank: int, size: int) -> str:
+@ranks(2, run_ranks)
+def test_a_collective_of_one_rank_at_the_end_is_named(rank: int) -> None:
     torchring.barrier()
     if rank == 0:
         with pytest.raises(PeerLostError) as caught:
             torchring.all_reduce(torch.ones(1))
-        return str(caught.value)
-    return ""
-
-
-def test_a_collective_of_one_rank_at_the_end_is_named() -> None:
-    message, _ = run_ranks(_alone_in_a_collective, 2)
-    assert "rank 1 stopped: its script had ended" in message
-    assert "this rank is in all_reduce(), which every rank has to call equally often. Is the call in an `if" in message
-    assert "DistributedSampler" not in message
+        message = str(caught.value)
+        assert "rank 1 stopped: its script had ended" in message
+        assert "in all_reduce(), which every rank has to call equally often. Is the call in an `if" in message
+        assert "DistributedSampler" not in message
 
 
 _WRONG = [
@@ -290,40 +264,43 @@ def test_wrong_options_of_init(alone: None, option: str, value: Any, error: Any,
 # ---- several
 
 
-def _facts(rank: int, size: int, hosts: int) -> Any:
-    if hosts > 1:
-        host_module._host_identity = lambda: f"host {rank // (size // hosts)}"
+@pytest.fixture(params=["hosted store", "store of rank 0"])
+def store(request: pytest.FixtureRequest) -> dict[str, str | None]:
+    return own_store() if request.param == "store of rank 0" else {}
+
+
+def facts() -> dict[str, Any]:
     torchring.init(timeout_seconds=10.0)
-    facts = {
-        name: getattr(torchring, name)()
-        for name in ("rank", "size", "local_rank", "local_size", "node_rank", "num_nodes", "device")
-    }
-    facts["hosts"] = default_world().hosts
-    facts["total"] = float(torchring.all_reduce(torch.tensor(float(rank)), "sum"))
+    names = ("rank", "size", "local_rank", "local_size", "node_rank", "num_nodes", "device")
+    found = {name: getattr(torchring, name)() for name in names}
+    found["hosts"] = default_world().hosts
+    found["total"] = float(torchring.all_reduce(torch.tensor(float(found["rank"])), "sum"))
     torchring.shutdown()
-    return facts
+    return found
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["hosted store", "store of rank 0"])
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_of_one_host(size: int, own: bool) -> None:
-    for rank, facts in enumerate(run_ranks(_facts, size, 1, env=own_store() if own else {})):
-        assert facts == {
-            "rank": rank, "size": size, "local_rank": rank, "local_size": size, "node_rank": 0, "num_nodes": 1,
-            "device": torch.device("cpu"), "hosts": (tuple(range(size)),), "total": sum(range(size)),
-        }  # fmt: skip
+@pytest.mark.parametrize("world_size", [2, 3])
+@ranks(start=run_ranks)
+def test_ranks_of_one_host(rank: int, world_size: int, store: dict[str, str | None]) -> None:
+    set_environ(store)
+    assert facts() == {
+        "rank": rank, "size": world_size, "local_rank": rank, "local_size": world_size, "node_rank": 0, "num_nodes": 1,
+        "device": torch.device("cpu"), "hosts": (tuple(range(world_size)),), "total": sum(range(world_size)),
+    }  # fmt: skip
 
 
-def test_ranks_of_two_hosts() -> None:
-    for rank, facts in enumerate(run_ranks(_facts, 4, 2, env={"LOCAL_RANK": None})):
-        assert facts == {
-            "rank": rank, "size": 4, "local_rank": rank % 2, "local_size": 2, "node_rank": rank // 2, "num_nodes": 2,
-            "device": torch.device("cpu"), "hosts": ((0, 1), (2, 3)), "total": 6.0,
-        }  # fmt: skip
+@ranks(4, run_ranks, env={"LOCAL_RANK": None})
+def test_ranks_of_two_hosts(rank: int) -> None:
+    host_module._host_identity = lambda: f"host {rank // 2}"
+    assert facts() == {
+        "rank": rank, "size": 4, "local_rank": rank % 2, "local_size": 2, "node_rank": rank // 2, "num_nodes": 2,
+        "device": torch.device("cpu"), "hosts": ((0, 1), (2, 3)), "total": 6.0,
+    }  # fmt: skip
 
 
+@ranks(2, run_ranks, env={"LOCAL_RANK": "7"})
 def test_the_launchers_local_rank_counts() -> None:
-    assert [facts["local_rank"] for facts in run_ranks(_facts, 2, 1, env={"LOCAL_RANK": "7"})] == [7, 7]
+    assert facts()["local_rank"] == 7
 
 
 def test_hosts_may_interleave() -> None:
@@ -394,62 +371,42 @@ def _even_or_odd() -> str:
     return f"host {int(threading.current_thread().name.split()[1]) % 2}"
 
 
-def _init_twice(rank: int, size: int) -> bool:
-    first = torchring.init(timeout_seconds=10.0)
-    return first is torchring.init() is torchring.init("gloo") is default_world()
-
-
+@ranks(2)
 def test_a_second_init_returns_the_same_world() -> None:
-    assert run_ranks(_init_twice, 2) == [True, True]
+    first = torchring.init(timeout_seconds=10.0)
+    assert first is torchring.init() is torchring.init("gloo") is default_world()
+    with pytest.raises(ValueError, match="open with backend='gloo', got 'mpi'"):
+        torchring.init("mpi")
 
 
-def _cycles(rank: int, size: int, own_group: bool) -> Any:
+@pytest.mark.parametrize("own_group", [False, True])
+@ranks(3, run_ranks)
+def test_leaving_and_coming_back(rank: int, own_group: bool, store: dict[str, str | None]) -> None:
+    set_environ(store)
     if own_group:
         dist.init_process_group("gloo")
-    sums, fds = [], []
+    fds = []
     for turn in range(5):
         assert not torchring.is_initialized()
         torchring.init(timeout_seconds=10.0)
-        sums.append(float(torchring.all_reduce(torch.tensor(rank + turn + 0.0), "sum")))
+        assert float(torchring.all_reduce(torch.tensor(rank + turn + 0.0), "sum")) == 3.0 * (turn + 1)
         torchring.shutdown()
         if turn in (1, 4):
             gc.collect()
             fds.append(count_open_fds())
     if own_group:
         dist.destroy_process_group()
-    return sums, fds[1] - fds[0]
-
-
-@pytest.mark.parametrize("own_group", [False, True])
-@pytest.mark.parametrize("own", [False, True], ids=["hosted store", "store of rank 0"])
-def test_leaving_and_coming_back(own: bool, own_group: bool) -> None:
-    for sums, leaked in run_ranks(_cycles, 3, own_group, env=own_store() if own else {}):
-        assert sums == [3.0, 6.0, 9.0, 12.0, 15.0]
-        assert leaked <= 0
+    assert fds[1] <= fds[0]
 
 
 # ---- the engine between hosts
 
 
-def _backends(rank: int, size: int) -> str:
-    with pytest.raises(TopologyError, match="different backends: 'gloo' on rank 0, 'mpi' on rank 1") as caught:
-        World(dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"])), rank, size, backend=("gloo", "mpi")[rank])
-    return str(caught.value)
-
-
-def test_ranks_with_different_backends() -> None:
-    run_ranks(_backends, 2)
-
-
-def _one_backend(rank: int, size: int) -> None:
-    assert torchring.init(timeout_seconds=10.0).backend == "gloo"
-    assert torchring.init("gloo").backend == "gloo"
-    with pytest.raises(ValueError, match="open with backend='gloo', got 'mpi'"):
-        torchring.init("mpi")
-
-
-def test_the_backend_of_an_open_world_stays() -> None:
-    run_ranks(_one_backend, 2)
+@ranks(2, run_ranks)
+def test_ranks_with_different_backends(rank: int) -> None:
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]))
+    with pytest.raises(TopologyError, match="different backends: 'gloo' on rank 0, 'mpi' on rank 1"):
+        World(store, rank, 2, backend=("gloo", "mpi")[rank])
 
 
 def test_mpi_without_mpirun_is_refused(alone: None) -> None:
@@ -458,24 +415,20 @@ def test_mpi_without_mpirun_is_refused(alone: None) -> None:
     assert not torchring.is_initialized()
 
 
-def _mpi_under_torchrun(rank: int, size: int) -> str:
+@ranks(2, run_ranks)
+def test_mpi_without_mpi4py_is_refused() -> None:
     sys.modules["mpi4py"] = None  # type: ignore[assignment]
-    with pytest.raises(TopologyError) as caught:
+    with pytest.raises(TopologyError, match=r"(?=.*need mpi4py)(?=.*init without backend='mpi')"):
         torchring.init("mpi", timeout_seconds=5.0)
     assert not torchring.is_initialized()
-    return str(caught.value)
-
-
-def test_mpi_without_mpi4py_is_refused() -> None:
-    for message in run_ranks(_mpi_under_torchrun, 2):
-        assert "need mpi4py" in message
-        assert "init without backend='mpi'" in message
 
 
 # ---- leaving without a word
 
 
-def _ends_without_shutdown(rank: int, size: int, hosts: int, noticed: Path) -> Any:
+@pytest.mark.parametrize("hosts", [1, 2])
+@ranks(2, run_ranks, deadline=40.0)
+def test_under_mpi_a_script_that_ends_leaves_the_world(rank: int, hosts: int, tmp_path: Path) -> None:
     """Rank 1 is through, but lingers, as in MPI_Finalize, which waits for the others."""
     sys.modules.setdefault("mpi4py.MPI", types.ModuleType("mpi4py.MPI"))
     if hosts > 1:
@@ -489,24 +442,21 @@ def _ends_without_shutdown(rank: int, size: int, hosts: int, noticed: Path) -> A
         os.waitpid(child, 0)
         torchring.barrier()
         atexit._run_exitfuncs()
-        wait_until(noticed.exists, "rank 0 to notice")
-        return None
+        wait_until((tmp_path / "noticed").exists, "rank 0 to notice")
+        return
     torchring.barrier()
     with pytest.raises(torchring.PeerLostError, match="rank 1"):  # long before the time-out
         torchring.all_reduce(torch.ones(1))
-    noticed.touch()
-    return None
-
-
-@pytest.mark.parametrize("hosts", [1, 2])
-def test_under_mpi_a_script_that_ends_leaves_the_world(hosts: int, tmp_path: Path) -> None:
-    run_ranks(_ends_without_shutdown, 2, hosts, tmp_path / "noticed", deadline=40.0)
+    (tmp_path / "noticed").touch()
 
 
 # ---- beside torch.distributed
 
 
-def _beside(rank: int, size: int, first: str) -> Any:
+@pytest.mark.parametrize("first", ["torchring", "torch.distributed"])
+@ranks(2, run_ranks)
+def test_a_process_group_of_the_script_works_on(rank: int, first: str, store: dict[str, str | None]) -> None:
+    set_environ(store)
     if first == "torchring":
         torchring.init(timeout_seconds=10.0)
         assert not dist.is_initialized(), "the script may still make its own"
@@ -515,133 +465,93 @@ def _beside(rank: int, size: int, first: str) -> Any:
         dist.init_process_group("gloo")
         torchring.init(timeout_seconds=10.0, process_group=True)
     group = dist.distributed_c10d._get_default_group()
-    sums = []
     for turn in range(3):
         theirs, ours = torch.tensor([rank + 1.0 + turn]), torch.tensor([10.0 * rank])
         work = dist.all_reduce(theirs, async_op=True)  # both under way at once
         torchring.all_reduce(ours, "sum")
         work.wait()
-        sums.append((float(theirs), float(ours)))
+        assert (float(theirs), float(ours)) == (3.0 + 2 * turn, 10.0)
     torchring.shutdown()
     assert dist.is_initialized(), "it was not ours to take down"
     assert dist.distributed_c10d._get_default_group() is group
     last = torch.ones(1)
     dist.all_reduce(last)
     torchring.init(timeout_seconds=10.0)
-    again = float(torchring.all_reduce(torch.ones(1), "sum"))
+    assert float(torchring.all_reduce(torch.ones(1), "sum")) == float(last) == 2.0
     torchring.shutdown()
     dist.destroy_process_group()
-    return sums, float(last), again
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["hosted store", "store of rank 0"])
-@pytest.mark.parametrize("first", ["torchring", "torch.distributed"])
-def test_a_process_group_of_the_script_works_on(first: str, own: bool) -> None:
-    for sums, last, again in run_ranks(_beside, 2, first, env=own_store() if own else {}):
-        assert sums == [(3.0, 10.0), (5.0, 10.0), (7.0, 10.0)]
-        assert (last, again) == (2.0, 2.0)
-
-
-def _group_without_launcher(rank: int, size: int, file: str) -> tuple[int, int, int, float]:
-    dist.init_process_group("gloo", store=dist.FileStore(file, size), rank=rank, world_size=size)
-    result = torchring.rank(), torchring.size(), torchring.local_rank()
-    total = float(torchring.all_reduce(torch.tensor(rank + 1.0), "sum"))
-    torchring.shutdown()
-    dist.destroy_process_group()
-    return *result, total
-
-
-def test_an_existing_process_group_is_enough(tmp_path: Path) -> None:
+@ranks(2, run_ranks, launcher_env=False)
+def test_an_existing_process_group_is_enough(rank: int, tmp_path: Path) -> None:
     """No launcher's variables: rank, size and store are those of the group."""
-    results = run_ranks(_group_without_launcher, 2, str(tmp_path / "store"), launcher_env=False)
-    assert results == [(0, 2, 0, 3.0), (1, 2, 1, 3.0)]
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 2), rank=rank, world_size=2)
+    assert (torchring.rank(), torchring.size(), torchring.local_rank()) == (rank, 2, rank)
+    assert float(torchring.all_reduce(torch.tensor(rank + 1.0), "sum")) == 3.0
+    torchring.shutdown()
+    dist.destroy_process_group()
 
 
 # ---- worlds that do not come to be
 
 
-def _told_another_size(rank: int, size: int) -> Any:
+@ranks(2, run_ranks)
+def test_different_world_sizes_are_an_error_on_every_rank_at_once(rank: int) -> None:
     if rank == 0:
         os.environ["WORLD_SIZE"] = "3"
     started = time.monotonic()
-    with pytest.raises(TopologyError, match=r"WORLD_SIZE|world of") as caught:
+    with pytest.raises(TopologyError, match=r"(?=.*(WORLD_SIZE|world of))(?=.*2)(?=.*3)"):
         torchring.init(timeout_seconds=20.0)
     assert not torchring.is_initialized()
-    return time.monotonic() - started, str(caught.value)
+    assert time.monotonic() - started < patient(3.0)
 
 
-def test_different_world_sizes_are_an_error_on_every_rank_at_once() -> None:
-    for seconds, message in run_ranks(_told_another_size, 2):
-        assert seconds < patient(3.0)
-        assert "2" in message
-        assert "3" in message
-
-
-def _absent(rank: int, size: int, absent: int) -> Any:
+@pytest.mark.parametrize("absent", [0, 2])
+@ranks(3, run_ranks)
+def test_a_rank_that_never_shows_up_is_named(rank: int, absent: int) -> None:
     if rank == absent:
-        return None
+        return
     started = time.monotonic()
     with pytest.raises(PeerTimeoutError, match=f"rank {absent}") as caught:
         torchring.init(timeout_seconds=1.0)
     assert not torchring.is_initialized()
-    return caught.value.peers, caught.value.rank, time.monotonic() - started
+    assert (caught.value.peers, caught.value.rank) == ((absent,), rank)
+    assert 0.9 < time.monotonic() - started < patient(4.0)
 
 
-@pytest.mark.parametrize("absent", [0, 2])
-def test_a_rank_that_never_shows_up_is_named(absent: int) -> None:
-    results = run_ranks(_absent, 3, absent)
-    for rank in {0, 1, 2} - {absent}:
-        peers, who, seconds = results[rank]
-        assert (peers, who) == ((absent,), rank)
-        assert 0.9 < seconds < patient(4.0)
-
-
-def _no_store(rank: int, size: int) -> Any:
+@ranks(1, run_ranks, env={"TORCHELASTIC_USE_AGENT_STORE": None, "RANK": "1", "WORLD_SIZE": "2"})
+def test_a_store_that_cannot_be_reached_is_named() -> None:
+    """Nobody is rank 0."""
+    os.environ["MASTER_PORT"] = str(free_port())
     started = time.monotonic()
     with pytest.raises((TopologyError, PeerTimeoutError), match="MASTER_ADDR") as caught:
         torchring.init(timeout_seconds=1.0)
-    return time.monotonic() - started, str(caught.value), os.environ["MASTER_PORT"]
+    assert time.monotonic() - started < 10.0
+    assert os.environ["MASTER_PORT"] in str(caught.value)
 
 
-def test_a_store_that_cannot_be_reached_is_named() -> None:
-    env = {**own_store(), "RANK": "1", "WORLD_SIZE": "2"}  # nobody is rank 0
-    ((seconds, message, port),) = run_ranks(_no_store, 1, env=env)
-    assert seconds < 10.0
-    assert port in message
-
-
-def _incomplete(rank: int, size: int) -> str:
-    del os.environ["MASTER_ADDR"]
-    with pytest.raises(TopologyError, match="MASTER_ADDR") as caught:
+@ranks(2, run_ranks, env={"MASTER_ADDR": None})
+def test_an_incomplete_environment_is_refused_with_a_way_out() -> None:
+    with pytest.raises(TopologyError, match=r"(?=.*MASTER_ADDR)(?=.*torchrun)"):
         torchring.all_reduce(torch.ones(1))
     assert not torchring.is_initialized()
-    return str(caught.value)
 
 
-def test_an_incomplete_environment_is_refused_with_a_way_out() -> None:
-    for message in run_ranks(_incomplete, 2):
-        assert "torchrun" in message
-
-
-def _late_and_again(rank: int, size: int, file: str) -> float:
+@ranks(2)
+def test_all_may_try_again_after_a_time_out(rank: int, tmp_path: Path) -> None:
     """Rank 1 comes too late for the first try of all, and all try again, as one does after an error."""
     if rank == 1:
-        while not Path(file).exists():
-            time.sleep(0.01)
+        wait_until((tmp_path / "late").exists, "rank 0 to give up")
         with pytest.raises((PeerTimeoutError, TopologyError, torchring.PeerLostError)):
             torchring.init(timeout_seconds=1.0)
     else:
         with pytest.raises(PeerTimeoutError):
             torchring.init(timeout_seconds=0.5)
-        Path(file).touch()
+        (tmp_path / "late").touch()
         time.sleep(2.5)
     torchring.shutdown()
     torchring.init(timeout_seconds=10.0)
-    return float(torchring.all_reduce(torch.ones(1), "sum"))
-
-
-def test_all_may_try_again_after_a_time_out(tmp_path: Path) -> None:
-    assert run_ranks(_late_and_again, 2, str(tmp_path / "late")) == [2.0, 2.0]
+    assert float(torchring.all_reduce(torch.ones(1), "sum")) == 2.0
 
 
 # ---- a World by itself
