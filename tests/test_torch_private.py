@@ -39,8 +39,6 @@ NAMES = {
     "torch._foreach_norm": "torch.nn.utils.clip_grad_norm_",
     "torch._foreach_sqrt": "torch.optim",
     "torch._foreach_zero_": "torch.optim",
-    "torch.Tensor._make_wrapper_subclass": "DTensor",
-    "torch._C._disabled_torch_function_impl": "torch.nn.Parameter",
     "torch.distributed.checkpoint.state_dict._init_optim_state": "torch.distributed.checkpoint",
     "torch._neg_view": "a public operator, without documentation",
 }
