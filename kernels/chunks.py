@@ -23,9 +23,6 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# 1024 elements for each warp. Where a warp has 64 threads, more warps would exceed the limit of threads in a block.
-CHUNK_NUMELS = (4096, 8192, 16384)
-WIRE_ALIGNMENT_BYTES = 64
 
 Layout = tuple[tuple[int, int], ...]
 _KIND = attrgetter("dtype", "device")
@@ -45,7 +42,7 @@ class ChunkTable:
     device: where the columns live, and the tensors.
     layouts: `layout(view)` of each tensor's view of the wire buffer; None if all are contiguous. The kernels copy in
         memory order, so a channels_last gradient needs a channels_last view: `point_at` insists on it.
-    chunk_numel: elements per program.
+    chunk_numel: elements per program: 4096, 8192 or 16384, 1024 for each warp.
 
     Columns are int64, and filled on the current stream: on CUDA from pinned memory, so that the host does not wait. (A
     copy from pageable memory does: it would synchronise the stream.) The table, and every launch that reads it, must be
@@ -62,13 +59,6 @@ class ChunkTable:
         layouts: Sequence[Layout] | None = None,
         chunk_numel: int = 4096,
     ) -> None:
-        if chunk_numel not in CHUNK_NUMELS:
-            raise ValueError(f"chunk_numel must be one of {CHUNK_NUMELS}, got {chunk_numel}")
-        if wire_dtype not in DTYPES:
-            raise TypeError(f"wire_dtype must be one of {DTYPES}, got {wire_dtype}")
-        _check_offsets(numels, wire_offsets, wire_dtype)
-        if layouts is not None:
-            _check_layouts(numels, layouts)
         self.numels = tuple(numels)
         self.wire_offsets = tuple(wire_offsets)
         self.wire_dtype = wire_dtype
@@ -133,20 +123,6 @@ class ChunkTable:
         """The index of the tensor that a chunk belongs to. Names the gradient in which `pack` found NaN or infinity."""
         return int(self.tensor_index[chunk])
 
-    def check_wire(self, wire: Tensor) -> None:
-        """Raise unless `wire` is a buffer that this table describes."""
-        if wire.dtype != self.wire_dtype:
-            raise TypeError(f"the table was built for a wire of {self.wire_dtype}, got {wire.dtype}")
-        if wire.dim() != 1 or not wire.is_contiguous() or wire.numel() < self.wire_numel:
-            raise ValueError(
-                f"wire must be one-dimensional, contiguous and hold {self.wire_numel} elements; "
-                f"got shape {tuple(wire.shape)} with strides {wire.stride()}"
-            )
-        if wire.device != self.device:
-            raise ValueError(f"the table is on {self.device}, got a wire on {wire.device}")
-        if wire.data_ptr() % 16:
-            raise ValueError(f"wire must start at a multiple of 16 bytes, got address {wire.data_ptr():#x}")
-
     def views_like(self, tensors: Sequence[Tensor], wire: Tensor) -> list[Tensor]:
         """The slice of `wire` that belongs to each tensor, with the tensor's shape and strides."""
         base = wire.storage_offset()
@@ -198,37 +174,3 @@ def _pinned(columns: Tensor, device: torch.device) -> Tensor:
     torch does not use the memory again until the event is reached (ATen/native/cuda/Copy.cu, `record_event`).
     """
     return columns if device.type == "cpu" else columns.pin_memory()
-
-
-def _check_offsets(numels: Sequence[int], wire_offsets: Sequence[int], wire_dtype: torch.dtype) -> None:
-    if len(numels) != len(wire_offsets):
-        raise ValueError(f"got {len(numels)} numels but {len(wire_offsets)} wire offsets")
-    end = 0
-    for offset, numel, i in sorted(zip(wire_offsets, numels, range(len(numels)), strict=True)):
-        if numel < 0 or offset < 0:
-            raise ValueError(f"tensor {i}: numel and wire offset must not be negative, got {numel} and {offset}")
-        if offset * wire_dtype.itemsize % WIRE_ALIGNMENT_BYTES:
-            raise ValueError(
-                f"tensor {i}: wire offset {offset} x {wire_dtype.itemsize} bytes is not a multiple of "
-                f"{WIRE_ALIGNMENT_BYTES} bytes"
-            )
-        if numel and offset < end:
-            raise ValueError(f"tensor {i} starts at {offset} in the wire, inside another tensor, which ends at {end}")
-        end = max(end, offset + numel)
-
-
-def _check_layouts(numels: Sequence[int], layouts: Sequence[Layout]) -> None:
-    """Raise ValueError unless each layout is dense and free of overlap.
-
-    In order of strides, each stride must be the product of the sizes before it.
-    """
-    if len(layouts) != len(numels):
-        raise ValueError(f"got {len(numels)} numels but {len(layouts)} layouts")
-    for i, (numel, dims) in enumerate(zip(numels, layouts, strict=True)):
-        extent = 1
-        for size, stride in sorted(dims, key=lambda dim: dim[1]):
-            if numel and stride != extent:
-                raise ValueError(f"layout {i}, {dims}, is not dense and free of overlap")
-            extent *= size
-        if extent != numel:
-            raise ValueError(f"layout {i}, {dims}, has {extent} elements, expected {numel}")

@@ -11,7 +11,7 @@ the own wire only, and `gather=False` copies the own slice to the other ranks.
 
 Of N ranks, each reads (N-1)/N of a wire's bytes over the links, and writes as many. Every rank must be able to address
 all wires.
-Results are bit-identical to `reference.accumulate` of all wires.
+Results are bit-identical to `reference.Accumulation` of all wires.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, no_type_check
 from torch import Tensor
 
 from . import reference
-from .launching import check, launch_options, num_blocks, poison, takes_ptx, tile_numel
+from .launching import launch_options, num_blocks, poison, takes_ptx, tile_numel
 from .lazy import lazy_jit, triton_dtype
 from .reduce_slice import reduce_slice
 from .signals import MAX_BLOCKS, is_aborted, meet, words_of
@@ -107,16 +107,9 @@ def prepare_direct(
     their wires until all streams are past the last call. The caller has to find out whether the kernel was aborted.
     Raises ValueError or TypeError for arguments that do not fit, and for tensors on a CPU without the interpreter.
     """
-    check("direct", wires, signals, wire, rank, num_ranks, abort, max_blocks)
     numel, itemsize = wire.numel(), wire.dtype.itemsize
-    if not 0 <= begin <= end <= numel:
-        raise ValueError(f"the slice [{begin}, {end}) must lie within the wire's {numel} elements")
     if begin == end:
         begin = end = 0  # the kernel needs an aligned slice, also if the slice is empty
-    if begin * itemsize % 64:
-        raise ValueError(f"the slice must begin at a multiple of 64 bytes, got {begin} elements of {itemsize} bytes")
-    if not (gather or spread):
-        raise ValueError("gather and spread are both False: nothing is left to do")
     tile = tile_numel(itemsize, num_ranks)
     launch: Callable[[], None] = _direct_kernel.prepare(
         wire.device,

@@ -1,64 +1,19 @@
-"""What launches of `direct` and `ring` have in common: checked arguments, number of blocks, tile, and poison."""
+"""What launches of `direct` and `ring` have in common: number of blocks, tile, and poison."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, no_type_check
 
 import torch
-from torch import Tensor
 
-from .chunks import DTYPES
-from .lazy import lazy_jit, runs_on_triton
+from .lazy import lazy_jit
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 NUM_WARPS = 8  # 256 threads, on AMD 512
-MAX_RANKS = 32 * NUM_WARPS  # thread i signals to rank i
 # (bytes, blocks): wires of fewer bytes get no more than that many blocks. For them latency counts, not bandwidth.
 _SMALL_WIRES = ((1 << 20, 8), (4 << 20, 16))
-
-
-def check(
-    what: str,
-    wires: Tensor,
-    signals: Tensor,
-    wire: Tensor,
-    rank: int,
-    num_ranks: int,
-    abort: Tensor,
-    max_blocks: int,
-) -> None:
-    """Raise unless these are arguments that `direct` or `ring`, named by `what`, can work on."""
-    device = wire.device
-    if not runs_on_triton(device):
-        raise ValueError(f"{what} runs on CUDA, or on CPU tensors under TRITON_INTERPRET=1; got a wire on {device}")
-    if wire.dtype not in DTYPES:
-        raise TypeError(f"{what} sums {DTYPES}, got a wire of {wire.dtype}")
-    if wire.dim() != 1 or not wire.is_contiguous() or wire.data_ptr() % 64:
-        raise ValueError(
-            f"wire must be one-dimensional, contiguous and start at a multiple of 64 bytes; got shape "
-            f"{tuple(wire.shape)} with strides {wire.stride()} at {wire.data_ptr():#x}"
-        )
-    if not 2 <= num_ranks <= MAX_RANKS:
-        raise ValueError(f"num_ranks must be 2 to {MAX_RANKS}, got {num_ranks}")
-    if not 0 <= rank < num_ranks:
-        raise ValueError(f"rank must be one of {num_ranks}, got {rank}")
-    if max_blocks < 1:
-        raise ValueError(f"max_blocks must be at least 1, got {max_blocks}")
-    _check_words("wires", wires, torch.int64, num_ranks, device)
-    _check_words("signals", signals, torch.int64, num_ranks, device)
-    _check_words("abort", abort, torch.int32, 1, torch.device("cpu"))
-    if device.type == "cuda" and not abort.is_pinned():
-        raise ValueError("abort must be in pinned host memory (pin_memory=True), which kernels can read")
-
-
-def _check_words(name: str, tensor: Tensor, dtype: torch.dtype, numel: int, device: torch.device) -> None:
-    if tensor.dtype != dtype or tensor.numel() != numel or tensor.device != device or not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} must be contiguous, {dtype} [{numel}] on {device}; "
-            f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-        )
 
 
 def takes_ptx(device: torch.device) -> bool:

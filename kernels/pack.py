@@ -110,11 +110,8 @@ def prepare_pack(
 
     The product is fp32 (fp64 if either side is fp64) and rounded once. f launches on the current stream and does not
     wait; the caller keeps tensors, wire and table until that stream is past this point. See `Kernel.prepare`.
-    Raises ValueError or TypeError, now for a wire, and in each call for tensors that do not fit the table.
+    f raises ValueError or TypeError for tensors that do not fit the table.
     """
-    table.check_wire(wire)
-    if found is not None and (found.dtype != torch.int32 or found.numel() != 2 or found.device != wire.device):
-        raise ValueError(f"found must be int32 [2] on {wire.device}, got {found.dtype} {list(found.shape)}")
     limit = torch.finfo(wire.dtype).max / (2 * num_ranks)
     if not runs_on_triton(wire.device):
         return lambda tensors: _pack_by_torch(tensors, wire, table, scale, found, limit)

@@ -58,26 +58,19 @@ def unpack(views: Sequence[Tensor], grads: Sequence[Tensor], *, scale: float = 1
     pack(views, grads, scale=scale)
 
 
-def accumulate(parts: Sequence[Tensor], out: Tensor, *, scratch: Tensor | None = None) -> None:
-    """out <- cast(parts[0] + parts[1] + ...), added in list order.
+class Accumulation:
+    """out <- cast(parts[0] + parts[1] + ...), added in list order, for tensors that are summed again and again.
 
-    parts: one or more tensors of out's dtype and shape; not modified, except that `out` may be one of them. Sums of
-        integers are exact (modulo 2**bits).
+    parts: one or more tensors of out's dtype and shape; not modified, except that `out` may be one of them. None may
+        overlap `out` in part. Sums of integers are exact (modulo 2**bits).
     scratch: at least out.numel() contiguous elements of `compute_dtype`, overwritten; fastest if it has out's shape.
         Holds the running sum if out cannot: if out has 16 bits, or is parts[2] or later. Allocated if None and needed.
 
     Bound, with u = 2**-24 for fp32 and N parts: |error| <= N * u * sum(|parts|) to first order in u, then one rounding
     to out's dtype.
-    Raises ValueError for shapes, scratch or overlap that do not fit, TypeError for dtypes.
     """
-    Accumulation(parts, out, scratch).run()
-
-
-class Accumulation:
-    """`accumulate` for tensors that are summed again and again: checks them once. Same arguments, same errors."""
 
     def __init__(self, parts: Sequence[Tensor], out: Tensor, scratch: Tensor | None = None) -> None:
-        _check_parts(parts, out)
         running = compute_dtype(out.dtype, out.dtype)
         # The first two parts are read before anything is written; a later one would be overwritten before its turn.
         sums_in_out = out.dtype == running and out.data_ptr() not in map(Tensor.data_ptr, parts[2:])
@@ -104,29 +97,9 @@ class Accumulation:
             out.copy_(total)
 
 
-def _check_parts(parts: Sequence[Tensor], out: Tensor) -> None:
-    """Raise for parts that cannot be added up, or that writing `out` could change while they are still to be read."""
-    if not parts:
-        raise ValueError("there is nothing to add: parts is empty")
-    address, size = out.data_ptr(), out.numel() * out.element_size()
-    for i, part in enumerate(parts):
-        if part.dtype != out.dtype:
-            raise TypeError(f"parts need out's dtype {out.dtype}, got {[part.dtype for part in parts]}")
-        if not out.is_same_size(part):
-            raise ValueError(f"parts need out's shape {tuple(out.shape)}, got {[tuple(part.shape) for part in parts]}")
-        begin = part.data_ptr()
-        if begin != address and begin < address + size and address < begin + part.numel() * part.element_size():
-            raise ValueError(f"parts[{i}] overlaps out partly: it must be out, or not overlap out")
-
-
 def _running_sum(scratch: Tensor | None, out: Tensor, dtype: torch.dtype) -> Tensor:
     if scratch is None:
         return torch.empty_like(out, dtype=dtype)
-    if scratch.dtype != dtype or scratch.numel() < out.numel() or not scratch.is_contiguous():
-        raise ValueError(
-            f"scratch must be contiguous, {dtype}, and at least {out.numel()} elements; "
-            f"got {scratch.numel()} of {scratch.dtype}, contiguous: {scratch.is_contiguous()}"
-        )
     return scratch if scratch.shape == out.shape else scratch.view(-1)[: out.numel()].view(out.shape)
 
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, no_type_check
 from torch import Tensor
 
 from . import reference
-from .launching import check, launch_options, num_blocks, poison, takes_ptx, tile_numel
+from .launching import launch_options, num_blocks, poison, takes_ptx, tile_numel
 from .lazy import lazy_jit, triton_dtype
 from .signals import MAX_BLOCKS, send, wait, words_of
 
@@ -157,7 +157,6 @@ def prepare_ring(
     Other arguments, stream, ownership, abort and errors are those of `prepare_direct`. Of `wires` and `signals`, a
     rank only uses its neighbours' entries and its own.
     """
-    check("ring", wires, signals, wire, rank, num_ranks, abort, max_blocks)
     numel, itemsize = wire.numel(), wire.dtype.itemsize
     line = 64 // itemsize
     tile = tile_numel(itemsize, 2)

@@ -107,7 +107,7 @@ def bench_accumulate(benchmark: BenchmarkFixture, load: Load, rival: str) -> Non
 
     def accumulate() -> None:
         for first, second, out in blocks:
-            reference.accumulate([first, second], out, scratch=scratch)
+            reference.Accumulation([first, second], out, scratch).run()
 
     def add() -> None:
         first, second, out = wires

@@ -112,29 +112,6 @@ def test_memory_order_must_be_the_views() -> None:
         unpack(torch.zeros(120), [image], table)
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "arguments"),
-    [
-        (ValueError, "chunk_numel must be one of .* got 2048", {"chunk_numel": 2048}),
-        (ValueError, "got 2 numels but 1 wire offsets", {"wire_offsets": [0]}),
-        (ValueError, "wire offset 8 x 4 bytes is not a multiple of 64 bytes", {"wire_offsets": [0, 8]}),
-        (ValueError, "tensor 0 starts at 0 in the wire, inside another", {"wire_offsets": [0, 0], "numels": [16, 8]}),
-        (ValueError, "must not be negative, got 8 and -16", {"wire_offsets": [0, -16]}),
-        (ValueError, "must not be negative, got -8 and 16", {"numels": [8, -8]}),
-        (TypeError, r"wire_dtype must be one of .* got torch\.int32", {"wire_dtype": torch.int32}),
-        (ValueError, "got 2 numels but 1 layouts", {"layouts": [((8, 1),)]}),
-        (ValueError, "layout 1, .* not dense and free of overlap", {"layouts": [((8, 1),), ((8, 2),)]}),
-        (ValueError, "layout 1, .* not dense and free of overlap", {"layouts": [((8, 1),), ((8, 0),)]}),
-        (ValueError, "layout 1, .* has 4 elements, expected 8", {"layouts": [((8, 1),), ((4, 1),)]}),
-    ],
-)
-def test_refused(error: type[Exception], message: str, arguments: dict[str, object]) -> None:
-    good: dict[str, object] = {"numels": [8, 8], "wire_offsets": [0, 16], "wire_dtype": F32, "device": "cpu"}
-    ChunkTable(**good)  # type: ignore[arg-type]
-    with pytest.raises(error, match=message):
-        ChunkTable(**{**good, **arguments})  # type: ignore[arg-type]
-
-
 def test_tensors_of_two_dtypes_or_devices() -> None:
     table = build([4, 4], [0, 16])
     with pytest.raises(TypeError, match=r"tensor 0 has torch\.float32, tensor 1 has torch\.float16"):

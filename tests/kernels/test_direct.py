@@ -65,7 +65,7 @@ def test_worked_example(device: str) -> None:
     assert places[0].wire(32)[16:].tolist() == [11.0 * n for n in range(17, 33)]
     assert_bitwise(places[1].wire(32), places[0].wire(32))
     out = torch.empty_like(before[0])
-    reference.accumulate(before, out)
+    reference.Accumulation(before, out).run()
     assert_bitwise(places[0].wire(32), out)
 
 

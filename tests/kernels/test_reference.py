@@ -7,13 +7,17 @@ from tests.support.kernels import B16, DTYPES, F16, sum_in_order
 from torchring.kernels import reference
 
 
+def accumulate(parts: list[torch.Tensor], out: torch.Tensor, scratch: torch.Tensor | None = None) -> None:
+    reference.Accumulation(parts, out, scratch).run()
+
+
 def test_worked_example() -> None:
     wire = torch.zeros(3, dtype=F16)
     views = [wire[:2], wire[2:]]
     grads = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
     reference.pack(grads, views, scale=0.5)
     assert wire.tolist() == [0.5, 1.0, 1.5]
-    reference.accumulate([wire, torch.ones(3, dtype=F16)], wire)
+    accumulate([wire, torch.ones(3, dtype=F16)], wire)
     assert wire.tolist() == [1.5, 2.0, 2.5]
     reference.unpack(views, grads)
     assert [grad.tolist() for grad in grads] == [[1.5, 2.0], [2.5]]
@@ -82,11 +86,11 @@ def test_accumulate(dtype: torch.dtype, num_parts: int) -> None:
     before = [part.clone() for part in parts]
     expected = sum_in_order(parts, dtype, 1.0)
     out = torch.full((1031,), 7.0, dtype=dtype)
-    reference.accumulate(parts, out)
+    accumulate(parts, out)
     assert_bitwise(out, expected)
     scratch = torch.full((2000,), 7.0, dtype=reference.compute_dtype(dtype, dtype))
     out.fill_(7.0)
-    reference.accumulate(parts, out, scratch=scratch)
+    accumulate(parts, out, scratch=scratch)
     assert_bitwise(out, expected)
     for part, original in zip(parts, before, strict=True):
         assert torch.equal(part, original)
@@ -96,7 +100,7 @@ def test_accumulate(dtype: torch.dtype, num_parts: int) -> None:
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
 def test_accumulate_into_one_of_the_parts(dtype: torch.dtype, place: int) -> None:
     parts = [torch.tensor([1, 2, 3], dtype=dtype) * 4**i for i in range(4)]
-    reference.accumulate(parts, parts[place])
+    accumulate(parts, parts[place])
     assert torch.equal(parts[place], torch.tensor([85, 170, 255]).to(dtype))
     for i in {0, 1, 2, 3} - {place}:
         assert torch.equal(parts[i], torch.tensor([1, 2, 3], dtype=dtype) * 4**i)
@@ -105,16 +109,16 @@ def test_accumulate_into_one_of_the_parts(dtype: torch.dtype, place: int) -> Non
 def test_accumulate_adds_in_list_order() -> None:
     big, small = torch.tensor([2.0**24]), torch.tensor([1.0])
     out = torch.empty(1)
-    reference.accumulate([small, small, big], out)
+    accumulate([small, small, big], out)
     assert out.item() == 2**24 + 2
-    reference.accumulate([big, small, small], out)
+    accumulate([big, small, small], out)
     assert out.item() == 2**24  # each 1 is lost on its own
 
 
 def test_accumulate_rounds_16_bits_once() -> None:
     parts = [torch.tensor([256.0], dtype=B16), torch.tensor([1.0], dtype=B16), torch.tensor([1.0], dtype=B16)]
     out = torch.empty(1, dtype=B16)
-    reference.accumulate(parts, out)
+    accumulate(parts, out)
     assert out.item() == 258  # adding in bf16 stays at 256: 257 is not a bf16 value
     assert ((parts[0] + parts[1]) + parts[2]).item() == 256
 
@@ -122,7 +126,7 @@ def test_accumulate_rounds_16_bits_once() -> None:
 def test_accumulate_stays_within_its_bound() -> None:
     parts = [torch.randn(4096, generator=torch.Generator().manual_seed(i)) for i in range(8)]
     out = torch.empty(4096)
-    reference.accumulate(parts, out)
+    accumulate(parts, out)
     exact = sum(part.double() for part in parts)
     bound = 8 * 2**-24 * sum(part.double().abs() for part in parts) + 2**-24 * exact.abs()
     assert bool(((out.double() - exact).abs() <= bound).all())
@@ -131,27 +135,8 @@ def test_accumulate_stays_within_its_bound() -> None:
 
 def test_accumulate_integers_are_exact() -> None:
     out = torch.empty(2, dtype=torch.int64)
-    reference.accumulate([torch.tensor([2**62, 1]), torch.tensor([1, 2])], out)
+    accumulate([torch.tensor([2**62, 1]), torch.tensor([1, 2])], out)
     assert out.tolist() == [2**62 + 1, 3]
-
-
-def test_accumulate_refuses() -> None:
-    ones, base = torch.ones(4), torch.ones(10)
-    half = torch.ones(4, dtype=B16)
-    refused = [
-        (ValueError, "parts is empty", lambda: reference.accumulate([], ones)),
-        (
-            ValueError,
-            r"out's shape \(4,\), got \[\(4,\), \(1,\)\]",
-            lambda: reference.accumulate([ones, ones[:1]], ones),
-        ),
-        (TypeError, "parts need out's dtype", lambda: reference.accumulate([ones, half], ones)),
-        (ValueError, r"parts\[2\] overlaps", lambda: reference.accumulate([ones, ones, base[:4]], base[2:6])),
-        (ValueError, "at least 4 elements; got 3", lambda: reference.accumulate([half], half, scratch=torch.ones(3))),
-    ]
-    for error, message, call in refused:
-        with pytest.raises(error, match=message):
-            call()
 
 
 def test_fp32_parts_need_no_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +146,6 @@ def test_fp32_parts_need_no_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "_running_sum", fail)
     parts = [torch.ones(4) for _ in range(4)]
     for out in (torch.empty(4), parts[0], parts[1]):
-        reference.accumulate(parts, out)
+        accumulate(parts, out)
     with pytest.raises(AssertionError, match="allocated"):
-        reference.accumulate(parts, parts[2])
+        accumulate(parts, parts[2])
