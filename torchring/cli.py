@@ -64,11 +64,16 @@ def _of_module(name: str, *more: Any) -> Callable[[Sequence[str]], int]:
     return command
 
 
-def _run_command(arguments: Sequence[str]) -> int:
-    """`torchring run`."""
+def _run_command(arguments: Sequence[str], program: Sequence[str] = ()) -> int:
+    """`torchring run`. `program`: run this, with its arguments, in place of a script that the user names."""
     run = _parser_of_run()
     options = run.parse_args(arguments)
-    _keep_dashes(options, arguments)
+    if program:
+        if options.script is not None:
+            run.error(f"torchring doctor runs no script; leave {options.script!r} out")
+        options.script, *options.arguments = program
+    else:
+        _keep_dashes(options, arguments)
     if options.script is None:
         taken = [name for name in ("trace", "log_dir") if os.path.isfile(getattr(options, name) or "")]
         hint = f": {getattr(options, taken[0])} was taken for --{taken[0].replace('_', '-')} DIR" if taken else ""

@@ -389,14 +389,16 @@ def test_a_rank_starts_no_others(
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match=r"^2$"):
-        doctor.main(arguments, [].__len__)
+        doctor.main(arguments, lambda *_: 0)
     assert f"2 ranks already; leave {arguments[0]} out" in capsys.readouterr().err
     monkeypatch.delenv("MASTER_ADDR")
     assert doctor.main([]) == 1
     assert "MASTER_ADDR not set" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [("-np", "0"), ("--timeout", "inf"), ("-H", "a:1", "-np", "2"), ("--jsn",)])
+@pytest.mark.parametrize(
+    "arguments", [("-np", "0"), ("--timeout", "inf"), ("-H", "a:1", "-np", "2"), ("--jsn",), ("-np", "2", "train.py")]
+)
 def test_usage_errors(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with contextlib.suppress(SystemExit):
         assert cli.main(["doctor", *arguments]) == 2
@@ -410,13 +412,13 @@ def test_what_ranks_are_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setenv("TORCHRING_LAUNCHER", "none")  # or each rank would be alone
     arguments = ["-np", "3", "-H", "a:2,b:1", "--backend", "mpi", "--env", "A=1", "--timeout", "7", "--json"]
-    doctor.main(arguments, calls.append)  # type: ignore[arg-type]
+    doctor.main(arguments, lambda *call: calls.append(call) or 0)  # type: ignore[func-returns-value]
     own = ["--backend", "mpi", "--timeout", "7.0", "--json"]
     program = str(Path(doctor.__file__).with_name("__main__.py"))
-    assert calls.pop() == ["-np", "3", "-H", "a:2,b:1", "--env", "A=1", program, *own]
+    assert calls.pop() == (["-np", "3", "-H", "a:2,b:1", "--env", "A=1"], (program, *own))
     assert "TORCHRING_LAUNCHER" not in os.environ
-    doctor.main([], calls.append)  # type: ignore[arg-type]
-    assert calls.pop() == ["-np", "2", program, "--backend", "auto", "--timeout", "30.0"]
+    doctor.main([], lambda *call: calls.append(call) or 0)  # type: ignore[func-returns-value]
+    assert calls.pop() == (("-np", "2"), (program, "--backend", "auto", "--timeout", "30.0"))
 
 
 def test_a_rank_that_hangs_says_where_and_ends() -> None:

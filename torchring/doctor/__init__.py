@@ -34,7 +34,7 @@ _MEASURING_SECONDS: Final = 120.0  # on top of four time-outs
 _REPORT_SECONDS: Final = 5.0  # that rank 0 may take to print its report, after other ranks have found a problem
 
 
-def main(arguments: Sequence[str], run: Callable[[Sequence[str]], int] | None = None) -> int:
+def main(arguments: Sequence[str], run: Callable[[Sequence[str], Sequence[str]], int] | None = None) -> int:
     """Measure as a rank, or start ranks that do.
 
     Args:
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str], run: Callable[[Sequence[str]], int] | None = 
         os.environ.pop(CHOICE, None)  # TORCHRING_LAUNCHER=none of the shell's would have each rank be alone
         own = ["--backend", options.backend, "--timeout", str(options.timeout), *(["--json"] if options.json else [])]
         # Not by -m: a file in the working directory may have the name of a module that the doctor needs.
-        return run([*(others or ("-np", "2")), str(Path(__file__).with_name("__main__.py")), *own])
+        return run(others or ("-np", "2"), (str(Path(__file__).with_name("__main__.py")), *own))
     if others:
         parser.error(f"{launch.launcher} has started {launch.size} ranks already; leave {others[0]} out")
     return _take_part(launch, options)

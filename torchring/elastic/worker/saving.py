@@ -99,13 +99,17 @@ class Saving:
             if writer is not None and not is_busy:
                 writer.write(now, copy_of(everything))
 
-    def save_now(self, everything: dict[str, Any]) -> str:
-        """Write a checkpoint, unless the newest has this step. Returns its path; "" on failure."""
+    def save_now(self, everything: dict[str, Any] | None = None) -> str:
+        """Write a checkpoint, unless the newest has this step. Returns its path; "" on failure.
+
+        Args:
+            everything: as `Parts.everything` has returned it; by default, what it returns now.
+        """
         writer, steps = self._open(), self._parts.counters.steps
         try:
             writer.flush(60.0)
             if self.newest_step() != steps:
-                writer.write_now(steps, everything)
+                writer.write_now(steps, self._parts.everything() if everything is None else everything)
         except Exception as error:
             _log.warning("no checkpoint was written to %s: %s", self.folder, error)
             return ""

@@ -357,10 +357,8 @@ class State:
                 )
         elif is_lost:
             raise ValueError(_LOST)
-        elif (
-            self._shares.sharded and self._saving.folder is not None
-        ):  # a rank may be lost before the first checkpoint is due
-            self._saving.save_now(self._parts.everything())
+        elif self._shares.sharded and self._saving.folder is not None:
+            self._saving.save_now()  # a rank may be lost before the first checkpoint is due
 
     def _part(self, heir: int) -> None:
         """Collective, where ranks change: rank `heir` gets the whole state."""
@@ -384,7 +382,6 @@ class State:
             if self._shares.is_part:
                 _log.warning("no checkpoint is written: ranks that are gone have the rest of the optimizer's state")
                 return ""
-            everything = self._parts.everything()
         return self._saving.save_now(everything)
 
 
