@@ -375,40 +375,6 @@ def _gpus(rank: int) -> dict[str, Any]:
         }
 
 
-def _fabric(rank: int) -> dict[str, Any]:
-    import lightning
-
-    found = {}
-    for strategy, devices in (("ddp", 2), ("torchring", "auto")):
-        fabric = lightning.Fabric(accelerator="cpu", devices=devices, strategy=strategy)
-        fabric.launch()
-        torch.manual_seed(0)
-        model = nn.Linear(8, 1)
-        optimizer = torch.optim.AdamW(model.parameters(), 0.05)
-        model, optimizer = fabric.setup(model, optimizer)
-        for i, (x, y) in enumerate(fabric.setup_dataloaders(loader())):
-            with fabric.no_backward_sync(model, enabled=i % 2 == 0):
-                fabric.backward(nn.functional.mse_loss(model(x), y))
-            if i % 2:
-                fabric.clip_gradients(model, optimizer, max_norm=0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-        fabric.save(f"{strategy}.ckpt", {"model": model, "optimizer": optimizer})
-        saved = torch.load(f"{strategy}.ckpt", weights_only=True)
-        found[strategy] = {"weights": weights(model), "keys": list(saved["model"])}
-    found |= {"count": optimizer.stats().num_reductions}
-    stray = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)
-    found["stray"] = attempt(lambda: fabric.setup_optimizers(stray))
-    first, second = fabric.setup(nn.Linear(8, 4)), fabric.setup(nn.Linear(4, 1))
-    both = fabric.setup_optimizers(torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1))
-    fabric.backward(second(first(torch.randn(2, 8))).sum())
-    both.step()
-    found["two modules"] = weights(first) + weights(second)
-    loose = fabric.setup(nn.Linear(8, 1))
-    found["loose"] = attempt(lambda: fabric.backward(loose(torch.randn(2, 8)).sum()))
-    return found
-
-
 def _page(rank: int) -> dict[str, Any]:
     """The page's script, whose Trainer is told no number of ranks."""
     names: dict[str, Any] = {}
@@ -417,7 +383,7 @@ def _page(rank: int) -> dict[str, Any]:
     return {"weights": weights(names["model"]), "ranks": (names["trainer"].global_rank, names["trainer"].world_size)}
 
 
-CASES = [_both, _checkpoints, _again, _batch_norm, _report, _mistakes, _gpus, _fabric, _page]
+CASES = [_both, _checkpoints, _again, _batch_norm, _report, _mistakes, _gpus, _page]
 
 
 def _all(rank: int, world_size: int, folder: str) -> dict[str, Any]:
@@ -580,17 +546,6 @@ def test_peers_that_a_rank_leaves_behind_get_advice_for_a_trainer(outcomes: list
 def test_wrapped_optimizers_are_left_alone(outcomes: list[Any]) -> None:
     first, second = (rank["_mistakes"]["wrapped"] for rank in outcomes)
     assert first == second
-
-
-def test_fabric(outcomes: list[Any]) -> None:
-    for rank in outcomes:
-        found = rank["_fabric"]
-        assert found["torchring"]["weights"] == close(found["ddp"]["weights"])
-        assert found["torchring"]["keys"] == found["ddp"]["keys"] == ["weight", "bias"]
-        assert found["count"] == 4
-        assert found["stray"].startswith("ValueError: no parameter of this optimizer belongs to a module")
-        assert found["two modules"] == outcomes[0]["_fabric"]["two modules"]
-        assert found["loose"].startswith("GradientError: nobody reduces the gradients of the Linear that was set up")
 
 
 def test_the_script_of_the_page(outcomes: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
