@@ -12,7 +12,6 @@ Each rank measures its phases itself, and prints medians, the mean step and its 
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import statistics
 import subprocess
@@ -39,7 +38,7 @@ class Fault:
     """A rank sleeps in one place.
 
     Attributes:
-        place: "load", "input", "forward", "backward", "between", "step", "after step", "gc", "raise" or "kill".
+        place: "load", "input", "forward", "backward", "between", "step", "after step", "raise" or "kill".
         ms: for how long. More than half a second are pauses.
         rank: which one; None means all.
         every: in each n-th step only.
@@ -91,9 +90,6 @@ _FAULTS: Final = {
     "pauses after step()": Fault("after step", 800, "pauses of rank 1 from step() to forward", every=40),
     "one pause": Fault("input", 3000, "one pause, in step 99", None, every=100),
     "often late": Fault("between", 300, "of the time waits for rank 0", 0, every=10),
-    "slower from 60 % on": Fault("input", 60, "From step 120 on, ... rank 1", first=120, num_steps=200),
-    "slower in the second half": Fault("backward", 40, "From step 100 on, ... rank 1", first=100, num_steps=200),
-    "garbage collector": Fault("gc", 0, "Python's garbage collector", None, every=30),
     "crash": Fault("raise", 0, "Rank 1 ended with an error", every=20, first=10, num_steps=40),
     "kill": Fault("kill", 0, "Rank 1 was killed", every=30, first=20, num_steps=60),
     "few steps": Fault("", 0, "start-up; no advice", num_steps=3),
@@ -156,7 +152,6 @@ def _train(fault: Fault) -> None:
     net = _Net()
     inner = _SGD(net.parameters(), lr=1e-4)
     optimizer = torchring.wrap(inner, *([net] if fault.has_model else []))
-    objects = [{"a": [i]} for i in range(1_000_000)] if fault.place == "gc" else []
     sleep_s = fault.ms / 1e3
     batch = _BATCH * (fault.scale if fault.rank == torchring.rank() else 1)
     loader = iter(DataLoader(_Data(sleep_s / batch if fault.strikes("load", 0) else 0.0), batch_size=batch))
@@ -169,8 +164,6 @@ def _train(fault: Fault) -> None:
         return result
 
     def load(step: int) -> torch.Tensor:
-        if fault.strikes("gc", step):
-            gc.collect()
         if fault.strikes("raise", step):
             raise RuntimeError("injected")
         if fault.strikes("kill", step):
@@ -194,7 +187,6 @@ def _train(fault: Fault) -> None:
     medians = ", ".join(f"{name} {statistics.median(each):.1f}" for name, each in times.items())
     mean_ms = seconds / fault.num_steps * 1e3
     print(f"TRUTH rank {torchring.rank()}: medians {medians}; mean step {mean_ms:.1f} ms, {1e3 / mean_ms:.2f} steps/s")
-    del objects
 
 
 def _show(name: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
 import logging
 import os
@@ -170,27 +169,6 @@ def test_the_work_of_workers_is_that_of_their_processes() -> None:
     assert 0 < worked <= 2 * (time.process_time_ns() - before)
     Worker.pid = 2**22 + 1  # more than there can be
     assert loading._since_last_batch(batches) == -1
-
-
-def test_full_garbage_collections_are_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, recorder = Clock(), Recorder()
-    clock.now = 1
-    monkeypatch.setattr(loading, "time", clock)
-
-    def look(phase: str, info: dict[str, int]) -> None:
-        clock.now += 30 * (phase == "start")
-
-    loading.watch(recorder.loading)
-    gc.callbacks.append(look)
-    try:
-        gc.collect()
-        gc.collect(1)
-    finally:
-        gc.callbacks.remove(look)
-    loading.forget(recorder.loading)
-    gc.collect()
-    recorder.end_step(recorder.num_steps)
-    assert [step.collecting_ns for step in steps_of(recorder)] == [30]
 
 
 def _model() -> nn.Sequential:

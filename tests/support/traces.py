@@ -39,7 +39,6 @@ def simulate(
     between_ms: Duration = 0.5,
     optimizer_ms: Duration = 8.0,
     loading_ms: Duration | None = None,
-    collecting_ms: Duration = 0.0,
     bucket_mb: Sequence[float] = (1.0, 25.0, 25.0),
     ready_at: Sequence[float] | None = None,
     latency_ms: float = 0.2,
@@ -55,7 +54,6 @@ def simulate(
 
     Args:
         loading_ms: how much of the input a DataLoader takes; None if there is no DataLoader.
-        collecting_ms: how much of a step Python's garbage collector takes.
         bucket_mb: bytes of each bucket, in units of 10**6.
         ready_at: for each bucket, after which part of backward it is ready; equally spaced by default.
         latency_ms, gigabytes_per_s: a bucket of b bytes takes latency + 2 (N - 1) / N b / bandwidth.
@@ -116,7 +114,6 @@ def simulate(
                     *(0, MS // 2, parts, tuple(buckets)),
                     loading_ns=round(known(loading_ms or 0.0, number, rank) * MS),
                     num_workers=0 if known(loading_ms or 0.0, number, rank) else -1,
-                    collecting_ns=round(known(collecting_ms, number, rank) * MS),
                 )
             )
             begins[rank] = end
@@ -159,7 +156,7 @@ def shifted(trace: RankTrace, num_dropped: int) -> RankTrace:
 def encode(step: StepRecord) -> array[int]:
     """The row of a step."""
     own = (step.number, step.begin, step.end, step.num_samples, step.stall_ns, step.packing_ns, step.loading_ns)
-    load = (step.loading_cpu_ns, step.num_workers, step.queued_ns, step.exposed_queued_ns, step.collecting_ns)
+    load = (step.loading_cpu_ns, step.num_workers, step.queued_ns, step.exposed_queued_ns)
     phases = [number for each in step.phases for number in (each.phase, each.begin)]
     return step_row((*own, *load), phases, [number for each in step.buckets for number in dataclasses.astuple(each)])
 

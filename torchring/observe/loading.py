@@ -1,14 +1,12 @@
-"""Notices what keeps a rank from training, apart from its own code: a DataLoader, and Python's garbage collector.
+"""Notices when a DataLoader keeps a rank from training.
 
 PyTorch has no public way to see when a DataLoader gives a batch. So `__iter__` of DataLoaders and `__next__` of their
-iterators are wrapped while somebody wants to know. That adds 4 us to a batch, and 2 us for each worker. `gc.callbacks`
-tells of full collections.
+iterators are wrapped while somebody wants to know. That adds 4 us to a batch, and 2 us for each worker.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
 import threading
 import time
 import weakref
@@ -19,11 +17,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 UNKNOWN: Final = -1
-_FULL: Final = 2  # generation of a collection that looks at all objects; others are short
 _CPU_TIME: Final = 2  # with the inverted process id, the number of the clock: as clock_getcpuclockid(3) makes it
 _workers_ns: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _loaders: weakref.WeakKeyDictionary[Any, weakref.ref[DataLoader[Any]]] = weakref.WeakKeyDictionary()  # of iterators
-_collection_began = 0
 
 
 def since(before_ns: int, now_ns: int) -> int:
@@ -49,7 +45,7 @@ class Loading:
     def begin_step(self) -> None:
         self.thread = threading.get_ident()
         self.counts = True
-        self.loading_ns = self.collecting_ns = 0
+        self.loading_ns = 0
         self.loading_cpu_ns = self.num_workers = -1
 
 
@@ -103,26 +99,12 @@ def _since_last_batch(iterator: Any) -> int:
     return since(before, total)
 
 
-def _note_collection(phase: str, info: dict[str, int]) -> None:
-    global _collection_began
-    if info["generation"] != _FULL:
-        return
-    now = time.perf_counter_ns()
-    if phase == "start":
-        _collection_began = now
-    elif _collection_began:
-        for each in list(_watched):  # other threads stand still, too
-            each.collecting_ns += now - _collection_began
-
-
 def watch(loading: Loading) -> None:
     """Write to `loading` from now on."""
     if not _watched:
         if DataLoader.__iter__ is _begin:  # a script may have put in its own
             DataLoader.__iter__ = _timed_begin  # type: ignore[method-assign]
         _BaseDataLoaderIter.__next__ = _timed_load  # type: ignore[method-assign, assignment]
-        if _note_collection not in gc.callbacks:
-            gc.callbacks.append(_note_collection)
     weakref.finalize(loading, _unwrap).atexit = False  # of a world that was dropped and not closed
     _watched.add(loading)
 
@@ -140,5 +122,3 @@ def _unwrap() -> None:
         DataLoader.__iter__ = _begin  # type: ignore[method-assign]
     if _BaseDataLoaderIter.__next__ is _timed_load:
         _BaseDataLoaderIter.__next__ = _load  # type: ignore[method-assign]
-    if _note_collection in gc.callbacks:
-        gc.callbacks.remove(_note_collection)

@@ -13,7 +13,7 @@ import numpy as np
 from torchring.observe.recorder.records import Arrivals, ClockOffset, ParameterRecord, RankTrace, RunInfo, decode
 from torchring.safe_files import reading, replacing
 
-FORMAT: Final = 4
+FORMAT: Final = 5
 
 
 class TraceError(Exception):

@@ -144,7 +144,6 @@ class Recorder(Observer):
             *(number, stamps[1], now, self.num_samples, self._stall_ns, self._packing_ns),
             *(loading.loading_ns, loading.loading_cpu_ns, loading.num_workers),
             *self._queued_ns(),
-            loading.collecting_ns,
         )
         step = step_row(own, stamps, buckets)
         self._steps.append(step)

@@ -11,7 +11,7 @@ A step goes from the end of one `optimizer.step()` to the end of the next. It co
                                   bucket 0    |launched|reduced|
                                   bucket 1           |launched        |reduced|
 
-While training runs, a step is a row of integers: fourteen of its own, then two for each phase (which, begin), then
+While training runs, a step is a row of integers: thirteen of its own, then two for each phase (which, begin), then
 seven for each bucket. Their order is that of the constants below, and of the attributes of `StepRecord` and
 `BucketRecord`. A thousand rows take no time of the garbage collector.
 """
@@ -25,11 +25,9 @@ from typing import Final, NamedTuple
 
 from torchring.observer import Phase
 
-STEP_LENGTH: Final = 14  # without phases and buckets
+STEP_LENGTH: Final = 13  # without phases and buckets
 NUMBER, BEGIN, END, NUM_SAMPLES, STALL_NS, PACKING_NS, LOADING_NS = range(7)
-LOADING_CPU_NS, NUM_WORKERS, QUEUED_NS, EXPOSED_QUEUED_NS, COLLECTING_NS, NUM_PHASES, NUM_BUCKETS = range(
-    7, STEP_LENGTH
-)
+LOADING_CPU_NS, NUM_WORKERS, QUEUED_NS, EXPOSED_QUEUED_NS, NUM_PHASES, NUM_BUCKETS = range(7, STEP_LENGTH)
 PHASE_LENGTH: Final = 2
 BUCKET_LENGTH: Final = 7
 INDEX, NUM_BYTES, READY, LAUNCHED, STARTED, REDUCED, OPTIMIZER = range(BUCKET_LENGTH)
@@ -79,7 +77,6 @@ class StepRecord:
     num_workers: int = -1  # of the DataLoader that gave the last batch; -1 if none gave one
     queued_ns: int = -1  # how long the thread that trains was ready to run, but had no core; -1 if unknown
     exposed_queued_ns: int = -1  # the same, inside EXPOSED; -1 on a GPU, too
-    collecting_ns: int = 0  # how long full collections of Python's garbage collector took
 
     def ns_in(self, phase: Phase) -> int:
         """How long this phase took, all its times together."""

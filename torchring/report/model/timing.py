@@ -22,9 +22,7 @@ _NUM_FIRST: Final = 3  # buckets are laid out anew after the first reduction, an
 _OFTEN: Final = 0.25  # of the steps: the step of a second optimizer may use the same batch
 _ENOUGH: Final = 10  # steps, to leave some out
 _SELDOM: Final = 0.05  # of the steps: an optimizer that makes fewer is not shown
-_FEWEST: Final = 10  # steps on each side of a change
-_CLEAR: Final = 8.0  # standard errors: the best of 1,000 places, without any change, has 4
-_DURATIONS: Final = ("stall", "collecting", "loading_cpu", "queued", "exposed_queued")  # of a `StepRecord`
+_DURATIONS: Final = ("stall", "loading_cpu", "queued", "exposed_queued")  # of a `StepRecord`
 _QUANTILES: Final = (0.5, 0.2, 0.8)
 
 
@@ -55,7 +53,6 @@ class Steps:
     backward_end: Array
     num_samples: Array
     loading: Array  # part of Phase.INPUT that was in a DataLoader
-    collecting: Array  # full garbage collections
     num_workers: Array  # as in `StepRecord`, like the three below: negative if unknown
     loading_cpu: Array
     queued: Array
@@ -252,24 +249,3 @@ def spans_of(step: StepRecord, waiting_ms: float) -> list[tuple[Phase, int, int]
             left -= until - begin
         found += [(Phase.WAITING, begin, until), (phase, until, end)]
     return [(phase, begin, end) for phase, begin, end in found if end > begin]
-
-
-def find_change(values: Array, least: float) -> int | None:
-    """Find where the mean of `values` changes. Returns the position of the first value after the change, or None.
-
-    Of all places, this is the one where a step function fits best (least squares).
-
-    Args:
-        least: None is returned if the means differ by less.
-    """
-    n = len(values)
-    before = np.arange(_FEWEST, n - _FEWEST + 1)
-    if not len(before):
-        return None
-    sums = np.cumsum(values)
-    early, late = sums[before - 1] / before, (sums[-1] - sums[before - 1]) / (n - before)
-    explained = (late - early) ** 2 * before * (n - before) / n
-    best = int(explained.argmax())
-    left = float(((values - values.mean()) ** 2).sum() - explained[best])
-    is_clear = explained[best] * n > _CLEAR**2 * max(0.0, left)
-    return int(before[best]) if is_clear and abs(late[best] - early[best]) >= least else None

@@ -44,7 +44,6 @@ class Verdict:
     cost: Spread  # of each step; for "pauses" of each step with a pause; for "start-up" seconds of the run
     sentence: str  # with share, duration and spread; behind a sentence about an error, if the job ended with one
     detail: str = ""
-    steps: tuple[int, int] | None = None  # the first and the last step that this is about; None: all
 
 
 @dataclass(frozen=True)

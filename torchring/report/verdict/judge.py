@@ -12,9 +12,9 @@ from torchring.observer import Phase
 from torchring.report.model.bucket_layout import ready_shares
 from torchring.report.model.buckets import bus_bytes
 from torchring.report.model.scaling import SMALL_BYTES
-from torchring.report.model.timing import Array, Spread, Steps, find_change, spread, typical
+from torchring.report.model.timing import Spread, spread, typical
 from torchring.report.model.waits import StartUp
-from torchring.report.verdict.costs import TELLING, Costs, find_costs
+from torchring.report.verdict.costs import TELLING, Costs
 from torchring.report.verdict.findings import FEWEST_STEPS, Analysis, Verdict
 from torchring.report.verdict.pauses import TELLING as PAUSES_TELLING
 from torchring.report.words import share_in_words
@@ -29,7 +29,6 @@ _MANY: Final = 4  # buckets, before they can be too many
 _NO_CORE: Final = 0.05  # of a step
 # Share of a backward in which gradients arrive. It was 2 % for a model in one graph, and 49 % or more for others.
 _LONGEST_BURST: Final = 0.10
-_FASTER_OR_SLOWER: Final = 0.20  # of a step
 _SLOWER: Final[dict[Phase | None, str]] = {
     Phase.BETWEEN: "which does more between backward and step() than the others",
     Phase.OPTIMIZER: "whose optimizer's step() takes longer than those of the others",
@@ -55,13 +54,6 @@ def _judge(analysis: Analysis) -> Verdict:
     if not telling:
         return _compute(costs, analysis.size, analysis.efficiency)
     largest = max(telling, key=lambda key: telling[key])
-    changed = _where_it_is_large(timing, costs.by_cause[largest], TELLING * typical(costs.whole))
-    when = ""
-    if changed is not None:
-        when, timing = changed
-        costs = find_costs(timing, analysis.critical)
-        telling = costs.telling
-        largest = max(telling, key=lambda key: telling[key], default=largest)
     kind, detail = largest
     cost, whole = spread(costs.by_cause[largest]), spread(costs.whole)
     rank = timing.ranks[costs.blamed] if costs.blamed is not None else None
@@ -88,27 +80,7 @@ def _judge(analysis: Analysis) -> Verdict:
         rank = None
         what = "passes between backward and step(), in clipping or logging" if detail else "is the optimizer's step()"
     share = cost.mean / whole.mean
-    sentence = f"{when}{_share(share, cost)} {what} ({_span(cost, whole)})."
-    numbers = timing.numbers[timing.counts]
-    return Verdict(kind, rank, share, cost, sentence, detail, (int(numbers[0]), int(numbers[-1])) if when else None)
-
-
-def _where_it_is_large(timing: Steps, cost: Array, least: float) -> tuple[str, Steps] | None:
-    """Find the part of the run that costs much: words for a sentence, and steps of which this part counts.
-
-    None if the cost does not change. `cost`: of each step that counts.
-    """
-    change = find_change(cost, least)
-    if change is None:
-        return None
-    early, late = typical(cost[:change]), typical(cost[change:])
-    if min(early, late) > _MOST * max(early, late):
-        return None
-    first = int(np.flatnonzero(timing.counts)[change])
-    is_late = np.arange(len(timing.counts)) >= first
-    number = int(timing.numbers[first])
-    when = f"From step {number:,} on, " if late > early else f"Before step {number:,}, "
-    return when, dataclasses.replace(timing, counts=timing.counts & (is_late == (late > early)))
+    return Verdict(kind, rank, share, cost, f"{_share(share, cost)} {what} ({_span(cost, whole)}).", detail)
 
 
 def _explain_input(costs: Costs, who: str) -> tuple[str, str]:
@@ -228,12 +200,6 @@ def remarks(analysis: Analysis, num_optimizers: int) -> Iterator[str]:
     queued_ms = typical(costs.cores)
     if verdict.kind != "cores" and queued_ms >= _NO_CORE * analysis.step.mean > 0:
         yield (f"For {queued_ms:.3g} ms of a step, a rank was ready to run, but had no core: {analysis.who_has_cores}.")
-    whole = analysis.critical.path[timing.counts].sum(1)
-    change = find_change(whole, _FASTER_OR_SLOWER * typical(whole))
-    if verdict.steps is None and change is not None:
-        number = timing.numbers[timing.counts][change]
-        before, since = typical(whole[:change]), typical(whole[change:])
-        yield f"From step {number:,} on, a step takes {since:.3g} ms on average; before, {before:.3g} ms."
 
 
 def _about_optimizers(analysis: Analysis, num_optimizers: int) -> str:

@@ -123,9 +123,7 @@ def _describe(timing: Steps, critical: Critical, phase: Phase, steps: Array, lon
         has_pause[steps + 1] = True
     longest = of_ranks[steps].argmax(1)
     cause = ""
-    if timing.collecting[steps, longest].sum() > _MOST * longer.sum():
-        cause = "in Python's garbage collector"
-    elif phase is Phase.INPUT and timing.loading[steps, longest].sum() > _MOST * longer.sum():
+    if phase is Phase.INPUT and timing.loading[steps, longest].sum() > _MOST * longer.sum():
         cause = "in the DataLoader"
     elif phase is Phase.INPUT:
         cause = f"for {'' if timing.saw_loader else 'data, '}evaluation or a checkpoint"
