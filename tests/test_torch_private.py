@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint.state_dict
 
 PACKAGE = Path(__file__).parents[1] / "torchring"
 
