@@ -18,11 +18,11 @@ PACKAGE = ROOT / "torchring"
 # From the cellar to the front door: what is in a room imports from its own room and from those before it.
 # fmt: off
 ORDER = [
-    "kernels", "rooms", "observer", "errors", "linux", "threads", "dynamo", "releases", "placement", "safe_files",
-    "rendezvous", "accelerators", "memory", "world", "interruption", "default_world", "meeting", "transport",
-    "collectives", "allreduce", "optimizer_wrapper", "gradients", "participants", "devices", "observe", "alone",
-    "initial_state", "connection", "adasum", "row_exchange", "functions", "norms", "optimizer", "sharding", "joining",
-    "recipes", "monitoring", "launch", "data", "elastic", "horovod", "accelerate", "transformers", "lightning", "spark",
+    "kernels", "rooms", "observer", "errors", "linux", "threads", "dynamo", "releases", "requirements", "placement",
+    "safe_files", "rendezvous", "accelerators", "memory", "world", "interruption", "default_world", "meeting",
+    "transport", "collectives", "allreduce", "optimizer_wrapper", "gradients", "participants", "devices", "observe",
+    "alone", "initial_state", "connection", "adasum", "row_exchange", "functions", "norms", "optimizer", "sharding",
+    "joining", "recipes", "monitoring", "launch", "data", "elastic", "horovod", "accelerate", "transformers", "lightning", "spark",
     "ray", "manifest", "doctor", "report", "cli", "__main__", "__init__", "bench",
 ]
 # fmt: on
@@ -159,7 +159,7 @@ CORE = (
     "observer.py",
     *("linux.py", "dynamo.py", "releases.py", "interruption.py", "accelerators.py"),
     *("gradients/", "allreduce/", "collectives/", "memory/", "transport/", "kernels/"),
-    *("rendezvous/rendezvous.py", "rendezvous/signed.py"),
+    "rendezvous/rendezvous.py",
 )
 ROOMS_WITHIN = ("transport/diagnosis/", "transport/mpi.py")
 

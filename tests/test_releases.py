@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from torchring import world
-from torchring.releases import LEAST_TORCH, check_release, check_torch, release_of
+from torchring.releases import LEAST_TORCH, check_torch, release_of
+from torchring.requirements import check_release
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -161,7 +161,7 @@ if not TYPE_CHECKING:  # else any misspelt name would be of type Any
                 return importlib.import_module(f"torchring.{name}")
         except ModuleNotFoundError as error:
             if error.name in ("torch", "numpy"):
-                raise importlib.import_module("torchring.releases").lacking(error.name) from None
+                raise importlib.import_module("torchring.requirements").lacking(error.name) from None
             if error.name != f"torchring.{name}":
                 raise
         same = [own for own in __all__ if own.replace("_", "") == name]  # as Horovod spells it

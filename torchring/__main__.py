@@ -11,7 +11,7 @@ def main() -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during an import would print its traceback
     _open_closed_streams()
     from torchring.cli import main as command
-    from torchring.releases import NEEDED, lacking
+    from torchring.requirements import NEEDED, lacking
 
     try:
         return command()

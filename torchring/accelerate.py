@@ -24,7 +24,7 @@ from torchring.errors import GradientError, TopologyError
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.module_wrappers import WAY_OUT, is_module_wrapper
 from torchring.optimizer import DistributedOptimizer
-from torchring.releases import check_release
+from torchring.requirements import check_release
 from torchring.world import World
 
 check_release("accelerate", (1, 14), (1, 16), "accelerate")

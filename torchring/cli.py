@@ -23,7 +23,7 @@ from torchring.launch.hosts import Host, LaunchError
 from torchring.launch.launcher import LAUNCHERS, start
 from torchring.launch.output import OutputOptions
 from torchring.observe import TRACE
-from torchring.releases import require_packages
+from torchring.requirements import require_packages
 
 _BENCH: Final = Path(__file__).with_name("bench")
 

@@ -31,8 +31,8 @@ from torchring.errors import TopologyError
 from torchring.initial_state import is_sharded
 from torchring.norms import SyncBatchNorm
 from torchring.optimizer import forward_watch_of, sync_of
-from torchring.releases import check_release
 from torchring.rendezvous.environment import ELASTIC
+from torchring.requirements import check_release
 from torchring.rooms import room
 
 _is_old_name: Final = importlib.util.find_spec("lightning") is None or (

@@ -13,7 +13,6 @@ import fcntl
 import os
 import platform
 import socket
-import time
 from typing import Final
 
 # Numbers and flags as the kernel's headers give them: `os` and `fcntl` lack the flags' names where they lack the calls.
@@ -22,7 +21,7 @@ _PIDFD_OPEN: Final = 434  # on all of these
 _CLOSE_ON_EXEC, _ALLOW_SEALING = 0x1, 0x2
 _ADD_SEALS, _SEAL_SHRINK, _SEAL_GROW = 1033, 0x2, 0x4
 
-_BEGAN: Final = 19  # of the words of /proc/PID/stat after the name: when the process began, in ticks
+BEGAN: Final = 19  # of the words of /proc/PID/stat after the name: when the process began, in ticks
 _PIECE_BYTES: Final = 8 << 20  # takes some milliseconds to reserve
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -112,28 +111,10 @@ def _call(number: int, *arguments: object) -> int:
     return descriptor
 
 
-def process_began_ns() -> int:
-    """When this process was started, in nanoseconds of CLOCK_MONOTONIC. 0 if /proc does not say."""
-    try:
-        ticks = int(_stat("self")[_BEGAN])  # since the machine was started
-    except (OSError, ValueError, IndexError):
-        return 0
-    age_seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return time.monotonic_ns() - int(age_seconds * 1e9)
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process of this host is stopped by SIGSTOP, or by a debugger."""
-    try:
-        return _stat(pid)[0] in ("T", "t")
-    except (OSError, IndexError):
-        return False
-
-
 def process_id() -> str:
     """Names this process among all that there ever are. "" if /proc does not say what that takes."""
     try:
-        return f"{boot_id()}/{os.stat('/proc/self/ns/pid').st_ino}/{os.getpid()}/{_stat('self')[_BEGAN]}"
+        return f"{boot_id()}/{os.stat('/proc/self/ns/pid').st_ino}/{os.getpid()}/{stat_of('self')[BEGAN]}"
     except (OSError, IndexError):
         return ""
 
@@ -146,14 +127,15 @@ def has_ended(process: str) -> bool:
         return False
     try:
         os.kill(int(number), 0)
-        stat = _stat(number)
+        stat = stat_of(number)
     except ProcessLookupError:
         return True
     except OSError:  # another user's process
         return False
-    return stat[0] in ("Z", "X") or stat[_BEGAN] != began
+    return stat[0] in ("Z", "X") or stat[BEGAN] != began
 
 
-def _stat(pid: int | str) -> list[str]:
+def stat_of(pid: int | str) -> list[str]:
+    """The words of /proc/PID/stat after the name; the first is the state of the process."""
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()

@@ -29,8 +29,8 @@ from torchring.rendezvous.environment import (
     secret_of_group,
 )
 from torchring.rendezvous.frameworks import refuse_lone_tasks
-from torchring.rendezvous.rendezvous import blames_key
-from torchring.rendezvous.signed import signed, unsigned, within
+from torchring.rendezvous.rendezvous import blames_key, within
+from torchring.rendezvous.signed import signed, unsigned
 from torchring.rendezvous.store import mpi_world, open_store, unannounced_mpi
 from torchring.rooms import room
 from torchring.threads import is_done_within

@@ -87,8 +87,8 @@ def wrap(
             `zero_grad()` of the returned optimizer restarts the count, so call it on all ranks alike.
         algorithm: "direct" (memory shared by the ranks of one host), "ring" (messages between all ranks),
             "hierarchical" (direct on each host, rings between hosts), "native" (the backend's own all-reduce) or
-            "auto": "direct" on one host; between hosts, and among four GPUs or more, the fastest that was measured,
-            see `Stats.reason`.
+            "auto": "direct" on one host; "native" between hosts of one rank, and else "hierarchical"; among four GPUs
+            or more, the fastest that was measured. See `Stats.reason`.
         overlap: "inline" (reduce in the thread that runs `backward()`), "thread" (in the background) or "auto":
             "thread", unless a thread would only compete with `backward()` for the cores. On CUDA, both reduce in
             a stream of torchring's own; with "inline" the stream that runs `backward()` waits for each bucket.

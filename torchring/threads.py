@@ -1,4 +1,4 @@
-"""Daemon threads: `SerialThread` runs functions in order, `PeriodicThread` calls a method now and then.
+"""Daemon threads that run functions in order.
 
 Unlike the threads of concurrent.futures, they never hold up interpreter exit: they may wait for a peer that is gone.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import logging
 import queue
 import threading
 import time
@@ -19,7 +18,6 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Final, Protocol, TypeVar
 
 _T = TypeVar("_T")
-_logger: Final = logging.getLogger("torchring")
 _Task = tuple["Future[Any]", Callable[[], Any]]
 
 
@@ -106,45 +104,6 @@ def _work_off(tasks: queue.SimpleQueue[_Task | None]) -> None:
         else:
             future.set_exception(error)
         del future, result, error
-
-
-class PeriodicThread:
-    """Calls `method` every `seconds`, until it is closed or the object of the method is gone.
-
-    Exceptions of the method are logged as debugging information. They must not end the process.
-    """
-
-    def __init__(self, name: str, method: Callable[[], object], seconds: float) -> None:
-        self._method = weakref.WeakMethod(method)
-        self._seconds = seconds
-        # Not an Event, whose lock another thread may hold when this process forks, or a signal handler closes this.
-        self._stop: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
-        end_at_exit(self, self._thread)
-
-    def close(self) -> None:
-        """The thread ends when a call that is under way returns."""
-        self._stop.put(None)
-
-    def join(self, seconds: float) -> None:
-        """Wait for the closed thread to end."""
-        if self._thread is not threading.current_thread():
-            self._thread.join(seconds)
-
-    def _work(self) -> None:
-        while True:
-            with contextlib.suppress(queue.Empty):
-                self._stop.get(timeout=self._seconds)
-                return
-            method = self._method()
-            if method is None:
-                return
-            try:
-                method()
-            except Exception:
-                _logger.debug("the timer thread of torchring has failed, and goes on", exc_info=True)
-            del method
 
 
 class _Closable(Protocol):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import torchring
-from torchring.releases import check_release
+from torchring.requirements import check_release
 
 check_release("transformers", (5, 22), (5, 24), "transformers")
 

@@ -26,7 +26,6 @@ from torchring import cli, doctor
 from torchring.bench.netns import INTERFACE, Network
 from torchring.doctor import checks, facts, rank
 from torchring.doctor.report import (
-    ChoiceFacts,
     Finding,
     PathFacts,
     RankFacts,
@@ -70,7 +69,8 @@ def one_host(*changes: Mapping[str, Any], **of_report: Any) -> Report:
         ranks=ranks,
         hosts=[[0, 1]],
         paths=[PathFacts("shared memory", [0, 1], 9.5, 8.0, 64 << 20), PathFacts("Gloo", [0, 1], 500.0, 1.0, 1 << 20)],
-        choices=[ChoiceFacts(65536, "direct", "all ranks share memory")],
+        algorithm="direct",
+        reason="all ranks share memory",
     )
     return replace(good, **of_report)
 
@@ -294,7 +294,7 @@ def test_text_for_people(with_rich: bool, monkeypatch: pytest.MonkeyPatch, capsy
         "WARNING cores node0: 4 cores for 2 ranks x 2 to 4 threads: they will be in each other's way; set OMP_NUM",
         "ok sharing ranks 0, 1 share memory",
         "shared memory, ranks 0, 1 10 us 8 GB/s all-reduce (64 MiB)",
-        "0.0625 MiB direct all ranks share memory",
+        "direct all ranks share memory",
     ):
         assert said in " ".join(text.split())
     assert last == "0 wrong, 1 warnings"
@@ -334,7 +334,7 @@ def test_ranks_of_a_launcher_make_one_report() -> None:
     assert [item["rank"] for item in report["ranks"]] == [0, 1]
     (path,) = report["paths"]
     assert (path["kind"], path["ranks"]) == ("shared memory", [0, 1])
-    assert [choice["algorithm"] for choice in report["choices"]] == ["direct"] * 3
+    assert report["algorithm"] == "direct"
     assert any("hosted by torchrun" in found["text"] for found in report["findings"])
 
 
@@ -495,8 +495,7 @@ def test_between_hosts() -> None:
         (path,) = report["paths"]
         assert (path["kind"], path["ranks"]) == ("Gloo", [0, 1])
         assert 0 < path["gigabytes_per_second"] < 0.2  # a loaded machine may be slower than the line, never faster
-        assert len(report["choices"]) == 3
-        assert {choice["algorithm"] for choice in report["choices"]} <= {"ring", "native"}
+        assert report["algorithm"] == "native"
         warnings = [found["text"] for found in report["findings"] if found["level"] == "warning"]
         assert any("share no memory: they are in different network namespaces" in text for text in warnings)
 
@@ -506,4 +505,4 @@ def test_between_hosts() -> None:
         assert "joining the ranks failed: Gloo on rank 0" in wrong
         assert "which other hosts cannot reach" in wrong
         assert f"{INTERFACE} ({network.addresses[0]})" in wrong
-        assert report["paths"] == report["choices"] == []
+        assert [report["paths"], report["algorithm"]] == [[], ""]

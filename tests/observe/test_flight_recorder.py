@@ -24,7 +24,6 @@ from tests.support.checks import logged
 from tests.support.harness import ranks, run_pooled, wait_until
 from torchring.default_world import default_world
 from torchring.errors import RingError
-from torchring.linux import is_stopped
 from torchring.memory import host as host_module
 from torchring.memory.host import HostGroup
 from torchring.observe.flight_recorder import call_sites
@@ -39,7 +38,7 @@ from torchring.observe.flight_recorder.entries import (
     key_of,
     read_state,
 )
-from torchring.observe.flight_recorder.monitor import StallMonitor
+from torchring.observe.flight_recorder.monitor import StallMonitor, is_stopped
 from torchring.observe.flight_recorder.stall_report import Peer, describe_ranks, describe_wait, missing_ranks
 from torchring.observe.services import monitor_of
 from torchring.observer import Phase, Wait

@@ -32,8 +32,8 @@ from torchring.memory import links as links_module
 from torchring.memory.channel import Channel
 from torchring.memory.host import connect
 from torchring.rendezvous.environment import _LOCAL_SIZES
-from torchring.rendezvous.rendezvous import Rendezvous
-from torchring.rendezvous.signed import SignedStore, sealed, signed, within
+from torchring.rendezvous.rendezvous import Rendezvous, within
+from torchring.rendezvous.signed import SignedStore, sealed, signed
 from torchring.transport.c10d import C10dTransport
 
 PACKAGE = Path(torchring.__file__).parent

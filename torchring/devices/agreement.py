@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import torch
 
-from torchring.accelerators import Mark
 from torchring.allreduce import Wire
 from torchring.collectives.service import internal_collectives_of
+from torchring.devices.accelerator import Mark
 from torchring.devices.packing import DevicePacking, slots_of
 from torchring.devices.stream import Dated, DeviceWire, OnStream
 from torchring.devices.watchdog import has_come

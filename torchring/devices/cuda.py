@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
-from torchring.accelerators import Backend, Mark, Stream
+from torchring.devices.accelerator import Backend, Mark, Stream
 from torchring.devices.symmetric_memory import SymmetricGroup, environment, share_memory
 from torchring.memory.host import HostGroup
 from torchring.rendezvous.rendezvous import Rendezvous

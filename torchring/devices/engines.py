@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
-from torchring.accelerators import Accelerator, Backend
 from torchring.allreduce.slices import slice_bounds
+from torchring.devices.accelerator import Accelerator, Backend
 from torchring.devices.stream import DeviceWire, Launch
 from torchring.devices.symmetric_memory import LonelyGroup, SymmetricGroup
 from torchring.kernels.direct import prepare_direct

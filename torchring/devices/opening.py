@@ -12,10 +12,10 @@ from typing import Final, TypeVar
 
 import torch
 
-from torchring.accelerators import Accelerator, Backend
-from torchring.allreduce.choice import Choice, check_one_host, in_words, measure_in_turns
 from torchring.allreduce.hierarchical import column_ranks, num_columns
+from torchring.allreduce.select import Choice, check_one_host
 from torchring.collectives.service import internal_collectives_of
+from torchring.devices.accelerator import Accelerator, Backend
 from torchring.devices.engines import (
     BackendEngine,
     HierarchicalEngine,
@@ -24,9 +24,11 @@ from torchring.devices.engines import (
     all_reduce,
     shut_down,
 )
+from torchring.devices.measuring import in_words, measure_in_turns
 from torchring.devices.stream import Engine, OnStream
 from torchring.errors import PeerTimeoutError, RingError, TopologyError, in_step
-from torchring.rendezvous.signed import unsigned, within
+from torchring.rendezvous.rendezvous import within
+from torchring.rendezvous.signed import unsigned
 from torchring.world import World
 
 _T = TypeVar("_T")
@@ -97,7 +99,7 @@ def open_on_device(
     measured = f"measured for buckets of {sizes} MiB: {in_words(seconds)}"
     if best == "native":  # whose own default is larger than that of direct
         measured += ", all with the same buckets"
-    return all_reduces[best], Choice(best, f"{why}; {measured}", seconds)
+    return all_reduces[best], Choice(best, f"{why}; {measured}")
 
 
 def _open_engine(world: World, algorithm: str, overlap: str, accelerator: Accelerator) -> OnStream:

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from torchring.accelerators import Accelerator, Mark, Stream
+from torchring.devices.accelerator import Accelerator, Mark, Stream
 from torchring.devices.cuda import span
 from torchring.devices.watchdog import DeviceWatchdog
 from torchring.errors import FirstFailure, PeerLostError, RingError

@@ -25,8 +25,7 @@ from torchring.devices.handover import describe_handover, why_no_handover
 from torchring.errors import TopologyError, in_step
 from torchring.memory.host import HostGroup
 from torchring.releases import release_of
-from torchring.rendezvous.rendezvous import Rendezvous
-from torchring.rendezvous.signed import within
+from torchring.rendezvous.rendezvous import Rendezvous, within
 
 OVERLAPPING_DEVICES: Final = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 NO_MULTICAST: Final = "TORCH_SYMM_MEM_DISABLE_MULTICAST"

@@ -23,7 +23,7 @@ from torchring.allreduce.select import choose
 from torchring.collectives.service import collectives_of
 from torchring.default_world import Backend
 from torchring.doctor.facts import gather, listening
-from torchring.doctor.report import ChoiceFacts, PathFacts, RankFacts, Report, StoreFacts
+from torchring.doctor.report import PathFacts, RankFacts, Report, StoreFacts
 from torchring.errors import RingError
 from torchring.functions import all_reduce, barrier
 from torchring.memory.channel import POLL_SECONDS
@@ -35,7 +35,6 @@ from torchring.transport.contract import Transport
 from torchring.transport.open import open_transport
 from torchring.world import World
 
-_BUCKETS: Final = (64 << 10, 1 << 20, 25 << 20)
 _SIZES: Final = {1 << 10: 20, 16 << 20: 3}  # in bytes, for latency and for bandwidth, and how often
 
 _Transfer = Callable[[int], float]
@@ -57,9 +56,8 @@ def take_part(launch: LaunchEnvironment, backend: Backend, timeout_seconds: floa
         doing = "measuring"
         report.paths = _measure(world)
         doing = "asking what algorithm='auto' picks"
-        for num_bytes in _BUCKETS:
-            choice = choose(world, [(num_bytes // 4, torch.float32)])
-            report.choices.append(ChoiceFacts(num_bytes, choice.algorithm, choice.reason))
+        choice = choose(world)
+        report.algorithm, report.reason = choice.algorithm, choice.reason
         barrier()  # a rank that is done takes its part of the world with it
     except Exception as error:  # every error belongs into the report
         said = error.message if isinstance(error, RingError) else f"{type(error).__name__}: {error}"

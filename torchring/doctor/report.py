@@ -96,7 +96,8 @@ class Report:
     hosts: list[list[int]] = field(default_factory=list)  # ranks that share memory; empty where they did not meet
     store: StoreFacts | None = None
     paths: list[PathFacts] = field(default_factory=list)
-    choices: list[ChoiceFacts] = field(default_factory=list)
+    algorithm: str = ""
+    reason: str = ""
     problem: str = ""  # what failed, in words
 
 
@@ -118,8 +119,7 @@ def show(report: Report, findings: Sequence[Finding]) -> None:
         speed = f"{path.gigabytes_per_second:.3g} GB/s {how} ({path.num_bytes / 2**20:g} MiB)"
         paths.append((f"{path.kind}, {ranks_in_words(path.ranks)}", f"{path.latency_us:.0f} us", speed))
     _table(("path", "1 KiB", "bandwidth"), paths)
-    choices = [(f"{choice.num_bytes / 2**20:g} MiB", choice.algorithm, choice.reason) for choice in report.choices]
-    _table(("bucket", "auto picks", "because"), choices)
+    _table(("auto picks", "because"), [(report.algorithm, report.reason)] if report.algorithm else [])
     wrong, warnings = (sum(finding.level == level for finding in findings) for level in ("wrong", "warning"))
     print(f"{wrong} wrong, {warnings} warnings" if wrong or warnings else "All is well.", flush=True)
 

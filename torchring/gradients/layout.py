@@ -11,8 +11,7 @@ import torch
 
 from torchring.accelerators import accelerator_of
 from torchring.allreduce import AllReduce
-from torchring.allreduce.choice import Choice
-from torchring.allreduce.select import open_all_reduce, open_chosen
+from torchring.allreduce.select import Choice, choose, open_all_reduce
 from torchring.collectives.service import internal_collectives_of
 from torchring.gradients.agreement import Agreement, HostAgreement, Timing, wires_of
 from torchring.gradients.bucket import Bucket
@@ -186,15 +185,14 @@ class BucketLayout:
         self.launcher.install([*self.buckets, *self._open(plan)])
 
     def _open_all_reduce(self, device: torch.device) -> tuple[AllReduce[Any], Choice]:
-        world, options, wires = self.world, self.options, wires_of(self.first_plan)
+        world, options = self.world, self.options
         if accelerator := accelerator_of(device):
             opened: tuple[AllReduce[Any], Choice] = room("device all-reduces").open_on_device(
-                world, options.algorithm, options.overlap, wires, accelerator
+                world, options.algorithm, options.overlap, wires_of(self.first_plan), accelerator
             )
             return opened
-        if options.algorithm == "auto":
-            return open_chosen(world, options.overlap, wires)
-        return open_all_reduce(world, options.algorithm, options.overlap), Choice(options.algorithm, "asked for")
+        choice = choose(world) if options.algorithm == "auto" else Choice(options.algorithm, "asked for")
+        return open_all_reduce(world, choice.algorithm, options.overlap), choice
 
     def _open(self, plan: Plan) -> list[Bucket]:
         opened = self.agreement.open_wires(plan, self.options.scale(self.world.size))

@@ -10,8 +10,7 @@ import torch
 
 from torchring.memory import semaphore
 from torchring.memory.host import HostGroup, as_words
-from torchring.rendezvous.rendezvous import Rendezvous
-from torchring.rendezvous.signed import within
+from torchring.rendezvous.rendezvous import Rendezvous, within
 from torchring.threads import SerialThread
 
 _LINE_BYTES: Final = 64

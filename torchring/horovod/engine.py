@@ -33,7 +33,7 @@ from torchring.horovod.settings import DYNAMIC_TIMELINE, Settings
 from torchring.horovod.timeline import Timeline
 from torchring.norms import LayerTurns
 from torchring.observe.services import observe
-from torchring.rendezvous.signed import within
+from torchring.rendezvous.rendezvous import within
 from torchring.threads import SerialThread, at_last
 from torchring.world import World
 

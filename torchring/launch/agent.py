@@ -32,8 +32,8 @@ from torchring.launch.output import STDERR, STDOUT
 from torchring.launch.signals import noted_signals
 from torchring.rendezvous.addresses import is_for_other_hosts, resolve
 from torchring.rendezvous.environment import JOB
-from torchring.rendezvous.rendezvous import blames_key
-from torchring.rendezvous.signed import signed, within
+from torchring.rendezvous.rendezvous import blames_key, within
+from torchring.rendezvous.signed import signed
 from torchring.rendezvous.store import host_on
 
 _LOOPBACK: Final = "127.0.0.1"

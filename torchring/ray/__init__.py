@@ -7,7 +7,7 @@ train.py   TorchringConfig, imported when used: ray.train takes seconds
 
 from typing import TYPE_CHECKING, Any
 
-from torchring.releases import check_release
+from torchring.requirements import check_release
 
 check_release("ray", (2, 55), (2, 61), "ray")
 

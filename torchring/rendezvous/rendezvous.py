@@ -19,7 +19,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
 from torchring.errors import (
     PeerLostError,
@@ -31,7 +31,6 @@ from torchring.errors import (
     ranks_in_words,
 )
 from torchring.linux import has_ended, host_name, process_id
-from torchring.rendezvous.signed import SignedStore
 from torchring.threads import SerialThread, is_done_within
 
 _logger: Final = logging.getLogger("torchring")
@@ -49,6 +48,14 @@ def notice_key(rank: int) -> str:
 def blames_key(rank: int) -> str:
     """The key, in the store of the launch, under which a rank that fails says which ranks it has failed because of."""
     return f"blames/{rank}"
+
+
+def within(store: Store, name: str) -> Store:
+    """The keys of a store that begin with `name`. PrefixStore does not keep a store of Python's alive, such as
+    `SignedStore`, which has a method for this.
+    """
+    of_python: Callable[[str], Store] | None = getattr(store, "within", None)
+    return PrefixStore(name, store) if of_python is None else of_python(name)
 
 
 class Rendezvous:
@@ -86,7 +93,7 @@ class Rendezvous:
     @property
     def is_signed(self) -> bool:
         """Whether ranks know by a secret of the launcher that the others belong to it."""
-        return isinstance(self.store, SignedStore)
+        return hasattr(self.store, "within")
 
     def warn_of_absent(self, limit: float) -> None:
         """Have `on_wait` log one warning when this rank has waited for `limit` seconds for a rank. 0: no warning."""

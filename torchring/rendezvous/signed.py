@@ -108,11 +108,6 @@ def signed(store: Store, secret: str) -> Store:
     return SignedStore(store, secret) if secret else store
 
 
-def within(store: Store, name: str) -> Store:
-    """The keys of a store that begin with `name`. As PrefixStore, which does not keep a store of Python's alive."""
-    return store.within(name) if isinstance(store, SignedStore) else PrefixStore(name, store)
-
-
 def unsigned(store: Store) -> Store:
     """The same keys, for an engine that calls the store from threads of its own, also while Python ends."""
     return PrefixStore(store.prefix.rstrip("/"), store.inner) if isinstance(store, SignedStore) else store

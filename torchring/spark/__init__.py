@@ -11,7 +11,7 @@ horovod.py       HorovodRunner, and run as horovod.spark has it
 import importlib
 import importlib.util
 
-from torchring.releases import check_release
+from torchring.requirements import check_release
 
 # Clusters have pyspark on PYTHONPATH, not from pip.
 _version = importlib.import_module("pyspark").__version__ if importlib.util.find_spec("pyspark") else None

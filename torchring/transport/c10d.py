@@ -15,14 +15,13 @@ from typing import Final, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup as Backend
 from torch.distributed import ProcessGroupGloo
 from torch.distributed import Work as BackendWork
 
-from torchring.accelerators import Backend
 from torchring.errors import FirstFailure, PeerTimeoutError, RingError, TopologyError
 from torchring.memory.host import HostGroup
-from torchring.rendezvous.rendezvous import Rendezvous
-from torchring.rendezvous.signed import within
+from torchring.rendezvous.rendezvous import Rendezvous, within
 from torchring.rooms import room
 from torchring.threads import SerialThread, at_last, is_done_within
 from torchring.transport import gloo_links

@@ -13,8 +13,8 @@ from datetime import timedelta
 from typing import Final
 
 import torch
+from torch.distributed import ProcessGroup as Backend
 
-from torchring.accelerators import Backend
 from torchring.threads import SerialThread
 
 TAG: Final = 0  # of all transfers; nobody sends with the next two

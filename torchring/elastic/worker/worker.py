@@ -26,7 +26,8 @@ from torchring.errors import PeerLostError, TopologyError
 from torchring.observe.flight_recorder.entries import FlightRecorder
 from torchring.observe.services import flight_recorder_of
 from torchring.rendezvous.environment import CHOICE, ELASTIC, INVITATION
-from torchring.rendezvous.signed import sealed, signed, within
+from torchring.rendezvous.rendezvous import within
+from torchring.rendezvous.signed import sealed, signed
 from torchring.rendezvous.store import search
 from torchring.threads import end_at_exit
 from torchring.world import World

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from torch.distributed import DistError, Store, TCPStore
 
-from torchring.linux import is_stopped
+from torchring.linux import stat_of
 from torchring.memory.host import HostGroup, SharedBlock
 from torchring.observe.flight_recorder.call_sites import call_site_of
 from torchring.observe.flight_recorder.entries import (
@@ -33,9 +33,10 @@ from torchring.observe.flight_recorder.stall_report import (
     describe_ranks,
     describe_wait,
 )
+from torchring.observe.periodic import PeriodicThread
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.rendezvous.signed import bottom
-from torchring.threads import PeriodicThread, is_done_within
+from torchring.threads import is_done_within
 
 _SHORTEST_TICK_SECONDS: Final = 0.02
 _LONGEST_TICK_SECONDS: Final = 1.0
@@ -209,3 +210,11 @@ def _read(keys: Sequence[str], store: Store) -> list[bytes | None]:
 
 def _state_key(rank: int) -> str:
     return f"stalls/state/{rank}"
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this host is stopped by SIGSTOP, or by a debugger."""
+    try:
+        return stat_of(pid)[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False

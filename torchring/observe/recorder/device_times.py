@@ -15,7 +15,7 @@ from array import array
 from collections import deque
 from typing import Final, NamedTuple
 
-from torchring.accelerators import Accelerator, Mark
+from torchring.devices.accelerator import Accelerator, Mark
 from torchring.observe.recorder.records import (
     BEGIN,
     END,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import time
 from array import array
@@ -16,8 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from torchring.accelerators import Accelerator, Mark
-from torchring.dynamo import has_compiled
+from torchring.devices.accelerator import Accelerator, Mark
 from torchring.observe.loading import UNKNOWN, Loading, since
 from torchring.observe.recorder.device_times import DeviceTimes
 from torchring.observe.recorder.records import (
@@ -213,3 +213,9 @@ class CoreQueue:
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` may be gone when Python ends
         if self._file != UNKNOWN:
             close(self._file)
+
+
+def has_compiled() -> bool:
+    """True if torch.compile has compiled something in this process."""
+    module = sys.modules.get("torch._dynamo.utils")
+    return module is not None and bool(module.counters.get("stats", {}).get("unique_graphs"))

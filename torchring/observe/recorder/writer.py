@@ -17,12 +17,13 @@ from torchring.default_world import open_world
 from torchring.errors import RingError
 from torchring.gradients.reducer import Reducer
 from torchring.observe import TRACE, loading
+from torchring.observe.periodic import PeriodicThread
 from torchring.observe.recorder import files
 from torchring.observe.recorder.clocks import offsets_of
 from torchring.observe.recorder.recorder import NUM_STEPS, Recorder
 from torchring.observe.recorder.recording import ReductionRecording, describe, parameter_records
 from torchring.observer import Wrapped
-from torchring.threads import PeriodicThread, at_last
+from torchring.threads import at_last
 from torchring.world import World
 
 _LAST_SECONDS: Final = 2.0

@@ -1,38 +1,17 @@
-"""The choice of an algorithm, and the measurement that decides it.
-
-`select.py` chooses for gradients on the CPU, `devices/opening.py` for gradients on GPUs.
-"""
+"""The measurement that decides which algorithm reduces gradients on GPUs."""
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from torchring.allreduce.contract import AllReduce
 from torchring.collectives.service import internal_collectives_of
-from torchring.errors import TopologyError, in_step
 from torchring.world import World
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The algorithm that "auto" has chosen for certain wires.
-
-    Attributes:
-        algorithm: "direct", "ring", "hierarchical" or "native".
-        reason: a sentence.
-        seconds: time of each candidate for the sample. Empty if there was one candidate.
-    """
-
-    algorithm: str
-    reason: str
-    seconds: dict[str, float] = field(default_factory=dict)
 
 
 def measure_in_turns(
@@ -42,7 +21,6 @@ def measure_in_turns(
     *,
     num_warm_ups: int,
     num_turns: int,
-    patience_seconds: float = math.inf,
     synchronize: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Collective: seconds that each all-reduce takes to reduce its wires, which are all started at once.
@@ -54,18 +32,14 @@ def measure_in_turns(
         wires: for each all-reduce, wires that it has opened.
         num_warm_ups: number of turns at the beginning whose times do not count.
         num_turns: number of turns whose times count.
-        patience_seconds: once the times that count add up to more, and there is one of each, no turn follows. A warm-up
-            that takes more than a quarter of this counts, too.
         synchronize: waits until results are there.
     """
     seconds: dict[str, list[float]] = {name: [] for name in all_reduces}
     for turn in range(num_warm_ups + num_turns):
         for name, all_reduce in all_reduces.items():
             slowest = seconds_together(world, all_reduce, wires[name], synchronize)
-            if turn >= num_warm_ups or slowest > patience_seconds / 4:
+            if turn >= num_warm_ups:
                 seconds[name].append(slowest)
-        if sum(map(sum, seconds.values())) > patience_seconds and all(seconds.values()):
-            break
     return {name: statistics.median(taken) for name, taken in seconds.items()}
 
 
@@ -92,9 +66,3 @@ def seconds_together(
 
 def in_words(seconds: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {taken * 1e3:.3g} ms" for name, taken in seconds.items())
-
-
-def check_one_host(world: World, problem: str, also: str = "'hierarchical'") -> None:
-    if len(world.hosts) > 1:
-        text = f"{problem}, but ranks share memory only within {list(world.hosts)}; use algorithm='auto' or {also}"
-        raise in_step(TopologyError(text, rank=world.rank))
