@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from importlib.machinery import PathFinder
 
 
 def main() -> int:
@@ -30,5 +31,13 @@ def _open_closed_streams() -> None:
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
 
 
+def _lead_here() -> None:
+    """In a checkout that is not installed, processes that `python -m torchring` starts find the package there, too."""
+    checkout, *others = sys.path
+    if PathFinder.find_spec("torchring", others) is None:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [checkout, os.environ.get("PYTHONPATH")]))
+
+
 if __name__ == "__main__":
+    _lead_here()
     sys.exit(main())

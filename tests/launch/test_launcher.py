@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import types
 from pathlib import Path
 
@@ -222,6 +223,7 @@ def test_without_a_package_there_is_a_sentence(package: str, launcher: Launcher)
     launcher.script("", "train.py")
     code = f"""
 import sys
+import sysconfig
 sys.modules[{package!r}] = None
 from torchring.__main__ import main
 for words in ("doctor", "run -np 2 train.py", "run --elastic -np 2 train.py", "bench step"):
@@ -238,10 +240,20 @@ torchring.wrap
     assert last == f"ModuleNotFoundError: {sentence}"
 
 
-def test_a_checkout_that_is_not_installed_has_a_version(launcher: Launcher) -> None:
-    command = [sys.executable, "-S", "-m", "torchring", "--version"]
-    ran = subprocess.run(command, cwd=ROOT, env=launcher.environ, capture_output=True, text=True)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"torchring {torchring.__version__}\n", "")
+def test_a_checkout_that_is_not_installed_works(launcher: Launcher) -> None:
+    """Processes that it starts find the package, too. Here nothing reads the .pth file that leads to the checkout."""
+    environ = {**launcher.environ, "PYTHONPATH": (packages := sysconfig.get_path("purelib"))}
+    script = launcher.folder / launcher.script("import os; print(os.environ['PYTHONPATH'])")
+    for arguments, said in (
+        (["--version"], f"torchring {torchring.__version__}"),
+        (
+            ["run", "-np", "1", script],
+            f"{ROOT}:{packages}",
+        ),
+    ):
+        command = [sys.executable, "-S", "-m", "torchring", *arguments]
+        ran = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+        assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"{said}\n", "")
 
 
 def test_a_machine_that_does_not_reach_itself_says_so(launcher: Launcher) -> None:
