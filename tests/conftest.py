@@ -7,6 +7,8 @@ from collections.abc import Generator
 import pytest
 import torch
 
+from torchring.gradients.views import CAN_SWAP
+
 # They take longest, so they begin first: at the end of a run with several processes, all have something to do.
 _LONG = ("devices", "kernels", "doctor", "launch", "docs/test_examples", "bench", "transport/test_mpi")
 
@@ -39,6 +41,11 @@ def _seed() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+    takes_2_12 = item.get_closest_marker("takes_2_12") or item.nodeid.startswith(
+        ("tests/sharding/", "tests/elastic/test_shards")
+    )
+    if takes_2_12 and not CAN_SWAP:
+        pytest.skip("takes PyTorch 2.12")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -29,7 +29,6 @@ from tests.support.scripts import ON_DEVICES
 from tests.support.training import Script, Side, assert_as_one_process, momentum, small_model, train, values
 from torchring.devices.cuda import CudaAccelerator
 from torchring.errors import GradientError, PeerLostError
-from torchring.gradients.views import CAN_SWAP
 from torchring.memory import host as host_module
 
 pytestmark = pytest.mark.gpu
@@ -306,7 +305,7 @@ def test_gradients_are_kept_until_they_have_been_read(rank: int, world_size: int
     torchring.shutdown()
 
 
-@pytest.mark.skipif(not CAN_SWAP, reason="before PyTorch 2.12, results are copied back to the gradients")
+@pytest.mark.takes_2_12
 @ranks(2, start=run_ranks, env=SHARED, deadline=DEADLINE)
 def test_gradients_are_not_kept_beside_the_wires() -> None:
     """Gradients of 4 MiB, each a bucket of its own."""

@@ -410,7 +410,7 @@ def _train_growing(folder: Path | None, num_steps: int = 0, shard: bool = False)
     return []
 
 
-@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("shard", [False, pytest.param(True, marks=pytest.mark.takes_2_12)])
 def test_new_workers_and_checkpoints_take_over_what_was_unfrozen_and_added(shard: bool, tmp_path: Path) -> None:
     script = functools.partial(_train_growing, tmp_path, shard=shard)
     with ElasticJob(script, 2, hosts=fixed([Host("localhost", 3)])) as job:
@@ -466,6 +466,7 @@ def _train_alone(rank: int, size: int, folder: Path, is_told: bool, shard: bool)
     return train(state), [parameter.detach() for parameter in model.parameters()]
 
 
+@pytest.mark.takes_2_12
 @pytest.mark.parametrize("shard", [False, True])
 def test_without_a_driver_a_job_that_is_told_to_end_goes_on_when_it_is_started_again(
     shard: bool, tmp_path: Path

@@ -249,13 +249,14 @@ def test_big_gradients_are_copied_on_arrival_small_ones_at_the_end(
     wire = bucket.wire.tensor
     assert (wire[:numel] == 3).all().item() is on_arrival
     assert wire[:numel].isnan().all().item() is not on_arrival
-    if compression is None:
+    if compression is None and CAN_SWAP:
         assert lies_in_wire(bucket, 0) is on_arrival
     give(bucket, 1, 4.0)
     assert (wire[:numel] == 3).all()
     assert wire[bucket.plan.slots[1].offset] == 4
 
 
+@pytest.mark.takes_2_12
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_the_limit_is_in_bytes_of_gradient(dtype: torch.dtype) -> None:
     numel = COPY_ON_ARRIVAL_BYTES // dtype.itemsize
@@ -265,6 +266,7 @@ def test_the_limit_is_in_bytes_of_gradient(dtype: torch.dtype) -> None:
         assert lies_in_wire(bucket, 0) is copied
 
 
+@pytest.mark.takes_2_12
 def test_gradients_become_views_of_the_wire() -> None:
     parameters = [torch.ones(2, 3), torch.ones(4, 5).t(), torch.ones(()), torch.ones(0, 2), torch.ones(2, 3, 2, 2)]
     parameters[4] = parameters[4].contiguous(memory_format=torch.channels_last)
@@ -293,6 +295,7 @@ def test_a_parameter_with_gaps_gets_a_contiguous_gradient() -> None:
         assert_bitwise(now, value)
 
 
+@pytest.mark.takes_2_12
 @pytest.mark.parametrize("numel", [3, BIG])
 def test_accumulating_in_place_keeps_the_memory(numel: int) -> None:
     ranks = [ones(numel, 1, world_size=2) for _ in range(2)]
@@ -408,6 +411,7 @@ def test_complex_gradients_travel_as_real_numbers(compression: str | None, conju
         assert grad(bucket, 1) == [1.0, 1.0]
 
 
+@pytest.mark.takes_2_12
 def test_a_narrow_gradient_is_not_compressed() -> None:
     bucket = make([torch.ones(3, dtype=torch.bfloat16)], compression="fp16", world_size=2)
     give(bucket, 0, 3.0)
@@ -481,7 +485,7 @@ def test_unused_on_all_ranks_keeps_an_older_result(numel: int, compression: str 
         assert value is not None
         assert_bitwise(value, third.expand(numel))
         assert bucket.ledger.unsettled() is None
-        assert lies_in_wire(bucket, 0) is (compression is None)
+        assert lies_in_wire(bucket, 0) is (CAN_SWAP and compression is None)
 
 
 def test_an_older_result_counts_where_another_rank_adds_to_it() -> None:
@@ -564,7 +568,6 @@ def test_a_missing_gradient_is_missing_in_its_own_reduction_only() -> None:
 
 # Gradients that a script keeps over zero_grad(set_to_none=True)
 
-SWAPS = pytest.mark.skipif(not CAN_SWAP, reason="PyTorch cannot swap the memory of storages")
 KEEP: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "the gradient": lambda grad: grad,
     "detached": lambda grad: grad.detach(),
@@ -587,7 +590,9 @@ def reduction_of(bucket: Bucket, *values: float | None) -> None:
 @pytest.mark.parametrize("next_value", [5.0, None], ids=["used again", "not used again"])
 @pytest.mark.parametrize("keep", list(KEEP))
 @pytest.mark.parametrize("numel", [4, BIG])
-@pytest.mark.parametrize("can_swap", [pytest.param(True, marks=SWAPS), False], ids=["", "as in PyTorch 2.11"])
+@pytest.mark.parametrize(
+    "can_swap", [pytest.param(True, marks=pytest.mark.takes_2_12), False], ids=["", "as in PyTorch 2.11"]
+)
 def test_a_kept_gradient_keeps_its_values(
     can_swap: bool, numel: int, keep: str, next_value: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -651,10 +656,11 @@ def test_a_gradient_that_was_given_other_memory_is_the_scripts(numel: int, next_
         assert grad(bucket, 0) == [3.0 + i]
         if next_value is not None:
             assert grad(bucket, 1) == [5.0] * numel
-            assert lies_in_wire(bucket, 1)
+            assert lies_in_wire(bucket, 1) is CAN_SWAP
         assert kept.unique().tolist() == [4.0]
 
 
+@pytest.mark.takes_2_12
 def test_an_array_of_a_kept_gradient_outlives_the_bucket() -> None:
     """An array cannot be moved to the copy. The buffer that the array points to must stay."""
     bucket = ones(4)
@@ -705,6 +711,7 @@ def test_small_gradient_taken_before_the_bucket_leaves() -> None:
     assert (caught.value.bucket, caught.value.parameters) == (0, ("p0",))
 
 
+@pytest.mark.takes_2_12
 @pytest.mark.parametrize("replacement", [None, torch.zeros(BIG)])
 def test_big_gradient_taken_after_its_copy(replacement: torch.Tensor | None) -> None:
     """The copy has left by then: what was in `.grad` meanwhile is not known, but it is not trained on."""
@@ -731,6 +738,7 @@ def test_compressed_gradient_taken_while_the_bucket_was_away(numel: int) -> None
         bucket.end_reduce()
 
 
+@pytest.mark.takes_2_12
 @pytest.mark.parametrize("numel", [4, BIG])
 @pytest.mark.parametrize("replacement", ["none", "another", "an alias"])
 def test_gradient_replaced_while_the_bucket_was_away(replacement: str, numel: int) -> None:
@@ -749,6 +757,7 @@ def test_gradient_replaced_while_the_bucket_was_away(replacement: str, numel: in
     assert bucket.ledger.unsettled() is not None
 
 
+@pytest.mark.takes_2_12
 @pytest.mark.parametrize("when", ["while it was away", "when it was back"])
 @pytest.mark.parametrize("numel", [4, BIG])
 def test_gradient_written_to_before_the_reduction_is_over(numel: int, when: str) -> None:
@@ -1147,7 +1156,7 @@ def test_adopt_knows_what_the_old_bucket_knew(compression: str | None) -> None:
     give(new, 1, 1.0)
     finish(new)
     assert [grad(new, 0), grad(new, 1)] == [[4.0, 5.0, 6.0], [2.0, 3.0]]
-    assert lies_in_wire(new, 0) is lies_in_wire(new, 1) is (compression is None)
+    assert lies_in_wire(new, 0) is lies_in_wire(new, 1) is (CAN_SWAP and compression is None)
     assert new.ledger.unsettled() is None
 
 
@@ -1248,7 +1257,7 @@ def test_a_parameter_that_was_reshaped_since_is_named() -> None:
     bucket = ones(2, 3)
     give(bucket, 0, 1.0)
     bucket.parameters[1].data = torch.ones(4)
-    with pytest.raises(GradientError, match=r"p1 is not what it was when it was wrapped .*size") as caught:
+    with pytest.raises(GradientError, match=r"p1 is not what it was when it was wrapped") as caught:
         give(bucket, 1, 1.0)
     assert caught.value.parameters == ("p1",)
 

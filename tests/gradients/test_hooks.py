@@ -31,6 +31,7 @@ from torchring.default_world import default_world
 from torchring.errors import GradientError, RingError
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.reducer import Reducer
+from torchring.gradients.views import CAN_SWAP
 from torchring.memory import semaphore
 from torchring.world import World
 
@@ -408,6 +409,7 @@ def test_large_complex_gradients_are_exact() -> None:
     run_pooled(_large_and_complex, 2)
 
 
+@pytest.mark.takes_2_12
 @pytest.mark.parametrize("overlap", ["inline", "thread"])
 def test_large_gradients_are_exact(overlap: str) -> None:
     assert_same_on_all_ranks(run_pooled(_large, 2, overlap))
@@ -534,7 +536,7 @@ def _double_backward(rank: int, world_size: int) -> None:
     assert all(part.any() for part in torch.autograd.grad(norm, list(model.parameters())))
     optimizer.synchronize()
     check_gradients(model, mean_of(squared, model, world_size, [0]))
-    assert not any(p.grad is not None and p.grad.requires_grad for p in model.parameters())
+    assert not CAN_SWAP or not any(p.grad is not None and p.grad.requires_grad for p in model.parameters())
 
 
 def test_double_backward_works_and_create_graph_is_refused_where_it_averages() -> None:
@@ -615,7 +617,7 @@ def _aborted_everywhere(
         if Fail.broken:
             with pytest.raises(MemoryError, match="aborted"):
                 model(batch(rank, step)).backward()
-            state = "was lost" if compression is None else "holds local contributions"
+            state = "was lost" if CAN_SWAP and compression is None else "holds local contributions"
             with pytest.raises(GradientError, match=rf"\w\.\w+ {state}"):
                 optimizer.step()
             continue
@@ -1263,6 +1265,7 @@ def _scaled_when_packed(rank: int, world_size: int) -> list[str]:
     return said
 
 
+@pytest.mark.takes_2_12
 def test_between_hosts_gradients_are_scaled_and_looked_at_when_they_are_packed() -> None:
     expected = [
         "large is not finite; NaN or infinity came from rank 1",

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -111,6 +112,7 @@ def listed(text: str, prefix: str = "") -> set[str]:
     return set(re.findall(rf"^(?:    |\d+\. `){prefix}([a-z_/]+\.py)", text, re.MULTILINE))
 
 
+@pytest.mark.takes_2_12
 def test_the_way_of_a_gradient_is_short_and_is_the_one_that_is_listed() -> None:
     traces = run_pooled(_traced, 2)
     assert min(whole_step.num_calls for _, whole_step in traces) <= MOST_CALLS

@@ -20,12 +20,8 @@ from tests.sharding.test_step import _assert_equal_states
 from tests.support.harness import ranks, run_ranks
 from tests.support.scripts import ON_DEVICES
 from tests.support.training import assert_as_one_process
-from torchring.gradients.views import CAN_SWAP
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not CAN_SWAP, reason="shard=True takes PyTorch 2.12"),
-]
+pytestmark = pytest.mark.gpu
 
 _SHAPES = ((3000, 700), (40, 3, 3, 3), (9001,), (), (512, 513), (2, 5))  # the first would be several shards on the CPU
 _KINDS: dict[str, Callable[[Any], Any]] = {

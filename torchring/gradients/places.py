@@ -94,6 +94,7 @@ class CopyBack:
         if len(grads) < len(slots) or any(map(_is_sparse, grads)):
             raise self._unfit(slots)
         if grads:
+            self._refuse_mismatch(slots, "it was converted or reshaped")
             views = [self._views[slot] for slot in slots]
             self._packing.pack(slots, self._reals(grads), views, self._current.factor)
             self._packed |= {slot: (grad, grad._version) for slot, grad in zip(slots, grads, strict=True)}
@@ -190,6 +191,20 @@ class CopyBack:
         if version >= 0 and grad._version != version and not grad._is_view():
             raise self.ledger.taken(slot)
         return grad
+
+    def _refuse_mismatch(self, slots: Sequence[int], why: object) -> None:
+        """Raise GradientError if a parameter has another shape, dtype or device than when it was wrapped."""
+        for slot in slots:
+            if _kind(self.parameters[slot]) != _kind(self._specs[slot]):
+                raise self._mismatch(slot, str(why)) from (why if isinstance(why, Exception) else None)
+
+    def _mismatch(self, slot: int, why: str) -> GradientError:
+        name = self.names[slot]
+        return GradientError(
+            f"{name} is not what it was when it was wrapped ({why}); convert or reshape a model first, then call "
+            "torchring.wrap",
+            parameters=(name,),
+        )
 
     def _reals(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors as real numbers. A device copies bytes, so it gets no tensor with a negation still to be done."""
@@ -448,20 +463,6 @@ class InWire(CopyBack):
         if back := [slot for slot in slots if slot in owned and slot not in unused]:
             self._unpack(back)
         return {slot: grad for slot, grad in zip(slots, grads, strict=True) if slot in owned}
-
-    def _refuse_mismatch(self, slots: Sequence[int], why: object) -> None:
-        """Raise GradientError if a parameter has another shape, dtype or device than when it was wrapped."""
-        for slot in slots:
-            if _kind(self.parameters[slot]) != _kind(self._views[slot]):
-                raise self._mismatch(slot, str(why)) from (why if isinstance(why, Exception) else None)
-
-    def _mismatch(self, slot: int, why: str) -> GradientError:
-        name = self.names[slot]
-        return GradientError(
-            f"{name} is not what it was when it was wrapped ({why}); convert or reshape a model first, then call "
-            "torchring.wrap",
-            parameters=(name,),
-        )
 
 
 def placement_for(plan: BucketPlan) -> type[CopyBack]:
