@@ -364,7 +364,7 @@ def _gpus(rank: int) -> dict[str, Any]:
     def device(indices: list[int]) -> None:
         given = [torch.device("cuda", index) for index in indices]
         strategy = RingStrategy(parallel_devices=given, cluster_environment=LightningEnvironment())
-        strategy._find_ranks("Trainer")
+        strategy._find_ranks()
         raise ValueError(strategy.root_device)
 
     with pytest.MonkeyPatch.context() as patch:
