@@ -65,18 +65,14 @@ TESTS = {
         "not test_semantics or default_device",
     ),
     "torchring/gradients/weights.py": (
-        "gradients/test_weights elastic/test_batches",
-        "test_weights or the_weight_of_its_batch",
+        "gradients/test_weights gradients/test_local horovod/test_optimizer elastic/test_batches",
+        "test_weights or test_local or what_a_script_does or the_weight_of_its_batch",
     ),
     "torchring/gradients/local.py": (
         "gradients/test_local gradients/test_weights observe/test_recorder optimizer/test_options",
         "not test_recorder or world_of_one or closure",
     ),
     "torchring/participants/buffers.py": ("participants/test_buffers", ""),
-    "torchring/gradients/weighing.py": (
-        "gradients/test_weights horovod/test_optimizer elastic/test_batches",
-        "test_weights or what_a_script_does or the_weight_of_its_batch",
-    ),
     "torchring/gradients/layout.py": (
         "gradients/test_hooks gradients/test_weights participants/test_buffers "
         "optimizer/test_semantics devices/test_on_device",

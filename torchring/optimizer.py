@@ -276,10 +276,9 @@ class DistributedOptimizer(ConnectedOptimizer):
         The reduced gradients are then sum(n_r * g_r) / sum(n_r) over ranks, where g_r is a rank's gradient and n_r its
         weight: those of the mean over all samples, whatever the ranks' shares are. With `accumulate` or `no_sync()`,
         each backward has its own weight, and the sums are over all of them. Before the reduction, `.grad` holds the
-        weighted sum divided by the last weight.
+        weighted mean over the backwards so far.
 
-        All ranks must give a weight, or none. A weight costs no message, but for gradients in fp16 a small one. With
-        weight 0, gradients count as zero, whatever they are: NaN, too, and this rank's buffers do not count.
+        All ranks must give a weight, or none. A weight costs no message. Gradients in fp16 take none. With weight 0, gradients count as zero, whatever they are: NaN, too, and this rank's buffers do not count.
         `GradScaler` and clipping need no change. The loss of a closure stays a plain mean over ranks, so do not weigh
         under an optimizer that decides by the loss (LBFGS). With SyncBatchNorm layers, call this before `forward`.
 

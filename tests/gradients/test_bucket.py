@@ -1113,7 +1113,7 @@ def test_an_aborted_reduction_leaves_what_arrived_unsettled() -> None:
 
 def test_an_aborted_reduction_leaves_gradients_without_the_ranks_factor() -> None:
     bucket = ones(2)
-    bucket.reduction = Reduction(0, factor=4.0)
+    bucket.reduction = Reduction(0, weight=4.0)
     give(bucket, 0, 3.0)
     bucket.abort()
     assert grad(bucket, 0) == [3.0, 3.0]
@@ -1299,7 +1299,7 @@ def test_on_a_device_a_gradient_is_weighed_wherever_it_lies(factor: float, accel
     """First in memory of its own, and then in the wire buffer."""
     bucket = make([torch.ones(2)], accelerator=accelerator)
     for number in range(2):
-        bucket.reduction = Reduction(number, factor=factor)
+        bucket.reduction = Reduction(number, weight=factor)
         give(bucket, 0, 3.0)
         accelerator.synchronize()
         reduce(bucket)

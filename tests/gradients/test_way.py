@@ -127,7 +127,7 @@ def test_the_way_of_a_gradient_is_short_and_is_the_one_that_is_listed() -> None:
         assert participants == {f"participants/{file}" for file in PARTICIPANTS}
         doc = torchring.gradients.__doc__
         assert doc is not None
-        assert way - {"reduction.py", "weighing.py", "weights.py"} == listed(doc)
+        assert way - {"reduction.py", "weights.py"} == listed(doc)
         assert trace.files - WAITING - {f"gradients/{file}" for file in way} - participants == ENGINE
 
         page = listed((ROOT / "docs" / "background" / "how-it-works.md").read_text(), "torchring/")

@@ -421,14 +421,16 @@ def _dropped_after_weigh(rank: int, size: int) -> list[float | None]:
 def _zeros_of_weight_0(rank: int, size: int) -> list[list[float | None]]:
     """Rank 1 has weight 0. The script changes gradients before they are reduced, or drops them."""
     found = []
-    for change in (lambda p: p.grad.mul_(2.0), lambda p: setattr(p, "grad", None)):
+    for drops in (False, True):
         (a, b), optimizer = _pair()
         with optimizer.no_sync():
             optimizer.weigh(2.0 * (1 - rank))
             (a + b).sum().backward()
-        change(a), change(b)
-        if a.grad is None:
-            (a + 3 * b).sum().backward()  # without a weight
+        for each in (a, b):
+            each.grad = None if drops or each.grad is None else each.grad.mul_(2.0)
+        if drops:
+            optimizer.weigh(1.0)
+            (a + 3 * b).sum().backward()
         else:
             optimizer.synchronize()
         found.append(_first(a, b))

@@ -19,7 +19,7 @@ Everything else that takes part in a reduction is a participant, in `participant
 gradients, buffers, the checks that ranks hold the same parameters and read data of their own, the noise scale,
 recording, and elastic jobs. A participant adds fields to the message, and overrides what it needs of the methods of
 `reduction.Participant`. To add a feature, add a file there and a line in `rooms.py`. Weights are part of each
-reduction: `weighing.py`. What happens to a step and its buckets is said to `World.observer`, see `observer.py`.
+reduction: `weights.py`. What happens to a step and its buckets is said to `World.observer`, see `observer.py`.
 
 Decided beforehand, as data: `plan.py`, which `layout.py` lays out. In a world of one rank: `local.py`.
 """

@@ -231,7 +231,7 @@ class Bucket:
         has_arrived = self._has_arrived
         self.placement.pack(self._small if all(has_arrived) else [slot for slot in self._small if has_arrived[slot]])
         self.placement.refuse_written()
-        self.packing.finish_packing(self.reduction.factor)
+        self.packing.finish_packing(self.reduction.weight)
         self.ledger.note_versions()
         self._move(BucketState.PACKED)
         if tell is not None:

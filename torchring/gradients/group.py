@@ -226,7 +226,7 @@ class OptimizerGroup:
         try:
             with torch.no_grad(), contextlib.nullcontext() if counts else reducers.skipping():
                 for reducer in reducers:
-                    reducer.weighing.forget_next_backward()
+                    reducer.weights.drop_next()
                 while list(reducers) and self._follow_reduction(drops_gradients=counts):
                     num_reductions += 1
         finally:
@@ -255,7 +255,7 @@ class OptimizerGroup:
                 if reducer.in_backward:
                     reducer.finish_backward(reduces=False)
                 elif reducers.is_skipping:
-                    reducer.weighing.note_skip()
+                    reducer.weights.leave_out()
         elif not reducers.are_several:
             self.guard.run(_END, partial(self._finish, caller, reduces=caller.wants_reduction))
         elif caller.in_backward:  # or else finished already, together with another reducer

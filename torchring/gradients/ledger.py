@@ -10,7 +10,7 @@ import enum
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -29,12 +29,6 @@ class GradientStatus(enum.Enum):
 
 class Ledger(Protocol):
     """Knows the state of some gradients, each of which has a slot."""
-
-    def has_local(self) -> bool:
-        """Whether a gradient is there that no other rank has seen."""
-
-    def scale_local(self, factor: float) -> None:
-        """Multiply the gradients that no other rank has seen."""
 
     def holds_results(self) -> bool:
         """Whether a gradient is there that was reduced, and that the optimizer has not zeroed since."""
@@ -59,18 +53,9 @@ class OptimizerLedger:
     def __init__(self, ledgers: Callable[[], Sequence[Ledger]]) -> None:
         self._ledgers = ledgers
 
-    def has_local(self) -> bool:
-        """Whether a gradient is there that no other rank has seen."""
-        return any(ledger.has_local() for ledger in self._ledgers())
-
     def holds_results(self) -> bool:
         """Whether a gradient is there that was reduced, and that the optimizer has not zeroed since."""
         return any(ledger.holds_results() for ledger in self._ledgers())
-
-    def scale_local(self, factor: float) -> None:
-        """Multiply the gradients that no other rank has seen."""
-        for ledger in self._ledgers():
-            ledger.scale_local(factor)
 
     def needs_synchronize(self) -> bool:
         """Whether some gradient on this rank waits to be reduced, or was written to since."""
@@ -222,17 +207,6 @@ class GradientLedger:
                 return self._names[slot], "was replaced by another tensor" if was_fine else status.value
         return None
 
-    def has_local(self) -> bool:
-        return bool(self._local())
-
-    def scale_local(self, factor: float) -> None:
-        if local := self._local():
-            torch._foreach_mul_(local, factor)
-
-    def _local(self) -> list[torch.Tensor]:
-        grads = map(grad_of, self._parameters)
-        return [grad for status, grad in zip(self.status, grads, strict=True) if status is LOCAL and grad is not None]
-
     def refuse_sum_of_sums(self, slot: int) -> None:
         """Raise GradientError if backward has added to a gradient that was summed over ranks before."""
         if self.is_result(slot):
@@ -310,39 +284,6 @@ class GradientLedger:
         return self._versions[slot] if lives_here else self._settled_versions[slot]
 
 
-class SeenGradients:
-    """The gradients that parameters have, to find out later whether the script has dropped all of them."""
-
-    def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
-        self._seen = [(p, weakref.ref(p.grad), p.grad._version) for p in parameters if p.grad is not None]
-
-    def are_gone(self, arrived: torch.Tensor | None = None, *, were_zero: bool = False) -> bool:
-        """Return True if nothing is left. Raises GradientError if the script has zeroed all past the optimizer.
-
-        Args:
-            arrived: a parameter to whose gradient backward has added since.
-            were_zero: all gradients were zeros, so to zero them changes nothing.
-        """
-        left = [each for each in self._seen if each[0].grad is not None and not _is_new(*each[:2], arrived)]
-        if left and not were_zero and all(_is_zeroed(*each, arrived) for each in left):
-            raise GradientError(_ZEROED)
-        return not left
-
-
-def _is_new(parameter: torch.Tensor, before: weakref.ref[torch.Tensor], arrived: torch.Tensor | None) -> bool:
-    return parameter is arrived and parameter.grad is not before()
-
-
-def _is_zeroed(
-    parameter: torch.Tensor, before: weakref.ref[torch.Tensor], version: int, arrived: torch.Tensor | None
-) -> bool:
-    grad = parameter.grad
-    assert grad is not None
-    if parameter is arrived:
-        return grad._version > version + 1
-    return not (grad is before() and grad._version == version) and is_zero(grad)
-
-
 StaleGradients: TypeAlias = dict[int, tuple["weakref.ref[torch.Tensor]", int]]
 """By id of the parameter: a gradient that no wrapped optimizer is to step any more, and its version."""
 
@@ -355,11 +296,6 @@ def is_zero(grad: torch.Tensor) -> bool:
     """Whether all elements are 0."""
     return not bool((grad._values() if grad.is_sparse else grad).any())
 
-
-_ZEROED: Final = (
-    "gradients that have a weight and are not reduced yet were zeroed past the optimizer, so their weight would count "
-    "for zeros; call optimizer.zero_grad() in place of that, or model.zero_grad() with set_to_none=True"
-)
 
 # To look up a member of an enum takes 0.1 us, which counts for something that is done for every parameter.
 LOCAL, REDUCED, ZEROED = GradientStatus.LOCAL, GradientStatus.REDUCED, GradientStatus.ZEROED

@@ -8,9 +8,8 @@ import torch
 
 from torchring.errors import GradientError
 from torchring.gradients.contract import Stats, Sync
-from torchring.gradients.ledger import SeenGradients
 from torchring.gradients.validation import is_finite_gradient
-from torchring.gradients.weights import ON_RESULTS
+from torchring.gradients.weights import ON_RESULTS, Weights
 from torchring.observer import INPUT, OPTIMIZER
 from torchring.world import World
 
@@ -38,42 +37,32 @@ class LocalSync(Sync):
         self._parameters = parameters
         self._skips_non_finite = skips_non_finite
 
-        # The backwards with weights that are reduced together
-        self._total = 0.0
-        self._num_backwards = 0
-        self._num_counted = 0  # without those inside no_sync()
+        self._weights = Weights(lambda: parameters, self._begin)
+        self._num_counted = 0  # backwards with weights, without those inside no_sync()
+        self._is_begun = False  # the backward that a weight was given for
+        self._is_local = False
         self._holds_results = False  # of earlier ones, in `.grad`
-
-        # The next backward, or the one whose gradients have come
-        self._next = 0.0
-        self._before = SeenGradients()  # when the weight was given
-        self._is_next_used = False
-        self._is_next_local = False
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     # Backward
 
     def weigh(self, weight: float) -> None:
-        self._end_micro_step()
+        self._end_backward()
         if all(parameter.grad is None for parameter in self._parameters):  # the script has dropped what there was
             self.forget_gradients()
-        if self._holds_results and (self.accumulate > 1 or self._no_sync_depth or self._num_backwards):
+        weights = self._weights
+        weights.drop_stale()
+        if self._holds_results and (self.accumulate > 1 or self._no_sync_depth or weights.num_backwards):
             raise GradientError(ON_RESULTS)
-        self._next = weight
-        self._before = SeenGradients(self._parameters)
-        for parameter in self._parameters:
-            if parameter.requires_grad:
-                handle = parameter.register_hook(self._weigh_gradient)  # type: ignore[no-untyped-call]
-                self._handles.append(handle)
+        weights.give(weight)
 
     def skip(self) -> None:
-        self._end_micro_step()
+        self._end_backward()
+        self._weights.drop_next()
         if self._no_sync_depth == 0:
             self._count()
 
     def synchronize(self) -> None:
-        if self._is_next_used:
-            self._end_micro_step()
+        self._end_backward()
         self._end_group()
 
     def forget_gradients(self) -> None:
@@ -127,20 +116,23 @@ class LocalSync(Sync):
         """The parameters are in `parameters` already."""
 
     def close(self) -> None:
-        self._end_micro_step()
+        self._weights.end()
 
     # Weights
 
-    def _end_micro_step(self) -> None:
-        """End the backward that a weight was given for. It is over, or does not come."""
-        if self._is_next_used:
-            self._total += self._next
-            self._num_backwards += 1
-            if not self._is_next_local:
+    def _begin(self) -> None:
+        """The first gradient of a backward with a weight is there."""
+        self._weights.begin()
+        self._is_begun, self._is_local = True, self._no_sync_depth > 0
+
+    def _end_backward(self) -> None:
+        """End the backward that a weight was given for, if it has come."""
+        if self._is_begun:
+            self._is_begun = False
+            self._weights.end()
+            self._weights.note()
+            if not self._is_local:
                 self._count()
-        self._is_next_used = False
-        while self._handles:
-            self._handles.pop().remove()
 
     def _count(self) -> None:
         self._num_counted += 1
@@ -149,24 +141,6 @@ class LocalSync(Sync):
 
     def _end_group(self) -> None:
         """End a group of backwards: `.grad` holds their result now."""
-        self._holds_results = self._holds_results or self._num_backwards > 0
-        self._total, self._num_backwards, self._num_counted = 0.0, 0, 0
-
-    def _weigh_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient of the backward that a weight was given for, before it is added to `.grad`."""
-        if not self._is_next_used and self._total and self._before.are_gone():
-            self._total = 0.0
-        weight, before = self._next, self._total
-        share = weight / (before + weight) if weight else 0.0
-        if not self._is_next_used:
-            self._is_next_used = True
-            self._is_next_local = self._no_sync_depth > 0
-            for parameter in self._parameters:
-                if before and weight and (grad := parameter.grad) is not None:
-                    if grad.is_sparse:  # its detach() has values of its own
-                        parameter.grad = grad * (1.0 - share)
-                    else:
-                        grad.detach().mul_(1.0 - share)
-        if not weight:
-            return torch.zeros_like(gradient)
-        return gradient * share if before else gradient
+        self._holds_results = self._holds_results or self._weights.num_backwards > 0
+        self._weights.reset()
+        self._num_counted = 0

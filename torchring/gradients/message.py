@@ -23,7 +23,8 @@ OF_REDUCER: Final = (
         "number",
         "has_ended",
         "has_newly_trainable",
-        "is_absent",
+        "weight",
+        "is_weighted",
     ),
     *("non_finite", "overflowed"),
 )
@@ -31,8 +32,8 @@ OF_REDUCER: Final = (
 
 is_complete: the reduction has begun on this rank, and is described. is_in_no_sync: see `Reducer`. num_aborted: see
 `Launcher`. number: of the reduction. has_ended: the rank has no data left, inside `torchring.join`.
-has_newly_trainable: a parameter that was frozen requires a gradient. is_absent: the rank takes part without a gradient,
-and does not count.
+has_newly_trainable: a parameter that was frozen requires a gradient. weight: of the rank, see `weights.py`.
+is_weighted: whether `weigh` gave it.
 non_finite, overflowed: 1 + the index of a parameter, see `Agreement`.
 """
 _LENGTH: Final = struct.Struct("<I")
@@ -58,7 +59,7 @@ class MessageFormat:
     """The fields of the message about one optimizer, equal on all ranks.
 
     Args:
-        fields: names of what weights and participants add.
+        fields: names of what participants add.
     """
 
     def __init__(self, fields: Iterable[str]) -> None:

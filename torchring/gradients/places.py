@@ -96,7 +96,7 @@ class CopyBack:
         if grads:
             self._refuse_mismatch(slots, "it was converted or reshaped")
             views = [self._views[slot] for slot in slots]
-            self._packing.pack(slots, self._reals(grads), views, self._current.factor)
+            self._packing.pack(slots, self._reals(grads), views, self._current.weight)
             self._packed |= {slot: (grad, grad._version) for slot, grad in zip(slots, grads, strict=True)}
 
     def keep(self, slots: Iterable[int]) -> None:
@@ -259,7 +259,7 @@ class InWire(CopyBack):
         if any(map(operator.is_, grads, views)):  # accumulated in place
             there = [slot for slot, grad, view in zip(slots, grads, views, strict=True) if grad is view]
             self._refuse_shared(slots, grads, set(there))
-            self._packing.scale_in_place(there, [self._views[slot] for slot in there], self._current.factor)
+            self._packing.scale_in_place(there, [self._views[slot] for slot in there], self._current.weight)
             slots = [slot for slot, grad, view in zip(slots, grads, views, strict=True) if grad is not view]
             views = [self._views[slot] for slot in slots]
             grads = [self.parameters[slot].grad for slot in slots]
@@ -273,7 +273,7 @@ class InWire(CopyBack):
             try:
                 if len(slots) > 1 or not self._leave(slots[0], packed[0], views[0]):
                     reals = (packed, views) if self._are_plain else (self._reals(packed), self._reals(views))
-                    self._packing.pack(slots, *reals, self._current.factor)
+                    self._packing.pack(slots, *reals, self._current.weight)
                     for slot, view in zip(slots, views, strict=True):
                         if slot not in self._packed:
                             self.parameters[slot].grad = view
@@ -380,7 +380,7 @@ class InWire(CopyBack):
         if not (is_plain and is_alike):
             return False
         number, begin, end, step = self._own_blocks[slot]
-        place, factor, packing = self._plan.slots[slot], self._current.factor, self._host_packing
+        place, factor, packing = self._plan.slots[slot], self._current.weight, self._host_packing
         values, scale = grad.as_strided((place.numel,), (1,)), factor * packing.scale
         start, stop = begin - place.offset, end - place.offset
         for i, rest in ((0, values[:start]), (stop, values[stop:])):

@@ -20,12 +20,12 @@ from torchring.dynamo import is_compiled_backward
 from torchring.errors import GradientError, in_step
 from torchring.gradients.contract import Setup, Stats, Sync, stats_of
 from torchring.gradients.hooks import BackwardWatch, attach_hooks, make_hook
-from torchring.gradients.ledger import note_stale
+from torchring.gradients.ledger import is_zero, note_stale
 from torchring.gradients.module_wrappers import MODULE_WRAPPERS, explain
 from torchring.gradients.reduction import Guest, Participant, overridden
-from torchring.gradients.reductions import Reductions
+from torchring.gradients.reductions import Reductions, newly_trainable
 from torchring.gradients.validation import refuse_backward, refuse_non_finite, refuse_thawed, refuse_unsettled
-from torchring.gradients.weighing import newly_trainable
+from torchring.gradients.weights import FP16, ON_RESULTS, ZEROS_OF_SKIP, refuse_unweighed
 from torchring.observer import BACKWARD, BETWEEN, EXPOSED, INPUT, OPTIMIZER
 
 if TYPE_CHECKING:
@@ -65,7 +65,6 @@ class Reducer(Reductions, Sync):
         self.is_closed = False
         self._guests = guests
         self._end_backward = end_backward
-        self._weights = self.weighing.weights
 
         # Whether a backward reduces
         self.accumulate = setup.options.accumulate
@@ -98,7 +97,7 @@ class Reducer(Reductions, Sync):
     @property
     def batch_weight(self) -> float | None:
         """The weight of the backward under way, or else of the one that comes. None if it has none."""
-        return self.weighing.batch_weight(in_backward=self.in_backward)
+        return self.weights.last if self.in_backward else self.weights.next
 
     def stats(self) -> Stats:
         return stats_of(self.layout, self.num_reductions, self.num_skipped_steps, self.noise)
@@ -120,7 +119,7 @@ class Reducer(Reductions, Sync):
         self._reducers.remove(self)
         self.launcher.close()
         self.layout.all_reduce.close()
-        self.weighing.end_zero_weight()
+        self.weights.end()
         for close in overridden(self.participants, "close"):
             close()
         self.progress.close()
@@ -135,16 +134,13 @@ class Reducer(Reductions, Sync):
         if not self.in_backward:
             for guest in self._guests:
                 guest.before_backward()
-            self.weighing.refuse_unweighed()
+            if self.weights.next is None and not self.options.is_sum:
+                refuse_unweighed(self.world)
             self.enter(BACKWARD)
             if self._reducers.are_several and self.specs[0].device.type == "cpu":
                 self._reducers.refuse_other_thread(thread := threading.get_ident())
                 self.thread = thread
-            self.weighing.arrived = self.parameters[index]
-            try:
-                self._begin(reduces=self._next_reduces())
-            finally:
-                self.weighing.arrived = None
+            self._begin(reduces=self._next_reduces())
         self.watch.arm()
 
     def launch_own(self) -> None:
@@ -161,7 +157,7 @@ class Reducer(Reductions, Sync):
     def join_backward(self) -> None:
         """A backward reduces these parameters on some rank, and is over on all ranks. Pack what has not been packed."""
         if self._reducers.is_skipping and not self.in_backward:
-            self._leave_out()
+            self.weights.leave_out()
         if not self.wants_reduction:  # only other ranks got as far as to begin
             self._begin(reduces=True)
         self._count_noted()
@@ -180,7 +176,7 @@ class Reducer(Reductions, Sync):
         """A backward that reached these parameters on some rank is over. With `reduces`, `launch_rest` was called."""
         reducers = self._reducers
         if reducers.is_skipping and not self.in_backward:
-            self._leave_out()
+            self.weights.leave_out()
         if reduces:
             with self._failing():
                 self.finish_reduction()
@@ -188,17 +184,17 @@ class Reducer(Reductions, Sync):
                     self._adopt_newly_trainable()
                     self.reduce_again()
             self._num_backwards = 0
-            self._weights.reset()
+            self.weights.reset()
         else:
             self._num_backwards += self._no_sync_depth == 0
-            self.weighing.accumulated()
+            self.weights.note()
         if reducers.skipper in (None, self):
             reducers.skipped.discard(self)
         else:
             reducers.skipped.add(self)
         self.in_backward, self.thread = False, 0
         self.enter(BETWEEN if reduces else INPUT)
-        self.weighing.end_zero_weight()
+        self.weights.end()
         if reduces:
             for on_reduced in self._on_reduced:
                 on_reduced(self.reduction)
@@ -208,8 +204,8 @@ class Reducer(Reductions, Sync):
         if self.in_backward:
             self.in_backward = False
             if not self._reducers.is_skipping:
-                self._weights.withdraw()
-            self.weighing.end_zero_weight()
+                self.weights.withdraw()
+            self.weights.end()
             if self._reduces and self._has_reduction:
                 self.launcher.abort()
 
@@ -228,13 +224,18 @@ class Reducer(Reductions, Sync):
 
     def forget_gradients(self) -> None:
         self._num_backwards = 0
-        self._weights.reset()
+        self.weights.reset()
         self._reducers.skipped.clear()
 
     def weigh(self, weight: float) -> None:
         if self.in_backward:
             raise GradientError("weigh() was called inside backward(); call it before")
-        self.weighing.weigh(weight, may_accumulate=self.accumulate > 1 or self._no_sync_depth > 0)
+        if torch.float16 in self.layout.wire_dtypes:
+            raise GradientError(FP16)
+        self.weights.drop_stale()
+        if (self.accumulate > 1 or self._no_sync_depth or self.weights.num_backwards) and self.ledger.holds_results():
+            raise GradientError(ON_RESULTS)
+        self.weights.give(weight)
 
     def skip(self) -> None:
         if self.in_backward:
@@ -247,13 +248,8 @@ class Reducer(Reductions, Sync):
             )
         for guest in self._guests:
             guest.before_backward()
-        self._leave_out()
+        self.weights.leave_out()
         self._take_part(reduces=self._no_sync_depth == 0 and self._num_backwards + 1 >= self.accumulate, skipper=self)
-
-    def _leave_out(self) -> None:
-        """This rank has no backward where others have one."""
-        self.weighing.note_skip()
-        self.weighing.forget_next_backward()
 
     def _take_part(self, *, reduces: bool, skipper: Reducer | None = None) -> None:
         """Collective: what a backward would do, with what is local already, or nothing."""
@@ -268,11 +264,13 @@ class Reducer(Reductions, Sync):
         """
         if self.in_backward:
             raise GradientError("synchronize() was called inside backward(); call it after backward() has returned")
-        self.weighing.refuse_zeros()
-        if self._weights.has_skipped and self.ledger.first_unsettled() is None:
+        self.weights.drop_stale()
+        self._refuse_zeros()
+        if self.weights.has_skipped and self.ledger.first_unsettled() is None:
             self._take_part(reduces=True)
             return
-        self.weighing.add_nothing()
+        if self.weights.total is not None and self.weights.next is None:
+            self.weights.next = 0.0  # it adds nothing to what backwards have left
         with torch.no_grad():
             self._begin(reduces=True)
             self._end_backward(self)
@@ -281,10 +279,10 @@ class Reducer(Reductions, Sync):
         if self.in_backward:
             raise GradientError("synchronize() was called inside backward(); call it after backward() has returned")
         if self.world.shared(Join).is_open:  # others may have ended, and meet this with a reduction
-            self.weighing.drop_stale()
-            self.weighing.count_local(needs=self._needs_synchronize())
-            self._weights.drop_next()
-            self.weighing.end_zero_weight()
+            self.weights.drop_stale()
+            if self._needs_synchronize() or self.weights.next is not None:
+                self.weights.count_local()
+            self.weights.drop_next()
             self._take_part(reduces=True)
             return
         self.enter(EXPOSED)
@@ -406,7 +404,9 @@ class Reducer(Reductions, Sync):
         self._reduces, self._has_reduction = reduces, False
         if not self._reducers.is_skipping:
             with self._failing():
-                self.weighing.begin_backward(reduces=reduces)
+                self.weights.begin()
+                if self.weights.total is not None and not reduces and self.ledger.holds_results():
+                    raise GradientError(ON_RESULTS)
         self.on_ready = [self.launcher.mark_local] * len(self.parameters)
         if reduces:
             self.world.raise_if_broken()
@@ -425,28 +425,43 @@ class Reducer(Reductions, Sync):
         problem: GradientError | None = None
         needs = False
         try:
-            self.weighing.drop_stale()
+            self.weights.drop_stale()
             needs = self._needs_synchronize()
         except GradientError as error:
             problem = error
-        wants = collectives.all_reduce(
-            torch.tensor([int(needs), int(problem is not None)], device="cpu"), "max"
-        ).tolist()
-        if wants[1]:
+        has_weight = self.weights.total is not None or self.weights.next is not None
+        mine = torch.tensor([needs, problem is not None, has_weight], dtype=torch.uint8, device="cpu")
+        is_needed, is_refused, is_weighted = collectives.all_reduce(mine, "max").tolist()
+        if is_refused:
             raise in_step(problem or GradientError("synchronize() was refused on another rank; its error says why"))
-        if wants[0]:
-            self.weighing.count_local(needs=needs)
+        if is_needed:
+            if needs or self.weights.next is not None:
+                self.weights.count_local()
+            elif is_weighted and not self.weights.num_backwards:
+                self.weights.has_skipped = True  # no weight is given for nothing
             with self._failing():
                 self.reduce_again()
             self._num_backwards = 0
-            self._weights.reset()
+            self.weights.reset()
 
     def _needs_synchronize(self) -> bool:
         """Whether some gradient on this rank waits to be reduced. Raises GradientError for a weight that is unused."""
-        self.weighing.refuse_unused()
-        self.weighing.refuse_zeros()
+        weights = self.weights
+        if weights.next is not None and weights.num_backwards:
+            raise GradientError(
+                "weigh() was called before synchronize(), and no backward() came in between; call skip() in place of a "
+                "backward() that is left out"
+            )
+        self._refuse_zeros()
         self.launcher.refuse_lost()
         return self.ledger.needs_synchronize()
+
+    def _refuse_zeros(self) -> None:
+        """Raise GradientError if zeros that the script has written to `.grad` would make a rank count that skipped."""
+        if self.weights.has_skipped and not self.weights.num_backwards and self.ledger.needs_synchronize():
+            grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+            if all(map(is_zero, grads)):
+                raise GradientError(ZEROS_OF_SKIP)
 
     def _adopt_newly_trainable(self) -> None:
         """Collective: parameters that have come to require a gradient are reduced from now on, in new buckets."""
@@ -474,6 +489,6 @@ class Reducer(Reductions, Sync):
         """This reduction cannot be finished: tell the peers that wait for this rank why."""
         self.failure = error
         self.in_backward = False
-        self.weighing.end_zero_weight()
+        self.weights.end()
         self.launcher.abort()
         self.world.break_off("the reduction of gradients", error)

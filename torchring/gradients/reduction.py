@@ -89,10 +89,9 @@ class Reduction:
         step: number of the optimizer step, for error messages.
         defers_launch: no bucket leaves before backward is over, and ranks have agreed which optimizers it has reached.
         is_unordered: a backward may reach several optimizers, so ranks may begin their reductions in different orders.
+        weight: of this rank, see `weights.py`. Its gradients are multiplied by it in the wire buffer.
         is_absent: this rank takes part without a gradient, and does not count.
-        is_empty: no sample of this rank counts.
         is_again: another reduction for the same backward, whose results are in `.grad`.
-        factor: this rank's gradients are multiplied by it in the wire buffer.
         mine: what this rank tells the others, by field of the message.
         extra: leaves after all buckets, if there is anything.
         events: if given, hears what happens to each bucket.
@@ -114,10 +113,9 @@ class Reduction:
     step: int = 0
     defers_launch: bool = False
     is_unordered: bool = False
+    weight: float = 1.0
     is_absent: bool = False
-    is_empty: bool = False
     is_again: bool = False
-    factor: float = 1.0
     mine: dict[str, float] = field(default_factory=dict)
     extra: Reducible | None = None
     events: BucketEvents | None = None

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
 from torchring.collectives.operations import Meanwhile
 from torchring.collectives.service import Collectives, collectives_of, internal_collectives_of
+from torchring.errors import GradientError, in_step
 from torchring.gradients.contract import MeasuresNoise, Setup, spec_of
 from torchring.gradients.launcher import Launcher
 from torchring.gradients.layout import BucketLayout
@@ -26,7 +27,7 @@ from torchring.gradients.reduction import (
     ReductionPhase,
     overridden,
 )
-from torchring.gradients.weighing import Weighing, newly_trainable
+from torchring.gradients.weights import Weights, result_scale
 from torchring.observer import EXPOSED
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Reductions:
         layout: the buckets.
         launcher: has the reduction under way, or the last one.
         ledger: what is known about the gradients.
-        weighing: gives gradients their weights.
+        weights: of this rank's backwards.
         ledgers: of gradients that are in no bucket.
         participants: what takes part in a reduction beside weights, in this order on all ranks.
         buffers, noise: those of the participants, if they are there.
@@ -72,7 +73,6 @@ class Reductions:
     ) -> None:
         self.world = world = setup.world
         self.options = options = setup.options
-        self._is_sum = options.is_sum
         self.num_steps = 0
         self.frozen = [parameter for parameter in setup.names if not parameter.requires_grad]
         self.on_ready: Sequence[Callable[[int], None]] = ()
@@ -81,7 +81,7 @@ class Reductions:
 
         # The script's collectives check: another rank may be calling one of those, instead of wrapping.
         participants: Sequence[type[Participant] | Participant] = (*guests, *kinds)
-        self._format = MessageFormat([*Weighing.fields, *(name for each in participants for name in each.fields)])
+        self._format = MessageFormat([name for each in participants for name in each.fields])
         parameters = [parameter for parameter in setup.names if parameter.requires_grad]
         specs = list(map(self._spec_of, parameters))
         self._check_agreement(specs, collectives_of(world))
@@ -98,11 +98,8 @@ class Reductions:
         self._heard: Callable[[Meanwhile], object] | None = None  # waits for the messages of the reduction
         self._found_before: NonFiniteGradient | None = None  # as `non_finite`, before the reduction under way
         self.layout.open(specs, parameters)
-        self.weighing = Weighing(
-            *(world, self.parameters, self.frozen, self.ledger),
-            is_sum=options.is_sum,
-        )
-        self.weighing.weights.expect(self.layout.wire_dtypes)
+        self.weights = Weights(lambda: [*self.parameters, *newly_trainable(self.frozen)])
+        self._may_lose_results = False  # of an earlier reduction, if all weights are 0
         self.buffers: BuffersOfModel | None = None
         self.noise: MeasuresNoise | None = None
         self.participants: list[Participant] = []
@@ -142,22 +139,28 @@ class Reductions:
             is_unordered: see `Reduction`.
             is_again: another reduction for the same backward, which has left its results in `.grad`.
         """
-        launcher, weights = self.launcher, self.weighing.weights
+        launcher, weights = self.launcher, self.weights
         launcher.drain()
         if not is_unordered and launcher.ready_order is not None:
             self.layout.follow_order()
+        is_weighted = weights.total is not None
         is_absent = (self._reducers.is_skipping or weights.has_skipped) and not weights.num_backwards
+        weight = (0.0 if is_absent else 1.0) if weights.total is None else weights.total
+        self._may_lose_results = not (weight or is_absent or is_again) and self.ledger.holds_results()
         current = Reduction(
             number=self.launcher.reduction.next_number,
             step=self.num_steps,
             defers_launch=is_unordered and not self.layout.agreement.starts_at_once,
             is_unordered=is_unordered,
+            weight=weight,
             is_absent=is_absent,
-            is_empty=is_absent,
             is_again=is_again,
-            mine={"has_newly_trainable": bool(newly_trainable(self.frozen)), "is_absent": is_absent},
+            mine={
+                "has_newly_trainable": bool(newly_trainable(self.frozen)),
+                "weight": weight,
+                "is_weighted": is_weighted,
+            },
         )
-        self.weighing.begin(current)
         for on_begin in self._on_begin:
             on_begin(current)
         self.layout.agreement.begin(current)
@@ -205,12 +208,16 @@ class Reductions:
             self._heard(None)
             self._heard = None
         agreement.agree(current, launcher.buckets)
-        self.weighing.agreed(current)
+        scale, sums = result_scale(current.heard, self.world.rank), current.heard.sums
+        if not sums["weight"]:
+            if self._may_lose_results:
+                raise in_step(GradientError(_ALL_WEIGHTS_ZERO, rank=self.world.rank))
+            if not sums["is_weighted"]:  # all gradients are what they were
+                current.non_finite = current.non_finite or self._found_before
+        current.scale = 1.0 if self.options.is_sum else scale
         for on_message in self._on_message:
             on_message(current)
         launcher.close_reduction()
-        if current.heard.sums["is_absent"] == self.world.size:  # all gradients are what they were
-            current.non_finite = current.non_finite or self._found_before
         self.world.num_reductions += 1
         if current.is_unordered:
             self.layout.follow_order()
@@ -227,12 +234,22 @@ class Reductions:
         specs = list(map(self._spec_of, parameters))
         self._check_agreement(specs, internal_collectives_of(self.world))
         self.layout.add(specs, parameters)
-        self.weighing.weights.expect(self.layout.wire_dtypes)
 
     def _check_agreement(self, specs: Sequence[ParameterSpec], collectives: Collectives) -> None:
         """Raise PlanMismatchError on every rank unless all are about to reduce the same things in the same way."""
         lines = describe(specs, f"{self.options} on {self.world.size} ranks")
         collectives.check_equal([*lines, self._format.describe()])
+
+
+_ALL_WEIGHTS_ZERO: Final = (
+    "all ranks gave weight 0 to a backward() that adds to gradients of an earlier one; call "
+    "optimizer.zero_grad() before it, or leave it out on all ranks"
+)
+
+
+def newly_trainable(frozen: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """Those of `frozen` that have come to require a gradient."""
+    return [parameter for parameter in frozen if parameter.requires_grad]
 
 
 def _ledgers(launcher: Launcher, others: Sequence[Ledger]) -> list[Ledger]:

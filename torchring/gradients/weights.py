@@ -1,24 +1,26 @@
 """Weights of gradients: `weigh(n)` says that a loss is a mean over n samples, or tokens.
 
-A reduced gradient is then sum(n_r g_r) / sum(n_r) over ranks r, and over the backwards since the last reduction.
+In a reduction each rank has one weight: n after `weigh(n)`, 1 without, and 0 if it has skipped or its data has ended. A
+reduced gradient is sum(w g) / sum(w) over ranks. The wire buffer holds w g, and the message has w, so the sum of the
+weights scales the result. fp32 and bf16 hold any gradient times a weight. fp16 has too few exponents.
 
-Until a reduction, `.grad` holds sum(n_k g_k) / n, where n is the weight of the last backward: autograd adds gradients
-as they are, so what is there already is scaled before each backward. In the wire buffer gradients are multiplied by
-n / reference. The reference is a power of two near the mean weight of the last reduction, equal on all ranks, so that
-weights in the thousands do not overflow. fp16 has too few exponents for weights that change much from one reduction to
-the next, so it takes no weights. The sum of weights is in the message of the reduction, and scales the result.
+Several backwards may be reduced together. Their weights add up, and `.grad` holds the weighted mean over those that
+were. Autograd adds gradients as they are. So each gets its share of the mean before that, and with the first one, what
+is there already is scaled.
 """
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, Final
 
 import torch
 
-from torchring.errors import GradientError
+from torchring.errors import GradientError, in_step, ranks_in_words
+from torchring.gradients.ledger import is_zero
+from torchring.gradients.message import Said
+from torchring.world import World
 
 LARGEST: Final = 2.0**28
 SMALLEST: Final = 2.0**-10
@@ -35,7 +37,11 @@ ZEROS_OF_SKIP: Final = (
     "this rank has called skip() in place of its backwards, and zeros that were written to .grad past the optimizer "
     "would count as its gradients; call optimizer.zero_grad() in place of writing zeros"
 )
-UNWEIGHED: Final = (
+_ZEROED: Final = (
+    "gradients that have a weight and are not reduced yet were zeroed past the optimizer, so their weight would count "
+    "for zeros; call optimizer.zero_grad() in place of that, or model.zero_grad() with set_to_none=True"
+)
+_UNWEIGHED: Final = (
     "a backward() in a loop over a torchring.data.Sampler was not weighed. Ranks have unequal shares of its batches, "
     "and a plain mean over ranks would be wrong. Call optimizer.weigh(sampler.weight()) once for each batch of the "
     "loop, before its forward and backward. If that loop does not train, let it begin under torch.no_grad()"
@@ -43,133 +49,174 @@ UNWEIGHED: Final = (
 unequal_shares: Final[weakref.WeakSet[Any]] = weakref.WeakSet()  # iterations over samplers, each with its `size`
 
 
-class Share(NamedTuple):
-    """The contribution of a rank to a reduction.
-
-    weight: of all its backwards together; None if none has been given.
-    is_unweighted: the rank has run a backward for which it has given no weight.
-    factor: by which gradients are multiplied in the wire buffer.
-    is_absent: the rank has no gradient, and does not count.
-    """
-
-    weight: float | None = None
-    is_unweighted: bool = False
-    factor: float = 1.0
-    is_absent: bool = False
-
-
 class Weights:
     """The weights of the backwards of one optimizer, on one rank.
 
+    Args:
+        parameters: returns those that may get gradients.
+        on_first: called with the first gradient of a backward that has a weight. None: others call `begin`.
+
     Attributes:
         num_backwards: how many backwards have contributed since the last reduction, those inside `no_sync()` included.
-        reference: see above.
+        has_skipped: whether this rank has left out a backward since the last reduction.
+        total: the weight of these backwards. None if they have none.
         next: the weight that was given for the backward that comes, if there is one.
         last: the weight of the backward under way, or of the last one.
-        is_fp16: whether gradients travel in fp16.
-        has_skipped: whether this rank has left out a backward since the last reduction.
     """
 
-    def __init__(self) -> None:
-        self.num_backwards = 0
-        self.has_skipped = False
-        self.reference = 1.0
-        self.is_fp16 = False
+    def __init__(
+        self, parameters: Callable[[], Iterable[torch.Tensor]], on_first: Callable[[], None] | None = None
+    ) -> None:
         self.next: float | None = None
-        self._unit: float | None = None  # the weight that local gradients are divided by
-        self._total: float | None = None
         self.last: float | None = None
-
-    @property
-    def is_weighted(self) -> bool:
-        """Whether the backwards since the last reduction have weights."""
-        return self._total is not None
-
-    @property
-    def total(self) -> float:
-        """The weight of all backwards since the last reduction."""
-        return self._total or 0.0
-
-    @property
-    def is_given(self) -> bool:
-        """Whether the next backward has a weight."""
-        return self.next is not None
-
-    def expect(self, dtypes: Sequence[torch.dtype]) -> None:
-        """Gradients travel in these dtypes."""
-        self.is_fp16 = self.is_fp16 or torch.float16 in dtypes
-
-    def give(self, weight: float) -> float:
-        """The next backward has this weight. Returns the factor that local gradients have to be scaled by before.
-
-        Raises GradientError if a weight was given already, or an earlier backward had none.
-        """
-        if self.is_given:
-            raise GradientError("weigh() was called twice before one backward(); call it once before each")
-        if self.num_backwards and self._total is None:
-            raise GradientError(
-                "weigh() was called after a backward() without a weight whose gradients are not reduced yet; call "
-                "weigh() before each backward(), or zero_grad() first"
-            )
-        self.next = weight
-        if not weight:
-            return 1.0
-        unit, self._unit = self._unit, weight
-        return 1.0 if unit is None else unit / weight
-
-    def begin(self) -> None:
-        """A backward begins. Raises GradientError if it has no weight, and an earlier one had one."""
-        weight, self.next = self.next, None
-        if weight is None and self._total is not None:
-            raise GradientError(
-                "this backward() has no weight, but an earlier one had one whose gradients are not reduced yet; call "
-                "optimizer.weigh() before each backward()"
-            )
-        self.last = weight
-        if weight is not None:
-            self._total = (self._total or 0.0) + weight
-        self.num_backwards += 1
-
-    def withdraw(self) -> None:
-        """The backward under way was aborted."""
-        if self.last is not None and self._total is not None:
-            self._total -= self.last
-        self.num_backwards -= 1
-        if not self.num_backwards:
-            self.reset()
-
-    def drop_next(self) -> None:
-        """The backward that a weight was given for does not come."""
-        self.next = None
+        self._parameters = parameters
+        self._on_first = on_first
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []  # for the next backward, or that under way
+        self._share: float | None = None  # of the backward under way, in the mean
+        self.reset()
 
     def reset(self) -> None:
         """Local gradients are reduced, or gone. A weight that was given for the next backward stays."""
         self.num_backwards = 0
         self.has_skipped = False
-        self._total = None
-        self._unit = self.next or None
+        self.total: float | None = None
+        self._left: tuple[Callable[[], torch.Tensor | None], int] = _nothing, 0  # a gradient that is there, its version
 
-    def share(self, *, is_absent: bool) -> Share:
-        """The contribution of this rank to the reduction that begins."""
-        if is_absent:
-            return Share(is_absent=True)
-        if self._total is None:
-            return Share(is_unweighted=self.num_backwards > 0)
-        return Share(self._total, factor=(self._unit or 0.0) / self.reference)
+    def give(self, weight: float) -> None:
+        """The next backward has this weight.
 
-    def result_scale(self, num_ranks: int, num_weighted: int, num_absent: int, total: float) -> float:
-        """The factor for a result that was averaged over all ranks. All arguments are sums over ranks."""
-        if not num_weighted:
-            present = num_ranks - num_absent
-            return num_ranks / present if present else 1.0
-        scale = num_ranks * self.reference / total if total else 1.0
-        self.refer_to(total / num_ranks)
-        return scale
+        Raises GradientError if a weight was given already, or an earlier backward had none.
+        """
+        if self.next is not None:
+            raise GradientError("weigh() was called twice before one backward(); call it once before each")
+        if self.num_backwards and self.total is None:
+            raise GradientError(
+                "weigh() was called after a backward() without a weight whose gradients are not reduced yet; call "
+                "weigh() before each backward(), or zero_grad() first"
+            )
+        self.end()
+        self.next = weight
+        if not weight or self.total or self._on_first is not None:
+            trainable = [parameter for parameter in self._parameters() if parameter.requires_grad]
+            self._handles = [each.register_hook(self._weigh) for each in trainable]  # type: ignore[no-untyped-call]
 
-    def refer_to(self, weight: float) -> None:
-        """Gradients of about this weight are to keep their size in the next reduction."""
-        if weight:
-            self.reference = 2.0 ** round(math.log2(weight))
+    def begin(self) -> None:
+        """A backward begins. Raises GradientError if it has no weight, and an earlier one had one."""
+        weight, self.next = self.next, None
+        if weight is None and self.total is not None:
+            raise GradientError(
+                "this backward() has no weight, but an earlier one had one whose gradients are not reduced yet; call "
+                "optimizer.weigh() before each backward(), or optimizer.zero_grad() if those gradients are gone"
+            )
+        if self._handles and sum(parameter.requires_grad for parameter in self._parameters()) > len(self._handles):
+            raise GradientError("a parameter was unfrozen between weigh() and backward(); unfreeze it before weigh()")
+        self.last = weight
+        if weight is not None:
+            self.total = (self.total or 0.0) + weight
+        self.num_backwards += 1
+
+    def end(self) -> None:
+        """The backward that a weight was given for is over, or does not come."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._share = None
+
+    def withdraw(self) -> None:
+        """The backward under way was aborted."""
+        if self._share and self._share < 1.0:
+            self._scale(1.0 / (1.0 - self._share))
+        if self.last is not None and self.total is not None:
+            self.total -= self.last
+        self.num_backwards -= 1
+        if not self.num_backwards:
+            self.reset()
+
+    def note(self) -> None:
+        """A backward is over, and its gradients stay local."""
+        if self.total:
+            grads = (parameter.grad for parameter in self._parameters())
+            self._left = next(((weakref.ref(g), g._version) for g in grads if g is not None), (_nothing, 0))
+
+    def drop_next(self) -> None:
+        """The backward that a weight may have been given for does not come."""
+        self.next = None
+        self.end()
+        self.drop_stale()
+
+    def leave_out(self) -> None:
+        """This rank has no backward where others have one."""
+        self.drop_next()
+        self.has_skipped = True
+
+    def drop_stale(self) -> None:
+        """Forget the backwards whose gradients the script has set to None, as model.zero_grad() does.
+
+        Raises GradientError if it has zeroed them in place.
+        """
+        if not self.num_backwards:
+            return
+        grads = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
+        if not grads:
+            self.reset()
+        left, version = self._left
+        if (grad := left()) is not None and grad._version != version and all(map(is_zero, grads)):
+            raise GradientError(_ZEROED)
+
+    def count_local(self) -> None:
+        """Gradients that the script has put into `.grad`, and a weight for them, count as those of a backward do."""
+        if not self.num_backwards:
+            if self.next == 0:
+                for parameter in self._parameters():  # counts as zero, whatever it holds
+                    parameter.grad = None
+            self.end()
+            self.begin()
+
+    def _weigh(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient of the backward that a weight was given for, before autograd adds it to `.grad`."""
+        if self._share is None:
+            self.drop_stale()
+            weight, before = self.next or 0.0, self.total or 0.0
+            self._share = weight / (before + weight) if weight else 0.0
+            if before and weight:
+                self._scale(1.0 - self._share)
+            if self._on_first is not None:
+                self._on_first()
+        if not self._share:
+            return torch.zeros_like(gradient)  # whatever the loss is, a mean over nothing included
+        return gradient if self._share == 1.0 else gradient * self._share
+
+    @torch.no_grad()
+    def _scale(self, factor: float) -> None:
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+
+def _nothing() -> None: ...
+
+
+def refuse_unweighed(world: World) -> None:
+    """A backward begins without a weight. Raise GradientError if ranks have unequal shares of the data."""
+    if any(each.size == world.size for each in list(unequal_shares)):
+        raise GradientError(_UNWEIGHED, rank=world.rank)
+
+
+def result_scale(said: Said, rank: int) -> float:
+    """The factor for a result that was summed with weights, and scaled by 1 / (number of ranks).
+
+    Raises GradientError on all ranks if only some have given weights.
+    """
+    weights, are_given = said.by_rank["weight"], said.by_rank["is_weighted"]
+    if any(are_given):
+        others = [i for i, weight in enumerate(weights) if weight and not are_given[i]]
+        if others:
+            text = (
+                f"{ranks_in_words(others)} did not call optimizer.weigh() before this backward(), and other ranks did; "
+                "call it on all ranks"
+            )
+            raise in_step(GradientError(text, rank=rank, peers=others))
+    total = sum(weights)
+    return len(weights) / total if total else 1.0
 
 
 def check_weight(weight: float) -> float:

@@ -94,7 +94,7 @@ class DataCheck(Participant):
         self._compare(by_rank["batch_digest"])
         self._tell([*map(int, by_rank["data_finding"])])
         is_plain = self._is_mean and UNEVEN not in self._told
-        if is_plain and not (sums["is_weighted"] or sums["is_absent"] or sums["has_ended"]):
+        if is_plain and all(by_rank["weight"]) and not (sums["is_weighted"] or sums["has_ended"]):
             self._compare_sizes(sums["num_samples"] / self._size, sums["num_tokens"] / self._size)
 
     def close(self) -> None:

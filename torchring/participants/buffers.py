@@ -148,7 +148,7 @@ class BufferSync(Participant):
         index: of the wire among the buckets.
     """
 
-    fields = ("has_no_buffers", "has_other_buffers")
+    fields = ("has_other_buffers",)
 
     def __init__(self, reducer: Reducer, setup: Setup) -> None:
         assert setup.model is not None
@@ -178,12 +178,11 @@ class BufferSync(Participant):
         return [spec.name for spec in self._specs]
 
     def on_begin(self, current: Reduction) -> None:
-        self._is_absent = current.is_empty
+        self._is_absent = not current.weight
         self.close()  # the wire is about to be used again
         if self._specs:
             current.extra = self
             _, self._problem = self._find()
-            current.mine["has_no_buffers"] = self._is_absent
             current.mine["has_other_buffers"] = self._problem is not None
 
     def begin_reduce(self) -> None:
@@ -200,10 +199,10 @@ class BufferSync(Participant):
         """Raises on all ranks if a buffer has changed its shape on one. If no rank has data, buffers stay."""
         if not self._specs:
             return
-        collectives, absent = internal_collectives_of(self._world), current.heard.by_rank["has_no_buffers"]
+        collectives, weights = internal_collectives_of(self._world), current.heard.by_rank["weight"]
         if current.heard.sums["has_other_buffers"]:
             collectives.raise_together(self._problem, _CANNOT)
-        if present := [rank for rank in range(self._world.size) if not absent[rank]]:
+        if present := [rank for rank, weight in enumerate(weights) if weight]:
             self._finish(self._views, present, collectives)
             self._results.append(self)
 

@@ -115,12 +115,11 @@ class NoiseScale(Participant):
         if sums["num_samples"]:
             self.batch_size += (sums["num_samples"] - self.batch_size) * (0.1 if self.batch_size else 1.0)
         own, self._own = self._own, None
-        is_whole = sums["num_samples"] and not (sums["is_absent"] or sums["has_ended"])
+        is_whole = sums["num_samples"] and all(current.heard.by_rank["weight"]) and not sums["has_ended"]
         if own is None or current.non_finite is not None or not is_whole:
             return
         # The mean is that of factor * gradient; by the weights, of gradients that are means of so many samples.
-        counts = current.mine["weight"] * self._size / sums["weight"] if sums["is_weighted"] else 1.0
-        factor = (current.factor * current.scale) ** 2 / counts if counts else 0.0
+        factor = current.weight * self._size / sums["weight"]
         dense = [i for i, p in enumerate(self._parameters) if p.grad is not None and not self._specs[i].is_sparse]
         if not dense:
             return

@@ -46,7 +46,7 @@ class Ownership(Participant):
         """A rank without data has computed nothing: its gradients are those of its last step, scaled by clipping."""
         self._has_reduction = True
         is_due = not current.number & (current.number - 1) or current.number % STEPS_BETWEEN_CHECKS == 0
-        if is_due and not current.is_empty:
+        if is_due and current.weight:
             self._look()
 
     def on_step(self, when: StepPoint) -> None:

@@ -55,19 +55,11 @@ class SparseReduction(Participant):
                 return spec.name, GradientStatus.LOCAL.value
         return None
 
-    def has_local(self) -> bool:
-        return any(self._parameters[index].grad is not None for index in self._local)
-
     def holds_results(self) -> bool:
         since = self._zeroed | self._local
         return any(i not in since and self._parameters[i].grad is result for i, result in self._reduced.items())
 
     def mark_written(self) -> None: ...
-
-    def scale_local(self, factor: float) -> None:
-        for index in self._local:
-            if (grad := self._parameters[index].grad) is not None:
-                grad.mul_(factor)
 
     def on_message(self, current: Reduction) -> None:
         """Collective: reduce every sparse parameter that any rank used. Other parameters keep their `.grad`."""
@@ -102,7 +94,7 @@ class SparseReduction(Participant):
             grad = torch.sparse_coo_tensor(indices_of_none, no_rows, spec.shape, check_invariants=False)
         grad = grad.coalesce()
         indices = collectives.all_gather(grad.indices().t().contiguous())
-        values = collectives.all_gather(grad.values() * current.factor if current.factor != 1.0 else grad.values())
+        values = collectives.all_gather(grad.values() * current.weight if current.weight != 1.0 else grad.values())
         total = torch.sparse_coo_tensor(
             torch.cat(indices).t(),
             torch.cat(values) * (self._scale * current.scale),
