@@ -278,9 +278,10 @@ class DistributedOptimizer(ConnectedOptimizer):
         each backward has its own weight, and the sums are over all of them. Before the reduction, `.grad` holds the
         weighted mean over the backwards so far.
 
-        All ranks must give a weight, or none. A weight costs no message. Gradients in fp16 take none. With weight 0, gradients count as zero, whatever they are: NaN, too, and this rank's buffers do not count.
-        `GradScaler` and clipping need no change. The loss of a closure stays a plain mean over ranks, so do not weigh
-        under an optimizer that decides by the loss (LBFGS). With SyncBatchNorm layers, call this before `forward`.
+        All ranks must give a weight, or none. A weight costs no message. Gradients in fp16 take none. With weight 0,
+        gradients count as zero, whatever they are: NaN, too, and this rank's buffers do not count. `GradScaler` and
+        clipping need no change. The loss of a closure stays a plain mean over ranks, so do not weigh under an optimizer
+        that decides by the loss (LBFGS). With SyncBatchNorm layers, call this before `forward`.
 
         Args:
             weight: 0, or from 2**-10 to 2**28. An int, a float, or a tensor of one element.
