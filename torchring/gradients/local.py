@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Sequence
 
 import torch
@@ -37,7 +38,8 @@ class LocalSync(Sync):
         self._parameters = parameters
         self._skips_non_finite = skips_non_finite
 
-        self._weights = Weights(lambda: parameters, self._begin)
+        begin = weakref.WeakMethod(self._begin)  # this goes with its optimizer, without the garbage collector
+        self._weights = Weights(lambda: parameters, begin)
         self._num_counted = 0  # backwards with weights, without those inside no_sync()
         self._is_begun = False  # the backward that a weight was given for
         self._is_local = False
@@ -121,7 +123,7 @@ class LocalSync(Sync):
     # Weights
 
     def _begin(self) -> None:
-        """The first gradient of a backward with a weight is there."""
+        """A backward with a weight begins."""
         self._weights.begin()
         self._is_begun, self._is_local = True, self._no_sync_depth > 0
 

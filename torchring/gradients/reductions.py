@@ -98,7 +98,7 @@ class Reductions:
         self._heard: Callable[[Meanwhile], object] | None = None  # waits for the messages of the reduction
         self._found_before: NonFiniteGradient | None = None  # as `non_finite`, before the reduction under way
         self.layout.open(specs, parameters)
-        self.weights = Weights(lambda: [*self.parameters, *newly_trainable(self.frozen)])
+        self.weights = Weights(partial(_trainable, self.parameters, self.frozen))
         self._may_lose_results = False  # of an earlier reduction, if all weights are 0
         self.buffers: BuffersOfModel | None = None
         self.noise: MeasuresNoise | None = None
@@ -250,6 +250,12 @@ _ALL_WEIGHTS_ZERO: Final = (
 def newly_trainable(frozen: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
     """Those of `frozen` that have come to require a gradient."""
     return [parameter for parameter in frozen if parameter.requires_grad]
+
+
+def _trainable(
+    parameters: Sequence[torch.nn.Parameter], frozen: Sequence[torch.nn.Parameter]
+) -> list[torch.nn.Parameter]:
+    return [*parameters, *newly_trainable(frozen)]
 
 
 def _ledgers(launcher: Launcher, others: Sequence[Ledger]) -> list[Ledger]:

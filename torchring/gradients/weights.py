@@ -54,7 +54,7 @@ class Weights:
 
     Args:
         parameters: returns those that may get gradients.
-        on_first: called with the first gradient of a backward that has a weight. None: others call `begin`.
+        on_first: returns what the first gradient of a backward with a weight calls. None: others call `begin`.
 
     Attributes:
         num_backwards: how many backwards have contributed since the last reduction, those inside `no_sync()` included.
@@ -65,7 +65,9 @@ class Weights:
     """
 
     def __init__(
-        self, parameters: Callable[[], Iterable[torch.Tensor]], on_first: Callable[[], None] | None = None
+        self,
+        parameters: Callable[[], Iterable[torch.Tensor]],
+        on_first: Callable[[], Callable[[], None] | None] | None = None,
     ) -> None:
         self.next: float | None = None
         self.last: float | None = None
@@ -179,8 +181,8 @@ class Weights:
             self._share = weight / (before + weight) if weight else 0.0
             if before and weight:
                 self._scale(1.0 - self._share)
-            if self._on_first is not None:
-                self._on_first()
+            if self._on_first is not None and (begin := self._on_first()) is not None:
+                begin()
         if not self._share:
             return torch.zeros_like(gradient)  # whatever the loss is, a mean over nothing included
         return gradient if self._share == 1.0 else gradient * self._share
