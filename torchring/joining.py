@@ -10,7 +10,7 @@ Source: the idea is that of torch.distributed.algorithms.Join and of Horovod's j
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -91,7 +91,7 @@ def join(*objects: Any) -> Iterator[None]:
         joined.is_open = False
     if not world.is_open:
         raise ValueError("torchring.shutdown() was called inside torchring.join(); call it after the with block")
-    src = _last(group.guard.run("torchring.join()", group.follow_others), world, group)
+    src = _last(group.guard.run("torchring.join()", follow_others, group), world, group)
     for each in objects:
         if isinstance(each, DistributedOptimizer):
             take_over(each, src)
@@ -139,6 +139,32 @@ def _missing(objects: Sequence[Any], group: OptimizerGroup) -> Exception | None:
         f"torchring.join() got {len(objects)} objects, and {len(missing)} DistributedOptimizers are missing; pass all, "
         "or close() those that are not needed"
     )
+
+
+def follow_others(group: OptimizerGroup, *, counts: bool = False) -> int:
+    """Collective: take part in the reductions of the ranks that still have data, until no rank has.
+
+    Args:
+        group: the optimizers.
+        counts: whether this rank counts in their means, with zeros: it drops its gradients. Else its weight is 0.
+
+    Returns the number of reductions that this rank took part in. The last rank to end returns the smallest number.
+    """
+    num_reductions, has_more = 0, True
+    reducers = group.reducers
+    reducers.has_ended = True
+    try:
+        with torch.no_grad(), nullcontext() if counts else reducers.skipping():
+            for reducer in reducers:
+                reducer.weights.drop_next()
+            while has_more and list(reducers):
+                for parameter in (p for reducer in reducers if counts for p in reducer.parameters):
+                    parameter.grad = None
+                has_more = group.follow()
+                num_reductions += has_more
+    finally:
+        reducers.has_ended = False
+    return num_reductions
 
 
 def _last(num_followed: int, world: World, group: OptimizerGroup) -> int:

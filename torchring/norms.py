@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torchring.collectives.service import Collectives
 from torchring.collectives.signature import Signature
 from torchring.default_world import default_world
 from torchring.dynamo import run_eagerly
-from torchring.errors import PlanMismatchError
+from torchring.errors import GradientError, PlanMismatchError
 from torchring.gradients.group import OptimizerGroup
 from torchring.interruption import InterruptionGuard
 from torchring.world import World
@@ -152,7 +152,7 @@ class _Normalize(torch.autograd.Function):
         own = torch.zeros(2, channels, dtype=wide.dtype, device=wide.device)
         if num_values:
             own[1], own[0] = torch.var_mean(wide, dims, correction=0)
-        is_left_out = num_values > 0 and world.shared(OptimizerGroup).batch_weights() == {0.0}
+        is_left_out = num_values > 0 and _batch_weights(world) == {0.0}
         sent = (torch.zeros_like(own), 0) if is_left_out else (own, num_values)
         counts, means, variances = _gather(world, *sent, f"{label} forward")
         num_counted = counts.sum()
@@ -204,24 +204,39 @@ def _is_left_out(ctx: Any, input: Tensor) -> bool:
     world = ctx.world()
     if world is None or not world.is_open:
         raise ValueError("torchring.shutdown() was called between forward and backward of a SyncBatchNorm layer")
-    group = world.shared(OptimizerGroup)
-    given = group.batch_weights()
+    given = _batch_weights(world)
     if other := given - {None, 0.0, 1.0}:
-        group.refuse(
-            "SyncBatchNorm's backward",
-            f"a batch has weight {max(other):g}, and SyncBatchNorm's backward takes only weigh(1), and weigh(0) for a "
+        _refuse(
+            world,
+            f"a batch has weight {max(filter(None, other)):g}, and SyncBatchNorm's backward takes only weigh(1), and weigh(0) for a "
             "batch that does not count: leave weigh() out and give ranks equally many samples, or wrap the optimizer "
             'with op="sum" and add up the losses of samples, divided by their number on all ranks',
         )
     if 0.0 in given and len(given) > 1:
-        group.refuse("SyncBatchNorm's backward", "a batch has weight 0: call weigh(0) on all optimizers of the model")
+        _refuse(world, "a batch has weight 0: call weigh(0) on all optimizers of the model")
     if input.numel() and ctx.is_left_out != (0.0 in given):
-        group.refuse(
-            "SyncBatchNorm's backward",
+        _refuse(
+            world,
             "SyncBatchNorm leaves a batch of weight 0 out of its statistics, so its forward must know the weight: call "
             "weigh(0) before forward, or give the model an empty batch",
         )
     return 0.0 in given
+
+
+def _batch_weights(world: World) -> set[float | None]:
+    """The weights that optimizers have for the batch whose forward or backward runs: several if they differ."""
+    reducers = world.shared(OptimizerGroup).reducers
+    return {each.weights.last if each.in_backward else each.weights.next for each in reducers}
+
+
+def _refuse(world: World, reason: str) -> NoReturn:
+    """Raise GradientError in a backward that other ranks may wait for. They hear of it."""
+    error = GradientError(reason, rank=world.rank)
+    try:
+        world.break_off("SyncBatchNorm's backward", error)
+        raise error
+    finally:
+        del error  # its traceback refers to this frame
 
 
 def _gather(world: World, own: Tensor, number: float, detail: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,7 +7,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 
@@ -198,46 +198,8 @@ class OptimizerGroup:
         """Number of steps that this rank has made, with all optimizers."""
         return sum(reducer.num_steps for reducer in self.reducers)
 
-    def batch_weights(self) -> set[float | None]:
-        """The weights that optimizers have for the batch whose forward or backward runs: several if they differ."""
-        return {reducer.batch_weight for reducer in self.reducers}
-
-    def refuse(self, what: str, reason: str) -> NoReturn:
-        """Raise GradientError in the midst of `what`, which other ranks may wait for. They hear of it."""
-        error = GradientError(reason, rank=self._world.rank)
-        try:
-            self._world.break_off(what, error)
-            raise error
-        finally:
-            del error  # its traceback refers to this frame
-
-    def follow_others(self, *, counts: bool = False) -> int:
-        """Collective: take part in the reductions of the ranks that still have data, until no rank has.
-
-        Args:
-            counts: whether this rank counts in their means, with zeros. Else means are over the ranks with data. To
-                contribute zeros, this rank drops its gradients.
-
-        Returns the number of reductions that this rank took part in. The last rank to end returns the smallest number.
-        """
-        num_reductions = 0
-        reducers = self.reducers
-        reducers.has_ended = True
-        try:
-            with torch.no_grad(), contextlib.nullcontext() if counts else reducers.skipping():
-                for reducer in reducers:
-                    reducer.weights.drop_next()
-                while list(reducers) and self._follow_reduction(drops_gradients=counts):
-                    num_reductions += 1
-        finally:
-            reducers.has_ended = False
-        return num_reductions
-
-    def _follow_reduction(self, *, drops_gradients: bool) -> bool:
-        """Take part in one reduction of the others. Returns whether there was any rank with data."""
-        if drops_gradients:
-            for parameter in (p for reducer in self.reducers for p in reducer.parameters):
-                parameter.grad = None
+    def follow(self) -> bool:
+        """Collective: take part in a reduction of the others, without a backward. Returns whether a rank has data."""
         if self.reducers.are_several:
             return self._reduce_together()
         (reducer,) = self.reducers

@@ -94,11 +94,6 @@ class Reducer(Reductions, Sync):
         """Whether a backward is under way inside `no_sync()`."""
         return self.in_backward and not self._reduces and self._no_sync_depth > 0
 
-    @property
-    def batch_weight(self) -> float | None:
-        """The weight of the backward under way, or else of the one that comes. None if it has none."""
-        return self.weights.last if self.in_backward else self.weights.next
-
     def stats(self) -> Stats:
         return stats_of(self.layout, self.num_reductions, self.num_skipped_steps, self.noise)
 
@@ -134,7 +129,7 @@ class Reducer(Reductions, Sync):
         if not self.in_backward:
             for guest in self._guests:
                 guest.before_backward()
-            if self.weights.next is None and not self.options.is_sum:
+            if self.weights.next is None and not self._is_sum:
                 refuse_unweighed(self.world)
             self.enter(BACKWARD)
             if self._reducers.are_several and self.specs[0].device.type == "cpu":

@@ -73,6 +73,7 @@ class Reductions:
     ) -> None:
         self.world = world = setup.world
         self.options = options = setup.options
+        self._is_sum = options.is_sum
         self.num_steps = 0
         self.frozen = [parameter for parameter in setup.names if not parameter.requires_grad]
         self.on_ready: Sequence[Callable[[int], None]] = ()
@@ -214,7 +215,7 @@ class Reductions:
                 raise in_step(GradientError(_ALL_WEIGHTS_ZERO, rank=self.world.rank))
             if not sums["is_weighted"]:  # all gradients are what they were
                 current.non_finite = current.non_finite or self._found_before
-        current.scale = 1.0 if self.options.is_sum else scale
+        current.scale = 1.0 if self._is_sum else scale
         for on_message in self._on_message:
             on_message(current)
         launcher.close_reduction()

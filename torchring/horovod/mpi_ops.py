@@ -16,6 +16,7 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -31,6 +32,7 @@ from torchring.horovod.context import ProcessSet, engine, global_process_set, ra
 from torchring.horovod.exceptions import HorovodInternalError
 from torchring.horovod.execution import Operation
 from torchring.horovod.negotiation import ALLREDUCE, BARRIER, JOIN, LAYERS, Request
+from torchring.joining import follow_others
 
 __all__ = [
     "Adasum", "Average", "Max", "Min", "Product", "Sum", "allgather", "allgather_async", "allreduce", "allreduce_",
@@ -316,7 +318,7 @@ def join(device: int = -1) -> int:
     operation = here.submit(Operation(request))  # from now on, the engine's thread contributes zeros
     if here.world.size > 1:
         group = here.world.shared(OptimizerGroup)
-        group.guard.run("hvd.join()", lambda: group.follow_others(counts=True))
+        group.guard.run("hvd.join()", partial(follow_others, group, counts=True))
     return int(here.wait(operation))
 
 
