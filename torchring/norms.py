@@ -208,9 +208,9 @@ def _is_left_out(ctx: Any, input: Tensor) -> bool:
     if other := given - {None, 0.0, 1.0}:
         _refuse(
             world,
-            f"a batch has weight {max(filter(None, other)):g}, and SyncBatchNorm's backward takes only weigh(1), and weigh(0) for a "
-            "batch that does not count: leave weigh() out and give ranks equally many samples, or wrap the optimizer "
-            'with op="sum" and add up the losses of samples, divided by their number on all ranks',
+            f"a batch has weight {max(filter(None, other)):g}, and SyncBatchNorm's backward takes only weigh(1), and "
+            "weigh(0) for a batch that does not count: leave weigh() out and give ranks equally many samples, or wrap "
+            'the optimizer with op="sum" and add up the losses of samples, divided by their number on all ranks',
         )
     if 0.0 in given and len(given) > 1:
         _refuse(world, "a batch has weight 0: call weigh(0) on all optimizers of the model")
