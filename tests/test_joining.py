@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import torchring
-from tests.support.checks import assert_same_on_all_ranks
+from tests.support.checks import assert_same_everywhere
 from tests.support.grids import grid
-from tests.support.harness import run_pooled, run_ranks
+from tests.support.harness import ranks, run_ranks
 from tests.support.training import TINY_MB, attempt, batch, small_model, values
 
 _NUM_BATCHES = {1: (4,), 2: (2, 5), 3: (4, 0, 3)}  # of each rank
@@ -28,7 +28,7 @@ def _optimizer(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
     return adam, torch.optim.lr_scheduler.StepLR(adam, step_size=2, gamma=0.5)
 
 
-def _uneven(rank: int, size: int, accumulate: int, weighted: bool, options: dict[str, Any]) -> dict[str, Any]:
+def _train_unevenly(rank: int, size: int, accumulate: int, weighted: bool, options: dict[str, Any]) -> None:
     """A schedule and clipping, which a rank that has ended does not run; then two steps of all."""
     model = small_model()
     adam, schedule = _optimizer(model)
@@ -47,22 +47,24 @@ def _uneven(rank: int, size: int, accumulate: int, weighted: bool, options: dict
     with torchring.join(optimizer, schedule):
         for step in range(_NUM_BATCHES[size][rank]):
             one_step(step)
-    has_no_gradient = all(p.grad is None for p in model.parameters())
-    joined = values(model)
+    assert all(p.grad is None for p in model.parameters())
+    right, at_the_end, rate = _as_one(size, accumulate, weighted)
+    assert_trained(values(model), right)
     for step in (10, 11):
         one_step(step)
+    assert_trained(values(model), at_the_end)
     states = optimizer.state_dict()["state"].values()
-    return {
-        "joined": joined,
-        "values": values(model),
-        "moments": [state["exp_avg"] for state in states],
-        "steps": [int(state["step"]) for state in states],
-        "lr": adam.param_groups[0]["lr"],
-        "no gradient": has_no_gradient,
-    }
+    assert_same_everywhere([state[name] for state in states for name in ("exp_avg", "step")])
+    assert adam.param_groups[0]["lr"] == rate
 
 
-def _as_one(size: int, accumulate: int, weighted: bool) -> dict[str, Any]:
+def assert_trained(found: Sequence[Tensor], right: Sequence[Tensor]) -> None:
+    assert_same_everywhere(found)
+    torch.testing.assert_close(list(found), list(right), rtol=1e-6, atol=1e-7)
+
+
+def _as_one(size: int, accumulate: int, weighted: bool) -> tuple[list[Tensor], list[Tensor], float]:
+    """Parameters after the batches, and after two more steps of all; and the learning rate."""
     model = small_model()
     adam, schedule = _optimizer(model)
     joined: list[Tensor] = []
@@ -81,23 +83,11 @@ def _as_one(size: int, accumulate: int, weighted: bool) -> dict[str, Any]:
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         adam.step()
         schedule.step()
-    return {"joined": joined, "values": values(model), "lr": adam.param_groups[0]["lr"]}
-
-
-def _check(results: Sequence[dict[str, Any]], expected: dict[str, Any]) -> None:
-    for what in ("joined", "values"):
-        for i, right in enumerate(expected[what]):
-            assert_same_on_all_ranks([result[what][i] for result in results])
-            torch.testing.assert_close(results[0][what][i], right, rtol=1e-6, atol=1e-7)
-    for i in range(len(results[0]["moments"])):
-        assert_same_on_all_ranks([result["moments"][i] for result in results])
-    assert [result["no gradient"] for result in results] == [True] * len(results)
-    assert [result["lr"] for result in results] == [expected["lr"]] * len(results)
-    assert len({tuple(result["steps"]) for result in results}) == 1
+    return joined, values(model), adam.param_groups[0]["lr"]
 
 
 @grid(
-    "options, size, accumulate, weighted",
+    "options, world_size, accumulate, weighted",
     [
         {},
         {"algorithm": "ring"},
@@ -108,33 +98,16 @@ def _check(results: Sequence[dict[str, Any]], expected: dict[str, Any]) -> None:
     [1, 2],
     [False, True],
 )
+@ranks()
 def test_means_are_over_the_ranks_that_have_data(
-    options: dict[str, Any], size: int, accumulate: int, weighted: bool
+    rank: int, world_size: int, options: dict[str, Any], accumulate: int, weighted: bool
 ) -> None:
-    results = run_pooled(_uneven, size, accumulate, weighted, options)
-    _check(results, _as_one(size, accumulate, weighted))
+    _train_unevenly(rank, world_size, accumulate, weighted, options)
 
 
 def test_a_world_of_one() -> None:
-    _check([_uneven(0, 1, 1, False, {})], _as_one(1, 1, False))
+    _train_unevenly(0, 1, 1, False, {})
     torchring.shutdown()
-
-
-def _last_group(rank: int, size: int) -> list[Tensor]:
-    """Accumulation whose last group is incomplete: `synchronize` in there counts as a reduction."""
-    model = small_model()
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, accumulate=2)
-    num_batches = (3, 6)[rank]
-    with torchring.join(optimizer):
-        optimizer.zero_grad()
-        for step in range(num_batches):
-            _loss(model, rank, step).backward()
-            if step % 2 or step + 1 == num_batches:
-                if step % 2 == 0:
-                    optimizer.synchronize()
-                optimizer.step()
-                optimizer.zero_grad()
-    return values(model)
 
 
 def _last_group_as_one() -> list[Tensor]:
@@ -150,32 +123,22 @@ def _last_group_as_one() -> list[Tensor]:
     return values(model)
 
 
-def test_an_incomplete_group_of_micro_steps() -> None:
-    results = run_pooled(_last_group, 2)
-    for i, right in enumerate(_last_group_as_one()):
-        assert_same_on_all_ranks([result[i] for result in results])
-        torch.testing.assert_close(results[0][i], right)
-
-
-def _two_optimizers(rank: int, size: int) -> list[Tensor]:
-    """One of a pair steps more often, and has micro-steps; another that nobody uses any more is garbage."""
-    nets = [small_model(), small_model()]
-    sgds = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in nets]
-    one, other = (torchring.wrap(sgd, net) for sgd, net in zip(sgds, nets, strict=True))
-    gone = small_model()
-    torchring.wrap(torch.optim.SGD(gone.parameters(), lr=0.1), gone)
-    with torchring.join(other, one):
-        for step in range((5, 2)[rank]):
-            one.zero_grad()
-            with one.no_sync():
-                _loss(nets[0], rank, 20 + step).backward()
-            _loss(nets[0], rank, step).backward()
-            one.step()
-            if step % 2 == 0:
-                other.zero_grad()
-                _loss(nets[1], rank, 10 + step).backward()
-                other.step()
-    return [*values(nets[0]), *values(nets[1])]
+@ranks(2)
+def test_an_incomplete_group_of_micro_steps(rank: int) -> None:
+    """Accumulation whose last group is incomplete: `synchronize` in there counts as a reduction."""
+    model = small_model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, accumulate=2)
+    num_batches = (3, 6)[rank]
+    with torchring.join(optimizer):
+        optimizer.zero_grad()
+        for step in range(num_batches):
+            _loss(model, rank, step).backward()
+            if step % 2 or step + 1 == num_batches:
+                if step % 2 == 0:
+                    optimizer.synchronize()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_trained(values(model), _last_group_as_one())
 
 
 def _two_as_one() -> list[Tensor]:
@@ -193,14 +156,30 @@ def _two_as_one() -> list[Tensor]:
     return [*values(nets[0]), *values(nets[1])]
 
 
-def test_several_optimizers() -> None:
-    results = run_pooled(_two_optimizers, 2)
-    for i, right in enumerate(_two_as_one()):
-        assert_same_on_all_ranks([result[i] for result in results])
-        torch.testing.assert_close(results[0][i], right)
+@ranks(2)
+def test_several_optimizers(rank: int) -> None:
+    """One of a pair steps more often, and has micro-steps; another that nobody uses any more is garbage."""
+    nets = [small_model(), small_model()]
+    sgds = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in nets]
+    one, other = (torchring.wrap(sgd, net) for sgd, net in zip(sgds, nets, strict=True))
+    gone = small_model()
+    torchring.wrap(torch.optim.SGD(gone.parameters(), lr=0.1), gone)
+    with torchring.join(other, one):
+        for step in range((5, 2)[rank]):
+            one.zero_grad()
+            with one.no_sync():
+                _loss(nets[0], rank, 20 + step).backward()
+            _loss(nets[0], rank, step).backward()
+            one.step()
+            if step % 2 == 0:
+                other.zero_grad()
+                _loss(nets[1], rank, 10 + step).backward()
+                other.step()
+    assert_trained([*values(nets[0]), *values(nets[1])], _two_as_one())
 
 
-def _early_stopping(rank: int, size: int) -> dict[str, Any]:
+@ranks(2)
+def test_a_rank_that_stops_early_ends_nobody(rank: int) -> None:
     """A rank that stops at its own criterion, as in reinforcement learning; BatchNorm; a loss scale; an average."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
@@ -219,58 +198,39 @@ def _early_stopping(rank: int, size: int) -> dict[str, Any]:
             num_steps += 1
             if step == 2 + 3 * rank:
                 break
-    buffers = [value.clone() for value in model.state_dict().values()]
-    return {
-        "model": buffers,
-        "average": [value.clone() for value in average.state_dict().values()],
-        "scale": scaler.get_scale(),
-        "steps": num_steps,
-    }
+    assert_same_everywhere([*model.state_dict().values(), *average.state_dict().values()])
+    assert scaler.get_scale() == 32.0  # after 6 steps
+    assert num_steps == (3, 6)[rank]
 
 
-def test_a_rank_that_stops_early_ends_nobody() -> None:
-    results = run_pooled(_early_stopping, 2)
-    for what in ("model", "average"):
-        for each in zip(*(result[what] for result in results), strict=True):
-            assert_same_on_all_ranks(each)
-    assert [result["scale"] for result in results] == [32.0, 32.0]  # after 6 steps
-    assert [result["steps"] for result in results] == [3, 6]
-
-
-def _wrong_inside(rank: int, size: int) -> dict[str, str]:
+@ranks(2)
+def test_what_ranks_that_have_ended_would_miss_is_refused(rank: int) -> None:
     model = nn.Sequential(nn.Linear(4, 3), torchring.SyncBatchNorm(3), nn.Linear(3, 2))
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    found = {}
+    refused: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: torchring.all_reduce(torch.ones(1)),
+        "broadcast": lambda: torchring.broadcast(torch.ones(1), async_op=True),
+        "SyncBatchNorm": lambda: model(torch.ones(2, 4)),
+        "step(closure)": lambda: optimizer.step(lambda: 0.0),
+        "wrap()": lambda: torchring.wrap(torch.optim.SGD(small_model().parameters())),
+        "add_param_group()": lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
+        "close()": optimizer.close,
+    }
     with torchring.join(optimizer):
-        found["all_reduce"] = attempt(lambda: torchring.all_reduce(torch.ones(1)))
-        found["async"] = attempt(lambda: torchring.broadcast(torch.ones(1), async_op=True))
-        found["forward"] = attempt(lambda: model(torch.ones(2, 4)))
-        found["closure"] = attempt(lambda: optimizer.step(lambda: 0.0))
-        found["nested"] = attempt(lambda: torchring.join(optimizer).__enter__())
-        found["wrap"] = attempt(lambda: torchring.wrap(torch.optim.SGD(small_model().parameters())))
-        found["group"] = attempt(lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}))
-        found["groups"] = str(len(optimizer.param_groups))
-        found["close"] = attempt(optimizer.close)
+        for name, call in refused.items():
+            with pytest.raises(ValueError, match="was called inside") as caught:
+                call()
+            where = "inside torchring.join(), where ranks whose data has ended would not take part; call it"
+            assert str(caught.value).startswith(f"{name} was called {where}")
+        nested = attempt(lambda: torchring.join(optimizer).__enter__())
+        assert nested == "ValueError: torchring.join() was called inside torchring.join(); one block is enough"
+        assert len(optimizer.param_groups) == 1
         model.eval()
         for _ in range(rank):
             optimizer.zero_grad()
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
-    found["after"] = attempt(lambda: torchring.all_reduce(torch.ones(1)))
-    return found
-
-
-def test_what_ranks_that_have_ended_would_miss_is_refused() -> None:
-    for found in run_pooled(_wrong_inside, 2):
-        refused = " was called inside torchring.join(), where ranks whose data has ended would not take part; call it"
-        for what, name in (
-            *(("all_reduce", "all_reduce"), ("async", "broadcast"), ("forward", "SyncBatchNorm")),
-            *(("closure", "step(closure)"), ("wrap", "wrap()"), ("group", "add_param_group()"), ("close", "close()")),
-        ):
-            assert found[what].startswith(f"ValueError: {name}{refused}"), found[what]
-        assert found["groups"] == "1"
-        assert found["nested"] == "ValueError: torchring.join() was called inside torchring.join(); one block is enough"
-        assert found["after"] == ""
+    torchring.all_reduce(torch.ones(1))
 
 
 class _Unsendable:
@@ -281,7 +241,8 @@ class _Unsendable:
         raise AssertionError(state)
 
 
-def _wrong_arguments(rank: int, size: int) -> dict[str, str]:
+@ranks(2)
+def test_wrong_arguments_are_an_error_on_every_rank(rank: int) -> None:
     model, other = small_model(), small_model()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
     unlisted = torchring.wrap(torch.optim.SGD(other.parameters(), lr=0.1), other)
@@ -311,26 +272,20 @@ def _wrong_arguments(rank: int, size: int) -> dict[str, str]:
     again = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
     found["another world on one rank"] = enter(optimizer if rank else again)
     found["right again"] = enter(again)
-    return found
-
-
-def test_wrong_arguments_are_an_error_on_every_rank() -> None:
-    results = run_pooled(_wrong_arguments, 2)
-    for rank, found in enumerate(results):
-        takes = "TypeError: torchring.join() takes the optimizers that torchring.wrap() has returned, got none"
-        assert found["none"] == found["plain"] == takes
-        assert found["number"] == "TypeError: torchring.join() takes objects with state_dict(), got int"
-        assert found["unsendable"].startswith("TypeError: schedule[1] of the _Unsendable, of type function, cannot be")
-        assert found["unsendable"].endswith("Leave it out, and restore it on all ranks after the with block")
-        assert "1 DistributedOptimizers are missing" in found["missing"]
-        told = "PlanMismatchError: rank 0 could not enter torchring.join(): TypeError"
-        assert found["on one rank"].startswith(told if rank else "TypeError: torchring.join() takes objects")
-        assert "object 0 of join(): rank 0 has Sequential; rank 1 has DistributedOptimizer" in found["another order"]
-        assert found["closed"].startswith("ValueError: this DistributedOptimizer is closed")
-        shut = "this DistributedOptimizer belongs to a world that was shut down; wrap again"
-        assert found["another world"] == f"ValueError: {shut}"
-        assert shut in found["another world on one rank"]
-        assert found["right"] == found["right again"] == ""
+    takes = "TypeError: torchring.join() takes the optimizers that torchring.wrap() has returned, got none"
+    assert found["none"] == found["plain"] == takes
+    assert found["number"] == "TypeError: torchring.join() takes objects with state_dict(), got int"
+    assert found["unsendable"].startswith("TypeError: schedule[1] of the _Unsendable, of type function, cannot be")
+    assert found["unsendable"].endswith("Leave it out, and restore it on all ranks after the with block")
+    assert "1 DistributedOptimizers are missing" in found["missing"]
+    told = "PlanMismatchError: rank 0 could not enter torchring.join(): TypeError"
+    assert found["on one rank"].startswith(told if rank else "TypeError: torchring.join() takes objects")
+    assert "object 0 of join(): rank 0 has Sequential; rank 1 has DistributedOptimizer" in found["another order"]
+    assert found["closed"].startswith("ValueError: this DistributedOptimizer is closed")
+    shut = "this DistributedOptimizer belongs to a world that was shut down; wrap again"
+    assert found["another world"] == f"ValueError: {shut}"
+    assert shut in found["another world on one rank"]
+    assert found["right"] == found["right again"] == ""
 
 
 class _Added(nn.Module):
@@ -343,8 +298,13 @@ class _Added(nn.Module):
         return self.linear(x)
 
 
-def _all_that_belongs(rank: int, size: int, mode: str | None) -> dict[str, Any]:
-    """Parameters outside of the model, a schedule with milestones, a cache of each rank, constants; two blocks."""
+@pytest.mark.parametrize("mode", ["mean", None])
+@ranks(2)
+def test_all_that_belongs_to_training_is_taken_over_and_nothing_else(rank: int, mode: str | None) -> None:
+    """Parameters outside of the model, a schedule with milestones, a cache of each rank, constants; two blocks.
+
+    Rank 1 goes on with steps that its scaler leaves out: the scale is that of the rank that ended last.
+    """
     torch.manual_seed(rank)
     model = _Added()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -362,40 +322,24 @@ def _all_that_belongs(rank: int, size: int, mode: str | None) -> dict[str, Any]:
                 scaler.scale(loss).backward()
                 scaler.step(optimizer)
                 scaler.update()
-    found = [*values(model), extra.detach(), torch.tensor(scaler.get_scale())]
-    return {"equal": found, "milestones": str(schedule.milestones), "cache": model.cache.tolist()}
+    assert_same_everywhere([*values(model), extra.detach()])
+    assert scaler.get_scale() == 8.0 / 2**4
+    assert str(schedule.milestones) == "Counter({3: 2, 1: 1})"
+    assert model.cache.tolist() == [[10.0], [11.0, 11.0]][rank]
 
 
-@pytest.mark.parametrize("mode", ["mean", None])
-def test_all_that_belongs_to_training_is_taken_over_and_nothing_else(mode: str | None) -> None:
-    """Rank 1 goes on with steps that its scaler leaves out: the scale is that of the rank that ended last."""
-    results = run_pooled(_all_that_belongs, 2, mode)
-    for each in zip(*(result["equal"] for result in results), strict=True):
-        assert_same_on_all_ranks(each)
-    assert float(results[0]["equal"][-1]) == 8.0 / 2**4
-    assert [result["milestones"] for result in results] == ["Counter({3: 2, 1: 1})"] * 2
-    assert [result["cache"] for result in results] == [[10.0], [11.0, 11.0]]
-
-
-def _shuts_down(rank: int, size: int) -> str:
+@ranks(2)
+def test_shutdown_inside_the_block_is_an_error() -> None:
     model = small_model()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
-
-    def body() -> None:
-        with torchring.join(optimizer):
-            torchring.shutdown()
-
-    return attempt(body)
+    said = r"^torchring\.shutdown\(\) was called inside torchring\.join\(\); call it after the with block$"
+    with pytest.raises(ValueError, match=said), torchring.join(optimizer):
+        torchring.shutdown()
 
 
-def test_shutdown_inside_the_block_is_an_error() -> None:
-    for error in run_pooled(_shuts_down, 2):
-        assert (
-            error == "ValueError: torchring.shutdown() was called inside torchring.join(); call it after the with block"
-        )
-
-
-def _raises(rank: int, size: int) -> str:
+@ranks(2, run_ranks)
+def test_an_exception_on_one_rank_ends_the_block_on_all(rank: int) -> None:
+    """At once: the others need not wait for the time-out."""
     model = small_model()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
 
@@ -407,20 +351,13 @@ def _raises(rank: int, size: int) -> str:
                 if step == 2:
                     raise KeyError("no such batch")
 
-    return attempt(body)
+    raised = "KeyError: 'no such batch'"
+    told = f"RingError: rank 1 stopped: torchring.join() was interrupted by {raised}"
+    assert attempt(body).startswith(raised if rank else told)
 
 
-def test_an_exception_on_one_rank_ends_the_block_on_all() -> None:
-    """At once: the others need not wait for the time-out."""
-    waiting, raising = run_ranks(_raises, 2)
-    assert raising == "KeyError: 'no such batch'"
-    assert waiting.startswith(
-        "RingError: rank 1 stopped: torchring.join() was interrupted by KeyError: 'no such batch'"
-    )
-
-
-def _refused_on_all(rank: int, size: int) -> str:
-    """What is wrong with a reduction."""
+@ranks(3)
+def test_an_error_of_a_reduction_reaches_ranks_that_have_ended_too(rank: int) -> None:
     model = small_model()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
 
@@ -431,16 +368,12 @@ def _refused_on_all(rank: int, size: int) -> str:
                     optimizer.weigh(2)
                 _loss(model, rank, step).backward()
 
-    return attempt(body)
+    assert attempt(body).startswith("GradientError: rank 2 did not call optimizer.weigh()")
 
 
-def test_an_error_of_a_reduction_reaches_ranks_that_have_ended_too() -> None:
-    for error in run_pooled(_refused_on_all, 3):
-        assert error.startswith("GradientError: rank 2 did not call optimizer.weigh()")
-
-
-def _alarms(rank: int, size: int) -> str:
-    """Replicas are looked at again after the block: a change on one rank is found."""
+@ranks(2)
+def test_replicas_are_compared_again_after_the_block(rank: int) -> None:
+    """A change on one rank is found."""
     model = small_model()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
     with torchring.join(optimizer):
@@ -452,9 +385,5 @@ def _alarms(rank: int, size: int) -> str:
         next(model.parameters()).add_(rank)
     optimizer.zero_grad()
     _loss(model, rank, 20).backward()
-    return attempt(optimizer.step)
-
-
-def test_replicas_are_compared_again_after_the_block() -> None:
-    for error in run_pooled(_alarms, 2):
-        assert error.startswith("GradientError: 0.weight is not the same on all ranks")
+    with pytest.raises(torchring.GradientError, match=r"^0\.weight is not the same on all ranks"):
+        optimizer.step()

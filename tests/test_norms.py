@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import torchring
 from tests.support.checks import assert_same_on_all_ranks
 from tests.support.grids import grid
-from tests.support.harness import run_pooled
+from tests.support.harness import ranks, run_pooled
 from tests.support.training import attempt
 
 _SIZES = {2: (3, 5), 3: (4, 0, 1)}  # samples per rank: unequal, none, one
@@ -121,24 +121,8 @@ def _weighed_batch(rank: int, size: int, micro: int) -> tuple[Tensor, Tensor, in
     return (x * math.nan if n < 0 else x), y, int(n > 0)
 
 
-def _weighed(rank: int, size: int) -> list[Any]:
-    model = torchring.convert_sync_batchnorm(_model(torch.float64))
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, accumulate=3)
-    for micro in range(3):
-        x, y, n = _weighed_batch(rank, size, micro)
-        optimizer.weigh(n)
-        nn.functional.mse_loss(model(x), y).backward()
-    found = [[p.grad.clone() for p in model.parameters() if p.grad is not None], [b.clone() for b in model.buffers()]]
-    optimizer.zero_grad()
-    x, y, n = _weighed_batch(0, size, 0)
-    optimizer.weigh(0)  # on all ranks
-    result = model(x)
-    result.sum().backward()
-    return [*found, bool(result.isfinite().all()), [b.clone() for b in model.buffers()]]
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_batch_of_weight_zero_does_not_count(size: int) -> None:
+def _weighed_as_one(size: int) -> list[list[Tensor]]:
+    """Gradients and statistics."""
     model, total = _model(torch.float64), 0
     for micro in range(3):
         batches = [_weighed_batch(rank, size, micro) for rank in range(size)]
@@ -147,14 +131,40 @@ def test_a_batch_of_weight_zero_does_not_count(size: int) -> None:
         losses = map(nn.functional.mse_loss, model(x).split(sizes), y.split(sizes))
         sum(losses, start=torch.zeros(())).backward()
         total += len(sizes)
-    gradients = [p.grad / total for p in model.parameters() if p.grad is not None]
-    for found, statistics, is_finite, after_weight_zero in run_pooled(_weighed, size):
-        torch.testing.assert_close([found, statistics], [gradients, list(model.buffers())], rtol=1e-9, atol=1e-12)
-        assert is_finite
-        assert all(map(torch.equal, statistics, after_weight_zero))
+    return [[p.grad / total for p in model.parameters() if p.grad is not None], list(model.buffers())]
 
 
-def _unclear_weights(rank: int, size: int, how: str) -> str:
+@pytest.mark.parametrize("world_size", [2, 3])
+@ranks()
+def test_a_batch_of_weight_zero_does_not_count(rank: int, world_size: int) -> None:
+    model = torchring.convert_sync_batchnorm(_model(torch.float64))
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, accumulate=3)
+    for micro in range(3):
+        x, y, n = _weighed_batch(rank, world_size, micro)
+        optimizer.weigh(n)
+        nn.functional.mse_loss(model(x), y).backward()
+    found = [[p.grad for p in model.parameters()], list(model.buffers())]
+    torch.testing.assert_close(found, _weighed_as_one(world_size), rtol=1e-9, atol=1e-12)
+    statistics = [value.clone() for value in model.buffers()]
+    optimizer.zero_grad()
+    x, y, n = _weighed_batch(0, world_size, 0)
+    optimizer.weigh(0)  # on all ranks
+    result = model(x)
+    result.sum().backward()
+    assert result.isfinite().all()
+    assert all(map(torch.equal, statistics, model.buffers()))
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("weight 0 after forward", "so its forward must know the weight: call weigh(0) before forward"),
+        ("a number of samples", "a batch has weight 5, and SyncBatchNorm's backward takes only weigh(1), and weigh(0)"),
+        ("one of two", "a batch has weight 0: call weigh(0) on all optimizers of the model"),
+    ],
+)
+@ranks(2)
+def test_weights_that_are_not_clear_are_refused(rank: int, how: str, said: str) -> None:
     model = torchring.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)))
     optimizers = [torchring.wrap(torch.optim.SGD(layer.parameters(), lr=0.1), model) for layer in (model[0], model[2])]
     x = torch.randn(5, 3)
@@ -166,25 +176,16 @@ def _unclear_weights(rank: int, size: int, how: str) -> str:
             optimizers[1].weigh(1 - rank)
         result.sum().backward()
 
-    return attempt(run)
-
-
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("weight 0 after forward", "so its forward must know the weight: call weigh(0) before forward"),
-        ("a number of samples", "a batch has weight 5, and SyncBatchNorm's backward takes only weigh(1), and weigh(0)"),
-        ("one of two", "a batch has weight 0: call weigh(0) on all optimizers of the model"),
-    ],
-)
-def test_weights_that_are_not_clear_are_refused(how: str, said: str) -> None:
-    problems = run_pooled(_unclear_weights, 2, how)
+    problem = attempt(run)
+    torchring.shutdown()
+    problems = torchring.all_gather_object(problem)
     assert all(problems)
     assert any(said in problem for problem in problems), problems
 
 
-def _in_bfloat16(rank: int, size: int) -> list[Any]:
-    """Outputs of a layer in bf16 and of the same layer under autocast, and the largest differences from fp32."""
+@ranks(2)
+def test_half_precision(rank: int) -> None:
+    """Outputs of a layer in bf16 and of the same layer under autocast are near to those in fp32."""
     torch.manual_seed(rank)
     x = torch.randn(64, 4, 3)
     layers = [torchring.SyncBatchNorm(4, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float32)]
@@ -193,25 +194,28 @@ def _in_bfloat16(rank: int, size: int) -> list[Any]:
     results = [layers[1](inputs[0])]
     with torch.autocast("cpu", torch.bfloat16):
         results.append(layers[2](inputs[1]))
-    for result in results:
+    for result, given in zip(results, inputs, strict=True):
         result.float().square().sum().backward()
-    errors = [float((result.float() - exact).abs().max().detach()) for result in results]
+        assert given.grad is not None
+        assert result.dtype == given.grad.dtype == torch.bfloat16
+        torch.testing.assert_close(result.float(), exact, rtol=0, atol=0.05)
     wide = torchring.SyncBatchNorm(4, dtype=torch.float16)
     wide(x.half() * 400)
-    errors.append(float((wide.running_var / 400**2 - layers[0].running_var + 0.9).abs().max()))  # type: ignore[operator]
-    kept = copy.deepcopy(layers[1]), pickle.loads(pickle.dumps(layers[1]))
-    same = [torch.equal(layer.running_mean, layers[1].running_mean) for layer in kept]
-    return [[r.dtype for r in results], [i.grad.dtype for i in inputs if i.grad is not None], errors, same]
+    torch.testing.assert_close(wide.running_var / 400**2, layers[0].running_var - 0.9, rtol=0, atol=0.05)
+    for kept in (copy.deepcopy(layers[1]), pickle.loads(pickle.dumps(layers[1]))):
+        assert torch.equal(kept.running_mean, layers[1].running_mean)
 
 
-def test_half_precision() -> None:
-    for dtypes, of_gradients, errors, same in run_pooled(_in_bfloat16, 2):
-        assert dtypes == of_gradients == [torch.bfloat16] * 2
-        assert max(errors) < 0.05
-        assert all(same)
-
-
-def _wrong(rank: int, size: int, how: str) -> str:
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("forward twice", ["SyncBatchNorm(1 forward)", "SyncBatchNorm(1 backward)"]),
+        ("another layer", ["SyncBatchNorm(forward)", "SyncBatchNorm(1 forward)"]),
+        ("no values", ["needs more than one value of each channel, got 0 on all ranks"]),
+    ],
+)
+@ranks(2)
+def test_ranks_that_do_not_run_the_same_are_told(rank: int, how: str, said: list[str]) -> None:
     torch.manual_seed(0)
     model = torchring.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)))
     other = torchring.SyncBatchNorm(4)
@@ -224,23 +228,9 @@ def _wrong(rank: int, size: int, how: str) -> str:
             other(x[:, :1].expand(5, 4))
         result = model(x[:0] if how == "no values" else x)
         result.sum().backward()
-        if how == "backward twice" and rank == 1:
-            model(x)
 
-    return attempt(run)
-
-
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("forward twice", ["SyncBatchNorm(1 forward)", "SyncBatchNorm(1 backward)"]),
-        ("another layer", ["SyncBatchNorm(forward)", "SyncBatchNorm(1 forward)"]),
-        ("no values", ["needs more than one value of each channel, got 0 on all ranks"]),
-    ],
-)
-def test_ranks_that_do_not_run_the_same_are_told(how: str, said: list[str]) -> None:
-    for problem in run_pooled(_wrong, 2, how):
-        assert all(text in problem for text in said), problem
+    problem = attempt(run)
+    assert all(text in problem for text in said), problem
 
 
 def test_conversion_keeps_what_there_is() -> None:

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+import torchring
+
 _LARGEST = 16  # 8 ranks: |sum| <= 128, and bf16 holds every integer up to 256
 
 
@@ -56,6 +58,11 @@ def assert_same_on_all_ranks(per_rank: Sequence[Tensor | str]) -> None:
             raise TypeError(f"rank {rank} has {value!r}, rank 0 {per_rank[0]!r}: not both tensors or both digests")
         elif value != per_rank[0]:
             raise AssertionError(f"rank {rank} has {value}, rank 0 has {per_rank[0]}")
+
+
+def assert_same_everywhere(tensors: Sequence[Tensor]) -> None:
+    """On a rank: all ranks have the same bits. All ranks call it."""
+    assert_same_on_all_ranks(torchring.all_gather_object(digest(tensors)))
 
 
 def assert_within_rounding(
