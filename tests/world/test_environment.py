@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torchring
 from tests.support import commands
 from tests.support.commands import free_port
-from tests.support.harness import _clean_environ, run_ranks, run_threads
+from tests.support.harness import _clean_environ, ranks, run_ranks, run_threads
 from tests.support.netns import needs_hosts
 from torchring.bench.netns import INTERFACE, Network
 from torchring.errors import PeerTimeoutError, TopologyError
@@ -134,6 +134,12 @@ def test_every_launcher(rank_key: str, size_key: str, local_key: str) -> None:
     assert (alone.rank, alone.size, alone.master) == (0, 1, None)
 
 
+_WITHOUT_HOSTS = {key: value for key, value in SRUN.items() if "NODELIST" not in key}
+_OF_PMI = {"PMI_RANK": "1", "PMI_SIZE": "4"}
+_APART = r"=4, but.*torchrun says GROUP_WORLD_SIZE=1.*each would train alone.*--nnodes=4"
+_TASKS = (MPIRUN, SRUN, _OF_PMI, {**SRUN, **_OF_PMI})  # of which each starts a torchrun of its own
+
+
 @pytest.mark.parametrize(
     ("environ", "complaint"),
     [
@@ -151,11 +157,58 @@ def test_every_launcher(rank_key: str, size_key: str, local_key: str) -> None:
             ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}, "MASTER_PORT")
             for port in ("0", "-1", "65536", "700000")
         ],
+        # What does not fit the tasks of srun.
+        ({**SRUN, "WORLD_SIZE": "8", **MASTER}, "WORLD_SIZE=8, but RANK not set"),
+        *[
+            (
+                {**SRUN, "MASTER_ADDR": address, "SLURM_STEP_NUM_NODES": "5"},
+                f"MASTER_ADDR={address}, but srun started processes on 5 hosts",
+            )
+            for address in ("localhost", "127.0.1.1")
+        ],
+        (_WITHOUT_HOSTS, r"SLURM_STEP_NODELIST.*set MASTER_ADDR"),
+        ({**SRUN, "SLURM_PROCID": "0", "SLURMD_NODENAME": "gpu005"}, r"rank 0 runs on gpu005.*MASTER_ADDR=gpu005"),
+        # Worlds of one, or of their own, that were not meant to be.
+        *[({**outer, **TORCHRUN}, _APART) for outer in _TASKS],
+        *[
+            ({**outer, **TORCHRUN, "WORLD_SIZE": "2"}, r"in a world of 2 of its own.*TORCHRING_LAUNCHER=torchrun")
+            for outer in _TASKS
+        ],
+        ({**SRUN, "RANK": "0", "WORLD_SIZE": "1"}, r"the environment says WORLD_SIZE=1.*TORCHRING_LAUNCHER=none"),
+        ({**SRUN, **MPIRUN, "OMPI_COMM_WORLD_SIZE": "1"}, r"SLURM_STEP_NUM_TASKS=4.*OMPI_COMM_WORLD_SIZE=1"),
+        (
+            {**MPIRUN, "TORCHRING_LAUNCHER": "srun"},
+            r"TORCHRING_LAUNCHER=srun, but srun did not start.*SLURM_STEP_NUM_TASKS",
+        ),
+        (
+            {**SRUN, "TORCHRING_LAUNCHER": "slurm"},
+            "must be one of none, torchrun, horovodrun, mpirun, srun, got 'slurm'",
+        ),
     ],
 )
 def test_what_is_incomplete_or_cannot_be_is_refused(environ: dict[str, str], complaint: str) -> None:
     with pytest.raises(TopologyError, match=complaint):
         read_environment(environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank", "size"),
+    [
+        *[({**SRUN, "MASTER_ADDR": name, "SLURM_STEP_NUM_NODES": "1"}, 1, 4) for name in ("localhost", "127.0.1.1")],
+        ({**SRUN, "SLURMD_NODENAME": "gpu005"}, 1, 4),  # ranks other than 0 may be anywhere
+        ({**SRUN, "SLURM_PROCID": "0", "SLURMD_NODENAME": "alias"}, 0, 4),
+        *[({**outer, **TORCHRUN, "WORLD_SIZE": "2", "TORCHRING_LAUNCHER": "torchrun"}, 0, 2) for outer in _TASKS],
+        *[({**outer, **TORCHRUN, "TORCHRING_LAUNCHER": "none"}, 0, 1) for outer in _TASKS],
+        # One torchrun over several tasks, and an elastic one, of whose four tasks one has died.
+        ({**MPIRUN, **TORCHRUN, "RANK": "3", "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "4"}, 3, 8),
+        ({**MPIRUN, **TORCHRUN, "WORLD_SIZE": "6", "GROUP_WORLD_SIZE": "3"}, 0, 6),
+        ({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "1", **TORCHRUN}, 0, 1),
+        ({**SRUN, "RANK": "2", "WORLD_SIZE": "4", **MASTER}, 2, 4),
+    ],
+)
+def test_what_looks_odd_and_is_right(environ: dict[str, str], rank: int, size: int) -> None:
+    launch = read_environment(environ)
+    assert (launch.rank, launch.size) == (rank, size)
 
 
 def test_who_is_a_ranks_child() -> None:
@@ -227,40 +280,15 @@ def test_srun() -> None:
     assert len(ports) == 5
 
 
-def test_what_does_not_fit_the_tasks_of_srun() -> None:
-    with pytest.raises(TopologyError, match=r"WORLD_SIZE=8, but RANK not set"):
-        read_environment({**SRUN, "WORLD_SIZE": "8", **MASTER})
-    for address in ("localhost", "127.0.1.1"):
-        assert read_environment({**SRUN, "MASTER_ADDR": address, "SLURM_STEP_NUM_NODES": "1"}).rank == 1
-        with pytest.raises(TopologyError, match=f"MASTER_ADDR={address}, but srun started processes on 5 hosts"):
-            read_environment({**SRUN, "MASTER_ADDR": address, "SLURM_STEP_NUM_NODES": "5"})
-
-
 @pytest.mark.parametrize("local", [{}, {"PMI_FD": "7", "PMI_JOBID": "4711.0"}])
 def test_pmi_of_sruns_own_is_srun(local: dict[str, str]) -> None:
     assert read_environment({**SRUN, "PMI_RANK": "1", "PMI_SIZE": "4", **local}).launcher == "srun"
-
-
-def test_mpiexec_in_a_step_of_slurm_is_mpiexec() -> None:
-    """Hydra has its proxies started by srun, one a node: their variables are what its ranks inherit."""
-    inner = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"}
-    launch = read_environment({**SRUN, **inner})
-    assert (launch.launcher, launch.rank, launch.size) == ("mpiexec (MPICH)", 5, 8)
 
 
 @pytest.mark.parametrize("missing", ["SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID"])
 def test_srun_says_less(missing: str) -> None:
     environ = {key: value for key, value in SRUN.items() if key != missing}
     assert read_environment(environ).master is not None
-    with pytest.raises(TopologyError, match=r"SLURM_STEP_NODELIST.*set MASTER_ADDR"):
-        read_environment({key: value for key, value in SRUN.items() if "NODELIST" not in key})
-
-
-def test_a_step_whose_rank_0_is_not_on_its_first_host() -> None:
-    with pytest.raises(TopologyError, match=r"rank 0 runs on gpu005.*MASTER_ADDR=gpu005"):
-        read_environment({**SRUN, "SLURM_PROCID": "0", "SLURMD_NODENAME": "gpu005"})
-    assert read_environment({**SRUN, "SLURMD_NODENAME": "gpu005"}).rank == 1, "others may be anywhere"
-    assert read_environment({**SRUN, "SLURM_PROCID": "0", "SLURMD_NODENAME": "alias"}).rank == 0
 
 
 @pytest.mark.parametrize(
@@ -294,43 +322,6 @@ def test_what_is_no_host_list(text: str) -> None:
         read_environment({**SRUN, "SLURM_STEP_NODELIST": text, "SLURM_JOB_NODELIST": ""})
 
 
-# ---- worlds of one that were not meant to be
-
-
-@pytest.mark.parametrize(
-    "outer", [MPIRUN, SRUN, {"PMI_RANK": "1", "PMI_SIZE": "4"}, {**SRUN, "PMI_RANK": "1", "PMI_SIZE": "4"}]
-)
-def test_a_torchrun_in_each_of_several_tasks(outer: dict[str, str]) -> None:
-    with pytest.raises(
-        TopologyError, match=r"=4, but.*torchrun says GROUP_WORLD_SIZE=1.*each would train alone.*--nnodes=4"
-    ):
-        read_environment({**outer, **TORCHRUN})
-    of_two = {**TORCHRUN, "WORLD_SIZE": "2"}
-    with pytest.raises(TopologyError, match=r"in a world of 2 of its own.*TORCHRING_LAUNCHER=torchrun"):
-        read_environment({**outer, **of_two})
-    assert read_environment({**outer, **of_two, "TORCHRING_LAUNCHER": "torchrun"}).size == 2
-    assert read_environment({**outer, **TORCHRUN, "TORCHRING_LAUNCHER": "none"}).size == 1
-
-
-def test_one_torchrun_over_several_tasks_is_right() -> None:
-    inner = {**TORCHRUN, "RANK": "3", "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "4"}
-    assert read_environment({**MPIRUN, **inner}).size == 8
-    elastic = {**TORCHRUN, "WORLD_SIZE": "6", "GROUP_WORLD_SIZE": "3"}  # one of four has died
-    assert read_environment({**MPIRUN, **elastic}).size == 6
-    assert read_environment({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "1", **TORCHRUN}).size == 1
-
-
-def test_variables_set_by_hand_in_each_of_several_tasks() -> None:
-    with pytest.raises(TopologyError, match=r"the environment says WORLD_SIZE=1.*TORCHRING_LAUNCHER=none"):
-        read_environment({**SRUN, "RANK": "0", "WORLD_SIZE": "1"})
-    assert read_environment({**SRUN, "RANK": "2", "WORLD_SIZE": "4", **MASTER}).rank == 2
-
-
-def test_an_mpirun_of_one_in_each_of_several_tasks() -> None:
-    with pytest.raises(TopologyError, match=r"SLURM_STEP_NUM_TASKS=4.*OMPI_COMM_WORLD_SIZE=1"):
-        read_environment({**SRUN, **MPIRUN, "OMPI_COMM_WORLD_SIZE": "1"})
-
-
 @pytest.mark.parametrize("environ", [MPIRUN, SRUN, {**TORCHRUN, "WORLD_SIZE": "4"}])
 def test_training_apart_can_be_asked_for(environ: dict[str, str]) -> None:
     assert read_environment({**environ, "TORCHRING_LAUNCHER": "none"}) == LaunchEnvironment(
@@ -342,10 +333,6 @@ def test_a_launcher_can_be_chosen() -> None:
     both = {**SRUN, **MPIRUN, **TORCHRUN, "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "4"}
     chosen = {kind: read_environment({**both, "TORCHRING_LAUNCHER": kind}) for kind in ("torchrun", "mpirun", "srun")}
     assert [launch.launcher for launch in chosen.values()] == ["torchrun", "mpirun (Open MPI)", "srun"]
-    with pytest.raises(TopologyError, match=r"TORCHRING_LAUNCHER=srun, but srun did not start.*SLURM_STEP_NUM_TASKS"):
-        read_environment({**MPIRUN, "TORCHRING_LAUNCHER": "srun"})
-    with pytest.raises(TopologyError, match="must be one of none, torchrun, horovodrun, mpirun, srun, got 'slurm'"):
-        read_environment({**SRUN, "TORCHRING_LAUNCHER": "slurm"})
 
 
 def test_a_group_that_leaves_out_others_is_refused() -> None:
@@ -361,29 +348,39 @@ def test_a_group_that_leaves_out_others_is_refused() -> None:
     check_group({}, 1)
 
 
-def _group_of_one(rank: int, size: int, folder: str) -> str:
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{rank}", 1), rank=0, world_size=1)
-    with pytest.raises(TopologyError) as caught:
+@ranks(1, run_ranks, launcher_env=False, env=MPIRUN)
+def test_a_script_whose_group_is_of_one(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    with pytest.raises(TopologyError, match="OMPI_COMM_WORLD_SIZE=4"):
         torchring.init()
     assert not torchring.is_initialized()
     os.environ["TORCHRING_LAUNCHER"] = "none"
     assert torchring.size() == 1
     torchring.shutdown()
     dist.destroy_process_group()
-    return str(caught.value)
-
-
-def test_a_script_whose_group_is_of_one(tmp_path: Path) -> None:
-    (message,) = run_ranks(_group_of_one, 1, str(tmp_path), launcher_env=False, env=MPIRUN)
-    assert "OMPI_COMM_WORLD_SIZE=4" in message
 
 
 # ---- meeting at an address
 
 
-def _by_hand(rank: int, size: int, port: int, late: float) -> Any:
+@pytest.fixture
+def port() -> str:
+    return str(free_port())
+
+
+def meets_twice(rank: int, size: int, launcher: str) -> None:
+    for _ in range(2):
+        world = torchring.init(timeout_seconds=20.0)
+        assert float(torchring.all_reduce(torch.tensor(rank + 1.0), "sum")) == size * (size + 1) / 2
+        torchring.shutdown()
+    assert (world.launcher, world.rank, world.size, world.local_rank) == (launcher, rank, size, rank)
+
+
+@pytest.mark.parametrize("late", [0.0, 0.7])
+@ranks(2, run_ranks, launcher_env=False)
+def test_variables_set_by_hand(rank: int, port: str, late: float) -> None:
     """As Kubernetes' operators have it: nothing but these, and names that come into being after the pods."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     known_from = time.monotonic() + late
     resolve = socket.getaddrinfo
 
@@ -395,18 +392,7 @@ def _by_hand(rank: int, size: int, port: int, late: float) -> Any:
     socket.getaddrinfo = getaddrinfo
     if rank == 0:
         time.sleep(2 * late)
-    totals = []
-    for _ in range(2):
-        world = torchring.init(timeout_seconds=20.0)
-        totals.append(float(torchring.all_reduce(torch.tensor(rank + 1.0), "sum")))
-        torchring.shutdown()
-    return world.launcher, world.rank, world.local_rank, totals
-
-
-@pytest.mark.parametrize("late", [0.0, 0.7])
-def test_variables_set_by_hand(late: float) -> None:
-    results = run_ranks(_by_hand, 2, free_port(), late, launcher_env=False)
-    assert results == [("the environment", rank, rank, [3.0, 3.0]) for rank in (0, 1)]
+    meets_twice(rank, 2, "the environment")
 
 
 def _refused(rank: int, size: int) -> tuple[float, str]:
@@ -433,8 +419,10 @@ def test_a_port_that_is_taken() -> None:
     assert "cannot host the rendezvous store at localhost" in message
 
 
-def _as_srun(rank: int, size: int, job: int) -> Any:
+@ranks(3, run_ranks, launcher_env=False)
+def test_ranks_of_srun_meet(rank: int) -> None:
     """All that srun sets which has to do with ranks and hosts, and what PMI-2 adds."""
+    size, job = 3, os.getppid()  # the same on all ranks, and another in each run of the tests
     os.environ |= {
         "SLURM_JOB_ID": str(job), "SLURM_JOBID": str(job), "SLURM_STEP_ID": "3", "SLURM_STEPID": "3",
         "SLURM_NTASKS": str(size), "SLURM_NPROCS": str(size), "SLURM_STEP_NUM_TASKS": str(size),
@@ -444,17 +432,7 @@ def _as_srun(rank: int, size: int, job: int) -> Any:
         "SLURM_JOB_NODELIST": "localhost,node[7-9]", "SLURMD_NODENAME": "localhost",
         "PMI_RANK": str(rank), "PMI_SIZE": str(size), "PMI_FD": "11", "PMI_JOBID": f"{job}.3",
     }  # fmt: skip
-    totals = []
-    for _ in range(2):
-        world = torchring.init(timeout_seconds=20.0)
-        totals.append(float(torchring.all_reduce(torch.tensor(rank + 1.0), "sum")))
-        torchring.shutdown()
-    return world.launcher, world.rank, world.size, world.local_rank, totals
-
-
-def test_ranks_of_srun_meet() -> None:
-    results = run_ranks(_as_srun, 3, os.getpid(), launcher_env=False)
-    assert results == [("srun", rank, 3, rank, [6.0, 6.0]) for rank in range(3)]
+    meets_twice(rank, size, "srun")
 
 
 @pytest.mark.parametrize("name", ["train", "elastic", "requeue"])
@@ -640,54 +618,38 @@ def test_mpi4py_is_asked_for() -> None:
     assert "MASTER_ADDR and MASTER_PORT" in message
 
 
-def _without_mpi4py_but_with_an_address(rank: int, size: int, port: int) -> float:
+@ranks(2, run_ranks, launcher_env=False)
+def test_with_an_address_mpi4py_is_not_needed(rank: int, port: str) -> None:
     sys.modules["mpi4py"] = None  # type: ignore[assignment]
-    os.environ |= {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     torchring.init(timeout_seconds=10.0)
-    return float(torchring.all_reduce(torch.tensor(rank + 1.0), "sum"))
+    assert float(torchring.all_reduce(torch.tensor(rank + 1.0), "sum")) == 3.0
 
 
-def test_with_an_address_mpi4py_is_not_needed() -> None:
-    assert run_ranks(_without_mpi4py_but_with_an_address, 2, free_port(), launcher_env=False) == [3.0, 3.0]
-
-
-def _with_another_mpi(rank: int, size: int) -> str:
+@ranks(1, run_ranks, launcher_env=False, env={"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"})
+def test_an_mpi4py_for_another_mpi_is_noticed() -> None:
+    """Every process thinks that it is a world of one."""
     mpi = types.SimpleNamespace(
         COMM_WORLD=types.SimpleNamespace(rank=0, size=1), Get_library_version=lambda: "Open MPI v5.0.11, package: x\0"
     )
     sys.modules["mpi4py"] = types.SimpleNamespace(MPI=mpi)  # type: ignore[assignment]
     with pytest.raises(TopologyError) as caught:
         torchring.init(timeout_seconds=5.0)
-    return str(caught.value)
+    assert "mpiexec (MPICH) says rank 1 of 2, but mpi4py says rank 0 of 1" in str(caught.value)
+    assert "(Open MPI v5.0.11, package: x)" in str(caught.value)
 
 
-def test_an_mpi4py_for_another_mpi_is_noticed() -> None:
-    """Every process thinks that it is a world of one."""
-    environ = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}
-    (message,) = run_ranks(_with_another_mpi, 1, launcher_env=False, env=environ)
-    assert "mpiexec (MPICH) says rank 1 of 2, but mpi4py says rank 0 of 1" in message
-    assert "(Open MPI v5.0.11, package: x)" in message
-
-
-def _unknown_mpi(rank: int, size: int) -> tuple[Any, Any]:
-    class Comm:
-        rank, size = 2, 3
-
-    class Fake:
-        COMM_WORLD = Comm
-        Is_initialized = staticmethod(lambda: True)
-        Is_finalized = staticmethod(lambda: False)
-
+def test_a_script_that_has_started_mpi_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = types.SimpleNamespace(
+        COMM_WORLD=types.SimpleNamespace(rank=2, size=3), Is_initialized=lambda: True, Is_finalized=lambda: False
+    )
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
     assert store_module.unannounced_mpi({}) is None
-    sys.modules["mpi4py.MPI"] = Fake  # type: ignore[assignment]
-    return store_module.unannounced_mpi({}), store_module.unannounced_mpi({"TORCHRING_LAUNCHER": "none"})
-
-
-def test_a_script_that_has_started_mpi_itself() -> None:
-    ((found, apart),) = run_ranks(_unknown_mpi, 1, launcher_env=False)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", fake)  # type: ignore[arg-type]
+    found = store_module.unannounced_mpi({})
     assert found == LaunchEnvironment("MPI", 2, 3, None, None, False, over_mpi=True)
-    assert apart is None
+    assert store_module.unannounced_mpi({"TORCHRING_LAUNCHER": "none"}) is None
 
 
 # ---- torchrun on two nodes
