@@ -29,9 +29,9 @@ tests: $(INSTALLED)
 	PYTHONDONTWRITEBYTECODE= PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pytest -m "$(MARKED)" --durations 15 \
 	    --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-# Not `python -m qa.soak`: processes for ranks would import it, and hypothesis, once more.
+# Not `python -m qa.soak`: processes for ranks would import it once more.
 SECONDS ?= 600
-soak: $(INSTALLED)  ## random models, options and steps, and all pairs of features, against one process, for SECONDS
+soak: $(INSTALLED)  ## all pairs of features against one process, in other combinations each time, for SECONDS
 	$(BIN)/python -c "from qa import soak; raise SystemExit(soak.main())" --seconds $(SECONDS) \
 	    $(if $(SEED),--seed $(SEED))
 
@@ -68,7 +68,7 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
 # Without bytecode: the tests compile what they import, a tenth of what pip would compile in 40 s.
 $(INSTALLED): pyproject.toml constraints.txt

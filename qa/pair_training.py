@@ -167,7 +167,10 @@ class Net(nn.Module):
     def _upper(self, h: Tensor) -> Tensor:
         is_checkpointed = self.training_["forward"] == "checkpointed"
         h = torch.tanh(checkpoint(self.middle, h, use_reentrant=False) if is_checkpointed else self.middle(h))
-        h = h + torch.tanh(self.late(h))
+        if self.training_["graph"] == "same" or len(h) != 3:
+            h = h + torch.tanh(self.late(h))
+        if self.training_["layers"] == "used twice":
+            h = h + torch.tanh(self.late(h))
         return self.top(h + self.extra(h) if self.uses_extra else h)
 
 
@@ -309,6 +312,7 @@ class _Script:
         kinds = {"counter": "mean", "average": "mean", "own": None}
         buffers = training["buffers"]
         options: dict[str, Any] = {
+            "op": training["op"],
             "compression": None if training["wire"] == "own" else training["wire"],
             "bucket_mb": {"default": None, "tiny": 1e-4}[training["buckets"]],
             "accumulate": int(training["accumulate"]),
@@ -598,9 +602,11 @@ def _add_gradients(
                 if losses:
                     for p, grad in _gradients(net, training, torch.stack(losses).sum()).items():
                         total[p] = grad + total.get(p, 0.0)
+    if training["weights"] == "none":
+        divisor = len(counting) if training["op"] == "mean" else 1.0
     for p in parameters:
         if p in total:
-            p.grad = total[p] / (divisor if training["weights"] != "none" else len(counting))
+            p.grad = total[p] / divisor
     return sorted(counting)
 
 

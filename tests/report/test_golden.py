@@ -1,8 +1,6 @@
 """What the report says about simulated jobs, each with a fault: golden.txt has it word for word.
 
-    python -m tests.report.test_golden      writes golden.txt anew; look at the differences, number by number
-
-`tests/tools/report_faults_job.py` puts the same faults into real jobs, and prints the truth beside the sentence.
+python -m tests.report.test_golden      writes golden.txt anew; look at the differences, number by number
 """
 
 from __future__ import annotations
