@@ -1,53 +1,20 @@
 """Private names of PyTorch that torchring uses. A release that renames one fails here, and not in a user's training."""
 
 import ast
-import importlib
-import operator
 import re
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint.state_dict
+
+import torchring
+from tests.support.harness import run_pooled
+from torchring.doctor.facts import torch_lacks
+from torchring.releases import PRIVATE_NAMES, check_torch, release_of
 
 PACKAGE = Path(__file__).parents[1] / "torchring"
 
-# Where PyTorch itself uses the name: it is as stable as that code. "optional": torchring works without it, too.
-NAMES = {
-    "torch.autograd.Variable._execution_engine.queue_callback": "DistributedDataParallel, FSDP2",
-    "torch._C._current_autograd_node": "torch.autograd.graph",
-    "torch._C._storage_Use_Count": "CUDA graph trees of Inductor",
-    "torch.UntypedStorage._swap_data_ptr_": "nothing in Python; optional",
-    "torch._C._dynamo.eval_frame": "torch.compiler.disable; optional",
-    "torch._C._get_tracing_state": "torch.nn.Module",
-    "torch._C._autograd._get_sequence_nr": "torch.fx; optional",
-    "torch.autograd._profiler_enabled": "torch.autograd.profiler",
-    "torch.distributed.distributed_c10d._get_default_store": "torch.distributed",
-    "torch.distributed.distributed_c10d._default_pg_init_method": "torch.distributed; optional",
-    "torch.nn.modules.batchnorm._BatchNorm": "FSDP",
-    "torch.utils.data.dataloader._BaseDataLoaderIter.__next__": "DataLoader",
-    "torch.utils.data._utils.worker": "DataLoader",
-    "torch.utils._pytree.tree_map": "FSDP2",
-    "torch._foreach_add": "torch.optim",
-    "torch._foreach_add_": "torch.optim",
-    "torch._foreach_addcmul_": "torch.optim",
-    "torch._foreach_copy_": "torch.optim",
-    "torch._foreach_div": "torch.optim",
-    "torch._foreach_div_": "torch.optim",
-    "torch._foreach_lerp_": "torch.optim",
-    "torch._foreach_mul": "torch.optim",
-    "torch._foreach_mul_": "torch.optim",
-    "torch._foreach_norm": "torch.nn.utils.clip_grad_norm_",
-    "torch._foreach_sqrt": "torch.optim",
-    "torch._foreach_zero_": "torch.optim",
-    "torch.distributed.checkpoint.state_dict._init_optim_state": "torch.distributed.checkpoint",
-    "torch._neg_view": "a public operator, without documentation",
-}
-OF_CUDA = {
-    "torch._C._cuda_getCurrentStream": "torch.cuda",
-    "torch._C._distributed_c10d._register_process_group": "torch.distributed",
-    "torch._C._distributed_c10d._SymmetricMemory": "torch.distributed._symmetric_memory",
-}
+NAMES = {f"torch.{name}" for names in PRIVATE_NAMES.values() for name in names.split()}
 
 
 def private_names(source: str) -> set[str]:
@@ -75,9 +42,8 @@ def is_part(name: str, of: str) -> bool:
 
 def test_every_private_name_is_listed() -> None:
     used = set().union(*(private_names(file.read_text()) for file in PACKAGE.rglob("*.py")))
-    listed = {*NAMES, *OF_CUDA}
-    assert {name for name in used if not any(is_part(name, one) or is_part(one, name) for one in listed)} == set()
-    assert listed <= used, "or the list is too long"
+    assert {name for name in used if not any(is_part(name, one) or is_part(one, name) for one in NAMES)} == set()
+    assert used >= NAMES, "or the list is too long"
 
 
 @pytest.mark.parametrize(
@@ -92,10 +58,25 @@ def test_private_names_are_found(source: str, expected: set[str]) -> None:
     assert private_names(source) == expected
 
 
-@pytest.mark.parametrize("name", NAMES | OF_CUDA if torch.backends.cuda.is_built() else NAMES)
-def test_a_private_name_is_there(name: str) -> None:
-    if name.startswith("torch.optim.optimizer."):  # a module that its package hides
-        name = name.removeprefix("torch.optim.optimizer.")
-        assert name in vars(importlib.import_module("torch.optim.optimizer"))
-        return
-    operator.attrgetter(name.removeprefix("torch."))(torch)
+def test_this_release_has_them() -> None:
+    swap = "shard=True (torch.UntypedStorage._swap_data_ptr_)"
+    assert torch_lacks() == ([swap] if release_of(torch.__version__) < (2, 12) else [])
+
+
+def _without_swap(rank: int, size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRIVATE_NAMES, "shard=True", "UntypedStorage._of_nobody")
+        assert torch_lacks() == ["shard=True (torch.UntypedStorage._of_nobody)"]
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(
+            ValueError, match=r"takes PyTorch 2\.12 or newer, and this is .*, which lacks torch\.U.*_of_nobo"
+        ):
+            torchring.wrap(optimizer, model, shard=True)
+
+
+def test_what_a_release_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_pooled(_without_swap, 1)
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    with pytest.raises(ImportError, match=r"with PyTorch 2\.99, which lacks torch\._C\._storage_Use_Count; install"):
+        check_torch("2.99")

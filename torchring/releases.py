@@ -7,10 +7,45 @@ missing: gradients do not live in wire buffers there, and `shard=True` is an err
 from __future__ import annotations
 
 import importlib.metadata
+import pkgutil
 import re
 from typing import Final
 
 LEAST_TORCH: Final = (2, 11)
+# What does not work where PyTorch lacks one of these private names of its own. A release may rename or remove them.
+PRIVATE_NAMES: Final = {
+    "torchring.wrap": """
+        autograd.Variable._execution_engine.queue_callback _C._current_autograd_node _C._storage_Use_Count
+        _C._dynamo.eval_frame _foreach_copy_ _foreach_mul _foreach_mul_ _foreach_zero_
+        nn.modules.batchnorm._BatchNorm""",
+    "shard=True": "UntypedStorage._swap_data_ptr_",
+    "torch.distributed.checkpoint with shard=True": "distributed.checkpoint.state_dict._init_optim_state",
+    "layer-wise recipes": """
+        _foreach_add _foreach_add_ _foreach_addcmul_ _foreach_div _foreach_div_ _foreach_lerp_ _foreach_norm
+        _foreach_sqrt""",
+    "collectives": "_neg_view distributed.distributed_c10d._get_default_store",
+    "torchring.trace": "_C._get_tracing_state utils.data.dataloader._BaseDataLoaderIter.__next__",
+    "torchring.data": "utils.data._utils.worker",
+    "torchring.elastic": "utils._pytree.tree_map",
+    "warning of ranks that train alone": """
+        _C._autograd._get_sequence_nr distributed.distributed_c10d._default_pg_init_method""",
+    "GPUs": """
+        autograd._profiler_enabled _C._cuda_getCurrentStream _C._distributed_c10d._register_process_group
+        _C._distributed_c10d._SymmetricMemory""",
+}
+
+
+def missing_names(what: str) -> list[str]:
+    """The private names without which `what` does not work, and which this PyTorch lacks."""
+    return [name for name in PRIVATE_NAMES[what].split() if not _is_there(f"torch.{name}")]
+
+
+def _is_there(name: str) -> bool:
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 def release_of(version: str) -> tuple[int, int]:
@@ -29,10 +64,15 @@ def installed_version(package: str) -> str | None:
 
 
 def check_torch(version: str) -> None:
-    """Raise ImportError if this release of PyTorch is too old."""
+    """Raise ImportError if this release of PyTorch is too old, or lacks what training takes."""
     if release_of(version) < LEAST_TORCH:
         least = ".".join(map(str, LEAST_TORCH))
         raise ImportError(
             f"torchring needs PyTorch {least} or newer, and PyTorch {version} is installed; upgrade PyTorch with "
             "`pip install --upgrade torch`, or with the command that pytorch.org gives for your GPU"
+        )
+    if missing := missing_names("torchring.wrap"):
+        raise ImportError(
+            f"torchring does not work with PyTorch {version}, which lacks torch.{missing[0]}; install a release that "
+            "torchring was tested with: docs/guides/gpu.md names them under Versions"
         )

@@ -208,10 +208,6 @@ def test_what_looks_at_all_parameters_or_changes_pieces_is_refused() -> None:
     patched = torch.optim.SGD(net.parameters(), lr=0.1)
     patched.step = lambda *_: None  # type: ignore[assignment]
     refuse("was replaced in the instance", ValueError, lambda: torchring.wrap(patched, net, shard=True))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchring.sharding.optimizer.CAN_SWAP", False)
-        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-        refuse("takes PyTorch 2.12 or newer", ValueError, lambda: torchring.wrap(sgd, net, shard=True))
 
     plain = torch.optim.AdamW(groups)
     optimizer: Any = torchring.wrap(plain, net, shard=True)

@@ -46,6 +46,11 @@ def _versions(report: Report) -> _Said:
         yield "ok", ", ".join(said) + ("; the same on all ranks" if len(report.ranks) > 1 else "")
 
 
+def _private_names(report: Report) -> _Said:
+    if lacks := next((rank.torch_lacks for rank in report.ranks if rank.torch_lacks), []):
+        yield "warning", f"does not work with this release, for lack of private names: {', '.join(lacks)}"
+
+
 def _platforms(report: Report) -> _Said:
     if by := _differs(report, lambda rank: rank.platform):
         yield "warning", f"platforms differ ({by}): such ranks share no memory, and round differently"
@@ -198,6 +203,7 @@ def _gloo(report: Report) -> _Said:
 CHECKS: Final[tuple[tuple[str, Callable[[Report], _Said], str], ...]] = (
     ("failed", _problem, ""),
     ("versions", _versions, "install the same version everywhere"),
+    ("PyTorch", _private_names, "docs/guides/gpu.md says under Versions which release has what"),
     ("platform", _platforms, "use one kind of machine"),
     ("hosts", _hosts, ""),
     ("cores", _cores, ""),

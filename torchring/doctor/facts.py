@@ -19,7 +19,7 @@ from torchring import placement
 from torchring.devices.handover import describe_handover
 from torchring.doctor.report import RankFacts
 from torchring.linux import boot_id, host_name
-from torchring.releases import installed_version
+from torchring.releases import PRIVATE_NAMES, installed_version, missing_names
 from torchring.rendezvous.addresses import gloo_address, list_interfaces, resolve
 
 _PACKAGES: Final = ("torchring", "torch", "triton", "numpy", "mpi4py")
@@ -48,6 +48,7 @@ def gather(rank: int) -> RankFacts:
         threads=torch.get_num_threads(),
         gpus=[torch.cuda.get_device_name(i) for i in gpus],
         gpu_peers=[[i == j or torch.cuda.can_device_access_peer(i, j) for j in gpus] for i in gpus],
+        torch_lacks=torch_lacks(),
         triton_lacks=triton_lacks(),
         handover=describe_handover(),
         has_gloo=dist.is_gloo_available(),
@@ -55,6 +56,12 @@ def gather(rank: int) -> RankFacts:
         interfaces=interfaces,
         gloo_address=gloo_address(os.environ, interfaces, resolve(host_name())),
     )
+
+
+def torch_lacks() -> list[str]:
+    """What does not work with this PyTorch, and the private names that it lacks."""
+    asked = [what for what in PRIVATE_NAMES if what != "GPUs" or torch.version.cuda or torch.version.hip]
+    return [f"{what} (torch.{', torch.'.join(missing)})" for what in asked if (missing := missing_names(what))]
 
 
 def triton_lacks() -> list[str]:

@@ -40,6 +40,7 @@ class RankFacts:
     threads: int = 0  # that torch computes with
     gpus: list[str] = field(default_factory=list)
     gpu_peers: list[list[bool]] = field(default_factory=list)  # [i][j]: whether GPU i reaches GPU j's memory
+    torch_lacks: list[str] = field(default_factory=list)  # what does not work with this release of PyTorch
     triton_lacks: list[str] = field(default_factory=list)  # what compiling kernels takes, and is not there
     handover: dict[str, str] = field(default_factory=dict)  # see `memory.handover.describe_handover`
     has_gloo: bool = False

@@ -16,8 +16,8 @@ from torchring.errors import GradientError, in_step
 from torchring.gradients.layout import Options
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import Guest
-from torchring.gradients.views import CAN_SWAP
 from torchring.optimizer import DistributedOptimizer
+from torchring.releases import missing_names
 from torchring.sharding import checkpoint
 from torchring.sharding.kinds import kind_of
 from torchring.sharding.parameters import check_movable
@@ -35,9 +35,10 @@ class ShardedOptimizer(DistributedOptimizer):
     def _check(
         self, optimizer: Optimizer, options: Options, world: World, names: Mapping[torch.nn.Parameter, str]
     ) -> None:
-        if not CAN_SWAP:
+        if missing := missing_names("shard=True"):
             raise ValueError(
-                f"shard=True takes PyTorch 2.12 or newer, and this is {torch.__version__}; leave shard out"
+                f"shard=True takes PyTorch 2.12 or newer, and this is {torch.__version__}, which lacks "
+                f"torch.{missing[0]}; leave shard out"
             )
         refuse_patched(optimizer)
         kind_of(optimizer)
