@@ -14,7 +14,7 @@ from torchring.releases import PRIVATE_NAMES, check_torch, release_of
 
 PACKAGE = Path(__file__).parents[1] / "torchring"
 
-NAMES = {f"torch.{name}" for names in PRIVATE_NAMES.values() for name in names.split()}
+NAMES = {f"torch.{name}" for names in PRIVATE_NAMES.values() for name in names.replace(":", ".").split()}
 
 
 def private_names(source: str) -> set[str]:

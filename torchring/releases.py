@@ -19,7 +19,7 @@ PRIVATE_NAMES: Final = {
         _C._dynamo.eval_frame _foreach_copy_ _foreach_mul _foreach_mul_ _foreach_zero_
         nn.modules.batchnorm._BatchNorm""",
     "shard=True": "UntypedStorage._swap_data_ptr_",
-    "torch.distributed.checkpoint with shard=True": "distributed.checkpoint.state_dict._init_optim_state",
+    "torch.distributed.checkpoint with shard=True": "distributed.checkpoint.state_dict:_init_optim_state",
     "layer-wise recipes": """
         _foreach_add _foreach_add_ _foreach_addcmul_ _foreach_div _foreach_div_ _foreach_lerp_ _foreach_norm
         _foreach_sqrt""",
@@ -37,12 +37,12 @@ PRIVATE_NAMES: Final = {
 
 def missing_names(what: str) -> list[str]:
     """The private names without which `what` does not work, and which this PyTorch lacks."""
-    return [name for name in PRIVATE_NAMES[what].split() if not _is_there(f"torch.{name}")]
+    return [name for name in PRIVATE_NAMES[what].split() if not _is_there(name)]
 
 
 def _is_there(name: str) -> bool:
     try:
-        pkgutil.resolve_name(name)
+        pkgutil.resolve_name(f"torch.{name}" if ":" in name else f"torch:{name}")  # imports what is before the colon
     except (ImportError, AttributeError):
         return False
     return True
