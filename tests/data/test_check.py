@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 import torchring
-from tests.support.harness import run_pooled
-from tests.support.training import attempt, small_model, values
+from tests.support.checks import assert_agreed, logged
+from tests.support.harness import ranks, run_pooled
+from tests.support.training import attempt, small_model
 from torchring.data import Coverage, Sampler, check, shard
 
 
@@ -43,22 +43,13 @@ def _checks(rank: int, size: int) -> dict[str, Any]:
     found["own"] = attempt(lambda: check(data, _Own([0, 1, 1, 2, 7] if rank else [3, 4, 5, 6, 7])))
     found["outside"] = attempt(lambda: check(data, _Own([11] if rank else [0])))
     found["no length"] = attempt(lambda: check(iter([1]), _Own([0])))
-    found["uneven"] = _warnings_of(lambda: check(data, _Own([*range(7)] if rank == 0 else [*range(7, 11)])))
-    found["even"] = _warnings_of(lambda: check(data, sampler) and check(data, DistributedSampler(data, size, rank)))
+    with logged() as found["uneven"]:
+        check(data, _Own([*range(7)] if rank == 0 else [*range(7, 11)]))
+    with logged() as found["even"]:
+        check(data, sampler)
+        check(data, DistributedSampler(data, size, rank))
     found["untouched"] = sampler.state_dict() == before and torch.equal(torch.get_rng_state(), random_state)
     return found
-
-
-def _warnings_of(call: Callable[[], object]) -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("torchring").addHandler(handler)
-    try:
-        call()
-    finally:
-        logging.getLogger("torchring").removeHandler(handler)
-    return said
 
 
 def test_check() -> None:
@@ -91,7 +82,9 @@ def test_check() -> None:
     assert both[0]["no length"].startswith("TypeError")
 
 
-def _uneven(rank: int, size: int) -> tuple[int, list[torch.Tensor]]:
+@ranks(3)
+def test_uneven_ends_with_join(rank: int) -> None:
+    """Elements 0 to 6 on three ranks in batches of 2: rank 0 has 2 batches, the others have one."""
     inputs, targets = torch.randn(7, 4, dtype=torch.float64), torch.randn(7, 2, dtype=torch.float64)
     loader = DataLoader(shard([*zip(inputs, targets, strict=True)]), batch_size=2)
     model = small_model()
@@ -103,11 +96,5 @@ def _uneven(rank: int, size: int) -> tuple[int, list[torch.Tensor]]:
             torch.nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
             num_batches += 1
-    return num_batches, values(model)
-
-
-def test_uneven_ends_with_join() -> None:
-    """Elements 0 to 6 on three ranks in batches of 2: rank 0 has 2 batches, the others have one."""
-    found = run_pooled(_uneven, 3)
-    assert [num_batches for num_batches, _ in found] == [2, 1, 1]
-    assert all(torch.equal(a, b) for _, mine in found for a, b in zip(mine, found[0][1], strict=True))
+    assert num_batches == (2, 1, 1)[rank]
+    assert_agreed(*model.parameters())

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import torchring
 from tests.support.checks import assert_same_on_all_ranks, digest
 from tests.support.fake_device import FakeAccelerator
-from tests.support.harness import patient, run_ranks
+from tests.support.harness import patient, ranks, run_ranks
+from tests.support.scenarios import INTERPRETED
 from tests.support.training import attempt
 from torchring.devices import watchdog
 from torchring.errors import RingError
@@ -25,7 +26,6 @@ from torchring.memory import host as host_module
 
 pytestmark = pytest.mark.sim
 
-_INTERPRETED = {"TRITON_INTERPRET": "1"}
 _FATAL_STEP = 3
 _TIMEOUT_SECONDS = 2.0
 _TOO_LATE = 4.0  # seconds; a death is noticed in about one, and a loaded machine is given the rest
@@ -59,29 +59,29 @@ def _train(
     return steps, "", digest(model.parameters()), (), 0.0
 
 
-def _killed(rank: int, size: int) -> Any:
+@ranks(3, start=run_ranks, env=INTERPRETED, deadline=40, expect_exit={2: -signal.SIGKILL})
+def test_a_rank_that_is_killed_is_named_by_all_others(rank: int, world_size: int) -> None:
+    """Their devices wait for it at that time, and have to be told to give up."""
+
     def die(step: int) -> None:
-        if rank == size - 1 and step == _FATAL_STEP:
+        if rank == world_size - 1 and step == _FATAL_STEP:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with FakeAccelerator().installed() as accelerator:
         torchring.init(timeout_seconds=30.0)
-        return [*_train(rank, 8, die), [int(word) for word in accelerator.host_words]]
-
-
-def test_a_rank_that_is_killed_is_named_by_all_others() -> None:
-    """Their devices wait for it at that time, and have to be told to give up."""
-    *survivors, _ = run_ranks(_killed, 3, env=_INTERPRETED, deadline=40, expect_exit={2: -signal.SIGKILL})
-    for step, error, text, peers, seconds, told in survivors:
-        assert (step, error) == (_FATAL_STEP, "PeerLostError"), text
-        assert peers == (2,), text
+        step, error, text, peers, seconds = _train(rank, 8, die)
+        assert (step, error, peers) == (_FATAL_STEP, "PeerLostError", (2,)), text
         assert "rank 2" in text
         assert seconds < patient(_TOO_LATE)
-        assert 1 in told
+        assert 1 in map(int, accelerator.host_words)
 
 
-def _killed_afar(rank: int, size: int) -> Any:
-    """The last rank dies when its backward has returned, and before its device has done its part."""
+@ranks(2, start=run_ranks, env=INTERPRETED, deadline=40, expect_exit={1: -signal.SIGKILL})
+def test_a_rank_of_another_host_that_is_killed_while_the_device_waits(rank: int, world_size: int) -> None:
+    """The last rank dies when its backward has returned, and before its device has done its part.
+
+    What NCCL leaves of a sum is not used: the host had launched the rest of the step, and could not know.
+    """
     host_module._host_identity = lambda: f"host {rank}"
     watchdog._AFAR_SECONDS = 0.5
     with FakeAccelerator("lazy").installed():
@@ -97,22 +97,16 @@ def _killed_afar(rank: int, size: int) -> Any:
         take_step()
         optimizer.zero_grad()
         model(torch.ones(1, 8)).sum().backward()
-        if rank == size - 1:
+        if rank == world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         started = time.monotonic()
         gradients = [float(p.grad.sum()) for p in model.parameters() if p.grad is not None]  # waits for the device
-        return [gradients, time.monotonic() - started, attempt(take_step)]
-
-
-def test_a_rank_of_another_host_that_is_killed_while_the_device_waits() -> None:
-    """What NCCL leaves of a sum is not used: the host had launched the rest of the step, and could not know."""
-    survivor, _ = run_ranks(_killed_afar, 2, env=_INTERPRETED, deadline=40, expect_exit={1: -signal.SIGKILL})
-    gradients, seconds, error = survivor
-    assert len(gradients) == 2
-    assert all(math.isnan(value) for value in gradients), gradients
-    assert seconds < patient(2 * _TOO_LATE)
-    assert error.startswith("PeerLostError"), error
-    assert "rank 1" in error
+        assert len(gradients) == 2
+        assert all(math.isnan(value) for value in gradients), gradients
+        assert time.monotonic() - started < patient(2 * _TOO_LATE)
+        error = attempt(take_step)
+        assert error.startswith("PeerLostError"), error
+        assert "rank 1" in error
 
 
 def _in_turn(rank: int, size: int) -> dict[str, Any]:
@@ -148,7 +142,7 @@ def _in_turn(rank: int, size: int) -> dict[str, Any]:
 
 @functools.cache
 def _results_in_turn() -> list[dict[str, Any]]:
-    return run_ranks(_in_turn, 2, env=_INTERPRETED, deadline=60)
+    return run_ranks(_in_turn, 2, env=INTERPRETED, deadline=60)
 
 
 def test_a_rank_that_keeps_others_waiting() -> None:

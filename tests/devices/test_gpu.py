@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 import torchring
 from tests.participants import test_buffers
-from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, digest, exact_inputs
+from tests.sharding.test_on_device import ShardedSide
+from tests.support.checks import assert_agreed, assert_bitwise, assert_same_on_all_ranks, digest, exact_inputs
 from tests.support.harness import ranks, run_ranks
 from tests.support.scripts import ON_DEVICES
 from tests.support.training import Script, Side, assert_as_one_process, momentum, small_model, train, values
@@ -35,6 +36,7 @@ pytestmark = pytest.mark.gpu
 
 SHARED = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 DEADLINE = 120.0  # each rank starts CUDA and compiles or loads its kernels
+on_gpu = ranks(2, start=run_ranks, env=SHARED, deadline=DEADLINE)
 
 
 def make_model(seed: int = 0) -> nn.Module:
@@ -116,6 +118,11 @@ def compiled(side: Side) -> Sequence[Any]:
 SCRIPTS: dict[str, tuple[Script, tuple[Any, ...], float]] = {**ON_DEVICES, "compiled layers": (compiled, (), 1e-9)}
 
 
+_NEEDS_SWAP = pytest.mark.takes_2_12
+_CASES = [pytest.param(name, False, id=name) for name in SCRIPTS]
+_CASES += [pytest.param(name, True, id=f"{name}, sharded", marks=_NEEDS_SWAP) for name in ON_DEVICES]
+
+
 def run_on_gpu(side: Side, name: str) -> list[Any]:
     script, args, _ = SCRIPTS[name]
     stream = torch.cuda.stream(torch.cuda.Stream()) if "side stream" in name else nullcontext()
@@ -125,13 +132,14 @@ def run_on_gpu(side: Side, name: str) -> list[Any]:
         return [each.cpu() if isinstance(each, Tensor) else each for each in seen]
 
 
-def run_scripts(rank: int, size: int) -> dict[str, Any]:
+def run_scripts(rank: int, size: int, shard: bool) -> dict[str, Any]:
     """By name, what each gives, or its traceback."""
     results: dict[str, Any] = {}
-    for name in SCRIPTS:
+    side = (ShardedSide if shard else Side)((rank,), True)
+    for name in ON_DEVICES if shard else SCRIPTS:
         try:
             torchring.init(timeout_seconds=20)  # a rank that fails leaves the other one waiting
-            results[name] = run_on_gpu(Side((rank,), True), name)
+            results[name] = run_on_gpu(side, name)
         except Exception:
             results[name] = traceback.format_exc()
         torchring.shutdown()
@@ -139,14 +147,14 @@ def run_scripts(rank: int, size: int) -> dict[str, Any]:
 
 
 @functools.cache
-def results_of_scripts() -> list[dict[str, Any]]:
-    return run_ranks(run_scripts, 2, env=SHARED, deadline=2 * DEADLINE)
+def results_of_scripts(shard: bool) -> list[dict[str, Any]]:
+    return run_ranks(run_scripts, 2, shard, env=SHARED, deadline=2 * DEADLINE)
 
 
 @pytest.mark.timeout(3 * DEADLINE)  # the first one waits for all
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_scripts(name: str) -> None:
-    results = [of_rank[name] for of_rank in results_of_scripts()]
+@pytest.mark.parametrize(("name", "shard"), _CASES)
+def test_scripts(name: str, shard: bool) -> None:
+    results = [of_rank[name] for of_rank in results_of_scripts(shard)]
     failures = [result for result in results if isinstance(result, str)]
     assert not failures, "\n".join(failures)
     assert_as_one_process(run_on_gpu, name, tolerance=SCRIPTS[name][2], run=lambda *_: results)
@@ -247,12 +255,13 @@ def test_sums_are_exact(algorithm: str, size: int) -> None:
     run_ranks(reduce_sizes, size, algorithm, env=SHARED, deadline=DEADLINE)
 
 
+@pytest.mark.parametrize("shard", [False, pytest.param(True, marks=_NEEDS_SWAP)])
 @pytest.mark.parametrize("fused", [False, True])
-@ranks(2, start=run_ranks, env=SHARED, deadline=DEADLINE)
-def test_no_step_waits_for_the_device(fused: bool, rank: int) -> None:
+@on_gpu
+def test_no_step_waits_for_the_device(fused: bool, shard: bool, rank: int) -> None:
     """With a fused optimizer also under a GradScaler."""
     model = make_model()
-    optimizer = torchring.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused), model)
+    optimizer = torchring.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused), model, shard=shard)
     scaler = torch.amp.GradScaler("cuda", enabled=fused)
     batches = [batch(step, rank) for step in range(12)]
     torch.cuda.synchronize()
@@ -279,7 +288,7 @@ def test_synchronising_would_have_been_noticed() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@ranks(2, start=run_ranks, env=SHARED, deadline=DEADLINE)
+@on_gpu
 def test_gradients_are_kept_until_they_have_been_read(rank: int, world_size: int) -> None:
     """Gradients' memory is taken for something else as soon as the allocator gives it away."""
     model = make_model()
@@ -306,7 +315,7 @@ def test_gradients_are_kept_until_they_have_been_read(rank: int, world_size: int
 
 
 @pytest.mark.takes_2_12
-@ranks(2, start=run_ranks, env=SHARED, deadline=DEADLINE)
+@on_gpu
 def test_gradients_are_not_kept_beside_the_wires() -> None:
     """Gradients of 4 MiB, each a bucket of its own."""
     parameters = [nn.Parameter(torch.zeros(1 << 20, device="cuda")) for _ in range(16)]
@@ -323,7 +332,7 @@ def test_gradients_are_not_kept_beside_the_wires() -> None:
     torchring.shutdown()
 
 
-@ranks(2, start=run_ranks, env=SHARED, deadline=DEADLINE)
+@on_gpu
 def test_a_nan_is_traced_to_its_rank(rank: int) -> None:
     model = make_model()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
@@ -345,7 +354,8 @@ def test_a_nan_is_traced_to_its_rank(rank: int) -> None:
     torchring.shutdown()
 
 
-def lose_a_peer(rank: int, size: int) -> float:
+@ranks(2, start=run_ranks, env=SHARED, deadline=DEADLINE, expect_exit={1: -signal.SIGKILL})
+def test_a_dead_rank_is_named_while_the_device_waits(rank: int) -> None:
     model = make_model()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
     started = 0.0
@@ -364,18 +374,13 @@ def lose_a_peer(rank: int, size: int) -> float:
 
     with pytest.raises(PeerLostError) as caught:
         list(map(take_step, range(200)))
-    waited = time.monotonic() - started
+    assert time.monotonic() - started < 20  # seconds; a deadline, not a measurement
     assert caught.value.peers == (1,)
     torch.cuda.synchronize()  # no kernel waits any more
-    return waited
 
 
-def test_a_dead_rank_is_named_while_the_device_waits() -> None:
-    waited, _ = run_ranks(lose_a_peer, 2, env=SHARED, deadline=DEADLINE, expect_exit={1: -signal.SIGKILL})
-    assert waited < 20  # seconds; a deadline, not a measurement
-
-
-def leave_early(rank: int, size: int) -> bool:
+@on_gpu
+def test_a_script_that_ends_leaves_no_peer_behind(rank: int) -> None:
     """One rank ends right after its last step, without a word; its device has yet to do its part for the other."""
     model = make_model()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
@@ -388,15 +393,11 @@ def leave_early(rank: int, size: int) -> bool:
         optimizer.step()
     if rank == 0:
         time.sleep(2.0)
-        return all(bool(p.isfinite().all()) for p in model.parameters())
-    return True
+        assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
-def test_a_script_that_ends_leaves_no_peer_behind() -> None:
-    assert run_ranks(leave_early, 2, env=SHARED, deadline=DEADLINE) == [True, True]
-
-
-def train_elsewhere(rank: int, size: int) -> list[Tensor]:
+@on_gpu
+def test_the_gpu_as_the_default_device(rank: int) -> None:
     torch.set_default_device("cuda")
     model = make_model()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
@@ -405,17 +406,11 @@ def train_elsewhere(rank: int, size: int) -> list[Tensor]:
         model(torch.full((4, 300), float(rank + step))).square().mean().backward()
         optimizer.step()
     torchring.all_reduce(torch.ones(3))
-    parameters = [p.detach().cpu() for p in model.parameters()]
+    assert_agreed(*model.parameters())
     torchring.shutdown()
-    return parameters
 
 
-def test_the_gpu_as_the_default_device() -> None:
-    per_rank = run_ranks(train_elsewhere, 2, env=SHARED, deadline=DEADLINE)
-    assert_same_on_all_ranks([digest(parameters) for parameters in per_rank])
-
-
-@ranks(2, start=run_ranks, env=SHARED, deadline=DEADLINE)
+@on_gpu
 def test_capturing_a_backward_is_refused(rank: int) -> None:
     model = make_model()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
@@ -432,7 +427,8 @@ def test_capturing_a_backward_is_refused(rank: int) -> None:
     torchring.shutdown()
 
 
-def train_graphed(rank: int, size: int) -> list[Tensor]:
+@on_gpu
+def test_graphed_callables(rank: int) -> None:
     model = make_model()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
     graphed = torch.cuda.make_graphed_callables(model, (batch(0, rank)[0],))
@@ -441,17 +437,11 @@ def train_graphed(rank: int, size: int) -> list[Tensor]:
         x, y = batch(step, rank)
         nn.functional.cross_entropy(graphed(x), y).backward()
         optimizer.step()
-    parameters = [p.detach().cpu() for p in model.parameters()]
+    assert_agreed(*model.parameters())
     torchring.shutdown()
-    return parameters
 
 
-def test_graphed_callables() -> None:
-    per_rank = run_ranks(train_graphed, 2, env=SHARED, deadline=DEADLINE)
-    assert_same_on_all_ranks([digest(parameters) for parameters in per_rank])
-
-
-@ranks(2, start=run_ranks, env=SHARED, deadline=DEADLINE)
+@on_gpu
 def test_collectives_for_scripts(rank: int, world_size: int) -> None:
     torchring.init()
     tensor = torch.arange(5, device="cuda", dtype=torch.float32) + rank
@@ -494,7 +484,8 @@ def test_nccl_engine_alone() -> None:
     backend.shutdown()
 
 
-def profile_a_step(rank: int, size: int) -> list[str]:
+@on_gpu
+def test_the_profiler_shows_what_is_done(rank: int) -> None:
     model = make_model()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, compression="bf16")
     names: list[str] = []
@@ -508,14 +499,9 @@ def profile_a_step(rank: int, size: int) -> list[str]:
             torch.cuda.synchronize()
         names = [event.name for event in profiler.events()]
     torchring.shutdown()
-    return names
-
-
-def test_the_profiler_shows_what_is_done() -> None:
-    for names in run_ranks(profile_a_step, 2, env=SHARED, deadline=DEADLINE):
-        for beginning in ("torchring.pack bucket 0", "torchring.direct bucket 0", "torchring.unpack bucket 0"):
-            assert any(name.startswith(beginning) for name in names), beginning
-        assert any("_direct_kernel" in name for name in names)
+    for beginning in ("torchring.pack bucket 0", "torchring.direct bucket 0", "torchring.unpack bucket 0"):
+        assert any(name.startswith(beginning) for name in names), beginning
+    assert any("_direct_kernel" in name for name in names)
 
 
 def forced_alone() -> Any:
@@ -544,27 +530,26 @@ def test_a_ring_of_one_changes_nothing() -> None:
     torchring.shutdown()
 
 
-def choose_among_four(rank: int, size: int, deterministic: bool) -> tuple[str, str]:
+def choice_among_four(deterministic: bool) -> str:
+    """Why "direct" was chosen."""
     torch.use_deterministic_algorithms(deterministic)
     model = make_model()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    x, y = batch(0, rank)
+    x, y = batch(0, torchring.rank())
     nn.functional.cross_entropy(model(x), y).backward()
     optimizer.step()
     stats = optimizer.stats()
     torchring.shutdown()
-    return stats.algorithm, stats.reason
+    assert stats.algorithm == "direct", stats.reason
+    return stats.reason
 
 
+@ranks(4, start=run_ranks, env=SHARED, deadline=DEADLINE)
 def test_four_ranks_that_share_a_gpu_have_nothing_to_measure() -> None:
     """NCCL refuses them."""
-    for algorithm, reason in run_ranks(choose_among_four, 4, False, env=SHARED, deadline=DEADLINE):
-        assert algorithm == "direct", reason
-        assert "the backend does not connect" in reason
+    assert "the backend does not connect" in choice_among_four(deterministic=False)
 
 
+@ranks(4, start=run_ranks, env={**SHARED, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, deadline=DEADLINE)
 def test_deterministic_mode_measures_nothing() -> None:
-    env = {**SHARED, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    for algorithm, reason in run_ranks(choose_among_four, 4, True, env=env, deadline=DEADLINE):
-        assert algorithm == "direct", reason
-        assert "deterministic" in reason
+    assert "deterministic" in choice_among_four(deterministic=True)

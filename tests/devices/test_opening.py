@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -15,12 +13,13 @@ from torch import nn
 
 import torchring
 from tests.support.fake_device import FakeAccelerator
-from tests.support.harness import run_ranks
+from tests.support.scenarios import Scenarios
 from tests.support.training import attempt
 from torchring.devices import opening
 from torchring.kernels.lazy import Kernel
 
 pytestmark = pytest.mark.sim
+scenario = Scenarios(__name__)
 
 
 class _TritonError(Exception):
@@ -50,137 +49,85 @@ def _raises(error: Exception) -> Any:
     return raise_it
 
 
-@contextmanager
-def _no_compiler(rank: int, culprits: tuple[int, ...]) -> Iterator[None]:
-    with mock.patch.object(Kernel, "launch", _raises(_TritonError("Failed to find C compiler"))):
-        yield
-
-
-def _ask_for_determinism(rank: int) -> tuple[str, str]:
-    """On one rank only."""
-    with FakeAccelerator().installed(), mock.patch.object(opening, "FEWEST_MEASURED", 2):
-        torch.use_deterministic_algorithms(rank == 1)
-        try:
-            return _wrapped()
-        finally:
-            torch.use_deterministic_algorithms(False)
-
-
-def _stuck_while_measuring() -> Any:
-    def measure(world: Any, all_reduces: Any, *_: object, **__: object) -> None:
-        end = time.monotonic() + 60
-        while time.monotonic() < end:
-            for all_reduce in all_reduces.values():
-                all_reduce.check()
-            time.sleep(0.01)
-
-    with (
-        FakeAccelerator().installed(),
-        mock.patch.multiple(opening, FEWEST_MEASURED=2, measure_in_turns=measure),
-    ):
-        return _wrapped()
-
-
-def _stuck_while_connecting() -> Any:
-    with (
-        FakeAccelerator().installed(),
-        mock.patch.object(opening, "all_reduce", lambda backend, buffer: backend._aborted.wait(60)),
-    ):
-        return _wrapped(algorithm="native")
-
-
-def _choose(rank: int, size: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, memory, options in (
-        ("never meet", "apart", {}),
-        ("lose data", "lossy", {}),
-        ("lose data, asked for", "lossy", {"algorithm": "ring"}),
-    ):
-        with FakeAccelerator(memory=memory).installed(), mock.patch.object(opening, "_TRIAL_SECONDS", 0.5):
-            found[name] = _wrapped(**options)
-        torchring.shutdown()
-    for name, culprits in (("no compiler", (0, 1)), ("no compiler on one", (1,))):
-        with FakeAccelerator().installed():
-            if rank in culprits:
-                with _no_compiler(rank, culprits):
-                    found[name] = _wrapped()
-            else:
-                found[name] = _wrapped()
-        torchring.shutdown()
-    same = "ranks 0 and 1 use the same GPU; give each rank its own"
-    with FakeAccelerator(problem=same).installed() as accelerator:
-        accelerator.open_backend = _raises(RuntimeError("NCCL error: Duplicate GPU detected"))  # type: ignore[method-assign]
-        found["same GPU"] = _wrapped()
-    torchring.shutdown()
-    found["deterministic"] = _ask_for_determinism(rank)
-    torchring.shutdown()
-    for name, stuck in (("connecting", _stuck_while_connecting), ("measuring", _stuck_while_measuring)):
-        torchring.init(timeout_seconds=3.0)
-        started = time.monotonic()
-        found[name] = [*stuck(), time.monotonic() - started]
-        torchring.shutdown()
-    with FakeAccelerator().installed():
-        found["well"] = _wrapped()
-    return found
-
-
-@functools.cache
-def _choices() -> list[dict[str, Any]]:
-    return run_ranks(_choose, 2, env={"TRITON_INTERPRET": "1"}, deadline=90)
-
-
-@pytest.mark.parametrize(
-    ("name", "why"), [("never meet", "did not come to an end within 0.5 s"), ("lose data", "gave a wrong sum")]
-)
-def test_peer_access_that_is_announced_and_does_not_work_is_not_used(name: str, why: str) -> None:
-    for found in _choices():
-        algorithm, reason = found[name]
+@scenario(["apart", "lossy"])
+def test_peer_access_that_is_announced_and_does_not_work_is_not_used(memory: str, rank: int) -> None:
+    why = {"apart": "did not come to an end within 0.5 s", "lossy": "gave a wrong sum"}[memory]
+    with mock.patch.object(opening, "_TRIAL_SECONDS", 0.5), FakeAccelerator(memory=memory).installed():
+        algorithm, reason = _wrapped()
         assert algorithm == "native", reason
         assert reason.startswith("direct is not to be had: direct, tried out, "), reason
         assert why in reason
-    for found in _choices():
-        assert found["lose data, asked for"][1].startswith("TopologyError: ring, tried out, gave a wrong sum")
+        torchring.shutdown()
+    if memory == "lossy":
+        with FakeAccelerator(memory=memory).installed():
+            assert _wrapped(algorithm="ring")[1].startswith("TopologyError: ring, tried out, gave a wrong sum")
 
 
-@pytest.mark.parametrize("name", ["no compiler", "no compiler on one"])
-def test_kernels_that_cannot_be_compiled_are_an_error_of_wrap_on_all_ranks(name: str) -> None:
-    for found in _choices():
-        algorithm, text = found[name]
-        assert algorithm == "", "training would come to a kernel"
-        assert text.startswith("TopologyError: kernels cannot be compiled or launched (Triton needs a C compiler"), text
-        assert "Failed to find C compiler" in text
-        assert ("(rank 1 says so)" in text) is (name != "no compiler")
+@scenario([(0, 1), (1,)])
+def test_kernels_that_cannot_be_compiled_are_an_error_of_wrap_on_all_ranks(
+    culprits: tuple[int, ...], rank: int
+) -> None:
+    broken = mock.patch.object(Kernel, "launch", _raises(_TritonError("Failed to find C compiler")))
+    with FakeAccelerator().installed(), broken if rank in culprits else nullcontext():
+        algorithm, text = _wrapped()
+    assert algorithm == "", "training would come to a kernel"
+    assert text.startswith("TopologyError: kernels cannot be compiled or launched (Triton needs a C compiler"), text
+    assert "Failed to find C compiler" in text
+    assert ("(rank 1 says so)" in text) is (len(culprits) == 1)
 
 
-def test_ranks_on_one_gpu_are_told_so_first() -> None:
-    for found in _choices():
-        algorithm, text = found["same GPU"]
-        assert algorithm == ""
-        assert text.startswith("TopologyError: ranks 0 and 1 use the same GPU; give each rank its own; and "), text
-        assert "Duplicate GPU" in text
+@scenario()
+def test_ranks_on_one_gpu_are_told_so_first(rank: int) -> None:
+    same = "ranks 0 and 1 use the same GPU; give each rank its own"
+    with FakeAccelerator(problem=same).installed() as accelerator:
+        accelerator.open_backend = _raises(RuntimeError("NCCL error: Duplicate GPU detected"))  # type: ignore[method-assign]
+        algorithm, text = _wrapped()
+    assert algorithm == ""
+    assert text.startswith(f"TopologyError: {same}; and "), text
+    assert "Duplicate GPU" in text
 
 
-def test_a_deterministic_run_measures_nothing() -> None:
+@scenario()
+def test_a_deterministic_run_measures_nothing(rank: int) -> None:
     """If one rank asks for it: all ranks do the same."""
-    for found in _choices():
-        algorithm, reason = found["deterministic"]
-        assert algorithm == "direct"
-        assert "not measured, because torch.use_deterministic_algorithms(True)" in reason
+    with FakeAccelerator().installed(), mock.patch.object(opening, "FEWEST_MEASURED", 2):
+        torch.use_deterministic_algorithms(rank == 1)
+        try:
+            algorithm, reason = _wrapped()
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert algorithm == "direct"
+    assert "not measured, because torch.use_deterministic_algorithms(True)" in reason
 
 
-@pytest.mark.parametrize(
-    ("name", "error"),
-    [("connecting", "TopologyError: torch.distributed's backend does not connect: no answer within 1.5 s"),
-     ("measuring", "PeerTimeoutError: ")],
-)  # fmt: skip
-def test_no_candidate_keeps_all_ranks_waiting_for_ever(name: str, error: str) -> None:
-    for found in _choices():
-        _, text, seconds = found[name]
-        assert text.startswith(error), text
-        assert seconds < 20
-    assert any("measuring did not come to an end" in found["measuring"][1] for found in _choices())
+def _measure_for_ever(world: Any, all_reduces: Any, *_: object, **__: object) -> None:
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        for all_reduce in all_reduces.values():
+            all_reduce.check()
+        time.sleep(0.01)
 
 
-def test_after_all_that_direct_works() -> None:
-    for found in _choices():
-        assert found["well"] == ("direct", "the GPUs of all ranks reach each other's memory")
+def _some_say(results: list[str], case: Any) -> None:
+    assert case == "connecting" or any("measuring did not come to an end" in text for text in results)
+
+
+@scenario(["connecting", "measuring"], check=_some_say)
+def test_no_candidate_keeps_all_ranks_waiting_for_ever(what: str, rank: int) -> str:
+    torchring.init(timeout_seconds=3.0)
+    started = time.monotonic()
+    stuck: Any = {"FEWEST_MEASURED": 2, "measure_in_turns": _measure_for_ever}
+    if what == "connecting":
+        stuck = {"all_reduce": lambda backend, buffer: backend._aborted.wait(60)}
+    with FakeAccelerator().installed(), mock.patch.multiple(opening, **stuck):
+        _, text = _wrapped(**({"algorithm": "native"} if what == "connecting" else {}))
+    connecting = "TopologyError: torch.distributed's backend does not connect: no answer within 1.5 s"
+    assert text.startswith(connecting if what == "connecting" else "PeerTimeoutError: "), text
+    assert time.monotonic() - started < 20
+    return text
+
+
+@scenario()
+def test_after_all_that_direct_works(rank: int) -> None:
+    with FakeAccelerator().installed():
+        assert _wrapped() == ("direct", "the GPUs of all ranks reach each other's memory")

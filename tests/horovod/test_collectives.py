@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import torch
 import torchring
 import torchring.horovod as hvd
 from tests.support.adasum import assert_adasum
-from tests.support.checks import assert_bitwise, assert_same_on_all_ranks
+from tests.support.checks import assert_bitwise, digest
 from tests.support.grids import grid
 from tests.support.harness import ranks, run_pooled, run_ranks, wait_until
 from torchring.horovod import engine as engine_module
@@ -270,39 +271,30 @@ def test_operations_meet_by_name_in_any_order(shares_memory: bool) -> None:
 # ---- what is wrong
 
 
-def _disagreements(rank: int, size: int) -> list[str]:
-    odd = rank == size - 1
+@ranks(2, start=run)
+def test_what_ranks_disagree_about_is_named_on_all_of_them(rank: int, world_size: int) -> None:
+    odd = rank == world_size - 1
     calls = [
-        lambda: hvd.allreduce(torch.ones(3 if odd else 2), name="x"),
-        lambda: hvd.allreduce(torch.ones(2, dtype=torch.int32 if odd else torch.float32), name="x", op=hvd.Sum),
-        lambda: hvd.allreduce(torch.ones(2), name="x", op=hvd.Min if odd else hvd.Max),
-        lambda: hvd.allreduce(torch.ones(2), name="x", prescale_factor=2.0 if odd else 1.0),
-        lambda: hvd.broadcast(torch.ones(2), int(odd), name="x"),
-        lambda: hvd.allgather(torch.ones(2, 3 if odd else 2), name="x"),
-        lambda: hvd.alltoall(torch.ones(size, 3 if odd else 2), name="x"),
-        lambda: hvd.reducescatter(torch.ones(3 if odd else 2), name="x"),
-        lambda: hvd.grouped_allreduce([torch.ones(2)] * (2 if odd else 1), name="x"),
+        ("shape", lambda: hvd.allreduce(torch.ones(3 if odd else 2), name="x")),
+        (
+            "dtype",
+            lambda: hvd.allreduce(torch.ones(2, dtype=torch.int32 if odd else torch.float32), name="x", op=hvd.Sum),
+        ),
+        ("op", lambda: hvd.allreduce(torch.ones(2), name="x", op=hvd.Min if odd else hvd.Max)),
+        ("prescale_factor", lambda: hvd.allreduce(torch.ones(2), name="x", prescale_factor=2.0 if odd else 1.0)),
+        ("root rank", lambda: hvd.broadcast(torch.ones(2), int(odd), name="x")),
+        ("shape", lambda: hvd.allgather(torch.ones(2, 3 if odd else 2), name="x")),
+        ("shape", lambda: hvd.alltoall(torch.ones(world_size, 3 if odd else 2), name="x")),
+        ("shape", lambda: hvd.reducescatter(torch.ones(3 if odd else 2), name="x")),
+        ("number of tensors", lambda: hvd.grouped_allreduce([torch.ones(2)] * (2 if odd else 1), name="x")),
     ]
-    found = []
-    for call in calls:
+    for difference, call in calls:
         with pytest.raises(hvd.HorovodInternalError) as caught:
             call()
-        found.append(str(caught.value))
-        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size  # works as before
-    return found
-
-
-def test_what_ranks_disagree_about_is_named_on_all_of_them() -> None:
-    told = run(_disagreements, 2)
-    assert told[0] == told[1]
-    for text, difference in zip(
-        told[0],
-        ["shape", "dtype", "op", "prescale_factor", "root rank", "shape", "shape", "shape", "number of tensors"],
-        strict=True,
-    ):
-        assert f"ranks disagree about the {difference} of" in text
-        assert "on rank 0" in text
-        assert "on rank 1" in text
+        assert f"ranks disagree about the {difference} of" in str(caught.value)
+        assert "on rank 0" in str(caught.value)
+        assert "on rank 1" in str(caught.value)
+        assert len(set(hvd.allgather_object(str(caught.value)))) == 1  # works as before
 
 
 @ranks(2, start=run)
@@ -453,51 +445,39 @@ def test_init_and_shutdown_any_number_of_times(rank: int, world_size: int) -> No
         assert hvd.global_process_set.ranks == []
 
 
-def _shutdown_by_one(rank: int, size: int) -> str:
-    hvd.init()
-    hvd.allreduce(torch.ones(1))
-    if rank == 0:
-        hvd.shutdown()
-        return ""
-    with pytest.raises(hvd.HorovodInternalError) as caught:
-        hvd.allreduce(torch.ones(1), name="alone")
-    with pytest.raises(hvd.HorovodInternalError):
-        hvd.allreduce(torch.ones(1), name="later")
-    hvd.shutdown()
-    return str(caught.value)
-
-
-def test_one_rank_that_shuts_down_ends_the_collectives_of_all() -> None:
-    assert "rank 0" in run_pooled(_shutdown_by_one, 2)[1]
-
-
-def _death(rank: int, size: int) -> str:
+@ranks(2)
+def test_one_rank_that_shuts_down_ends_the_collectives_of_all(rank: int) -> None:
     hvd.init()
     hvd.allreduce(torch.ones(1))
     if rank == 1:
-        hvd.allreduce(torch.ones(1), name="before")
-        os._exit(7)
+        with pytest.raises(hvd.HorovodInternalError, match="rank 0"):
+            hvd.allreduce(torch.ones(1), name="alone")
+        with pytest.raises(hvd.HorovodInternalError):
+            hvd.allreduce(torch.ones(1), name="later")
+    hvd.shutdown()
+
+
+@ranks(2, start=run_ranks, deadline=40.0, expect_exit={1: 7})
+def test_a_rank_that_dies_while_others_wait_for_its_call_is_named(rank: int) -> None:
+    hvd.init()
+    hvd.allreduce(torch.ones(1))
     hvd.allreduce(torch.ones(1), name="before")
-    with pytest.raises(hvd.HorovodInternalError) as caught:  # the other has never called it
+    if rank == 1:
+        os._exit(7)
+    with pytest.raises(hvd.HorovodInternalError, match="rank 1"):  # the other has never called it
         hvd.synchronize(hvd.allreduce_async(torch.ones(1), name="alone"))
-    return str(caught.value)
 
 
-def test_a_rank_that_dies_while_others_wait_for_its_call_is_named() -> None:
-    assert "rank 1" in run_ranks(_death, 2, deadline=40.0, expect_exit={1: 7})[0]
+_STALL = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "0.2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0.4"}
 
 
-def _stall(rank: int, size: int) -> str:
+@ranks(2, start=run_ranks, deadline=40.0, env=_STALL)
+def test_a_stall_ends_after_the_time_that_was_set(rank: int) -> None:
     hvd.init()
     with pytest.raises(hvd.HorovodInternalError) as caught:
         hvd.allreduce(torch.ones(1), name=f"of rank {rank}")
-    return str(caught.value)
-
-
-def test_a_stall_ends_after_the_time_that_was_set() -> None:
-    environ = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "0.2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0.4"}
-    for text in run_ranks(_stall, 2, deadline=40.0, env=environ):
-        assert re.search(r"'allreduce.of rank (0|1)' has waited [0-9.]+ s for rank (?!\1)", text), text
+    text = str(caught.value)
+    assert re.search(r"'allreduce.of rank (0|1)' has waited [0-9.]+ s for rank (?!\1)", text), text
 
 
 @ranks(2)
@@ -510,26 +490,14 @@ def test_ranks_may_have_different_settings(rank: int, world_size: int) -> None:
         hvd.shutdown()
 
 
-def _fails_in_the_middle(rank: int, size: int) -> list[str]:
+@ranks(2, start=run_ranks, deadline=40.0, env={"HOROVOD_CYCLE_TIME": "100"})
+def test_a_failure_in_the_middle_ends_all_operations_on_all_ranks(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     hvd.init()
     if rank == 1:
-
-        def fail(*_: Any) -> Any:
-            raise MemoryError("no memory")
-
-        engine_module.carry_out = fail  # type: ignore[assignment]
-    handles = [hvd.allreduce_async(torch.ones(9000), name="a"), hvd.allgather_async(torch.ones(2), name="b")]
-    errors = []
-    for handle in handles:
-        with pytest.raises(hvd.HorovodInternalError) as caught:
+        monkeypatch.setattr(engine_module, "carry_out", mock.Mock(side_effect=MemoryError("no memory")))
+    for handle in [hvd.allreduce_async(torch.ones(9000), name="a"), hvd.allgather_async(torch.ones(2), name="b")]:
+        with pytest.raises(hvd.HorovodInternalError, match="no memory"):
             hvd.synchronize(handle)
-        errors.append(str(caught.value))
-    return errors
-
-
-def test_a_failure_in_the_middle_ends_all_operations_on_all_ranks() -> None:
-    for errors in run_ranks(_fails_in_the_middle, 2, deadline=40.0, env={"HOROVOD_CYCLE_TIME": "100"}):
-        assert all("no memory" in text for text in errors), errors
 
 
 # ---- timeline
@@ -576,17 +544,14 @@ def test_timeline(tmp_path: Path, size: int) -> None:
     assert "allgather.rows" not in path.read_text()
 
 
-def _bits(rank: int, size: int) -> dict[str, torch.Tensor]:
+@ranks(3, start=run)
+def test_the_same_bits_on_all_ranks_and_on_every_way(rank: int) -> None:
     """Values whose sum depends on the order: from the requests, by themselves, and fused."""
     values = torch.randn(3000, generator=torch.Generator().manual_seed(rank))
     handles = [hvd.allreduce_async(part.contiguous(), name=f"part{i}") for i, part in enumerate(values.split(1000))]
-    return {
-        "inline": hvd.allreduce(values, name="small"),
-        "alone": hvd.allreduce(values.repeat(3), name="large")[:3000],
-        "fused": torch.cat([hvd.synchronize(handle) for handle in handles]),
-    }
-
-
-def test_the_same_bits_on_all_ranks_and_on_every_way() -> None:
-    results = run(_bits, 3)
-    assert_same_on_all_ranks([result[way] for result in results for way in result])
+    results = [
+        hvd.allreduce(values, name="small"),
+        hvd.allreduce(values.repeat(3), name="large")[:3000],
+        torch.cat([hvd.synchronize(handle) for handle in handles]),
+    ]
+    assert len({each for of_rank in hvd.allgather_object([*map(digest, results)]) for each in of_rank}) == 1

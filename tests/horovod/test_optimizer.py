@@ -22,6 +22,7 @@ from tests.support.documents import ROOT, blocks
 from tests.support.grids import grid
 from tests.support.harness import ranks, run_pooled, run_ranks
 from tests.support.scripts import Raises
+from tests.support.training import loss_on, small_model
 from torchring.adasum import adasum
 from torchring.default_world import default_world
 from torchring.memory import host as host_module
@@ -39,24 +40,13 @@ def _in_world(rank: int, size: int, fn: Any, args: tuple[Any, ...]) -> Any:
     return result
 
 
-def model() -> nn.Module:
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-
-
-def loss_of(net: nn.Module, rank: int, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    inputs = torch.randn(5, 4, dtype=torch.float64, generator=generator)
-    return net(inputs).square().mean()
-
-
 def expected(size: int, *, op: str = "mean", passes: int = 1, clip: float | None = None) -> list[Tensor]:
     """Three steps in one process, with plain PyTorch."""
-    net = model()
+    net = small_model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for step in range(3):
         optimizer.zero_grad()
-        losses = [loss_of(net, rank, 10 * step + i) for rank in range(size) for i in range(passes)]
+        losses = [loss_on(net, rank, 10 * step + i) for rank in range(size) for i in range(passes)]
         (sum(losses) / (size if op == "mean" else 1)).backward()  # type: ignore[union-attr]
         if clip is not None:
             nn.utils.clip_grad_norm_(net.parameters(), clip)
@@ -80,7 +70,7 @@ def _rituals(rank: int, size: int) -> dict[str, list[Tensor]]:
     results: dict[str, list[Tensor]] = {}
 
     def train(name: str, body: Callable[[Any, nn.Module, int], None], **options: Any) -> Any:
-        net = model()
+        net = small_model()
         if rank != 0:
             nn.init.zeros_(net[0].weight)  # type: ignore[index, arg-type]
         plain = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -94,25 +84,25 @@ def _rituals(rank: int, size: int) -> dict[str, list[Tensor]]:
         return optimizer
 
     def plainly(optimizer: Any, net: nn.Module, step: int) -> None:
-        loss_of(net, rank, 10 * step).backward()
+        loss_on(net, rank, 10 * step).backward()
         optimizer.step()
 
     def clipped(optimizer: Any, net: nn.Module, step: int) -> None:
-        loss_of(net, rank, 10 * step).backward()
+        loss_on(net, rank, 10 * step).backward()
         optimizer.synchronize()
         nn.utils.clip_grad_norm_(net.parameters(), 0.05)
         with optimizer.skip_synchronize():
             optimizer.step()
 
     def clipped_without_ritual(optimizer: Any, net: nn.Module, step: int) -> None:
-        loss_of(net, rank, 10 * step).backward()
+        loss_on(net, rank, 10 * step).backward()
         nn.utils.clip_grad_norm_(net.parameters(), 0.05)
         optimizer.step()
 
     def by_closure(optimizer: Any, net: nn.Module, step: int) -> None:
         def closure() -> Tensor:
             optimizer.zero_grad()
-            loss = loss_of(net, rank, 10 * step)
+            loss = loss_on(net, rank, 10 * step)
             loss.backward()
             return loss
 
@@ -122,7 +112,7 @@ def _rituals(rank: int, size: int) -> dict[str, list[Tensor]]:
 
     def scaled(optimizer: Any, net: nn.Module, step: int) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        scaler.scale(loss_of(net, rank, 10 * step)).backward()
+        scaler.scale(loss_on(net, rank, 10 * step)).backward()
         optimizer.synchronize()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(net.parameters(), 0.05)
@@ -132,7 +122,7 @@ def _rituals(rank: int, size: int) -> dict[str, list[Tensor]]:
 
     def twice(optimizer: Any, net: nn.Module, step: int) -> None:
         for micro in range(2):
-            loss_of(net, rank, 10 * step + micro).backward()
+            loss_on(net, rank, 10 * step + micro).backward()
         optimizer.step()
 
     train("plain", plainly)
@@ -201,9 +191,9 @@ def test_gradients_that_a_rank_lacks_count_as_zero(rank: int, world_size: int) -
 
 @ranks(2, start=run)
 def test_what_a_script_does_with_an_optimizer(rank: int, world_size: int) -> None:
-    net = model()
+    net = small_model()
     plain = torch.optim.Adam(net.parameters(), lr=0.1)
-    loss_of(net, rank, 0).backward()
+    loss_on(net, rank, 0).backward()
     plain.step()
     state = plain.state_dict()["state"][0]["exp_avg"].clone()
     optimizer = hvd.DistributedOptimizer(plain, net.named_parameters())
@@ -216,7 +206,7 @@ def test_what_a_script_does_with_an_optimizer(rank: int, world_size: int) -> Non
     copied = pickle.loads(pickle.dumps(copy.deepcopy(optimizer)))
     assert type(copied) is hvd.DistributedOptimizer
     optimizer.zero_grad()
-    loss_of(net, rank, 1).backward()
+    loss_on(net, rank, 1).backward()
     optimizer.synchronize()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -228,9 +218,9 @@ def test_what_a_script_does_with_an_optimizer(rank: int, world_size: int) -> Non
     optimizer.set_backward_passes_per_step(2)
     optimizer.zero_grad()
     before = optimizer.stats().num_reductions
-    loss_of(net, rank, 2).backward()
+    loss_on(net, rank, 2).backward()
     assert optimizer.stats().num_reductions == before
-    loss_of(net, rank, 3).backward()
+    loss_on(net, rank, 3).backward()
     assert optimizer.stats().num_reductions == (before + 1 if world_size > 1 else 0)
     optimizer.step()
     optimizer.close()
@@ -254,7 +244,7 @@ def test_what_a_script_does_with_an_optimizer(rank: int, world_size: int) -> Non
 
 def test_wrong_arguments_are_found_before_init() -> None:
     assert not hvd.is_initialized()
-    net = model()
+    net = small_model()
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     pairs = list(net.named_parameters())
     for options, match in [
@@ -420,7 +410,8 @@ def test_parameters_that_are_wrapped_again_and_optimizers_after_a_new_init(rank:
         hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), process_set=some)
 
 
-def _warns(rank: int, size: int) -> list[str]:
+@ranks(2, start=run)
+def test_parameters_that_differ_and_a_nan_are_warnings(rank: int) -> None:
     """Horovod trains on, so these are warnings here. What a rank moves its own way and puts back is no difference."""
     moved = nn.Parameter(torch.zeros(2))
     with logged() as texts:
@@ -439,38 +430,33 @@ def _warns(rank: int, size: int) -> list[str]:
             optimizer.zero_grad()
             (parameter * (factor if rank == 1 else 1.0)).sum().backward()
             optimizer.step()
-    return texts
+    assert any("forgotten is not the same on all ranks: rank 1 differs" in text for text in texts)
+    assert any("forgotten is not finite: NaN or infinity came from rank 1" in text for text in texts)
 
 
-def test_parameters_that_differ_and_a_nan_are_warnings() -> None:
-    for texts in run(_warns, 2):
-        assert any("forgotten is not the same on all ranks: rank 1 differs" in text for text in texts)
-        assert any("forgotten is not finite: NaN or infinity came from rank 1" in text for text in texts)
-
-
-def _documented(rank: int, size: int) -> list[list[Tensor]]:
-    """The script in docs/guides/horovod.md, before and after."""
-    text = blocks(ROOT / "docs" / "guides" / "horovod.md", "diff")[1].code
+@ranks(2)
+def test_the_documented_script_trains_the_same_before_and_after() -> None:
+    """The script in docs/guides/horovod.md."""
+    (_, script) = blocks(ROOT / "docs" / "guides" / "horovod.md", "diff")
     trained = []
     for sign in "-+":
-        lines = [line[1:] for line in text.splitlines() if line[:1] in (sign, " ")]
+        lines = [line[1:] for line in script.code.splitlines() if line[:1] in (sign, " ")]
         names: dict[str, Any] = {}
         exec("\n".join(lines).replace("horovod.torch", "torchring.horovod"), names)
         trained.append([p.detach() for p in names["model"].parameters()])
         torchring.shutdown() if sign == "+" else hvd.shutdown()
-    return trained
+    torch.testing.assert_close(*trained)
+    torchring.init()
+    assert len(set(torchring.all_gather_object(digest(trained[0])))) == 1
 
 
-def test_the_documented_script_trains_the_same_before_and_after() -> None:
-    ranks = run_pooled(_documented, 2)
-    for i in range(2):
-        assert_same_on_all_ranks([rank[0][i] for rank in ranks])
-        torch.testing.assert_close(ranks[0][0][i], ranks[0][1][i])
-    assert len(blocks(ROOT / "docs" / "guides" / "horovod.md", "diff")) == 2
+@pytest.mark.parametrize("is_cast", [True, False])
+@ranks(2, start=run)
+def test_step_reduces_what_a_backward_that_has_raised_left(is_cast: bool, rank: int) -> None:
+    """Or says that it is lost, where gradients live in the buffer in which ranks were adding up.
 
-
-def _synchronize_after_an_exception(rank: int, size: int, is_cast: bool) -> tuple[list[int], str]:
-    """In step 1 backward raises before the gradients of the first layer, when a bucket has left."""
+    In step 1 backward raises before the gradients of the first layer, when a bucket has left.
+    """
     options = {"compression": hvd.Compression.fp16} if is_cast else {}
     net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1 << 18), nn.Linear(1 << 18, 1))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1e-3), net.named_parameters(), **options)
@@ -484,18 +470,12 @@ def _synchronize_after_an_exception(rank: int, size: int, is_cast: bool) -> tupl
         counts.append(optimizer.stats().num_reductions)
         with pytest.raises(torchring.GradientError, match="was lost") if step == 1 and not is_cast else nullcontext():
             optimizer.step()  # synchronizes
-    return counts, digest(net.parameters())
+    assert counts == ([1, 1, 4] if is_cast else [1, 1, 3])  # a broken one counts when the next begins
+    assert len(set(hvd.allgather_object(digest(net.parameters())))) == 1
 
 
-@pytest.mark.parametrize("is_cast", [True, False])
-def test_step_reduces_what_a_backward_that_has_raised_left(is_cast: bool) -> None:
-    """Or says that it is lost, where gradients live in the buffer in which ranks were adding up."""
-    ranks = run(_synchronize_after_an_exception, 2, is_cast)
-    assert ranks[0][0] == ([1, 1, 4] if is_cast else [1, 1, 3])  # a broken one counts when the next begins
-    assert ranks[0] == ranks[1]
-
-
-def _death_in_backward(rank: int, size: int) -> bool:
+@ranks(2, start=run_ranks, deadline=40.0, expect_exit={1: 7})
+def test_a_rank_that_dies_in_a_backward_is_what_elastic_scripts_catch(rank: int) -> None:
     hvd.init()
     parameter = nn.Parameter(torch.zeros(3))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
@@ -505,8 +485,3 @@ def _death_in_backward(rank: int, size: int) -> bool:
         os._exit(7)
     with pytest.raises(hvd.HorovodInternalError, match="rank 1"):
         parameter.sum().backward()
-    return True
-
-
-def test_a_rank_that_dies_in_a_backward_is_what_elastic_scripts_catch() -> None:
-    assert run_ranks(_death_in_backward, 2, deadline=40.0, expect_exit={1: 7})[0]

@@ -35,7 +35,6 @@ from torchring.observe.flight_recorder.entries import (
     EntryState,
     FlightRecorder,
     RankState,
-    key_of,
     read_state,
 )
 from torchring.observe.flight_recorder.monitor import StallMonitor, is_stopped
@@ -237,7 +236,8 @@ def test_who_is_missing_in_a_collective_of_the_script(stalls: dict[str, list[str
 # ---- a rank that cannot run
 
 
-def _stop(rank: int, size: int) -> list[str]:
+@ranks(2)
+def test_a_stopped_rank_is_said_to_be_stopped(rank: int) -> None:
     said: list[str] = []
 
     def go_on(message: str) -> None:
@@ -253,15 +253,11 @@ def _stop(rank: int, size: int) -> list[str]:
         else:
             wait_until(lambda: is_stopped(pids[1]), "rank 1 to stop")
         torchring.barrier()
-    return said
-
-
-def test_a_stopped_rank_is_said_to_be_stopped() -> None:
-    (message,), of_the_stopped = run_pooled(_stop, 2)
-    assert of_the_stopped == []
-    assert "in barrier for rank 1. Rank 1 (pid" in message
-    assert "outside of forward, backward and step()" in message
-    assert "its process is stopped" in message
+    assert len(said) == 1 - rank
+    for message in said:
+        assert "in barrier for rank 1. Rank 1 (pid" in message
+        assert "outside of forward, backward and step()" in message
+        assert "its process is stopped" in message
 
 
 def test_a_rank_of_another_host_that_sends_nothing_more_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,8 +291,13 @@ def test_a_rank_of_another_host_that_sends_nothing_more_is_silent(monkeypatch: p
 # ---- timeouts
 
 
-def _time_out(rank: int, size: int, folder: str, topology: str, limit: float) -> Any:
-    """Rank 1 stands still in the backward of step 2."""
+@pytest.mark.parametrize(("topology", "limit"), [("one host", _LIMIT), ("one host", 0.0), ("apart", _LIMIT)])
+@ranks(2)
+def test_a_timeout_carries_the_same(topology: str, limit: float, tmp_path: Path, rank: int) -> None:
+    """Rank 1 stands still in the backward of step 2. Without a timer thread, what the training threads have stamped."""
+    pipe = tmp_path / "pipe"
+    if rank == 0:
+        os.mkfifo(pipe)
     with on_hosts(rank, topology, timeout_seconds=3.0, stall_warning_seconds=limit):
         monitor, host = monitor_of(default_world()), default_world().host
         assert monitor is not None
@@ -312,7 +313,7 @@ def _time_out(rank: int, size: int, folder: str, topology: str, limit: float) ->
             optimizer.step()
 
         def pause(_: torch.Tensor) -> None:
-            Path(folder, "pipe").read_bytes()
+            pipe.read_bytes()
 
         if rank == 1:
             model[0].weight.register_hook(pause)
@@ -323,27 +324,22 @@ def _time_out(rank: int, size: int, folder: str, topology: str, limit: float) ->
         with logged() as heard, pytest.raises(RingError) as caught:
             loss.backward()
         if rank == 0:
-            Path(folder, "pipe").write_bytes(b"")
+            pipe.write_bytes(b"")
         error = caught.value
         optimizer.close()
-    return type(error).__name__, error.peers, error.explanation, str(error), heard
-
-
-@pytest.mark.parametrize(("topology", "limit"), [("one host", _LIMIT), ("one host", 0.0), ("apart", _LIMIT)])
-def test_a_timeout_carries_the_same(topology: str, limit: float, tmp_path: Path) -> None:
-    """Without a timer thread, what the training threads have stamped."""
-    os.mkfifo(tmp_path / "pipe")
-    (kind, peers, explanation, text, heard), late = run_pooled(_time_out, 2, str(tmp_path), topology, limit)
-    assert (kind, peers) == ("PeerTimeoutError", (1,))
+    if rank == 1:
+        assert heard == [], "the late rank waits for nobody"
+        return
+    assert (type(error).__name__, error.peers) == ("PeerTimeoutError", (1,))
     where = r"Rank 1 \(pid \d+\)(, last heard of .* ago,)? has been in backward for \d+(\.\d)? s, in step 2"
-    assert re.match(where, explanation), explanation
-    assert ("in pause" in explanation) is (limit > 0)
-    assert text.endswith(f"]. {explanation}")
+    assert re.match(where, error.explanation), error.explanation
+    assert ("in pause" in error.explanation) is (limit > 0)
+    assert str(error).endswith(f"]. {error.explanation}")
     assert len(heard) <= (1 if limit else 0), heard
-    assert late[-1] == [], "the late rank waits for nobody"
 
 
-def _cross(rank: int, size: int) -> Any:
+@ranks(2)
+def test_ranks_that_wait_in_different_operations_are_told_so(rank: int) -> None:
     """Rank 0 waits for gradients, rank 1 for a sum."""
     world = torchring.init(timeout_seconds=20.0, stall_warning_seconds=2 * _LIMIT)
     model = _model()
@@ -355,77 +351,38 @@ def _cross(rank: int, size: int) -> Any:
     with logged() as said, pytest.raises(RingError) as caught:
         torchring.all_reduce(torch.ones(1)) if rank == 1 else loss.backward()
     optimizer.close()
-    return said, str(caught.value)
-
-
-def test_ranks_that_wait_in_different_operations_are_told_so() -> None:
-    results = run_pooled(_cross, 2)
-    gradients, collective = "the reduction of gradients (step 0, bucket 0", "all_reduce"
-    for rank, (own, other) in enumerate([(gradients, collective), (collective, gradients)]):
-        message = results[rank][0][0]
-        assert f"rank {rank} has waited" in message
-        assert f"in {own}" in message
-        assert re.search(rf"Rank {1 - rank} \(pid \d+\) itself has waited for \d+\.\d s in {re.escape(other)}", message)
-        assert "All ranks wait, in different operations" in message
-    assert "itself has waited for" in results[1][1], results
+    operations = ["the reduction of gradients (step 0, bucket 0", "all_reduce"]
+    own, other = operations[rank], operations[1 - rank]
+    assert f"rank {rank} has waited" in said[0]
+    assert f"in {own}" in said[0]
+    assert re.search(rf"Rank {1 - rank} \(pid \d+\) itself has waited for \d+\.\d s in {re.escape(other)}", said[0])
+    assert "All ranks wait, in different operations" in said[0]
+    assert rank == 0 or "itself has waited for" in str(caught.value)
 
 
 # ---- ranks that do not come to init()
 
 
-def _come_late(rank: int, size: int, folder: str) -> list[str]:
-    pipe, said = Path(folder, "pipe"), []
+@ranks(2)
+def test_a_rank_that_does_not_come_to_init_is_named(tmp_path: Path, rank: int) -> None:
+    """Rank 1 comes when rank 0 has warned of it."""
+    said: list[str] = []
 
     def release(message: str) -> None:
         said.append(message)
-        pipe.write_bytes(b"")
+        (tmp_path / "warned").touch()
 
     if rank == 1:
-        pipe.read_bytes()
+        wait_until((tmp_path / "warned").exists, "the warning of rank 0")
         torchring.init()
-    else:
-        with each_warning(release):
-            torchring.init(stall_warning_seconds=_LIMIT)
-    return said
-
-
-def test_a_rank_that_does_not_come_to_init_is_named(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    (message,), _ = run_pooled(_come_late, 2, str(tmp_path))
+        return
+    with each_warning(release):
+        torchring.init(stall_warning_seconds=_LIMIT)
+    (message,) = said
     assert "in torchring.init() for rank 1, which has not come there yet" in message
 
 
 # ---- entries
-
-
-def test_a_page_says_what_was_stamped() -> None:
-    memory = memoryview(bytearray(MEMORY_BYTES))
-    assert read_state(memory) is None
-    recorder = FlightRecorder(memory, {})
-    recorder.phase(Phase.BACKWARD, 1000)
-    entry = recorder.open_progress("gradients")
-    assert entry is not None
-    entry.begin(4)
-    seen: list[RankState | None] = []
-
-    with entry.waiting(Wait("the reduction of gradients", 1000, 2, "a.weight")):
-        recorder.write_sample(Phase.BACKWARD, "train.py:3 in main", recorder.waits())
-        seen.append(read_state(memory, time.monotonic_ns() + 10**9))
-    (during,), after = seen, read_state(memory)
-    assert during is not None
-    assert after is not None
-    assert (during.pid, during.step, during.phase) == (os.getpid(), 1000, Phase.BACKWARD)
-    assert during.call_site == "train.py:3 in main"
-    assert during.entries == {key_of("gradients 1"): EntryState(5, 0, True)}
-    assert during.waits is not None
-    assert during.waits[0] == "the reduction of gradients (step 1000, bucket 2, first parameter a.weight)"
-    assert during.waits[1] >= 1.0
-    assert after.waits is None
-    assert not after.entries[entry.key].waits
-    recorder.phase(Phase.INPUT, 1001)  # newer than the sample
-    latest = read_state(memory)
-    assert latest is not None
-    assert (latest.phase, latest.step) == (Phase.INPUT, 1001)
 
 
 def test_a_text_that_is_being_written_is_not_read() -> None:
@@ -455,25 +412,6 @@ def test_a_page_has_room_for_many_tracks_and_takes_closed_ones_again() -> None:
     another = recorder.open_progress("another")
     assert another is not None
     assert keys() == {entry.key for entry in entries if entry is not entries[3]} | {another.key}
-
-
-def test_a_track_counts_operations_and_says_where_it_waits() -> None:
-    recorder = FlightRecorder(memoryview(bytearray(MEMORY_BYTES)), {threading.get_ident(): "wrap()"})
-    entry = recorder.open_progress("collectives")
-    assert entry is not None
-
-    def operation() -> list[CurrentWait]:
-        recorder.await_ranks((2,), 0.1)
-        return recorder.waits()
-
-    entry.run("barrier", lambda: None)
-    (wait,) = entry.run("all_gather", operation)
-    assert (wait.key, wait.position, str(wait.wait), wait.awaited) == (entry.key, 1, "wrap() (all_gather)", (2,))
-    assert wait.is_in_training
-    (wait,) = recorder.waits()  # outside of all entries
-    assert (wait.key, str(wait.wait), wait.awaited) == (0, "wrap()", (2,))
-    recorder.await_ranks((), 0.0)
-    assert recorder.waits() == []
 
 
 def test_the_call_site_of_a_thread_names_the_library_and_the_script() -> None:

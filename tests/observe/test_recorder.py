@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import torchring
-from tests.support.harness import run_pooled, run_ranks
+from tests.support.harness import ranks, run_ranks
 from tests.support.traces import decoded, write
 from torchring import default_world as world_module
 from torchring.observe import TRACE, loading
@@ -176,7 +176,7 @@ def _model() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(size, size) for size in SIZES))
 
 
-def _train(rank: int, size: int, options: dict[str, Any], micros: int) -> tuple[RankTrace, int, list[float]]:
+def _train(options: dict[str, Any], micros: int) -> tuple[RankTrace, int, list[float]]:
     model, recorder = _model(), recorder_of(torchring.init())
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model, **options)
     for _ in range(8):
@@ -194,55 +194,57 @@ def _train(rank: int, size: int, options: dict[str, Any], micros: int) -> tuple[
     [({"bucket_mb": 0.5}, 1), ({"accumulate": 2}, 2), ({"algorithm": "native", "overlap": "thread"}, 1)],
     ids=str,
 )
-def test_real_steps(options: dict[str, Any], micros: int) -> None:
-    for rank, (trace, bytes_per_step, _) in enumerate(run_pooled(_train, 2, options, micros)):
-        run_info = trace.run_info
-        assert (run_info.rank, run_info.size, run_info.host != "", run_info.pid > 0) == (rank, 2, True, True)
-        assert run_info.algorithm == options.get("algorithm", "direct")
-        assert [parameter.name for parameter in run_info.parameters] == [
-            f"{i}.{k}" for i in range(3) for k in ("weight", "bias")
-        ]
-        num_buckets = 1 + max(parameter.bucket for parameter in run_info.parameters)
-        assert 0 < run_info.process_began < run_info.wrapped < trace.steps[0].end
-        assert [step.number for step in trace.steps] == list(range(8))
-        for before, step in itertools.pairwise(trace.steps):
-            assert before.end == step.begin
-            kinds = [part.phase for part in step.phases]
-            assert kinds == [INPUT, FORWARD, BACKWARD] * micros + [EXPOSED, BETWEEN, OPTIMIZER]
-            assert step.num_samples == 5 * micros
-            assert step.num_bytes == bytes_per_step
-            assert [bucket.index for bucket in step.buckets] == list(range(num_buckets))
-            (backward,) = (part for part in step.phases[-4:] if part.phase == BACKWARD)
-            for bucket in step.buckets:
-                assert backward.begin < bucket.ready <= bucket.launched <= bucket.started
-                assert bucket.started <= bucket.reduced <= step.phases[-2].begin
-            assert 0 <= step.stall_ns <= step.ns_in(Phase.BACKWARD)
-            assert step.packing_ns > 0
-        assert len(trace.arrivals) == 4
-        for arrivals in trace.arrivals:
-            ready = [arrivals.ready_ns[2 * layer] for layer in range(3)]  # of the weights
-            assert arrivals.backward_ns >= ready[0] > ready[1] > ready[2] > 0
+@ranks(2)
+def test_real_steps(options: dict[str, Any], micros: int, rank: int) -> None:
+    trace, bytes_per_step, _ = _train(options, micros)
+    run_info = trace.run_info
+    assert (run_info.rank, run_info.size, run_info.host != "", run_info.pid > 0) == (rank, 2, True, True)
+    assert run_info.algorithm == options.get("algorithm", "direct")
+    names = [f"{i}.{k}" for i in range(3) for k in ("weight", "bias")]
+    assert [parameter.name for parameter in run_info.parameters] == names
+    num_buckets = 1 + max(parameter.bucket for parameter in run_info.parameters)
+    assert 0 < run_info.process_began < run_info.wrapped < trace.steps[0].end
+    assert [step.number for step in trace.steps] == list(range(8))
+    for before, step in itertools.pairwise(trace.steps):
+        assert before.end == step.begin
+        kinds = [part.phase for part in step.phases]
+        assert kinds == [INPUT, FORWARD, BACKWARD] * micros + [EXPOSED, BETWEEN, OPTIMIZER]
+        assert step.num_samples == 5 * micros
+        assert step.num_bytes == bytes_per_step
+        assert [bucket.index for bucket in step.buckets] == list(range(num_buckets))
+        (backward,) = (part for part in step.phases[-4:] if part.phase == BACKWARD)
+        for bucket in step.buckets:
+            assert backward.begin < bucket.ready <= bucket.launched <= bucket.started
+            assert bucket.started <= bucket.reduced <= step.phases[-2].begin
+        assert 0 <= step.stall_ns <= step.ns_in(Phase.BACKWARD)
+        assert step.packing_ns > 0
+    assert len(trace.arrivals) == 4
+    for arrivals in trace.arrivals:
+        ready = [arrivals.ready_ns[2 * layer] for layer in range(3)]  # of the weights
+        assert arrivals.backward_ns >= ready[0] > ready[1] > ready[2] > 0
 
 
-def test_metrics_add_up_to_the_step() -> None:
-    for _, _, values in run_pooled(_train, 2, {}, 1):
-        rank, size, num_steps, num_samples, num_bytes, per_s, samples_per_s, step, *parts, exposed = values
-        assert (rank in (0, 1), size, num_steps, num_samples) == (True, 2, 8, 35)  # hooks come with the first step
-        assert num_bytes >= 8 * 4 * 3 * 90_300
-        assert (per_s * step, samples_per_s / per_s) == (pytest.approx(1), pytest.approx(35 / 8))
-        assert sum(parts) + exposed == pytest.approx(step)
-        assert all(part > 0 for part in parts)
+@ranks(2)
+def test_metrics_add_up_to_the_step(rank: int) -> None:
+    *_, values = _train({}, 1)
+    own, size, num_steps, num_samples, num_bytes, per_s, samples_per_s, step, *parts, exposed = values
+    assert (own, size, num_steps, num_samples) == (rank, 2, 8, 35)  # hooks come with the first step
+    assert num_bytes >= 8 * 4 * 3 * 90_300
+    assert (per_s * step, samples_per_s / per_s) == (pytest.approx(1), pytest.approx(35 / 8))
+    assert sum(parts) + exposed == pytest.approx(step)
+    assert all(part > 0 for part in parts)
 
 
 def test_a_world_of_one(tmp_path: Path) -> None:
-    trace, _, values = _train(0, 1, {"on_nonfinite": "skip"}, 1)
+    trace, _, values = _train({"on_nonfinite": "skip"}, 1)
     assert [part.phase for part in trace.steps[-1].phases] == [INPUT, FORWARD, BACKWARD, OPTIMIZER]
     assert trace.steps[-1].buckets == ()
     assert trace.run_info.algorithm == "none"
     assert len(values) == 14
 
 
-def _closure(rank: int, size: int) -> list[list[int]]:
+def _steps_by_closure() -> list[int]:
+    """The phases of the last of two steps."""
     model, recorder = _model(), recorder_of(torchring.init())
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model)
 
@@ -254,13 +256,14 @@ def _closure(rank: int, size: int) -> list[list[int]]:
 
     for _ in range(2):
         optimizer.step(closure)
-    return [[part.phase for part in step.phases] for step in steps_of(recorder)]
+    return [part.phase for part in steps_of(recorder)[-1].phases]
 
 
-def test_what_an_optimizer_does_after_its_closure_is_the_optimizers() -> None:
-    expected = [INPUT, OPTIMIZER, INPUT, FORWARD, BACKWARD, OPTIMIZER]
-    assert _closure(0, 1)[-1] == expected
-    assert run_pooled(_closure, 2)[0][-1] == [*expected[:-1], EXPOSED, BETWEEN, OPTIMIZER]
+@pytest.mark.parametrize("world_size", [1, 2])
+@ranks()
+def test_what_an_optimizer_does_after_its_closure_is_the_optimizers(world_size: int) -> None:
+    expected = [INPUT, OPTIMIZER, INPUT, FORWARD, BACKWARD, *([EXPOSED, BETWEEN] if world_size > 1 else []), OPTIMIZER]
+    assert _steps_by_closure() == expected
 
 
 def test_inputs_without_a_shape_are_not_counted() -> None:
@@ -281,18 +284,15 @@ def test_a_script_that_never_steps_does_not_fill_the_memory() -> None:
     assert len(recorder._buckets) < 60_000
 
 
-def _skips(rank: int, size: int) -> int:
+@ranks(2)
+def test_a_step_that_is_left_out_is_a_step() -> None:
     model, recorder = _model(), recorder_of(torchring.init())
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model, on_nonfinite="skip")
     for factor in (1.0, float("nan"), 1.0):
         optimizer.zero_grad()
         (model(torch.ones(5, SIZES[0])).square().mean() * factor).backward()
         optimizer.step()
-    return recorder.num_steps
-
-
-def test_a_step_that_is_left_out_is_a_step() -> None:
-    assert run_pooled(_skips, 2) == [3, 3]
+    assert recorder.num_steps == 3
 
 
 def test_hooks_do_not_follow_a_model_to_copies_and_files() -> None:
@@ -361,7 +361,7 @@ def test_when_a_trace_is_written(tmp_path: Path) -> None:
 
 
 def _ends(rank: int, size: int) -> None:
-    _train(rank, size, {}, 1)
+    _train({}, 1)
     if rank == 1:
         sys.last_value = ValueError("a mistake")  # as after an exception that nobody has caught
 
@@ -386,7 +386,8 @@ def test_what_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogC
     ]
 
 
-def _wraps_two(rank: int, size: int, folder: Path) -> RankTrace:
+@ranks(2)
+def test_the_trace_knows_all_optimizers(tmp_path: Path) -> None:
     recorder = recorder_of(torchring.init())
     models = _model(), nn.Linear(4, 4, dtype=torch.bfloat16)
     for model in (models[0], *models):  # the first one is wrapped again
@@ -396,18 +397,13 @@ def _wraps_two(rank: int, size: int, folder: Path) -> RankTrace:
             model(torch.ones(5, weight.shape[1], dtype=weight.dtype)).sum().backward()
             optimizer.step()
         optimizer.close()
-    return read(write(folder, decoded(*recorder.trace())))
-
-
-def test_the_trace_knows_all_optimizers(tmp_path: Path) -> None:
-    names = [f"{i}.{k}" for i in range(3) for k in ("weight", "bias")]
-    for trace in run_pooled(_wraps_two, 2, tmp_path):
-        found = [(each.optimizer, each.name, each.dtype) for each in trace.run_info.parameters]
-        of_second = [(1, name, "bfloat16") for name in ("weight", "bias")]
-        assert found == [*((0, name, "float32") for name in names), *of_second]
-        assert [{bucket.optimizer for bucket in step.buckets} for step in trace.steps] == [{0}] * 8 + [{1}] * 4
-        assert [(each.optimizer, len(each.ready_ns)) for each in trace.arrivals] == [(0, 6)] * 4 + [(1, 2)] * 2
-        assert all(at >= 0 for each in trace.arrivals for at in each.ready_ns)
+    trace = read(write(tmp_path, decoded(*recorder.trace())))
+    found = [(each.optimizer, each.name, each.dtype) for each in trace.run_info.parameters]
+    of_first = [(0, f"{i}.{k}", "float32") for i in range(3) for k in ("weight", "bias")]
+    assert found == [*of_first, *((1, name, "bfloat16") for name in ("weight", "bias"))]
+    assert [{bucket.optimizer for bucket in step.buckets} for step in trace.steps] == [{0}] * 8 + [{1}] * 4
+    assert [(each.optimizer, len(each.ready_ns)) for each in trace.arrivals] == [(0, 6)] * 4 + [(1, 2)] * 2
+    assert all(at >= 0 for each in trace.arrivals for at in each.ready_ns)
 
 
 def test_clocks() -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import torchring
-from tests.support.checks import assert_bitwise, assert_same_on_all_ranks
-from tests.support.harness import run_pooled
+from tests.support.checks import assert_agreed, assert_bitwise
+from tests.support.harness import ranks
 from torchring.recipes import LAMB, LARS
 
 _SHAPES = [
@@ -247,9 +247,9 @@ def test_sparse_and_complex_gradients_are_refused() -> None:
         LAMB([p]).step()
 
 
-def _wrapped(rank: int, size: int) -> list[Tensor]:
+@ranks(2)
+def test_wrapped_and_sharded(rank: int, world_size: int) -> None:
     """Plain and wrapped with `shard=True`, against one process that has all data; a checkpoint in the middle."""
-    results = []
     for make in (
         lambda p: LARS(p, 2.0, weight_decay=0.01),
         lambda p: LAMB(p, 0.05, weight_decay=0.01),
@@ -264,7 +264,7 @@ def _wrapped(rank: int, size: int) -> list[Tensor]:
                 optimizer = torchring.wrap(optimizer, net, shard=shard)
             for step in range(6):
                 torch.manual_seed(step)
-                data = torch.randn(4 * size, 8)
+                data = torch.randn(4 * world_size, 8)
                 if shard is not None:
                     data = data[4 * rank : 4 * rank + 4]
                 optimizer.zero_grad()
@@ -282,10 +282,4 @@ def _wrapped(rank: int, size: int) -> list[Tensor]:
             torch.testing.assert_close(plain, alone, rtol=1e-4, atol=1e-5)
             assert_bitwise(sharded, plain)
         assert sizes[2] < sizes[1] == sizes[0]
-        results += nets[2]
-    return results
-
-
-def test_wrapped_and_sharded() -> None:
-    for same in zip(*run_pooled(_wrapped, 2), strict=True):
-        assert_same_on_all_ranks(list(same))
+        assert_agreed(*nets[2])

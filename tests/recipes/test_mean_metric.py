@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from tests.support.harness import run_pooled
-from torchring.default_world import default_world
+import torchring
+from tests.support.harness import ranks
 from torchring.errors import PlanMismatchError
 from torchring.recipes import MeanMetric
 
@@ -19,7 +19,8 @@ def _batches(rank: int) -> list[tuple[torch.Tensor, int]]:
     return [(torch.rand(n, generator=generator), n) for n in ([5, 5, 3], [2], [])[rank]]
 
 
-def _means(rank: int, size: int) -> list[dict[str, float]]:
+@ranks(3)
+def test_means_over_all_ranks(rank: int, world_size: int) -> None:
     metrics = MeanMetric()
     for losses, n in _batches(rank):
         mean = losses.mean().requires_grad_()
@@ -29,32 +30,23 @@ def _means(rank: int, size: int) -> list[dict[str, float]]:
     if rank != 2:
         metrics.update({"loss": torch.tensor(math.nan), "never": 1.0}, weight=0)  # an empty batch
     first = metrics.compute()
-    again = metrics.compute()
-    assert again["loss"] == first["loss"]
+    assert len(set(torchring.all_gather_object(str(first)))) == 1  # NaN, too
+    assert str(metrics.compute()) == str(first)
     metrics.reset()
     assert metrics.compute() == {}
 
-    metrics.update({"a": 1.0} if rank == 0 else {"a": 2.0, "b": 1.0})
-    text = "rank 0 gave MeanMetric no 'b', which other ranks gave"
-    with pytest.raises(PlanMismatchError, match=text):
-        metrics.compute()
-    assert default_world().size == size
-    return [first]
-
-
-@pytest.mark.parametrize("size", [3])
-def test_means_over_all_ranks(size: int) -> None:
-    (first,), *others = run_pooled(_means, size)
-    for (other,) in others:
-        assert str(other) == str(first)  # NaN, too
-    losses = torch.cat([losses for rank in range(size) for losses, _ in _batches(rank)]).double()
+    losses = torch.cat([losses for r in range(world_size) for losses, _ in _batches(r)]).double()
     assert list(first) == ["above", "counted", "each", "loss", "never"]
     assert first["each"] == pytest.approx(float(losses.mean()), rel=1e-12)
     assert first["loss"] == pytest.approx(float(losses.mean()), rel=1e-6)  # of means that are fp32
     assert first["above"] == pytest.approx(float((losses > 0.5).double().mean()), rel=1e-6)
-    weights = torch.cat([torch.arange(n) for rank in range(size) for _, n in _batches(rank)])
+    weights = torch.cat([torch.arange(n) for r in range(world_size) for _, n in _batches(r)])
     assert first["counted"] == pytest.approx(float((losses * weights).sum() / weights.sum()), rel=1e-12)
     assert math.isnan(first["never"])
+
+    metrics.update({"a": 1.0} if rank == 0 else {"a": 2.0, "b": 1.0})
+    with pytest.raises(PlanMismatchError, match="rank 0 gave MeanMetric no 'b', which other ranks gave"):
+        metrics.compute()
 
 
 def test_update_reads_nothing_from_the_device() -> None:

@@ -134,11 +134,12 @@ def test_torch_distributed_checkpoint(kind: str, size: int, tmp_path: Path) -> N
     run_ranks(_load_distributed, size, kind, str(tmp_path))
 
 
-def _corners(rank: int, size: int, folder: str) -> None:
+@ranks(2, start=run_ranks)
+def test_corners_of_torch_distributed_checkpoint(rank: int, tmp_path: Path) -> None:
     """torch.distributed.checkpoint where a rank has no share, and mistakes, which leave the state as it was."""
     layer = torch.nn.Linear(3, 3)
     alone = torchring.wrap(torch.optim.AdamW(layer.parameters()), layer, shard=True)
-    said = attempt(lambda: dcp.save({"optimizer": DistributedState(alone)}, checkpoint_id=f"{folder}/alone"))
+    said = attempt(lambda: dcp.save({"optimizer": DistributedState(alone)}, checkpoint_id=f"{tmp_path}/alone"))
     assert "would write the state of 1 of 2 ranks" in said, said
     alone.close()
     torchring.init(process_group=True)
@@ -153,15 +154,15 @@ def _corners(rank: int, size: int, folder: str) -> None:
     tiny(torch.ones(1, 2)).sum().backward()
     fails(
         "call step() or zero_grad() first",
-        lambda: dcp.save({"optimizer": DistributedState(optimizer)}, checkpoint_id=f"{folder}/tiny"),
+        lambda: dcp.save({"optimizer": DistributedState(optimizer)}, checkpoint_id=f"{tmp_path}/tiny"),
     )
     optimizer.step()
     optimizer.zero_grad()
     whole = optimizer.state_dict(all_ranks=True)
-    dcp.save({"optimizer": DistributedState(optimizer)}, checkpoint_id=f"{folder}/tiny")
+    dcp.save({"optimizer": DistributedState(optimizer)}, checkpoint_id=f"{tmp_path}/tiny")
     other = nn.Linear(2, 1, bias=False)
     again = torchring.wrap(torch.optim.AdamW(other.parameters()), other, shard=True)
-    dcp.load({"optimizer": DistributedState(again)}, checkpoint_id=f"{folder}/tiny")
+    dcp.load({"optimizer": DistributedState(again)}, checkpoint_id=f"{tmp_path}/tiny")
     _assert_equal_states(whole, again.state_dict(all_ranks=True))
 
     wide, plain = _wide()
@@ -170,7 +171,7 @@ def _corners(rank: int, size: int, folder: str) -> None:
     large.step()
     large.zero_grad()
     whole, sharded = large.state_dict(all_ranks=True), get_optimizer_state_dict(wide, DistributedState(large))
-    fails("Size mismatch", lambda: dcp.load({"optimizer": DistributedState(large)}, checkpoint_id=f"{folder}/tiny"))
+    fails("Size mismatch", lambda: dcp.load({"optimizer": DistributedState(large)}, checkpoint_id=f"{tmp_path}/tiny"))
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     flattened = get_optimizer_state_dict(wide, DistributedState(large), options=flat)
     fails(
@@ -182,10 +183,6 @@ def _corners(rank: int, size: int, folder: str) -> None:
     large.step()
     set_optimizer_state_dict(wide, DistributedState(large), copy.deepcopy(sharded))  # a copy of what step() has changed
     torchring.barrier()
-
-
-def test_corners_of_torch_distributed_checkpoint(tmp_path: Path) -> None:
-    run_ranks(_corners, 2, str(tmp_path))
 
 
 def _wide() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -279,7 +276,17 @@ def test_mistakes_are_named_on_all_ranks_and_nothing_is_lost(rank: int) -> None:
         refuse(says, lambda sgd=sgd, model=model: torchring.wrap(sgd, model, shard=True))
 
 
-def _on_one_rank(rank: int, size: int, what: str, instead: str) -> str:
+@pytest.mark.parametrize(
+    ("what", "instead", "says"),
+    [
+        ("state_dict", "backward", "called state_dict(optimizer 0) while rank 1 called backward()"),
+        ("state_dict", "step", "called state_dict(optimizer 0) while rank"),
+        ("step", "backward", "called step(optimizer 0) while rank 1 called backward()"),
+        ("step", "raise", "ZeroDivisionError"),
+    ],
+)
+@ranks(2, start=run_ranks)
+def test_a_call_on_one_rank_is_named(what: str, instead: str, says: str, rank: int) -> None:
     torchring.init(timeout_seconds=20)
     net, plain = _wide()
     optimizer = torchring.wrap(plain, net, shard=True)
@@ -302,22 +309,8 @@ def _on_one_rank(rank: int, size: int, what: str, instead: str) -> str:
             optimizer.step()
 
     said = attempt(go_on)
+    assert says in said or says.replace("state_dict(", "step(") in said, said
     torchring.shutdown()
-    return said
-
-
-@pytest.mark.parametrize(
-    ("what", "instead", "says"),
-    [
-        ("state_dict", "backward", "called state_dict(optimizer 0) while rank 1 called backward()"),
-        ("state_dict", "step", "called state_dict(optimizer 0) while rank"),
-        ("step", "backward", "called step(optimizer 0) while rank 1 called backward()"),
-        ("step", "raise", "ZeroDivisionError"),
-    ],
-)
-def test_a_call_on_one_rank_is_named(what: str, instead: str, says: str) -> None:
-    for said in run_ranks(_on_one_rank, 2, what, instead):
-        assert says in said or says.replace("state_dict(", "step(") in said, said
 
 
 def _dies_while_gathering(rank: int, size: int, folder: str) -> str:

@@ -5,7 +5,6 @@ TORCHRING_EXPECT_GPU=1 python -m pytest -m gpu tests/sharding
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,12 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import torchring
-from tests.devices.test_gpu import DEADLINE, SHARED, batch, make_model, pretend_hosts
-from tests.sharding.test_on_device import ShardedSide
+from tests.devices.test_gpu import DEADLINE, SHARED, pretend_hosts
 from tests.sharding.test_step import _assert_equal_states
-from tests.support.harness import ranks, run_ranks
-from tests.support.scripts import ON_DEVICES
-from tests.support.training import assert_as_one_process
+from tests.support.harness import run_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -90,57 +86,6 @@ def test_the_same_bits_as_without_shard(algorithm: str, hosts: Sequence[int]) ->
     backend = () if algorithm == "direct" else (hosts,)
     results = run_ranks(_compare, len(hosts), algorithm, *backend, env=SHARED, deadline=2 * DEADLINE)
     assert results == [[]] * len(hosts)
-
-
-def _scripts(rank: int, size: int) -> dict[str, list[Any]]:
-    results = {}
-    for name, (script, args, _) in ON_DEVICES.items():
-        torchring.init(timeout_seconds=20)
-        with torch.device("cuda"):
-            seen = script(ShardedSide((rank,), True), *args)
-        results[name] = [_on_cpu(each) for each in seen]
-        torchring.shutdown()
-    return results
-
-
-@functools.cache
-def _results_of_scripts() -> list[dict[str, list[Any]]]:
-    return run_ranks(_scripts, 2, env=SHARED, deadline=2 * DEADLINE)
-
-
-def _alone(side: Any, name: str) -> list[Any]:
-    script, args, _ = ON_DEVICES[name]
-    with torch.device("cuda"):
-        return [_on_cpu(each) for each in script(side, *args)]
-
-
-@pytest.mark.timeout(3 * DEADLINE)  # the first one waits for all
-@pytest.mark.parametrize("name", ON_DEVICES)
-def test_what_scripts_rely_on(name: str) -> None:
-    results = [of_rank[name] for of_rank in _results_of_scripts()]
-    assert_as_one_process(_alone, name, tolerance=ON_DEVICES[name][2], run=lambda *_: results)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@ranks(2, start=run_ranks, env=SHARED, deadline=DEADLINE)
-def test_no_step_waits_for_the_device(fused: bool, rank: int) -> None:
-    model = make_model()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
-    optimizer = torchring.wrap(adamw, model, shard=True)
-    scaler = torch.amp.GradScaler("cuda", enabled=fused)
-    batches = [batch(step, rank) for step in range(12)]
-    torch.cuda.synchronize()
-    for step, (x, y) in enumerate(batches):
-        if step == 3:  # the plan is rebuilt after the first, which allocates
-            torch.cuda.set_sync_debug_mode("error")
-        optimizer.zero_grad()
-        with torch.autocast("cuda", torch.float16, enabled=fused):
-            loss = nn.functional.cross_entropy(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    torch.cuda.set_sync_debug_mode("default")
-    torchring.shutdown()
 
 
 def _peaks(rank: int, size: int) -> tuple[int, list[int]]:

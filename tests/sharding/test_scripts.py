@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import torchring
-from tests.support.checks import assert_same_on_all_ranks
+from tests.support.checks import assert_agreed
 from tests.support.harness import ranks, run_pooled
 from torchring.errors import GradientError, RingError
 from torchring.sharding import DistributedState
@@ -154,19 +154,13 @@ def _train(kind: str, shard: bool) -> list[torch.Tensor]:
     return [*seen, *(p.detach().clone() for p in net.parameters())]
 
 
-def _train_both(rank: int, size: int) -> list[list[torch.Tensor]]:
-    results = []
-    for kind in ("before", "after", "all optimizers", "eval"):
-        results.append(_train(kind, True))
-        for found, expected in zip(results[-1], _train(kind, False), strict=True):
-            assert torch.equal(found, expected), kind
-    return results
-
-
-def test_hooks_and_other_methods_of_the_optimizer_have_whole_parameters() -> None:
-    for per_rank in zip(*run_pooled(_train_both, 2), strict=True):
-        for same in zip(*per_rank, strict=True):
-            assert_same_on_all_ranks(list(same))
+@pytest.mark.parametrize("kind", ["before", "after", "all optimizers", "eval"])
+@ranks(2)
+def test_hooks_and_other_methods_of_the_optimizer_have_whole_parameters(kind: str) -> None:
+    found = _train(kind, True)
+    for tensor, expected in zip(found, _train(kind, False), strict=True):
+        assert torch.equal(tensor, expected)
+    assert_agreed(*found)
 
 
 # What is refused
@@ -252,16 +246,16 @@ def _pickled(rank: int, size: int, file: str) -> None:
     torch.save((net, optimizer), file)
 
 
-def _goes_on(rank: int, size: int, file: str) -> tuple[list[float], torch.Tensor]:
+@ranks(2)
+def _goes_on(file: str) -> None:
     net, optimizer = torch.load(file, weights_only=False)
     _backward(net)
     optimizer.step()
-    steps = [float(state["step"]) for state in optimizer.state_dict(all_ranks=True)["state"].values()]
-    return steps, nn.utils.parameters_to_vector(net.parameters()).detach()
+    state = optimizer.state_dict(all_ranks=True)["state"]
+    assert [float(entry["step"]) for entry in state.values()] == [4.0] * 4
+    assert_agreed(*net.parameters())
 
 
 def test_a_pickle_of_a_world_of_one_keeps_its_state_on_several_ranks(tmp_path: Path) -> None:
     run_pooled(_pickled, 1, str(tmp_path / "job"))
-    found = run_pooled(_goes_on, 2, str(tmp_path / "job"))
-    assert [steps for steps, _ in found] == [[4.0] * 4] * 2
-    assert_same_on_all_ranks([parameters for _, parameters in found])
+    _goes_on(file=str(tmp_path / "job"))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import torchring
-from tests.support.checks import assert_same_on_all_ranks
+from tests.support.checks import assert_agreed
 from tests.support.grids import grid
 from tests.support.harness import ranks, run_pooled, run_ranks
 from torchring.memory import host as host_module
@@ -101,13 +101,8 @@ def _parameters(net: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in net.parameters()]
 
 
-def _compared(rank: int, size: int, kinds: list[str], has_hosts: bool = False) -> list[list[Tensor]]:
+def _compare(kinds: Sequence[str], has_hosts: bool = False) -> None:
     logging.getLogger("torchring").addHandler(log := Lines())
-    if has_hosts:  # ranks 0 and 1 on one, rank 2 on another
-        host_module._host_identity = lambda: f"host {rank // 2}"
-        torchring.init()
-        assert torchring.num_nodes() == (size + 1) // 2
-    results = []
     for kind in kinds:
         (plain, optimizer), (net, sharded) = _both(kind)
         _train(plain, optimizer, range(_NUM_STEPS))
@@ -118,13 +113,12 @@ def _compared(rank: int, size: int, kinds: list[str], has_hosts: bool = False) -
             else:
                 assert torch.equal(expected, found), (kind, name)
         _assert_equal_states(optimizer.state_dict(), sharded.state_dict(all_ranks=True), exactly=not has_hosts)
-        results.append(_parameters(net))
+        assert_agreed(*_parameters(net))
         optimizer.close()
         sharded.close()
     cost = [line for line in log.lines if "1.5 times the bytes" in line and "fully_shard" in line]
-    assert len(cost) == (torchring.num_nodes() > 1 and rank == 0)
+    assert len(cost) == (torchring.num_nodes() > 1 and torchring.rank() == 0)
     logging.getLogger("torchring").removeHandler(log)
-    return results
 
 
 def _assert_equal_states(expected: dict[str, Any], found: dict[str, Any], *, exactly: bool = True) -> None:
@@ -141,23 +135,24 @@ def _assert_equal_states(expected: dict[str, Any], found: dict[str, Any], *, exa
                 assert value == other
 
 
-@grid("size", [2, 3, 1, 4], keep=lambda size: size in (2, 3))
-def test_trains_as_without_shard(size: int) -> None:
-    for per_rank in zip(*run_pooled(_compared, size, list(_KINDS)), strict=True):
-        for same in zip(*per_rank, strict=True):
-            assert_same_on_all_ranks(list(same))
+@grid("world_size", [2, 3, 1, 4], keep=lambda world_size: world_size in (2, 3))
+@ranks()
+def test_trains_as_without_shard(world_size: int) -> None:
+    _compare(list(_KINDS))
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_between_hosts(size: int) -> None:
-    results = run_ranks(_compared, size, ["AdamW", "SGD fused"], True)
-    for per_rank in zip(*results, strict=True):
-        for same in zip(*per_rank, strict=True):
-            assert_same_on_all_ranks(list(same))
+@pytest.mark.parametrize("world_size", [2, 3])
+@ranks()
+def test_between_hosts(world_size: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 0 and 1 on one, rank 2 on another."""
+    monkeypatch.setattr(host_module, "_host_identity", lambda: f"host {rank // 2}")
+    torchring.init()
+    assert torchring.num_nodes() == (world_size + 1) // 2
+    _compare(["AdamW", "SGD fused"], has_hosts=True)
 
 
-def _of_whole_parameters(rank: int, size: int) -> list[int]:
-    """Muon and AdamW for one model; Adafactor. Returns the bytes of Muon's state on this rank, and in all."""
+def _of_whole_parameters(rank: int, size: int) -> None:
+    """Muon and AdamW for one model. Each matrix has its state on one rank."""
     nets, muons = [], []
     for shard in (False, True):
         torch.manual_seed(1)
@@ -177,17 +172,16 @@ def _of_whole_parameters(rank: int, size: int) -> list[int]:
     for expected, found in zip(*nets, strict=True):
         assert torch.equal(expected, found)
     _assert_equal_states(muons[0].state_dict(), muons[1].state_dict(all_ranks=True))
-    return [sum(t.nbytes for e in each.state.values() for t in e.values()) for each in muons[::-1]]
+    whole, mine = (sum(t.nbytes for e in each.state.values() for t in e.values()) for each in muons)
+    shares = torchring.all_gather_object(mine)
+    assert sum(shares) == whole > max(shares)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_muon_steps_a_matrix_on_one_rank(size: int) -> None:
-    if not hasattr(torch.optim, "Muon"):
-        pytest.skip("this PyTorch has no Muon")
-    results = run_pooled(_of_whole_parameters, size)
-    shares = [mine for mine, _ in results]
-    assert sum(shares) == results[0][1]
-    assert max(shares) < results[0][1]
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no Muon")
+@ranks()
+def test_muon_steps_a_matrix_on_one_rank(world_size: int, rank: int) -> None:
+    _of_whole_parameters(rank, world_size)
 
 
 def _with_everything(rank: int, size: int, acts: Sequence[str] = ()) -> None:
@@ -260,14 +254,11 @@ def test_a_graph_from_before_the_step_is_refused() -> None:
     torchring.shutdown()
 
 
-def _state_bytes(rank: int, size: int) -> int:
+@ranks(2)
+def test_each_rank_keeps_its_share_of_the_state() -> None:
     layer = nn.Linear(1000, 500)
     optimizer = torchring.wrap(torch.optim.AdamW(layer.parameters()), layer, shard=True)
     layer(torch.ones(1, 1000)).sum().backward()
     optimizer.step()
-    return sum(value.nbytes for entry in optimizer.state.values() for value in entry.values())
-
-
-def test_each_rank_keeps_its_share_of_the_state() -> None:
-    for num_bytes in run_pooled(_state_bytes, 2):
-        assert abs(num_bytes - 2e6) < 0.02 * 2e6
+    num_bytes = sum(value.nbytes for entry in optimizer.state.values() for value in entry.values())
+    assert abs(num_bytes - 2e6) < 0.02 * 2e6
