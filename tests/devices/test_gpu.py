@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import torchring
 from tests.participants import test_buffers
 from tests.sharding.test_on_device import ShardedSide
-from tests.support.checks import assert_agreed, assert_bitwise, assert_same_on_all_ranks, digest, exact_inputs
+from tests.support.checks import assert_bitwise, assert_same_everywhere, assert_same_on_all_ranks, digest, exact_inputs
 from tests.support.harness import ranks, run_ranks
 from tests.support.scripts import ON_DEVICES
 from tests.support.training import Script, Side, assert_as_one_process, momentum, small_model, train, values
@@ -406,7 +406,7 @@ def test_the_gpu_as_the_default_device(rank: int) -> None:
         model(torch.full((4, 300), float(rank + step))).square().mean().backward()
         optimizer.step()
     torchring.all_reduce(torch.ones(3))
-    assert_agreed(*model.parameters())
+    assert_same_everywhere(list(model.parameters()))
     torchring.shutdown()
 
 
@@ -437,7 +437,7 @@ def test_graphed_callables(rank: int) -> None:
         x, y = batch(step, rank)
         nn.functional.cross_entropy(graphed(x), y).backward()
         optimizer.step()
-    assert_agreed(*model.parameters())
+    assert_same_everywhere(list(model.parameters()))
     torchring.shutdown()
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from torchring.horovod import aliases
+from torchring.horovod.__main__ import main
 from torchring.launch.horovodrun import with_aliases
 
 
@@ -148,20 +149,29 @@ def test_a_script_runs_as_ever_and_its_children_inherit_the_aliases(tmp_path: Pa
     assert found == dict.fromkeys(["spawn", "forkserver", "fork", "subprocess"], aliases.VERSION)
 
 
-def test_modules_and_options_of_the_interpreter(tmp_path: Path) -> None:
-    (tmp_path / "training.py").write_text(
-        "import json, sys, horovod as h\n"
-        "print(json.dumps([sys.argv[1:], sys.flags.dev_mode, sys.flags.verbose, __name__, h.__version__]))"
-    )
-    found = said("-X", "dev", "-m", "torchring.horovod", "-m", "training", "-m", "torchring.horovod", cwd=tmp_path)
-    assert found == [["-m", "torchring.horovod"], True, 0, "__main__", aliases.VERSION]
-    assert said("-mtorchring.horovod", "training.py", cwd=tmp_path)[1:3] == [False, 0]
-
-
-def test_without_a_script_it_says_how_it_is_used() -> None:
-    ran = run("-m", "torchring.horovod")
-    assert ran.returncode == 2
-    assert "script.py" in ran.stderr
+@pytest.mark.parametrize(
+    ("original", "num_arguments", "expected"),
+    [
+        ("-X dev -m torchring.horovod -m training -m torchring.horovod", 4, "-X dev -m training -m torchring.horovod"),
+        ("-mtorchring.horovod training.py -x", 2, "training.py -x"),
+        ("-vm torchring.horovod training.py", 1, "-v training.py"),
+        ("-m torchring.horovod", 0, None),
+    ],
+)
+def test_modules_and_options_of_the_interpreter(
+    original: str,
+    num_arguments: int,
+    expected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And without a script it says how it is used."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execve", lambda program, command, environ: started.append(command[1:]))
+    command = ["python", *original.split()]
+    code = main(command, command[len(command) - num_arguments :])
+    assert started == ([] if expected is None else [expected.split()])
+    assert expected is not None or (code == 2 and "script.py" in capsys.readouterr().err)
 
 
 def test_a_start_of_python_costs_no_import_of_torch() -> None:

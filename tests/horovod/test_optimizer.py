@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import torchring
 import torchring.horovod as hvd
-from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, digest, logged
+from tests.support.checks import assert_bitwise, assert_same_everywhere, digest, logged
 from tests.support.documents import ROOT, blocks
 from tests.support.grids import grid
 from tests.support.harness import ranks, run_pooled, run_ranks
@@ -66,10 +66,10 @@ class _Halves:
         return (tensor / 2).to(ctx)
 
 
-def _rituals(rank: int, size: int) -> dict[str, list[Tensor]]:
-    results: dict[str, list[Tensor]] = {}
-
-    def train(name: str, body: Callable[[Any, nn.Module, int], None], **options: Any) -> Any:
+@grid("world_size", [1, 2, 3], keep=lambda world_size: world_size < 3)
+@ranks(start=run)
+def test_every_ritual_trains_as_one_process_does(world_size: int, rank: int) -> None:
+    def train(like: list[Tensor], body: Callable[[Any, nn.Module, int], None], **options: Any) -> None:
         net = small_model()
         if rank != 0:
             nn.init.zeros_(net[0].weight)  # type: ignore[index, arg-type]
@@ -80,8 +80,10 @@ def _rituals(rank: int, size: int) -> dict[str, list[Tensor]]:
         for step in range(3):
             optimizer.zero_grad(set_to_none=step % 2 == 0)
             body(optimizer, net, step)
-        results[name] = [p.detach().clone() for p in net.parameters()]
-        return optimizer
+        for parameter, right in zip(net.parameters(), like, strict=True):
+            torch.testing.assert_close(parameter.detach(), right, rtol=1e-9, atol=1e-12)
+        assert_same_everywhere(list(net.parameters()))
+        optimizer.close()
 
     def plainly(optimizer: Any, net: nn.Module, step: int) -> None:
         loss_on(net, rank, 10 * step).backward()
@@ -125,43 +127,23 @@ def _rituals(rank: int, size: int) -> dict[str, list[Tensor]]:
             loss_on(net, rank, 10 * step + micro).backward()
         optimizer.step()
 
-    train("plain", plainly)
-    train("sum", plainly, op=hvd.Sum)
-    train("predivided", plainly, gradient_predivide_factor=2.0)
-    train("grouped", plainly, groups=2)
-    train("own compressor", plainly, compression=_Halves)
-    train("clipped", clipped)
-    train("clipped without ritual", clipped_without_ritual)
-    train("clipped, own compressor", clipped, compression=_Halves())
-    train("closure", by_closure)
-    train("closure, own compressor", by_closure, compression=_Halves)
-    train("scaled", scaled)
-    train("two passes", twice, backward_passes_per_step=2)
-    train("two passes, own compressor", twice, backward_passes_per_step=2, compression=_Halves)
-    train("two backwards of one pass", twice)
-    train("step() comes early", twice, backward_passes_per_step=3)
-    return results
-
-
-@grid("size", [1, 2, 3], keep=lambda size: size < 3)
-def test_every_ritual_trains_as_one_process_does(size: int) -> None:
-    ranks = run(_rituals, size)
-    wanted = {
-        "sum": expected(size, op="sum"),
-        "clipped": expected(size, clip=0.05),
-        "two passes": expected(size, passes=2),
-    }
-    alike = {
-        "clipped": ["clipped without ritual", "clipped, own compressor", "scaled"],
-        "two passes": ["two passes, own compressor", "two backwards of one pass", "step() comes early"],
-    }
-    for like, names in alike.items():
-        wanted |= dict.fromkeys(names, wanted[like])
-    plain = expected(size)
-    for name in ranks[0]:
-        for i, value in enumerate(wanted.get(name, plain)):
-            torch.testing.assert_close(ranks[0][name][i], value, rtol=1e-9, atol=1e-12, msg=f"{name}, parameter {i}")
-            assert_same_on_all_ranks([result[name][i] for result in ranks])
+    plain, clip = expected(world_size), expected(world_size, clip=0.05)
+    train(plain, plainly)
+    train(expected(world_size, op="sum"), plainly, op=hvd.Sum)
+    train(plain, plainly, gradient_predivide_factor=2.0)
+    train(plain, plainly, groups=2)
+    train(plain, plainly, compression=_Halves)
+    train(clip, clipped)
+    train(clip, clipped_without_ritual)
+    train(clip, clipped, compression=_Halves())
+    train(plain, by_closure)
+    train(plain, by_closure, compression=_Halves)
+    train(clip, scaled)
+    passes = expected(world_size, passes=2)
+    train(passes, twice, backward_passes_per_step=2)
+    train(passes, twice, backward_passes_per_step=2, compression=_Halves)
+    train(passes, twice)  # two backwards of one pass
+    train(passes, twice, backward_passes_per_step=3)  # step() comes early
 
 
 @ranks(2, start=run)
@@ -260,8 +242,11 @@ def test_wrong_arguments_are_found_before_init() -> None:
             hvd.DistributedOptimizer(sgd, **options)
 
 
-def _odd_ways(rank: int, size: int) -> list[Tensor]:
-    """A process set; sparse gradients without the model; Adasum; parameters that are not equal."""
+@grid("world_size", [2, 3], keep=lambda world_size: world_size == 2)
+@ranks(start=run)
+def test_process_sets_sparse_gradients_and_adasum(world_size: int, rank: int) -> None:
+    """Sparse gradients without the model."""
+    size = world_size
     last = hvd.add_process_set([size - 1])
     parameter = nn.Parameter(torch.zeros(2))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), process_set=last)
@@ -292,8 +277,10 @@ def _odd_ways(rank: int, size: int) -> list[Tensor]:
     assert layer.weight[4].tolist() == pytest.approx([-2.0, -2.0])
     assert layer.weight[0].tolist() == pytest.approx([-2 / size] * 2)
 
+    assert_same_everywhere([layer.weight])
+
     if size != 2:
-        return [layer.weight.detach()]
+        return
     start = torch.tensor([1.0, 2.0])
     parameter = nn.Parameter(start.clone())
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.5), op=hvd.Adasum)
@@ -306,18 +293,13 @@ def _odd_ways(rank: int, size: int) -> list[Tensor]:
             call()
     optimizer.step()
     torch.testing.assert_close(parameter.detach(), start + adasum([-0.5 * grad for grad in grads]))
-    return [layer.weight.detach(), parameter.detach()]
+    assert_same_everywhere([parameter])
 
 
-@grid("size", [2, 3], keep=lambda size: size == 2)
-def test_process_sets_sparse_gradients_and_adasum(size: int) -> None:
-    for per_rank in zip(*run(_odd_ways, size), strict=True):
-        assert_same_on_all_ranks(list(per_rank))
-
-
-def _uneven_data(rank: int, size: int) -> list[float]:
+@grid("world_size", [2, 3], keep=lambda world_size: world_size == 2)
+@ranks(start=run)
+def test_ranks_that_have_joined_take_part_in_the_backwards_of_the_others(world_size: int, rank: int) -> None:
     """Rank r has r + 1 batches, each of which has gradient 1. Averages are over all ranks, as with Horovod."""
-    values = []
     for compression in (hvd.Compression.none, _Halves):
         first, second = (nn.Parameter(torch.zeros(2)) for _ in range(2))
         optimizers = [
@@ -330,27 +312,31 @@ def _uneven_data(rank: int, size: int) -> list[float]:
             (first + second).sum().backward()
             for optimizer in optimizers:
                 optimizer.step()
-            total = hvd.allreduce(torch.ones(1), op=hvd.Sum, name="batches")
+            hvd.allreduce(torch.ones(1), op=hvd.Sum, name="batches")
         last = hvd.join()
-        assert last == size - 1
+        assert last == world_size - 1
         hvd.broadcast_parameters([first, second], root_rank=last)
-        assert first.tolist() == pytest.approx([-sum((size - step) / size for step in range(size))] * 2)
+        assert first.tolist() == pytest.approx(
+            [-sum((world_size - step) / world_size for step in range(world_size))] * 2
+        )
         assert_bitwise(first.detach(), second.detach())
         optimizers[0].zero_grad()  # all have data again
         first.sum().backward()
         optimizers[0].step()
-        values += [first[0].item(), total.item()]
+        assert_same_everywhere([first])
         for optimizer in optimizers:
             optimizer.close()
-    return values
 
 
-def _layers_in_join(rank: int, size: int, shares_memory: bool) -> str:
+@pytest.mark.parametrize("shares_memory", [True, False])
+@ranks(2)
+def test_a_rank_that_has_joined_ends_the_layers_of_the_others(
+    shares_memory: bool, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All ranks join together first. Then rank 0 has another batch, on one host after more than the timeout."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not shares_memory:
-            patch.setattr(host_module, "_host_identity", lambda: f"host {rank}")
-        hvd.init()
+    if not shares_memory:
+        monkeypatch.setattr(host_module, "_host_identity", lambda: f"host {rank}")
+    hvd.init()
     layer = hvd.SyncBatchNorm(3)
     problem = ""
     try:
@@ -368,20 +354,8 @@ def _layers_in_join(rank: int, size: int, shares_memory: bool) -> str:
     except hvd.HorovodInternalError as error:
         problem = str(error)
     hvd.shutdown()
-    return problem
-
-
-@pytest.mark.parametrize("shares_memory", [True, False])
-def test_a_rank_that_has_joined_ends_the_layers_of_the_others(shares_memory: bool) -> None:
-    problem, of_joined = run_pooled(_layers_in_join, 2, shares_memory)
-    assert "hvd.join(no SyncBatchNorm layer may train meanwhile)" in problem
-    assert of_joined  # the same, or that rank 0 has left
-
-
-@grid("size", [2, 3], keep=lambda size: size == 2)
-def test_ranks_that_have_joined_take_part_in_the_backwards_of_the_others(size: int) -> None:
-    results = run(_uneven_data, size)
-    assert {tuple(result[::2]) for result in results} == {tuple(results[0][::2])}
+    assert problem  # the same, or that rank 0 has left
+    assert rank > 0 or "hvd.join(no SyncBatchNorm layer may train meanwhile)" in problem
 
 
 @ranks(2, start=run)

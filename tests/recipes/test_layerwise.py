@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import torchring
-from tests.support.checks import assert_agreed, assert_bitwise
+from tests.support.checks import assert_bitwise, assert_same_everywhere
 from tests.support.harness import ranks
 from torchring.recipes import LAMB, LARS
 
@@ -282,4 +282,4 @@ def test_wrapped_and_sharded(rank: int, world_size: int) -> None:
             torch.testing.assert_close(plain, alone, rtol=1e-4, atol=1e-5)
             assert_bitwise(sharded, plain)
         assert sizes[2] < sizes[1] == sizes[0]
-        assert_agreed(*nets[2])
+        assert_same_everywhere(nets[2])

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import torchring
-from tests.support.checks import assert_agreed
+from tests.support.checks import assert_same_everywhere
 from tests.support.harness import ranks, run_pooled
 from torchring.errors import GradientError, RingError
 from torchring.sharding import DistributedState
@@ -160,7 +160,7 @@ def test_hooks_and_other_methods_of_the_optimizer_have_whole_parameters(kind: st
     found = _train(kind, True)
     for tensor, expected in zip(found, _train(kind, False), strict=True):
         assert torch.equal(tensor, expected)
-    assert_agreed(*found)
+    assert_same_everywhere(found)
 
 
 # What is refused
@@ -253,7 +253,7 @@ def _goes_on(file: str) -> None:
     optimizer.step()
     state = optimizer.state_dict(all_ranks=True)["state"]
     assert [float(entry["step"]) for entry in state.values()] == [4.0] * 4
-    assert_agreed(*net.parameters())
+    assert_same_everywhere(list(net.parameters()))
 
 
 def test_a_pickle_of_a_world_of_one_keeps_its_state_on_several_ranks(tmp_path: Path) -> None:
