@@ -38,8 +38,7 @@ from tests.support.training import (
     small_model,
     values,
 )
-from torchring.allreduce import choice
-from torchring.devices import engines, opening
+from torchring.devices import engines, measuring, opening
 from torchring.devices.packing import DevicePacking
 from torchring.gradients import plan as plan_module
 from torchring.gradients.contract import Setup
@@ -761,7 +760,7 @@ _MEASURED = {
 @scenario(_MEASURED)
 def test_auto_measures_what_several_gpus_of_one_host_can_do(name: str, rank: int) -> Any:
     """With the wires that will be reduced; and then the buckets have the size that suits the fastest."""
-    case, real = _MEASURED[name], choice.seconds_together
+    case, real = _MEASURED[name], measuring.seconds_together
     seconds = dict(case.seconds)
     connections: list[int] = []
     turns: list[tuple[str, int]] = []
@@ -783,7 +782,7 @@ def test_auto_measures_what_several_gpus_of_one_host_can_do(name: str, rank: int
         device() as accelerator,
         mock.patch.multiple(opening, FEWEST_MEASURED=2, **_ONCE),
         mock.patch.object(plan_module, "_FEWEST_SHARING_GPUS", 2),
-        mock.patch.object(choice, "seconds_together", time_together),
+        mock.patch.object(measuring, "seconds_together", time_together),
         mock.patch.object(opening, "all_reduce", connect),
     ):
         if case.missing is not None and rank in case.missing_on:
