@@ -10,8 +10,15 @@ from typing import Any, Final
 import torch
 
 from torchring.data.epoch import Pass, rank_and_size
+from torchring.errors import GradientError
 from torchring.gradients.weights import unequal_shares
+from torchring.world import World
 
+_UNWEIGHED: Final = (
+    "a backward() in a loop over a torchring.data.Sampler was not weighed. Ranks have unequal shares of its batches, "
+    "and a plain mean over ranks would be wrong. Call optimizer.weigh(sampler.weight()) once for each batch of the "
+    "loop, before its forward and backward. If that loop does not train, let it begin under torch.no_grad()"
+)
 _LINE: Final = (
     "call optimizer.weigh(sampler.weight()) once for each batch of the loop, before its forward and backward: it makes "
     "the mean one over samples, and counts the batch"
@@ -282,14 +289,9 @@ class Sampler(torch.utils.data.Sampler[Any]):
 
 
 class _Draws(Iterator[Any]):
-    """One iteration of a sampler. It begins with its first batch, so `set_epoch` may be called before.
-
-    Attributes:
-        size: number of ranks that have unequal shares; 0 if shares are equal.
-    """
+    """One iteration of a sampler. It begins with its first batch, so `set_epoch` may be called before."""
 
     def __init__(self, sampler: Sampler) -> None:
-        self.size = 0
         self._sampler = sampler
         self._pass: Pass | None = None
         self._drawing: Iterator[Any] = iter(())
@@ -312,6 +314,11 @@ class _Draws(Iterator[Any]):
         self._sampler.load_state_dict(state_dict)
         self._begin()
 
+    def refuse_unweighed(self, world: World) -> None:
+        """A backward of `world` begins without a weight. Raise GradientError if these are shares of its ranks."""
+        if self._pass is not None and self._pass.size == world.size:
+            raise GradientError(_UNWEIGHED, rank=world.rank)
+
     def _begin(self) -> None:
         sampler = self._sampler
         self._pass = current = sampler._plan(*sampler._next())
@@ -319,7 +326,6 @@ class _Draws(Iterator[Any]):
         sampler._goes_on = False
         sampler._passes.append(current)
         if sampler._knows_batches and torch.is_grad_enabled() and not current.has_equal_shares():
-            self.size = current.size
             unequal_shares.add(self)
         batches = sampler._draw(current)
         self._drawing = batches if sampler._knows_batches else itertools.chain.from_iterable(batches)

@@ -25,7 +25,7 @@ from torchring.gradients.module_wrappers import MODULE_WRAPPERS, explain
 from torchring.gradients.reduction import Guest, Participant, overridden
 from torchring.gradients.reductions import Reductions, newly_trainable
 from torchring.gradients.validation import refuse_backward, refuse_non_finite, refuse_thawed, refuse_unsettled
-from torchring.gradients.weights import FP16, ON_RESULTS, ZEROS_OF_SKIP, refuse_unweighed
+from torchring.gradients.weights import FP16, ON_RESULTS, ZEROS_OF_SKIP, unequal_shares
 from torchring.observer import BACKWARD, BETWEEN, EXPOSED, INPUT, OPTIMIZER
 
 if TYPE_CHECKING:
@@ -130,7 +130,8 @@ class Reducer(Reductions, Sync):
             for guest in self._guests:
                 guest.before_backward()
             if self.weights.next is None and not self._is_sum:
-                refuse_unweighed(self.world)
+                for iteration in list(unequal_shares):
+                    iteration.refuse_unweighed(self.world)
             self.enter(BACKWARD)
             if self._reducers.are_several and self.specs[0].device.type == "cpu":
                 self._reducers.refuse_other_thread(thread := threading.get_ident())
@@ -396,21 +397,20 @@ class Reducer(Reductions, Sync):
 
     def _begin(self, *, reduces: bool) -> None:
         self.launcher.refuse_lost()
+        if reduces:
+            self.world.raise_if_broken()
         self._reduces, self._has_reduction = reduces, False
-        if not self._reducers.is_skipping:
-            with self._failing():
+        self.on_ready = [self.launcher.mark_local] * len(self.parameters)
+        is_unordered = self._reducers.are_several
+        with self._failing():
+            if not self._reducers.is_skipping:
                 self.weights.begin()
                 if self.weights.total is not None and not reduces and self.ledger.holds_results():
                     raise GradientError(ON_RESULTS)
-        self.on_ready = [self.launcher.mark_local] * len(self.parameters)
-        if reduces:
-            self.world.raise_if_broken()
-            is_unordered = self._reducers.are_several
             # Other ranks may wait in another optimizer's reduction. So with several, ranks agree before they drain.
-            if not (is_unordered and self.launcher.num_aborted):
-                with self._failing():
-                    self.begin_reduction(is_unordered=is_unordered)
-                    self._has_reduction = True
+            if reduces and not (is_unordered and self.launcher.num_aborted):
+                self.begin_reduction(is_unordered=is_unordered)
+                self._has_reduction = True
         self.in_backward = True
 
     def _synchronize(self) -> None:

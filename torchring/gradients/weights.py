@@ -20,7 +20,6 @@ import torch
 from torchring.errors import GradientError, in_step, ranks_in_words
 from torchring.gradients.ledger import is_zero
 from torchring.gradients.message import Said
-from torchring.world import World
 
 LARGEST: Final = 2.0**28
 SMALLEST: Final = 2.0**-10
@@ -41,12 +40,7 @@ _ZEROED: Final = (
     "gradients that have a weight and are not reduced yet were zeroed past the optimizer, so their weight would count "
     "for zeros; call optimizer.zero_grad() in place of that, or model.zero_grad() with set_to_none=True"
 )
-_UNWEIGHED: Final = (
-    "a backward() in a loop over a torchring.data.Sampler was not weighed. Ranks have unequal shares of its batches, "
-    "and a plain mean over ranks would be wrong. Call optimizer.weigh(sampler.weight()) once for each batch of the "
-    "loop, before its forward and backward. If that loop does not train, let it begin under torch.no_grad()"
-)
-unequal_shares: Final[weakref.WeakSet[Any]] = weakref.WeakSet()  # iterations over samplers, each with its `size`
+unequal_shares: Final[weakref.WeakSet[Any]] = weakref.WeakSet()  # iterations over samplers, which `refuse_unweighed`
 
 
 class Weights:
@@ -195,12 +189,6 @@ class Weights:
 
 
 def _nothing() -> None: ...
-
-
-def refuse_unweighed(world: World) -> None:
-    """A backward begins without a weight. Raise GradientError if ranks have unequal shares of the data."""
-    if any(each.size == world.size for each in list(unequal_shares)):
-        raise GradientError(_UNWEIGHED, rank=world.rank)
 
 
 def result_scale(said: Said, rank: int) -> float:
