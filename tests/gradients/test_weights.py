@@ -347,6 +347,10 @@ def _refused(rank: int, size: int, how: str) -> list[str]:
                     optimizer.weigh(1)
                     _loss(model, samples).backward()
             optimizer.synchronize()
+        elif how == "thawed in between":
+            first = next(model.parameters()).requires_grad_(False)
+            optimizer.weigh(0)
+            first.requires_grad_(True)
         elif how == "on results":
             _loss(model, samples).backward()
             with optimizer.no_sync():
@@ -372,6 +376,7 @@ def _refused(rank: int, size: int, how: str) -> list[str]:
         ("then an unweighted one", "GradientError: this backward() has no weight, but an earlier one had one"),
         ("no backward", "GradientError: weigh() was called before synchronize(), and no backward() came in between"),
         ("by hand on rank 1", "GradientError: rank 1 did not call optimizer.weigh()"),
+        ("thawed in between", "GradientError: a parameter was unfrozen between weigh() and backward()"),
         ("on results", "GradientError: weights were given with gradients of an earlier step in .grad"),
         ("forgotten on rank 1", "GradientError: rank 1 did not call optimizer.weigh() before this backward()"),
     ],
