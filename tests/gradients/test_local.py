@@ -36,4 +36,8 @@ def test_a_backward_skipped_inside_no_sync_does_not_count() -> None:
     assert _backward(parameter, optimizer, 1, 5.0) == 5.0
     with optimizer.no_sync():
         optimizer.skip()
+    with optimizer.no_sync():
+        optimizer.weigh(3)
+        assert torch.autograd.grad((parameter * 7).sum(), parameter)[0].tolist() == [7.0, 7.0], "not of the mean"
+        optimizer.skip()
     assert _backward(parameter, optimizer, 3, 1.0) == 2.0, "the mean of 5 and three times 1"

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from torchring.errors import GradientError, in_step, ranks_in_words
 from torchring.gradients.ledger import is_zero
@@ -67,7 +69,7 @@ class Weights:
         self.last: float | None = None
         self._parameters = parameters
         self._on_first = on_first
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []  # for the next backward, or that under way
+        self._hooked: list[tuple[Node, RemovableHandle]] = []  # for the next backward, or that under way
         self._share: float | None = None  # of the backward under way, in the mean
         self.reset()
 
@@ -94,7 +96,9 @@ class Weights:
         self.next = weight
         if not weight or self.total or self._on_first is not None:
             trainable = [parameter for parameter in self._parameters() if parameter.requires_grad]
-            self._handles = [each.register_hook(self._weigh) for each in trainable]  # type: ignore[no-untyped-call]
+            # Of the node that adds to `.grad`: a hook of the tensor would change what torch.autograd.grad() returns.
+            nodes = [get_gradient_edge(parameter).node for parameter in trainable]
+            self._hooked = [(node, node.register_prehook(self._weigh)) for node in nodes]
 
     def begin(self) -> None:
         """A backward begins. Raises GradientError if it has no weight, and an earlier one had one."""
@@ -104,7 +108,7 @@ class Weights:
                 "this backward() has no weight, but an earlier one had one whose gradients are not reduced yet; call "
                 "optimizer.weigh() before each backward(), or optimizer.zero_grad() if those gradients are gone"
             )
-        if self._handles and sum(parameter.requires_grad for parameter in self._parameters()) > len(self._handles):
+        if self._hooked and sum(parameter.requires_grad for parameter in self._parameters()) > len(self._hooked):
             raise GradientError("a parameter was unfrozen between weigh() and backward(); unfreeze it before weigh()")
         self.last = weight
         if weight is not None:
@@ -113,8 +117,9 @@ class Weights:
 
     def end(self) -> None:
         """The backward that a weight was given for is over, or does not come."""
-        while self._handles:
-            self._handles.pop().remove()
+        while self._hooked:
+            _, handle = self._hooked.pop()
+            handle.remove()
         self._share = None
 
     def withdraw(self) -> None:
@@ -167,7 +172,7 @@ class Weights:
             self.end()
             self.begin()
 
-    def _weigh(self, gradient: torch.Tensor) -> torch.Tensor:
+    def _weigh(self, gradients: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """A gradient of the backward that a weight was given for, before autograd adds it to `.grad`."""
         if self._share is None:
             self.drop_stale()
@@ -177,9 +182,10 @@ class Weights:
                 self._scale(1.0 - self._share)
             if self._on_first is not None and (begin := self._on_first()) is not None:
                 begin()
-        if not self._share:
-            return torch.zeros_like(gradient)  # whatever the loss is, a mean over nothing included
-        return gradient if self._share == 1.0 else gradient * self._share
+        if self._share == 1.0:
+            return gradients
+        # 0 is 0 whatever the loss is, a mean over nothing included.
+        return tuple(each * self._share if self._share else torch.zeros_like(each) for each in gradients)
 
     @torch.no_grad()
     def _scale(self, factor: float) -> None:
