@@ -416,6 +416,10 @@ class _Script:
         else:
             for optimizer in self.optimizers:
                 optimizer.zero_grad(set_to_none=how == "none")
+        is_uneven = (self.training["weights"], self.training["skip"]) != ("none", "none")
+        if how in ("flat", "listed") and is_uneven:  # or zeros would count as a gradient, and be an error
+            for optimizer in self.optimizers:
+                optimizer.zero_grad(set_to_none=False)
 
     def _backwards(self, s: int, step: Step) -> Tensor | None:
         loss = None
