@@ -40,7 +40,7 @@ from torchring.bench.measure import Spread
 from torchring.bench.models import MODELS, Block
 from torchring.bench.netns import Network
 from torchring.launch.arguments import duration
-from torchring.memory.heap import keep_freed
+from torchring.participants.heap import keep_freed
 
 Make = Callable[..., Optimizer]
 _ADAMW: Final = functools.partial(torch.optim.AdamW, lr=1e-4)

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import torchring
 from tests.support.checks import assert_bitwise, digest
 from tests.support.harness import run_pooled, run_ranks
+from torchring import initial_state as state
 from torchring.collectives import operations
 from torchring.collectives.service import Collectives
 
@@ -51,7 +52,7 @@ class _Schedule:
 
 def _share(rank: int, size: int) -> dict[str, Any]:
     moved: list[int] = []  # bytes of each message that is not a digest
-    broadcast, broadcast_bytes = operations.broadcast, Collectives.broadcast_bytes
+    broadcast, broadcast_bytes = operations.broadcast, state.broadcast_bytes
 
     def count(backend: operations.Backend, tensor: torch.Tensor, src: int) -> torch.Tensor:
         moved.append(tensor.nbytes)
@@ -62,7 +63,7 @@ def _share(rank: int, size: int) -> dict[str, Any]:
         moved.append(len(result))
         return result
 
-    operations.broadcast, Collectives.broadcast_bytes = count, count_bytes  # type: ignore[method-assign]
+    operations.broadcast, state.broadcast_bytes = count, count_bytes
     found: dict[str, Any] = {}
 
     _, optimizer = trained(0)

@@ -22,6 +22,7 @@ from typing import Any, Final, Literal, TypeVar, cast, get_args, overload
 import torch
 
 from torchring import adasum, row_exchange
+from torchring.broadcasts import broadcast_bytes
 from torchring.collectives import operations
 from torchring.collectives.operations import Backend
 from torchring.collectives.service import collectives_of
@@ -221,7 +222,7 @@ def broadcast_object(obj: _T | None, src: int = 0) -> _T:
     """
     _check_rank(src)
     world = default_world()
-    data = collectives_of(world).broadcast_bytes(pickle.dumps(obj) if world.rank == src else None, src)
+    data = broadcast_bytes(collectives_of(world), pickle.dumps(obj) if world.rank == src else None, src)
     return cast(_T, obj if world.rank == src else pickle.loads(data))
 
 

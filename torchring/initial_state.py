@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from torchring.broadcasts import broadcast_bytes, broadcast_together
 from torchring.collectives.operations import check_dense, check_writable, is_movable
 from torchring.collectives.service import collectives_of
 from torchring.default_world import default_world
@@ -46,7 +47,7 @@ def broadcast_parameters(model_or_state_dict: torch.nn.Module | Mapping[str, Any
         return
     collectives = collectives_of(world)
     collectives.check_equal([f"tensor {i}: {n} {tuple(t.shape)} {t.dtype}" for i, (n, t) in enumerate(tensors.items())])
-    collectives.broadcast_together(tensors.values(), src)
+    broadcast_together(collectives, tensors.values(), src)
 
 
 def copy_from(src: int, tensors: Mapping[str, torch.Tensor], optimizer: Optimizer) -> None:
@@ -150,10 +151,10 @@ def broadcast_state(stateful: Stateful, src: int = 0) -> None:
     if len(set(collectives.all_gather_bytes(digest))) == 1:
         return
     together("send", lambda: _send(name, outline, _save_and_load) if is_src else None)
-    data = collectives.broadcast_bytes(own_data, src)
+    data = broadcast_bytes(collectives, own_data, src)
     wanted = mine if is_src else {}
     state = together("read", lambda: None if is_src else fill_outline(load_plain(data), "", mine, wanted))
-    collectives.broadcast_together(wanted.values(), src)
+    broadcast_together(collectives, wanted.values(), src)
     together("load", lambda: None if is_src else stateful.load_state_dict(state))
 
 

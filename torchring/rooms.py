@@ -47,6 +47,7 @@ _PARTICIPANTS: Final[Sequence[tuple[str, str, Callable[[Any], bool]]]] = (
     ("torchring.observe.data_check", "DataCheck", lambda setup: setup.model is not None),
     ("torchring.observe.recorder.clocks", "ClockComparison", lambda setup: setup.world.num_nodes > 1),
     ("torchring.participants.noise", "NoiseScale", lambda setup: setup.options.noise_scale),
+    ("torchring.participants.heap", "KeptMemory", lambda setup: next(iter(setup.names)).is_cpu),
 )
 
 

@@ -20,7 +20,7 @@ import torchring
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, assert_within_rounding, exact_inputs
 from tests.support.grids import grid
 from tests.support.harness import RanksFailed, run_pooled, wait_until
-from torchring.collectives import operations
+from torchring import broadcasts
 from torchring.collectives import service as collectives_module
 from torchring.collectives.service import collectives_of
 from torchring.collectives.shared_memory import _SMALL_BYTES, stage_bytes
@@ -358,8 +358,8 @@ def _broadcast_together(rank: int, size: int) -> None:
     parts.append(torch.nn.Parameter(values(rank, (5, 5), torch.float32)))
     addresses, versions = [part.data_ptr() for part in parts], [part._version for part in parts]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operations, "BATCH_BYTES", MESSAGE)
-        collectives_module.collectives_of(default_world()).broadcast_together(parts, size - 1)
+        patch.setattr(broadcasts, "BATCH_BYTES", MESSAGE)
+        broadcasts.broadcast_together(collectives_module.collectives_of(default_world()), parts, size - 1)
     assert [part.data_ptr() for part in parts] == addresses
     if rank != size - 1:
         assert all(part._version > version for part, version in zip(parts, versions, strict=True) if part.numel())

@@ -23,12 +23,12 @@ PACKAGE = ROOT / "torchring"
 # On the way beside `gradients/`. Waiting for a late rank, and nothing else, leads to the last three.
 ENGINE = {
     *("allreduce/direct.py", "allreduce/records.py", "allreduce/slices.py"),
-    *("kernels/reference.py", "memory/channel.py", "memory/heap.py", "interruption.py"),
+    *("kernels/reference.py", "memory/channel.py", "interruption.py"),
     *("observer.py", "observe/flight_recorder/entries.py", "observe/inputs.py", "observe/data_check.py"),
     *("world.py", "errors.py", "dynamo.py", "collectives/shared_memory.py"),
 }
 WAITING = {"memory/host.py", "memory/noticeboard.py", "memory/semaphore.py"}
-PARTICIPANTS = {"ownership.py", "replicas.py"}
+PARTICIPANTS = {"ownership.py", "replicas.py", "heap.py"}
 
 # Of one step: zero_grad, forward, backward, step. These numbers only fall. A rank that waits takes more
 # calls, so the calls are those of the rank that takes fewer.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -11,7 +11,6 @@ from torchring.accelerators import ACCELERATORS
 from torchring.collectives.signature import ELEMENTWISE_OPS, Signature, signature_of
 from torchring.memory.host import bytes_of
 
-BATCH_BYTES: Final = 8 << 20
 REDUCIBLE = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -75,35 +74,6 @@ def broadcast(backend: Backend, tensor: torch.Tensor, src: int) -> torch.Tensor:
     if data.data_ptr() != tensor.data_ptr():
         writable(tensor).copy_(data)
     return tensor
-
-
-@torch.no_grad()
-def broadcast_together(backend: Backend, tensors: Sequence[torch.Tensor], src: int, *, is_src: bool) -> None:
-    """Overwrite tensors with those of rank `src`, in place, in messages of some MiB. Between hosts, 800 messages took
-    2 s. Tensors that `check_dense` and `check_writable` accept."""
-    batch: list[torch.Tensor] = []
-    num_bytes = 0
-    for tensor in [*tensors, None]:
-        if batch and (tensor is None or num_bytes + tensor.nbytes > BATCH_BYTES):
-            flat = torch.cat([bytes_of(plain(small)) for small in batch])
-            broadcast(backend, flat, src)
-            if not is_src:
-                hand_out(flat, batch)
-            batch, num_bytes = [], 0
-        if tensor is not None and tensor.nbytes > BATCH_BYTES:
-            broadcast(backend, tensor, src)
-        elif tensor is not None:
-            batch.append(tensor)
-            num_bytes += tensor.nbytes
-
-
-@torch.no_grad()
-def hand_out(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Copy `flat`, the bytes of all tensors one after the other, to the tensors."""
-    for tensor, part in zip(tensors, torch.split(flat, [tensor.nbytes for tensor in tensors]), strict=True):
-        fresh = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        bytes_of(fresh).copy_(part)
-        writable(tensor.detach()).copy_(fresh)
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,7 +17,6 @@ from torchring.collectives.signature import Signature, fingerprint, first_differ
 from torchring.dynamo import run_eagerly
 from torchring.errors import PeerLostError, PlanMismatchError, RingError, in_step
 from torchring.interruption import InterruptionGuard
-from torchring.memory.host import bytes_of, tensor_of
 from torchring.threads import SerialThread
 from torchring.world import World
 
@@ -142,31 +141,6 @@ class Collectives:
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
         return self.run("broadcast", operations.broadcast, tensor, src)
-
-    def broadcast_together(self, tensors: Iterable[torch.Tensor], src: int) -> None:
-        """Broadcast many tensors, in messages of some MiB."""
-        tensors = list(tensors)
-        for checked in tensors:
-            operations.check_dense(checked)
-            operations.check_writable(checked)
-        is_src = self.world.rank == src
-        self.run("broadcast", lambda backend: operations.broadcast_together(backend, tensors, src, is_src=is_src))
-
-    def broadcast_bytes(self, data: bytes | None, src: int) -> bytes:
-        """The `data` of rank `src`. The other ranks may pass None."""
-        is_src = self.world.rank == src
-
-        def operation(backend: Backend) -> bytes:
-            buffer = tensor_of(data if is_src and data is not None else b"")
-            signature = Signature("broadcast_object", f"src={src}")
-            length = torch.tensor([buffer.numel()], device="cpu")
-            backend.broadcast(bytes_of(length), src, signature)
-            if not is_src:
-                buffer = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-            backend.broadcast(buffer, src, signature)
-            return buffer.numpy().tobytes()
-
-        return self.run("broadcast_object", operation)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """The `data` of all ranks, in rank order. Some hundred bytes travel in one message."""

@@ -101,8 +101,6 @@ class DeviceAgreement:
         wires = self._all_reduce.open_wires(wires_of(plan))
         return [(wire, self._packing(bucket, wire, scale)) for bucket, wire in zip(plan.buckets, wires, strict=True)]
 
-    def expect(self, specs: Sequence[ParameterSpec]) -> None: ...
-
     def is_captured(self) -> bool:
         return self._all_reduce.accelerator.is_capturing()
 
@@ -142,8 +140,6 @@ class DeviceAgreement:
             return None
         source, index = found
         return NonFiniteGradient(source, self._specs[index].name, None)
-
-    def end(self) -> None: ...
 
     def poll(self) -> None:
         self._all_reduce.check()

@@ -16,9 +16,8 @@ from torchring.allreduce import AllReduce, Wire
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.hooks import StreamNotes
 from torchring.gradients.packing import HostPacking, Packing, Suspect, first_non_finite, slot_at
-from torchring.gradients.plan import ParameterSpec, Plan
+from torchring.gradients.plan import Plan
 from torchring.gradients.reduction import NonFiniteGradient, Reduction
-from torchring.memory.heap import give_back, keep_freed
 
 
 @dataclass
@@ -67,9 +66,6 @@ class Agreement(Protocol):
     def open_wires(self, plan: Plan, scale: float) -> Sequence[tuple[Wire, Packing]]:
         """Collective: for each bucket its wire buffer, and what makes its copies. `scale`: see `Packing`."""
 
-    def expect(self, specs: Sequence[ParameterSpec]) -> None:
-        """These parameters are about to be reduced."""
-
     def is_captured(self) -> bool:
         """Whether a graph records what backward launches."""
 
@@ -90,9 +86,6 @@ class Agreement(Protocol):
 
     def find_non_finite(self) -> NonFiniteGradient | None:
         """Collective, after `agree`: the reduction's first NaN or infinity, if `agree` could not know of it yet."""
-
-    def end(self) -> None:
-        """Every gradient holds its result."""
 
     def poll(self) -> None:
         """Take in what a device has finished since. Raises what has ended the all-reduce."""
@@ -122,9 +115,6 @@ class HostAgreement:
             (wire, HostPacking(scale, bucket, wire.tensor, self._num_ranks, self._suspects))
             for bucket, wire in zip(plan.buckets, wires, strict=True)
         ]
-
-    def expect(self, specs: Sequence[ParameterSpec]) -> None:
-        keep_freed([spec.numel * spec.dtype.itemsize for spec in specs if not spec.is_sparse])
 
     def is_captured(self) -> bool:
         return False
@@ -159,9 +149,6 @@ class HostAgreement:
                     return
 
     def find_non_finite(self) -> None: ...
-
-    def end(self) -> None:
-        give_back()
 
     def poll(self) -> None: ...
 

@@ -181,7 +181,6 @@ class BucketLayout:
         plan = shifted(plan, buckets=len(self.buckets), parameters=len(self.specs))
         self.specs += specs
         self.parameters += parameters
-        self.agreement.expect(self.specs)
         self.launcher.install([*self.buckets, *self._open(plan)])
 
     def _open_all_reduce(self, device: torch.device) -> tuple[AllReduce[Any], Choice]:

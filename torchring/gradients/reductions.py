@@ -222,7 +222,6 @@ class Reductions:
         self.world.num_reductions += 1
         if current.is_unordered:
             self.layout.follow_order()
-        agreement.end()
 
     def reduce_again(self) -> None:
         """A reduction of its own for what is local, outside backward."""

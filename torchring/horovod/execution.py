@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 
 from torchring import adasum
+from torchring.broadcasts import broadcast_batches
 from torchring.collectives import operations
 from torchring.collectives.operations import Backend
 from torchring.collectives.service import Collectives
@@ -151,7 +152,7 @@ def _all_gather(plane: Plane, operation: Operation, response: Response) -> Resul
 
 def _broadcast(plane: Plane, operation: Operation, response: Response) -> Result:
     src = plane.ranks.index(response.first.argument("root rank"))
-    operations.broadcast_together(plane.backend, operation.tensors, src, is_src=plane.rank == src)
+    broadcast_batches(plane.backend, operation.tensors, src, is_src=plane.rank == src)
     return tuple(operation.tensors), ()
 
 

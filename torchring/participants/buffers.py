@@ -23,6 +23,7 @@ from typing import Any, Final, Literal
 
 import torch
 
+from torchring.broadcasts import broadcast_together
 from torchring.collectives.operations import check_dense, check_writable
 from torchring.collectives.service import Collectives, collectives_of, internal_collectives_of
 from torchring.errors import GradientError
@@ -245,7 +246,7 @@ class BufferSync(Participant):
         kinds = [tensor is not None and _kind(tensor) for tensor in found]
         everywhere = [len({*of_ranks}) == 1 for of_ranks in zip(*collectives.all_gather_json(kinds), strict=True)]
         alike = [tensor for tensor, is_alike in zip(found, everywhere, strict=True) if tensor is not None and is_alike]
-        collectives.broadcast_together(alike, src)
+        broadcast_together(collectives, alike, src)
 
     def close(self) -> None:
         """Others of the same model go on."""
@@ -283,7 +284,7 @@ class BufferSync(Participant):
         if views[num:] and (src := present[0]) != 0:
             if self._world.rank == src:
                 _copy(views[num:], self._find()[0][num:])
-            collectives.broadcast_together(views[num:], src)
+            broadcast_together(collectives, views[num:], src)
 
     @torch.no_grad()
     def _unpack(self, views: list[torch.Tensor]) -> None:

@@ -14,10 +14,11 @@ from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import torch
 
+from torchring.broadcasts import broadcast_bytes, broadcast_together
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import in_step, ranks_in_words
 from torchring.initial_state import fill_outline, load_plain, outline_of, save_plain
-from torchring.memory.heap import trim
+from torchring.participants.heap import trim
 from torchring.sharding.kinds import Kind, is_scalar
 from torchring.sharding.parameters import Shard, flat, laid_out_as
 from torchring.sharding.step import Shards
@@ -76,11 +77,11 @@ def _broadcast(world: World, items: Iterable[Item], src: int) -> Iterator[Item]:
                 break
         own: dict[str, torch.Tensor] = {}
         wanted: dict[str, torch.Tensor] = {}
-        outline = load_plain(collectives.broadcast_bytes(save_plain(outline_of(batch, "", own)), src))
+        outline = load_plain(broadcast_bytes(collectives, save_plain(outline_of(batch, "", own)), src))
         if not outline:
             return
         batch = fill_outline(outline, "", own, wanted)
-        collectives.broadcast_together(wanted.values(), src)
+        broadcast_together(collectives, wanted.values(), src)
         yield from batch
         del batch, own, wanted
         trim()  # what was received leaves holes between the results
@@ -114,7 +115,7 @@ def load_state(shards: Shards, state_dict: Mapping[str, Any] | None, src: int = 
             problem = error
     collectives.raise_together(problem, "could not load its optimizer's state")
     if missing:
-        groups = load_plain(collectives.broadcast_bytes(save_plain(groups), src))
+        groups = load_plain(broadcast_bytes(collectives, save_plain(groups), src))
         own = _cut(shards, _broadcast(world, items, src))
     _load_own(shards, groups, own)
 

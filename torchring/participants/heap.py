@@ -20,6 +20,10 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+from torchring.gradients.contract import Setup
+from torchring.gradients.reducer import Reducer
+from torchring.gradients.reduction import Participant, Reduction
+
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _LARGEST: Final = 2**31 - 1  # mallopt takes an int
@@ -35,6 +39,24 @@ _bound_bytes: int | None = None  # on free memory at the top of the heap; None: 
 _lowest_bytes: int | None = None  # least resident memory after a backward since memory was last returned
 _pause_seconds = _SHORTEST_PAUSE_SECONDS  # between two looks
 _next_look = 0.0
+
+
+class KeptMemory(Participant):
+    """Keeps the memory of an optimizer's gradients on the CPU with the process."""
+
+    def __init__(self, reducer: Reducer, setup: Setup) -> None:
+        self._specs = reducer.specs  # which grow
+        self._num_specs = 0
+        self._keep()
+
+    def on_reduced(self, current: Reduction) -> None:
+        if len(self._specs) > self._num_specs:
+            self._keep()
+        give_back()
+
+    def _keep(self) -> None:
+        self._num_specs = len(self._specs)
+        keep_freed([spec.numel * spec.dtype.itemsize for spec in self._specs if not spec.is_sparse])
 
 
 def keep_freed(gradient_bytes: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.harness import run_ranks
-from torchring.memory import heap
+from torchring.participants import heap
 
 MIB = 2**20
 PAGE = os.sysconf("SC_PAGE_SIZE")
