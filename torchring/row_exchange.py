@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchring.collectives.combine import combine
-from torchring.collectives.operations import Backend, plain, rows_from
+from torchring.collectives.operations import Backend, combine, plain, rows_from
 from torchring.collectives.signature import Signature
 from torchring.memory.host import bytes_of
 

@@ -9,12 +9,10 @@ import contextlib
 import ctypes
 import functools
 import json
-import logging
 import os
-import platform
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, Final, Protocol, TypeVar
 
 import torch
@@ -31,11 +29,10 @@ from torchring.errors import (
 )
 from torchring.memory.host import HostGroup, connect
 from torchring.observer import Observers
-from torchring.releases import check_torch, installed_version
+from torchring.releases import check_torch
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.rooms import room
 
-_logger: Final = logging.getLogger("torchring")
 check_torch(torch.__version__)
 _T = TypeVar("_T")
 DEFAULT_TIMEOUT_SECONDS: Final = 300.0
@@ -81,7 +78,6 @@ class World:
     Attributes:
         host: the ranks that share memory with this rank.
         hosts: all ranks, grouped by shared memory, in order of each group's first rank.
-        platforms_differ: how the platforms of the ranks differ, if they do; else "".
         num_reductions: number of reductions of gradients, by all optimizers of this rank.
         advice: what peers are told to do that still need this rank when its script has ended.
         failure: the error that broke this world. A broken world sends nothing more.
@@ -114,7 +110,6 @@ class World:
         self.host: HostGroup | None = None
         self.hosts: tuple[tuple[int, ...], ...] = ((rank,),)
         self._cores = os.sched_getaffinity(0)  # of the ranks of this host
-        self.platforms_differ = ""
 
         # Options
         self.backend = backend
@@ -164,7 +159,6 @@ class World:
             "host": self.host.ranks,
             "cores": sorted(os.sched_getaffinity(0)),
             "backend": self.backend,
-            "platform": _platform(),
         }
         cards = [json.loads(text) for text in rendezvous.all_gather("world", json.dumps(mine).encode())]
         if len(first := {card["backend"]: peer for peer, card in reversed([*enumerate(cards)])}) > 1:
@@ -172,13 +166,6 @@ class World:
             raise TopologyError(f"ranks were given different backends: {named}; give all the same", rank=self.rank)
         self.hosts = tuple(sorted({tuple(card["host"]) for card in cards}))
         self._cores = set().union(*(cards[peer]["cores"] for peer in self.host.ranks))
-        self.platforms_differ = differences([card["platform"] for card in cards])
-        if self.platforms_differ and self.rank == 0:
-            _logger.warning(
-                "the ranks do not compute alike: %s. So the last bits of their parameters may differ, and torchring "
-                "gives all ranks the parameters of rank 0 now and then",
-                self.platforms_differ,
-            )
         rendezvous.confirm_opening()
 
     @property
@@ -314,32 +301,6 @@ class World:
         if self.host is not None:
             self.host.close()
             self.host = None
-
-
-def _platform() -> dict[str, str]:
-    """The facts that decide the last bits of a result on the CPU."""
-    return {
-        "architecture": platform.machine(),
-        "CPU capability of PyTorch": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__,
-        "torchring": installed_version("torchring") or "unknown",
-        "Python": ".".join(platform.python_version_tuple()[:2]),
-    }
-
-
-def differences(platforms: Sequence[Mapping[str, str]]) -> str:
-    """Describes how the platforms of the ranks differ; "" if they do not.
-
-    Example: "torch is 2.12.0 on rank 1, 2.13.0 on rank 0".
-    """
-    found = []
-    for what in platforms[0]:
-        first_with = {each[what]: rank for rank, each in reversed([*enumerate(platforms)])}
-        if len(first_with) > 1:
-            found.append(
-                f"{what} is " + ", ".join(f"{value} on rank {first_with[value]}" for value in sorted(first_with))
-            )
-    return "; ".join(found)
 
 
 _worlds: weakref.WeakSet[World] = weakref.WeakSet()

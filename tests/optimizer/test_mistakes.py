@@ -35,7 +35,6 @@ from tests.support.checks import assert_same_on_all_ranks, digest, exact_inputs,
 from tests.support.grids import grid
 from tests.support.harness import run_pooled, run_ranks
 from tests.support.training import TINY_MB, Script, Side, attempt, batch, loss_on, momentum, small_model, train, values
-from torchring import world
 from torchring.errors import GradientError
 from torchring.participants import replicas
 
@@ -943,7 +942,7 @@ def _of_two_kinds(rank: int, world_size: int) -> tuple[str, list[str], str]:
     """On rank 1 the last bits differ, and in the end a number does."""
     platform = {"architecture": "x86_64", "torch": ["2.13.0", "2.12.1"][rank]}
     with (
-        mock.patch.object(world, "_platform", return_value=platform),
+        mock.patch.object(replicas, "_platform", return_value=platform),
         mock.patch.object(replicas, "STEPS_BETWEEN_CHECKS", 4),
         logged() as texts,
     ):

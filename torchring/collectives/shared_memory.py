@@ -26,8 +26,7 @@ from typing import Final
 
 import torch
 
-from torchring.collectives.combine import combine
-from torchring.collectives.operations import Meanwhile
+from torchring.collectives.operations import Meanwhile, combine
 from torchring.collectives.signature import Signature, mismatch
 from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup, as_words, tensor_of

@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
+import platform
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
@@ -34,7 +36,10 @@ from torchring.gradients.ledger import version_of
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import STEPS_BETWEEN_CHECKS, Participant, Reduction, StepPoint
 from torchring.participants.digests import digests
+from torchring.releases import installed_version
+from torchring.world import World
 
+_logger: Final = logging.getLogger("torchring")
 _WATCHED: Final = 64  # parameters at most, evenly spread: reading a version takes up to 1 us
 _LEAST_SCALE: Final = 1e-3  # of the elements of a parameter, as differences of rounding do not shrink with them
 
@@ -56,6 +61,7 @@ class ReplicaCheck(Participant):
 
     def __init__(self, reducer: Reducer, setup: Setup) -> None:
         self._world = setup.world
+        self._platforms = setup.world.shared(Platforms)
         self._is_sharded = setup.is_sharded
         self._names = setup.names  # of all parameters of the optimizer, in its order; may grow
         self._optimizer = weakref.ref(setup.optimizer)
@@ -124,7 +130,7 @@ class ReplicaCheck(Participant):
         everybody = torch.stack(internal_collectives_of(self._world).all_gather(mine))
         steps = everybody[:, 0, 0].tolist()
         is_other = (everybody != everybody[0])[:, 1:].any(dim=2)  # [ranks, parameters]
-        if is_other.any() and len(set(steps)) == 1 and self._world.platforms_differ:
+        if is_other.any() and len(set(steps)) == 1 and self._platforms.differ:
             is_other = self._adopt_first(is_other.any(dim=0))
         if not is_other.any():
             self._are_apart = False
@@ -139,10 +145,8 @@ class ReplicaCheck(Participant):
         parameter, name = list(self._names.items())[index]
         differ = f"{ranks_in_words(others)} {'differs' if len(others) == 1 else 'differ'}"
         cause = self._cause(steps, parameter)
-        if self._world.platforms_differ:
-            cause += (
-                f". The ranks' platforms differ, too, but only last bits differ by that: {self._world.platforms_differ}"
-            )
+        if self._platforms.differ:
+            cause += f". The ranks' platforms differ, too, but only last bits differ by that: {self._platforms.differ}"
         raise in_step(
             GradientError(
                 f"{name} is not the same on all ranks: {differ} from rank 0. {cause}",
@@ -237,3 +241,46 @@ class ReplicaCheck(Participant):
                 if isinstance(value, (bool, float, tuple)) and is_plain:  # other optimizers may keep anything there
                     found[f"{key} of param_groups[{index}]"] = repr(value)
         return found
+
+
+class Platforms:
+    """The platforms of all ranks. A world has one: `world.shared(Platforms)`. Opening it is collective.
+
+    Attributes:
+        differ: how they differ, if they do; else "".
+    """
+
+    def __init__(self, world: World) -> None:
+        self.differ = differences(internal_collectives_of(world).all_gather_json(_platform()))
+        if self.differ and world.rank == 0:
+            _logger.warning(
+                "the ranks do not compute alike: %s. So the last bits of their parameters may differ, and torchring "
+                "gives all ranks the parameters of rank 0 now and then",
+                self.differ,
+            )
+
+
+def _platform() -> dict[str, str]:
+    """The facts that decide the last bits of a result on the CPU."""
+    return {
+        "architecture": platform.machine(),
+        "CPU capability of PyTorch": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "torchring": installed_version("torchring") or "unknown",
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+    }
+
+
+def differences(platforms: Sequence[Mapping[str, str]]) -> str:
+    """Describes how the platforms of the ranks differ; "" if they do not.
+
+    Example: "torch is 2.12.0 on rank 1, 2.13.0 on rank 0".
+    """
+    found = []
+    for what in platforms[0]:
+        first_with = {each[what]: rank for rank, each in reversed([*enumerate(platforms)])}
+        if len(first_with) > 1:
+            found.append(
+                f"{what} is " + ", ".join(f"{value} on rank {first_with[value]}" for value in sorted(first_with))
+            )
+    return "; ".join(found)
