@@ -77,9 +77,6 @@ class FakeTransport:
         gather = self._start_gather(tensor)
         return FakeSum(functools.cache(lambda: tensor.copy_(torch.stack(gather()).sum(0))))
 
-    def all_gather(self, number: int) -> list[int]:
-        return [int(part) for part in self._start_gather(torch.tensor(number))()]
-
     def _start_gather(self, tensor: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
         """Gives `tensor` to all ranks. Returns a function that waits for theirs."""
         with self._network.changed:

@@ -292,21 +292,16 @@ def _sums(_: Meet, transport: Transport) -> dict[torch.dtype, torch.Tensor]:
     return results
 
 
-def _numbers(_: Meet, transport: Transport) -> list[list[int]]:
-    return [transport.all_gather(transport.rank * 2**40 - 1), transport.all_gather(-transport.rank)]
-
-
 def test_groups_sum_apart(kind: str) -> None:
     if kind == "fake":
         pytest.skip("the fake connects all ranks")
-    results = run_transports(kind, 3, _sum_and_gather, groups=((0, 2), (1,)))
-    assert results == [(2.0, [0, 2]), (1.0, [1]), (2.0, [0, 2])]
+    assert run_transports(kind, 3, _sum_of_ranks, groups=((0, 2), (1,))) == [2.0, 1.0, 2.0]
 
 
-def _sum_and_gather(_: Meet, transport: Transport) -> tuple[float, list[int]]:
-    tensor = torch.ones(1000)
+def _sum_of_ranks(_: Meet, transport: Transport) -> float:
+    tensor = torch.full((1000,), float(transport.rank))
     transport.start_all_reduce(tensor).wait()
-    return float(tensor.mean()), transport.all_gather(transport.rank)
+    return float(tensor.mean())
 
 
 def test_native_reduces_over_every_transport(kind: str) -> None:
@@ -555,8 +550,6 @@ _STEPS = [[1000 * thread + step for step in range(30)] for thread in range(3)]
         pytest.param(_do_not_mix, 3, [[100, 101, 102], [0, 1, 2]], id="several at once do not mix"),
         pytest.param(_in_threads, 3, [_STEPS] * 2, id="threads"),
         pytest.param(_with_gaps, 1, [2.0, 1.0], id="tensors with gaps are refused"),
-        pytest.param(_numbers, 1, [[[-1, 2**40 - 1], [0, -1]]] * 2, id="all_gather"),
-        pytest.param(_numbers, 1, [[[-1, 2**40 - 1, 2**41 - 1], [0, -1, -2]]] * 3, id="all_gather of three"),
         pytest.param(_close_one, 2, [2.0, 1.0], id="closing one leaves the others open"),
         pytest.param(_close_in_the_middle, 3, [2.0, 1.0], id="closing with transfers under way"),
         pytest.param(_close_under_a_thread, 1, ["PeerLostError"] * 2, id="closing while a thread waits"),

@@ -136,12 +136,6 @@ class C10dTransport:
         options = all_reduce_options()
         return self.start(lambda group: group.allreduce([tensor], options) if tensor.numel() else None)
 
-    def all_gather(self, number: int) -> list[int]:
-        mine = torch.tensor([number], device="cpu")
-        numbers = [torch.zeros_like(mine) for _ in range(self.size)]
-        self.start(lambda group: group.allgather([numbers], [mine])).wait()
-        return [int(other) for other in numbers]
-
     def start(self, operation: Callable[[Backend], BackendWork | None], peer: int | None = None) -> C10dTransfer:
         """Start a collective of the group, or a message of `peer`. What it reads and writes belongs to the group until
         the end. `operation` returns None if there are no bytes to move."""

@@ -48,11 +48,8 @@ class Transport(Protocol):
     def start_all_reduce(self, tensor: torch.Tensor) -> Transfer:
         """Collective: the contiguous `tensor` becomes the sum over ranks, added in its dtype by the engine.
 
-        The sum proceeds while nobody waits for it. All ranks call this and `all_gather` in the same order.
+        The sum proceeds while nobody waits for it. All ranks call this in the same order.
         """
-
-    def all_gather(self, number: int) -> list[int]:
-        """Collective: the number of every rank (64 bits, signed), in rank order."""
 
     def fail(self, error: RingError) -> RingError:
         """Close every link, and leave `error` for the peers that still wait on a link to raise. Returns `error`."""

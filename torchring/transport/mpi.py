@@ -131,15 +131,6 @@ class MpiTransport:
         self._poller.submit(transfer.poll)
         return transfer
 
-    def all_gather(self, number: int) -> list[int]:
-        numbers = torch.zeros(len(self.ranks), dtype=torch.int64, device="cpu")
-        numbers[self.ranks.index(self.rank)] = number
-        mpi = self._mpi
-        self._start(
-            lambda: self._communicator.Iallgather(mpi.IN_PLACE, [self._buffer(numbers), 1, mpi.INT64_T]), numbers, None
-        ).wait()
-        return [int(other) for other in numbers]
-
     def fail(self, error: RingError) -> RingError:
         if self._failure.set(error):
             self._diagnosis.report(error)
