@@ -298,7 +298,7 @@ import torch
 torch_itself = set(sys.modules)
 import torchring
 import torchring.data
-import torchring.transport.open
+import torchring.transport.c10d
 heavy = ["triton", "sklearn", "scipy", "rich", "mpi4py", "joblib", "pytest", "setuptools", "pyarrow", "torchdata"]
 print([name for name in heavy if name in sys.modules and name not in torch_itself])
 print([name for name in heavy[:1] + heavy[3:5] if name in sys.modules])

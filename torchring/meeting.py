@@ -29,9 +29,9 @@ from torchring.rendezvous.environment import (
     secret_of_group,
 )
 from torchring.rendezvous.frameworks import refuse_lone_tasks
-from torchring.rendezvous.rendezvous import blames_key, within
+from torchring.rendezvous.rendezvous import within
 from torchring.rendezvous.signed import signed, unsigned
-from torchring.rendezvous.store import mpi_world, open_store, unannounced_mpi
+from torchring.rendezvous.store import blames_key, mpi_world, open_store, unannounced_mpi
 from torchring.rooms import room
 from torchring.threads import is_done_within
 from torchring.world import World

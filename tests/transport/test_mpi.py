@@ -26,9 +26,8 @@ from tests.support.mpi_job import job, job_ends  # noqa: F401  # a fixture
 from torchring.errors import RingError, TopologyError
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.transport import mpi as mpi_transport
-from torchring.transport.c10d import C10dTransport
+from torchring.transport.c10d import C10dTransport, open_transport
 from torchring.transport.mpi import MpiTransport
-from torchring.transport.open import open_transport
 from torchring.world import World
 
 needs_mpi = pytest.mark.skipif(bool(mpi_job.MISSING), reason=mpi_job.MISSING)

@@ -34,8 +34,8 @@ from torchring.errors import FirstFailure, RingError
 from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup
 from torchring.threads import SerialThread
+from torchring.transport.c10d import open_transport
 from torchring.transport.contract import Transport
-from torchring.transport.open import open_transport
 from torchring.world import World
 
 # A rank of another host that keeps a column waiting is named by the owners of that column. Ranks of this host that wait

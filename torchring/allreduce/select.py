@@ -66,7 +66,7 @@ def open_all_reduce(world: World, algorithm: str, overlap: str) -> AllReduce[Any
 
         return open_hierarchical(world, in_background=in_background)
     from torchring.allreduce.native import NativeAllReduce
-    from torchring.transport.open import open_transport
+    from torchring.transport.c10d import open_transport
 
     return NativeAllReduce(open_transport(world), in_background=in_background)
 

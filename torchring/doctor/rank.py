@@ -31,8 +31,8 @@ from torchring.memory.host import HostGroup
 from torchring.rendezvous.addresses import resolve
 from torchring.rendezvous.environment import LaunchEnvironment
 from torchring.rendezvous.signed import bottom
+from torchring.transport.c10d import open_transport
 from torchring.transport.contract import Transport
-from torchring.transport.open import open_transport
 from torchring.world import World
 
 _SIZES: Final = {1 << 10: 20, 16 << 20: 3}  # in bytes, for latency and for bandwidth, and how often

@@ -32,9 +32,9 @@ from torchring.launch.output import STDERR, STDOUT
 from torchring.launch.signals import noted_signals
 from torchring.rendezvous.addresses import is_for_other_hosts, resolve
 from torchring.rendezvous.environment import JOB
-from torchring.rendezvous.rendezvous import blames_key, within
+from torchring.rendezvous.rendezvous import within
 from torchring.rendezvous.signed import signed
-from torchring.rendezvous.store import host_on
+from torchring.rendezvous.store import blames_key, host_on
 
 _LOOPBACK: Final = "127.0.0.1"
 _MEETING_SECONDS: Final = 900  # for the agents to come, as with torchrun

@@ -45,11 +45,6 @@ def notice_key(rank: int) -> str:
     return f"notice/{rank}"
 
 
-def blames_key(rank: int) -> str:
-    """The key, in the store of the launch, under which a rank that fails says which ranks it has failed because of."""
-    return f"blames/{rank}"
-
-
 def within(store: Store, name: str) -> Store:
     """The keys of a store that begin with `name`. PrefixStore does not keep a store of Python's alive, such as
     `SignedStore`, which has a method for this.

@@ -33,6 +33,11 @@ _SEARCH_SECONDS: Final = 30.0  # rank 0 listens already: a rank that does not re
 _PAUSE_SECONDS: Final = 0.2  # between two tries to resolve a name, or to connect
 
 
+def blames_key(rank: int) -> str:
+    """The key, in the store of the launch, under which a rank that fails says which ranks it has failed because of."""
+    return f"blames/{rank}"
+
+
 def open_store(launch: LaunchEnvironment, timeout_seconds: float) -> TCPStore | None:
     """Connect to the store, which rank 0 hosts unless the launcher does. None for a world of one.
 

@@ -16,7 +16,7 @@ import torch
 from torchring.memory.channel import Channel
 from torchring.sharding.cut import Flat
 from torchring.sharding.parameters import FlatMemory
-from torchring.transport.open import open_transport
+from torchring.transport.c10d import open_transport
 from torchring.world import World
 
 

@@ -25,7 +25,8 @@ from torchring.rendezvous.rendezvous import Rendezvous, within
 from torchring.rooms import room
 from torchring.threads import SerialThread, at_last, is_done_within
 from torchring.transport import gloo_links
-from torchring.transport.contract import Diagnosis, closed, contiguous_bytes
+from torchring.transport.contract import Diagnosis, Transport, closed, contiguous_bytes
+from torchring.world import World
 
 _T = TypeVar("_T")
 _INTERRUPTIBLE_SECONDS: Final = 0.1
@@ -275,6 +276,21 @@ class C10dTransport:
             self._diagnosis.report(error)
         self.close()
         return error
+
+
+def open_transport(world: World, name: str | None = None, ranks: Sequence[int] | None = None) -> Transport:
+    """Collective in the world: open links of their own over the world's backend, "gloo" or "mpi".
+
+    Args:
+        name: name of the channel; by default the next channel name of the world.
+        ranks: the ranks that are connected; by default all. Ranks may be in different groups, each in one.
+    """
+    assert world.rendezvous is not None, "a world of one sends nothing"
+    name = world.next_channel_name() if name is None else name
+    kind = room("mpi").MpiTransport if world.backend == "mpi" else C10dTransport
+    transport: Transport = kind(world.rendezvous, name, world.host, ranks=ranks)
+    world.on_failure(transport)
+    return transport
 
 
 _transports: weakref.WeakSet[C10dTransport] = weakref.WeakSet()
