@@ -18,13 +18,15 @@ import torch
 from torchring.collectives.service import Join, collectives_of, internal_collectives_of
 from torchring.default_world import default_world
 from torchring.gradients.group import OptimizerGroup
+from torchring.gradients.reducer import Reducer
 from torchring.initial_state import (
     broadcast_parameters,
     broadcast_state,
     check_sendable,
+    copy_from,
     is_sharded,
 )
-from torchring.optimizer import DistributedOptimizer, sync_of, take_over
+from torchring.optimizer import DistributedOptimizer, names_of, others_of, sync_of
 from torchring.world import World
 
 
@@ -94,11 +96,21 @@ def join(*objects: Any) -> Iterator[None]:
     src = _last(group.guard.run("torchring.join()", follow_others, group), world, group)
     for each in objects:
         if isinstance(each, DistributedOptimizer):
-            take_over(each, src)
+            _take_over(each, src)
         elif isinstance(each, torch.nn.Module):
             broadcast_parameters(each, src)
         else:
             broadcast_state(each, src)
+
+
+def _take_over(optimizer: DistributedOptimizer, src: int) -> None:
+    """Collective: have what it has on rank `src`, with its model's parameters. Drops gradients."""
+    sync = sync_of(optimizer)
+    assert isinstance(sync, Reducer)
+    optimizer.zero_grad()
+    own = {name: p.data for p, name in names_of(optimizer).items()}
+    copy_from(src, {**others_of(optimizer), **own}, optimizer.optimizer)
+    sync.take_over(src)
 
 
 def _problem_with(objects: Sequence[Any], world: World) -> Exception | None:

@@ -531,17 +531,11 @@ def forward_watch_of(optimizer: DistributedOptimizer) -> Any:
     return optimizer._forward_watch
 
 
-def take_over(optimizer: DistributedOptimizer, src: int) -> None:
-    """Collective, outside backward: have what it has on rank `src`, with its model's parameters. Drops gradients."""
-    sync = optimizer._live_sync()
-    assert isinstance(sync, Reducer)
-    optimizer.zero_grad()
-    model, names = optimizer._model(), optimizer._names
+def others_of(optimizer: DistributedOptimizer) -> dict[str, torch.Tensor]:
+    """The parameters of its model that it does not train, by name, but for those that belong to this rank."""
+    model = optimizer._model()
     of_model = model.named_parameters() if model is not None else ()
-    others = {name: p.data for name, p in of_model if p not in names and p not in optimizer._ignored}
-    values = {**others, **{name: p.data for p, name in names.items()}}
-    room("initial state").copy_from(src, values, optimizer.optimizer)
-    sync.take_over(src)
+    return {name: p.data for name, p in of_model if p not in optimizer._names and p not in optimizer._ignored}
 
 
 def rejoin(optimizer: DistributedOptimizer, world: World | None = None, guests: Sequence[Guest] = ()) -> None:
