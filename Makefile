@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-sim test-platforms test-all tests soak chaos horovod-conformance mutants bench docs lint types clean
+.PHONY: demo test test-sim test-platforms test-releases test-all tests soak chaos horovod-conformance mutants bench docs lint types clean
 
 demo: $(INSTALLED)  ## the main job: two processes train a convolutional network on handwritten digits
 	$(BIN)/torchring run -np 2 examples/train_digits.py
@@ -20,6 +20,7 @@ test-platforms: $(VENV)/.installed-platforms  ## training under Lightning, Train
 
 test-all: $(VENV)/.installed-platforms  ## all of these, with full grids and soaks: before a release
 	$(MAKE) --no-print-directory --jobs 2 lint types tests MARKED=""
+	$(MAKE) --no-print-directory test-releases
 
 # Three processes on two cores: most tests of ranks wait; with four, ranks that poll take the cores from each other.
 # A file's tests stay together, and share what they set up.
@@ -28,6 +29,25 @@ MARKED = not grid and not platforms and (smoke or not sim)
 tests: $(INSTALLED)
 	PYTHONDONTWRITEBYTECODE= PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pytest -m "$(MARKED)" --durations 15 \
 	    --numprocesses 3 --dist loadfile --no-loadscope-reorder
+
+# A venv for each PyTorch: a build for CUDA, which runs on the CPU, and the Triton that belongs to it. uv links the files
+# that venvs have in common. RELEASES="2.12 2.14" and PYTHON=python3.13 test others.
+RELEASES ?= 2.11 2.15
+OF_RELEASES = $(wildcard tests/test_*.py) $(addprefix tests/,gradients optimizer allreduce collectives memory transport \
+    world participants sharding elastic horovod kernels/test_compile.py)
+VENV_OF := .releases/$(notdir $(PYTHON))
+test-releases: $(RELEASES:%=test-release-%)  ## the core, shards, elastic jobs, Horovod and kernels with other releases
+
+test-release-%: $(VENV_OF)-%/.installed
+	PYTHONDONTWRITEBYTECODE= PATH="$(CURDIR)/$(<D)/bin:$$PATH" $(<D)/bin/pytest \
+	    -m "not grid and not platforms" --numprocesses 3 --dist loadfile $(OF_RELEASES)
+
+.PRECIOUS: $(VENV_OF)-%/.installed
+$(VENV_OF)-%/.installed: pyproject.toml $(INSTALLED)
+	$(BIN)/pip install --quiet uv
+	$(BIN)/uv venv --quiet --clear --python $(PYTHON) $(@D)
+	$(BIN)/uv pip install --quiet --python $(@D)/bin/python "torch==$*.*" --editable '.[dev]'
+	touch $@
 
 # Not `python -m qa.soak`: processes for ranks would import it once more.
 SECONDS ?= 600
@@ -68,7 +88,7 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .releases build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
 # Without bytecode: the tests compile what they import, a tenth of what pip would compile in 40 s.
 $(INSTALLED): pyproject.toml constraints.txt
