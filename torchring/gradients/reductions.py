@@ -144,7 +144,6 @@ class Reductions:
         launcher.drain()
         if not is_unordered and launcher.ready_order is not None:
             self.layout.follow_order()
-        is_weighted = weights.total is not None
         is_absent = (self._reducers.is_skipping or weights.has_skipped) and not weights.num_backwards
         weight = (0.0 if is_absent else 1.0) if weights.total is None else weights.total
         self._may_lose_results = not (weight or is_absent or is_again) and self.ledger.holds_results()
@@ -159,7 +158,7 @@ class Reductions:
             mine={
                 "has_newly_trainable": bool(newly_trainable(self.frozen)),
                 "weight": weight,
-                "is_weighted": is_weighted,
+                "is_weighted": weights.total is not None,
             },
         )
         for on_begin in self._on_begin:
