@@ -94,15 +94,18 @@ class ChunkTable:
         stay alive until the launches that use the table have run.
         """
         # Compare lists of all tensors, which is faster than a check of each tensor: tensors that passed the check last
-        # time need no check if sizes, strides, dtypes and devices are the same.
+        # time need no check if sizes, strides, dtypes and devices are the same. At the same addresses they are.
         sizes, strides = list(map(Tensor.size, tensors)), list(map(Tensor.stride, tensors))
-        kinds = list(map(_KIND, tensors))
-        if sizes != self._sizes or strides != self._strides or kinds != self._kinds:
-            self.check_tensors(tensors)
-            self._sizes, self._strides, self._kinds = sizes, strides, kinds
         addresses = list(map(Tensor.data_ptr, tensors))
         dtype = tensors[0].dtype if tensors else None
-        if addresses == self._addresses and dtype == self._source_dtype:
+        is_same_place = addresses == self._addresses and dtype == self._source_dtype
+        is_alike = sizes == self._sizes and strides == self._strides
+        if not (is_alike and is_same_place):
+            kinds = list(map(_KIND, tensors))
+            if not is_alike or kinds != self._kinds:
+                self.check_tensors(tensors)
+                self._sizes, self._strides, self._kinds = sizes, strides, kinds
+        if is_same_place:
             return
         if dtype is not None:
             bases = torch.tensor(addresses, dtype=torch.int64, device="cpu")

@@ -96,7 +96,7 @@ def summed(side: Side, compression: str | None) -> Sequence[Any]:
     model = small_model()
     optimizer = side.wrap(momentum(model), model, op="sum", compression=compression)
     for step in range(3):
-        (optimizer if step == 1 else model).zero_grad(set_to_none=step == 1)
+        optimizer.zero_grad(set_to_none=step == 1)
 
         def loss(rank: int, step: int = step) -> Tensor:
             rows = 5 - 3 * (rank % 2)

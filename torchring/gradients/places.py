@@ -64,7 +64,6 @@ class CopyBack:
         self._plan = plan
         self._specs = [specs[slot.parameter] for slot in plan.slots]
         self._are_complex = any(spec.dtype.is_complex for spec in self._specs)
-        self._are_plain = not (self._are_complex or packing.is_asynchronous)  # see `_reals`
         self._wire = wire
         self._packing = packing
         # Each gradient's place in the wire. `referenced` counts references, so nothing else may refer to a view.
@@ -210,7 +209,9 @@ class CopyBack:
         """The tensors as real numbers. A device copies bytes, so it gets no tensor with a negation still to be done."""
         if self._are_complex:
             tensors = list(map(as_real, tensors))
-        return list(map(torch.Tensor.resolve_neg, tensors)) if self._packing.is_asynchronous else tensors
+        if self._packing.is_asynchronous and any(map(torch.Tensor.is_neg, tensors)):
+            tensors = list(map(torch.Tensor.resolve_neg, tensors))
+        return tensors
 
 
 class InWire(CopyBack):
@@ -272,8 +273,8 @@ class InWire(CopyBack):
             self._move_out_referenced(slots, views)
             try:
                 if len(slots) > 1 or not self._leave(slots[0], packed[0], views[0]):
-                    reals = (packed, views) if self._are_plain else (self._reals(packed), self._reals(views))
-                    self._packing.pack(slots, *reals, self._current.weight)
+                    places = list(map(as_real, views)) if self._are_complex else views
+                    self._packing.pack(slots, self._reals(packed), places, self._current.weight)
                     for slot, view in zip(slots, views, strict=True):
                         if slot not in self._packed:
                             self.parameters[slot].grad = view
