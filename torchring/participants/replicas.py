@@ -61,7 +61,6 @@ class ReplicaCheck(Participant):
 
     def __init__(self, reducer: Reducer, setup: Setup) -> None:
         self._world = setup.world
-        self._platforms = setup.world.shared(Platforms)
         self._is_sharded = setup.is_sharded
         self._names = setup.names  # of all parameters of the optimizer, in its order; may grow
         self._optimizer = weakref.ref(setup.optimizer)
@@ -125,12 +124,13 @@ class ReplicaCheck(Participant):
 
         If ranks have made equally many steps, the first difference is one for the step, see above.
         """
+        platforms = self._world.shared(Platforms)
         settings = zlib.crc32(json.dumps(self._settings()).encode())
         mine = torch.cat([torch.tensor([[self._current.step, settings]], device="cpu"), digests(self._names)])
         everybody = torch.stack(internal_collectives_of(self._world).all_gather(mine))
         steps = everybody[:, 0, 0].tolist()
         is_other = (everybody != everybody[0])[:, 1:].any(dim=2)  # [ranks, parameters]
-        if is_other.any() and len(set(steps)) == 1 and self._platforms.differ:
+        if is_other.any() and len(set(steps)) == 1 and platforms.differ:
             is_other = self._adopt_first(is_other.any(dim=0))
         if not is_other.any():
             self._are_apart = False
@@ -145,8 +145,8 @@ class ReplicaCheck(Participant):
         parameter, name = list(self._names.items())[index]
         differ = f"{ranks_in_words(others)} {'differs' if len(others) == 1 else 'differ'}"
         cause = self._cause(steps, parameter)
-        if self._platforms.differ:
-            cause += f". The ranks' platforms differ, too, but only last bits differ by that: {self._platforms.differ}"
+        if platforms.differ:
+            cause += f". The ranks' platforms differ, too, but only last bits differ by that: {platforms.differ}"
         raise in_step(
             GradientError(
                 f"{name} is not the same on all ranks: {differ} from rank 0. {cause}",
