@@ -563,6 +563,8 @@ def _train_once(rank: int, world_size: int) -> None:
         optimizer.step()
         torchring.all_gather(torch.tensor([rank]))
         torchring.shutdown()
+    del model, optimizer
+    gc.collect()  # else memory of their world would stay mapped
     gc.freeze()  # what is there now stays: no later call looks through it
 
 
