@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import torchring
-from tests.support.checks import assert_same_everywhere
+from tests.support.checks import assert_same_everywhere, logged
 from tests.support.grids import grid
 from tests.support.harness import ranks, run_pooled, run_ranks
 from torchring.memory import host as host_module
@@ -79,15 +78,6 @@ def _train(net: Net, optimizer: Any, steps: range) -> None:
         scheduler.step()
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def _both(kind: str) -> list[tuple[Net, Any]]:
     """A model with a plain distributed optimizer, and one whose optimizer is sharded."""
     pairs = []
@@ -102,23 +92,22 @@ def _parameters(net: nn.Module) -> list[Tensor]:
 
 
 def _compare(kinds: Sequence[str], has_hosts: bool = False) -> None:
-    logging.getLogger("torchring").addHandler(log := Lines())
-    for kind in kinds:
-        (plain, optimizer), (net, sharded) = _both(kind)
-        _train(plain, optimizer, range(_NUM_STEPS))
-        _train(net, sharded, range(_NUM_STEPS))
-        for (name, expected), found in zip(plain.named_parameters(), net.parameters(), strict=True):
-            if has_hosts:
-                torch.testing.assert_close(found, expected)
-            else:
-                assert torch.equal(expected, found), (kind, name)
-        _assert_equal_states(optimizer.state_dict(), sharded.state_dict(all_ranks=True), exactly=not has_hosts)
-        assert_same_everywhere(_parameters(net))
-        optimizer.close()
-        sharded.close()
-    cost = [line for line in log.lines if "1.5 times the bytes" in line and "fully_shard" in line]
+    with logged() as lines:
+        for kind in kinds:
+            (plain, optimizer), (net, sharded) = _both(kind)
+            _train(plain, optimizer, range(_NUM_STEPS))
+            _train(net, sharded, range(_NUM_STEPS))
+            for (name, expected), found in zip(plain.named_parameters(), net.parameters(), strict=True):
+                if has_hosts:
+                    torch.testing.assert_close(found, expected)
+                else:
+                    assert torch.equal(expected, found), (kind, name)
+            _assert_equal_states(optimizer.state_dict(), sharded.state_dict(all_ranks=True), exactly=not has_hosts)
+            assert_same_everywhere(_parameters(net))
+            optimizer.close()
+            sharded.close()
+    cost = [line for line in lines if "1.5 times the bytes" in line and "fully_shard" in line]
     assert len(cost) == (torchring.num_nodes() > 1 and torchring.rank() == 0)
-    logging.getLogger("torchring").removeHandler(log)
 
 
 def _assert_equal_states(expected: dict[str, Any], found: dict[str, Any], *, exactly: bool = True) -> None:
