@@ -3,26 +3,20 @@
     with MpiJob(3) as job:
         job.run(body, 2)     body(rank, store, communicator) on the first 2 of its ranks; results in rank order
 
-Starting it takes a second, so test modules share one: `job`, if they import the fixture `job_ends`, too. Its ranks are
-forked from the harness' server, which has imported torch, and mpirun starts stand-ins for them, mpi_rank.py.
-Work and answers travel through a TCPStore of the tests' process, pickled; `body` is a module-level function or a
-functools.partial of one.
+Its ranks import torch, so test modules share one: `job`, if they import the fixture `job_ends`, too. Work and answers
+travel through a TCPStore of the tests' process, pickled; `body` is a module-level function or a functools.partial of
+one.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import ctypes
 import faulthandler
 import importlib.util
 import io
 import os
 import pickle
-import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,24 +25,13 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.harness import (
-    _PR_SET_PDEATHSIG,
-    _TAIL,
-    RankReport,
-    RanksFailed,
-    _clean_environ,
-    _environment,
-    _exit_text,
-    _leave_server,
-    _start_method,
-)
-from tests.support.mpi_rank import NUMBER
+from tests.support.harness import _TAIL, RankReport, RanksFailed, _clean_environ, _exit_text
 
 _PATIENCE = 5.0  # seconds that the other ranks get once one has failed
 _STARTING = 60.0  # seconds more for the first work, while the ranks import torch
@@ -108,7 +91,6 @@ class MpiJob:
         self.num_ranks = num_ranks
         self._options = options
         self._process: subprocess.Popen[str] | None = None
-        self._forks: Any = None
         self._num_works = 0
 
     def __enter__(self) -> MpiJob:
@@ -126,13 +108,6 @@ class MpiJob:
             except subprocess.TimeoutExpired:
                 stop(self._process)
         self._process = None
-        self._end_forks()
-
-    def _end_forks(self) -> None:
-        if self._forks is not None:
-            self._forks.kill()  # and with it what it has forked
-            self._forks.join()
-            self._forks = None
 
     def run(self, body: Callable[..., Any], size: int, *, deadline: float = 60.0, dies: int | None = None) -> list[Any]:
         """As harness.run_ranks. body(rank, store, communicator): a store and an MPI communicator of just these ranks.
@@ -170,21 +145,11 @@ class MpiJob:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  # for as long as the job
         self._num_works = 0
-        self._end_forks()
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(b"")  # Linux finds an abstract name
-            listener.listen()
-            environ = _clean_environ()
-            context = _start_method(False, environ)
-            self._forks = context.Process(target=_fork_ranks, args=(listener,), name="forks", daemon=True)
-            with _environment(environ):
-                self._forks.start()
-            name = listener.getsockname()[1:].decode()
         self._process = mpirun(
-            ["-I", "-S", Path(__file__).with_name("mpi_rank.py")],
+            ["-u", "-m", "tests.support.mpi_job"],
             self.num_ranks,
             options=self._options,
-            env={"TESTS_STORE_PORT": str(self._store.port), "TESTS_FORKS": name},
+            env={"TESTS_STORE_PORT": str(self._store.port)},
             output=self._output,
         )
 
@@ -224,58 +189,6 @@ def _save(answer: object) -> bytes:
     return buffer.getvalue()
 
 
-def _fork_ranks(listener: socket.socket) -> None:
-    """Body of the process that forks a rank for each mpi_rank.py, and tells it how the rank has ended."""
-    _leave_server()
-    clients: dict[socket.socket, int] = {}  # process ids of their ranks
-    ends: dict[int, socket.socket] = {}  # by the file descriptor of the rank's process
-    while True:
-        for item in select.select([listener, *clients, *ends], [], [])[0]:
-            if item is listener:
-                client, _ = listener.accept()
-                head, files, _, _ = socket.recv_fds(client, NUMBER.size, 2)
-                text = client.recv(*NUMBER.unpack(head), socket.MSG_WAITALL).decode()
-                if (pid := os.fork()) == 0:
-                    _become_rank(dict(line.split("=", 1) for line in text.split("\0")), files)
-                for file in files:
-                    os.close(file)
-                clients[client] = pid
-                ends[os.pidfd_open(pid)] = client
-            elif isinstance(item, int):
-                client = ends.pop(item)
-                os.close(item)
-                _, status = os.waitpid(clients.pop(client), 0)
-                with client, contextlib.suppress(OSError):
-                    client.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
-            elif item in clients:
-                number = item.recv(NUMBER.size, socket.MSG_WAITALL)
-                os.kill(clients[item], NUMBER.unpack(number)[0] if number else signal.SIGKILL)
-                if not number:  # mpirun has killed the stand-in; until the rank has ended there is no more to hear
-                    os.waitid(os.P_PID, clients[item], os.WEXITED | os.WNOWAIT)
-
-
-def _become_rank(environ: dict[str, str], files: Sequence[int]) -> NoReturn:
-    code = 1
-    try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        for number, file in enumerate(files, start=1):
-            os.dup2(file, number)
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        os.environ.clear()
-        os.environ.update(environ)
-        tempfile.tempdir = None
-        main()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    from mpi4py import MPI
-
-    atexit._run_exitfuncs()
-    if MPI.Is_initialized() and not MPI.Is_finalized():
-        MPI.Finalize()
-    os._exit(code)
-
-
 def main() -> None:
     """What a rank does."""
     faulthandler.enable(file=2)
@@ -305,3 +218,7 @@ def main() -> None:
                 answer = _save((None, f"{type(error).__name__}: {error}", traceback.format_exc()))
             store.set(f"work/{number}/{world.rank}", answer)
         number += 1
+
+
+if __name__ == "__main__":
+    main()
