@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 
 import torchring
 from tests.support.adasum import assert_adasum, exact_adasum
-from tests.support.checks import assert_bitwise, assert_same_on_all_ranks
+from tests.support.checks import assert_bitwise, assert_same_everywhere
 from tests.support.grids import grid
-from tests.support.harness import run_pooled
+from tests.support.harness import ranks
 from torchring.adasum import adasum, coefficients, products
 from torchring.memory import host as host_module
 
@@ -60,37 +58,9 @@ def test_hosts_are_combined_first() -> None:
     torch.testing.assert_close(coefficients(four, ((0, 1), (2, 3))), coefficients(four), rtol=1e-14, atol=1e-14)
 
 
-def _all_reduce(rank: int, size: int, hosts: Sequence[int]) -> list[torch.Tensor]:
-    grouped = [[r for r in range(size) if hosts[r] == host] for host in sorted(set(hosts))]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_module, "_host_identity", lambda: f"host {hosts[rank]}")
-        torchring.init(timeout_seconds=20.0)
-        results = []
-        for numel in (0, 1, 5, 70_000):
-            for dtype in (torch.float32, torch.bfloat16, torch.float64):
-                parts = _vectors(size, numel, dtype)
-                tensor = parts[rank].clone()
-                assert torchring.all_reduce(tensor, "adasum") is tensor
-                assert_adasum(tensor, parts, grouped)
-                results.append(tensor)
-        parts = [part.view(300, 4).t() for part in _vectors(size, 1200)]
-        strided = parts[rank].clone(memory_format=torch.preserve_format)
-        work = torchring.all_reduce(strided, "adasum", async_op=True)
-        assert_adasum(work.wait(), parts, grouped)
-        bad = torch.ones(4)
-        if rank == size - 1:
-            bad[1] = torch.nan
-        assert torchring.all_reduce(bad, "adasum").isnan().tolist() == [False, True, False, False]
-        for dtype in (torch.int32, torch.complex64):
-            with pytest.raises(TypeError, match=r"floating point|cannot be reduced"):
-                torchring.all_reduce(torch.ones(2, dtype=dtype), "adasum")
-        with pytest.raises(ValueError, match="op must be one of 'mean', 'sum', 'min', 'max', 'product', got 'adasum'"):
-            torchring.reduce_scatter(torch.ones(8), "adasum")  # type: ignore[call-overload]
-        if size > 1:
-            with pytest.raises(torchring.PlanMismatchError, match=r"op='adasum'.*op='mean'|op='mean'.*op='adasum'"):
-                torchring.all_reduce(torch.ones(2), "adasum" if rank else "mean")
-        torchring.shutdown()
-        return results
+@pytest.fixture
+def world_size(hosts: tuple[int, ...]) -> int:
+    return len(hosts)
 
 
 @grid(
@@ -98,7 +68,31 @@ def _all_reduce(rank: int, size: int, hosts: Sequence[int]) -> list[torch.Tensor
     [(0,), (0, 0), (0, 0, 0), (0,) * 5, (0, 1), (0, 0, 1), (0, 1, 0, 1), (0, 0, 1, 1, 2)],
     keep=lambda hosts: hosts in {(0,), (0, 0, 0), (0, 0, 1)},
 )
-def test_all_reduce(hosts: tuple[int, ...]) -> None:
-    results = run_pooled(_all_reduce, len(hosts), hosts)
-    for same in zip(*results, strict=True):
-        assert_same_on_all_ranks(list(same))
+@ranks()
+def test_all_reduce(rank: int, world_size: int, hosts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    grouped = [[r for r in range(world_size) if hosts[r] == host] for host in sorted(set(hosts))]
+    monkeypatch.setattr(host_module, "_host_identity", lambda: f"host {hosts[rank]}")
+    torchring.init(timeout_seconds=20.0)
+    for numel in (0, 1, 5, 70_000):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            parts = _vectors(world_size, numel, dtype)
+            tensor = parts[rank].clone()
+            assert torchring.all_reduce(tensor, "adasum") is tensor
+            assert_adasum(tensor, parts, grouped)
+            assert_same_everywhere([tensor])
+    parts = [part.view(300, 4).t() for part in _vectors(world_size, 1200)]
+    strided = parts[rank].clone(memory_format=torch.preserve_format)
+    work = torchring.all_reduce(strided, "adasum", async_op=True)
+    assert_adasum(work.wait(), parts, grouped)
+    bad = torch.ones(4)
+    if rank == world_size - 1:
+        bad[1] = torch.nan
+    assert torchring.all_reduce(bad, "adasum").isnan().tolist() == [False, True, False, False]
+    for dtype in (torch.int32, torch.complex64):
+        with pytest.raises(TypeError, match=r"floating point|cannot be reduced"):
+            torchring.all_reduce(torch.ones(2, dtype=dtype), "adasum")
+    with pytest.raises(ValueError, match="op must be one of 'mean', 'sum', 'min', 'max', 'product', got 'adasum'"):
+        torchring.reduce_scatter(torch.ones(8), "adasum")  # type: ignore[call-overload]
+    if world_size > 1:
+        with pytest.raises(torchring.PlanMismatchError, match=r"op='adasum'.*op='mean'|op='mean'.*op='adasum'"):
+            torchring.all_reduce(torch.ones(2), "adasum" if rank else "mean")

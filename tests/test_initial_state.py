@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import torchring
-from tests.support.checks import assert_bitwise, digest
-from tests.support.harness import run_pooled, run_ranks
+from tests.support.checks import assert_bitwise, assert_same_everywhere, digest
+from tests.support.harness import ranks, run_ranks
 from torchring import initial_state as state
 from torchring.collectives import operations
 from torchring.collectives.service import Collectives
@@ -50,7 +49,10 @@ class _Schedule:
         self.period = period
 
 
-def _share(rank: int, size: int) -> dict[str, Any]:
+@ranks(2)
+def test_state_is_sent_where_it_differs_and_what_cannot_be_sent_is_named_on_all_ranks(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     moved: list[int] = []  # bytes of each message that is not a digest
     broadcast, broadcast_bytes = operations.broadcast, state.broadcast_bytes
 
@@ -63,19 +65,20 @@ def _share(rank: int, size: int) -> dict[str, Any]:
         moved.append(len(result))
         return result
 
-    operations.broadcast, state.broadcast_bytes = count, count_bytes
-    found: dict[str, Any] = {}
+    monkeypatch.setattr(operations, "broadcast", count)
+    monkeypatch.setattr(state, "broadcast_bytes", count_bytes)
 
     _, optimizer = trained(0)
     torchring.broadcast_optimizer_state(optimizer)
-    found["bytes, all alike"] = sum(moved)
+    assert sum(moved) == 0
 
     _, other = trained(rank)
     other.param_groups[0]["lr"] = 0.1 + rank
     places = [tensor.data_ptr() for tensor in tensors_of(other)]
     torchring.broadcast_optimizer_state(other)
-    found["bytes"] = sum(moved)
-    found["in place"] = [tensor.data_ptr() for tensor in tensors_of(other)] == places
+    state_bytes = 2 * 4 * (300 * 100 + 100)
+    assert state_bytes < sum(moved) < 1.1 * state_bytes
+    assert [tensor.data_ptr() for tensor in tensors_of(other)] == places
     for tensor, right in zip(tensors_of(other), tensors_of(optimizer), strict=True):
         assert_bitwise(tensor, right)
     assert other.param_groups[0]["lr"] == 0.1
@@ -87,40 +90,29 @@ def _share(rank: int, size: int) -> dict[str, Any]:
         for tensor, right in zip(tensors_of(fresh), tensors_of(optimizer), strict=True):
             assert_bitwise(tensor, right)
 
-    for name, value, ranks in (
-        ("lambda", lambda step: step, (0, 1)),
-        ("lambda on one rank", lambda step: step, (1,)),
-        ("class", _Schedule(rank), (0, 1)),
-        ("class, the same", _Schedule(5), (0, 1)),
-        ("numbers", {"a": (rank, [0.5])}, (0, 1)),
+    place = "param_groups[1]['schedule'] of the optimizer, of type "
+    others = "PlanMismatchError: rank {} could not send its optimizer's state: TypeError: "
+    for value, kind, holders, culprit in (
+        (lambda step: step, "function", (0, 1), rank),
+        (lambda step: step, "function", (1,), 1),
+        (_Schedule(rank), "_Schedule", (0, 1), 0),
+        (_Schedule(5), "", (0, 1), None),
+        ({"a": (rank, [0.5])}, "", (0, 1), None),
     ):
         _, optimizer = trained(0)
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
-        optimizer.param_groups[1]["schedule"] = value if rank in ranks else None
-        found[name] = error_of(optimizer)
-        if name == "numbers":
-            found["arrived"] = optimizer.param_groups[1]["schedule"]
-    return found
+        optimizer.param_groups[1]["schedule"] = value if rank in holders else None
+        error = error_of(optimizer)
+        beginning = "TypeError: " if rank == culprit else others.format(culprit)
+        assert error.startswith(f"{beginning}{place}{kind}, cannot be sent to other ranks: ") if kind else not error
+        if holders == (0, 1) and kind == "function":
+            assert error.endswith("or pass sync_initial_state=False to torchring.wrap if all ranks start alike")
+    assert optimizer.param_groups[1]["schedule"] == {"a": (0, [0.5])}
 
 
-def test_state_is_sent_where_it_differs_and_what_cannot_be_sent_is_named_on_all_ranks() -> None:
-    for rank, found in enumerate(run_ranks(_share, 2)):
-        assert found["bytes, all alike"] == 0
-        state_bytes = 2 * 4 * (300 * 100 + 100)
-        assert state_bytes < found["bytes"] < 1.1 * state_bytes
-        assert found["in place"]
-        place = "param_groups[1]['schedule'] of the optimizer, of type "
-        assert found["lambda"].startswith(f"TypeError: {place}function, cannot be sent to other ranks: ")
-        assert found["lambda"].endswith("or pass sync_initial_state=False to torchring.wrap if all ranks start alike")
-        others = "PlanMismatchError: rank {} could not send its optimizer's state: TypeError: "
-        for name, its_kind, culprit in (("lambda on one rank", "function", 1), ("class", "_Schedule", 0)):
-            beginning = "TypeError: " if rank == culprit else others.format(culprit)
-            assert found[name].startswith(f"{beginning}{place}{its_kind}, cannot be sent to other ranks: ")
-        assert found["class, the same"] == found["numbers"] == ""
-        assert found["arrived"] == {"a": (0, [0.5])}
-
-
-def _checkpoint(rank: int, size: int, name: str) -> Any:
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@ranks(2)
+def test_a_distributed_checkpoint_is_taken_and_loaded_before_the_first_step(rank: int, name: str) -> None:
     def build() -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = torch.nn.Linear(4, 3)
@@ -147,17 +139,12 @@ def _checkpoint(rank: int, size: int, name: str) -> Any:
     set_state_dict(resumed, its_optimizer, model_state_dict=saved, optim_state_dict=saved_optimizer)
     train(resumed, its_optimizer, 1)
     assert its_optimizer.param_groups[0]["lr"] == 0.25
-    return digest(resumed.parameters()) == digest(model.parameters()) != start, digest(resumed.parameters())
+    assert digest(resumed.parameters()) == digest(model.parameters()) != start
+    assert_same_everywhere(resumed.parameters())
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
-def test_a_distributed_checkpoint_is_taken_and_loaded_before_the_first_step(name: str) -> None:
-    first, second = run_pooled(_checkpoint, 2, name)
-    assert first[0]
-    assert first == second
-
-
-def _sharded(rank: int, size: int) -> str:
+@ranks(2, run_ranks)
+def test_each_rank_keeps_its_part_of_a_sharded_state(rank: int) -> None:
     """Each rank of a ZeroRedundancyOptimizer has the state of a part of the parameters."""
     torchring.init(process_group=True)
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -171,9 +158,4 @@ def _sharded(rank: int, size: int) -> str:
         optimizer.step()
     with pytest.raises(ValueError, match="each rank has a part of the state"):
         torchring.broadcast_optimizer_state(plain)
-    return digest(model.parameters())
-
-
-def test_each_rank_keeps_its_part_of_a_sharded_state() -> None:
-    first, second = run_ranks(_sharded, 2)
-    assert first == second
+    assert_same_everywhere(model.parameters())

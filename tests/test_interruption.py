@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import torchring
-from tests.support.harness import run_ranks, run_threads, wait_until
+from tests.support.harness import ranks, run_ranks, run_threads, wait_until
 from torchring.collectives.service import collectives_of
 from torchring.errors import RingError
 from torchring.interruption import InterruptionGuard
@@ -174,18 +174,6 @@ class _Training:
         return values.pop() if len(values) == 1 else float("nan")
 
 
-def _beside_a_thread(rank: int, size: int) -> Any:
-    """One thread trains, another one sums up metrics; then everything is dropped, without a collector."""
-    replicas.STEPS_BETWEEN_CHECKS = 1  # type: ignore[misc]  # what torchring itself asks, after every backward
-    gc.disable()
-    world = weakref.ref(torchring.init(timeout_seconds=20.0))
-    sums, gradients = _train_and_sum_up(_Training(rank, size))
-    torchring.shutdown()
-    is_gone = world() is None
-    wait_until(lambda: "torchring-store" not in [t.name for t in threading.enumerate()], "the store's thread to end")
-    return sums, gradients, is_gone
-
-
 def _train_and_sum_up(training: _Training) -> tuple[list[float], list[float]]:
     sums: list[float] = []
     thread = threading.Thread(target=lambda: sums.extend(training.all_reduce(float(i)) for i in range(200)))
@@ -195,11 +183,18 @@ def _train_and_sum_up(training: _Training) -> tuple[list[float], list[float]]:
     return sums, gradients
 
 
-def test_a_thread_may_call_collectives_while_another_one_trains() -> None:
-    for sums, gradients, is_gone in run_ranks(_beside_a_thread, 2):
-        assert sums == [3.0 * i for i in range(200)]
-        assert gradients == [6.0] * 60
-        assert is_gone, "a closed world is held by a cycle of references"
+@ranks(2, run_ranks)
+def test_a_thread_may_call_collectives_while_another_one_trains(rank: int) -> None:
+    """One thread trains, another one sums up metrics; then everything is dropped, without a collector."""
+    replicas.STEPS_BETWEEN_CHECKS = 1  # type: ignore[misc]  # what torchring itself asks, after every backward
+    gc.disable()
+    world = weakref.ref(torchring.init(timeout_seconds=20.0))
+    sums, gradients = _train_and_sum_up(_Training(rank, 2))
+    assert sums == [3.0 * i for i in range(200)]
+    assert gradients == [6.0] * 60
+    torchring.shutdown()
+    assert world() is None, "a closed world is held by a cycle of references"
+    wait_until(lambda: "torchring-store" not in [t.name for t in threading.enumerate()], "the store's thread to end")
 
 
 def _inside(frame: FrameType | None) -> bool:

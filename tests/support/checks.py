@@ -60,7 +60,7 @@ def assert_same_on_all_ranks(per_rank: Sequence[Tensor | str]) -> None:
             raise AssertionError(f"rank {rank} has {value}, rank 0 has {per_rank[0]}")
 
 
-def assert_same_everywhere(tensors: Sequence[Tensor]) -> None:
+def assert_same_everywhere(tensors: Iterable[Tensor]) -> None:
     """On a rank: all ranks have the same bits. All ranks call it."""
     assert_same_on_all_ranks(torchring.all_gather_object(digest(tensors)))
 
