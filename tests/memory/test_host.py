@@ -14,7 +14,6 @@ import random
 import resource
 import select
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -27,11 +26,11 @@ import torch.distributed as dist
 
 from tests.support.checks import assert_bitwise
 from tests.support.grids import grid
-from tests.support.harness import RanksFailed, count_open_fds, run_ranks, run_threads, wait_until
+from tests.support.harness import RanksFailed, count_open_fds, ranks, run_ranks, run_threads, wait_until
 from torchring import linux
 from torchring.allreduce.select import choose, open_all_reduce
 from torchring.collectives.service import Collectives
-from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError, RingError
+from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError
 from torchring.memory import host as host_module
 from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup, connect, partition
@@ -137,7 +136,7 @@ def _world_of(rank: int, size: int) -> Any:
 
 def _sum_and_algorithm(world: World) -> tuple[float, str]:
     collectives = Collectives(world)
-    all_reduce = open_all_reduce(world, choose(world, [(3, torch.float32)]).algorithm, "auto")
+    all_reduce = open_all_reduce(world, choose(world).algorithm, "auto")
     (wire,) = all_reduce.open_wires([(3, torch.float32)])
     wire.tensor.fill_(world.rank + 1)
     all_reduce.start(wire).wait()
@@ -146,25 +145,21 @@ def _sum_and_algorithm(world: World) -> tuple[float, str]:
     return float(wire.tensor[0]), all_reduce.algorithm
 
 
-def test_processes_of_a_host_form_a_group() -> None:
-    for facts, result in run_ranks(_world_of, 3):
-        assert facts == (((0, 1, 2),), True, 1, 3)
-        assert result == (6.0, "direct")
-
-
-def _as_another_user(rank: int, size: int, other: int) -> Any:
-    if rank == other:
-        os.setuid(_NOBODY)
-    return _world_of(rank, size)
+@ranks(3, run_ranks)
+def test_processes_of_a_host_form_a_group(rank: int) -> None:
+    assert _world_of(rank, 3) == ((((0, 1, 2),), True, 1, 3), (6.0, "direct"))
 
 
 @needs_root
 @pytest.mark.parametrize("other", [0, 1])
-def test_another_user_gets_no_memory(other: int) -> None:
+@ranks(2, run_ranks)
+def test_another_user_gets_no_memory(rank: int, other: int) -> None:
     """Whether that user dials (rank 1) or listens (rank 0)."""
-    for rank, (facts, result) in enumerate(run_ranks(_as_another_user, 2, other)):
-        assert facts == (((0,), (1,)), False, 2, 1), f"rank {rank}"
-        assert result in ((3.0, "ring"), (3.0, "native"))
+    if rank == other:
+        os.setuid(_NOBODY)
+    facts, result = _world_of(rank, 2)
+    assert facts == (((0,), (1,)), False, 2, 1)
+    assert result == (3.0, "native")
 
 
 @needs_root
@@ -249,156 +244,10 @@ def test_another_network_namespace_is_another_host(other: int) -> None:
     together = tuple(rank for rank in range(3) if rank != other)
     for facts, result in results:
         assert facts == (tuple(sorted([together, (other,)])), False)
-        assert result in ((6.0, "hierarchical"), (6.0, "native"))
+        assert result == (6.0, "hierarchical")
 
 
-# ---- the hand-over, spoken by hand
-
-
-def dial(address: str) -> socket.socket:
-    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    link.settimeout(8.0)
-    link.connect("\0" + address)
-    return link
-
-
-def card_of(store: dist.Store, rank: int) -> dict[str, str]:
-    key = f"host/0/{rank}"
-    end = time.monotonic() + 5.0
-    while not store.check([key]) and time.monotonic() < end:
-        time.sleep(0.005)
-    card: dict[str, str] = json.loads(store.get(key))
-    return card
-
-
-def run_with_intruder(intrude: Callable[[dict[str, str]], Any]) -> tuple[Any, Any]:
-    """Rank 0 waits for rank 1; `intrude` is given rank 0's card before rank 1 comes. Both connect in the end."""
-    intruded = threading.Event()
-    answers: list[Any] = []
-
-    def on_rank(rank: int, size: int, store: dist.Store) -> tuple[int, ...]:
-        if rank == 1:
-            # Rank 0 does not know yet that rank 1 shares its host: it has to be told, or it would not listen.
-            card = card_of(store, 0)
-            rendezvous = Rendezvous(store, 1, 2, 10.0)
-            all_gather, told = rendezvous.all_gather, []
-
-            def intrude_after_cards(name: str, value: bytes) -> list[bytes]:
-                values = all_gather(name, value)
-                if not told:
-                    told.append(name)
-                    try:
-                        answers.append(intrude(card))
-                    finally:
-                        intruded.set()
-                return values
-
-            rendezvous.all_gather = intrude_after_cards  # type: ignore[method-assign]
-            group = connect(rendezvous)
-        else:
-            group = connect(Rendezvous(store, 0, 2, 10.0))
-            assert intruded.is_set()
-        block = group.allocate(16)
-        block.own.fill_(rank + 1)
-        Channel(group, poll_seconds=0.0).barrier()
-        seen = tuple(int(part[0]) for part in block.parts)
-        group.close()
-        return seen
-
-    return run_threads(on_rank, 2), answers[0]
-
-
-def _try_hello(card: dict[str, str], message: bytes) -> bytes:
-    with dial(card["address"]) as link:
-        try:
-            link.send(message)  # another user is hung up on before a word was heard: EPIPE
-            data, descriptors, _, _ = socket.recv_fds(link, 64, 4)
-        except (BrokenPipeError, ConnectionResetError):
-            return b""
-        assert not descriptors, "a stranger was handed memory"
-        return data
-
-
-def test_the_right_token_would_be_admitted() -> None:
-    """The control of the next tests: with the right words, the stranger takes rank 1's place, and is told yes."""
-    said: list[bytes] = []
-
-    def on_rank(rank: int, size: int, store: dist.Store) -> Any:
-        if rank == 0:
-            with pytest.raises(RingError):  # the impostor hands over no memory
-                connect(Rendezvous(store, 0, 2, 1.0))
-            return None
-        rendezvous = Rendezvous(store, 1, 2, 5.0)
-        card = {"address": "none", "token": "none", "host": host_module._host_identity(), "trouble": ""}
-        rendezvous.all_gather("host", json.dumps(card).encode())
-        target = card_of(store, 0)
-        said.append(_try_hello(target, json.dumps({"rank": 1, "token": target["token"]}).encode()))
-        return None
-
-    run_threads(on_rank, 2)
-    assert said == [b"yes"]
-
-
-def test_strangers_are_refused_and_the_group_forms(subtests: pytest.Subtests) -> None:
-    """They have another token or rank, or speak garbage."""
-    tried: list[tuple[bytes, bytes]] = []
-
-    def intrude(card: dict[str, str]) -> None:
-        token = card["token"]
-        hellos: list[Any] = [
-            {"rank": 1, "token": "0" * len(token)},
-            {"rank": 1, "token": ""},
-            {"rank": 7, "token": token},
-            {"rank": 0, "token": token},
-            {"rank": 1},
-            {"rank": [1], "token": {}},
-            {"rank": 1, "token": "ü"},
-            {"rank": None, "token": ""},
-            {"rank": float("inf"), "token": ""},
-            {"rank": float("nan"), "token": ""},
-            [],
-            None,
-        ]
-        garbage = [b"garbage", b"\xff\xfe\x00", b"[" * 4000, b"x" * 60_000]
-        for message in [json.dumps(hello, ensure_ascii=False).encode() for hello in hellos] + garbage:
-            tried.append((message, _try_hello(card, message)))
-
-    groups, _ = run_with_intruder(intrude)
-    assert groups == [(1, 2), (1, 2)]
-    assert len(tried) == 16
-    for message, answer in tried:
-        with subtests.test(str(message[:40])):
-            assert answer in (b"no", b"")
-
-
-def test_a_stranger_that_says_nothing_does_not_keep_the_others_out() -> None:
-    links: list[socket.socket] = []
-    started = time.monotonic()
-    groups, _ = run_with_intruder(lambda card: links.append(dial(card["address"])))
-    elapsed = time.monotonic() - started
-    for link in links:
-        link.close()
-    assert groups == [(1, 2), (1, 2)]
-    assert elapsed < 9.0
-
-
-@needs_root
-def test_the_right_token_of_another_user_is_refused() -> None:
-    def intrude(card: dict[str, str]) -> int:
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                os.setuid(_NOBODY)
-                answer = _try_hello(card, json.dumps({"rank": 1, "token": card["token"]}).encode())
-                code = 0 if answer in (b"no", b"") else 2
-            finally:
-                os._exit(code)
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-    groups, code = run_with_intruder(intrude)
-    assert code == 0
-    assert groups == [(1, 2), (1, 2)]
+# ---- the hand-over: what strangers get is in world/test_security.py
 
 
 def test_a_listener_that_does_not_answer_is_not_told_the_token_of_another() -> None:
@@ -406,7 +255,7 @@ def test_a_listener_that_does_not_answer_is_not_told_the_token_of_another() -> N
 
     def on_rank(rank: int, size: int, store: dist.Store) -> tuple[str, str]:
         connect(Rendezvous(store, rank, size, 10.0)).close()
-        card = card_of(store, rank)
+        card = json.loads(store.get(f"host/0/{rank}"))
         return card["address"], card["token"]
 
     cards = run_threads(on_rank, 3)
@@ -581,11 +430,12 @@ def test_the_attack_would_work_without_seals() -> None:
 # ---- nothing is left behind
 
 
-def _leave_nothing(rank: int, size: int) -> Any:
+@ranks(3, run_ranks)
+def test_closing_leaves_no_descriptor_and_no_mapping(rank: int) -> None:
     store = launcher_store()
 
     def cycle() -> None:
-        world = World(store_of(), rank, size, timeout_seconds=10.0)
+        world = World(store_of(), rank, 3, timeout_seconds=10.0)
         assert world.host is not None
         assert shared_mappings()
         block = world.host.allocate(2**20)
@@ -601,21 +451,16 @@ def _leave_nothing(rank: int, size: int) -> Any:
     def store_of() -> dist.Store:
         return dist.PrefixStore(f"cycle{next(numbers)}", store)
 
+    shm = set(os.listdir("/dev/shm"))
     cycle()
     gc.collect()
     before = count_open_fds()
     for _ in range(5):
         cycle()
     gc.collect()
-    return count_open_fds() - before, shared_mappings(), os.listdir("/dev/shm")
-
-
-def test_closing_leaves_no_descriptor_and_no_mapping() -> None:
-    shm = set(os.listdir("/dev/shm"))
-    for leaked, mappings, files in run_ranks(_leave_nothing, 3):
-        assert leaked == 0
-        assert mappings == []
-        assert {name for name in files if "torchring" in name} <= shm
+    assert count_open_fds() == before
+    assert shared_mappings() == []
+    assert not [name for name in set(os.listdir("/dev/shm")) - shm if "torchring" in name]
 
 
 def test_a_block_lives_as_long_as_a_tensor_that_views_it() -> None:

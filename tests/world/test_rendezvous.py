@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import torchring
 from tests.support.commands import free_port
-from tests.support.harness import patient, run_ranks, run_threads
+from tests.support.harness import patient, ranks, run_ranks, run_threads
 from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
 from torchring.linux import has_ended, open_process, process_id
 from torchring.rendezvous.rendezvous import Rendezvous
@@ -254,7 +254,9 @@ def test_the_name_of_a_machine_may_be_any_bytes(monkeypatch: pytest.MonkeyPatch)
         Rendezvous(store, 0, 2, 5.0).claim_rank()
 
 
-def _dies_in_init(rank: int, size: int, name: str) -> tuple[str, tuple[int, ...], float] | None:
+@pytest.mark.parametrize("name", ["host", "reachable"])
+@ranks(3, run_ranks, expect_exit={1: -signal.SIGKILL})
+def test_a_rank_that_dies_in_init_is_named_at_once(rank: int, name: str) -> None:
     if rank == 1:
         all_gather = Rendezvous.all_gather
 
@@ -265,18 +267,10 @@ def _dies_in_init(rank: int, size: int, name: str) -> tuple[str, tuple[int, ...]
 
         Rendezvous.all_gather = die  # type: ignore[method-assign]
     started = time.monotonic()
-    with pytest.raises(PeerLostError) as caught:
+    with pytest.raises(PeerLostError, match=r"rank 1 \(pid ") as caught:
         torchring.init(timeout_seconds=60.0)
-    return str(caught.value), caught.value.peers, time.monotonic() - started
-
-
-@pytest.mark.parametrize("name", ["host", "reachable"])
-def test_a_rank_that_dies_in_init_is_named_at_once(name: str) -> None:
-    survivors = run_ranks(_dies_in_init, 3, name, expect_exit={1: -signal.SIGKILL})
-    for text, peers, seconds in (survivors[0], survivors[2]):
-        assert peers == (1,)
-        assert "rank 1 (pid " in text
-        assert seconds < patient(5.0)
+    assert caught.value.peers == (1,)
+    assert time.monotonic() - started < patient(5.0)
 
 
 def test_a_process_is_told_from_others_of_its_number() -> None:

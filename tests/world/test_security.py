@@ -1,6 +1,6 @@
 """Who gets memory and who does not, and that nothing a peer sends is run: what SECURITY.md promises.
 
-`memory/test_host.py` has more on the hand-over: which words are refused, seals, and ranks of two users in one world.
+`memory/test_host.py` has more on the hand-over: seals, and ranks of two users in one world.
 """
 
 from __future__ import annotations
@@ -119,31 +119,49 @@ def _connect_with_intruder(
     return run_threads(on_rank, 3), _told(intruders[0])
 
 
-def _hello(rank: int, token: str) -> bytes:
-    return json.dumps({"rank": rank, "token": token}).encode()
+def _hello(rank: object, token: object) -> bytes:
+    return json.dumps({"rank": rank, "token": token}, ensure_ascii=False).encode()
+
+
+_INTRUDERS: dict[str, Callable[[str], bytes]] = {  # what they say, given rank 0's token
+    "wrong token": lambda token: _hello(2, "0" * len(token)),
+    "empty token": lambda token: _hello(2, ""),
+    "a rank that has come already": lambda token: _hello(1, token),
+    "the listener's rank": lambda token: _hello(0, token),
+    "a rank that does not exist": lambda token: _hello(7, token),
+    "no token": lambda token: b'{"rank": 2}',
+    "lists": lambda token: _hello([2], {}),
+    "no ASCII": lambda token: _hello(2, "ü"),
+    "no rank": lambda token: _hello(None, ""),
+    "infinity": lambda token: _hello(float("inf"), ""),
+    "no number": lambda token: _hello(float("nan"), ""),
+    "a list": lambda token: b"[]",
+    "null": lambda token: b"null",
+    "a word": lambda token: b"garbage",
+    "a pickle": lambda token: b"\x80\x04N." + os.urandom(60),
+    "no UTF-8": lambda token: b"\xff\xfe\x00",
+    "deep": lambda token: b"[" * 4000,
+    "long": lambda token: b"x" * 60_000,
+    "nothing": lambda token: b"",
+}
 
 
 @pytest.mark.parametrize(
-    ("what", "user"),
+    ("words", "user"),
     [
-        ("wrong token", os.getuid()),
-        ("a rank that has come already", os.getuid()),
-        ("garbage", os.getuid()),
-        ("nothing", os.getuid()),
+        *[pytest.param(words, os.getuid(), id=name) for name, words in _INTRUDERS.items()],
         pytest.param(
-            "right words", _NOBODY, marks=pytest.mark.skipif(os.getuid() != 0, reason="needs root"), id="another user"
+            lambda token: _hello(2, token),
+            _NOBODY,
+            marks=pytest.mark.skipif(os.getuid() != 0, reason="needs root"),
+            id="right words of another user",
         ),
     ],
 )
-def test_an_intruder_gets_no_memory_and_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch, what: str, user: int) -> None:
-    hellos: dict[str, Callable[[dict[str, str]], bytes]] = {
-        "wrong token": lambda card: _hello(2, "0" * len(card["token"])),
-        "a rank that has come already": lambda card: _hello(1, card["token"]),
-        "garbage": lambda card: b"\x80\x04N." + os.urandom(60),
-        "nothing": lambda card: b"",
-        "right words": lambda card: _hello(2, card["token"]),
-    }
-    seen, (said, num_descriptors) = _connect_with_intruder(monkeypatch, hellos[what], user)
+def test_an_intruder_gets_no_memory_and_keeps_nobody_out(
+    monkeypatch: pytest.MonkeyPatch, words: Callable[[str], bytes], user: int
+) -> None:
+    seen, (said, num_descriptors) = _connect_with_intruder(monkeypatch, lambda card: words(card["token"]), user)
     assert seen == [[1, 2, 3]] * 3
     assert set(said) <= {"no"}
     assert num_descriptors == 0
