@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +19,10 @@ from torchring.allreduce.threaded import ThreadedAllReduce, WorkOnThread
 from torchring.errors import FirstFailure, GradientError, PeerLostError, RingError
 from torchring.gradients.bucket import Bucket, BucketState
 from torchring.gradients.launcher import Launcher, union_length
-from torchring.gradients.ledger import GradientStatus
+from torchring.gradients.ledger import GradientStatus, Ledger
 from torchring.gradients.message import Said
 from torchring.gradients.packing import HostPacking
-from torchring.gradients.plan import BucketPlan, ParameterSpec, build_plan
+from torchring.gradients.plan import ParameterSpec, build_plan
 from torchring.gradients.reduction import Reduction
 from torchring.observer import LAUNCHED, OVER, PACKED, READY, REDUCED, STARTED
 
@@ -123,11 +124,16 @@ def open_buckets(all_reduce: RecordingAllReduce, count: int, per_bucket: int = 1
     plan = build_plan(specs, bucket_bytes=cap, order=range(len(specs)))
     assert len(plan.buckets) == count
     wires = all_reduce.open_wires([(bucket.numel, bucket.wire_dtype) for bucket in plan.buckets])
-    return [bucket_of(b, w, specs, parameters) for b, w in zip(plan.buckets, wires, strict=True)]
+    return buckets_of(plan, wires, specs, parameters)
 
 
-def bucket_of(plan: BucketPlan, wire: Wire, specs: Any, parameters: Any) -> Bucket:
-    return Bucket(plan, wire, specs, parameters, HostPacking(1.0, plan, wire.tensor, 1, []))
+def buckets_of(plan: Any, wires: Sequence[Wire], specs: Any, parameters: Any) -> list[Bucket]:
+    ledger = Ledger()
+    ledger.lay_out([slot.parameter for bucket in plan.buckets for slot in bucket.slots], specs, parameters)
+    return [
+        Bucket(b, w, specs, parameters, HostPacking(1.0, b, w.tensor, 1, []), ledger)
+        for b, w in zip(plan.buckets, wires, strict=True)
+    ]
 
 
 def pack(bucket: Bucket) -> None:
@@ -149,11 +155,8 @@ def opened(
         staged.close()
 
 
-def open_launcher(
-    buckets: Sequence[Bucket], all_reduce: AllReduce[Any], mark_sparse: Callable[[int], None] = pytest.fail
-) -> Launcher:
-    launcher = Launcher(all_reduce)
-    launcher.mark_sparse = mark_sparse
+def open_launcher(buckets: Sequence[Bucket], all_reduce: AllReduce[Any]) -> Launcher:
+    launcher = Launcher(all_reduce, buckets[0].ledger if buckets else Ledger())
     launcher.install(buckets)
     return launcher
 
@@ -362,7 +365,7 @@ def test_small_gradients_are_noted_and_the_last_one_of_a_bucket_has_them_counted
             assert [hook(index) for index in order] == left
             finish(launcher)
             launcher.close_reduction()
-            assert [bucket.ledger.unsettled() for bucket in launcher.buckets] == [None, None]
+            assert launcher.ledger.first_unsettled() is None
             assert [p.grad.tolist() for p in parameters if p.grad is not None] == [[0.0] * 2] * 3 + [[1.0] * 2] * 3
             for parameter in parameters:
                 parameter.grad = None
@@ -387,22 +390,9 @@ def test_what_was_noted_when_a_backward_is_aborted_is_local() -> None:
         assert grad is not None
         grad += 1  # as autograd does it, into the result of the reduction before
         launcher.on_ready(3)[1](1)
-        assert launcher.buckets[0].ledger.unsettled() is None
+        assert launcher.ledger.first_unsettled() is None
         launcher.abort()
-        assert launcher.buckets[0].ledger.unsettled() == ("b0.p1", GradientStatus.LOCAL.value)
-
-
-def test_a_gradient_that_is_in_no_bucket_is_passed_on() -> None:
-    all_reduce, passed = RecordingAllReduce(), list[int]()
-    launcher = open_launcher(open_buckets(all_reduce, 2), all_reduce, passed.append)
-    launcher.mark_ready(2)
-    launcher.mark_local(7)
-    assert passed == [2, 7]
-    assert launcher.buckets[0].ledger.unsettled() is None
-    launcher.buckets[1].parameters[0].grad = torch.ones(2)
-    launcher.mark_local(1)
-    assert launcher.buckets[1].ledger.unsettled() == ("b1.p0", GradientStatus.LOCAL.value)
-    assert all_reduce.order == []
+        assert launcher.ledger.first_unsettled() == ("b0.p1", GradientStatus.LOCAL.value)
 
 
 @pytest.mark.parametrize(("num_left", "number", "order"), [(0, 0, None), (2, 1, None), (3, 1, [0, 1, 2])])
@@ -576,7 +566,7 @@ def test_a_failure_of_the_bucket_comes_out_of_finish_too() -> None:
     (wire,) = all_reduce.open_wires([(plan.numel, plan.wire_dtype)])
     all_reduce.gate = threading.Event()
     threaded = ThreadedAllReduce(all_reduce)
-    launcher = open_launcher([bucket_of(plan, wire, [spec], [parameter])], threaded)
+    launcher = open_launcher(buckets_of(SimpleNamespace(buckets=[plan]), [wire], [spec], [parameter]), threaded)
     begin(launcher, number=0, step=0, hold=False)
     pack(launcher.buckets[0])
     launcher.advance()
@@ -744,7 +734,7 @@ def test_every_flight_lands_though_a_bucket_before_it_fails() -> None:
     wires = all_reduce.open_wires([(plan.numel, plan.wire_dtype) for plan in plans])
     all_reduce.gate = threading.Event()
     threaded = ThreadedAllReduce(all_reduce)
-    buckets = [bucket_of(p, w, specs, parameters) for p, w in zip(plans, wires, strict=True)]
+    buckets = buckets_of(SimpleNamespace(buckets=plans), wires, specs, parameters)
     launcher = open_launcher(buckets, threaded)
     begin(launcher, number=0, step=0, hold=False)
     for bucket in buckets:

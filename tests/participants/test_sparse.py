@@ -13,7 +13,7 @@ import torchring
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, digest
 from tests.support.harness import run_pooled, run_ranks
 from torchring.errors import GradientError, RingError
-from torchring.gradients.ledger import GradientStatus
+from torchring.gradients.ledger import GradientStatus, Ledger
 from torchring.gradients.plan import ParameterSpec
 from torchring.gradients.reduction import Reduction
 from torchring.participants.sparse import SparseReduction
@@ -257,7 +257,9 @@ def _accumulated_directly(rank: int, world_size: int, is_sum: bool) -> None:
     world = torchring.init()
     parameter = torch.nn.Parameter(torch.zeros(ROWS, WIDTH))
     specs = [ParameterSpec("table", (ROWS, WIDTH), (WIDTH, 1), torch.float32, torch.device("cpu"), is_sparse=True)]
-    reducer = SimpleNamespace(specs=specs, parameters=[parameter], launcher=SimpleNamespace(), ledgers=[])
+    ledger = Ledger(is_sum=is_sum)
+    ledger.lay_out([0], specs, [parameter])
+    reducer = SimpleNamespace(specs=specs, parameters=[parameter], ledger=ledger)
     options = SimpleNamespace(scale=lambda size: 1.0 if is_sum else 1 / size, is_sum=is_sum)
     sparse = SparseReduction(reducer, SimpleNamespace(world=world, options=options))  # type: ignore[arg-type]
 
@@ -265,13 +267,13 @@ def _accumulated_directly(rank: int, world_size: int, is_sum: bool) -> None:
         values = torch.full((1, WIDTH), value)
         return torch.sparse_coo_tensor(torch.tensor([[rank]]), values, (ROWS, WIDTH), check_invariants=True)
 
-    assert sparse.unsettled() is None
+    assert ledger.first_unsettled() is None
     parameter.grad = local(2.0)
-    assert sparse.unsettled() == ("table", GradientStatus.LOCAL.value)
-    sparse.mark_local(0)
-    assert sparse.unsettled() == ("table", GradientStatus.LOCAL.value)
+    assert ledger.first_unsettled() == ("table", GradientStatus.UNKNOWN.value)
+    ledger.mark_local(0)
+    assert ledger.first_unsettled() == ("table", GradientStatus.LOCAL.value)
     sparse.on_message(Reduction(0))
-    assert sparse.unsettled() is None
+    assert ledger.first_unsettled() is None
     expected = torch.zeros(ROWS, WIDTH)
     expected[:world_size] = 2.0 if is_sum else 2.0 / world_size
     assert_bitwise(parameter.grad.to_dense(), expected)
@@ -280,14 +282,14 @@ def _accumulated_directly(rank: int, world_size: int, is_sum: bool) -> None:
     assert parameter.grad is reduced  # nothing new on any rank
     if is_sum:
         with pytest.raises(GradientError, match="summed over ranks before"):
-            sparse.mark_local(0)
-        sparse.mark_zeroed()
-    sparse.mark_local(0)
-    assert sparse.unsettled() == ("table", GradientStatus.LOCAL.value)
-    sparse.mark_zeroed()
-    assert sparse.unsettled() is None
+            ledger.mark_local(0)
+        ledger.mark_zeroed()
+    ledger.mark_local(0)
+    assert ledger.first_unsettled() == ("table", GradientStatus.LOCAL.value)
+    ledger.mark_zeroed()
+    assert ledger.first_unsettled() is None
     parameter.grad = local(float("nan") if rank == 1 else 1.0)
-    sparse.mark_local(0)
+    ledger.mark_local(0)
     current = Reduction(0)
     sparse.on_message(current)
     found = current.non_finite

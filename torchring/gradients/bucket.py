@@ -13,9 +13,9 @@ import torch
 
 from torchring.allreduce import Wire
 from torchring.errors import GradientError
-from torchring.gradients.ledger import LOCAL
-from torchring.gradients.packing import Packing, is_large
-from torchring.gradients.places import placement_for
+from torchring.gradients.ledger import LOCAL, Ledger
+from torchring.gradients.packing import Packing, is_large, lives_in_wire
+from torchring.gradients.places import CopyBack, InWire
 from torchring.gradients.plan import BucketPlan, ParameterSpec
 from torchring.gradients.reduction import Reduction
 from torchring.observer import COPIED, COPYING, PACKED, READY
@@ -41,12 +41,11 @@ class Bucket:
         wire: the wire buffer; it belongs to the all-reduce while the bucket is REDUCING, and else to the bucket.
         specs, parameters: all of the optimizer's; the plan's slots are indices into both.
         packing: makes the copies.
-        is_sum: whether the result is the plain sum; see `GradientLedger`.
+        ledger: what is known about each gradient.
 
     Attributes:
         placement: where the gradients are.
         names, parameters: one per slot.
-        ledger: what is known about each gradient.
         unused: slots of parameters that this rank has not used in this reduction.
         reduction: the reduction under way, or the last one.
         copies_on_arrival: for each slot, whether `mark_ready` copies the gradient at once.
@@ -60,18 +59,18 @@ class Bucket:
         specs: Sequence[ParameterSpec],
         parameters: Sequence[torch.nn.Parameter],
         packing: Packing,
-        *,
-        is_sum: bool = False,
+        ledger: Ledger,
     ) -> None:
         # What belongs here
         self.plan = plan
         self.index = plan.index
         self.wire = wire
         self.packing = packing
-        self.placement = placement_for(plan)(plan, wire, specs, parameters, packing, is_sum=is_sum)
+        self.ledger = ledger
+        placement = InWire if lives_in_wire(plan) else CopyBack
+        self.placement = placement(plan, wire, specs, parameters, packing, ledger)
         self.names, self.parameters = self.placement.names, self.placement.parameters
-        self.ledger = self.placement.ledger
-        self._is_sum = is_sum
+        self._first = self.placement.first
         self.copies_on_arrival = [not packing.is_asynchronous and is_large(plan, slot) for slot in plan.slots]
         self.only_counts = [not copies for copies in self.copies_on_arrival]
         self._small = [slot for slot, is_small in enumerate(self.only_counts) if is_small]
@@ -96,9 +95,9 @@ class Bucket:
             return self.mark_noted((slot,))
         if self.state is not _FILLING:
             self._open(slot)
-        if self._is_sum:
-            self.ledger.refuse_sum_of_sums(slot)
-        self.ledger.status[slot] = LOCAL
+        if self.ledger.is_sum:
+            self.ledger.refuse_sum_of_sums(self._first + slot)
+        self.ledger.status[self._first + slot] = LOCAL
         if not self._has_arrived[slot]:
             self._has_arrived[slot] = True
             self._num_missing -= 1
@@ -115,12 +114,12 @@ class Bucket:
         """As `mark_ready`, for gradients that are only counted."""
         if self.state is not _FILLING:
             self._open(slots[0])
-        status, has_arrived = self.ledger.status, self._has_arrived
-        if self._is_sum:
+        status, has_arrived, first = self.ledger.status, self._has_arrived, self._first
+        if self.ledger.is_sum:
             for slot in slots:
-                self.ledger.refuse_sum_of_sums(slot)
+                self.ledger.refuse_sum_of_sums(first + slot)
         for slot in slots:
-            status[slot] = LOCAL
+            status[first + slot] = LOCAL
             has_arrived[slot] = True
         self._num_missing = has_arrived.count(False)
         return self._num_missing == 0 and self._pack_rest()
@@ -141,7 +140,7 @@ class Bucket:
             grad = self.parameters[slot].grad
             is_absent = grad is None or self.reduction.is_absent
             (absent if is_absent else present).append(slot)
-            if is_absent or (grad is not None and self.ledger.is_settled(slot, grad)):
+            if is_absent or (grad is not None and self.ledger.is_settled(self._first + slot, grad)):
                 self.unused.add(slot)
         self.placement.keep(self.unused)
         if absent:
@@ -190,7 +189,7 @@ class Bucket:
         self._is_aborted = False
 
     def release(self) -> None:
-        """Another bucket is about to replace this one: let go of the buffer. The ledger stays."""
+        """Another bucket is about to replace this one: let go of the buffer."""
         self.placement.release()
         del self.wire, self.packing
 
@@ -230,9 +229,8 @@ class Bucket:
             tell(READY, self.index, 0)
         has_arrived = self._has_arrived
         self.placement.pack(self._small if all(has_arrived) else [slot for slot in self._small if has_arrived[slot]])
-        self.placement.refuse_written()
         self.packing.finish_packing(self.reduction.weight)
-        self.ledger.note_versions()
+        self.placement.note_packed()
         self._move(BucketState.PACKED)
         if tell is not None:
             tell(PACKED, self.index, 0)

@@ -24,7 +24,7 @@ from torchring.allreduce.contract import AbortingAllReduce
 from torchring.allreduce.records import MAX_PENDING
 from torchring.errors import GradientError, RingError
 from torchring.gradients.bucket import Bucket, BucketState
-from torchring.gradients.ledger import LOCAL, GradientStatus
+from torchring.gradients.ledger import LOCAL, GradientStatus, Ledger
 from torchring.gradients.reduction import Reducible, Reduction, ReductionPhase
 from torchring.observer import LAUNCHED, OVER, REDUCED, STARTED, Progress, Wait
 
@@ -36,13 +36,13 @@ class Launcher:
 
     Args:
         all_reduce: reduces the buckets.
+        ledger: what is known about each gradient.
         progress: says which buckets this rank has launched, and for which one it waits.
         waiting: the launchers with a launched bucket that still waits for this rank's part. One set for all optimizers
             that a backward may reach: their hooks help each other.
 
     Attributes:
         buckets: in plan order.
-        mark_sparse: called with the index of a parameter that is in no bucket and has a new gradient.
         reduction: the reduction under way, or the last one.
         ready_order: the order in which the gradients of the first reduction became ready, by parameter index. None
             while that reduction is still to be finished, and after `forget_order`.
@@ -51,11 +51,12 @@ class Launcher:
     def __init__(
         self,
         all_reduce: AllReduce[Any],
+        ledger: Ledger,
         progress: Progress | None = None,
         waiting: set[Launcher] | None = None,
     ) -> None:
         self.buckets: list[Bucket] = []
-        self.mark_sparse: Callable[[int], None] = _refuse_unknown
+        self.ledger = ledger
         self._bucket_of: dict[int, Bucket] = {}  # by parameter index
         self._slot_of: dict[int, int] = {}
         self._all_reduce = all_reduce
@@ -92,12 +93,9 @@ class Launcher:
         return self.reduction.num_launched if self.reduction.phase is ReductionPhase.ABORTED else 0
 
     def install(self, buckets: Sequence[Bucket]) -> None:
-        """Go on with these buckets, which take over what earlier buckets knew. Between reductions only."""
+        """Go on with these buckets. Between reductions only."""
         for bucket in buckets:
             for position, slot in enumerate(bucket.plan.slots):
-                earlier = self._bucket_of.get(slot.parameter)
-                if earlier is not None and earlier is not bucket:
-                    bucket.ledger.adopt(position, earlier.ledger, self._slot_of[slot.parameter])
                 self._bucket_of[slot.parameter], self._slot_of[slot.parameter] = bucket, position
         self.buckets = list(buckets)
         self._on_ready = None
@@ -148,7 +146,7 @@ class Launcher:
             self._order_so_far.append(index)
         bucket = self._bucket_of.get(index)
         if bucket is None:
-            self.mark_sparse(index)
+            self.ledger.mark_local(index)  # it is sparse
             return
         is_large = bucket.copies_on_arrival[slot := self._slot_of[index]]
         if not is_large:
@@ -174,22 +172,6 @@ class Launcher:
                 is_full = True
         noted.clear()
         return is_full
-
-    def mark_local(self, index: int) -> None:
-        """Parameter `index` has its gradient, in a backward that does not reduce. From the parameter's hook."""
-        bucket = self._bucket_of.get(index)
-        if bucket is None:
-            self.mark_sparse(index)
-        else:
-            bucket.ledger.mark_local(self._slot_of[index])
-
-    def holds_result(self, index: int) -> bool:
-        """Whether parameter `index` has a gradient that was reduced before, so a backward would add to it."""
-        bucket = self._bucket_of.get(index)
-        if bucket is None:
-            return False
-        grad = bucket.parameters[slot := self._slot_of[index]].grad
-        return grad is not None and bucket.ledger.is_settled(slot, grad)
 
     def advance(self, *, is_over: bool = False) -> None:
         """Launch the buckets that may go now, and do this rank's part of those that have left, if nobody is late.
@@ -300,8 +282,7 @@ class Launcher:
         current = self.reduction
         for bucket in self.buckets:
             bucket.close_reduction()
-        for bucket in self.buckets:
-            bucket.ledger.settle_slices()
+        self.ledger.settle_slices()
         current.phase = ReductionPhase.OVER
         self._progress.finish(current.next_number * _TAGS_PER_REDUCTION - 1)
         self._keep_order()
@@ -309,18 +290,17 @@ class Launcher:
     def refuse_lost(self) -> None:
         """Raise GradientError if the script goes on with a gradient of the last reduction, which was aborted."""
         if self.reduction.phase is ReductionPhase.ABORTED:
-            for bucket in self.buckets:
-                bucket.ledger.refuse_lost()
+            self.ledger.refuse_lost()
 
     def abort(self) -> None:
         """The reduction was aborted. Gradients that have arrived stay local, or are lost in buffers that left."""
         if self.reduction.phase is ReductionPhase.UNDER_WAY:
             self.reduction.phase = ReductionPhase.ABORTED
         self._waiting.discard(self)
-        for index in self._noted:
-            bucket, slot = self._bucket_of[index], self._slot_of[index]
-            if bucket.ledger.status[slot] is not GradientStatus.LOST:
-                bucket.ledger.status[slot] = LOCAL
+        status = self.ledger.status
+        for position in map(self.ledger.positions.__getitem__, self._noted):
+            if status[position] is not GradientStatus.LOST:
+                status[position] = LOCAL
         self._noted.clear()
         for bucket in self.buckets:
             bucket.abort()
@@ -371,10 +351,6 @@ class Launcher:
         """Inside, other ranks and warnings say that this rank waits for a bucket, and errors between ranks name it."""
         wait = Wait("the reduction of gradients", self.reduction.step, bucket.index, bucket.names[0])
         return _At(self._progress.waiting(wait), self.reduction, bucket)
-
-
-def _refuse_unknown(index: int) -> None:
-    raise AssertionError(f"parameter {index} is in no bucket")
 
 
 class _At:

@@ -16,6 +16,7 @@ from torchring.collectives.service import internal_collectives_of
 from torchring.gradients.agreement import Agreement, HostAgreement, Timing, wires_of
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.launcher import Launcher
+from torchring.gradients.ledger import Ledger
 from torchring.gradients.plan import (
     LAST_BUCKET_BYTES,
     ParameterSpec,
@@ -75,6 +76,7 @@ class BucketLayout:
 
     Attributes:
         all_reduce: reduces wire buffers.
+        ledger: what is known about each gradient.
         choice: the algorithm, and why it was chosen.
         reason: why this algorithm was chosen, and where this rank runs.
         launcher: has the buckets.
@@ -109,7 +111,8 @@ class BucketLayout:
             self.first_plan = self.plan(first)
         self.reason = "; ".join(filter(None, (self.choice.reason, os.environ.get(room("placement").PLACE, ""))))
         world.on_failure(self.all_reduce)
-        self.launcher = Launcher(self.all_reduce, progress, waiting)
+        self.ledger = Ledger(is_sum=options.is_sum)
+        self.launcher = Launcher(self.all_reduce, self.ledger, progress, waiting)
         self.agreement: Agreement
         if on_device:
             self.agreement = room("device agreement").DeviceAgreement(
@@ -181,7 +184,7 @@ class BucketLayout:
         plan = shifted(plan, buckets=len(self.buckets), parameters=len(self.specs))
         self.specs += specs
         self.parameters += parameters
-        self.launcher.install([*self.buckets, *self._open(plan)])
+        self.launcher.install([*self.buckets, *self._open(plan, self.buckets)])
 
     def _open_all_reduce(self, device: torch.device) -> tuple[AllReduce[Any], Choice]:
         world, options = self.world, self.options
@@ -193,9 +196,12 @@ class BucketLayout:
         choice = choose(world) if options.algorithm == "auto" else Choice(options.algorithm, "asked for")
         return open_all_reduce(world, choice.algorithm, options.overlap), choice
 
-    def _open(self, plan: Plan) -> list[Bucket]:
+    def _open(self, plan: Plan, others: Sequence[Bucket] = ()) -> list[Bucket]:
+        order = [slot.parameter for bucket in (*(each.plan for each in others), *plan.buckets) for slot in bucket.slots]
+        order += (index for index, spec in enumerate(self.specs) if spec.is_sparse)
+        self.ledger.lay_out(order, self.specs, self.parameters)
         opened = self.agreement.open_wires(plan, self.options.scale(self.world.size))
         return [
-            Bucket(bucket, wire, self.specs, self.parameters, packing, is_sum=self.options.is_sum)
+            Bucket(bucket, wire, self.specs, self.parameters, packing, self.ledger)
             for bucket, (wire, packing) in zip(plan.buckets, opened, strict=True)
         ]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import operator
+import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 
@@ -22,8 +23,8 @@ import torch
 from torchring.allreduce import Wire
 from torchring.allreduce.slices import SharedWire
 from torchring.errors import GradientError
-from torchring.gradients.ledger import LOCAL, GradientLedger, GradientStatus, grad_of
-from torchring.gradients.packing import HostPacking, Packing, is_large, lives_in_wire
+from torchring.gradients.ledger import LOCAL, GradientStatus, Ledger, grad_of, version_of
+from torchring.gradients.packing import HostPacking, Packing, is_large
 from torchring.gradients.plan import BucketPlan, ParameterSpec
 from torchring.gradients.reduction import Reduction
 from torchring.gradients.views import as_real, move_out, place_of, referenced, referenced_beside_grad, storage_of
@@ -37,12 +38,12 @@ class CopyBack:
         wire: the wire buffer.
         specs, parameters: all of the optimizer's; the plan's slots are indices into both.
         packing: makes the copies.
-        is_sum: whether the result is the plain sum; see `GradientLedger`.
+        ledger: what is known about each gradient.
 
     Attributes:
         is_in_wire: whether packing makes `.grad` a view of the wire.
         names, parameters: one per slot.
-        ledger: what is known about each gradient.
+        positions: of the bucket in the ledger.
         has_arrived: for each slot, whether its gradient has arrived in this reduction.
     """
 
@@ -55,9 +56,11 @@ class CopyBack:
         specs: Sequence[ParameterSpec],
         parameters: Sequence[torch.nn.Parameter],
         packing: Packing,
-        *,
-        is_sum: bool,
+        ledger: Ledger,
     ) -> None:
+        self.ledger = ledger
+        self.first = first = ledger.positions[plan.slots[0].parameter]
+        self.positions = slice(first, first + len(plan.slots))
         self.names = [specs[slot.parameter].name for slot in plan.slots]
         self.parameters = [parameters[slot.parameter] for slot in plan.slots]
         self.has_arrived = [False] * len(plan.slots)
@@ -71,17 +74,13 @@ class CopyBack:
             place_of(wire.tensor, slot.offset, spec.shape, spec.gradient_stride, spec.dtype, is_grad=self.is_in_wire)
             for slot, spec in zip(plan.slots, self._specs, strict=True)
         ]
-        self.ledger = GradientLedger(
-            plan.index, self.names, self.parameters, self._views, live_in_wire=self.is_in_wire, is_sum=is_sum
-        )
         # In a reduction
         self._current = Reduction(0)
         # Of gradients that do not become views of the wire: the tensor that was packed, and its version.
         self._packed: dict[int, tuple[torch.Tensor, int]] = {}
         self._open(plan, wire, packing)
 
-    def _open(self, plan: BucketPlan, wire: Wire, packing: Packing) -> None:
-        """What a subclass knows of each gradient beside this."""
+    def _open(self, plan: BucketPlan, wire: Wire, packing: Packing) -> None: ...
 
     def begin(self, current: Reduction) -> None:
         """A reduction begins. The first gradient of its backward may be there already."""
@@ -105,8 +104,8 @@ class CopyBack:
         """These contribute zeros."""
         torch._foreach_zero_([self._views[slot] for slot in slots])
 
-    def refuse_written(self) -> None:
-        """Raise GradientError if somebody has written to a gradient since it was packed on arrival."""
+    def note_packed(self) -> None:
+        """All are packed. Raises GradientError if somebody has written to a gradient since it was packed on arrival."""
 
     def leave(self) -> None:
         """The wire buffer goes to the all-reduce."""
@@ -128,8 +127,8 @@ class CopyBack:
             for slot in set(range(len(self.names))) - unused:
                 grad = self.parameters[slot].grad
                 assert grad is not None
-                self.ledger.settle(slot, grad.mul_(self._current.scale))
-        self.ledger.mark_reduced(unused)
+                self.ledger.settle(self.first + slot, grad.mul_(self._current.scale))
+        self.ledger.mark_reduced(self.positions, unused)
 
     def undo(self) -> None:
         """The reduction was aborted before the wire has left: what was kept is as it was, to the last bit."""
@@ -137,13 +136,13 @@ class CopyBack:
     def lose(self) -> None:
         """The reduction was aborted, and the wire is on its way. NaN takes the place of gradients that lie there."""
         for slot in self._packed:
-            self.ledger.status[slot] = LOCAL
+            self.ledger.status[self.first + slot] = LOCAL
 
     def lose_one(self, slot: int) -> None:
         """The gradient in the wire is no gradient any more. NaN takes its place."""
         parameter = self.parameters[slot]
         parameter.grad = torch.full_like(parameter.detach(), math.nan)
-        self.ledger.status[slot] = GradientStatus.LOST
+        self.ledger.status[self.first + slot] = GradientStatus.LOST
 
     def reset(self) -> None:
         """The reduction is over, or was aborted."""
@@ -152,8 +151,8 @@ class CopyBack:
         self._packing.reset()
 
     def release(self) -> None:
-        """The wire buffer is about to be freed. The ledger stays."""
-        self.ledger.release_views()
+        """The wire buffer is about to be freed."""
+        self._views.clear()
         del self._wire, self._packing
 
     def _unfit(self, slots: Sequence[int]) -> GradientError:
@@ -161,7 +160,7 @@ class CopyBack:
         pairs = ((slot, self.parameters[slot].grad) for slot in slots)
         slot, grad = next((slot, grad) for slot, grad in pairs if grad is None or grad.is_sparse)
         if grad is None:
-            return self.ledger.taken(slot)
+            return self._taken(slot)
         name = self.names[slot]
         return GradientError(
             f"{name} has a sparse gradient. torchring knows beforehand those of nn.Embedding and nn.EmbeddingBag "
@@ -178,18 +177,31 @@ class CopyBack:
                 if grad.is_conj() or grad.is_neg():  # `real` is a copy of such a gradient
                     grad.copy_(torch.view_as_complex(real) if grad.is_complex() else real)
         for slot, grad in zip(slots, grads, strict=True):
-            self.ledger.settle(slot, grad)
+            self.ledger.settle(self.first + slot, grad)
 
     def _packed_gradient(self, slot: int) -> torch.Tensor:
         """The gradient that the result is to be copied to. Raises GradientError if the script has changed it since."""
         grad = self.parameters[slot].grad
         packed, version = self._packed.get(slot, (grad, -1))
-        if grad is None or grad is not packed:
-            raise self.ledger.taken(slot)
         # Slices of one tensor have one version, which each of them changes.
-        if version >= 0 and grad._version != version and not grad._is_view():
-            raise self.ledger.taken(slot)
+        is_changed = grad is not None and version >= 0 and grad._version != version and not grad._is_view()
+        if grad is None or grad is not packed or is_changed:
+            raise self._taken(slot)
         return grad
+
+    def _taken(self, slot: int) -> GradientError:
+        """The error for a gradient that the script took away or changed during backward."""
+        what = "was changed between its accumulation and its reduction; a hook that changes gradients must be "
+        what += "registered before torchring.wrap, so that it runs before they leave"
+        if self.parameters[slot].grad is None:
+            what = "was taken away between its accumulation and its reduction, by a hook that steps an optimizer or "
+            what += "moves .grad elsewhere (to main_grad). That would train on this rank's gradient alone. Leave it in "
+            what += ".grad until backward() has returned, and step or copy after that"
+        return self._wrong(slot, what)
+
+    def _wrong(self, slot: int, what: str) -> GradientError:
+        name = self.names[slot]
+        return GradientError(f"the gradient of {name} {what}", bucket=self._plan.index, parameters=(name,))
 
     def _refuse_mismatch(self, slots: Sequence[int], why: object) -> None:
         """Raise GradientError if a parameter has another shape, dtype or device than when it was wrapped."""
@@ -220,6 +232,7 @@ class InWire(CopyBack):
     is_in_wire = True
 
     def _open(self, plan: BucketPlan, wire: Wire, packing: Packing) -> None:
+        self._references = list(map(weakref.ref, self._views))
         self._addresses = [view.data_ptr() for view in self._views]
         self._storages = [storage_of(view) for view in self._views]
         self._matrices = [p for p, spec in zip(self.parameters, self._specs, strict=True) if len(spec.shape) > 1]
@@ -238,6 +251,8 @@ class InWire(CopyBack):
         self._copied: dict[int, int] = {}  # of slots that were packed on arrival: the version of the view
         self._earlier: set[int] = set()  # slots with another tensor than the view in `.grad` before this backward
         self._restrided: set[int] = set()  # slots whose parameter has other strides than when it was wrapped
+        # A view's version counts torchring's writes and the script's writes through `.grad`, but not the all-reduce's.
+        self._versions: list[int] = []  # of all views, when the bucket was packed
 
     def begin(self, current: Reduction) -> None:
         self._current = current
@@ -298,18 +313,19 @@ class InWire(CopyBack):
         self._move_out_referenced(left, [self._views[slot] for slot in left])
         super().zero(slots)
 
-    def refuse_written(self) -> None:
+    def note_packed(self) -> None:
         for slot, version in self._copied.items():
             if self._views[slot]._version != version:
                 self.lose_one(slot)
-                raise self.ledger.written_to(slot)
+                raise self._written_to(slot)
+        self._versions = list(map(version_of, self._views))
 
     def leave(self) -> None:
         for slot, (grad, version) in self._left.items():
             if self.parameters[slot].grad is not grad:
-                raise self.ledger.taken(slot)
+                raise self._taken(slot)
             if grad._version != version:
-                raise self.ledger.written_to(slot)
+                raise self._written_to(slot)
             self._refuse_mismatch((slot,), "it was changed during backward()")
             self.parameters[slot].grad = self._views[slot]
         self._left = {}
@@ -318,9 +334,7 @@ class InWire(CopyBack):
 
     def close(self, missing: Sequence[int], unused: set[int]) -> None:
         packed, scale = self._packed, self._current.scale
-        self.ledger.refuse_touched(
-            [here and slot not in packed for slot, here in enumerate(self.has_arrived)] if packed else self.has_arrived
-        )
+        self._refuse_touched()
         if scale != 1.0:
             self._wire.tensor.mul_(scale)
         for slot in missing:
@@ -335,11 +349,12 @@ class InWire(CopyBack):
             self._views[slot].copy_(self._kept[slot])
             self.parameters[slot].grad = self._views[slot]
         owned = self._give_back(unused) if packed else {}
-        self.ledger.mark_reduced(unused)
-        for slot, grad in owned.items():
-            self.ledger.settle(slot, grad)
         if self._kept or packed or scale != 1.0:
-            self.ledger.note_versions()
+            self._versions = list(map(version_of, self._views))
+        self.ledger.mark_reduced(self.positions, unused)
+        self.ledger.settle_bucket(self.positions, self._references, self._versions)
+        for slot, grad in owned.items():
+            self.ledger.settle(self.first + slot, grad)
 
     def lose(self) -> None:
         slots = [slot for slot, view in enumerate(self._views) if self.parameters[slot].grad is view]
@@ -347,7 +362,7 @@ class InWire(CopyBack):
         kept = {slots[i] for i in referenced_beside_grad(views)} if views else set()
         super().lose()
         for slot in slots:
-            self.ledger.status[slot] = LOCAL
+            self.ledger.status[self.first + slot] = LOCAL
             view = self._views[slot]
             if not view.numel():
                 continue
@@ -355,7 +370,7 @@ class InWire(CopyBack):
                 self._replace_view(slot, move_out(view, self._wire.tensor))
                 view.fill_(math.nan)
                 self.parameters[slot].grad = view
-                self.ledger.status[slot] = GradientStatus.LOST
+                self.ledger.status[self.first + slot] = GradientStatus.LOST
             else:
                 self.lose_one(slot)
 
@@ -415,7 +430,7 @@ class InWire(CopyBack):
     def _replace_view(self, slot: int, view: torch.Tensor) -> None:
         self._views[slot] = view
         self._storages[slot] = storage_of(view)
-        self.ledger.view_was_replaced(slot)
+        self._references[slot] = weakref.ref(view)
 
     def _move_out_referenced(self, slots: Sequence[int], views: list[torch.Tensor]) -> None:
         """Move gradients to a copy that the script still has, before `views` are overwritten."""
@@ -429,9 +444,7 @@ class InWire(CopyBack):
         """Raise GradientError if a gradient shares the memory of another one in the wire: it would be scaled twice."""
         for slot, grad in zip(slots, grads, strict=True):
             if slot not in there and grad is not None and not grad.is_sparse and storage_of(grad) in self._storages:
-                name = self.names[slot]
-                text = f"the gradient of {name} shares memory with that of another parameter; give {name} a copy"
-                raise GradientError(text, parameters=(name,))
+                raise self._wrong(slot, f"shares memory with that of another parameter; give {self.names[slot]} a copy")
 
     def _keep_for_copying_back(self, slots: Sequence[int]) -> None:
         """Find the gradients that stay in `.grad` for now, and that the results may have to be copied back to."""
@@ -465,9 +478,23 @@ class InWire(CopyBack):
             self._unpack(back)
         return {slot: grad for slot, grad in zip(slots, grads, strict=True) if slot in owned}
 
+    def _refuse_touched(self) -> None:
+        """Raise GradientError if the script took or changed one of the gradients that have arrived since then."""
+        if not all(map(operator.is_, map(grad_of, self.parameters), self._views)):
+            for slot, has_arrived in enumerate(self.has_arrived):
+                if has_arrived and slot not in self._packed and self.parameters[slot].grad is not self._views[slot]:
+                    raise self._taken(slot)
+        versions = list(map(version_of, self._views))
+        if versions != self._versions:
+            pairs = enumerate(zip(versions, self._versions, strict=True))
+            raise self._written_to(next(i for i, (now, then) in pairs if now != then))
 
-def placement_for(plan: BucketPlan) -> type[CopyBack]:
-    return InWire if lives_in_wire(plan) else CopyBack
+    def _written_to(self, slot: int) -> GradientError:
+        return self._wrong(
+            slot,
+            "was written to while it was being reduced. A hook that changes gradients must be registered before "
+            "torchring.wrap, so that it runs before they leave",
+        )
 
 
 _is_sparse = operator.attrgetter("is_sparse")

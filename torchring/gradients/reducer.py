@@ -400,7 +400,7 @@ class Reducer(Reductions, Sync):
         if reduces:
             self.world.raise_if_broken()
         self._reduces, self._has_reduction = reduces, False
-        self.on_ready = [self.launcher.mark_local] * len(self.parameters)
+        self.on_ready = [self.ledger.mark_local] * len(self.parameters)
         is_unordered = self._reducers.are_several
         with self._failing():
             if not self._reducers.is_skipping:

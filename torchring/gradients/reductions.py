@@ -15,9 +15,7 @@ from torchring.collectives.operations import Meanwhile
 from torchring.collectives.service import Collectives, collectives_of, internal_collectives_of
 from torchring.errors import GradientError, in_step
 from torchring.gradients.contract import MeasuresNoise, Setup, spec_of
-from torchring.gradients.launcher import Launcher
 from torchring.gradients.layout import BucketLayout
-from torchring.gradients.ledger import Ledger, OptimizerLedger
 from torchring.gradients.message import MessageFormat, Said
 from torchring.gradients.plan import ParameterSpec, describe
 from torchring.gradients.reduction import (
@@ -61,7 +59,6 @@ class Reductions:
         launcher: has the reduction under way, or the last one.
         ledger: what is known about the gradients.
         weights: of this rank's backwards.
-        ledgers: of gradients that are in no bucket.
         participants: what takes part in a reduction beside weights, in this order on all ranks.
         buffers, noise: those of the participants, if they are there.
         num_steps: how many optimizer steps this rank has made.
@@ -94,8 +91,7 @@ class Reductions:
         )
         self.launcher = self.layout.launcher
         self.stream_notes = self.layout.agreement.stream_notes
-        self.ledgers: list[Ledger] = []
-        self.ledger = OptimizerLedger(partial(_ledgers, self.launcher, self.ledgers))
+        self.ledger = self.layout.ledger
         self._heard: Callable[[Meanwhile], object] | None = None  # waits for the messages of the reduction
         self._found_before: NonFiniteGradient | None = None  # as `non_finite`, before the reduction under way
         self.layout.open(specs, parameters)
@@ -255,7 +251,3 @@ def _trainable(
     parameters: Sequence[torch.nn.Parameter], frozen: Sequence[torch.nn.Parameter]
 ) -> list[torch.nn.Parameter]:
     return [*parameters, *newly_trainable(frozen)]
-
-
-def _ledgers(launcher: Launcher, others: Sequence[Ledger]) -> list[Ledger]:
-    return [*(bucket.ledger for bucket in launcher.buckets), *others]

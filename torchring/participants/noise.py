@@ -63,7 +63,7 @@ class NoiseScale(Participant):
 
     def __init__(self, reducer: Reducer, setup: Setup) -> None:
         reducer.noise = self
-        self._launcher = reducer.launcher
+        self._launcher, self._ledger = reducer.launcher, reducer.ledger
         self._specs = reducer.specs  # may grow, as may the parameters
         self._parameters = reducer.parameters
         self._size = size = setup.world.size
@@ -92,7 +92,7 @@ class NoiseScale(Participant):
         is_due = current.number and current.number % REDUCTIONS_BETWEEN_SAMPLES == 0
         if not is_due or not self.batch_size or current.is_again or current.is_absent:
             return
-        if any(map(self._launcher.holds_result, range(len(self._parameters)))):
+        if self._ledger.holds_results():
             return
         self._own = {}
         for index, parameter in enumerate(self._parameters):

@@ -11,55 +11,20 @@ import torch
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import GradientError
 from torchring.gradients.contract import Setup
-from torchring.gradients.ledger import GradientStatus
 from torchring.gradients.plan import ParameterSpec
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import NonFiniteGradient, Participant, Reduction
 
 
 class SparseReduction(Participant):
-    """The sparse parameters of one optimizer. Also their ledger, see `Ledger`."""
+    """The sparse parameters of one optimizer."""
 
     def __init__(self, reducer: Reducer, setup: Setup) -> None:
         self._world = setup.world
         self._specs = reducer.specs  # all of the optimizer's; may grow, as may the parameters
         self._parameters = reducer.parameters
         self._scale = setup.options.scale(setup.world.size)  # between the sum over ranks and the result
-        self._is_sum = setup.options.is_sum
-        self._local: set[int] = set()
-        self._zeroed: set[int] = set()
-        self._reduced: dict[int, torch.Tensor] = {}
-
-        reducer.launcher.mark_sparse = self.mark_local
-        reducer.ledgers.append(self)
-
-    def mark_local(self, index: int) -> None:
-        """Parameter `index` has a gradient that no other rank has seen. From the parameter's hook."""
-        grad = self._parameters[index].grad
-        added_to_result = grad is not None and grad is self._reduced.get(index) and index not in self._local
-        if self._is_sum and added_to_result and index not in self._zeroed:
-            raise GradientError(
-                "backward added to a sparse gradient which was summed over ranks before; with op='sum' it would be "
-                "counted once per rank. Call optimizer.zero_grad() first"
-            )
-        self._zeroed.discard(index)
-        self._local.add(index)
-
-    def mark_zeroed(self) -> None:
-        self._local.clear()
-        self._zeroed = set(self._reduced)
-
-    def unsettled(self) -> tuple[str, str] | None:
-        for index, spec in enumerate(self._specs):
-            if spec.is_sparse and self._is_unsettled(index):
-                return spec.name, GradientStatus.LOCAL.value
-        return None
-
-    def holds_results(self) -> bool:
-        since = self._zeroed | self._local
-        return any(i not in since and self._parameters[i].grad is result for i, result in self._reduced.items())
-
-    def mark_written(self) -> None: ...
+        self._ledger = reducer.ledger
 
     def on_message(self, current: Reduction) -> None:
         """Collective: reduce every sparse parameter that any rank used. Other parameters keep their `.grad`."""
@@ -68,12 +33,7 @@ class SparseReduction(Participant):
             if spec.is_sparse:
                 in_this_one = self._reduce_one(index, spec, current)
                 found = found or in_this_one
-        self._local.clear()
         current.non_finite = current.non_finite or found
-
-    def _is_unsettled(self, index: int) -> bool:
-        grad = self._parameters[index].grad
-        return grad is not None and (index in self._local or grad is not self._reduced.get(index))
 
     def _reduce_one(self, index: int, spec: ParameterSpec, current: Reduction) -> NonFiniteGradient | None:
         parameter = self._parameters[index]
@@ -84,8 +44,9 @@ class SparseReduction(Participant):
                 "to a dense layer); build the layer with sparse=False",
                 parameters=(spec.name,),
             )
-        collectives = internal_collectives_of(self._world)
-        if not collectives.any_rank(self._is_unsettled(index) and not current.is_absent):
+        collectives, position = internal_collectives_of(self._world), self._ledger.positions[index]
+        is_new = grad is not None and not self._ledger.is_settled(position, grad)
+        if not collectives.any_rank(is_new and not current.is_absent):
             return None
         if grad is None or current.is_absent:
             device = parameter.device
@@ -105,8 +66,8 @@ class SparseReduction(Participant):
             parameter.grad = total.coalesce()
         else:  # somebody else may have this tensor, too
             parameter.grad.data = total.coalesce()
-        self._reduced[index] = parameter.grad
-        self._zeroed.discard(index)
+        self._ledger.mark_reduced(slice(position, position + 1))
+        self._ledger.settle(position, parameter.grad)
         for rank, part in enumerate(values):
             if not bool(torch.isfinite(part).all()):
                 return NonFiniteGradient(rank, spec.name, lambda: parameter.grad)
