@@ -183,6 +183,7 @@ class Bucket:
         """Forget a reduction, finished or aborted. Gradients that have arrived keep their status."""
         self.state = BucketState.IDLE
         self.placement.reset()
+        self.packing.reset()
         self._has_arrived = self.placement.has_arrived
         self._num_missing = len(self.names)
         self._missing, self.unused = [], set()

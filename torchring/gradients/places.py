@@ -148,7 +148,6 @@ class CopyBack:
         """The reduction is over, or was aborted."""
         self.has_arrived = [False] * len(self.names)
         self._packed = {}
-        self._packing.reset()
 
     def release(self) -> None:
         """The wire buffer is about to be freed."""
