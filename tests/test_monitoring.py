@@ -1,17 +1,24 @@
-"""`metrics()`: its names are those of its docstring."""
+"""`metrics()` on its way to TensorBoard, MLflow and Prometheus."""
 
 from __future__ import annotations
 
 import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 import torchring
+from torchring import monitoring
 from torchring.default_world import default_world
 from torchring.observe.recorder.writer import recorder_of
 
 
-def test_the_docstring_names_every_figure() -> None:
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     torchring.metrics()  # begins to record
     model = torch.nn.Linear(4, 4)
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
@@ -19,5 +26,41 @@ def test_the_docstring_names_every_figure() -> None:
         model(torch.ones(6, 4)).sum().backward()
         optimizer.step()
     recorder_of(default_world()).noise_scale = 12.0  # a world of one has none
-    names = {name.removeprefix("torchring_") for name in torchring.metrics()}
+    found = torchring.metrics()
+    monkeypatch.setattr(monitoring, "metrics", found.copy)
+    return found
+
+
+def test_every_figure_has_a_help_text_and_the_docstring_names_it(figures: dict[str, float]) -> None:
+    names = {name.removeprefix("torchring_") for name in figures}
+    assert names == monitoring._HELP.keys()
     assert {*re.findall(r"torchring_(\w+)", torchring.metrics.__doc__ or "")} == names
+
+
+def test_tensorboard(figures: dict[str, float]) -> None:
+    written = []
+    writer: Any = types.SimpleNamespace(add_scalar=lambda *arguments: written.append(arguments))
+    monitoring.log_to_tensorboard(writer, 7)
+    assert written == [(name, value, 7) for name, value in figures.items()]
+
+
+def test_mlflow(figures: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    logged = []
+    mlflow = types.SimpleNamespace(log_metrics=lambda values, step: logged.append((values, step)))
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)  # type: ignore[arg-type]
+    monitoring.log_to_mlflow(7)
+    assert logged == [(figures, 7)]
+
+
+def test_prometheus(figures: dict[str, float], tmp_path: Path) -> None:
+    parser = pytest.importorskip("prometheus_client.parser")
+    path = tmp_path / "torchring.prom"
+    monitoring.write_prometheus(path)
+    families = parser.text_string_to_metric_families(path.read_text())
+    samples = [sample for family in families for sample in family.samples]
+    found = {sample.name: sample for sample in samples if not sample.name.endswith("_created")}
+    assert {sample.labels["rank"] for sample in found.values()} == {"0"}
+    del figures["torchring_rank"]
+    assert {name: sample.value for name, sample in found.items()} == pytest.approx(figures)
+    assert "# HELP torchring_step_seconds Time of a step." in path.read_text()
+    assert "# TYPE torchring_steps_total counter" in path.read_text()

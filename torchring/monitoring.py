@@ -1,14 +1,19 @@
-"""Figures about training, for the tools where people look at them."""
+"""Figures about training, for the tools where people look at them: TensorBoard, MLflow, Prometheus."""
 
 from __future__ import annotations
 
 import math
-from typing import Final
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from torchring.default_world import default_world
 from torchring.observe.recorder.records import decode
 from torchring.observe.recorder.writer import recorder_of
 from torchring.observer import Phase
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 _NUM_STEPS: Final = 100
 _PHASES: Final = {
@@ -17,6 +22,24 @@ _PHASES: Final = {
     "backward": Phase.BACKWARD,
     "other": Phase.BETWEEN,
     "optimizer": Phase.OPTIMIZER,
+}
+_HELP: Final = {
+    "rank": "Number of this rank.",
+    "world_size": "Number of ranks.",
+    "steps_total": "Optimizer steps of this rank.",
+    "samples_total": "Samples that forward was given on this rank, since metrics() was called first.",
+    "reduced_bytes_total": "Bytes that this rank has contributed to reductions, since metrics() was called first.",
+    "steps_per_second": "Optimizer steps a second.",
+    "batch_samples": "Samples of all ranks in a reduction.",
+    "noise_scale_samples": "Gradient noise scale: far below it, a larger batch still pays.",
+    "samples_per_second": "Samples a second of this rank.",
+    "step_seconds": "Time of a step.",
+    "input_seconds": "From the end of a step to forward: waiting for data, logging.",
+    "forward_seconds": "In forward.",
+    "backward_seconds": "In backward, the loss included, without stalls for communication.",
+    "exposed_communication_seconds": "Backward was kept waiting by communication, or by other ranks.",
+    "other_seconds": "Between backward and step(): clipping, unscaling.",
+    "optimizer_seconds": "In step().",
 }
 
 
@@ -62,3 +85,47 @@ def metrics() -> dict[str, float]:
         found["backward_seconds"] -= stalls
         found["exposed_communication_seconds"] = exposed
     return {f"torchring_{name}": value for name, value in found.items()}
+
+
+def log_to_tensorboard(writer: SummaryWriter, step: int) -> None:
+    """Write `metrics()` to TensorBoard.
+
+    Args:
+        writer: of torch.utils.tensorboard.
+        step: number of the step.
+    """
+    for name, value in metrics().items():
+        writer.add_scalar(name, value, step)
+
+
+def log_to_mlflow(step: int) -> None:
+    """Log `metrics()` to the active run of MLflow. Raises ModuleNotFoundError without MLflow."""
+    import mlflow
+
+    mlflow.log_metrics(metrics(), step=step)
+
+
+def write_prometheus(path: str | os.PathLike[str]) -> None:
+    """Write `metrics()` in Prometheus' text format, for the textfile collector of its node exporter.
+
+    The file is replaced as a whole. Give each rank of a host a file of its own; the samples carry the rank as a label.
+
+    Args:
+        path: ends in ".prom", for the collector to find it.
+
+    Raises:
+        ModuleNotFoundError: prometheus_client is not installed.
+        OSError: the file cannot be written.
+    """
+    from prometheus_client import CollectorRegistry, Counter, Gauge, write_to_textfile
+
+    registry = CollectorRegistry()
+    figures = metrics()
+    rank = str(int(figures.pop("torchring_rank")))
+    for name, value in figures.items():
+        text = _HELP[name.removeprefix("torchring_")]
+        if name.endswith("_total"):
+            Counter(name, text, ["rank"], registry=registry).labels(rank=rank).inc(value)
+        else:
+            Gauge(name, text, ["rank"], registry=registry).labels(rank=rank).set(value)
+    write_to_textfile(str(Path(path)), registry)
