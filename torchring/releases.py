@@ -19,7 +19,9 @@ PRIVATE_NAMES: Final = {
         _C._dynamo.eval_frame _foreach_copy_ _foreach_mul _foreach_mul_ _foreach_zero_
         nn.modules.batchnorm._BatchNorm""",
     "shard=True": "UntypedStorage._swap_data_ptr_",
-    "torch.distributed.checkpoint with shard=True": "distributed.checkpoint.state_dict:_init_optim_state",
+    "torch.distributed.checkpoint with shard=True": """
+        distributed.checkpoint.state_dict:_init_optim_state Tensor._make_wrapper_subclass
+        _C._disabled_torch_function_impl""",
     "layer-wise recipes": """
         _foreach_add _foreach_add_ _foreach_addcmul_ _foreach_div _foreach_div_ _foreach_lerp_ _foreach_norm
         _foreach_sqrt""",

@@ -27,6 +27,7 @@ from tests.support.grids import grid
 from tests.support.harness import ranks, run_pooled, run_ranks
 from tests.support.training import attempt
 from torchring.sharding import DistributedState, checkpoint
+from torchring.sharding.shard_tensor import ShardTensor
 
 _KINDS: dict[str, Any] = {
     "AdamW": lambda net: torch.optim.AdamW([*_groups(net), {"params": []}], lr=0.01, amsgrad=True),
@@ -99,6 +100,9 @@ def _save_distributed(rank: int, size: int, kind: str, folder: str) -> None:
         model, state = get_state_dict(net, DistributedState(optimizer))
         dcp.save({"model": model, "optimizer": state}, checkpoint_id=f"{place}/named")
         whole = optimizer.state_dict(all_ranks=True)
+        if shard:
+            parts = [v for entry in state["state"].values() for v in entry.values() if isinstance(v, ShardTensor)]
+            assert 0 < sum(part.elements.numel() for part in parts) < 0.7 * sum(part.numel() for part in parts)
         dcp.async_save({"optimizer": DistributedState(optimizer)}, checkpoint_id=f"{place}/stateful").result()
         if rank == 0:
             torch.save({"model": net.state_dict(), "optimizer": whole}, f"{place}/whole.pt")
@@ -169,6 +173,8 @@ def test_corners_of_torch_distributed_checkpoint(rank: int, tmp_path: Path) -> N
     again = torchring.wrap(torch.optim.AdamW(other.parameters()), other, shard=True)
     dcp.load({"optimizer": DistributedState(again)}, checkpoint_id=f"{tmp_path}/tiny")
     _assert_equal_states(whole, again.state_dict(all_ranks=True))
+    state = get_optimizer_state_dict(tiny, DistributedState(optimizer))
+    assert any(entry["exp_avg"].elements.numel() for entry in state["state"].values()) == (rank == 0)
 
     wide, plain = _wide()
     large = torchring.wrap(plain, wide, shard=True)
@@ -183,6 +189,13 @@ def test_corners_of_torch_distributed_checkpoint(rank: int, tmp_path: Path) -> N
         "flatten_optimizer_state_dict=True",
         lambda: set_optimizer_state_dict(wide, DistributedState(large), flattened, options=flat),
     )
+    fails("only a part of this state", lambda: large.load_state_dict(sharded if rank == 0 else None))
+    turned = copy.deepcopy(sharded)
+    moment = turned["state"]["0.weight"]["exp_avg"]
+    turned["state"]["0.weight"]["exp_avg"] = ShardTensor((30, 40), (1, 30), moment.first, moment.elements)
+    fails("only a part of this state", lambda: set_optimizer_state_dict(wide, DistributedState(large), turned))
+    fails("for torch.distributed.checkpoint", lambda: moment + 1)
+    fails("a rank cannot pickle all of it", lambda: torch.save(sharded, f"{tmp_path}/{rank}.pt"))
     _assert_equal_states(whole, large.state_dict(all_ranks=True))
     _backward(wide)
     large.step()

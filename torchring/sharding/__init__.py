@@ -9,7 +9,7 @@
    a host and between hosts; on GPUs, `device.py` does.
 4. `step.py`: a step: enter together, step this rank's shards, spread the results.
 5. `checkpoint.py`: ordinary checkpoints, gathered and dealt out parameter by parameter; `distributed_checkpoint.py`:
-   the same for torch.distributed.checkpoint.
+   the same in parts, one on each rank, for torch.distributed.checkpoint, which `shard_tensor.py` explains them to.
 6. `optimizer.py`: `ShardedOptimizer`, which `wrap` returns.
 
 Source: ZeRO stage 1 (Rajbhandari et al., 2020, arXiv:1910.02054).

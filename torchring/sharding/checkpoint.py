@@ -21,6 +21,7 @@ from torchring.initial_state import fill_outline, load_plain, outline_of, save_p
 from torchring.participants.heap import trim
 from torchring.sharding.kinds import Kind, is_scalar
 from torchring.sharding.parameters import Shard, flat, laid_out_as
+from torchring.sharding.shard_tensor import ShardTensor
 from torchring.sharding.step import Shards
 from torchring.world import World
 
@@ -109,7 +110,9 @@ def load_state(shards: Shards, state_dict: Mapping[str, Any] | None, src: int = 
     if state_dict is not None:
         try:
             groups, items = _fitting(shards, shards.adapted(dict(state_dict)))
-            if not missing:
+            if missing:
+                items = [(i, start, stop, mapped(entry, _complete)) for i, start, stop, entry in items]
+            else:
                 own = _cut(shards, items)
         except Exception as error:
             problem = error
@@ -168,9 +171,17 @@ def _cut(shards: Shards, items: Iterable[Item]) -> dict[int, Entry]:
 
 
 def _part(kind: Kind, shard: Shard, key: object, value: torch.Tensor) -> torch.Tensor:
-    if kind is Kind.WHOLE or is_scalar(str(key), value):
+    if kind is Kind.WHOLE:
+        return _complete(key, value).clone()
+    if is_scalar(str(key), value):
         return value.clone()
-    return flat(laid_out_as(value, shard.parameter))[shard.start : shard.stop].clone()
+    if isinstance(value, ShardTensor) and value.stride() == shard.parameter.stride():
+        return value.part(shard.start, shard.stop).clone()
+    return flat(laid_out_as(_complete(key, value), shard.parameter))[shard.start : shard.stop].clone()
+
+
+def _complete(_: object, value: torch.Tensor) -> torch.Tensor:
+    return value.whole() if isinstance(value, ShardTensor) else value
 
 
 def _fitting(shards: Shards, state_dict: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Item]]:
