@@ -23,6 +23,7 @@ from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, diges
 from tests.support.grids import grid
 from tests.support.harness import patient, run_ranks
 from torchring import connection as connection_module
+from torchring import initial_state as initial_state_module
 from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.native import NativeAllReduce
 from torchring.collectives import service as collectives_module
@@ -170,7 +171,7 @@ _DEATHS: dict[str, Callable[[int, str], None]] = {
     "beside a worker": _kill_parent_of_a_worker,
     "wrap: checking options": _kill_on_entry(connection_module, "check_options"),
     "wrap: opening collectives": _kill_on_entry(collectives_module.Collectives, "__init__"),
-    "wrap: broadcasting": _kill_on_entry(connection_module, "broadcast_optimizer_state"),
+    "wrap: broadcasting": _kill_on_entry(initial_state_module, "copy_from"),
     "wrap: opening direct": _kill_on_entry(DirectAllReduce, "__init__"),
     "wrap: opening wires": _kill_on_entry(DirectAllReduce, "open_wires"),
     "wrap: opening the transport": _kill_on_entry(C10dTransport, "__init__"),
