@@ -35,9 +35,3 @@ def has_compiled() -> bool:
     """True if torch.compile has compiled something in this process."""
     module = sys.modules.get("torch._dynamo.utils")
     return module is not None and bool(module.counters.get("stats", {}).get("unique_graphs"))
-
-
-def is_compiled_backward() -> bool:
-    """True if compiled autograd runs the current backward."""
-    module = sys.modules.get("torch._dynamo.compiled_autograd")
-    return bool(getattr(module, "in_compiled_autograd_region", False))

@@ -19,11 +19,10 @@ from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, asser
 from tests.support.fakes import FakeNetwork
 from tests.support.grids import grid
 from tests.support.harness import RanksFailed, run_threads, wait_until
-from torchring.allreduce.contract import AllReduce, Wire
+from torchring.allreduce.contract import MAX_PENDING, AllReduce, Wire
 from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_ranks, num_columns
 from torchring.allreduce.native import NativeAllReduce, NativeWork
-from torchring.allreduce.records import MAX_PENDING
 from torchring.allreduce.slices import ALIGNMENT_BYTES, BLOCK_BYTES, slice_bounds
 from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError
 from torchring.memory import host as host_module

@@ -19,10 +19,9 @@ from torchring.devices.packing import DevicePacking
 from torchring.errors import GradientError
 from torchring.gradients.bucket import Bucket, BucketState
 from torchring.gradients.ledger import GradientStatus, Ledger
-from torchring.gradients.message import Said
 from torchring.gradients.packing import COPY_ON_ARRIVAL_BYTES, HostPacking, Packing, is_finite, slot_at
 from torchring.gradients.plan import ParameterSpec, build_plan
-from torchring.gradients.reduction import Reduction
+from torchring.gradients.reduction import Reduction, Said
 from torchring.gradients.views import CAN_SWAP
 from torchring.kernels.pack import NOT_FOUND
 

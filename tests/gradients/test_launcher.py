@@ -20,10 +20,9 @@ from torchring.errors import FirstFailure, GradientError, PeerLostError, RingErr
 from torchring.gradients.bucket import Bucket, BucketState
 from torchring.gradients.launcher import Launcher, union_length
 from torchring.gradients.ledger import GradientStatus, Ledger
-from torchring.gradients.message import Said
 from torchring.gradients.packing import HostPacking
 from torchring.gradients.plan import ParameterSpec, build_plan
-from torchring.gradients.reduction import Reduction
+from torchring.gradients.reduction import Reduction, Said
 from torchring.observer import LAUNCHED, OVER, PACKED, READY, REDUCED, STARTED
 
 

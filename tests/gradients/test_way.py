@@ -22,10 +22,9 @@ PACKAGE = ROOT / "torchring"
 
 # On the way beside `gradients/`. Waiting for a late rank, and nothing else, leads to the last three.
 ENGINE = {
-    *("allreduce/direct.py", "allreduce/records.py", "allreduce/slices.py"),
-    *("kernels/reference.py", "memory/channel.py", "interruption.py"),
+    *("allreduce/direct.py", "allreduce/slices.py", "kernels/reference.py", "memory/channel.py", "interruption.py"),
     *("observer.py", "observe/flight_recorder/entries.py", "observe/inputs.py", "observe/data_check.py"),
-    *("world.py", "errors.py", "dynamo.py", "collectives/shared_memory.py"),
+    *("world.py", "errors.py", "collectives/shared_memory.py"),
 }
 WAITING = {"memory/host.py", "memory/noticeboard.py", "memory/semaphore.py"}
 PARTICIPANTS = {"ownership.py", "replicas.py", "heap.py"}
@@ -128,11 +127,13 @@ def test_the_way_of_a_gradient_is_short_and_is_the_one_that_is_listed() -> None:
         assert participants == {f"participants/{file}" for file in PARTICIPANTS}
         doc = torchring.gradients.__doc__
         assert doc is not None
-        assert way - {"reduction.py", "weights.py"} == listed(doc)
+        assert way - {"weights.py"} == listed(doc)
         assert trace.files - WAITING - {f"gradients/{file}" for file in way} - participants == ENGINE
 
         page = listed((ROOT / "docs" / "background" / "how-it-works.md").read_text(), "torchring/")
         assert page <= trace.files
         assert {f"gradients/{file}" for file in listed(doc)} - page == {
-            f"gradients/{file}" for file in ("views.py", "ledger.py", "agreement.py")
+            f"gradients/{file}" for file in ("views.py", "ledger.py", "agreement.py", "group.py", "reduction.py")
         }
+        assert len(page) == 8
+        assert sum((PACKAGE / file).read_bytes().count(b"\n") for file in page) <= 2_600

@@ -24,7 +24,7 @@ from tests.support.harness import ranks, run_ranks
 from tests.support.traces import decoded, write
 from torchring import default_world as world_module
 from torchring.observe import TRACE, loading
-from torchring.observe.forward import ForwardWatch
+from torchring.observe.inputs import ForwardWatch
 from torchring.observe.recorder import recorder as recorder_module
 from torchring.observe.recorder import writer
 from torchring.observe.recorder.clocks import estimate, measure

@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 import torchring
 from tests.support.checks import logged
 from tests.support.harness import run_ranks
-from torchring.gradients.message import MessageFormat
-from torchring.gradients.reduction import Reduction
+from torchring.gradients.reduction import MessageFormat, Reduction
 from torchring.observe.data_check import DataCheck
 from torchring.observe.inputs import Inputs
 from torchring.world import World

@@ -10,8 +10,7 @@ import torch
 
 import torchring
 from tests.support.harness import run_ranks
-from torchring.gradients.message import Said
-from torchring.gradients.reduction import Reduction
+from torchring.gradients.reduction import Reduction, Said
 from torchring.gradients.views import CAN_SWAP
 from torchring.participants import replicas
 

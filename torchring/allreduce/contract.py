@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from torchring.errors import PlanMismatchError, RingError, ranks_in_words
+
+MAX_PENDING: Final = 512  # buckets of one all-reduce at a time
 
 
 class Wire(Protocol):

@@ -28,8 +28,8 @@ from typing import Final
 
 import torch
 
-from torchring.allreduce.records import MAX_PENDING, BucketRecords
-from torchring.allreduce.slices import SharedWire, Slices
+from torchring.allreduce.contract import MAX_PENDING
+from torchring.allreduce.slices import BucketRecords, SharedWire, Slices
 from torchring.errors import FirstFailure, RingError
 from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup

@@ -26,9 +26,9 @@ from typing import Final
 
 import torch
 
+from torchring.allreduce.contract import MAX_PENDING
 from torchring.allreduce.native import NativeWork, check_dtypes
-from torchring.allreduce.records import ABORTED, MAX_PENDING, BucketRecords
-from torchring.allreduce.slices import SharedWire, Slices
+from torchring.allreduce.slices import ABORTED, BucketRecords, SharedWire, Slices
 from torchring.allreduce.threaded import WorkOnThread
 from torchring.errors import FirstFailure, RingError
 from torchring.memory.channel import Channel

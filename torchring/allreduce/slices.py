@@ -1,4 +1,7 @@
-"""Sums of slices of buffers that the ranks of one host share. Rank r sums slice r, in blocks that fit a cache."""
+"""What the ranks of one host share: the buffers, of which each rank sums a slice, and a record of each bucket.
+
+Rank r sums slice r of all buffers, in blocks that fit a cache. The record says which bucket it is.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ from typing import Final
 
 import torch
 
+from torchring.allreduce.contract import MAX_PENDING, aborted
 from torchring.kernels import reference
-from torchring.memory.host import HostGroup
+from torchring.memory.host import HostGroup, as_words
 
 BLOCK_BYTES: Final = 256 * 1024
 ALIGNMENT_BYTES: Final = 64
+ABORTED: Final = -1  # in place of the wire's index: the rank has aborted the reduction
 
 
 def slice_bounds(num_elements: int, num_ranks: int, element_bytes: int) -> list[tuple[int, int]]:
@@ -126,6 +131,40 @@ class Slices:
                 for other in block.others:
                     other.copy_(block.own)
         wire.deferred.clear()
+
+
+class BucketRecords:
+    """A word per rank and bucket, in shared memory: the index of the wire.
+
+    The n-th bucket and the (n + MAX_PENDING)-th use the same record. A rank starts the later bucket when the
+    earlier one has ended on it, and then no peer needs the record any more.
+    """
+
+    def __init__(self, group: HostGroup) -> None:
+        self._group = group
+        self._block = group.allocate(MAX_PENDING * 8)
+        self._records = [as_words(part) for part in self._block.parts]
+        self._own = self._records[group.index]
+        self._num_begun = 0
+
+    def begin(self, index: int) -> int:
+        """Say which bucket this rank reduces next, before "packed" is announced. Returns the number of its record."""
+        number = self._num_begun
+        self._own[number % MAX_PENDING] = index
+        self._num_begun += 1
+        return number
+
+    def check(self, number: int) -> None:
+        """Raise PlanMismatchError, here and on the peers, if ranks reduce different buckets.
+
+        Buckets leave in order: a rank that is back at an earlier one has begun another reduction.
+        """
+        group = self._group
+        indices = [record[number % MAX_PENDING] for record in self._records]
+        if min(indices) != max(indices):
+            error = aborted(group.rank, group.ranks[indices.index(min(indices))])
+            group.report_failure(error)
+            raise error
 
 
 def _aligned(num_bytes: int) -> int:

@@ -1,7 +1,7 @@
 """Ranks agree at the end of a reduction with the help of a device. See `gradients/agreement.py`.
 
 A device reduces gradients and nothing else. The hosts tell each other the rest in one small message at the end of each
-backward (`gradients/message.py`), when the device still has to compute most of the reduction. So no host waits for a
+backward (`gradients/reduction.py`), when the device still has to compute most of the reduction. So no host waits for a
 device, and a rank that is dead or out of step is found before anybody steps. The message must not come with the next
 reduction: a rank that skips changes the mean of all others, and a rank in another reduction has contributed another
 step's gradients. How long a reduction took, and whether its gradients were finite, is known when the device has come

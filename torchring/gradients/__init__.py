@@ -4,7 +4,7 @@ The way of a gradient, in reading order:
 
     hooks.py        autograd has accumulated a gradient, and calls the gradient's hook; backward() is about to return
     reducer.py      the first gradient of a backward: does it reduce?
-    reductions.py   begins and finishes a reduction; `reduction.py` holds its state
+    reductions.py   begins and finishes a reduction
     launcher.py     finds the gradient's bucket, and launches full buckets in plan order
     bucket.py       counts and packs gradients, and gives them back reduced
     places.py       where gradients are meanwhile: in the wire buffer, or copied back from it
@@ -12,7 +12,7 @@ The way of a gradient, in reading order:
     views.py        the tensors in the wire buffer that a script sees as `.grad`
     ledger.py       what is known about each `.grad`
     group.py        finishes the reducers of all optimizers that the backward has reached
-    message.py      what each rank tells the others, once: used parameters, weight, what participants add
+    reduction.py    the state of a reduction, and the message in which each rank tells the others, once, what it knows
     agreement.py    whether the gradients were finite, and how long the reduction took
 
 Everything else that takes part in a reduction is a participant, in `participants/`, `observe/` or `elastic/`: sparse

@@ -18,9 +18,9 @@ from torchring.collectives.signature import Signature
 from torchring.errors import GradientError, PlanMismatchError, RingError, in_step
 from torchring.gradients.launcher import Launcher
 from torchring.gradients.ledger import StaleGradients
-from torchring.gradients.message import Said, join, split
 from torchring.gradients.module_wrappers import MODULE_WRAPPERS, explain
 from torchring.gradients.reducer import Reducer
+from torchring.gradients.reduction import Said, join, split
 from torchring.gradients.reductions import Reductions
 from torchring.interruption import InterruptionGuard
 from torchring.observer import EXPOSED

@@ -12,6 +12,7 @@ When backward raises, callbacks do not fire at all.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -167,6 +168,12 @@ class _EndToken(functools.partial[None]):
 
     def __init__(self, _: Callable[[], None]) -> None:
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
+
+
+def is_compiled_backward() -> bool:
+    """True if compiled autograd runs the current backward."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "in_compiled_autograd_region", False))
 
 
 def _nothing() -> None: ...

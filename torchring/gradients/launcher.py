@@ -20,8 +20,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from torchring.allreduce import AllReduce, BucketWork
-from torchring.allreduce.contract import AbortingAllReduce
-from torchring.allreduce.records import MAX_PENDING
+from torchring.allreduce.contract import MAX_PENDING, AbortingAllReduce
 from torchring.errors import GradientError, RingError
 from torchring.gradients.bucket import Bucket, BucketState
 from torchring.gradients.ledger import LOCAL, GradientStatus, Ledger

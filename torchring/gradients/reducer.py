@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchring.collectives.service import Join, internal_collectives_of
-from torchring.dynamo import is_compiled_backward
 from torchring.errors import GradientError, in_step
 from torchring.gradients.contract import Setup, Stats, Sync, stats_of
-from torchring.gradients.hooks import BackwardWatch, attach_hooks, make_hook
+from torchring.gradients.hooks import BackwardWatch, attach_hooks, is_compiled_backward, make_hook
 from torchring.gradients.ledger import is_zero, note_stale
 from torchring.gradients.module_wrappers import MODULE_WRAPPERS, explain
 from torchring.gradients.reduction import Guest, Participant, overridden

@@ -16,13 +16,14 @@ from torchring.collectives.service import Collectives, collectives_of, internal_
 from torchring.errors import GradientError, in_step
 from torchring.gradients.contract import MeasuresNoise, Setup, spec_of
 from torchring.gradients.layout import BucketLayout
-from torchring.gradients.message import MessageFormat, Said
 from torchring.gradients.plan import ParameterSpec, describe
 from torchring.gradients.reduction import (
+    MessageFormat,
     NonFiniteGradient,
     Participant,
     Reduction,
     ReductionPhase,
+    Said,
     overridden,
 )
 from torchring.gradients.weights import Weights, result_scale
@@ -177,7 +178,7 @@ class Reductions:
         self._heard = None if current.said is not None else self._reducers.start_exchange((self,))
 
     def message(self) -> bytes:
-        """What this rank says about the backward that is over. See `message.OF_REDUCER`."""
+        """What this rank says about the backward that is over. See `reduction.OF_REDUCER`."""
         current, unused = self.launcher.reduction, list[int]()
         mine: dict[str, float] = {"num_aborted": self.launcher.num_aborted, "has_ended": self._reducers.has_ended}
         if current.is_filled and current.phase is ReductionPhase.UNDER_WAY:

@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchring.accelerators import accelerator_of
 from torchring.allreduce.select import ALGORITHMS, OVERLAPS
-from torchring.dynamo import is_compiled_backward
 from torchring.errors import GradientError, with_way_out
+from torchring.gradients.hooks import is_compiled_backward
 from torchring.gradients.layout import Options
 from torchring.gradients.module_wrappers import WAY_OUT, is_module_wrapper, living, sharded_by
 from torchring.gradients.packing import is_finite

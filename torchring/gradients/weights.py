@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchring.errors import GradientError, in_step, ranks_in_words
 from torchring.gradients.ledger import is_zero
-from torchring.gradients.message import Said
+from torchring.gradients.reduction import Said
 
 LARGEST: Final = 2.0**28
 SMALLEST: Final = 2.0**-10
