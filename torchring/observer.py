@@ -11,9 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import IntEnum
-from typing import Any, Final, NamedTuple, TypeVar
-
-_T = TypeVar("_T")
+from typing import Any, Final, NamedTuple
 
 
 class Phase(IntEnum):
@@ -97,9 +95,9 @@ class Progress:
         """`with progress.waiting(wait):` a thread does what other ranks may keep it waiting in."""
         return _NOTHING
 
-    def run(self, what: str, operation: Callable[..., _T], *arguments: Any) -> _T:
-        """Run `operation(*arguments)`, the next operation of this sequence. Messages call the operation `what`."""
-        return operation(*arguments)
+    def operation(self, what: str) -> AbstractContextManager[None]:
+        """Inside, the next operation of this sequence is under way. Messages call it `what`."""
+        return _NOTHING
 
     def close(self) -> None:
         """No operation comes any more."""

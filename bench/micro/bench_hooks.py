@@ -39,10 +39,8 @@ class NoOpReduction:
 
     span = None
 
-    def advance(self) -> bool:
+    def advance(self, *, waits: bool = False) -> bool:
         return True
-
-    def contribute(self) -> None: ...
 
     def wait(self) -> None: ...
 

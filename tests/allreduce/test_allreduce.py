@@ -523,7 +523,7 @@ def test_a_reduction_that_is_over_keeps_its_result() -> None:
         wire.tensor.fill_(rank + 1.0)
         reduction = all_reduce.start(wire)
         for _ in range(2):
-            reduction.contribute()
+            reduction.advance(waits=True)
         for _ in range(3):
             reduction.wait()
         assert wire.tensor.unique().tolist() == [3.0]
@@ -540,7 +540,7 @@ def test_every_rank_contributes_before_it_waits() -> None:
             wire.tensor.fill_(rank + 1.0)
         pending = [all_reduce.start(wire) for wire in wires]
         for reduction in pending:
-            reduction.contribute()
+            reduction.advance(waits=True)
         for reduction in pending:
             reduction.wait()
         assert [wire.tensor.unique().tolist() for wire in wires] == [[3.0]] * 2

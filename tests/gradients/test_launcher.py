@@ -71,7 +71,7 @@ class RecordingAllReduce:
 
 @dataclass
 class StagedRecorder(RecordingAllReduce):
-    """The same, staged: `advance` finds the peers there when the test says so; who has contributed lands."""
+    """The same, staged: `advance` finds the peers there when the test says so; who has advanced lands."""
 
     events: list[tuple[str, int]] = field(default_factory=list)
     ready: set[int] = field(default_factory=set)
@@ -94,19 +94,14 @@ class RecordedFlight:
     has_advanced: bool = False
     span: tuple[float, float] | None = None
 
-    def advance(self) -> bool:
+    def advance(self, *, waits: bool = False) -> bool:
         index = self.index
-        if index in self.all_reduce.fail_at and index not in self.all_reduce.ready:
+        if index in self.all_reduce.fail_at and index not in self.all_reduce.ready and not waits:
             raise self.all_reduce.fail_at[index]
-        if not self.has_advanced and index in self.all_reduce.ready:
+        if not self.has_advanced and (waits or index in self.all_reduce.ready):
             self.has_advanced = True
             self.all_reduce.events.append(("reduce", index))
         return self.has_advanced
-
-    def contribute(self) -> None:
-        if not self.has_advanced:
-            self.has_advanced = True
-            self.all_reduce.events.append(("reduce", self.index))
 
     def wait(self) -> None:
         assert self.has_advanced, "peers wait for this rank's part"
@@ -638,7 +633,6 @@ def test_a_staged_all_reduce_is_started_and_looked_in_on_and_waited_for_at_the_e
             pack(launcher.buckets[0])
             launcher.advance()
             assert all_reduce.take_events() == [("start", 0)]
-            assert launcher.is_waiting
             launcher.advance()
             assert all_reduce.take_events() == []
             pack(launcher.buckets[1])
@@ -650,13 +644,11 @@ def test_a_staged_all_reduce_is_started_and_looked_in_on_and_waited_for_at_the_e
             all_reduce.ready.add(0)
             launcher.advance()
             assert all_reduce.take_events() == [("reduce", 0), ("reduce", 1)]
-            assert not launcher.is_waiting
             assert [b.state for b in launcher.buckets[:2]] == [BucketState.REDUCING] * 2
             pack(launcher.buckets[2])
             finish(launcher)
             assert all_reduce.take_events() == [("start", 2), ("reduce", 2), ("land", 0), ("land", 1), ("land", 2)]
             assert [b.state for b in launcher.buckets] == [BucketState.REDUCED] * 3
-            assert not launcher.is_waiting
             for bucket in launcher.buckets:
                 bucket.close_reduction()
 
@@ -686,7 +678,6 @@ def test_a_peer_that_is_there_already_is_not_kept_waiting() -> None:
         pack(launcher.buckets[0])
         launcher.advance()
         assert all_reduce.take_events() == [("start", 0), ("reduce", 0)]
-        assert not launcher.is_waiting
 
 
 def test_held_buckets_all_start_before_one_is_waited_for() -> None:
@@ -712,7 +703,6 @@ def test_a_reduction_that_was_aborted_lands_before_the_next_begins() -> None:
         begin(launcher, number=1, step=0, hold=False)
         assert all_reduce.take_events() == [("reduce", 0), ("land", 0)]
         assert launcher.buckets[0].state is BucketState.REDUCING, "nobody uses the result"
-        assert not launcher.is_waiting
         assert not launcher.has_launched
 
 

@@ -120,7 +120,7 @@ def test_the_way_of_a_gradient_is_short_and_is_the_one_that_is_listed() -> None:
         assert len(whole_step.files - WAITING) <= MOST_FILES
         assert trace.deepest("hook", without=("mark_ready", "begin_backward")) == 1, "a small gradient"
         assert trace.deepest("hook", with_="_launch", without=("begin_backward",)) <= 7, "a full bucket"
-        assert trace.deepest("_ended") <= 11, "the end of backward"
+        assert trace.deepest("_ended") <= 9, "the end of backward"
 
         way = {file.removeprefix("gradients/") for file in trace.files if file.startswith("gradients/")}
         participants = {file for file in trace.files if file.startswith("participants/")}

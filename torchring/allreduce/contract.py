@@ -28,7 +28,7 @@ W = TypeVar("W", bound=Wire)
 
 
 class BucketWork(Protocol):
-    """The all-reduce of one bucket that has been started. Buckets contribute, and end, in the order of their starts."""
+    """The all-reduce of one bucket that has been started. Buckets advance, and end, in the order of their starts."""
 
     @property
     def span(self) -> tuple[float, float] | None:
@@ -37,17 +37,17 @@ class BucketWork(Protocol):
         None if the work proceeds only inside calls of these methods.
         """
 
-    def advance(self) -> bool:
-        """`contribute`, if no wait is needed. Returns True if this rank's part is done, or proceeds by itself."""
+    def advance(self, *, waits: bool = False) -> bool:
+        """Do this rank's part, if every rank has started this bucket.
 
-    def contribute(self) -> None:
-        """Wait until every rank has started this bucket, and do this rank's part.
+        Returns True if the part is done, or proceeds by itself.
 
-        Returns at once if this rank's part proceeds by itself.
+        Args:
+            waits: wait until every rank has started it, if the part does not proceed by itself.
         """
 
     def wait(self) -> None:
-        """Contribute, and wait for the parts of all ranks: `Wire.tensor` holds the result. May be called repeatedly.
+        """Advance, and wait for the parts of all ranks: `Wire.tensor` holds the result. May be called repeatedly.
 
         Raises PeerLostError or PeerTimeoutError naming the peer; PlanMismatchError where ranks are seen to reduce
         different things.

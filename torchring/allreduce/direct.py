@@ -61,53 +61,40 @@ class DirectWork:
 
     span = None
 
-    __slots__ = ("_host", "_is_gathered", "_is_over", "_is_reduced", "_number", "_wire")
+    __slots__ = ("_host", "_is_over", "_is_reduced", "_number", "_wire")
 
-    def __init__(self, host: _Host, wire: SharedWire) -> None:
+    def __init__(self, host: _Host, wire: SharedWire, number: int) -> None:
         self._host = host
         self._wire = wire
-        self._is_gathered = False  # all ranks have packed
+        self._number = number  # of its record
         self._is_reduced = False  # this rank has reduced its slice
         self._is_over = False
-        self._number = host.records.begin(wire.index)
-        host.pending.append(self)
-        host.packed.announce()
 
-    def advance(self) -> bool:
+    def advance(self, *, waits: bool = False) -> bool:
         if self._is_reduced:
             return True
         host = self._host
-        if not self._is_gathered:
+        if self._number >= host.num_gathered:
             assert self._number == host.num_gathered, _IN_ORDER
-            if not host.packed.has_gathered():
+            if waits:
+                host.packed.gather()
+            elif not host.packed.has_gathered():
                 return False
-            self._note_gathered()
+            host.num_gathered += 1
         host.records.check(self._number)
         host.slices.sum(self._wire, spread=True)
         self._is_reduced = True
         host.done.announce()
         return True
 
-    def contribute(self) -> None:
-        if not self._is_gathered:
-            assert self._number == self._host.num_gathered, _IN_ORDER
-            self._host.packed.gather()
-            self._note_gathered()
-        self.advance()
-
     def wait(self) -> None:
         if not self._is_over:
             host = self._host
             assert self is host.pending[0], _IN_ORDER
-            self.contribute()
+            self.advance(waits=True)
             host.done.gather()
             host.pending.popleft()
             self._is_over = True
-
-    def _note_gathered(self) -> None:
-        """All ranks have packed."""
-        self._is_gathered = True
-        self._host.num_gathered += 1
 
 
 class DirectAllReduce:
@@ -136,10 +123,14 @@ class DirectAllReduce:
         return [slices.wire(parts) for parts in slices.allocate(specs)]
 
     def start(self, wire: SharedWire) -> DirectWork:
+        host = self._host
         self._failure.raise_if_set()
-        if len(self._host.pending) == MAX_PENDING:
-            self._host.pending[0].wait()
-        return DirectWork(self._host, wire)
+        if len(host.pending) == MAX_PENDING:
+            host.pending[0].wait()
+        work = DirectWork(host, wire, host.records.begin(wire.index))
+        host.pending.append(work)
+        host.packed.announce()
+        return work
 
     def fail(self, error: RingError) -> None:
         self._failure.set(error)

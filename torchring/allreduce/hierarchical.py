@@ -125,11 +125,9 @@ class HierarchicalWork:
         self._part = WorkOnThread(host.ending, self._guarded(self._end), host.failure)
         host.pending.append(self)
 
-    def advance(self) -> bool:
+    def advance(self, *, waits: bool = False) -> bool:
+        """This rank's part is done, or threads do it."""
         return True
-
-    def contribute(self) -> None:
-        """Nothing to do: this rank's part is done, or threads do it."""
 
     def wait(self) -> None:
         if not self._is_over:

@@ -38,11 +38,9 @@ class NativeWork:
         self._started = time.perf_counter()
         self._transfer = transport.start_all_reduce(buffer)
 
-    def advance(self) -> bool:
+    def advance(self, *, waits: bool = False) -> bool:
+        """The engine proceeds by itself."""
         return True
-
-    def contribute(self) -> None:
-        """Do nothing: the engine proceeds by itself."""
 
     def wait(self) -> None:
         if self.span is None:

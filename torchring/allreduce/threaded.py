@@ -35,11 +35,9 @@ class WorkOnThread:
             self._run(reduce)
             self._future.set_result(None)
 
-    def advance(self) -> bool:
+    def advance(self, *, waits: bool = False) -> bool:
+        """This rank's part is done, or the thread does it."""
         return True
-
-    def contribute(self) -> None:
-        """Do nothing: this rank's part is done, or the thread does it."""
 
     def wait(self) -> None:
         try:

@@ -103,8 +103,8 @@ class Collectives:
         if torch.is_inference_mode_enabled():  # what the backend keeps has to be written outside, too
             with torch.inference_mode(False):
                 return self._operate(what, operation, arguments)
-        result: _T = self._progress.run(what, self._call, what, operation, arguments)
-        return result
+        with self._progress.operation(what):
+            return self._call(what, operation, arguments)
 
     def _call(self, what: str, operation: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
         world, backend = self.world, self.opened()

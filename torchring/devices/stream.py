@@ -163,11 +163,9 @@ class OnStream:
             self.stream.mark().hold_current()
         return self
 
-    def advance(self) -> bool:
+    def advance(self, *, waits: bool = False) -> bool:
+        """The device does this rank's part."""
         return True
-
-    def contribute(self) -> None:
-        """Nothing to do: the device does this rank's part."""
 
     def wait(self) -> None:
         """Have the current stream wait for what was started so far; the host does not wait.

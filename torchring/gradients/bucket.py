@@ -184,7 +184,7 @@ class Bucket:
         self.state = BucketState.IDLE
         self.placement.reset()
         self.packing.reset()
-        self._has_arrived = self.placement.has_arrived
+        self._has_arrived[:] = [False] * len(self.names)
         self._num_missing = len(self.names)
         self._missing, self.unused = [], set()
         self._is_aborted = False

@@ -110,7 +110,8 @@ class Reducers:
     def _hear(
         self, reducers: Sequence[Reductions], wait: Callable[[Meanwhile], list[bytes]], meanwhile: Meanwhile
     ) -> list[Said]:
-        everybody = list(map(split, self._progress.run("backward", wait, meanwhile)))
+        with self._progress.operation("backward"):
+            everybody = list(map(split, wait(meanwhile)))
         if len(set(map(len, everybody))) > 1:
             raise PlanMismatchError("some ranks have closed an optimizer that others still use", rank=self._world.rank)
         heard = []
@@ -227,7 +228,9 @@ class OptimizerGroup:
         """Collective: finish the only reducer."""
         if reduces:
             reducer.join_backward()
-            reducer.launch_rest()
+            with reducer.failing():
+                reducer.launch_all()
+                reducer.finish_reduction()
         reducer.finish_backward(reduces=reduces)
 
     def _reduce_together(self) -> bool:
@@ -250,10 +253,14 @@ class OptimizerGroup:
                 self.reducers.start_exchange(late)(self.reducers.advance)
             for reducer, reached in zip(reducers, reach, strict=True):
                 if reached == 2:
-                    reducer.launch_rest()
+                    with reducer.failing():
+                        reducer.launch_all()
             for reducer, reached in zip(reducers, reach, strict=True):
                 if reached:
                     reducer.enter(EXPOSED)  # the reducer before has left it
+                    if reached == 2:
+                        with reducer.failing():
+                            reducer.finish_reduction()
                     reducer.finish_backward(reduces=reached == 2)
             return heard[0].sums["has_ended"] < self._world.size
         except BaseException:

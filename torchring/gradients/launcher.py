@@ -82,11 +82,6 @@ class Launcher:
         return self.reduction.num_launched > 0
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether a launched bucket still waits for this rank's part."""
-        return self in self._waiting
-
-    @property
     def num_aborted(self) -> int:
         """Number of buckets that had left when their reduction was aborted. 0 after the next `begin`."""
         return self.reduction.num_launched if self.reduction.phase is ReductionPhase.ABORTED else 0
@@ -172,21 +167,15 @@ class Launcher:
         noted.clear()
         return is_full
 
-    def advance(self, *, is_over: bool = False) -> None:
-        """Launch the buckets that may go now, and do this rank's part of those that have left, if nobody is late.
-
-        Args:
-            is_over: backward is over, so nothing is held.
-        """
+    def advance(self) -> None:
+        """Launch the buckets that may go now, and do this rank's part of those that have left, if nobody is late."""
         buckets, current = self.buckets, self.reduction
-        while current.num_launched < len(buckets) and (is_over or not current.defers_launch):
+        while current.num_launched < len(buckets) and not current.defers_launch:
             bucket = buckets[current.num_launched]
             if bucket.state is not BucketState.PACKED:
                 break
-            if current.is_unordered and not is_over and len(self._pending) >= MAX_PENDING:
+            if current.is_unordered and len(self._pending) >= MAX_PENDING:
                 break  # `start` would wait for ranks that may wait for this rank, in another optimizer's reduction
-            bucket.begin_reduce()
-            current.num_launched += 1
             self._launch(bucket)
         if not self._pending:
             return
@@ -226,10 +215,10 @@ class Launcher:
     def launch_rest(self) -> None:
         """Backward is over, and ranks agree that it has reached these parameters: fill and launch what remains."""
         self.fill_rest()
-        self.advance(is_over=True)
+        for bucket in self.buckets[self.reduction.num_launched :]:
+            self._launch(bucket)
         if (extra := self.reduction.extra) is not None:
             extra.index = len(self.buckets)
-            extra.begin_reduce()
             self._launch(extra)
 
     def wait(self, *, discard: bool = False) -> None:
@@ -247,7 +236,7 @@ class Launcher:
             if tell is not None:
                 tell(STARTED, bucket.index, 0)
             with self._at(bucket):
-                work.contribute()
+                work.advance(waits=True)
             if tell is not None:
                 tell(REDUCED, bucket.index, 0)
         problem: GradientError | None = None
@@ -331,6 +320,8 @@ class Launcher:
             self.ready_order, self._order_so_far = self._order_so_far, None
 
     def _launch(self, bucket: Reducible) -> None:
+        bucket.begin_reduce()
+        self.reduction.num_launched += bucket is not self.reduction.extra
         started = time.perf_counter()
         if (tell := self.reduction.events) is not None:
             tell(LAUNCHED, bucket.index, 0)

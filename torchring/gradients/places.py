@@ -44,7 +44,7 @@ class CopyBack:
         is_in_wire: whether packing makes `.grad` a view of the wire.
         names, parameters: one per slot.
         positions: of the bucket in the ledger.
-        has_arrived: for each slot, whether its gradient has arrived in this reduction.
+        has_arrived: for each slot, whether its gradient has arrived in this reduction. The bucket writes to it.
     """
 
     is_in_wire = False
@@ -146,7 +146,6 @@ class CopyBack:
 
     def reset(self) -> None:
         """The reduction is over, or was aborted."""
-        self.has_arrived = [False] * len(self.names)
         self._packed = {}
 
     def release(self) -> None:
@@ -378,8 +377,7 @@ class InWire(CopyBack):
             self._views[slot].copy_(kept)
 
     def reset(self) -> None:
-        super().reset()
-        self._kept, self._copied, self._left = {}, {}, {}
+        self._packed, self._kept, self._copied, self._left = {}, {}, {}, {}
         if self._deferred:
             self._deferred.clear()
 

@@ -142,7 +142,7 @@ class Reducer(Reductions, Sync):
         """A backward is over on this rank: launch what needs no other rank, before ranks agree what it has reached."""
         if self.wants_reduction and self._has_reduction:
             self._count_noted()
-            with self._failing():
+            with self.failing():
                 self.launcher.fill_rest()
                 self.launcher.advance()
 
@@ -156,26 +156,20 @@ class Reducer(Reductions, Sync):
         if not self.wants_reduction:  # only other ranks got as far as to begin
             self._begin(reduces=True)
         self._count_noted()
-        with self._failing():
+        with self.failing():
             if not self._has_reduction:
                 self.begin_reduction(is_unordered=True)
                 self._has_reduction = True
             self.launcher.fill_rest()
 
-    def launch_rest(self) -> None:
-        """After `join_backward`: launch what has not left."""
-        with self._failing():
-            self.launch_all()
-
     def finish_backward(self, *, reduces: bool) -> None:
-        """A backward that reached these parameters on some rank is over. With `reduces`, `launch_rest` was called."""
+        """A backward that reached these parameters on some rank is over. With `reduces`, its reduction is finished."""
         reducers = self._reducers
         if reducers.is_skipping and not self.in_backward:
             self.weights.leave_out()
         if reduces:
-            with self._failing():
-                self.finish_reduction()
-                if self.reduction.heard.sums["has_newly_trainable"]:
+            if self.reduction.heard.sums["has_newly_trainable"]:
+                with self.failing():
                     self._adopt_newly_trainable()
                     self.reduce_again()
             self._num_backwards = 0
@@ -401,7 +395,7 @@ class Reducer(Reductions, Sync):
         self._reduces, self._has_reduction = reduces, False
         self.on_ready = [self.ledger.mark_local] * len(self.parameters)
         is_unordered = self._reducers.are_several
-        with self._failing():
+        with self.failing():
             if not self._reducers.is_skipping:
                 self.weights.begin()
                 if self.weights.total is not None and not reduces and self.ledger.holds_results():
@@ -433,7 +427,7 @@ class Reducer(Reductions, Sync):
                 self.weights.count_local()
             elif is_weighted and not self.weights.num_backwards:
                 self.weights.has_skipped = True  # no weight is given for nothing
-            with self._failing():
+            with self.failing():
                 self.reduce_again()
             self._num_backwards = 0
             self.weights.reset()
@@ -471,7 +465,7 @@ class Reducer(Reductions, Sync):
         self._hooked = [parameter._cdata for parameter in self.parameters]
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
+    def failing(self) -> Iterator[None]:
         """Inside, an error ends the reduction on all ranks."""
         try:
             yield

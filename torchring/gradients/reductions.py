@@ -175,6 +175,7 @@ class Reductions:
         self.world.observer.phase(EXPOSED, self.num_steps)
         self.layout.agreement.backward_is_over()
         self.launcher.launch_rest()
+        self.launcher.advance()
         self._heard = None if current.said is not None else self._reducers.start_exchange((self,))
 
     def message(self) -> bytes:

@@ -16,17 +16,17 @@ Times are those of CLOCK_MONOTONIC in nanoseconds, which all processes of a host
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
 
 from torchring.observer import OPTIMIZER, Observer, Phase, Progress, Wait
 
-_T = TypeVar("_T")
 MEMORY_BYTES: Final = 8192
 _NUM_ENTRIES: Final = 64
 _FIRST_ENTRY: Final = 6
@@ -86,12 +86,13 @@ class Entry(Progress):
     def __exit__(self, *_: object) -> None:
         self._words[_WAITING_SINCE] = 0
 
-    def run(self, what: str, operation: Callable[..., _T], *arguments: Any) -> _T:
+    @contextlib.contextmanager
+    def operation(self, what: str) -> Iterator[None]:
         position = self.num_begun
         self.begin(position)
         try:
             with self.waiting(Wait(what)):
-                return operation(*arguments)
+                yield
         finally:
             self.finish(position)
 
