@@ -23,11 +23,10 @@ from torch.optim import Optimizer
 
 from torchring.accelerators import accelerator_of
 from torchring.allreduce.select import Algorithm, Overlap
-from torchring.collectives.service import Join
+from torchring.collectives.service import Join, internal_collectives_of
 from torchring.connection import ConnectedOptimizer, no_model
 from torchring.dynamo import run_eagerly
 from torchring.errors import GradientError
-from torchring.gradients.closures import mean_loss, refuse_closure
 from torchring.gradients.contract import Stats, Sync
 from torchring.gradients.group import OptimizerGroup, check_free
 from torchring.gradients.layout import Options, SyncBuffers
@@ -199,7 +198,7 @@ class DistributedOptimizer(ConnectedOptimizer):
             sync.world.shared(Join).refuse("step(closure)")
             if not self._only_creates_state():
                 if self._options.on_nonfinite == "skip":
-                    refuse_closure()
+                    raise ValueError(_TAKES_NO_CLOSURE)
                 sync.world.refuse_provisional("step()")
             closure = functools.partial(self._evaluate, closure, sync)
         elif not self._only_creates_state() and not self._check_before_step(sync):
@@ -490,7 +489,7 @@ class DistributedOptimizer(ConnectedOptimizer):
             raise GradientError(_STEPPED_PAST)
         sync.agree_on_step()
         sync.world.observer.phase(OPTIMIZER, sync.world.observer.num_steps)
-        return mean_loss(loss, sync.world)  # None where the closure has called skip()
+        return _mean_loss(loss, sync.world)  # None where the closure has called skip()
 
     def _check_before_step(self, sync: Sync) -> bool:
         """Raise GradientError rather than train on something that is known to be wrong. Returns whether to step."""
@@ -550,10 +549,28 @@ def rejoin(optimizer: DistributedOptimizer, world: World | None = None, guests: 
 
 
 _MOST_LEFT_OUT: Final = 16  # steps, by a GradScaler, until its scale is 1: in a world of one nobody counts backwards
+_TAKES_NO_CLOSURE: Final = (
+    "step(closure) does not work with on_nonfinite='skip': an optimizer that evaluates a closure may have moved "
+    "parameters before a gradient is not finite. Pass on_nonfinite='raise' or 'ignore' to torchring.wrap; or call "
+    "backward() first, and then step() without a closure"
+)
 _STEPPED_PAST: Final = (
     "a gradient is not finite, and on_nonfinite='skip' cannot leave out a step of the wrapped optimizer itself; call "
     "step() of the optimizer that torchring.wrap has returned"
 )
+
+
+def _mean_loss(loss: Any, world: World) -> Any:
+    """Collective: the mean of the ranks' losses. A rank without a loss (None) takes the mean of the others."""
+    if world.size == 1:
+        return loss
+    mine = [0.0, 0.0] if loss is None else [float(loss.detach() if isinstance(loss, torch.Tensor) else loss), 1.0]
+    sums = torch.tensor(mine, dtype=torch.float64, device="cpu")
+    total, num_losses = internal_collectives_of(world).all_reduce(sums, "sum").tolist()
+    if not num_losses:
+        return None
+    mean = total / num_losses
+    return torch.full_like(loss.detach(), mean) if isinstance(loss, torch.Tensor) else mean
 
 
 @functools.cache
