@@ -348,9 +348,11 @@ def _refused(rank: int, size: int, how: str) -> list[str]:
                     _loss(model, samples).backward()
             optimizer.synchronize()
         elif how == "thawed in between":
-            first = next(model.parameters()).requires_grad_(False)
+            first, *_, last = model.parameters()
+            first.requires_grad_(False)
             optimizer.weigh(0)
             first.requires_grad_(True)
+            last.requires_grad_(False)  # as many are trained as before
         elif how == "on results":
             _loss(model, samples).backward()
             with optimizer.no_sync():
@@ -407,17 +409,20 @@ def _first(*parameters: nn.Parameter) -> list[float | None]:
 
 def _dropped_after_weigh(rank: int, size: int) -> list[float | None]:
     """The script drops the gradients of a micro-step past the optimizer, when it has given the next weight already."""
-    for sets_to_none in (False, True):
+    for how in ("in place", "by new tensors", "set to none"):
         (a, b), optimizer = _pair()
         with optimizer.no_sync():
             optimizer.weigh(2)
             (a + b).sum().backward()
         optimizer.weigh(1 + 2 * rank)
-        optimizer.optimizer.zero_grad(set_to_none=sets_to_none)
+        if how == "by new tensors":
+            a.grad, b.grad = torch.zeros_like(a), torch.zeros_like(b)
+        else:
+            optimizer.optimizer.zero_grad(set_to_none=how == "set to none")
         said = attempt(((a + 2 * b) * (rank + 1)).sum().backward)
-        assert ("were zeroed past the optimizer" in said) is not sets_to_none
+        assert ("were zeroed past the optimizer" in said) is (how != "set to none"), how
         optimizer.close()
-        if size > 1 and not sets_to_none:
+        if size > 1 and how != "set to none":
             torchring.shutdown()
             torchring.init()
     return _first(a, b)

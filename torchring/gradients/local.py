@@ -9,6 +9,7 @@ import torch
 
 from torchring.errors import GradientError
 from torchring.gradients.contract import Stats, Sync
+from torchring.gradients.hooks import BackwardWatch
 from torchring.gradients.validation import is_finite_gradient
 from torchring.gradients.weights import ON_RESULTS, Weights
 from torchring.observer import INPUT, OPTIMIZER
@@ -40,6 +41,7 @@ class LocalSync(Sync):
 
         begin = weakref.WeakMethod(self._begin)  # this goes with its optimizer, without the garbage collector
         self._weights = Weights(lambda: parameters, begin)
+        self._watch = BackwardWatch(self._weights.note, self._weights.note)
         self._num_counted = 0  # backwards with weights, without those inside no_sync()
         self._is_begun = False  # the backward that a weight was given for
         self._is_local = False
@@ -52,7 +54,7 @@ class LocalSync(Sync):
         if all(parameter.grad is None for parameter in self._parameters):  # the script has dropped what there was
             self.forget_gradients()
         weights = self._weights
-        weights.drop_stale()
+        weights.drop_next()  # its backward has not come, or has reached another optimizer's parameters only
         if self._holds_results and (self.accumulate > 1 or self._no_sync_depth or weights.num_backwards):
             raise GradientError(ON_RESULTS)
         weights.give(weight)
@@ -126,13 +128,14 @@ class LocalSync(Sync):
         """A backward with a weight begins."""
         self._weights.begin()
         self._is_begun, self._is_local = True, self._no_sync_depth > 0
+        if not self._watch.is_armed:
+            self._watch.arm()
 
     def _end_backward(self) -> None:
         """End the backward that a weight was given for, if it has come."""
         if self._is_begun:
             self._is_begun = False
             self._weights.end()
-            self._weights.note()
             if not self._is_local:
                 self._count()
 

@@ -69,7 +69,7 @@ class Weights:
         self.last: float | None = None
         self._parameters = parameters
         self._on_first = on_first
-        self._hooked: list[tuple[Node, RemovableHandle]] = []  # for the next backward, or that under way
+        self._hooked: dict[int, tuple[Node, RemovableHandle]] = {}  # by id: for the next backward, or that under way
         self._share: float | None = None  # of the backward under way, in the mean
         self.reset()
 
@@ -78,7 +78,7 @@ class Weights:
         self.num_backwards = 0
         self.has_skipped = False
         self.total: float | None = None
-        self._left: tuple[Callable[[], torch.Tensor | None], int] = _nothing, 0  # a gradient that is there, its version
+        self._left: tuple[weakref.ref[torch.Tensor], int] | None = None  # a gradient that is there, and its version
 
     def give(self, weight: float) -> None:
         """The next backward has this weight.
@@ -97,8 +97,9 @@ class Weights:
         if not weight or self.total or self._on_first is not None:
             trainable = [parameter for parameter in self._parameters() if parameter.requires_grad]
             # Of the node that adds to `.grad`: a hook of the tensor would change what torch.autograd.grad() returns.
-            nodes = [get_gradient_edge(parameter).node for parameter in trainable]
-            self._hooked = [(node, node.register_prehook(self._weigh)) for node in nodes]
+            with torch.inference_mode(False):
+                nodes = {id(parameter): get_gradient_edge(parameter).node for parameter in trainable}
+            self._hooked = {key: (node, node.register_prehook(self._weigh)) for key, node in nodes.items()}
 
     def begin(self) -> None:
         """A backward begins. Raises GradientError if it has no weight, and an earlier one had one."""
@@ -108,7 +109,8 @@ class Weights:
                 "this backward() has no weight, but an earlier one had one whose gradients are not reduced yet; call "
                 "optimizer.weigh() before each backward(), or optimizer.zero_grad() if those gradients are gone"
             )
-        if self._hooked and sum(parameter.requires_grad for parameter in self._parameters()) > len(self._hooked):
+        hooked = self._hooked
+        if hooked and any(id(each) not in hooked for each in self._parameters() if each.requires_grad):
             raise GradientError("a parameter was unfrozen between weigh() and backward(); unfreeze it before weigh()")
         self.last = weight
         if weight is not None:
@@ -118,7 +120,7 @@ class Weights:
     def end(self) -> None:
         """The backward that a weight was given for is over, or does not come."""
         while self._hooked:
-            _, handle = self._hooked.pop()
+            _, (_, handle) = self._hooked.popitem()
             handle.remove()
         self._share = None
 
@@ -129,14 +131,16 @@ class Weights:
         if self.last is not None and self.total is not None:
             self.total -= self.last
         self.num_backwards -= 1
-        if not self.num_backwards:
+        if self.num_backwards:
+            self.note()
+        else:
             self.reset()
 
     def note(self) -> None:
         """A backward is over, and its gradients stay local."""
         if self.total:
             grads = (parameter.grad for parameter in self._parameters())
-            self._left = next(((weakref.ref(g), g._version) for g in grads if g is not None), (_nothing, 0))
+            self._left = next(((weakref.ref(g), g._version) for g in grads if g is not None), None)
 
     def drop_next(self) -> None:
         """The backward that a weight may have been given for does not come."""
@@ -152,16 +156,17 @@ class Weights:
     def drop_stale(self) -> None:
         """Forget the backwards whose gradients the script has set to None, as model.zero_grad() does.
 
-        Raises GradientError if it has zeroed them in place.
+        Raises GradientError if it has written zeros in their place.
         """
         if not self.num_backwards:
             return
         grads = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
         if not grads:
             self.reset()
-        left, version = self._left
-        if (grad := left()) is not None and grad._version != version and all(map(is_zero, grads)):
-            raise GradientError(_ZEROED)
+        if self._left is not None and all(map(is_zero, grads)):
+            left, version = self._left
+            if not any(grad is left() and grad._version == version for grad in grads):
+                raise GradientError(_ZEROED)
 
     def count_local(self) -> None:
         """Gradients that the script has put into `.grad`, and a weight for them, count as those of a backward do."""
@@ -192,9 +197,6 @@ class Weights:
         for parameter in self._parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
-
-
-def _nothing() -> None: ...
 
 
 def result_scale(said: Said, rank: int) -> float:
