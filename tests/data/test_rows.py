@@ -133,9 +133,16 @@ def test_schedules_of_kill_resume_and_resize(rows: Any, batch_size: int | None) 
 
 
 def test_workers(rows: Any) -> None:
-    """They read disjoint parts, and stay from one epoch to the next. Where they are, nobody knows."""
-    datasets = [rows(["row"], 3, rank=rank, size=2) for rank in range(2)]
-    both = [DataLoader(each, None, num_workers=2, persistent_workers=True) for each in datasets]
+    """They read disjoint parts, and stay from one epoch to the next; torchdata's loader goes on where it stopped."""
+
+    def loaders(num_workers: int = 2) -> tuple[list[RowGroups], list[StatefulDataLoader[Any]]]:
+        datasets = [rows(["row"], 3, rank=rank, size=2) for rank in range(2)]
+        return datasets, [
+            StatefulDataLoader(each, None, num_workers=num_workers, persistent_workers=num_workers > 0)
+            for each in datasets
+        ]
+
+    datasets, both = loaders()
     epochs = []
     for epoch in range(2):
         for each in datasets:
@@ -143,24 +150,31 @@ def test_workers(rows: Any) -> None:
         epochs.append([n for loader in both for batch in loader for n in batch["row"].tolist()])
         assert Counter(epochs[-1]) == Counter(range(NUM_ROWS))
     assert epochs[0] != epochs[1]
-    with pytest.raises(ValueError, match="or use num_workers=0, where a thread reads ahead"):
-        datasets[0].state_dict()
-    next(iter(datasets[0]))
-    assert datasets[0].state_dict()["used"] == [[2, 3]]
-
-
-def test_the_loader_of_torchdata_goes_on_where_it_stopped(rows: Any) -> None:
+    finished = both[0].state_dict()
+    datasets, both = loaders()
+    both[0].load_state_dict(finished)
+    datasets[0].set_epoch(1)
+    assert rows_of(datasets[0], loader=both[0]) == epochs[1][: len(epochs[1]) // 2]
+    datasets, both = loaders()
     first, states = [], []
-    for rank in range(2):
-        loader = StatefulDataLoader(rows(["row"], 3, rank=rank, size=2), None)
+    for loader in both:
         batches = iter(loader)
         first += [n for _ in range(3) for n in next(batches)["row"].tolist()]
         states.append(loader.state_dict())
-    for rank, state in enumerate(states):
-        loader = StatefulDataLoader(rows(["row"], 3, rank=rank, size=2), None)
+    datasets, both = loaders()
+    for loader, state in zip(both, states, strict=True):
         loader.load_state_dict(state)
         first += [n for batch in loader for n in batch["row"].tolist()]
     assert Counter(first) == Counter(range(NUM_ROWS))
+    worker = states[0]["_snapshot"]["_worker_snapshots"]["worker_0"]["fetcher_state"]["dataset_iter_state"]
+    with pytest.raises(ValueError, match="of 2 ranks with 2 workers each, but there are 2 ranks with 1 now"):
+        datasets[0].load_state_dict(worker)
+    datasets[0].load_state_dict(rows().state_dict())
+    next(iter(both[0]))
+    with pytest.raises(ValueError, match="StatefulDataLoader and its state_dict"):
+        datasets[0].state_dict()
+    next(iter(datasets[0]))
+    assert datasets[0].state_dict()["used"] == [[2, 3]]
 
 
 def write(path: Path, **columns: Any) -> Path:

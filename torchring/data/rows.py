@@ -81,7 +81,8 @@ class RowGroups(SplitDataset):
     transform the rows.
 
     Without workers, `state_dict()` holds the number of rows that each rank has been given. It is the same on all ranks
-    that have been given equally many, and training goes on with any number of ranks.
+    that have been given equally many, and training goes on with any number of ranks. With workers, use torchdata's
+    `StatefulDataLoader`, and go on with as many ranks and workers as before.
 
     Args:
         source: a folder with its subfolders, a file, a URI such as "s3://bucket/train", a list of files, or a
@@ -138,66 +139,41 @@ class RowGroups(SplitDataset):
         if not self._num_rows:
             raise ValueError(f"{source} has no rows, in {len(files)} files")
         self._readers = shared_number(0)  # 1 if workers read
-        # What was used before of an epoch: numbers of ranks, and of rows that each of these has used.
-        self._used: tuple[int, list[list[int]]] = 0, []
-        # Of the newest iteration: its epoch, what was used before it, ranks, and rows that each of these has used.
-        self._position: tuple[int, list[list[int]], int, int] | None = None
+        self._used: tuple[int, list[tuple[int, int]]] = 0, []  # what was used before of an epoch; see _Rows
+        self._newest: _Rows | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the epoch. The same on ranks that have come as far.
+        """The position in the epoch, of an iteration without workers. The same on ranks that have come as far.
 
         Raises:
             ValueError: workers read the rows.
         """
-        if self._readers:
+        if self._readers and get_worker_info() is None:
             raise ValueError(
-                "DataLoader workers read the rows ahead, so nobody knows which of them were used: go on from the "
-                "beginning of an epoch, or use num_workers=0, where a thread reads ahead"
+                "DataLoader workers read the rows, so only they know how many: use torchdata's StatefulDataLoader and "
+                "its state_dict(), or num_workers=0, where a thread reads ahead"
             )
-        epoch, used, size, taken = self._position or (self.epoch, self._used_in(self.epoch), 1, 0)
-        used = [*used, *([[size, min(taken, -(-sum(b - a for a, b in self._left(used)) // size))]] if taken else [])]
-        own = {"seed": self._seed, "shuffle": self._shuffle, "num_rows": self._num_rows}
-        return {"epoch": epoch, "used": used, **own}
+        return (self._newest or _Rows(self)).state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where `state_dict` says, from the next iteration on, in its order: seed and `shuffle` are its.
 
         Raises:
-            ValueError: the state is of other files.
+            ValueError: the state is of other files, or of one of several workers.
         """
-        if state_dict["num_rows"] != self._num_rows:
-            raise ValueError(
-                f"the state is of files with {state_dict['num_rows']} rows, but these have {self._num_rows}: go on "
-                "with the same files, or begin anew"
-            )
-        self._seed, self._shuffle = state_dict["seed"], state_dict["shuffle"]
-        epoch, used = state_dict["epoch"], [*state_dict["used"]]
+        rows = _Rows(self)
+        rows.load_state_dict(state_dict)
         # A StatefulDataLoader that has finished an epoch calls this, too, when the script has set the next one.
-        if self._left(used) or epoch > self.epoch:
-            self.set_epoch(epoch)
-        self._position, self._used = (epoch, used, 1, 0), (epoch, used)
+        if get_worker_info() is None and (rows.left() or rows.epoch > self.epoch):
+            self.set_epoch(rows.epoch)
+        self._newest, self._used = rows, (rows.epoch, rows.used)
 
     def __iter__(self) -> Iterator[Any]:
-        """Begins with the first row, so `set_epoch` may be called before."""
-        rank, size, worker, num_workers = self.part()
-        self._readers.fill_(get_worker_info() is not None)
-        epoch, used, taken = self.epoch, self._used_in(self.epoch), 0
-        self._position = epoch, used, size, taken
-        for found in self._draw(epoch, share(share(self._left(used), rank, size), worker, num_workers)):
-            taken += self._batch_size or 1
-            self._position = epoch, used, size, taken
-            yield found
-        self._position, self._used = (epoch, used, size, self._num_rows), (0, [])
+        return _Rows(self)
 
-    def _used_in(self, epoch: int) -> list[list[int]]:
-        return self._used[1] if self._used[0] == epoch else []
-
-    def _left(self, used: Sequence[Sequence[int]]) -> list[Interval]:
-        """The rows of an epoch that were not used before."""
-        left = [(0, self._num_rows)]
-        for size, num_taken in used:
-            left = left_over(left, size, num_taken)
-        return left
+    def __getstate__(self) -> dict[str, Any]:
+        """See `SplitDataset`. An iteration is not part of it."""
+        return {**super().__getstate__(), "_newest": None}
 
     def _pieces(self, epoch: int, rows: Sequence[Interval]) -> Iterator[tuple[int, torch.Tensor]]:
         """The row groups in which these rows of an epoch are, and which rows of each to take, in order."""
@@ -216,17 +192,91 @@ class RowGroups(SplitDataset):
         seed = functools.reduce(lambda seed, each: (seed * 1_000_003 + each) % 2**63, seeds, self._seed)
         return torch.randperm(length, generator=torch.Generator().manual_seed(seed))
 
-    def _draw(self, epoch: int, rows: Sequence[Interval]) -> Iterator[Any]:
-        batch_size = self._batch_size
+
+class _Rows(Iterator[Any]):
+    """One iteration, in one worker. It begins with its first row.
+
+    Attributes:
+        epoch: the epoch.
+        used: what was used of it before: numbers of ranks, and of rows that each of these has used.
+    """
+
+    def __init__(self, dataset: RowGroups) -> None:
+        self._dataset = dataset
+        self.epoch = dataset.epoch
+        self.used = dataset._used[1] if dataset._used[0] == self.epoch else []
+        self._num_taken = 0  # rows that this worker has yielded; with batches, as if the last were not smaller
+        self._is_over = False
+        self._drawing: Iterator[Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What all ranks have used; with several workers, what this worker has, too."""
+        dataset, (_, size, _, num_workers) = self._dataset, self._dataset.part()
+        most = -(-sum(end - begin for begin, end in self.left()) // size)
+        taken = most if self._is_over else min(self._num_taken, most)  # so a rank with a row less says the same
+        return {
+            "epoch": self.epoch,
+            "seed": dataset._seed,
+            "shuffle": dataset._shuffle,
+            "num_rows": dataset._num_rows,
+            "used": [*self.used, *([[size, taken]] if num_workers == 1 and taken else [])],
+            "taken": taken if num_workers > 1 else 0,
+            "size": size,
+            "num_workers": num_workers,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on there. Raises ValueError: see `RowGroups.load_state_dict`."""
+        dataset = self._dataset
+        if state_dict["num_rows"] != dataset._num_rows:
+            raise ValueError(
+                f"the state is of files with {state_dict['num_rows']} rows, but these have {dataset._num_rows}: go on "
+                "with the same files, or begin anew"
+            )
+        _, size, _, num_workers = dataset.part()
+        if state_dict["num_workers"] > 1 and (state_dict["size"], state_dict["num_workers"]) != (size, num_workers):
+            raise ValueError(
+                f"the state is of {state_dict['size']} ranks with {state_dict['num_workers']} workers each, but there "
+                f"are {size} ranks with {num_workers} now: go on with as many as before, or save without workers"
+            )
+        dataset._seed, dataset._shuffle = state_dict["seed"], state_dict["shuffle"]
+        self.epoch, self.used, self._num_taken = state_dict["epoch"], [*state_dict["used"]], state_dict["taken"]
+
+    def __next__(self) -> Any:
+        dataset = self._dataset
+        if self._drawing is None:
+            dataset._newest = self
+            rank, size, worker, num_workers = dataset.part()
+            dataset._readers.fill_(get_worker_info() is not None)
+            own = share(share(self.left(), rank, size), worker, num_workers)
+            self._drawing = self._draw(_cut(own, self._num_taken, None))
+        try:
+            found = next(self._drawing)
+        except StopIteration:
+            self._is_over = True
+            dataset._used = 0, []
+            raise
+        self._num_taken += dataset._batch_size or 1
+        return found
+
+    def left(self) -> list[Interval]:
+        """The rows of the epoch that were not used before."""
+        left = [(0, self._dataset._num_rows)]
+        for size, num_taken in self.used:
+            left = left_over(left, size, num_taken)
+        return left
+
+    def _draw(self, rows: Sequence[Interval]) -> Iterator[Any]:
+        batch_size = self._dataset._batch_size
         if batch_size is None:
-            for table in self._tables(epoch, rows):
+            for table in self._tables(rows):
                 for part in table.to_batches(max_chunksize=_ROWS_AT_ONCE):
                     yield from part.to_pylist()
             return
         import pyarrow
 
         held: list[pyarrow.Table] = []
-        for table in self._tables(epoch, rows):
+        for table in self._tables(rows):
             held.append(table)
             num_held = sum(each.num_rows for each in held)
             if num_held >= batch_size:
@@ -237,14 +287,15 @@ class RowGroups(SplitDataset):
         if sum(each.num_rows for each in held):
             yield _batch(pyarrow.concat_tables(held))
 
-    def _tables(self, epoch: int, rows: Sequence[Interval]) -> Iterator[pyarrow.Table]:
+    def _tables(self, rows: Sequence[Interval]) -> Iterator[pyarrow.Table]:
         """The tables that have these rows. A thread reads the next one."""
+        dataset = self._dataset
         thread = ThreadPoolExecutor(1, "torchring-rows")
         try:
             following: Future[pyarrow.Table] | None = None
-            for number, order in self._pieces(epoch, rows):
-                read = self._groups[number].read
-                table, following = following, thread.submit(read, self._schema, self._columns, order)
+            for number, order in dataset._pieces(self.epoch, rows):
+                read = dataset._groups[number].read
+                table, following = following, thread.submit(read, dataset._schema, dataset._columns, order)
                 if table is not None:
                     yield table.result()
             if following is not None:
