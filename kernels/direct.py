@@ -86,7 +86,7 @@ def prepare_direct(
 ) -> Callable[[], None]:
     """A function: all wires' elements [begin, end) <- cast(wires[0] + wires[1] + ...), added in rank order.
 
-    Arguments are checked now, and the kernel is launched at each call. Calls are collective, of two ranks or more: all
+    The launch is prepared now, and made at each call. Calls are collective, of two ranks or more: all
     ranks launch the kernel with the same arguments, except that each passes its own slice. The slices should cover the
     wire.
 
@@ -105,7 +105,6 @@ def prepare_direct(
     The sum is fp32 (fp64 for fp64) and rounded once. Runs on the current stream, which may wait for the other ranks.
     The host does not wait. The caller keeps all tensors while it may call the function, and all ranks keep
     their wires until all streams are past the last call. The caller has to find out whether the kernel was aborted.
-    Raises ValueError or TypeError for arguments that do not fit, and for tensors on a CPU without the interpreter.
     """
     numel, itemsize = wire.numel(), wire.dtype.itemsize
     if begin == end:

@@ -154,7 +154,7 @@ def prepare_ring(
     Arithmetic is fp32 (fp64 for fp64). Every addition rounds to the wire's dtype once, so each element is rounded
     num_ranks - 1 times. All ranks end with the same bits.
 
-    Other arguments, stream, ownership, abort and errors are those of `prepare_direct`. Of `wires` and `signals`, a
+    Other arguments, stream, ownership and abort are those of `prepare_direct`. Of `wires` and `signals`, a
     rank only uses its neighbours' entries and its own.
     """
     numel, itemsize = wire.numel(), wire.dtype.itemsize

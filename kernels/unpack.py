@@ -61,7 +61,7 @@ def prepare_unpack(wire: Tensor, table: ChunkTable, dtype: torch.dtype) -> Calla
 
     wire: 1-D, contiguous, at least table.wire_numel elements of table.wire_dtype; not modified.
     tensors: tensors that `table` describes, on one device, and of `dtype`; overwritten.
-    Rounding, stream, ownership and errors are those of `prepare_pack`.
+    Rounding, stream and ownership are those of `prepare_pack`.
     """
     if not runs_on_triton(wire.device):
         return lambda tensors: _unpack_by_torch(wire, tensors, table)

@@ -13,11 +13,13 @@ through `gradients/`. Imports go one way: a folder imports only from the folders
     monitoring.py   figures for TensorBoard and others
     recipes/        optimizers, learning rates and metrics for large batches
     optimizer.py    wrap                                  connection.py              its place among the ranks
-    norms.py        SyncBatchNorm
+    norms.py        SyncBatchNorm                         functions.py, adasum.py    all_reduce, ... for scripts
+    initial_state.py   all ranks start alike              broadcasts.py, row_exchange.py   what rooms send
     gradients/      from autograd to the optimizer's step
     devices/        the same on GPUs: streams, memory that GPUs share, all-reduces
     allreduce/      sums a bucket over ranks
-    collectives/    all_reduce, broadcast, ... for scripts
+    participants/   what else takes part in a reduction: buffers, sparse gradients, comparisons of ranks
+    collectives/    what ranks tell each other beside gradients
     transport/      messages between hosts                accelerators.py            devices with streams
     default_world.py, world.py   which ranks train together
     observe/        where the time of a step goes, and who keeps the others waiting

@@ -1,4 +1,4 @@
-"""Keeps Dynamo, the front end of torch.compile, out of torchring's code, and notices what it has compiled.
+"""Keeps Dynamo, the front end of torch.compile, out of torchring's code.
 
 Dynamo breaks the graph at backward(), and then compiles every Python function that autograd calls. torchring's hooks
 are such functions. They ask for addresses and wait for other ranks, and cannot be compiled.
@@ -6,7 +6,6 @@ are such functions. They ask for addresses and wait for other ranks, and cannot 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -29,9 +28,3 @@ def run_eagerly(function: _F) -> _F:
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # where it would be inlined into a graph
     return function
-
-
-def has_compiled() -> bool:
-    """True if torch.compile has compiled something in this process."""
-    module = sys.modules.get("torch._dynamo.utils")
-    return module is not None and bool(module.counters.get("stats", {}).get("unique_graphs"))

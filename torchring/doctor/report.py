@@ -76,15 +76,6 @@ class PathFacts:
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class ChoiceFacts:
-    """What algorithm="auto" picks for a bucket."""
-
-    num_bytes: int
-    algorithm: str
-    reason: str
-
-
 @dataclass
 class Report:
     """All facts, as they are gathered. `checks.examine` judges them."""
