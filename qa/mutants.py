@@ -110,8 +110,6 @@ EQUIVALENT = {
         "buffers.py",
         "self._is_absent = True  # in the reduction: this rank has no data that counts, so its buffers do not count",
     ): "begin() sets it before anybody reads it",
-    ("layout.py", "self.agreement.expect(self.specs)"): "memory that is freed stays with the process: speed",
-    ("local.py", "self._is_next_local = True"): "is set together with _is_next_used, before anybody reads it",
     (
         "reducer.py",
         'current.mark_ready = ""  # which refers to what refers to the reduction',
