@@ -162,8 +162,10 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
             self._reduce_alone()
         else:
             sync = self._live_sync()
-            if isinstance(sync, Reducer) and sync.num_reductions == self._num_reductions_before:
-                sync.take_part()
+            if isinstance(sync, Reducer):
+                are_reduced = sync.num_reductions != self._num_reductions_before
+                if not are_reduced or sync.ledger.first_unsettled() is not None:  # of a later backward
+                    sync.take_part()
         self._synchronized = True
         self._note_reductions()
 
