@@ -90,6 +90,8 @@ class Ledger:
             grad = parameter.grad
             if grad is None or not self.is_settled(position, grad) or grad._version == version:
                 continue
+            if self.status[position] is ZEROED and grad._is_view() and is_zero(grad):
+                continue  # another optimizer has written to another slice of the tensor
             if self.is_sum:
                 name = self._names[position]
                 raise GradientError(

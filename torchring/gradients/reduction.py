@@ -169,18 +169,17 @@ class Reduction:
 
 
 OF_REDUCER: Final = (
-    *(
-        "reach",
-        "is_complete",
-        "is_in_no_sync",
-        "num_aborted",
-        "number",
-        "has_ended",
-        "has_newly_trainable",
-        "weight",
-        "is_weighted",
-    ),
-    *("non_finite", "overflowed"),
+    "reach",
+    "is_complete",
+    "is_in_no_sync",
+    "num_aborted",
+    "number",
+    "has_ended",
+    "has_newly_trainable",
+    "weight",
+    "is_weighted",
+    "non_finite",
+    "overflowed",
 )
 """reach: 0 if the backward has not reached the optimizer, 1 if it accumulates, 2 if it reduces.
 

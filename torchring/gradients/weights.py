@@ -109,8 +109,7 @@ class Weights:
                 "this backward() has no weight, but an earlier one had one whose gradients are not reduced yet; call "
                 "optimizer.weigh() before each backward(), or optimizer.zero_grad() if those gradients are gone"
             )
-        hooked = self._hooked
-        if hooked and any(id(each) not in hooked for each in self._parameters() if each.requires_grad):
+        if self._hooked and any(p.requires_grad and id(p) not in self._hooked for p in self._parameters()):
             raise GradientError("a parameter was unfrozen between weigh() and backward(); unfreeze it before weigh()")
         self.last = weight
         if weight is not None:
@@ -131,9 +130,8 @@ class Weights:
         if self.last is not None and self.total is not None:
             self.total -= self.last
         self.num_backwards -= 1
-        if self.num_backwards:
-            self.note()
-        else:
+        self.note()
+        if not self.num_backwards:
             self.reset()
 
     def note(self) -> None:

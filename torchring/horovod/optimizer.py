@@ -161,11 +161,9 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         if not self._reduces_together:
             self._reduce_alone()
         else:
-            sync = self._live_sync()
-            if isinstance(sync, Reducer):
-                are_reduced = sync.num_reductions != self._num_reductions_before
-                if not are_reduced or sync.ledger.first_unsettled() is not None:  # of a later backward
-                    sync.take_part()
+            sync, before = self._live_sync(), self._num_reductions_before
+            if isinstance(sync, Reducer) and (sync.num_reductions == before or sync.ledger.first_unsettled()):
+                sync.take_part()
         self._synchronized = True
         self._note_reductions()
 
