@@ -513,10 +513,10 @@ def test_a_rank_that_never_shows_up_is_named(rank: int, absent: int) -> None:
         return
     started = time.monotonic()
     with pytest.raises(PeerTimeoutError, match=f"rank {absent}") as caught:
-        torchring.init(timeout_seconds=1.0)
+        torchring.init(timeout_seconds=2.0)
     assert not torchring.is_initialized()
     assert (caught.value.peers, caught.value.rank) == ((absent,), rank)
-    assert 0.9 < time.monotonic() - started < patient(4.0)
+    assert 1.9 < time.monotonic() - started < patient(5.0)
 
 
 @ranks(1, run_ranks, env={"TORCHELASTIC_USE_AGENT_STORE": None, "RANK": "1", "WORLD_SIZE": "2"})
