@@ -48,8 +48,7 @@ class Bucket:
         names, parameters: one per slot.
         unused: slots of parameters that this rank has not used in this reduction.
         reduction: the reduction under way, or the last one.
-        copies_on_arrival: for each slot, whether `mark_ready` copies the gradient at once.
-        only_counts: for each slot, whether its gradient is only counted when it arrives.
+        copies_on_arrival: for each slot, whether `mark_ready` copies the gradient at once. Others are only counted.
     """
 
     def __init__(
@@ -72,8 +71,7 @@ class Bucket:
         self.names, self.parameters = self.placement.names, self.placement.parameters
         self._first = self.placement.first
         self.copies_on_arrival = [not packing.is_asynchronous and is_large(plan, slot) for slot in plan.slots]
-        self.only_counts = [not copies for copies in self.copies_on_arrival]
-        self._small = [slot for slot, is_small in enumerate(self.only_counts) if is_small]
+        self._small = [slot for slot, copies in enumerate(self.copies_on_arrival) if not copies]
 
         # The reduction
         self.reduction = Reduction(0)
@@ -91,7 +89,7 @@ class Bucket:
 
     def mark_ready(self, slot: int) -> bool:
         """A gradient was accumulated, in a backward that reduces. True if it was the last one: the bucket is PACKED."""
-        if self.only_counts[slot]:
+        if not self.copies_on_arrival[slot]:
             return self.mark_noted((slot,))
         if self.state is not _FILLING:
             self._open(slot)

@@ -128,8 +128,8 @@ class Launcher:
         if self._on_ready is None or len(self._on_ready) != num_parameters:
             self._on_ready, self._last = [self.mark_ready] * num_parameters, {}
             for bucket in self.buckets:
-                for slot, is_counted in zip(bucket.plan.slots, bucket.only_counts, strict=True):
-                    if is_counted:
+                for slot, is_copied in zip(bucket.plan.slots, bucket.copies_on_arrival, strict=True):
+                    if not is_copied:
                         self._on_ready[slot.parameter] = self._noted.append
                 self._count_at(bucket, len(bucket.plan.slots) - 1)
         return self._on_ready
@@ -311,7 +311,7 @@ class Launcher:
             return
         if (earlier := self._last.pop(bucket, None)) is not None:
             on_ready[earlier] = self._noted.append
-        if bucket.only_counts[slot]:
+        if not bucket.copies_on_arrival[slot]:
             self._last[bucket] = index = bucket.plan.slots[slot].parameter
             on_ready[index] = self.mark_ready
 
