@@ -1,8 +1,8 @@
 """Does every parameter that trains belong to a wrapped optimizer? Others would be trained by each rank alone.
 
-Each rank looks at its own model, when a backward that reduces is over: after 1, 2, 3, 5, 9 ... of them, and every 100.
-If there was no such backward since the last step, none has reached a wrapped parameter, and a rank looks before the
-step. What is wrong is an error in `step()`.
+Each rank looks at its own model at the end of a reduction: after 1, 2, 3, 5, 9 ... of them, and every 100. If there
+was none since the last step, no backward has reached a wrapped parameter, and a rank looks before the step. What is
+wrong is an error in `step()`.
 
 A plain optimizer beside wrapped ones, such as that of a loss with parameters of its own, may have parameters that
 belong to no model that `wrap` was given. If the backward that reaches them reaches a wrapped optimizer, too, all ranks
@@ -59,7 +59,7 @@ class Ownership(Participant):
         self._stale = setup.stale
         note_stale(setup.stale, (p for p in setup.model.parameters() if p not in setup.names))
 
-    def on_reduced(self, current: Reduction) -> None:
+    def on_message(self, current: Reduction) -> None:
         """A rank without data has computed nothing: its gradients are those of its last step, scaled by clipping."""
         self._has_reduction = True
         is_due = not current.number & (current.number - 1) or current.number % STEPS_BETWEEN_CHECKS == 0
