@@ -22,6 +22,8 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+CHUNK_NUMEL = 4096  # elements per program
+NUM_WARPS = 4  # one for 1024 elements
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Layout = tuple[tuple[int, int], ...]
@@ -38,11 +40,9 @@ class ChunkTable:
 
     numels, wire_offsets: elements per tensor, and the first element of each in the wire buffer. Offsets are multiples
         of 64 bytes and ranges are disjoint.
-    wire_dtype: dtype of the wire buffer.
     device: where the columns live, and the tensors.
-    layouts: `layout(view)` of each tensor's view of the wire buffer; None if all are contiguous. The kernels copy in
-        memory order, so a channels_last gradient needs a channels_last view: `point_at` insists on it.
-    chunk_numel: elements per program: 4096, 8192 or 16384, 1024 for each warp.
+    layouts: `layout(view)` of each tensor's view of the wire buffer. The kernels copy in memory order, so a
+        channels_last gradient needs a channels_last view: `point_at` insists on it.
 
     Columns are int64, and filled on the current stream: on CUDA from pinned memory, so that the host does not wait. (A
     copy from pageable memory does: it would synchronise the stream.) The table, and every launch that reads it, must be
@@ -54,19 +54,10 @@ class ChunkTable:
         numels: Sequence[int],
         wire_offsets: Sequence[int],
         *,
-        wire_dtype: torch.dtype,
         device: torch.device | str,
-        layouts: Sequence[Layout] | None = None,
-        chunk_numel: int = 4096,
+        layouts: Sequence[Layout],
     ) -> None:
-        self.numels = tuple(numels)
-        self.wire_offsets = tuple(wire_offsets)
-        self.wire_dtype = wire_dtype
-        self.wire_numel = max((o + n for o, n in zip(wire_offsets, numels, strict=True)), default=0)
-        self.layouts = None if layouts is None else tuple(layouts)
-        self.chunk_numel = chunk_numel
-        self.num_warps = chunk_numel // 1024
-        self.num_refreshes = 0  # how often `point_at` found an address changed
+        self.layouts = tuple(layouts)
         # What `point_at` saw last: sizes, strides, (dtype, device) and addresses.
         self._sizes: list[torch.Size] | None = None
         self._strides: list[tuple[int, ...]] = []
@@ -74,15 +65,15 @@ class ChunkTable:
         self._addresses: list[int] = []
         self._source_dtype: torch.dtype | None = None
 
-        sizes = torch.tensor(self.numels, dtype=torch.int64, device="cpu")
-        chunks = (sizes + chunk_numel - 1) // chunk_numel
+        sizes = torch.tensor(tuple(numels), dtype=torch.int64, device="cpu")
+        chunks = (sizes + CHUNK_NUMEL - 1) // CHUNK_NUMEL
         first_row = chunks.cumsum(0) - chunks
         self.num_chunks = int(chunks.sum())
         # The two columns that only the host needs stay there: they are folded into `address`.
-        self.tensor_index = torch.arange(len(self.numels), device="cpu").repeat_interleave(chunks)
-        self.source_offset = (torch.arange(self.num_chunks, device="cpu") - first_row[self.tensor_index]) * chunk_numel
-        starts = torch.tensor(self.wire_offsets, dtype=torch.int64, device="cpu")[self.tensor_index]
-        counts = (sizes[self.tensor_index] - self.source_offset).clamp(max=chunk_numel)
+        self.tensor_index = torch.arange(len(self.layouts), device="cpu").repeat_interleave(chunks)
+        self.source_offset = (torch.arange(self.num_chunks, device="cpu") - first_row[self.tensor_index]) * CHUNK_NUMEL
+        starts = torch.tensor(tuple(wire_offsets), dtype=torch.int64, device="cpu")[self.tensor_index]
+        counts = (sizes[self.tensor_index] - self.source_offset).clamp(max=CHUNK_NUMEL)
         columns = torch.stack([starts + self.source_offset, counts, torch.zeros_like(counts)])
         self.wire_offset, self.numel, self.address = sent(columns, torch.device(device)).unbind()
         self.device = self.address.device  # "cuda" has become "cuda:0"
@@ -112,7 +103,6 @@ class ChunkTable:
             rows = bases[self.tensor_index] + self.source_offset * dtype.itemsize
             self.address.copy_(_pinned(rows, self.device), non_blocking=True)
         self._addresses, self._source_dtype = addresses, dtype
-        self.num_refreshes += 1
 
     def launch_at(self, tensors: Sequence[Tensor], dtype: torch.dtype, launch: Callable[[], None]) -> None:
         """`point_at(tensors)`, then call `launch`, which was prepared for tensors of `dtype`, if there is work."""
@@ -126,12 +116,6 @@ class ChunkTable:
         """The index of the tensor that a chunk belongs to. Names the gradient in which `pack` found NaN or infinity."""
         return int(self.tensor_index[chunk])
 
-    def views_like(self, tensors: Sequence[Tensor], wire: Tensor) -> list[Tensor]:
-        """The slice of `wire` that belongs to each tensor, with the tensor's shape and strides."""
-        base = wire.storage_offset()
-        pairs = zip(tensors, self.wire_offsets, strict=True)
-        return [wire.as_strided(tensor.size(), tensor.stride(), base + offset) for tensor, offset in pairs]
-
     def check_dtype(self, dtype: torch.dtype) -> None:
         """Raise TypeError unless kernels copy tensors of this dtype."""
         if dtype not in DTYPES:
@@ -139,29 +123,21 @@ class ChunkTable:
 
     def check_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Raise unless the tensors have the sizes, dtype, device and memory order that the table describes."""
-        if len(tensors) != len(self.numels):
-            raise ValueError(f"the table describes {len(self.numels)} tensors, got {len(tensors)}")
+        if len(tensors) != len(self.layouts):
+            raise ValueError(f"the table describes {len(self.layouts)} tensors, got {len(tensors)}")
         if not tensors:
             return
         dtype, device = tensors[0].dtype, self.device
         self.check_dtype(dtype)
-        for i, (tensor, numel) in enumerate(zip(tensors, self.numels, strict=True)):
-            if tensor.numel() != numel:
-                raise ValueError(f"tensor {i} should have {numel} elements, got shape {tuple(tensor.shape)}")
+        for i, (tensor, expected) in enumerate(zip(tensors, self.layouts, strict=True)):
             if tensor.dtype != dtype:
                 raise TypeError(f"one launch takes one dtype: tensor 0 has {dtype}, tensor {i} has {tensor.dtype}")
             if tensor.device != device:
                 raise ValueError(f"tensor {i} should be on {device}, got {tensor.device}")
-            if self.layouts is None:
-                if not tensor.is_contiguous():
-                    raise ValueError(
-                        f"tensor {i} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, its wire view is "
-                        "contiguous: give the view the gradient's strides, and the table its layout"
-                    )
-            elif layout(tensor) != self.layouts[i] and numel:
+            if layout(tensor) != expected:
                 raise ValueError(
-                    f"tensor {i} has (size, stride) {layout(tensor)}, its wire view {self.layouts[i]}: memory order "
-                    "is what is copied, so they have to be equal"
+                    f"tensor {i} has (size, stride) {layout(tensor)}, its wire view {expected}: memory order is what "
+                    "is copied, so they have to be equal"
                 )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, no_type_check
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, no_type_check
 
 import torch
 
-from .lazy import lazy_jit
+from . import reference
+from .lazy import Kernel, lazy_jit, triton_dtype
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -21,9 +23,28 @@ def takes_ptx(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
-def launch_options(device: torch.device) -> dict[str, int]:
-    """Options of Triton for a launch of `direct` or `ring` on `device`."""
-    return {"num_warps": NUM_WARPS, **register_limit(device)}
+def prepare_between(
+    kernel: Kernel,
+    arguments: Sequence[Any],
+    wire: torch.Tensor,
+    num_ranks: int,
+    tile: int,
+    max_blocks: int,
+    **constants: bool,
+) -> Callable[[], None]:
+    """A launch of `direct` or `ring` with these arguments, for this rank's own `wire`. See `Kernel.prepare`."""
+    return kernel.prepare(
+        wire.device,
+        num_blocks(wire.numel(), wire.dtype.itemsize, num_ranks, tile, max_blocks),
+        *arguments,
+        COMPUTE=triton_dtype(reference.compute_dtype(wire.dtype, wire.dtype)),
+        NUM_RANKS=num_ranks,
+        PTX=takes_ptx(wire.device),
+        TILE=tile,
+        num_warps=NUM_WARPS,
+        **register_limit(wire.device),
+        **constants,
+    )
 
 
 def register_limit(device: torch.device) -> dict[str, int]:
@@ -54,16 +75,6 @@ def tile_numel(itemsize: int, num_ranks: int) -> int:
     shares = 1 << (num_ranks - 1).bit_length()  # a tile is a power of two
     least = 16 * NUM_WARPS * (64 if torch.version.hip else 32)
     return max(least, min(16384, 32768 // shares)) // itemsize
-
-
-@lazy_jit()
-@no_type_check
-def lanes_before(
-    count,  # int64: a multiple of 16; may be negative, or more than TILE
-    TILE: tl.constexpr,
-):
-    """[TILE] int1: whether a lane is one of the first `count`."""
-    return tl.arange(0, TILE) < tl.multiple_of(tl.minimum(tl.maximum(count, 0), TILE).to(tl.int32), 16)
 
 
 @lazy_jit()

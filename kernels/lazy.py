@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -52,16 +52,13 @@ class Kernel:
         names.update({helper.fn.__name__: getattr(helper, "jitted", helper) for helper in self.uses})
         return triton.jit(self.fn, do_not_specialize=self.do_not_specialize)
 
-    def launch(self, device: torch.device, programs: int, *args: Any, **options: Any) -> None:
-        """Launch `programs` programs on the current stream of `device`; does not synchronise.
+    def launch(self, programs: int, *args: Any, **options: Any) -> Any:
+        """Launch `programs` programs on the current stream of the current device; does not synchronise.
 
-        Triton launches on the current device, so this method makes `device` current if another device is.
+        Returns the `triton.compiler.CompiledKernel`; None under the interpreter.
         """
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                self._run(programs, args, options)
-        else:
-            self._run(programs, args, options)
+        # Without fusion, a product is rounded before it is added, as in torch.
+        return self.jitted[(programs,)](*args, enable_fp_fusion=False, **options)
 
     def prepare(self, device: torch.device, programs: int, *args: Any, **options: Any) -> Callable[[], None]:
         """What launches the kernel with these arguments, each time on the stream that is then current on `device`.
@@ -71,12 +68,7 @@ class Kernel:
         """
         if device.type == "cuda" and not INTERPRETED:
             return _PreparedLaunch(self, device, programs, args, options)
-        return lambda: self.launch(device, programs, *args, **options)
-
-    def _run(self, programs: int, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Launch on the current device. Returns the `triton.compiler.CompiledKernel`; None under the interpreter."""
-        # Without fusion, a product is rounded before it is added, as in torch.
-        return self.jitted[(programs,)](*args, enable_fp_fusion=False, **options)
+        return partial(self.launch, programs, *args, **options)
 
 
 class _PreparedLaunch:
@@ -114,7 +106,7 @@ class _PreparedLaunch:
 
     def _launch_by_triton(self) -> None:
         programs, args, options = self._arguments
-        compiled = self._kernel._run(programs, args, options)
+        compiled = self._kernel.launch(programs, *args, **options)
         if not self._is_refused:
             self._values = _values(self._kernel, args, options)
             self._launcher = _launcher(compiled, programs)
@@ -153,11 +145,6 @@ def lazy_jit(
     uses: functions with this decorator that the body calls by their own names, usually imported from another file.
     """
     return lambda fn: Kernel(fn, do_not_specialize, uses)
-
-
-def runs_on_triton(device: torch.device) -> bool:
-    """True for CUDA (and ROCm) devices, and for CPU tensors when Triton interprets; otherwise torch does the work."""
-    return device.type == "cuda" or (INTERPRETED and device.type == "cpu")
 
 
 @cache

@@ -28,9 +28,8 @@ from typing import TYPE_CHECKING, no_type_check
 
 from torch import Tensor
 
-from . import reference
-from .launching import launch_options, num_blocks, poison, takes_ptx, tile_numel
-from .lazy import lazy_jit, triton_dtype
+from .launching import poison, prepare_between, tile_numel
+from .lazy import lazy_jit
 from .signals import MAX_BLOCKS, send, wait, words_of
 
 if TYPE_CHECKING:
@@ -157,23 +156,7 @@ def prepare_ring(
     Other arguments, stream, ownership and abort are those of `prepare_direct`. Of `wires` and `signals`, a
     rank only uses its neighbours' entries and its own.
     """
-    numel, itemsize = wire.numel(), wire.dtype.itemsize
-    line = 64 // itemsize
-    tile = tile_numel(itemsize, 2)
-    launch: Callable[[], None] = _ring_kernel.prepare(
-        wire.device,
-        num_blocks(numel, itemsize, num_ranks, tile, max_blocks),
-        wires,
-        signals,
-        wire,
-        rank,
-        -(-numel // (num_ranks * line)) * line,
-        numel,
-        abort,
-        COMPUTE=triton_dtype(reference.compute_dtype(wire.dtype, wire.dtype)),
-        NUM_RANKS=num_ranks,
-        PTX=takes_ptx(wire.device),
-        TILE=tile,
-        **launch_options(wire.device),
-    )
-    return launch
+    numel, line = wire.numel(), 64 // wire.dtype.itemsize
+    share = -(-numel // (num_ranks * line)) * line
+    arguments = wires, signals, wire, rank, share, numel, abort
+    return prepare_between(_ring_kernel, arguments, wire, num_ranks, tile_numel(wire.dtype.itemsize, 2), max_blocks)

@@ -17,8 +17,9 @@ from torchring.bench import measure
 from torchring.bench.gpu.kernels import LISTS, Shapes
 from torchring.bench.gpu.timing import Case, Row, microseconds
 from torchring.default_world import default_world
+from torchring.devices.engines import DeviceWire
 from torchring.devices.opening import open_on_device
-from torchring.devices.stream import DeviceWire, OnStream
+from torchring.devices.stream import OnStream
 from torchring.gradients.plan import Compression
 from torchring.optimizer import DistributedOptimizer
 

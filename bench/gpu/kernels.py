@@ -17,9 +17,8 @@ from torch import Tensor
 from torchring.bench.gpu.timing import Case, Row, gpu_seconds, shares, spreads
 from torchring.bench.models import Workload, gpt2, resnet
 from torchring.kernels import reference
-from torchring.kernels.chunks import ChunkTable
-from torchring.kernels.pack import NOT_FOUND, prepare_pack
-from torchring.kernels.unpack import prepare_unpack
+from torchring.kernels.chunks import ChunkTable, layout
+from torchring.kernels.pack import NOT_FOUND, prepare_pack, prepare_unpack
 
 Shapes = list[torch.Size]
 
@@ -100,8 +99,9 @@ def _time_list(op: str, shapes: Shapes, source: torch.dtype, target: torch.dtype
         offsets.append(end)
         end += -(-grad.numel() * wire_dtype.itemsize // 64) * 64 // wire_dtype.itemsize
     wire = torch.randn(end, device="cuda").to(wire_dtype)
-    table = ChunkTable([grad.numel() for grad in grads], offsets, wire_dtype=wire_dtype, device=wire.device)
-    views = table.views_like(grads, wire)
+    layouts = [layout(grad) for grad in grads]
+    table = ChunkTable([grad.numel() for grad in grads], offsets, device=wire.device, layouts=layouts)
+    views = [wire.as_strided(grad.size(), grad.stride(), start) for grad, start in zip(grads, offsets, strict=True)]
     rivals: dict[str, Rival]
     if op == "pack":
         expected = [torch.empty_like(view) for view in views]

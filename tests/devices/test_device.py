@@ -19,16 +19,17 @@ import torch
 import torch.distributed as dist
 
 from tests.support.fake_device import COMPUTE, FakeAccelerator, FakeStream, Race
+from tests.support.kernels import table_of
 from torchring.accelerators import ACCELERATORS, accelerator_of
 from torchring.devices import agreement as agreement_module
 from torchring.devices import cuda, symmetric_memory, watchdog
 from torchring.devices.agreement import DeviceAgreement, _first_finding
 from torchring.devices.cuda import CudaAccelerator, span
-from torchring.devices.engines import BackendEngine, HierarchicalEngine, SharedMemoryEngine
+from torchring.devices.engines import DeviceWire, Engine
 from torchring.devices.handover import describe_handover, why_no_handover
 from torchring.devices.opening import open_on_device
-from torchring.devices.packing import DevicePacking, slots_of
-from torchring.devices.stream import Dated, DeviceWire, OnStream
+from torchring.devices.packing import slots_of
+from torchring.devices.stream import Dated, OnStream
 from torchring.devices.symmetric_memory import (
     CudaGroup,
     ExchangeStore,
@@ -40,7 +41,6 @@ from torchring.devices.symmetric_memory import (
 from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
 from torchring.gradients.agreement import Timing
 from torchring.gradients.plan import ParameterSpec, build_plan
-from torchring.kernels.chunks import ChunkTable
 from torchring.kernels.pack import NOT_FOUND
 from torchring.kernels.signals import signal_bytes
 from torchring.rendezvous.rendezvous import Rendezvous
@@ -141,36 +141,10 @@ def test_other_streams_have_to_be_joined_by_name(accelerator: FakeAccelerator) -
 # Packing
 
 
-def _packing(
-    accelerator: FakeAccelerator, *, compression: str | None = None, shapes: Any = ((40,), (3, 5), (2,))
-) -> Any:
-    specs = [ParameterSpec(f"p{i}", s, torch.empty(s).stride(), torch.float32, CPU) for i, s in enumerate(shapes)]
-    [plan] = build_plan(specs, bucket_bytes=1 << 20, compression=compression, order=range(len(specs))).buckets
-    wire = torch.zeros(plan.numel, dtype=plan.wire_dtype)
-    found = torch.full((2,), NOT_FOUND, dtype=torch.int32)
-    stream = accelerator.open_stream()
-    all_reduce: Any = SimpleNamespace(accelerator=accelerator, stream=stream, hold_for_earlier=lambda: None)
-    packing = DevicePacking(0.5, plan, wire, found, 2, all_reduce, set())
-    views = [wire[slot.offset : slot.offset + slot.numel].view(shapes[slot.parameter]) for slot in plan.slots]
-    return SimpleNamespace(packing=packing, plan=plan, wire=wire, found=found, stream=stream, views=views)
-
-
-def test_a_table_for_each_set_of_parameters_and_not_ever_more(accelerator: FakeAccelerator) -> None:
-    here = _packing(accelerator, shapes=tuple((1,) for _ in range(6)))
-    for mask in range(1, 64):
-        slots = [i for i in range(6) if mask >> i & 1]
-        here.packing.pack(slots, [torch.full((1,), float(mask)) for _ in slots], [here.views[i] for i in slots])
-        accelerator.synchronize()
-        assert {float(here.views[i]) for i in slots} == {mask / 2}
-        assert len(here.packing._tables) <= 16
-    assert len(here.packing.take_packed()) == 63
-    assert here.packing.take_packed() == []
-
-
 def test_the_slots_of_a_chunk() -> None:
-    table = ChunkTable([5000, 3], [0, 5008], wire_dtype=torch.float32, device="cpu")
+    table = table_of([5000, 3], [0, 5008])
     assert [slots_of([([7, 9], table)], chunk) for chunk in range(3)] == [[7], [7], [9]]
-    small = ChunkTable([3], [0], wire_dtype=torch.float32, device="cpu")
+    small = table_of([3], [0])
     assert slots_of([([7, 9], table), ([2], small)], 0) == [7, 2]
     assert slots_of([([7, 9], table), ([2], small)], 1) == [7]
 
@@ -205,7 +179,7 @@ def test_what_may_overflow_in_the_sum_is_told_only_if_it_has() -> None:
     """What is not finite on this rank goes first, and the host need not look at the gradients for it."""
     specs = [ParameterSpec(f"p{i}", (20,), (1,), torch.float32, CPU) for i in range(2)]
     (plan,) = build_plan(specs, bucket_bytes=1 << 20, order=range(2)).buckets
-    table = ChunkTable([20, 20], [s.offset for s in plan.slots], wire_dtype=torch.float32, device="cpu")
+    table = table_of([20, 20], [s.offset for s in plan.slots])
     parameters = [torch.nn.Parameter(torch.zeros(20)) for _ in specs]
     for parameter in parameters:
         parameter.grad = torch.zeros(20)
@@ -246,19 +220,18 @@ def test_kernels_know_of_an_abort_before_the_backend_leaves_half_a_sum(accelerat
         raise RuntimeError("ProcessGroup abort timed out")
 
     backend: Any = mock.Mock(abort=abort, shutdown=mock.Mock(side_effect=RuntimeError("was aborted")))
-    shared = SharedMemoryEngine("hierarchical", LonelyGroup(0, CPU), accelerator)
-    for engine in (BackendEngine(backend, accelerator), HierarchicalEngine(shared, backend)):
-        engine.abort()
-        engine.close()
-    assert words == [0, 1, 1, 1]
-    assert backend.shutdown.call_count == 2
+    engine = Engine("native", LonelyGroup(0, CPU), accelerator, 1, backend)
+    engine.abort()
+    engine.close()
+    assert words == [1]
+    assert backend.shutdown.call_count == 1
 
 
 @pytest.mark.parametrize(("processors", "blocks"), [(144, 24), (132, 22), (58, 9), (3, 1)])
 def test_waiting_blocks_take_a_share_of_the_gpu(accelerator: FakeAccelerator, processors: int, blocks: int) -> None:
     group = LonelyGroup(0, CPU)
     group.num_processors = processors
-    assert len(SharedMemoryEngine("direct", group, accelerator)._pads.own) == signal_bytes(1, blocks)
+    assert len(Engine("direct", group, accelerator)._pads.own) == signal_bytes(1, blocks)
 
 
 def test_nccl_is_opened_without_threads_that_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +286,7 @@ def test_the_word_that_stops_kernels_is_not_used_again(monkeypatch: pytest.Monke
 def test_a_device_that_is_stuck_is_told_to_stop_without_asking_it(mode: str) -> None:
     """Kernels look at a word in the host's memory."""
     with FakeAccelerator(mode).installed() as accelerator:
-        engine = SharedMemoryEngine("direct", LonelyGroup(0, CPU), accelerator)
+        engine = Engine("direct", LonelyGroup(0, CPU), accelerator)
         (wire,) = engine.open_wires([(20, torch.float32)])
         stream = accelerator.open_stream()
         stream.follow()

@@ -459,12 +459,13 @@ def test_collectives_for_scripts(rank: int, world_size: int) -> None:
 def test_nccl_engine_alone() -> None:
     """What several GPUs would need, as far as one goes."""
     from torchring.accelerators import accelerator_of
-    from torchring.devices.engines import BackendEngine
+    from torchring.devices.engines import Engine
+    from torchring.devices.symmetric_memory import LonelyGroup
 
     accelerator = accelerator_of(torch.device("cuda", 0))
     assert accelerator is not None
     backend = accelerator.open_backend(torch.distributed.HashStore(), 0, 1, 30.0)
-    engine = BackendEngine(backend, accelerator)
+    engine = Engine("native", LonelyGroup(0, accelerator.device), accelerator, 1, backend)
     sizes = [(1000, torch.float32), (5_000_003, torch.float32), (5_000_003, torch.bfloat16)]  # one block; the whole GPU
     for (numel, dtype), wire in zip(sizes, engine.open_wires(sizes), strict=True):
         values = exact_inputs(numel, dtype, seed=1)
@@ -477,10 +478,10 @@ def test_nccl_engine_alone() -> None:
             guard = engine.guard([wire])
             guard()
             assert_bitwise(wire.tensor.cpu(), values)
-        engine._abort.fill_(1)
+        engine._abort_word.fill_(1)
         guard()
         assert bool(wire.tensor.isnan().all())
-        engine._abort.fill_(0)
+        engine._abort_word.fill_(0)
     backend.shutdown()
 
 

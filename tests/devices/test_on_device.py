@@ -38,14 +38,13 @@ from tests.support.training import (
     small_model,
     values,
 )
-from torchring.devices import engines, measuring, opening
+from torchring.devices import engines, opening
 from torchring.devices.packing import DevicePacking
 from torchring.gradients import plan as plan_module
 from torchring.gradients.contract import Setup
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.layout import Options
 from torchring.gradients.reducer import Reducer
-from torchring.kernels.lazy import Kernel
 from torchring.memory import host as host_module
 from torchring.rooms import participants
 from torchring.world import World
@@ -478,14 +477,14 @@ def test_the_host_asks_little_of_the_device(rank: int) -> None:
                 optimizer.step()
                 accelerator.synchronize()
 
-            with mock.patch.object(Kernel, "_run"):
-                for _ in range(17):
-                    step()
-                accelerator.calls.clear()
-                for _ in range(16):
-                    step()
-                num_calls = accelerator.num_cuda_calls / 16
-                step(note)
+            accelerator.runs_kernels = False
+            for _ in range(17):
+                step()
+            accelerator.calls.clear()
+            for _ in range(16):
+                step()
+            num_calls = accelerator.num_cuda_calls / 16
+            step(note)
             assert optimizer.stats().num_buckets == num_buckets
             totals[num_parameters, num_buckets] = num_calls, len(frames)
         torchring.shutdown()
@@ -760,7 +759,7 @@ _MEASURED = {
 @scenario(_MEASURED)
 def test_auto_measures_what_several_gpus_of_one_host_can_do(name: str, rank: int) -> Any:
     """With the wires that will be reduced; and then the buckets have the size that suits the fastest."""
-    case, real = _MEASURED[name], measuring.seconds_together
+    case, real = _MEASURED[name], opening._seconds_together
     seconds = dict(case.seconds)
     connections: list[int] = []
     turns: list[tuple[str, int]] = []
@@ -769,9 +768,9 @@ def test_auto_measures_what_several_gpus_of_one_host_can_do(name: str, rank: int
         connections.append(backend.size())
         engines.all_reduce(backend, buffer)
 
-    def time_together(world: World, all_reduce: Any, wires: Any, wait: Any) -> float:
+    def time_together(world: World, all_reduce: Any, wires: Any, accelerator: Any) -> float:
         turns.append((all_reduce.algorithm, sum(wire.buffer.nbytes for wire in wires)))
-        return seconds[all_reduce.algorithm] * real(world, all_reduce, wires, wait) ** 0
+        return seconds[all_reduce.algorithm] * real(world, all_reduce, wires, accelerator) ** 0
 
     def fail_after(open_it: Callable[..., object], *args: Any) -> None:
         open_it(*args)  # the fake's connects here, and other ranks wait for this one
@@ -782,7 +781,7 @@ def test_auto_measures_what_several_gpus_of_one_host_can_do(name: str, rank: int
         device() as accelerator,
         mock.patch.multiple(opening, FEWEST_MEASURED=2, **_ONCE),
         mock.patch.object(plan_module, "_FEWEST_SHARING_GPUS", 2),
-        mock.patch.object(measuring, "seconds_together", time_together),
+        mock.patch.object(opening, "_seconds_together", time_together),
         mock.patch.object(opening, "all_reduce", connect),
     ):
         if case.missing is not None and rank in case.missing_on:

@@ -100,11 +100,10 @@ def test_a_deterministic_run_measures_nothing(rank: int) -> None:
     assert "not measured, because torch.use_deterministic_algorithms(True)" in reason
 
 
-def _measure_for_ever(world: Any, all_reduces: Any, *_: object, **__: object) -> None:
+def _measure_for_ever(world: Any, all_reduce: Any, *_: object) -> None:
     end = time.monotonic() + 60
     while time.monotonic() < end:
-        for all_reduce in all_reduces.values():
-            all_reduce.check()
+        all_reduce.check()
         time.sleep(0.01)
 
 
@@ -116,7 +115,7 @@ def _some_say(results: list[str], case: Any) -> None:
 def test_no_candidate_keeps_all_ranks_waiting_for_ever(what: str, rank: int) -> str:
     torchring.init(timeout_seconds=3.0)
     started = time.monotonic()
-    stuck: Any = {"FEWEST_MEASURED": 2, "measure_in_turns": _measure_for_ever}
+    stuck: Any = {"FEWEST_MEASURED": 2, "_seconds_together": _measure_for_ever}
     if what == "connecting":
         stuck = {"all_reduce": lambda backend, buffer: backend._aborted.wait(60)}
     with FakeAccelerator().installed(), mock.patch.multiple(opening, **stuck):

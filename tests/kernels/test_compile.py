@@ -20,9 +20,8 @@ from torchring.kernels import guard, lazy
 from torchring.kernels.chunks import ChunkTable
 from torchring.kernels.direct import prepare_direct
 from torchring.kernels.launching import NUM_WARPS
-from torchring.kernels.pack import prepare_pack
+from torchring.kernels.pack import prepare_pack, prepare_unpack
 from torchring.kernels.ring import prepare_ring
-from torchring.kernels.unpack import prepare_unpack
 
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.sim, pytest.mark.skipif(lazy.INTERPRETED, reason="the interpreter has no compiler")]
@@ -59,7 +58,7 @@ def build(
 def compiled(launch: Any, **options: Any) -> Any:
     """The kernel that the first call of a prepared launch compiles, on the current driver."""
     programs, arguments, own = launch._arguments
-    kernel = launch._kernel._run(programs, arguments, {**own, **options})
+    kernel = launch._kernel.launch(programs, *arguments, **{**own, **options})
     launch._kernel.jitted.device_caches.clear()  # the next driver is another
     kernel.module = None  # or its end would ask the driver, which is gone by then, to unload it
     return kernel
@@ -68,8 +67,8 @@ def compiled(launch: Any, **options: Any) -> Any:
 class _Table(ChunkTable):
     """Of one tensor, on a device that is not here."""
 
-    def __init__(self, wire_dtype: torch.dtype) -> None:
-        super().__init__([4096], [0], wire_dtype=wire_dtype, device="cpu")
+    def __init__(self) -> None:
+        super().__init__([4096], [0], device="cpu", layouts=[((4096, 1),)])
         self.device = DEVICE
         self.address, self.wire_offset, self.numel = [OnDevice(torch.int64)] * 3  # type: ignore[assignment]
 
@@ -83,13 +82,13 @@ def build_pack(
     with driver_of(gpu):
         found: Any = OnDevice(torch.int32, 2) if check else None
         wire = wire or OnDevice(written, 4096)
-        return compiled(prepare_pack(wire, _Table(written), read, scale=0.5, found=found)([]), **options)
+        return compiled(prepare_pack(wire, _Table(), read, scale=0.5, found=found)([]), **options)
 
 
 def build_unpack(read: torch.dtype, written: torch.dtype, gpu: str, wire: Any = None, **options: Any) -> Any:
     with driver_of(gpu):
         wire = wire or OnDevice(read, 4096)
-        return compiled(prepare_unpack(wire, _Table(read), written)([]), **options)
+        return compiled(prepare_unpack(wire, _Table(), written)([]), **options)
 
 
 def build_direct(dtype: torch.dtype, gpu: str, num_ranks: int = 4) -> Any:

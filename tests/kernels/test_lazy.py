@@ -60,7 +60,7 @@ def _prepared() -> Any:
 def test_a_prepared_launch_is_triton_s(gpu: Driver) -> None:
     """All but the stream, and tensors that have become addresses."""
     arguments, options = _launches()
-    _some_kernel.launch(*arguments, **options)
+    _some_kernel.launch(*arguments[1:], **options)
     launch = _some_kernel.prepare(*arguments, **options)
     assert len(gpu.launched) == 1, "nothing is launched yet"
     for gpu.stream in (7, 8, 9):

@@ -6,11 +6,22 @@ import torch
 
 from tests.support.checks import assert_bitwise
 from tests.support.grids import grid
-from tests.support.kernels import DTYPES, INF, NAN, on_each_device, pack, sum_in_order
-from torchring.kernels.chunks import ChunkTable, layout
+from tests.support.kernels import (
+    DTYPES,
+    INF,
+    NAN,
+    needs_interpreter,
+    pack,
+    sum_in_order,
+    table_of,
+    unpack,
+    where_triton_runs,
+)
+from torchring.kernels.chunks import layout
 from torchring.kernels.pack import NOT_FOUND
 
 NUMELS = [0, 1, 3, 4095, 4096, 4097, 8209, 0, 17]
+WIRE_NUMEL = sum(NUMELS) + 300  # whatever the dtype, and some more
 
 
 def offsets_for(numels: list[int], dtype: torch.dtype) -> list[int]:
@@ -28,16 +39,18 @@ def random_tensors(numels: list[int], dtype: torch.dtype, device: str, *, shift:
     return [torch.randn(n + shift, generator=generator).to(device, dtype)[shift:] for n in numels]
 
 
-@on_each_device
+@where_triton_runs
 def test_worked_example(device: str) -> None:
-    table = ChunkTable([2, 1], [0, 32], wire_dtype=torch.float16, device=device)
+    table = table_of([2, 1], [0, 32], device)
     wire = torch.full((33,), 9.0, dtype=torch.float16, device=device)
     grads = [torch.tensor([1.0, 2.0], device=device), torch.tensor([3.0], device=device)]
     pack(grads, wire, table, scale=0.5)
     assert wire.tolist() == [0.5, 1.0, *[9.0] * 30, 1.5]
+    unpack(wire, grads, table)
+    assert [grad.tolist() for grad in grads] == [[0.5, 1.0], [1.5]]
 
 
-@on_each_device
+@where_triton_runs
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize(
     ("tensor", "index", "value", "chunk", "is_finite"),
@@ -56,9 +69,9 @@ def test_the_first_chunk_that_is_not_finite_or_too_large(
 ) -> None:
     found = torch.full((2,), NOT_FOUND, dtype=torch.int32, device=device)
     look = functools.partial(pack, found=found, num_ranks=2)
-    table = ChunkTable(NUMELS, offsets_for(NUMELS, torch.float16), wire_dtype=torch.float16, device=device)
+    table = table_of(NUMELS, offsets_for(NUMELS, torch.float16), device)
     grads = random_tensors(NUMELS, torch.float32, device, shift=shift)
-    wire = torch.zeros(table.wire_numel, dtype=torch.float16, device=device)
+    wire = torch.zeros(WIRE_NUMEL, dtype=torch.float16, device=device)
     look(grads, wire, table)
     assert found.tolist() == [NOT_FOUND] * 2
     grads[tensor][index] = value
@@ -74,11 +87,11 @@ def test_the_first_chunk_that_is_not_finite_or_too_large(
     assert found.tolist() == [0, 0]  # never raised again
 
 
-@on_each_device
+@where_triton_runs
 def test_gradients_in_the_wire_are_scaled_and_looked_at(device: str) -> None:
-    table = ChunkTable(NUMELS, offsets_for(NUMELS, torch.float32), wire_dtype=torch.float32, device=device)
-    wire = torch.ones(table.wire_numel, device=device)
-    grads = [wire[offset : offset + numel] for offset, numel in zip(table.wire_offsets, NUMELS, strict=True)]
+    offsets = offsets_for(NUMELS, torch.float32)
+    table, wire = table_of(NUMELS, offsets, device), torch.ones(WIRE_NUMEL, device=device)
+    grads = [wire[offset : offset + numel] for offset, numel in zip(offsets, NUMELS, strict=True)]
     grads[6][8208] = NAN
     found = torch.full((2,), NOT_FOUND, dtype=torch.int32, device=device)
     pack(grads, wire, table, scale=0.5, found=found)
@@ -86,69 +99,70 @@ def test_gradients_in_the_wire_are_scaled_and_looked_at(device: str) -> None:
     assert sum(float(grad.nansum()) for grad in grads) == (sum(NUMELS) - 1) / 2
 
 
-@on_each_device
+@where_triton_runs
 def test_an_element_of_no_tensor_is_not_looked_at(device: str) -> None:
-    table = ChunkTable([2, 1], [0, 32], wire_dtype=torch.float16, device=device)
+    table = table_of([2, 1], [0, 32], device)
     wire = torch.full((40,), NAN, dtype=torch.float16, device=device)
     found = torch.full((2,), NOT_FOUND, dtype=torch.int32, device=device)
     grads = [torch.tensor([1.0, 2e38], device=device), torch.ones(1, device=device)]
-    pack(grads[::-1], wire, ChunkTable([1, 2], [32, 0], wire_dtype=torch.float16, device=device), scale=0, found=found)
+    pack(grads[::-1], wire, table_of([1, 2], [32, 0], device), scale=0, found=found)
     assert found.tolist() == [NOT_FOUND] * 2
     pack(grads, wire, table, scale=0.5, found=found)
     assert found.tolist() == [0, 0]
 
 
-@on_each_device
+@where_triton_runs
 @grid("dtype, wire_dtype, shift", DTYPES, DTYPES, [0, 1])
 def test_bitwise_and_nothing_else_written(dtype: torch.dtype, wire_dtype: torch.dtype, shift: int, device: str) -> None:
     offsets = offsets_for(NUMELS, wire_dtype)
-    table = ChunkTable(NUMELS, offsets, wire_dtype=wire_dtype, device=device)
+    table = table_of(NUMELS, offsets, device)
     tensors = random_tensors(NUMELS, dtype, device, shift=shift)
-    wire = torch.full((table.wire_numel + 5,), 7.0, dtype=wire_dtype, device=device)
+    wire = torch.full((WIRE_NUMEL,), 7.0, dtype=wire_dtype, device=device)
     pack(tensors, wire, table, scale=1 / 3)
-    expected = torch.full((table.wire_numel + 5,), 7.0, dtype=wire_dtype)
+    expected = torch.full((WIRE_NUMEL,), 7.0, dtype=wire_dtype)
     for tensor, offset in zip(tensors, offsets, strict=True):
         expected[offset : offset + tensor.numel()] = sum_in_order([tensor], wire_dtype, 1 / 3)
     assert_bitwise(wire.cpu(), expected)
+    # A guard element on either side of every tensor; with shift 1 no tensor is aligned.
+    guarded = [torch.full((shift + n + 1,), 7.0, dtype=dtype, device=device) for n in NUMELS]
+    unpack(wire, [whole[shift:-1] for whole in guarded], table)
+    for whole, offset, numel in zip(guarded, offsets, NUMELS, strict=True):
+        back = torch.full((shift + numel + 1,), 7.0, dtype=dtype)
+        back[shift : shift + numel] = sum_in_order([wire[offset : offset + numel]], dtype, 1.0)
+        assert_bitwise(whole.cpu(), back)
+    assert_bitwise(wire.cpu(), expected)
 
 
-@on_each_device
-@pytest.mark.parametrize("chunk_numel", [8192, 16384])
-def test_larger_chunks(chunk_numel: int, device: str) -> None:
-    numels = [20_011, 8192]
-    table = ChunkTable(numels, [0, 20_016], wire_dtype=torch.float32, device=device, chunk_numel=chunk_numel)
-    tensors = random_tensors(numels, torch.float16, device)
-    wire = torch.zeros(table.wire_numel, device=device)
-    pack(tensors, wire, table, scale=2.0)
-    assert_bitwise(wire[:20_011].cpu(), tensors[0].cpu().float() * 2)
-    assert_bitwise(wire[20_016:].cpu(), tensors[1].cpu().float() * 2)
-
-
-@on_each_device
+@where_triton_runs
 def test_zero_dim_and_channels_last(device: str) -> None:
     image = torch.arange(120.0, device=device).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
     scalar = torch.tensor(5.0, device=device)
-    table = ChunkTable(
-        [120, 1], [0, 128], wire_dtype=torch.float32, device=device, layouts=[layout(image), layout(scalar)]
-    )
+    table = table_of([120, 1], [0, 128], device, [layout(image), layout(scalar)])
     wire = torch.zeros(129, device=device)
     pack([image, scalar], wire, table, scale=2.0)
     assert torch.equal(wire[:120].as_strided(image.shape, image.stride()), image * 2)
     assert not torch.equal(wire[:120].view(2, 3, 4, 5), image * 2)
     assert wire[128].item() == 10
+    back = [torch.zeros_like(image), torch.zeros_like(scalar)]
+    unpack(wire, back, table)
+    assert_bitwise(back[0], image * 2)
+    with pytest.raises(ValueError, match="memory order is what is copied"):
+        unpack(wire, [image.contiguous(), scalar], table)
 
 
-@on_each_device
+@where_triton_runs
 def test_nothing_to_pack(device: str) -> None:
     wire = torch.full((4,), 7.0, device=device)
-    pack([], wire, ChunkTable([], [], wire_dtype=torch.float32, device=device))
-    pack([torch.empty(0, device=device)], wire, ChunkTable([0], [0], wire_dtype=torch.float32, device=device))
+    pack([], wire, table_of([], [], device))
+    pack([torch.empty(0, device=device)], wire, table_of([0], [0], device))
     assert wire.tolist() == [7.0] * 4
+    with pytest.raises(TypeError, match=r"tensors must have one of .* got torch.int32"):
+        pack([torch.ones(4, device=device).int()], wire, table_of([4], [0], device))
 
 
+@needs_interpreter
 def test_wire_offsets_beyond_32_bits(tmp_path: Path) -> None:
     far = 2**31 + 64  # elements; the file is sparse, so the 4 GiB are address space only
     wire = torch.from_file(str(tmp_path / "wire"), shared=True, size=far + 3, dtype=torch.float16)
-    table = ChunkTable([3], [far], wire_dtype=torch.float16, device="cpu")
-    pack([torch.tensor([1.0, 2.0, 3.0])], wire, table)
+    pack([torch.tensor([1.0, 2.0, 3.0])], wire, table_of([3], [far]))
     assert wire[far:].tolist() == [1.0, 2.0, 3.0]

@@ -64,7 +64,7 @@ def check_send(edit: Edit) -> InlinePtx:
                 expected[rank][block * line + word] = count
         inline.log.clear()
         with ptx_in_kernels(inline):
-            _send_kernel.launch(torch.device("cpu"), 2, signals[first:], width, skip, word, count, NUM_RANKS=NUM_RANKS)
+            _send_kernel.launch(2, signals[first:], width, skip, word, count, NUM_RANKS=NUM_RANKS)
         for pad, what in zip(pads, expected, strict=True):
             assert pad.tolist() == what.tolist()
         steps = [(access.opcode, len(access.addresses)) for access in inline.log]
@@ -97,7 +97,7 @@ def check_look(edit: Edit) -> InlinePtx:
             words[behind] = (count - 1 + 2**31) % 2**32 - 2**31
         inline.log.clear()
         with ptx_in_kernels(inline):
-            _look_kernel.launch(torch.device("cpu"), 1, words, width, skip, count, pause, out)
+            _look_kernel.launch(1, words, width, skip, count, pause, out)
         assert out.item() == come, (width, skip, count, pause, behind)
         seen = [words.data_ptr() + 4 * i for i in range(width) if i != skip]
         load = f"ld.{'relaxed' if pause else 'acquire'}.sys.global.s32"
@@ -117,7 +117,7 @@ def check_is_aborted(edit: Edit) -> InlinePtx:
         abort[:] = torch.tensor([1 - bool(word), word, 1 - bool(word)])
         inline.log.clear()
         with ptx_in_kernels(inline):
-            _is_aborted_kernel.launch(torch.device("cpu"), 1, abort[1:], out)
+            _is_aborted_kernel.launch(1, abort[1:], out)
         assert out.item() == bool(word)
         steps = [(access.opcode, access.addresses) for access in inline.log]
         assert steps == [("ld.relaxed.sys.global.s32", (abort.data_ptr() + 4,)), ("bar.red.or.pred", ())]

@@ -28,7 +28,7 @@ from tests.support.fake_device import COMPUTE, FakeAccelerator
 from tests.support.scenarios import Scenarios, device
 from tests.support.scripts import ON_DEVICES
 from tests.support.training import Side, assert_as_one_process, attempt
-from torchring.devices.engines import SharedMemoryEngine
+from torchring.devices.engines import Engine
 from torchring.errors import PeerTimeoutError
 from torchring.memory import host as host_module
 from torchring.sharding.device import DeviceExchange
@@ -149,7 +149,7 @@ def test_with_everything(rank: int) -> None:
 def test_no_rank_writes_to_parameters_before_all_devices_have_come(rank: int) -> None:
     """(gather, spread) of each launch of a step's exchange. And what is said if a step is captured."""
     launches: list[tuple[bool, bool]] = []
-    direct = SharedMemoryEngine.direct
+    direct = Engine.direct
 
     def noted(engine: Any, wire: Any, *, gather: bool = True, spread: bool = True) -> None:
         launches.append((gather, spread))
@@ -162,7 +162,7 @@ def test_no_rank_writes_to_parameters_before_all_devices_have_come(rank: int) ->
         accelerator.capturing = True
         assert "a CUDA graph cannot hold it" in attempt(optimizer.step)
         accelerator.capturing = False
-        with mock.patch.object(SharedMemoryEngine, "direct", noted):
+        with mock.patch.object(Engine, "direct", noted):
             optimizer.step()
     assert launches == [(True, False), (False, True), (False, True)]
 

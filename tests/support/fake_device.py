@@ -30,8 +30,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchring.accelerators import ACCELERATORS, _open
+from torchring.devices import packing
 from torchring.devices.symmetric_memory import LonelyGroup, SymmetricGroup
 from torchring.errors import TopologyError
+from torchring.kernels import lazy, reference
 from torchring.kernels.chunks import ChunkTable
 from torchring.kernels.lazy import Kernel
 from torchring.memory.host import HostGroup
@@ -40,7 +42,6 @@ from torchring.rendezvous.rendezvous import Rendezvous
 COMPUTE = "compute"  # what current_stream() says unless a test says otherwise
 
 # Tensor arguments of kernels that are written, and those that belong to a protocol of their own.
-_WRITTEN = {"_pack_kernel": {"wire", "found"}, "_unpack_kernel": set()}
 _SHARED = {"wires", "signals", "abort", "addresses"}
 
 
@@ -190,6 +191,7 @@ class FakeAccelerator:
             for: see `num_cuda_calls`.
         races: what was found; see the module.
         host_words: what `host_word` has returned.
+        runs_kernels: False if launches are counted, and nothing else.
     """
 
     def __init__(self, mode: str = "late", problem: str = "", memory: str = "shared") -> None:
@@ -199,6 +201,7 @@ class FakeAccelerator:
         self.problem = problem
         self.memory = memory
         self.capturing = False
+        self.runs_kernels = True
         self.calls: Counter[str] = Counter()
         self.races: list[str] = []
         self.host_words: list[torch.Tensor] = []
@@ -296,17 +299,19 @@ class FakeAccelerator:
     def installed(self) -> Iterator[FakeAccelerator]:
         """The accelerator of torch.device("cpu"), in this thread, for what is opened in here."""
         launch, point_at = Kernel.launch, ChunkTable.point_at
+        in_torch = {} if lazy.INTERPRETED else {"prepare_pack": _pack_in_torch, "prepare_unpack": _unpack_in_torch}
         accelerator = self
 
-        def launch_later(kernel: Kernel, device: torch.device, programs: int, *args: Any, **options: Any) -> None:
+        def launch_later(kernel: Kernel, programs: int, *args: Any, **options: Any) -> None:
             accelerator.calls["launch"] += 1
             kept = accelerator._pointed_at if accelerator.mode == "lazy" else None
 
             def run(kept: object = kept) -> None:
                 with accelerator._one_kernel, accelerator.executing():
-                    launch(kernel, device, programs, *args, **options)
+                    if accelerator.runs_kernels:
+                        launch(kernel, programs, *args, **options)
 
-            if kernel.fn.__name__ not in ("_pack_kernel", "_unpack_kernel"):
+            if kernel.fn.__name__ != "_pack_kernel":
                 accelerator.results_come_to(*(arg for arg in args if isinstance(arg, torch.Tensor)))
             accelerator._call(run, lambda: _accesses_of(kernel, args, options), kernel.fn.__name__)
 
@@ -322,6 +327,7 @@ class FakeAccelerator:
                 mock.patch.dict(ACCELERATORS, {"cpu": lambda device: self}),
                 mock.patch.object(Kernel, "launch", launch_later),
                 mock.patch.object(ChunkTable, "point_at", point_at_noted),
+                mock.patch.multiple(packing, **in_torch),
                 _Watch(self),
             ):
                 yield self
@@ -554,14 +560,43 @@ def _accesses_of(kernel: Kernel, args: Sequence[Any], options: dict[str, Any]) -
     names = inspect.signature(kernel.fn).parameters
     known = {name: value for name, value in options.items() if name in names}
     bound = inspect.signature(kernel.fn).bind_partial(*args, **known).arguments
-    written = _WRITTEN.get(kernel.fn.__name__)
+    packs = bound.get("PACK")
+    written = {True: {"wire", "found"}, False: set(), None: names}[packs]
     accesses = [
-        _access(value, writes=name in written if written is not None else True)
+        _access(value, writes=name in written)
         for name, value in bound.items()
         if isinstance(value, torch.Tensor) and name not in _SHARED
     ]
-    if "address" in bound:
-        itemsize = bound.get("SOURCE", bound.get("TARGET")).primitive_bitwidth // 8
+    if packs is not None:
+        itemsize = bound["GRADIENT"].primitive_bitwidth // 8
         for address, count in zip(bound["address"].tolist(), bound["numel"].tolist(), strict=True):
-            accesses.append(Access(address, address + count * itemsize, "TARGET" in bound))
+            accesses.append(Access(address, address + count * itemsize, not packs))
     return accesses
+
+
+# Where nothing interprets kernels
+
+
+def _pack_in_torch(wire: torch.Tensor, table: ChunkTable, *_: Any, scale: float, **__: Any) -> Any:
+    """Looks for nothing that is not finite."""
+
+    def pack(tensors: Sequence[torch.Tensor]) -> None:
+        table.point_at(tensors)
+        reference.pack(tensors, _views_like(tensors, wire, table), scale=scale)
+
+    return pack
+
+
+def _unpack_in_torch(wire: torch.Tensor, table: ChunkTable, *_: Any) -> Any:
+    def unpack(tensors: Sequence[torch.Tensor]) -> None:
+        table.point_at(tensors)
+        reference.unpack(_views_like(tensors, wire, table), tensors)
+
+    return unpack
+
+
+def _views_like(tensors: Sequence[torch.Tensor], wire: torch.Tensor, table: ChunkTable) -> list[torch.Tensor]:
+    """The place in the wire of each tensor, laid out as it is."""
+    firsts = {i: table.wire_offset[row] for row, i in reversed([*enumerate(table.tensor_index.tolist())])}
+    base = wire.storage_offset()
+    return [wire.as_strided(t.size(), t.stride(), base + int(firsts.get(i, 0))) for i, t in enumerate(tensors)]

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from torchring.kernels import lazy
-from torchring.kernels.chunks import ChunkTable
-from torchring.kernels.pack import prepare_pack
-from torchring.kernels.unpack import prepare_unpack
+from torchring.kernels.chunks import ChunkTable, Layout, layout
+from torchring.kernels.pack import prepare_pack, prepare_unpack
 
 F32, F16, B16, F64 = DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 INF, NAN = float("inf"), float("nan")
 
 needs_interpreter = pytest.mark.skipif(not lazy.INTERPRETED, reason="runs in test_interpreter's child process")
 _CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
-on_each_device = pytest.mark.parametrize("device", ["cpu", _CUDA])
-# For what torch has no other way to do.
 _CPU = pytest.param("cpu", marks=needs_interpreter)
 where_triton_runs = pytest.mark.parametrize("device", [_CPU, _CUDA])
 PTX = "cpu with PTX"  # the interpreter, with the inline PTX that NVIDIA GPUs run (support/ptx.py)
@@ -44,6 +42,14 @@ def sum_in_order(parts: list[torch.Tensor], dtype: torch.dtype, scale: float) ->
     for part in parts[1:]:
         total = total + part.cpu().to(compute)
     return cast(total * torch.tensor(scale, dtype=compute), dtype)
+
+
+def table_of(
+    numels: Sequence[int], offsets: Sequence[int], device: str = "cpu", layouts: Sequence[Layout] | None = None
+) -> ChunkTable:
+    """Of contiguous tensors, unless `layouts` says otherwise."""
+    contiguous = [layout(torch.empty(numel, device="meta")) for numel in numels]
+    return ChunkTable(numels, offsets, device=device, layouts=layouts or contiguous)
 
 
 def pack(tensors: list[torch.Tensor], wire: torch.Tensor, table: ChunkTable, **options: Any) -> None:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -27,9 +26,9 @@ from unittest import mock
 import numpy as np
 import torch
 
-from torchring.kernels.launching import NUM_WARPS
+from torchring.kernels import launching
 
-NUM_THREADS = 32 * NUM_WARPS
+NUM_THREADS = 32 * launching.NUM_WARPS
 _GARBAGE = 0xA5A5_A5A5_A5A5_A5A5
 _WIDTHS = {"pred": 1, "r": 32, "l": 64}
 
@@ -336,10 +335,8 @@ def ptx_in_kernels(memory: Memory | InlinePtx) -> Iterator[InlinePtx]:
     from triton.runtime.interpreter import InterpreterBuilder
 
     inline = memory if isinstance(memory, InlinePtx) else InlinePtx(memory)
-    direct, ring = (import_module(f"torchring.kernels.{name}") for name in ("direct", "ring"))
     with (
         mock.patch.object(InterpreterBuilder, "create_inline_asm", lambda _, *arguments: inline(*arguments)),
-        mock.patch.multiple(direct, takes_ptx=lambda device: True),
-        mock.patch.multiple(ring, takes_ptx=lambda device: True),
+        mock.patch.object(launching, "takes_ptx", return_value=True),
     ):
         yield inline

@@ -1,17 +1,18 @@
-"""Engines that launch all-reduces on a device.
+"""Launches all-reduces on a device.
 
 `direct` and `ring` are one kernel each, in memory that the GPUs of one host share. Between hosts, or where GPUs
 do not reach each other's memory, torch.distributed's backend (NCCL) moves the bytes: `native` is its own all-reduce,
-`hierarchical` its all-reduce between the two halves of direct.
+`hierarchical` its all-reduce in every column, between the two halves of direct on every host.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from itertools import accumulate
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 
 from torchring.allreduce.slices import slice_bounds
 from torchring.devices.accelerator import Accelerator, Backend
-from torchring.devices.stream import DeviceWire, Launch
-from torchring.devices.symmetric_memory import LonelyGroup, SymmetricGroup
+from torchring.devices.symmetric_memory import SymmetricGroup
 from torchring.kernels.direct import prepare_direct
 from torchring.kernels.guard import prepare_guard
 from torchring.kernels.pack import NOT_FOUND
@@ -33,21 +33,69 @@ _ALIGNMENT_BYTES: Final = 256
 _WAITING_SHARE: Final = 6  # one block for so many processors; a block that waits may keep most of a processor
 
 
-class SharedMemoryEngine:
-    """direct or ring, a kernel each, in memory shared by the devices of `group`. See `Engine`.
+Launch: TypeAlias = Callable[[], None]
+"""Launches prepared kernels on the current stream."""
 
-    In a group of one rank the sum is there already.
+
+@dataclass(frozen=True, eq=False)
+class DeviceWire:
+    """A wire buffer on a device. See `Wire`.
+
+    Attributes:
+        buffer: the same memory as `tensor`, for the engine's writes.
+        addresses: [N] int64 on the device: addresses of all ranks' buffers, in rank order.
+        bounds: this rank's slice, in elements.
+        report: [W, 2] int32 on the device, a row for each of the wires that were opened together, which packing
+            writes: see `found` in `kernels.pack`.
+        row: the row of this wire in `report`.
+        memory: kept because the buffer lies in it.
+        launches: prepared launches of the engine, by what they do.
+    """
+
+    tensor: torch.Tensor
+    buffer: torch.Tensor
+    addresses: torch.Tensor
+    bounds: tuple[int, int]
+    report: torch.Tensor
+    row: int
+    memory: object = None
+    launches: dict[Hashable, Launch] = field(default_factory=dict)
+
+    @cached_property
+    def own_slice(self) -> torch.Tensor:
+        begin, end = self.bounds
+        return self.buffer[begin:end]
+
+    @cached_property
+    def found(self) -> torch.Tensor:
+        return self.report[self.row]
+
+
+class Engine:
+    """Launches all-reduces on the current stream. See the top of this file.
+
+    The backend only adds up. NCCL could take the mean, but would then not let the switch add up (`ncclNvlsSupported` in
+    its device.h), which is worth a third more bandwidth among 8 H100 (NVIDIA/nccl#2140).
 
     Args:
-        algorithm: "direct", "ring", or "hierarchical" for the part of a `HierarchicalEngine`.
+        algorithm: "direct", "ring", "hierarchical" or "native".
+        group: the devices that share memory, by which kernels reduce. In a group of one rank the sum is there already.
         num_slices: number of slices that a buffer is cut into. Rank r has slice r; the ranks beyond have none.
+        backend: adds up this rank's slice, between the kernel's two halves: of "native" between all ranks, of
+            "hierarchical" between the ranks with the same slice; None on ranks without one.
     """
 
     def __init__(
-        self, algorithm: str, group: SymmetricGroup, accelerator: Accelerator, num_slices: int | None = None
+        self,
+        algorithm: str,
+        group: SymmetricGroup,
+        accelerator: Accelerator,
+        num_slices: int | None = None,
+        backend: Backend | None = None,
     ) -> None:
         self.algorithm = algorithm
-        self.group = group
+        self.backend = backend
+        self._group = group
         self._accelerator = accelerator
         self._num_slices = group.size if num_slices is None else num_slices
         # A kernel that waits for other ranks leaves processors to backward.
@@ -56,125 +104,86 @@ class SharedMemoryEngine:
         self._signals = _addresses(self._pads.parts, accelerator.device)
         # Pinned host memory: whoever aborts may be on another thread than the one that launches, must not wait for what
         # the device does, and calls nothing of CUDA's. Kernels that wait look at it now and then.
-        self.abort_word = accelerator.host_word()
+        self._abort_word = accelerator.host_word()
         accelerator.synchronize()
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[DeviceWire]:
-        return _open_wires(specs, self.group, self._accelerator, self._num_slices)
+        """Collective: one buffer per (elements, dtype), zeroed."""
+        group = self._group
+        lengths = [-(-numel * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for numel, dtype in specs]
+        if group.size > 1:  # one mapping for all wires
+            block = group.allocate(sum(lengths))
+            places = [(block, end - length) for end, length in zip(accumulate(lengths), lengths, strict=True)]
+        else:  # a gradient that the script keeps then keeps the memory of its own bucket only
+            places = [(group.allocate(length), 0) for length in lengths]
+        device = self._accelerator.device
+        report = torch.full((max(len(specs), 1), 2), NOT_FOUND, dtype=torch.int32, device=device)
+        wires = []
+        for i, ((numel, dtype), (block, start)) in enumerate(zip(specs, places, strict=True)):
+            parts = [part[start : start + numel * dtype.itemsize].view(dtype) for part in block.parts]
+            own = parts[group.index]
+            bounds = [*slice_bounds(numel, self._num_slices, dtype.itemsize), *[(0, 0)] * group.size][group.index]
+            wires.append(DeviceWire(own.data, own, _addresses(parts, own.device), bounds, report, i, block))
+        self._accelerator.synchronize()
+        return wires
+
+    def launch(self, wire: DeviceWire) -> None:
+        """Launch what replaces the buffer by the sum over ranks, with the same bits on all ranks. Does not wait."""
+        if self.algorithm in ("direct", "ring"):
+            self.direct(wire)
+            return
+        self.direct(wire, spread=False)
+        if self.backend is not None and wire.own_slice.numel():
+            all_reduce(self.backend, wire.own_slice)
+        self.direct(wire, gather=False)
 
     def direct(self, wire: DeviceWire, *, gather: bool = True, spread: bool = True) -> None:
         """Launch the kernel: its first half (`gather`: sum own slice), its second half (`spread`), or both."""
-        if self.group.size == 1:
+        if self._group.size == 1:
             return
         launch = wire.launches.get((gather, spread))
         if launch is None:  # a bucket is reduced in the same way in each reduction: Triton looks at arguments once
             launch = wire.launches[gather, spread] = self._prepare(wire, gather=gather, spread=spread)
         launch()
 
-    launch = direct
+    def gather(self, wire: DeviceWire, owner: int | None) -> None:
+        """Of "native": give all ranks the buffer of rank `owner`; or, if that is None, of each rank its Nth part."""
+        assert self.backend is not None
+        if owner is None:
+            share = wire.buffer.numel() // self.backend.size()
+            place = self.backend.rank() * share
+            all_gather(self.backend, wire.buffer, wire.buffer[place : place + share])
+        else:
+            broadcast(self.backend, wire.buffer, owner)
 
-    def guard(self, wires: Sequence[DeviceWire]) -> None:
-        """Nothing to do: each kernel poisons what it leaves unfinished."""
+    def guard(self, wires: Sequence[DeviceWire]) -> Launch | None:
+        """What has to follow the launches for these wires, so that their results are NaN after an abort.
+
+        A kernel poisons what it leaves unfinished. Behind the backend, that takes a launch where no kernel follows.
+        """
+        if self.backend is None or self._group.size > 1:
+            return None
+        return prepare_guard([wire.buffer for wire in wires], self._abort_word)
 
     def abort(self) -> None:
-        self.abort_word.fill_(1)
+        """End launched work that waits for other ranks. Its results become NaN. From any thread."""
+        self._abort_word.fill_(1)  # before NCCL stops amid a sum: what follows it then finds the word
+        if self.backend is not None:
+            abort(self.backend)
 
     def close(self) -> None:
-        """Nothing to do: the memory goes with the last tensor that views it."""
+        """The memory goes with the last tensor that views it."""
+        if self.backend is not None:
+            shut_down(self.backend)
 
     def _prepare(self, wire: DeviceWire, *, gather: bool, spread: bool) -> Launch:
         where = wire.addresses, self._signals, wire.buffer
-        ranks: Any = {"rank": self.group.index, "num_ranks": self.group.size}
-        ranks |= {"abort": self.abort_word, "max_blocks": self._max_blocks}
+        ranks: Any = {"rank": self._group.index, "num_ranks": self._group.size}
+        ranks |= {"abort": self._abort_word, "max_blocks": self._max_blocks}
         if self.algorithm == "ring" and gather and spread:
             return prepare_ring(*where, **ranks)
         begin, end = wire.bounds
         return prepare_direct(*where, **ranks, begin=begin, end=end, gather=gather, spread=spread)
-
-
-class BackendEngine:
-    """native: the backend's own all-reduce. See `Engine`.
-
-    The backend only adds up. NCCL could take the mean, but would then not let the switch add up (`ncclNvlsSupported` in
-    its device.h), which is worth a third more bandwidth among 8 H100 (NVIDIA/nccl#2140).
-
-    Args:
-        backend: between all ranks.
-    """
-
-    algorithm = "native"
-
-    def __init__(self, backend: Backend, accelerator: Accelerator) -> None:
-        self._backend = backend
-        self._accelerator = accelerator
-        self._abort = accelerator.host_word()
-
-    def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[DeviceWire]:
-        return _open_wires(specs, LonelyGroup(self._backend.rank(), self._accelerator.device), self._accelerator, 1)
-
-    def launch(self, wire: DeviceWire) -> None:
-        if wire.buffer.numel():
-            all_reduce(self._backend, wire.buffer)
-
-    def gather(self, wire: DeviceWire, owner: int | None) -> None:
-        """Give all ranks the buffer of rank `owner`; or, if that is None, of each rank its Nth part."""
-        if owner is None:
-            share = wire.buffer.numel() // self._backend.size()
-            place = self._backend.rank() * share
-            all_gather(self._backend, wire.buffer, wire.buffer[place : place + share])
-        else:
-            broadcast(self._backend, wire.buffer, owner)
-
-    def guard(self, wires: Sequence[DeviceWire]) -> Launch:
-        return prepare_guard([wire.buffer for wire in wires], self._abort)
-
-    def abort(self) -> None:
-        self._abort.fill_(1)  # before NCCL stops amid a sum: the guard behind it then finds the word
-        abort(self._backend)
-
-    def close(self) -> None:
-        shut_down(self._backend)
-
-
-class HierarchicalEngine:
-    """direct's first half on every host, the backend's all-reduce in every column, direct's second half. See `Engine`.
-
-    Args:
-        shared: between the devices of this host, cut into columns.
-        column: the backend between the ranks with the same column; None on ranks without one.
-    """
-
-    algorithm = "hierarchical"
-
-    def __init__(self, shared: SharedMemoryEngine, column: Backend | None) -> None:
-        self._shared = shared
-        self._column = column
-
-    def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[DeviceWire]:
-        return self._shared.open_wires(specs)
-
-    def launch(self, wire: DeviceWire) -> None:
-        begin, end = wire.bounds
-        self._shared.direct(wire, spread=False)
-        if self._column is not None and end > begin:
-            all_reduce(self._column, wire.own_slice)
-        self._shared.direct(wire, gather=False)
-
-    def guard(self, wires: Sequence[DeviceWire]) -> Launch | None:
-        """Where no kernel follows the backend."""
-        if self._shared.group.size > 1:
-            return None
-        return prepare_guard([wire.buffer for wire in wires], self._shared.abort_word)
-
-    def abort(self) -> None:
-        self._shared.abort()
-        if self._column is not None:
-            abort(self._column)
-
-    def close(self) -> None:
-        self._shared.close()
-        if self._column is not None:
-            shut_down(self._column)
 
 
 def all_reduce(backend: Backend, buffer: torch.Tensor) -> None:
@@ -224,27 +233,6 @@ def shut_down(backend: Backend) -> None:
     """Close `backend`, which may have been aborted before."""
     with contextlib.suppress(RuntimeError):
         backend.shutdown()
-
-
-def _open_wires(
-    specs: Sequence[tuple[int, torch.dtype]], group: SymmetricGroup, accelerator: Accelerator, num_slices: int
-) -> list[DeviceWire]:
-    """Collective: see `Engine.open_wires`."""
-    lengths = [-(-numel * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for numel, dtype in specs]
-    if group.size > 1:  # one mapping for all wires
-        block = group.allocate(sum(lengths))
-        places = [(block, end - length) for end, length in zip(accumulate(lengths), lengths, strict=True)]
-    else:  # a gradient that the script keeps then keeps the memory of its own bucket only
-        places = [(group.allocate(length), 0) for length in lengths]
-    report = torch.full((max(len(specs), 1), 2), NOT_FOUND, dtype=torch.int32, device=accelerator.device)
-    wires = []
-    for i, ((numel, dtype), (block, start)) in enumerate(zip(specs, places, strict=True)):
-        parts = [part[start : start + numel * dtype.itemsize].view(dtype) for part in block.parts]
-        own = parts[group.index]
-        bounds = [*slice_bounds(numel, num_slices, dtype.itemsize), *[(0, 0)] * group.size][group.index]
-        wires.append(DeviceWire(own.data, own, _addresses(parts, own.device), bounds, report, i, block))
-    accelerator.synchronize()
-    return wires
 
 
 def _addresses(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -6,7 +6,9 @@ See `allreduce/select.py` for gradients on the CPU.
 from __future__ import annotations
 
 import contextlib
+import statistics
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, TypeVar
 
@@ -16,16 +18,9 @@ from torchring.allreduce.hierarchical import column_ranks, num_columns
 from torchring.allreduce.select import Choice, check_one_host
 from torchring.collectives.service import internal_collectives_of
 from torchring.devices.accelerator import Accelerator, Backend
-from torchring.devices.engines import (
-    BackendEngine,
-    HierarchicalEngine,
-    SharedMemoryEngine,
-    abort,
-    all_reduce,
-    shut_down,
-)
-from torchring.devices.measuring import in_words, measure_in_turns
-from torchring.devices.stream import Engine, OnStream
+from torchring.devices.engines import DeviceWire, Engine, abort, all_reduce, shut_down
+from torchring.devices.stream import OnStream
+from torchring.devices.symmetric_memory import LonelyGroup
 from torchring.errors import PeerTimeoutError, RingError, TopologyError, in_step
 from torchring.rendezvous.rendezvous import within
 from torchring.rendezvous.signed import unsigned
@@ -96,7 +91,8 @@ def open_on_device(
         if name != best:
             other.close()
     sizes = ", ".join(dict.fromkeys(f"{numel * dtype.itemsize / 2**20:.3g}" for numel, dtype in sample))
-    measured = f"measured for buckets of {sizes} MiB: {in_words(seconds)}"
+    times = ", ".join(f"{name} {taken * 1e3:.3g} ms" for name, taken in seconds.items())
+    measured = f"measured for buckets of {sizes} MiB: {times}"
     if best == "native":  # whose own default is larger than that of direct
         measured += ", all with the same buckets"
     return all_reduces[best], Choice(best, f"{why}; {measured}")
@@ -163,20 +159,18 @@ def _tried_on_stream(world: World, engine: Engine, overlap: str, accelerator: Ac
 
 def _engine(world: World, algorithm: str, accelerator: Accelerator) -> Engine:
     """Collective. Raises TopologyError on all ranks if a rank cannot open the engine."""
-    if algorithm in ("direct", "ring", "hierarchical"):
-        num_slices = num_columns(world.hosts) if algorithm == "hierarchical" else None
+    if algorithm == "native":
+        backend = _backend(world, tuple(range(world.size)), accelerator)
+        return Engine(algorithm, LonelyGroup(world.rank, accelerator.device), accelerator, 1, backend)
+    num_slices = num_columns(world.hosts) if algorithm == "hierarchical" else None
 
-        def share() -> SharedMemoryEngine:
-            group = accelerator.share(world.host, world.rendezvous)
-            return SharedMemoryEngine(algorithm, group, accelerator, num_slices)
+    def share() -> Engine:
+        return Engine(algorithm, accelerator.share(world.host, world.rendezvous), accelerator, num_slices)
 
-        shared = _together(world, share)
-        if algorithm != "hierarchical":
-            return shared
-        return HierarchicalEngine(shared, _backend(world, column_ranks(world.hosts, world.rank), accelerator))
-    backend = _backend(world, tuple(range(world.size)), accelerator)
-    assert backend is not None
-    return BackendEngine(backend, accelerator)
+    engine = _together(world, share)
+    if algorithm == "hierarchical":
+        engine.backend = _backend(world, column_ranks(world.hosts, world.rank), accelerator)
+    return engine
 
 
 def _backend(world: World, ranks: tuple[int, ...] | None, accelerator: Accelerator) -> Backend | None:
@@ -277,8 +271,12 @@ def _measure(
     sample: Sequence[tuple[int, torch.dtype]],
     accelerator: Accelerator,
 ) -> dict[str, float]:
-    """Collective: seconds that each all-reduce takes for the sample. Closes the all-reduces if it fails."""
+    """Collective: seconds that each all-reduce takes for the sample. Closes the all-reduces if it fails.
+
+    They take turns. The result is the median of turns, with the same numbers on all ranks, so that all decide alike.
+    """
     limit = world.timeout_seconds / 2
+    seconds: dict[str, list[float]] = {name: [] for name in all_reduces}
 
     def give_up() -> None:
         text = "measuring did not come to an end on the device; choose one yourself, such as algorithm='native'"
@@ -288,14 +286,9 @@ def _measure(
     try:
         wires = {name: [*all_reduce.open_wires(sample)] * _NUM_REPEATS for name, all_reduce in all_reduces.items()}
         with _alarm(limit, give_up):
-            seconds = measure_in_turns(
-                world,
-                all_reduces,
-                wires,
-                num_warm_ups=_NUM_WARM_UPS,
-                num_turns=_NUM_TURNS,
-                synchronize=accelerator.synchronize,
-            )
+            for _ in range(_NUM_WARM_UPS + _NUM_TURNS):
+                for name, all_reduce in all_reduces.items():
+                    seconds[name].append(_seconds_together(world, all_reduce, wires[name], accelerator))
         for all_reduce in all_reduces.values():
             all_reduce.check()
     except BaseException:
@@ -304,4 +297,19 @@ def _measure(
         raise
     for all_reduce in all_reduces.values():
         all_reduce.settle()
-    return {name: taken / _NUM_REPEATS for name, taken in seconds.items()}
+    return {name: statistics.median(taken[_NUM_WARM_UPS:]) / _NUM_REPEATS for name, taken in seconds.items()}
+
+
+def _seconds_together(
+    world: World, all_reduce: OnStream, wires: Sequence[DeviceWire], accelerator: Accelerator
+) -> float:
+    """Collective: seconds to reduce all these wires, started at once, on the slowest rank."""
+    collectives = internal_collectives_of(world)
+    collectives.barrier()
+    started = time.perf_counter()
+    for wire in wires:
+        all_reduce.start(wire)
+    all_reduce.wait()
+    accelerator.synchronize()
+    taken = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device="cpu")
+    return float(collectives.all_reduce(taken, "max"))

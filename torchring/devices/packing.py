@@ -28,8 +28,7 @@ from torchring.devices.stream import OnStream
 from torchring.gradients.plan import BucketPlan
 from torchring.gradients.views import as_real
 from torchring.kernels.chunks import ChunkTable, layout
-from torchring.kernels.pack import prepare_pack
-from torchring.kernels.unpack import prepare_unpack
+from torchring.kernels.pack import prepare_pack, prepare_unpack
 
 _MOST_TABLES: Final = 16  # of one bucket; a bucket needs one table for each set of parameters that a step reaches
 
@@ -161,7 +160,6 @@ class DevicePacking:
             table = ChunkTable(
                 [place.numel for place in places],
                 [place.offset for place in places],
-                wire_dtype=self._wire.dtype,
                 device=self._wire.device,
                 layouts=[layout(view) for view in views],
             )

@@ -8,77 +8,19 @@ current stream wait for the last of them; the host waits for nothing. What ranks
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from torchring.devices.accelerator import Accelerator, Mark, Stream
 from torchring.devices.cuda import span
+from torchring.devices.engines import DeviceWire, Engine, Launch
 from torchring.devices.watchdog import DeviceWatchdog
 from torchring.errors import FirstFailure, PeerLostError, RingError
 from torchring.kernels.pack import NOT_FOUND
 from torchring.memory.host import HostGroup
-
-Launch: TypeAlias = Callable[[], None]
-"""Launches prepared kernels on the current stream."""
-
-
-@dataclass(frozen=True, eq=False)
-class DeviceWire:
-    """A wire buffer on a device. See `Wire`.
-
-    Attributes:
-        buffer: the same memory as `tensor`, for the engine's writes.
-        addresses: [N] int64 on the device: addresses of all ranks' buffers, in rank order.
-        bounds: this rank's slice, in elements.
-        report: [W, 2] int32 on the device, a row for each of the wires that were opened together, which packing
-            writes: see `found` in `kernels.pack`.
-        row: the row of this wire in `report`.
-        memory: kept because the buffer lies in it.
-        launches: prepared launches of the engine, by what they do.
-    """
-
-    tensor: torch.Tensor
-    buffer: torch.Tensor
-    addresses: torch.Tensor
-    bounds: tuple[int, int]
-    report: torch.Tensor
-    row: int
-    memory: object = None
-    launches: dict[Hashable, Launch] = field(default_factory=dict)
-
-    @cached_property
-    def own_slice(self) -> torch.Tensor:
-        begin, end = self.bounds
-        return self.buffer[begin:end]
-
-    @cached_property
-    def found(self) -> torch.Tensor:
-        return self.report[self.row]
-
-
-class Engine(Protocol):
-    """Launches all-reduces on the current stream."""
-
-    @property
-    def algorithm(self) -> str: ...
-
-    def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[DeviceWire]:
-        """Collective: one buffer per (elements, dtype), zeroed."""
-
-    def launch(self, wire: DeviceWire) -> None:
-        """Launch what replaces the buffer by the sum over ranks, with the same bits on all ranks. Does not wait."""
-
-    def guard(self, wires: Sequence[DeviceWire]) -> Launch | None:
-        """What has to follow the launches for these wires, so that their results are NaN after an abort."""
-
-    def abort(self) -> None:
-        """End launched work that waits for other ranks. Its results become NaN. From any thread."""
-
-    def close(self) -> None: ...
 
 
 class Dated(NamedTuple):
@@ -102,6 +44,7 @@ class OnStream:
         lost_afar: a method that returns an error if a rank of another host is gone. Called from another thread.
 
     Attributes:
+        engine: see above.
         stream: buckets are reduced on it. The code that packs them makes this stream wait.
         is_dated: whether to mark where each bucket begins and ends.
         reports: of the wires of a reduction; see `DeviceWire.report`. They are fetched and cleared at its end.
@@ -124,7 +67,7 @@ class OnStream:
         self.accelerator = accelerator
         self.stream: Stream = accelerator.open_stream()
         self.is_dated = False
-        self._engine = engine
+        self.engine = engine
         self._failure = FirstFailure()
         self.check = self._failure.raise_if_set  # raises the failure that ended this all-reduce, if there was any
         self.reports: list[torch.Tensor] = []
@@ -139,12 +82,8 @@ class OnStream:
         self._rank = 0 if host is None else host.rank
         self._watchdog = DeviceWatchdog(self, host, timeout_seconds, lost_afar)
 
-    @property
-    def engine(self) -> Engine:
-        return self._engine
-
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[DeviceWire]:
-        return self._engine.open_wires(specs)
+        return self.engine.open_wires(specs)
 
     def start(self, wire: DeviceWire) -> OnStream:
         """See `AllReduce.start`. The bucket comes after the work that `stream` was given before.
@@ -154,7 +93,7 @@ class OnStream:
         self.check()
         begin = self.stream.mark() if self.is_dated else None
         with span("torchring.{} bucket {}, {:.2f} MiB", self.algorithm, wire.row, wire.buffer.nbytes / 2**20):
-            self.stream.run(partial(self._engine.launch, wire))
+            self.stream.run(partial(self.engine.launch, wire))
         if begin is not None:
             self._dated.append(Dated(begin, self.stream.mark()))
         self._started.append(wire)
@@ -183,7 +122,7 @@ class OnStream:
 
     def _launch_end(self) -> None:
         if self._started and self._started != self._guarded:
-            self._guarded, self._guard = self._started, self._engine.guard(self._started)
+            self._guarded, self._guard = self._started, self.engine.guard(self._started)
         self._started = []
         if self._guard is not None:
             self._guard()
@@ -255,7 +194,7 @@ class OnStream:
 
     def fail(self, error: RingError) -> None:
         if self._failure.set(error):
-            self._engine.abort()
+            self.engine.abort()
 
     def finish(self) -> None:
         """Wait until the device has finished the reductions that were sealed, and end one that was aborted.
@@ -275,9 +214,9 @@ class OnStream:
     def leave(self) -> None:
         """The script ends without closing."""
         self.finish()
-        self._engine.abort()
+        self.engine.abort()
 
     def close(self) -> None:
         self.finish()
         self._watchdog.close()
-        self._engine.close()
+        self.engine.close()

@@ -18,9 +18,9 @@ from dataclasses import replace
 
 import torch
 
-from torchring.devices.engines import BackendEngine, SharedMemoryEngine
+from torchring.devices.engines import DeviceWire, Launch
 from torchring.devices.opening import open_on_device
-from torchring.devices.stream import DeviceWire, Launch, OnStream
+from torchring.devices.stream import OnStream
 from torchring.sharding.cut import Flat
 from torchring.sharding.parameters import FlatMemory
 from torchring.world import World
@@ -37,7 +37,7 @@ class DeviceExchange:
     def __init__(self, world: World, all_reduce: OnStream) -> None:
         self._rank = world.rank
         self._opened: OnStream | None = None
-        if not isinstance(all_reduce.engine, (SharedMemoryEngine, BackendEngine)):
+        if all_reduce.algorithm == "hierarchical":
             all_reduce, _ = open_on_device(world, "native", "auto", (), all_reduce.accelerator)
             world.on_failure(all_reduce)
             self._opened = all_reduce
@@ -71,12 +71,12 @@ class DeviceExchange:
 
     def _launch(self, memories: Sequence[FlatMemory]) -> None:
         engine = self._all_reduce.engine
-        if isinstance(engine, SharedMemoryEngine):
+        if engine.backend is None:
             engine.direct(self._meeting, spread=False)
         for memory in memories:
-            if isinstance(engine, SharedMemoryEngine):
+            if engine.backend is None:
                 engine.direct(self._wires[memory], gather=False)
-            elif isinstance(engine, BackendEngine):
+            else:
                 engine.gather(self._wires[memory], memory.flat.owner)
         if self._guard is not None:
             self._guard()

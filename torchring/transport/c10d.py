@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from datetime import timedelta
 from functools import partial
-from typing import Final, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from torchring.rendezvous.rendezvous import Rendezvous, within
 from torchring.rooms import room
 from torchring.threads import SerialThread, at_last, is_done_within
 from torchring.transport import gloo_links
-from torchring.transport.contract import Diagnosis, Transport, closed, contiguous_bytes
+from torchring.transport.contract import Transport, closed, contiguous_bytes
 from torchring.world import World
 
 _T = TypeVar("_T")
@@ -72,7 +72,7 @@ class C10dTransport:
         self._under_way: set[C10dTransfer] = set()  # kept alive: Gloo reads and writes the memory of their tensors
         self._pid = os.getpid()
         # Failures
-        self._diagnosis: Diagnosis = room("diagnosis").Culprits(rendezvous, name, host, self.ranks)
+        self._diagnosis: Any = room("diagnosis").Culprits(rendezvous, name, host, self.ranks)
         self._failure = FirstFailure()
         self._failing = threading.RLock()
         self._is_closed = False
@@ -268,7 +268,8 @@ class C10dTransport:
         """The error if a peer has closed its connection. Sends nothing, and breaks nothing. From any thread."""
         for peer in self.ranks:
             if peer != self.rank and not self._is_closed and self._diagnosis.is_open(peer) is False:
-                return self._diagnosis.explain(peer, 0.0, timed_out=False)
+                error: RingError = self._diagnosis.explain(peer, 0.0, timed_out=False)
+                return error
         return None
 
     def fail(self, error: RingError) -> RingError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -56,43 +55,6 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Close every link of this transport. A peer that still waits on a link raises PeerLostError."""
-
-
-class Diagnosis(Protocol):
-    """Finds the rank at fault when a transfer of a `C10dTransport` fails, and tells the other ranks.
-
-    `diagnosis/culprit.py` has it. Where a method takes a `peer`, None stands for a collective of all ranks.
-    """
-
-    def check_endpoints(self) -> None:
-        """Collective, before Gloo connects. Raises TopologyError, the same on every rank, if Gloo could not."""
-
-    def note_links(self) -> None:
-        """Collective, when Gloo has connected. No rank has closed a link yet."""
-
-    def cannot_connect(self, failure: BaseException) -> RingError:
-        """The error if Gloo could not connect."""
-
-    def is_open(self, peer: int) -> bool | None:
-        """True if the connection to `peer` is open. None if its socket is not known."""
-
-    def seconds_silent(self) -> float:
-        """Seconds since any open connection carried something; infinite if none is open."""
-
-    def seen_by_the_host(self, peers: Sequence[int]) -> RingError | None:
-        """The failure of one of `peers` on this host, or None. A child of a dead rank may keep its links open."""
-
-    def suspect(self, peer: int | None, *, timed_out: bool) -> None:
-        """Tell the peers which rank this rank waited for. Call it before this rank closes its links."""
-
-    def explain(self, peer: int | None, seconds: float, *, timed_out: bool) -> RingError:
-        """The cause of a failed wait for `peer`, which took `seconds`. If not `timed_out`, a link broke."""
-
-    def signed(self, error: RingError, seconds: float) -> RingError:
-        """Add to `error` that this rank raises it, and after how long."""
-
-    def report(self, error: RingError) -> None:
-        """Leave `error` for the peers."""
 
 
 def closed(failure: RingError | None, rank: int) -> RingError:

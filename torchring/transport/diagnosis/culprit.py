@@ -36,9 +36,10 @@ _NETWORK: Final = (
 
 
 class Culprits:
-    """Tells the other ranks of a failure of one channel, and finds out what they tell. See `Diagnosis`.
+    """Tells the other ranks of a failure of one channel, and finds out what they tell.
 
-    MPI has no links to look at, and connects by itself.
+    Where a method takes a `peer`, None stands for a collective of all ranks. MPI has no links to look at, and connects
+    by itself.
 
     Args:
         rendezvous: the world's store.
@@ -67,12 +68,14 @@ class Culprits:
         self._closed: list[int] = []
 
     def check_endpoints(self) -> None:
+        """Collective, before Gloo connects. Raises TopologyError, the same on every rank, if Gloo could not."""
         texts = self._meeting.all_gather(f"transport/{self._name}", own_endpoint().encode())
         self._endpoints = [Endpoint.decode(text) for text in texts]
         check_endpoints(self._meeting.rank, self._endpoints)
         self._before = open_sockets()
 
     def note_links(self) -> None:
+        """Collective, when Gloo has connected. No rank has closed a link yet."""
         self._links = Links(self._before)
         ends = self._meeting.all_gather(f"transport/{self._name}/connected", self._links.own_ends())
         self._links.match(self._meeting.rank, ends)
@@ -81,12 +84,15 @@ class Culprits:
         return cannot_connect(self._meeting.rank, self._endpoints, failure)
 
     def is_open(self, peer: int) -> bool | None:
+        """True if the connection to `peer` is open. None if its socket is not known."""
         return None if self._links is None else self._links.is_open(peer)
 
     def seconds_silent(self) -> float:
+        """Seconds since any open connection carried something; infinite if none is open."""
         return float("inf") if self._links is None else self._links.seconds_silent()
 
     def report(self, error: RingError) -> None:
+        """Leave `error` for the peers."""
         self._notices.post(error)
         key = notice_key(self._rendezvous.rank)
         with contextlib.suppress(RingError):  # the store may be gone
@@ -96,6 +102,7 @@ class Culprits:
         self._rendezvous.stay_until_published([notice_key(rank) for rank in survivors], _STAY_SECONDS)
 
     def suspect(self, peer: int | None, *, timed_out: bool) -> None:
+        """Tell the peers which rank this rank waited for. Call it before this rank closes its links."""
         # Only the first counts: what fails later in other channels is a consequence. A peer that sees a closed link
         # either finds the suspect, or knows that this rank died.
         self._closed = [rank for rank in self._peers if self.is_open(rank) is False]
@@ -109,6 +116,7 @@ class Culprits:
             self._rendezvous.publish(self._left_key(self._rendezvous.rank), b"")
 
     def explain(self, peer: int | None, seconds: float, *, timed_out: bool) -> RingError:
+        """The cause of a failed wait for `peer`, which took `seconds`. If not `timed_out`, a link broke."""
         if peer is None and len(self._peers) == 1:
             peer = self._peers[0]
         try:
@@ -157,6 +165,7 @@ class Culprits:
         return error
 
     def seen_by_the_host(self, suspects: Sequence[int]) -> RingError | None:
+        """The failure of one of them on this host, or None. A child of a dead rank may keep its links open."""
         if self._host is None:
             return None
         try:
