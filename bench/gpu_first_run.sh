@@ -63,15 +63,15 @@ df -h /dev/shm; ulimit -l; $python -m pip list; $python -m torchring doctor"
 mapfile -t training < <(grep -rl 'mark\.gpu' tests --include='test_*.py' --exclude-dir=kernels)
 # A test that hangs prints the stacks of its threads after 100 s.
 tests=("$python" -m pytest -m gpu -v -p no:cacheprovider --durations 10 -o timeout=150 -o faulthandler_timeout=100)
-smoke='(sums_are_exact and direct and 2) or no_step_waits or ring_of_one or nccl_engine_alone or (between_streams and 2)'
+smoke='(sums_are_exact and direct and 2) or no_step_waits or ring_of_one or nccl_engine_alone or (between_streams and 2-direct)'
 bench=("$python" -m torchring.bench.gpu --json "$out/rows.jsonl" --sections)
-unwaiting='worked_example or spoils_nothing or pack or unpack or accumulate'
+unwaiting='worked_example or spoils_nothing or pack or accumulate'
 profiled=(ncu --set full --clock-control none --launch-count 6 --kernel-name)
 worker=("$python" -m torchring.bench.gpu --worker)
 
 [ -n "${wanted// /}" ] || : >"$out/summary.txt"
 part 1 facts 60 bash -c "$machine; exec $python -c '$facts'"
-part 1 smoke 110 "${tests[@]}" -x "${training[@]}" tests/kernels/test_direct.py -k "$smoke"
+part 1 smoke 110 "${tests[@]}" -x "${training[@]}" tests/kernels/test_reducing.py -k "$smoke"
 part 1 tests 250 "${tests[@]}" --maxfail=20 "${training[@]}"
 part 2 steps 210 "${bench[@]}" step bucket
 part 2 kernels 340 "${tests[@]}" --maxfail=6 tests/kernels
@@ -79,7 +79,7 @@ part 3 rates 105 "${bench[@]}" kernels
 tool_part compute-sanitizer 3 sanitizer 170 bash -c 'for tool in memcheck racecheck synccheck; do compute-sanitizer \
     --tool $tool --target-processes all --error-exitcode 9 "$@" || exit; done' \
     sanitizer "${tests[@]}" tests/kernels -k "$unwaiting"
-tool_part ncu 3 ncu 50 "${profiled[@]}" 'regex:_(un)?pack_kernel' "${worker[@]}" kernels,none
+tool_part ncu 3 ncu 50 "${profiled[@]}" _pack_kernel "${worker[@]}" kernels,none
 tool_part ncu 3 ncu_direct 50 "${profiled[@]}" _direct_kernel "${worker[@]}" bucket,none
 part 4 allreduce 290 "${bench[@]}" allreduce
 echo "Results are in $out:"

@@ -18,7 +18,7 @@ from tests.support.harness import patient
 from tests.support.kernels import truncate_to_bfloat16
 from torchring.kernels import lazy
 
-KERNELS = ("pack", "direct", "ring", "ptx")
+KERNELS = ("pack", "reducing", "ptx")
 SMOKE = "worked_example or an_abort_is_found or what_it_does"  # one of each kernel
 
 

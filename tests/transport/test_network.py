@@ -252,10 +252,8 @@ def _close_in_the_midst(rank: int, world_size: int) -> None:
     assert world.rendezvous is not None
     transport = C10dTransport(world.rendezvous, "test", world.host)
     data = torch.full((500_000,), rank, dtype=torch.uint8)
-    options = torch.distributed.BroadcastOptions()
-    options.rootRank = 1
     with ThreadPoolExecutor(1) as pool:
-        receiving = pool.submit(lambda: transport.start(lambda group: group.broadcast([data], options)).wait())
+        receiving = pool.submit(lambda: transport.start_broadcast(data, 1).wait())
         if rank == 0:
             wait_until(lambda: data[0] == 1, "the beginning of the message")
             transport.close()

@@ -71,10 +71,8 @@ class GlooCollectives:
 
     def broadcast(self, data: torch.Tensor, src: int, signature: Signature) -> None:
         self._agree(signature)
-        options = dist.BroadcastOptions()
-        options.rootRank = src
         if data.numel():
-            self._transport.start(lambda group: group.broadcast([data], options)).wait()
+            self._transport.start_broadcast(data, src).wait()
             torch.autograd.graph.increment_version(data)
 
     def all_gather(self, data: torch.Tensor, signature: Signature) -> list[torch.Tensor]:

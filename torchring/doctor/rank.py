@@ -80,7 +80,7 @@ def _describe_store(world: World, launch: LaunchEnvironment, report: Report) -> 
 
 
 def _measure(world: World) -> list[PathFacts]:
-    """All-reduces within each host, then messages between the first ranks of each host and of the next, in turns."""
+    """All-reduces within each host, then between the first ranks of each host and of the next, in turns."""
     found: list[PathFacts] = []
     with contextlib.ExitStack() as opened:
         if any(len(ranks) > 1 for ranks in world.hosts):
@@ -92,14 +92,13 @@ def _measure(world: World) -> list[PathFacts]:
                 transfer = _reducing(host, direct)
             path = _time("shared memory", world.hosts[world.node_rank], transfer)
             found += [path] if world.rank == path.ranks[0] and transfer is not _watch else []
-        if len(world.hosts) > 1:
-            transport = open_transport(world)
+        firsts = [ranks[0] for ranks in world.hosts]
+        for pair in itertools.pairwise([*firsts, firsts[0]] if len(firsts) > 2 else firsts):
+            transport = open_transport(world, ranks=pair if world.rank in pair else (world.rank,))
             opened.callback(transport.close)
-            firsts = [ranks[0] for ranks in world.hosts]
-            for pair in itertools.pairwise([*firsts, firsts[0]] if len(firsts) > 2 else firsts):
-                swap = functools.partial(_swap, transport, sum(pair) - world.rank)
-                path = _time(transport.engine, pair, swap if world.rank in pair else _watch)
-                found += [path] if world.rank == pair[0] else []
+            add_up = functools.partial(_add_up, transport) if world.rank in pair else _watch
+            path = _time(transport.engine, pair, add_up)
+            found += [path] if world.rank == pair[0] else []
     return [
         PathFacts(**path)
         for of_rank in collectives_of(world).all_gather_json([*map(asdict, found)])
@@ -134,13 +133,12 @@ def _reducing(host: HostGroup, direct: DirectAllReduce) -> _Transfer:
     return reduce
 
 
-def _swap(transport: Transport, other: int, num_bytes: int) -> float:
-    """Messages in both directions at once. A link that moves no data raises a RingError after the world's timeout."""
-    outgoing, incoming = torch.ones(2, num_bytes, dtype=torch.uint8)
+def _add_up(transport: Transport, num_bytes: int) -> float:
+    """The engine's own all-reduce. A link that moves no data raises a RingError after the world's timeout."""
+    buffer = torch.ones(num_bytes // 4)
     barrier()
     started = time.perf_counter()
-    for transfer in [transport.receive(incoming, other), transport.send(outgoing, other)]:
-        transfer.wait()
+    transport.start_all_reduce(buffer).wait()
     return time.perf_counter() - started
 
 

@@ -1,10 +1,13 @@
 """Carries parameters that one rank has stepped to the others. On devices, see `device.py`.
 
-Within a host, a rank writes its slices into the memory of its peers. Between hosts, it sends them to one rank of every
-other host, which writes them to the peers there. So each host receives every slice once:
+Within a host, a rank writes its slices into the memory of its peers. Between hosts, ranks with the same place in their
+hosts broadcast them to each other, and write what comes to the peers of their host. So each host receives every slice
+once:
 
       host 0: ranks 0, 1                       host 1: ranks 2, 3
-      rank 0 sends its slices to rank 2        rank 2 writes them to its memory, and to that of rank 3
+      rank 0 broadcasts its slices             rank 2 has them in its memory, and writes them to that of rank 3
+
+Where hosts have different numbers of ranks, ranks share places: a host may receive a slice more than once.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
+from torchring.allreduce.hierarchical import num_columns
 from torchring.memory.channel import Channel
 from torchring.sharding.cut import Flat
 from torchring.sharding.parameters import FlatMemory
@@ -28,11 +32,10 @@ class Exchange:
         self._host = world.host
         self._rank = world.rank
         self._left = Channel(world.host)
-        self._transport = open_transport(world) if world.num_nodes > 1 else None
-        mine, index = world.hosts[world.node_rank], world.host.index
-        others = [ranks for ranks in world.hosts if ranks != mine]
-        self._receivers = [ranks[index % len(ranks)] for ranks in others]
-        self._senders = [rank for ranks in others for i, rank in enumerate(ranks) if mine[i % len(mine)] == world.rank]
+        places = num_columns(world.hosts)
+        mine = world.host.index % places
+        self._together = [rank for ranks in world.hosts for i, rank in enumerate(ranks) if i % places == mine]
+        self._transport = open_transport(world, ranks=self._together) if world.num_nodes > 1 else None
 
     def allocate(self, flats: Sequence[Flat]) -> list[FlatMemory]:
         """Collective: memory that the ranks of this host share."""
@@ -52,21 +55,18 @@ class Exchange:
         In the same order on all ranks. Every rank has called this, or waits to be allowed to, so that its parameters
         may be written.
         """
-        receives, sends = [], []
+        transfers = []
         if self._transport is not None:
             for memory in memories:
-                for sender in self._senders:
-                    transfer = self._transport.receive(_slice(memory.own, memory, sender), sender)
-                    receives.append((memory, sender, transfer))
-                own = _slice(memory.own, memory, self._rank)
-                sends += [self._transport.send(own, receiver) for receiver in self._receivers]
+                for sender in self._together:
+                    part = _slice(memory.own, memory, sender)
+                    transfers.append((memory, sender, self._transport.start_broadcast(part, sender)))
         for memory in memories:
             _copy_to_peers(memory, self._rank)
-        for memory, sender, transfer in receives:
+        for memory, sender, transfer in transfers:
             transfer.wait()
-            _copy_to_peers(memory, sender)
-        for transfer in sends:
-            transfer.wait()
+            if sender != self._rank:
+                _copy_to_peers(memory, sender)
         self._left.barrier()
 
     def close(self) -> None:

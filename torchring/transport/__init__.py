@@ -1,1 +1,1 @@
-"""Point-to-point transfers between hosts, by an existing engine: Gloo or MPI."""
+"""Collectives between hosts, by an existing engine: Gloo or MPI."""

@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final, TypeVar, cast
@@ -76,15 +75,13 @@ class C10dTransport:
         self._failure = FirstFailure()
         self._failing = threading.RLock()
         self._is_closed = False
-        # Waits that may have to be left behind
-        self._waiter = SerialThread(f"torchring-{name}-waiter")
         # All ranks are known to be here before Gloo connects, so that an absent rank is reported by name.
         try:
             self._diagnosis.check_endpoints()
         except TopologyError as error:
             self.fail(error)
             raise
-        self._group = self.guard(lambda: self._connect(rendezvous), None)
+        self._group = self.guard(lambda: self._connect(rendezvous))
         self._diagnosis.note_links()
         _transports.add(self)
 
@@ -94,7 +91,8 @@ class C10dTransport:
         self._store = store = within(rendezvous.store, f"transport/{self._name}/gloo/{self.ranks[0]}")
         timeout = timedelta(seconds=rendezvous.timeout_seconds)
         others = [rank for rank in range(rendezvous.size) if rank != self.rank]
-        connecting = self._waiter.submit(lambda: ProcessGroupGloo(store, self._place, self.size, timeout))
+        thread = SerialThread(f"torchring-{self._name}-connecting")  # which may have to be left behind
+        connecting = thread.submit(lambda: ProcessGroupGloo(store, self._place, self.size, timeout))
         end = time.monotonic() + rendezvous.timeout_seconds + _LATE_SECONDS
         while True:
             try:
@@ -120,14 +118,6 @@ class C10dTransport:
             except RingError as given_up:
                 raise self.fail(given_up) from None
 
-    def send(self, tensor: torch.Tensor, peer: int) -> C10dTransfer:
-        data, place = contiguous_bytes(tensor), self.ranks.index(peer)
-        return self.start(lambda group: group.send([data], place, gloo_links.TAG) if data.numel() else None, peer)
-
-    def receive(self, tensor: torch.Tensor, peer: int) -> C10dTransfer:
-        data, place = contiguous_bytes(tensor), self.ranks.index(peer)
-        return self.start(lambda group: group.recv([data], place, gloo_links.TAG) if data.numel() else None, peer)
-
     def sums(self, dtype: torch.dtype) -> bool:
         return dtype in _SUMMED
 
@@ -137,11 +127,19 @@ class C10dTransport:
         options = all_reduce_options()
         return self.start(lambda group: group.allreduce([tensor], options) if tensor.numel() else None)
 
-    def start(self, operation: Callable[[Backend], BackendWork | None], peer: int | None = None) -> C10dTransfer:
-        """Start a collective of the group, or a message of `peer`. What it reads and writes belongs to the group until
-        the end. `operation` returns None if there are no bytes to move."""
-        work = self.guard(lambda: operation(self._open_group()), peer)
-        transfer = C10dTransfer(self, work, peer)
+    def start_broadcast(self, tensor: torch.Tensor, src: int) -> C10dTransfer:
+        options = dist.BroadcastOptions()
+        options.rootRank = self.ranks.index(src)
+        data = contiguous_bytes(tensor)
+        return self.start(lambda group: group.broadcast([data], options) if data.numel() else None)
+
+    def start(self, operation: Callable[[Backend], BackendWork | None]) -> C10dTransfer:
+        """Start a collective of the group. What it reads and writes belongs to the group until the end.
+
+        `operation` returns None if there are no bytes to move.
+        """
+        work = self.guard(lambda: operation(self._open_group()))
+        transfer = C10dTransfer(self, work)
         if work is not None:
             self._under_way.add(transfer)
         return transfer
@@ -157,7 +155,6 @@ class C10dTransport:
             del group
             gloo_links.drop(last)
         self._under_way.clear()
-        self._waiter.close()
 
     def let_go_if_idle(self) -> None:
         """End Gloo's threads, unless they wait for peers. The process ends, so links close as they would anyway."""
@@ -173,14 +170,10 @@ class C10dTransport:
     def finish(self, transfer: C10dTransfer, work: BackendWork) -> None:
         """Wait until `transfer` is done."""
         self._open_group()
-        peer = transfer.peer
-        wait: Callable[[], object] = work.wait
-        if not work.is_completed():
-            wait = partial(self._collected, work) if peer is None else partial(self.interruptible, work.wait, peer)
-        self.guard(wait, peer)
+        self.guard(work.wait if work.is_completed() else partial(self._attend, work))
         self._under_way.discard(transfer)
 
-    def guard(self, operation: Callable[[], _T], peer: int | None) -> _T:
+    def guard(self, operation: Callable[[], _T]) -> _T:
         """Run `operation`. Turn a failure of Gloo into a RingError that names its cause, and close the transport."""
         started = time.monotonic()
         try:
@@ -188,75 +181,57 @@ class C10dTransport:
         except RingError:
             raise
         except RuntimeError as failure:
-            if gloo_links.is_consequence(failure):  # of a failure in another thread: let that thread say why
-                time.sleep(_INTERRUPTIBLE_SECONDS)
             with self._failing:
                 if self._is_closed:
                     raise closed(self._failure.error, self.rank) from failure
                 timed_out = gloo_links.has_timed_out(failure)
-                self._diagnosis.suspect(peer, timed_out=timed_out)
-                if peer is None and self._group is not None:
+                self._diagnosis.suspect(timed_out=timed_out)
+                if self._group is not None:
                     # Ranks that wait for innocent ranks must notice, too, or they are taken for the rank at fault.
                     gloo_links.close_links(self._group, self._place, self.size)
                 seconds = time.monotonic() - started
-                raise self.fail(self._diagnosis.explain(peer, seconds, timed_out=timed_out)) from failure
+                raise self.fail(self._diagnosis.explain(seconds, timed_out=timed_out)) from failure
 
-    def interruptible(self, wait: Callable[[], object], peer: int | None) -> None:
-        """Call `wait` on a thread that can be left behind: Ctrl-C gets through, and a broken link is noticed."""
-        future = self._waiter.submit(wait)
-        self._attend(partial(is_done_within, future), peer)
-        try:
-            future.result()
-        except CancelledError:
-            raise closed(self._failure.error, self.rank) from None
+    def _attend(self, work: BackendWork) -> None:
+        """Return when a collective is over. Raises if a link is broken, or this transport is closed.
 
-    def _collected(self, work: BackendWork) -> None:
-        """Wait for a collective in this thread: unlike a wait for a message, this wait can be given up."""
-
-        def is_done_within(seconds: float) -> bool:
-            try:
-                return work.wait(timedelta(seconds=seconds))
-            except RuntimeError:  # not yet, or the collective has failed
-                return work.is_completed()
-
-        self._attend(is_done_within, None)
-        work.wait()  # raises what went wrong
-
-    def _attend(self, is_done_within: Callable[[float], bool], peer: int | None) -> None:
-        """Return when a wait is over. Raises if a link is broken, or this transport is closed.
-
-        When a link breaks, Gloo wakes a thread that waits for a message that has not begun. A thread that waits in the
-        middle of a message waits on.
+        Waits in this thread, and gives up now and then, so that Ctrl-C gets through. When a link breaks, Gloo may wait
+        on in the middle of a message.
         """
         pause = _FIRST_LOOK_SECONDS
         broken: RuntimeError | None = None
         probe_at = time.monotonic() + pause
-        while True:
-            if is_done_within(_INTERRUPTIBLE_SECONDS if broken is None else _DIGEST_SECONDS):
-                return
+        while not self._is_done_within(work, _INTERRUPTIBLE_SECONDS if broken is None else _DIGEST_SECONDS):
             if self._is_closed:
                 raise closed(self._failure.error, self.rank)
             if broken is not None:  # Gloo has read all that came
                 raise broken
             is_time_to_probe = time.monotonic() > probe_at
-            broken = self._broken_link(peer, probes=is_time_to_probe)
+            broken = self._broken_link(probes=is_time_to_probe)
             if is_time_to_probe:
                 pause *= 2
                 probe_at = time.monotonic() + pause
+        work.wait()  # raises what went wrong
 
-    def _broken_link(self, peer: int | None, *, probes: bool) -> RuntimeError | None:
-        """An error if a connection is closed, so that nothing more will come from `peer` (None: a collective's ranks).
+    def _is_done_within(self, work: BackendWork, seconds: float) -> bool:
+        try:
+            return work.wait(timedelta(seconds=seconds))
+        except RuntimeError:  # not yet, or the collective has failed
+            return work.is_completed()
 
-        In a collective, a peer that has done its part may have left while others still send.
+    def _broken_link(self, *, probes: bool) -> RuntimeError | None:
+        """An error if a connection is closed, and nothing comes any more.
+
+        A peer that has done its part may have left while others still send.
         """
-        for other in self.ranks if peer is None else (peer,):
+        for other in self.ranks:
             if other == self.rank:
                 continue
             is_open = self._diagnosis.is_open(other)
             if is_open is None and probes and (group := self._group) is not None:  # another thread may close it
                 broken = gloo_links.find_failure(group, self.ranks.index(other))
                 del group
-            elif is_open is False and (peer is not None or self._diagnosis.seconds_silent() > _SILENT_SECONDS):
+            elif is_open is False and self._diagnosis.seconds_silent() > _SILENT_SECONDS:
                 broken = RuntimeError(f"the connection to rank {other} is closed")
             else:
                 continue
@@ -265,12 +240,9 @@ class C10dTransport:
         return None
 
     def lost_peer(self) -> RingError | None:
-        """The error if a peer has closed its connection. Sends nothing, and breaks nothing. From any thread."""
-        for peer in self.ranks:
-            if peer != self.rank and not self._is_closed and self._diagnosis.is_open(peer) is False:
-                error: RingError = self._diagnosis.explain(peer, 0.0, timed_out=False)
-                return error
-        return None
+        """The error if a peer has closed its connection. From any thread."""
+        error: RingError | None = None if self._is_closed else self._diagnosis.lost_peer()
+        return error
 
     def fail(self, error: RingError) -> RingError:
         if self._failure.set(error):
@@ -318,8 +290,7 @@ def all_reduce_options(operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -
 class C10dTransfer:
     """See `Transfer`. `work` is None if there are no bytes to move."""
 
-    def __init__(self, transport: C10dTransport, work: BackendWork | None, peer: int | None) -> None:
-        self.peer = peer
+    def __init__(self, transport: C10dTransport, work: BackendWork | None) -> None:
         self._transport = transport
         self._work = work
 

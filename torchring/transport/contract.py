@@ -11,17 +11,17 @@ from torchring.memory.host import bytes_of
 
 
 class Transfer(Protocol):
-    """A send or a receive that has been started. The tensor belongs to the transport until `wait` returns."""
+    """A collective that has been started. The tensor belongs to the transport until `wait` returns."""
 
     def wait(self) -> None:
         """Block until the transfer is done. Raises PeerLostError or PeerTimeoutError naming the peer at fault."""
 
 
 class Transport(Protocol):
-    """Point-to-point transfers between ranks of one world, and the engine's own sum. Tensors are in host memory.
+    """Collectives of an engine between ranks of one world. Tensors are contiguous, in host memory.
 
-    The n-th send from rank a to rank b matches the n-th receive that rank b starts from rank a. Only one thread uses a
-    transport at a time; `fail` and `close` may be called from any thread.
+    All ranks start them in the same order. They proceed while nobody waits for them. Only one thread uses a transport
+    at a time; `fail` and `close` may be called from any thread.
     """
 
     @property
@@ -35,20 +35,14 @@ class Transport(Protocol):
     def engine(self) -> str:
         """Name of the engine that moves the bytes: "Gloo" or "MPI"."""
 
-    def send(self, tensor: torch.Tensor, peer: int) -> Transfer:
-        """Start sending a contiguous tensor of any dtype and size, 0 elements included."""
-
-    def receive(self, tensor: torch.Tensor, peer: int) -> Transfer:
-        """Start receiving into a contiguous tensor with as many bytes as the peer sends."""
-
     def sums(self, dtype: torch.dtype) -> bool:
         """True if `start_all_reduce` takes this dtype."""
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Transfer:
-        """Collective: the contiguous `tensor` becomes the sum over ranks, added in its dtype by the engine.
+        """`tensor` becomes the sum over ranks, added in its dtype by the engine."""
 
-        The sum proceeds while nobody waits for it. All ranks call this in the same order.
-        """
+    def start_broadcast(self, tensor: torch.Tensor, src: int) -> Transfer:
+        """`tensor`, of any dtype, becomes that of rank `src`."""
 
     def fail(self, error: RingError) -> RingError:
         """Close every link, and leave `error` for the peers that still wait on a link to raise. Returns `error`."""

@@ -17,9 +17,7 @@ from torch.distributed import ProcessGroup as Backend
 
 from torchring.threads import SerialThread
 
-TAG: Final = 0  # of all transfers; nobody sends with the next two
-_CLOSING_TAG: Final = 1
-_PROBE_TAG: Final = 2
+_CLOSING_TAG, _PROBE_TAG = 1, 2  # nobody ever sends with them
 _CLOSING_SECONDS: Final = 0.5
 
 
@@ -29,12 +27,6 @@ def has_timed_out(failure: RuntimeError) -> bool:
     # gloo/transport/tcp/pair.cc, and where Gloo connects: "timeout" in several texts.
     text = str(failure).lower()
     return "timed out" in text or "timeout" in text
-
-
-def is_consequence(failure: RuntimeError) -> bool:
-    """True if another wait of this process has failed, and so closed all links."""
-    # gloo/transport/tcp/unbound_buffer.cc: "Application timeout caused pair closure".
-    return "caused pair closure" in str(failure).lower()
 
 
 def close_links(group: Backend, rank: int, size: int) -> None:
@@ -56,8 +48,7 @@ def find_failure(group: Backend, peer: int) -> RuntimeError | None:
     Tells the peer that this rank is ready to receive, which may cost the last bytes of a peer that has exited: its
     kernel answers with a reset. So ask only where the socket is not known (see `sockets.py`).
     """
-    # gloo/transport/tcp/pair.cc, recv: throws if the link is closed. Nobody ever sends with this tag, and the receive
-    # is forgotten with the group.
+    # gloo/transport/tcp/pair.cc, recv: throws if the link is closed. The receive is forgotten with the group.
     try:
         group.recv([_one_byte()], peer, _PROBE_TAG)
     except RuntimeError as failure:

@@ -1,8 +1,8 @@
-"""Transport over MPI (mpi4py): non-blocking calls straight on the tensors' memory, in a communicator of its own.
+"""Transport over MPI (mpi4py): non-blocking collectives straight on the tensors' memory, in a communicator of its own.
 
 A wait polls, because MPI has no deadlines and does not report a peer that is gone. Between two polls the wait gives its
 core away. Now and then the wait checks that the peers on this host are alive, and asks the store whether a peer has
-announced its end. MPI moves a large transfer inside its own calls, so a thread polls sums that nobody waits for yet.
+announced its end. MPI moves a large transfer inside its own calls, so a thread polls what nobody waits for yet.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _SUMMED: Final = {
 
 _lock = threading.RLock()  # MPI may take one thread at a time, and no call of it waits
 _open: weakref.WeakSet[MpiTransport] = weakref.WeakSet()
-# (request, tensor) of transfers that could not be cancelled: MPI may still read or write the tensor's memory.
+# (request, tensor) of transfers under way when their transport was closed: MPI may still read or write their memory.
 _abandoned: list[tuple[Any, torch.Tensor]] = []
 
 
@@ -97,7 +97,7 @@ class MpiTransport:
         self.mpi_error: type[Exception] = mpi.Exception
         with _lock:
             self._communicator, opening = parent.Idup()
-        MpiTransfer(self, opening, torch.empty(0, device="cpu"), None).wait()
+        MpiTransfer(self, opening, torch.empty(0, device="cpu")).wait()
         if self.ranks != tuple(range(rendezvous.size)):
             with _lock:
                 whole = self._communicator
@@ -105,17 +105,6 @@ class MpiTransport:
                 whole.Free()
         self._communicator.Set_errhandler(mpi.ERRORS_RETURN)
         _open.add(self)
-
-    def send(self, tensor: torch.Tensor, peer: int) -> MpiTransfer:
-        data = contiguous_bytes(tensor)
-        place = self.ranks.index(peer)
-        return self._start(lambda: self._communicator.Isend(self._buffer(data), place), data, peer)
-
-    def receive(self, tensor: torch.Tensor, peer: int) -> MpiTransfer:
-        data = contiguous_bytes(tensor)
-        return self._start(
-            lambda: self._communicator.Irecv(self._buffer(data), self.ranks.index(peer)), data, peer, is_receive=True
-        )
 
     def sums(self, dtype: torch.dtype) -> bool:
         return dtype in _SUMMED
@@ -127,9 +116,11 @@ class MpiTransport:
         operation = _added(tensor.dtype) if tensor.dtype.itemsize == 2 and tensor.is_floating_point() else mpi.SUM
         # Not the blocking call, which is faster (64 MiB: 31 against 55 ms) but has no timeout and cannot be left.
         data = [self._buffer(tensor), tensor.numel(), getattr(mpi, _SUMMED[tensor.dtype])]
-        transfer = self._start(lambda: self._communicator.Iallreduce(mpi.IN_PLACE, data, operation), tensor, None)
-        self._poller.submit(transfer.poll)
-        return transfer
+        return self._start(lambda: self._communicator.Iallreduce(mpi.IN_PLACE, data, operation), tensor)
+
+    def start_broadcast(self, tensor: torch.Tensor, src: int) -> MpiTransfer:
+        data, place = contiguous_bytes(tensor), self.ranks.index(src)
+        return self._start(lambda: self._communicator.Ibcast(self._buffer(data), place), data)
 
     def fail(self, error: RingError) -> RingError:
         if self._failure.set(error):
@@ -149,7 +140,7 @@ class MpiTransport:
             if self._mpi.Is_finalized():  # by the script; no function of MPI may be called any more
                 return
             under_way, self._under_way = self._under_way, set()
-            left = [transfer for transfer in under_way if not transfer.cancel()]
+            left = [transfer for transfer in under_way if not transfer.has_ended()]
             _abandoned.extend((transfer.request, transfer.data) for transfer in left)
             # Open MPI crashes if a communicator is freed during a collective. After a failure, messages that nobody has
             # received may still come in. In both cases the communicator stays until the process ends.
@@ -164,7 +155,7 @@ class MpiTransport:
             if transfer.is_done:
                 return True
             self._check_open()
-            if not self._guard(transfer.request.Test, transfer.peer):
+            if not self._guard(transfer.request.Test):
                 return False
             transfer.is_done = True
             self._under_way.discard(transfer)
@@ -184,44 +175,40 @@ class MpiTransport:
             if waited > until and error is not None:
                 raise self.fail(self._diagnosis.signed(error, waited))
             if waited > until:
-                self._diagnosis.suspect(transfer.peer, timed_out=True)
-                raise self.fail(self._diagnosis.explain(transfer.peer, waited, timed_out=True))
+                self._diagnosis.suspect(timed_out=True)
+                raise self.fail(self._diagnosis.explain(waited, timed_out=True))
             if waited > (num_looks + 1) * _LOOK_SECONDS and error is None:
                 num_looks += 1
-                error = self._trouble(transfer.peer, asks_the_store=num_looks % _LOOKS_PER_STORE_LOOK == 0)
+                error = self._trouble(asks_the_store=num_looks % _LOOKS_PER_STORE_LOOK == 0)
                 if error is not None:
                     until = waited + _LATE_SECONDS
             time.sleep(min(max(waited / 20, _SHORTEST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS))
 
-    def _trouble(self, peer: int | None, *, asks_the_store: bool) -> RingError | None:
-        """The reason why the wait for `peer`, or for all ranks (None), may never end. None if no reason is known."""
-        suspects = [rank for rank in self.ranks if rank != self.rank] if peer is None else [peer]
+    def _trouble(self, *, asks_the_store: bool) -> RingError | None:
+        """The reason why a wait may never end. None if no reason is known."""
+        suspects = [rank for rank in self.ranks if rank != self.rank]
         error = self._diagnosis.seen_by_the_host(suspects)
         return self._diagnosis.heard_from(suspects) if error is None and asks_the_store else error
 
-    def _start(
-        self, operation: Callable[[], Any], data: torch.Tensor, peer: int | None, *, is_receive: bool = False
-    ) -> MpiTransfer:
+    def _start(self, operation: Callable[[], Any], data: torch.Tensor) -> MpiTransfer:
         with _lock:
             self._check_open()
-            request = self._guard(operation, peer) if data.numel() else self._mpi.REQUEST_NULL
-            transfer = MpiTransfer(self, request, data, peer, is_receive=is_receive)
+            request = self._guard(operation) if data.numel() else self._mpi.REQUEST_NULL
+            transfer = MpiTransfer(self, request, data)
             self._under_way.add(transfer)
+        self._poller.submit(transfer.poll)
         return transfer
 
     def _check_open(self) -> None:
         if self._is_closed or self._failure.error is not None:  # another thread may be about to close it
             raise closed(self._failure.error, self.rank)
 
-    def _guard(self, operation: Callable[[], _T], peer: int | None) -> _T:
+    def _guard(self, operation: Callable[[], _T]) -> _T:
         """Run `operation`. Turn an error of MPI into a RingError that names its cause, and close the transport."""
         try:
             return operation()
         except self._mpi.Exception as failure:
-            error = self._trouble(peer, asks_the_store=True)
-            if error is None:
-                where = "" if peer is None else f" in a transfer with rank {peer}"
-                error = RingError(f"MPI reports {failure}{where}", peers=() if peer is None else (peer,))
+            error = self._trouble(asks_the_store=True) or RingError(f"MPI reports {failure}")
             raise self.fail(self._diagnosis.signed(error, 0.0)) from failure
 
     def _buffer(self, data: torch.Tensor) -> Any:
@@ -232,15 +219,11 @@ class MpiTransport:
 class MpiTransfer:
     """See `Transfer`. `data` is the memory that MPI reads or writes."""
 
-    def __init__(
-        self, transport: MpiTransport, request: Any, data: torch.Tensor, peer: int | None, *, is_receive: bool = False
-    ) -> None:
+    def __init__(self, transport: MpiTransport, request: Any, data: torch.Tensor) -> None:
         self.request = request
         self.data = data
-        self.peer = peer
         self.is_done = False
         self._transport = transport
-        self._is_receive = is_receive
 
     def wait(self) -> None:
         self._transport.wait_for(self)
@@ -251,11 +234,9 @@ class MpiTransfer:
             while not self._transport.is_done(self):
                 time.sleep(_LONGEST_PAUSE_SECONDS)
 
-    def cancel(self) -> bool:
-        """Give the transfer up without waiting. Returns True if MPI has finished with its memory."""
+    def has_ended(self) -> bool:
+        """Whether MPI has finished with its memory. A collective cannot be cancelled."""
         try:
-            if self._is_receive:  # sends and collectives cannot be cancelled
-                self.request.Cancel()
             return bool(self.request.Test())
         except self._transport.mpi_error:  # the link is broken already
             return False

@@ -1,6 +1,6 @@
 """Finds the rank that is at fault when a transfer fails. Ranks leave messages for each other in the store.
 
-A rank whose wait fails first writes down the peer that it waited for (its "suspect"). When the rank has found out the
+A rank whose wait fails first writes down that it waited (it "suspects" somebody). When the rank has found out the
 cause, it puts its error on the noticeboard. So other ranks name the rank that failed first, and not the ranks that
 stopped because of it. Both belong to the whole world, because rank a may wait for rank b in one channel while rank b
 waits for rank c in another.
@@ -38,8 +38,7 @@ _NETWORK: Final = (
 class Culprits:
     """Tells the other ranks of a failure of one channel, and finds out what they tell.
 
-    Where a method takes a `peer`, None stands for a collective of all ranks. MPI has no links to look at, and connects
-    by itself.
+    MPI has no links to look at, and connects by itself.
 
     Args:
         rendezvous: the world's store.
@@ -101,38 +100,37 @@ class Culprits:
         survivors = [rank for rank in self._others if rank not in lost]
         self._rendezvous.stay_until_published([notice_key(rank) for rank in survivors], _STAY_SECONDS)
 
-    def suspect(self, peer: int | None, *, timed_out: bool) -> None:
-        """Tell the peers which rank this rank waited for. Call it before this rank closes its links."""
+    def suspect(self, *, timed_out: bool) -> None:
+        """Tell the peers that this rank's wait has failed. Call it before this rank closes its links."""
         # Only the first counts: what fails later in other channels is a consequence. A peer that sees a closed link
         # either finds the suspect, or knows that this rank died.
         self._closed = [rank for rank in self._peers if self.is_open(rank) is False]
         with contextlib.suppress(RingError):
-            text = f"{-1 if peer is None else peer} {int(timed_out)}"
-            self._rendezvous.publish_once(_suspect_key(self._rendezvous.rank), text.encode())
+            self._rendezvous.publish_once(_suspect_key(self._rendezvous.rank), b"1" if timed_out else b"0")
 
     def say_goodbye(self) -> None:
         """Tell the peers that this rank has closed its end."""
         with contextlib.suppress(RingError):
             self._rendezvous.publish(self._left_key(self._rendezvous.rank), b"")
 
-    def explain(self, peer: int | None, seconds: float, *, timed_out: bool) -> RingError:
-        """The cause of a failed wait for `peer`, which took `seconds`. If not `timed_out`, a link broke."""
-        if peer is None and len(self._peers) == 1:
-            peer = self._peers[0]
+    def lost_peer(self) -> RingError | None:
+        """The error if a peer has closed its connection. Sends nothing, and breaks nothing. From any thread."""
+        self._closed = [rank for rank in self._peers if self.is_open(rank) is False]
+        return self.explain(0.0, timed_out=False) if self._closed else None
+
+    def explain(self, seconds: float, *, timed_out: bool) -> RingError:
+        """The cause of a failed wait, which took `seconds`. If not `timed_out`, a link broke."""
+        only = self._peers if len(self._peers) == 1 else []
         try:
             error = self.seen_by_the_host(self._others)
             if error is None:
-                if peer is None:
-                    culprits, timed_out = self._silent_ones(timed_out)
-                else:
-                    culprit, timed_out = self._end_of_chain(peer, timed_out)
-                    culprits = [culprit]
-                error = self._fault_of(culprits, timed_out)
+                culprits, timed_out = self._silent_ones(timed_out)
+                error = self._fault_of(culprits or only, timed_out)
         except RingError as found:  # the notice of a rank, or the store is gone with the rank that hosted it
             error = found
-            if not found.peers and peer is not None:  # the store is gone, and the launcher hosted it
-                error = self._fault_of([peer], timed_out)
-                error = type(error)(f"{error.message}; and {found.message}", peers=(peer,))
+            if not found.peers and only:  # the store is gone, and the launcher hosted it
+                error = self._fault_of(only, timed_out)
+                error = type(error)(f"{error.message}; and {found.message}", peers=only)
         return self.signed(error, seconds)
 
     def _fault_of(self, culprits: Sequence[int], timed_out: bool) -> RingError:
@@ -152,10 +150,10 @@ class Culprits:
             where = sorted({self._rendezvous.host_of(rank) for rank in culprits} - {""})
         return PeerLostError(f"{names}{' on ' * bool(where)}{', '.join(where)} died or exited", peers=culprits)
 
-    def _was_late(self, waiting: Sequence[int]) -> RingError:
-        """The error if the ranks `waiting` waited too long for this rank."""
+    def _was_late(self) -> RingError:
+        """The error if all peers waited too long for this rank."""
         return PeerTimeoutError(
-            f"{ranks_in_words(waiting)} waited for this rank for {self._timeout_seconds:g} s and "
+            f"{ranks_in_words(self._peers)} waited for this rank for {self._timeout_seconds:g} s and "
             "gave up; it computed for longer, or was stopped (SIGSTOP, a suspended machine)",
             peers=(self._rendezvous.rank,),
         )
@@ -192,33 +190,6 @@ class Culprits:
             return error if set(error.peers) & set(suspects) else None
         return None
 
-    def _end_of_chain(self, suspect: int, timed_out: bool) -> tuple[int, bool]:
-        """The rank that keeps all others waiting: the first in the chain of suspects that suspects no rank.
-
-        Also returns whether a wait along the chain was too long: then links broke because of that wait. Raises the
-        notice of a rank in the chain, or that a rank in the chain waited too long for this rank.
-        """
-        waited_too_long = timed_out
-        lives = self._host is not None and suspect in self._host.ranks  # `seen_by_the_host` has found no failure
-        started = time.monotonic()
-        deadline = started + (_GRACE_SECONDS if timed_out or lives else _BROKEN_GRACE_SECONDS)
-        seen = {self._rendezvous.rank}
-        while True:
-            if (notice := self._notices.read(suspect)) is not None:
-                raise notice
-            answer = self._suspect_of(suspect, deadline)
-            seen.add(suspect)
-            if answer is None:
-                return suspect, timed_out
-            following, their_wait_was_too_long = map(int, answer.split())
-            if their_wait_was_too_long:
-                timed_out, deadline = True, started + _GRACE_SECONDS
-            if following == self._rendezvous.rank and timed_out and not waited_too_long:
-                raise self._was_late([suspect])
-            if following < 0 or following in seen:
-                return suspect, timed_out
-            suspect = following
-
     def _silent_ones(self, timed_out: bool) -> tuple[list[int], bool]:
         """The culprits after a collective failed: the ranks that do not report the failure.
 
@@ -233,26 +204,22 @@ class Culprits:
             for rank in self._peers:
                 if (notice := self._notices.read(rank)) is not None:
                     raise notice
-            answers = {rank: self._suspect_of(rank, 0.0) for rank in silent}
-            timed_out = timed_out or any(answer is not None and answer.endswith(b"1") for answer in answers.values())
+            answers = {rank: self._suspicion_of(rank) for rank in silent}
+            timed_out = timed_out or b"1" in answers.values()
             silent = [rank for rank, answer in answers.items() if answer is None]
             if not silent and timed_out and not waited_too_long:
-                raise self._was_late(self._peers)
+                raise self._was_late()
             waited = time.monotonic() - started
-            gone = [rank for rank in silent if rank in self._closed]
+            gone = [rank for rank in silent if rank in self._closed or len(self._peers) == 1]
             if gone and not timed_out and waited >= _BROKEN_GRACE_SECONDS:
                 return gone, timed_out
             if not silent or waited >= _GRACE_SECONDS:
                 return silent, timed_out
             time.sleep(_PAUSE_SECONDS)
 
-    def _suspect_of(self, rank: int, deadline: float) -> bytes | None:
+    def _suspicion_of(self, rank: int) -> bytes | None:
         key = _suspect_key(rank)
-        while not self._rendezvous.is_published(key):
-            if time.monotonic() >= deadline:
-                return None
-            time.sleep(_PAUSE_SECONDS)
-        return self._rendezvous.fetch(key, rank)
+        return self._rendezvous.fetch(key, rank) if self._rendezvous.is_published(key) else None
 
     def _left_key(self, rank: int) -> str:
         return f"transport/{self._name}/left/{rank}"

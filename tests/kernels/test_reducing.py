@@ -1,3 +1,7 @@
+"""`direct` and `ring`: sums, signals and aborts."""
+
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -6,6 +10,7 @@ from tests.support.grids import grid
 from tests.support.harness import run_ranks
 from tests.support.kernel_ranks import (
     ROUNDS,
+    Place,
     Round,
     check_abort,
     check_outcomes,
@@ -15,9 +20,11 @@ from tests.support.kernel_ranks import (
     rounds_of_rank,
     rounds_on_streams,
     run_direct,
+    run_ring,
     words,
 )
-from tests.support.kernels import F16, F32, PTX, needs_interpreter, sum_in_order, where_ranks_signal
+from tests.support.kernels import F16, F32, PTX, cast, needs_interpreter, sum_in_order, where_ranks_signal
+from torchring.allreduce.slices import slice_bounds
 from torchring.kernels import reference
 from torchring.kernels.direct import prepare_direct
 from torchring.kernels.guard import prepare_guard
@@ -37,41 +44,62 @@ def sum_of_direct(todo: Round, num_ranks: int) -> torch.Tensor:
     return total * 2 if todo.apart else total
 
 
+def sum_of_ring(todo: Round, num_ranks: int) -> torch.Tensor:
+    """Slice k begins with rank k, goes through the others in turn, and is rounded on its way at each."""
+    compute = reference.compute_dtype(todo.dtype, todo.dtype)
+    inputs = [todo.input(rank).to(compute) for rank in range(num_ranks)]
+    result = torch.empty(todo.numel, dtype=todo.dtype)
+    for k, (begin, end) in enumerate(slice_bounds(todo.numel, num_ranks, todo.dtype.itemsize)):
+        total = inputs[k][begin:end]
+        for i in range(1, num_ranks):
+            total = cast(total + inputs[(k + i) % num_ranks][begin:end], todo.dtype).to(compute)
+        result[begin:end] = cast(total, todo.dtype)
+    return result
+
+
+_WAYS = {"direct": (run_direct, ROUNDS_OF_DIRECT, sum_of_direct), "ring": (run_ring, ROUNDS, sum_of_ring)}
+of_both = pytest.mark.parametrize("way", _WAYS)
+
+
 @needs_interpreter
+@of_both
 # Atomic operations: test_on_device.py, with 2 ranks.
 @grid("device, num_ranks", [PTX, "cpu"], [2, 3, 5], keep=lambda *point: point == (PTX, 3))
-def test_every_round_between_processes(device: str, num_ranks: int) -> None:
-    rounds = ROUNDS_OF_DIRECT if num_ranks < 5 else ROUNDS_OF_DIRECT[1::3]
-    check_outcomes(run_ranks(rounds_of_rank, num_ranks, run_direct, rounds, device), rounds, sum_of_direct)
+def test_every_round_between_processes(device: str, num_ranks: int, way: str) -> None:
+    runner, rounds, expect = _WAYS[way]
+    rounds = rounds if num_ranks < 5 else rounds[1::3]
+    check_outcomes(run_ranks(rounds_of_rank, num_ranks, runner, rounds, device), rounds, expect)
 
 
 @pytest.mark.gpu
+@of_both
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
-def test_every_round_between_streams(num_ranks: int) -> None:
-    check_outcomes(rounds_on_streams(num_ranks, run_direct, ROUNDS_OF_DIRECT), ROUNDS_OF_DIRECT, sum_of_direct)
+def test_every_round_between_streams(num_ranks: int, way: str) -> None:
+    runner, rounds, expect = _WAYS[way]
+    check_outcomes(rounds_on_streams(num_ranks, runner, rounds), rounds, expect)
 
 
-@where_ranks_signal
-def test_worked_example(device: str) -> None:
-    # One after the other: each finds the other's signals already there.
-    places = places_of_one_process(2, device)
-    for factor, place in zip((1, 10), places, strict=True):
-        place.wire(32).copy_(torch.arange(1.0, 33.0) * factor)
-    before = [place.wire(32).clone() for place in places]
-    for place in places:
-        come_early(place)
-        run_direct(place, Round(32))
-    assert places[0].wire(16).tolist() == [11.0 * n for n in range(1, 17)]
-    assert places[0].wire(32)[16:].tolist() == [11.0 * n for n in range(17, 33)]
-    assert_bitwise(places[1].wire(32), places[0].wire(32))
-    out = torch.empty_like(before[0])
-    reference.Accumulation(before, out).run()
-    assert_bitwise(places[0].wire(32), out)
+def example_of_rank(rank: int, num_ranks: int, run: Callable[[Place, Round], None]) -> list[float]:
+    by_hand = {(r, n): (n + 1.0) * 10**r for r in range(2) for n in range(32)}
+    (wire,) = rounds_of_rank(rank, num_ranks, run, [Round(32, by_hand=by_hand)])
+    return wire.tolist()
+
+
+@needs_interpreter
+@of_both
+def test_worked_example(way: str) -> None:
+    assert run_ranks(example_of_rank, 2, _WAYS[way][0]) == [[11.0 * n for n in range(1, 33)]] * 2
+
+
+def test_the_order_of_addition_shows() -> None:
+    todo, as_direct = Round(1000, F16, seed=3), Round(1000, F16, seed=3)
+    total = sum(as_direct.input(rank).float() for rank in range(5))
+    assert not torch.equal(sum_of_ring(todo, 5), cast(total, F16))
 
 
 @where_ranks_signal
 @pytest.mark.parametrize(("gather", "spread"), [(True, True), (True, False), (False, True)])
-def test_counts_that_it_sends_and_waits_for(gather: bool, spread: bool, device: str) -> None:
+def test_counts_that_direct_sends_and_waits_for(gather: bool, spread: bool, device: str) -> None:
     place = places_of_one_process(3, device)[1]
     pads = words(place)
     meetings = gather + spread
@@ -86,11 +114,32 @@ def test_counts_that_it_sends_and_waits_for(gather: bool, spread: bool, device: 
 
 
 @where_ranks_signal
-@pytest.mark.parametrize("peer_comes_once", [False, True])
-def test_abort_ends_the_wait_and_poisons(peer_comes_once: bool, device: str) -> None:
+def test_counts_that_the_ring_sends_and_waits_for(device: str) -> None:
+    place = places_of_one_process(3, device)[1]
+    pads = words(place)
+    # For four blocks: 40 steps that there have been, and the 4 of this round.
+    pads[1][:4, 3], pads[1][:4, 4], pads[1][:4, 5] = 45, 44, 40  # the left is in its next round already
+    expected = [pad.clone() for pad in pads]
+    expected[2][:4, 3] = 44  # the right's left
+    expected[0][:4, 4] = 44  # the left's right
+    expected[1][:4, 5] = 44
+    run_ring(place, Round(40_011))
+    for pad, what in zip(pads, expected, strict=True):
+        assert pad.tolist() == what.tolist()
+
+
+@where_ranks_signal
+@pytest.mark.parametrize(
+    ("run", "word", "come"),
+    [(run_direct, 1, 0), (run_direct, 1, 1), (run_ring, 2, 0), (run_ring, 2, 1), (run_ring, 2, 2)],
+)
+def test_abort_ends_the_wait_and_poisons(
+    run: Callable[[Place, Round], None], word: int, come: int, device: str
+) -> None:
+    """After as many meetings, or steps that the left neighbour comes along."""
     place = places_of_one_process(2, device)[0]
-    words(place)[0][:, 1] = peer_comes_once
-    check_abort(place, run_direct)
+    words(place)[0][:, word] = come
+    check_abort(place, run)
 
 
 @where_ranks_signal
@@ -105,14 +154,17 @@ def test_what_follows_another_library_looks_for_an_abort_first(device: str) -> N
 
 
 @where_ranks_signal
-def test_abort_spoils_nothing_that_is_there(device: str) -> None:
-    place = places_of_one_process(2, device)[0]
+@of_both
+def test_abort_spoils_nothing_that_is_there(way: str, device: str) -> None:
+    place, todo = places_of_one_process(2, device)[0], Round(100)
     come_early(place)
     place.abort.fill_(1)
-    place.fill(Round(100))
-    run_direct(place, Round(100))
-    result = place.outcome(Round(100))
-    assert_bitwise(result, Round(100).input(0))  # rank 1's wire is 0
+    place.fill(todo)
+    _WAYS[way][0](place, todo)
+    expected = todo.input(0)
+    if way == "ring":
+        expected[:64] = 0.0  # what it calls the sum of slice 0 is rank 1's wire
+    assert_bitwise(place.outcome(todo), expected)
 
 
 @where_ranks_signal
