@@ -91,7 +91,7 @@ class Case:
 _OF_TWO = [
     Case("direct"),
     Case("direct", "fp16"),
-    Case("direct", "bf16", "sum", mode="thread"),
+    Case("direct", "bf16", "sum"),
     Case("direct", mode="eager"),
     Case("direct", "fp16", overlap="inline"),
     Case("direct", "fp16", dtype=torch.float64),

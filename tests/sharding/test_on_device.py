@@ -60,12 +60,12 @@ class _Small(Net):
         self.large, self.back = nn.Linear(8, 301), nn.Linear(301, 5)
 
 
-def _as_without_shard(rank: int, kinds: Sequence[str], mode: str, algorithm: str, hosts: Sequence[int]) -> list[str]:
+def _as_without_shard(rank: int, kinds: Sequence[str], algorithm: str, hosts: Sequence[int]) -> list[str]:
     """Twins, one of them sharded. Goes on from a checkpoint in the middle. Returns digests of the parameters."""
     host_module._host_identity = lambda: f"host {hosts[rank]}"
     trained = []
     for kind in kinds:
-        with device(mode) as accelerator:
+        with device() as accelerator:
             outcomes = []
             for is_sharded in (False, True):
                 net = _Small()
@@ -90,14 +90,14 @@ def _as_without_shard(rank: int, kinds: Sequence[str], mode: str, algorithm: str
 
 
 _OF_TWO: dict[str, tuple[Any, ...]] = {
-    "direct, late": (["AdamW fused", "ASGD"], "late", "direct", (0, 0)),
-    "ring, thread": (["Adam"], "thread", "ring", (0, 0)),
-    "native, late": (["AdamW"], "late", "native", (0, 0)),
+    "direct": (["AdamW fused", "ASGD"], "direct", (0, 0)),
+    "ring": (["Adam"], "ring", (0, 0)),
+    "native": (["AdamW"], "native", (0, 0)),
 }
 _OF_THREE: dict[str, tuple[Any, ...]] = {
-    "direct": (["Adam foreach"], "late", "direct", (0, 0, 0)),
-    "native": (["AdamW fused"], "thread", "native", (0, 1, 2)),
-    "hierarchical": (["AdamW"], "late", "hierarchical", (0, 0, 1)),
+    "direct": (["Adam foreach"], "direct", (0, 0, 0)),
+    "native": (["AdamW fused"], "native", (0, 1, 2)),
+    "hierarchical": (["AdamW"], "hierarchical", (0, 0, 1)),
 }
 
 

@@ -78,16 +78,16 @@ class FakeMark:
         self._accelerator = accelerator
         accelerator.calls["record"] += 1
         self.seen = {} if stream is None else dict(stream.seen)
-        self._reached = threading.Event()
+        self.reached = False
         self._at = 0.0
 
     def reach(self) -> None:
         self._at = time.perf_counter()
-        self._reached.set()
+        self.reached = True
 
     def is_reached(self) -> bool:
         self._accelerator.calls["query"] += 1
-        return self._reached.is_set()
+        return self.reached
 
     def hold_current(self) -> None:
         self._accelerator.calls["wait"] += 1
@@ -96,8 +96,7 @@ class FakeMark:
 
     def milliseconds_since(self, earlier: Any) -> float:
         self._accelerator.calls["elapsed"] += 1
-        assert self._reached.is_set(), "a mark that is not reached has no time"
-        assert earlier._reached.is_set(), "a mark that is not reached has no time"
+        assert self.reached and earlier.reached, "a mark that is not reached has no time"
         return float((self._at - earlier._at) * 1e3)
 
 
@@ -108,10 +107,6 @@ class FakeStream:
         self.accelerator = accelerator
         self.queue: deque[_Task] = deque()
         self.seen: dict[object, int] = {}  # by stream: its clock when this one followed it last
-        self._more = threading.Condition()
-        self._failure: BaseException | None = None
-        if accelerator.mode == "thread":
-            threading.Thread(target=self._work, name="fake device", daemon=True).start()
 
     def follow(self) -> None:
         self.accelerator.calls.update(("follow", "record", "wait"))
@@ -134,23 +129,14 @@ class FakeStream:
         task = _Task(run, accesses, what, dict(self.seen))
         if self.accelerator.mode == "eager":
             self._do(task)
-            return
-        with self._more:
+        else:
             self.queue.append(task)
-            self._more.notify_all()
 
     def do_until(self, mark: FakeMark) -> None:
-        if self.accelerator.mode == "thread":
-            assert mark._reached.wait(60), "the fake device is stuck"
-            if self._failure is not None:
-                raise self._failure
-            return
-        while not mark._reached.is_set():
+        while not mark.reached:
             self._do(self.queue.popleft())
 
     def do_all(self) -> None:
-        if self.accelerator.mode == "thread":
-            self.do_until(self.mark())
         while self.queue:
             self._do(self.queue.popleft())
 
@@ -160,28 +146,14 @@ class FakeStream:
         with self.accelerator.executing():
             task.run()
 
-    def _work(self) -> None:
-        """Mode "thread": one piece of work after the other, each after a short while."""
-        delays = torch.rand(64, generator=torch.Generator().manual_seed(id(self) % 1000)).tolist()
-        for turn in range(1 << 30):
-            with self._more:
-                self._more.wait_for(lambda: self.queue)
-                task = self.queue.popleft()
-            time.sleep(delays[turn % 64] * 2e-3)
-            try:
-                self._do(task)
-            except BaseException as error:
-                self._failure = self._failure or error
-
 
 class FakeAccelerator:
     """See `torchring.accelerators.Accelerator`.
 
     Args:
-        mode: "late"; "eager", in which work is done when it is called for, so that backward waits for peers; "thread",
-            in which a thread does it a little later; or "lazy": not even `hold_current` does it, but whoever touches a
-            wire afterwards, so that the host goes on while the device waits for peers. Races are looked for in the
-            first two.
+        mode: "late"; "eager", in which work is done when it is called for, so that backward waits for peers; or "lazy":
+            not even `hold_current` does it, but whoever touches a wire afterwards, so that the host goes on while the
+            device waits for peers. Races are looked for in the first two.
         problem: why memory cannot be shared, if it cannot.
         memory: "shared"; "apart", where ranks never see what others write to their memory, so that kernels never meet;
             or "lossy", where signals arrive and wires do not.
@@ -195,7 +167,7 @@ class FakeAccelerator:
     """
 
     def __init__(self, mode: str = "late", problem: str = "", memory: str = "shared") -> None:
-        assert mode in ("late", "eager", "thread", "lazy"), mode
+        assert mode in ("late", "eager", "lazy"), mode
         self.device = torch.device("cpu")
         self.mode = mode
         self.problem = problem
@@ -210,8 +182,7 @@ class FakeAccelerator:
         self.streams: list[FakeStream] = []
         self._noted: list[_Noted] = []
         self._joined: dict[object, dict[object, int]] = {}  # by stream that computes: what it has waited for
-        self._one_kernel = threading.RLock()  # the interpreter runs one at a time
-        self._executing = threading.local()
+        self.is_executing = False
         self._holds: list[Callable[[], object]] = []  # mode "lazy": waits of the compute stream, and kernels behind
         self._wires: set[tuple[int, int]] = set()  # where results come
         self._pointed_at: Sequence[torch.Tensor] = ()  # by the last column of addresses
@@ -307,7 +278,7 @@ class FakeAccelerator:
             kept = accelerator._pointed_at if accelerator.mode == "lazy" else None
 
             def run(kept: object = kept) -> None:
-                with accelerator._one_kernel, accelerator.executing():
+                with accelerator.executing():
                     if accelerator.runs_kernels:
                         launch(kernel, programs, *args, **options)
 
@@ -347,16 +318,11 @@ class FakeAccelerator:
     @contextlib.contextmanager
     def executing(self) -> Iterator[None]:
         """What is done in here is done, and not noted."""
-        before = getattr(self._executing, "now", False)
-        self._executing.now = True
+        before, self.is_executing = self.is_executing, True
         try:
             yield
         finally:
-            self._executing.now = before
-
-    @property
-    def is_executing(self) -> bool:
-        return getattr(self._executing, "now", False)
+            self.is_executing = before
 
     def _call(self, run: Callable[[], object], accesses: Callable[[], list[Access]], what: str) -> None:
         if not self.is_executing and isinstance(self.current, FakeStream):
