@@ -23,7 +23,7 @@ class FakeNetwork:
         self.dead: set[int] = set()
         self.closed: set[tuple[str, int]] = set()
         self.changed = threading.Condition()
-        self.gathered: defaultdict[tuple[str, int], dict[int, torch.Tensor]] = defaultdict(dict)  # (stream, turn)
+        self.gathered: defaultdict[tuple[object, ...], dict[int, torch.Tensor]] = defaultdict(dict)
 
     def transport(self, rank: int, stream: str = "stream") -> FakeTransport:
         return FakeTransport(self, rank, stream)
@@ -60,19 +60,21 @@ class FakeTransport:
     def start_all_reduce(self, tensor: torch.Tensor) -> FakeTransfer:
         if not self.sums(tensor.dtype):
             raise ValueError(f"the fake does not add up {tensor.dtype}")
-        return self._start(tensor, lambda parts: torch.stack(parts).sum(0))
+        return self._start(tensor, "sum", lambda parts: torch.stack(parts).sum(0))
 
     def start_broadcast(self, tensor: torch.Tensor, src: int) -> FakeTransfer:
-        return self._start(tensor, lambda parts: parts[src])
+        return self._start(tensor, f"from {src}", lambda parts: parts[src])
 
-    def _start(self, tensor: torch.Tensor, result: Callable[[list[torch.Tensor]], torch.Tensor]) -> FakeTransfer:
-        """Gives `tensor` to all ranks."""
+    def _start(
+        self, tensor: torch.Tensor, what: str, result: Callable[[list[torch.Tensor]], torch.Tensor]
+    ) -> FakeTransfer:
+        """Gives `tensor` to all ranks that do the same."""
         if not tensor.is_contiguous():
             raise ValueError(f"a transport moves contiguous tensors, got strides {tensor.stride()}")
         with self._network.changed:
             if (self._stream, self.rank) in self._network.closed:
                 raise PeerLostError("this transport is closed", rank=self.rank)
-            parts = self._network.gathered[self._stream, self._num_gathers]
+            parts = self._network.gathered[self._stream, self._num_gathers, what]
             self._num_gathers += 1
             parts[self.rank] = tensor.clone()
             self._network.changed.notify_all()

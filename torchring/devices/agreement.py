@@ -21,8 +21,9 @@ import torch
 from torchring.allreduce import Wire
 from torchring.collectives.service import internal_collectives_of
 from torchring.devices.accelerator import Mark
+from torchring.devices.engines import DeviceWire
 from torchring.devices.packing import DevicePacking, slots_of
-from torchring.devices.stream import Dated, DeviceWire, OnStream
+from torchring.devices.stream import Dated, OnStream
 from torchring.devices.watchdog import has_come
 from torchring.gradients.agreement import Timing, wires_of
 from torchring.gradients.bucket import Bucket
