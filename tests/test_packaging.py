@@ -86,20 +86,20 @@ def check_contents(names: list[str]) -> None:
 
 
 @pytest.mark.grid
-def test_wheel_contents(wheel: Path) -> None:
+def test_wheel_contents(source: Path, wheel: Path) -> None:
     assert wheel.name == f"torchring-{torchring.__version__}-py3-none-any.whl"
-    check_contents(names_in(wheel))
-
-
-@pytest.mark.grid
-def test_the_check_of_contents_can_fail(wheel: Path) -> None:
     names = names_in(wheel)
+    check_contents(names)
+    with zipfile.ZipFile(wheel) as archive:
+        for name in names:
+            if name.startswith("torchring/"):
+                assert archive.read(name) == (source / name).read_bytes(), name
     for wrong in (
-        [name for name in names if name != "torchring/kernels/pack.py"],
-        [name for name in names if name != "torchring/py.typed"],
-        [*names, "kernels/__init__.py"],
-        [*names, "tests/test_x.py"],
-        [*names, "torchring/native.so"],
+        *(
+            [name for name in names if name != left_out]
+            for left_out in ("torchring/kernels/pack.py", "torchring/py.typed")
+        ),
+        *([*names, more] for more in ("kernels/__init__.py", "tests/test_x.py", "torchring/native.so")),
     ):
         with pytest.raises(AssertionError):
             check_contents(wrong)
@@ -236,14 +236,6 @@ def test_wheel_from_the_unpacked_sdist_is_the_same(sdist: Path, source: Path, wh
         for name in mine.namelist():
             if not name.endswith("RECORD"):
                 assert theirs.read(name) == mine.read(name), name
-
-
-@pytest.mark.grid
-def test_sources_of_the_copy_are_those_of_the_checkout(source: Path, wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        for name in archive.namelist():
-            if name.startswith("torchring/"):
-                assert archive.read(name) == (source / name).read_bytes(), name
 
 
 def test_this_environment_resolves_the_kernels(tmp_path: Path) -> None:

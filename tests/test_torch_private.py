@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import torchring
-from tests.support.harness import run_pooled
 from torchring.doctor.facts import torch_lacks
 from torchring.releases import PRIVATE_NAMES, check_torch, release_of
 
@@ -63,20 +62,16 @@ def test_this_release_has_them() -> None:
     assert torch_lacks() == ([swap] if release_of(torch.__version__) < (2, 12) else [])
 
 
-def _without_swap(rank: int, size: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(PRIVATE_NAMES, "shard=True", "UntypedStorage._of_nobody")
-        assert torch_lacks() == ["shard=True (torch.UntypedStorage._of_nobody)"]
-        model = torch.nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(
-            ValueError, match=r"takes PyTorch 2\.12 or newer, and this is .*, which lacks torch\.U.*_of_nobo"
-        ):
-            torchring.wrap(optimizer, model, shard=True)
-
-
 def test_what_a_release_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_pooled(_without_swap, 1)
+    monkeypatch.setitem(PRIVATE_NAMES, "shard=True", "UntypedStorage._of_nobody")
+    assert torch_lacks() == ["shard=True (torch.UntypedStorage._of_nobody)"]
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(
+        ValueError, match=r"takes PyTorch 2\.12 or newer, and this is .*, which lacks torch\.U.*_of_nobo"
+    ):
+        torchring.wrap(optimizer, model, shard=True)
+    torchring.shutdown()
     monkeypatch.delattr(torch._C, "_storage_Use_Count")
     with pytest.raises(ImportError, match=r"with PyTorch 2\.99, which lacks torch\._C\._storage_Use_Count; install"):
         check_torch("2.99")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,20 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import torchring
-from tests.support.checks import assert_bitwise, assert_same_everywhere
-from tests.support.harness import ranks
+from tests.support.checks import assert_bitwise
+from tests.support.training import Side, assert_as_one_process, small_model, train, values
 from torchring.recipes import LAMB, LARS
 
-_SHAPES = [
-    (7, 5),
-    (4, 3, 3),
-    (6,),
-    (),
-    (0, 3),
-    (9, 2),
-    (3, 3),
-]  # the last one is 0, and so is the last but one's gradient
+# The last one is 0, and so is the last but one's gradient.
+_SHAPES: list[tuple[int, ...]] = [(7, 5), (4, 3, 3), (6,), (), (0, 3), (9, 2), (3, 3)]
 _NUM_STEPS = 5
 _DECAY = 0.1
 
@@ -110,21 +103,18 @@ def _excludes(exclude: Any) -> Callable[[Tensor], bool]:
     return lambda w: w.ndim <= 1 if exclude == "1d" else exclude
 
 
-_LARS_CASES = [(0.0, False, "1d"), (0.9, False, "1d"), (0.9, True, "1d"), (0.9, False, True), (0.9, True, False)]
-
-
-def _optimizers(**options: Any) -> list[tuple[Callable[[Any], Optimizer], list[Tensor]]]:
+def _optimizers(lr: float | Tensor = 0.5, **options: Any) -> list[tuple[Callable[[Any], Optimizer], list[Tensor]]]:
     """How to make an optimizer, and what it should come to."""
     found: list[tuple[Callable[[Any], Optimizer], list[Tensor]]] = []
-    for momentum, nesterov, exclude in _LARS_CASES:
-        chosen = {"momentum": momentum, "nesterov": nesterov, "exclude": exclude, "weight_decay": _DECAY, **options}
-        found.append(
-            (lambda p, c=chosen: LARS(p, c.get("lr", 0.5), trust_coefficient=0.02, **{k: c[k] for k in c if k != "lr"}),
-             _lars(momentum, nesterov, _excludes(exclude)))
-        )  # fmt: skip
+    options["weight_decay"] = _DECAY
+    for momentum, nesterov, exclude in (
+        *((0.0, False, "1d"), (0.9, False, "1d"), (0.9, True, "1d"), (0.9, False, True), (0.9, True, False)),
+    ):
+        chosen = {"momentum": momentum, "nesterov": nesterov, "exclude": exclude, "trust_coefficient": 0.02, **options}
+        found.append((partial(LARS, lr=lr, **chosen), _lars(momentum, nesterov, _excludes(exclude))))
     for bias_correction, exclude in ((True, "1d"), (False, "1d"), (True, False), (True, True)):
-        more = {"bias_correction": bias_correction, "exclude": exclude, "weight_decay": _DECAY, **options}
-        found.append((lambda p, c=more: LAMB(p, betas=(0.8, 0.9), **c), _lamb(bias_correction, _excludes(exclude))))
+        more = {"bias_correction": bias_correction, "exclude": exclude, "betas": (0.8, 0.9), **options}
+        found.append((partial(LAMB, lr=lr, **more), _lamb(bias_correction, _excludes(exclude))))
     return found
 
 
@@ -247,39 +237,30 @@ def test_sparse_and_complex_gradients_are_refused() -> None:
         LAMB([p]).step()
 
 
-@ranks(2)
-def test_wrapped_and_sharded(rank: int, world_size: int) -> None:
-    """Plain and wrapped with `shard=True`, against one process that has all data; a checkpoint in the middle."""
-    for make in (
-        lambda p: LARS(p, 2.0, weight_decay=0.01),
-        lambda p: LAMB(p, 0.05, weight_decay=0.01),
-        lambda p: LAMB([{"params": list(p), "exclude": False}], 0.05, foreach=True),
-    ):
-        nets, sizes = [], []
-        for shard in (None, False, True):
-            torch.manual_seed(1)
-            net = nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
-            optimizer: Any = make(net.parameters())
-            if shard is not None:
-                optimizer = torchring.wrap(optimizer, net, shard=shard)
-            for step in range(6):
-                torch.manual_seed(step)
-                data = torch.randn(4 * world_size, 8)
-                if shard is not None:
-                    data = data[4 * rank : 4 * rank + 4]
-                optimizer.zero_grad()
-                net(data).square().mean().backward()
-                optimizer.step()
-                if step == 2 and shard:
-                    state = optimizer.state_dict(all_ranks=True)
-                    optimizer.load_state_dict(copy.deepcopy(state))
-            nets.append([p.detach().clone() for p in net.parameters()])
-            buffers = [t for e in optimizer.state.values() for t in e.values() if isinstance(t, Tensor)]
-            sizes.append(sum(t.numel() for t in buffers))
-            if shard is not None:
-                optimizer.close()
-        for alone, plain, sharded in zip(*nets, strict=True):
-            torch.testing.assert_close(plain, alone, rtol=1e-4, atol=1e-5)
-            assert_bitwise(sharded, plain)
-        assert sizes[2] < sizes[1] == sizes[0]
-        assert_same_everywhere(nets[2])
+_MAKERS: list[tuple[Callable[[Any], Optimizer], int]] = [  # and how many tensors of state a parameter has
+    (lambda p: LARS(p, 2.0, weight_decay=0.01), 1),
+    (lambda p: LAMB(p, 0.05, weight_decay=0.01), 2),
+    (lambda p: LAMB([{"params": list(p), "exclude": False}], 0.05, foreach=True), 2),
+]
+
+
+def _layerwise(side: Side, i: int, shard: bool) -> list[Tensor]:
+    """A checkpoint in the middle."""
+    make, num_tensors = _MAKERS[i]
+    net = small_model(torch.float32)
+    optimizer = side.wrap(make(net.parameters()), net, shard=shard)
+    train(side, net, optimizer, range(3))
+    if side.is_wrapped:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict(all_ranks=True)))
+    train(side, net, optimizer, range(3, 6))
+    state = [t for e in optimizer.state.values() for t in e.values() if isinstance(t, Tensor) and t.numel() > 1]
+    num_elements = sum(p.numel() for p in net.parameters()) * num_tensors
+    assert (sum(t.numel() for t in state) < num_elements) is (shard and side.is_wrapped)
+    return values(net)
+
+
+@pytest.mark.parametrize("i", range(len(_MAKERS)))
+def test_wrapped_and_sharded(i: int) -> None:
+    """As one process that has all data; and sharded, to the last bit as not sharded."""
+    plain, sharded = (assert_as_one_process(_layerwise, i, shard, tolerance=1e-4)[0] for shard in (False, True))
+    assert all(map(torch.equal, plain, sharded))

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer, lr_scheduler
 
-import torchring
-from tests.support.harness import ranks
+from tests.support.training import Side, assert_as_one_process, momentum, small_model, train, values
 from torchring.recipes import LARS, scale_lr, warm_up
 
 
@@ -162,27 +161,17 @@ def test_lars_keeps_the_learning_rate_out_of_its_buffers() -> None:
     torch.testing.assert_close(*results)
 
 
-@ranks(2)
-def test_wrapped_optimizers(rank: int, world_size: int) -> None:
+def _warmed_up(side: Side, shard: bool) -> list[Tensor]:
+    net = small_model()
+    optimizer = side.wrap(momentum(net), net, shard=shard)
+    scheduler = warm_up(lr_scheduler.ExponentialLR(optimizer, 0.5), 3, start=0.25)
+    for step in range(6):
+        train(side, net, optimizer, [step])
+        scheduler.step()
+    return values(net)
+
+
+def test_wrapped_optimizers() -> None:
     """A warm-up of a wrapped optimizer, sharded or not, is that of one process."""
-    results = []
-    for shard in (None, False, True):
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
-        optimizer: Any = SGD(net.parameters(), 0.1, momentum=0.9)
-        if shard is not None:
-            optimizer = torchring.wrap(optimizer, net, shard=shard)
-        scheduler = warm_up(lr_scheduler.ExponentialLR(optimizer, 0.5), 3, start=0.25)
-        for step in range(6):
-            torch.manual_seed(step)
-            data = torch.randn(2 * world_size, 3, dtype=torch.float64)
-            optimizer.zero_grad()
-            net(data if shard is None else data[2 * rank : 2 * rank + 2]).square().mean().backward()
-            optimizer.step()
-            scheduler.step()
-        results.append([p.detach().clone() for p in net.parameters()])
-        if shard is not None:
-            optimizer.close()
-    for alone, plain, sharded in zip(*results, strict=True):
-        torch.testing.assert_close(plain, alone)
-        assert torch.equal(sharded, plain)
+    plain, sharded = (assert_as_one_process(_warmed_up, shard)[0] for shard in (False, True))
+    assert all(map(torch.equal, plain, sharded))

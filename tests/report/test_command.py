@@ -52,21 +52,12 @@ def test_the_verdict_comes_first_and_the_page_is_written(
 
 
 def test_no_page_if_none_is_wanted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(folder), "--no-html"]) == 0
+    assert main(["report", str(folder), "--no-html", "--bandwidth", "10"]) == 0
     assert sorted(path.name for path in folder.iterdir()) == [f"rank-0000{rank}.npz" for rank in range(3)]
     out = capsys.readouterr().out
-    assert "Load data in the background, or faster, on rank 1: 3" in out
-    assert "Rank 1 spends 62.0 ms between step() and forward, and no DataLoader is used." in " ".join(out.split())
-    assert "DataLoader(..., num_workers=1, persistent_workers=True)" in out
-    for title in ("What would help", "Milliseconds of a step, by rank", "Who waits for whom", "Buckets", "Predicted"):
-        assert f"\n{title}" in out
-    assert "times of hosts may differ by 0.05 ms" in " ".join(out.split())
+    for said in ("What would help", "times of hosts may differ by 0.05 ms", "the network that was given (1.17 GB/s"):
+        assert said in " ".join(out.split())
     assert "\x1b" not in out
-
-
-def test_a_bandwidth_that_is_given_is_predicted_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(folder), "--no-html", "--bandwidth", "10"]) == 0
-    assert "Predictions assume the network that was given (1.17 GB/s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

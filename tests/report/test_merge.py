@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.traces import MS, shifted, simulate, write
+from tests.support.traces import MS, simulate, write
 from torchring.observe.recorder.files import TraceError, path_of
 from torchring.observe.recorder.records import ClockOffset, RankTrace, RunInfo
-from torchring.report.model.merge import Job, load, merge
+from torchring.report.model.merge import load, merge
 from torchring.report.verdict.analysis import analyse
 
 
@@ -47,23 +47,6 @@ def test_a_clock_that_drifts_is_followed() -> None:
     assert job.clock_error_ms == 7e-6
 
 
-def test_steps_are_matched_by_number() -> None:
-    first, second, third = simulate(3, 30)
-    job = merge([shifted(third, 12), first, dataclasses.replace(second, steps=second.steps[:25])])
-    assert [trace.run_info.rank for trace in job.traces] == [0, 1, 2]
-    assert [[step.number for step in row] for row in job.steps] == [[number] * 3 for number in range(12, 25)]
-    assert job.problems == ()
-
-
-def test_a_rank_without_common_steps_is_left_out() -> None:
-    first, second, third = simulate(3, 30)
-    late = shifted(second, 20)
-    job = merge([dataclasses.replace(first, steps=first.steps[:10]), late, dataclasses.replace(third, steps=())])
-    assert [trace.run_info.rank for trace in job.traces] == [0]
-    assert "Rank 1 has steps 20 to 29, of which the other ranks have none" in job.problems[0]
-    assert job.problems[1] == "Rank 2 has written down no step. It is left out."
-
-
 def test_a_torn_file_and_a_missing_rank_are_named_and_the_rest_is_shown(tmp_path: Path) -> None:
     write_all(tmp_path, simulate(4, 20))
     path_of(tmp_path, 1).write_bytes(path_of(tmp_path, 1).read_bytes()[:500])
@@ -84,19 +67,6 @@ def test_an_error_that_ended_a_rank_is_quoted() -> None:
     assert job.problems == ('Rank 1 ended with an error: "PeerLostError: rank 0 died".',)
     assert job.ended_badly == job.problems[0]
     assert merge([first, second]).ended_badly == ""
-
-
-def test_files_of_an_earlier_run_are_left_out() -> None:
-    """Rank 1 of the second run was killed, and wrote nothing. Its file is that of the first run, as that of rank 3."""
-    earlier, now = simulate(4, 20), simulate(3, 20)
-    first, _, third = (run_info(trace, run="now", written_at=70.0) for trace in now)
-    job = merge([first, *(run_info(earlier[rank], run="earlier", written_at=10.0) for rank in (1, 3)), third])
-    assert [trace.run_info.rank for trace in job.traces] == [0, 2]
-    assert job.problems == (
-        "The files of ranks 1, 3 are left over from another run than that of rank 0, or from before an elastic job has "
-        "lost or got ranks.",
-        "Rank 1 of 3 has no trace that can be used. Waiting for it counts as communication.",
-    )
 
 
 def test_a_killed_rank_has_the_steps_that_it_wrote_last(tmp_path: Path) -> None:
@@ -139,15 +109,6 @@ def test_a_folder_without_a_trace_is_an_error(
         folder.mkdir()
     with pytest.raises(TraceError, match=said):
         load(folder)
-
-
-def test_a_file_in_place_of_a_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(TraceError, match="Not a directory"):
         load(tmp_path / "file")
-
-
-def test_a_job_knows_its_size() -> None:
-    job = merge(simulate(3, 2)[:1])
-    assert isinstance(job, Job)
-    assert job.size == 3

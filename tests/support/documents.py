@@ -55,6 +55,11 @@ def programs(page: Path) -> list[list[Block]]:
     return found
 
 
+def golden(file: Path) -> dict[str, str]:
+    """The texts of a file, each behind a line "=== name"."""
+    return {each.partition("\n")[0]: each.partition("\n")[2] for each in file.read_text().split("=== ")[1:]}
+
+
 def section(page: Path, heading: str) -> str:
     """The text under a heading, up to the next one of its level or above."""
     level = heading.partition(" ")[0]
