@@ -109,10 +109,10 @@ from torchring.threads import SerialThread
 class Slow:
     sleep = time.sleep
     def __del__(self):
-        self.sleep(2)
+        self.sleep(1.5)
 
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-SerialThread("stuck").submit(lambda: store.wait(["never"], timedelta(seconds=2)))
+SerialThread("stuck").submit(lambda: store.wait(["never"], timedelta(seconds=1)))
 sys.destroyed_late = Slow()
 sys.exit(5)
 """
