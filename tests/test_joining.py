@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -13,169 +15,121 @@ import torchring
 from tests.support.checks import assert_same_everywhere
 from tests.support.grids import grid
 from tests.support.harness import ranks, run_ranks
-from tests.support.training import TINY_MB, attempt, batch, small_model, values
-
-_NUM_BATCHES = {1: (4,), 2: (2, 5), 3: (4, 0, 3)}  # of each rank
-
-
-def _loss(model: nn.Module, rank: int, step: int) -> Tensor:
-    inputs, targets = batch(rank, step)
-    return nn.functional.mse_loss(model(inputs), targets)
-
-
-def _optimizer(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-    adam = torch.optim.Adam(model.parameters(), lr=0.05)
-    return adam, torch.optim.lr_scheduler.StepLR(adam, step_size=2, gamma=0.5)
+from tests.support.training import (
+    Script,
+    Side,
+    assert_as_one_process,
+    attempt,
+    loss_on,
+    momentum,
+    small_model,
+    values,
+)
 
 
-def _train_unevenly(rank: int, size: int, accumulate: int, weighted: bool, options: dict[str, Any]) -> None:
+def _join(side: Side, *objects: Any) -> AbstractContextManager[None]:
+    return torchring.join(*objects) if side.is_wrapped else nullcontext()
+
+
+def _train_unevenly(
+    side: Side, num_batches: Sequence[int], accumulate: int, weighted: bool, options: dict[str, Any]
+) -> list[Any]:
     """A schedule and clipping, which a rank that has ended does not run; then two steps of all."""
     model = small_model()
-    adam, schedule = _optimizer(model)
-    optimizer = torchring.wrap(adam, model, accumulate=accumulate, **{"bucket_mb": TINY_MB, **options})
+    adam = torch.optim.Adam(model.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.StepLR(adam, step_size=2, gamma=0.5)
+    optimizer = side.wrap(adam, model, accumulate=accumulate, **options)
 
-    def one_step(step: int) -> None:
+    def one_step(step: int, present: Sequence[int]) -> None:
         optimizer.zero_grad()
+        weights = {rank: rank + 1 if weighted else 1 for rank in present}
         for micro in range(accumulate):
-            if weighted:
-                optimizer.weigh(rank + 1)
-            (_loss(model, rank, 10 * step + micro) / accumulate).backward()
+            if weighted and side.is_wrapped:
+                optimizer.weigh(sum(weights.values()))
+            losses = [weights[rank] * loss_on(model, rank, 10 * step + micro) for rank in present]
+            loss = torch.stack(losses).sum() / sum(weights.values()) / accumulate
+            # Weights count over micro-steps, too: there the result is a mean over these, and not their sum.
+            (loss if side.is_wrapped or not weighted else loss / accumulate).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         schedule.step()
 
-    with torchring.join(optimizer, schedule):
-        for step in range(_NUM_BATCHES[size][rank]):
-            one_step(step)
-    assert all(p.grad is None for p in model.parameters())
-    right, at_the_end, rate = _as_one(size, accumulate, weighted)
-    assert_trained(values(model), right)
+    with _join(side, optimizer, schedule):
+        for step in range(max(num_batches[rank] for rank in side.mine)):
+            one_step(step, [rank for rank in side.mine if step < num_batches[rank]])
+    assert not side.is_wrapped or all(p.grad is None for p in model.parameters())
+    joined = values(model)
     for step in (10, 11):
-        one_step(step)
-    assert_trained(values(model), at_the_end)
-    states = optimizer.state_dict()["state"].values()
-    assert_same_everywhere([state[name] for state in states for name in ("exp_avg", "step")])
-    assert adam.param_groups[0]["lr"] == rate
-
-
-def assert_trained(found: Sequence[Tensor], right: Sequence[Tensor]) -> None:
-    assert_same_everywhere(found)
-    torch.testing.assert_close(list(found), list(right), rtol=1e-6, atol=1e-7)
-
-
-def _as_one(size: int, accumulate: int, weighted: bool) -> tuple[list[Tensor], list[Tensor], float]:
-    """Parameters after the batches, and after two more steps of all; and the learning rate."""
-    model = small_model()
-    adam, schedule = _optimizer(model)
-    joined: list[Tensor] = []
-    for step in [*range(max(_NUM_BATCHES[size])), 10, 11]:
-        present = [rank for rank in range(size) if step >= 10 or step < _NUM_BATCHES[size][rank]]
-        if step == 10:
-            joined = values(model)
-        adam.zero_grad()
-        # Weights count over micro-steps, too: there the result is a mean over these, and not their sum.
-        weights = {rank: (rank + 1 if weighted else 1) for rank in present}
-        micros = accumulate if weighted else 1
-        for micro in range(accumulate):
-            for rank in present:
-                share = weights[rank] / sum(weights.values()) / accumulate / micros
-                (_loss(model, rank, 10 * step + micro) * share).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        adam.step()
-        schedule.step()
-    return joined, values(model), adam.param_groups[0]["lr"]
+        one_step(step, side.mine)
+    states = [state[name] for state in optimizer.state_dict()["state"].values() for name in ("exp_avg", "step")]
+    return [*joined, *values(model), *states, adam.param_groups[0]["lr"]]
 
 
 @grid(
-    "options, world_size, accumulate, weighted",
+    "options, num_batches, accumulate, weighted",
     [
         {},
         {"algorithm": "ring"},
         {"algorithm": "native", "overlap": "inline"},
         {"bucket_mb": 25.0, "overlap": "thread"},
     ],
-    [3, 2],
+    [(4, 0, 3), (2, 5)],
     [1, 2],
     [False, True],
 )
-@ranks()
 def test_means_are_over_the_ranks_that_have_data(
-    rank: int, world_size: int, options: dict[str, Any], accumulate: int, weighted: bool
+    options: dict[str, Any], num_batches: tuple[int, ...], accumulate: int, weighted: bool
 ) -> None:
-    _train_unevenly(rank, world_size, accumulate, weighted, options)
+    arguments = num_batches, accumulate, weighted, options
+    assert_as_one_process(_train_unevenly, *arguments, world_size=len(num_batches), tolerance=1e-6)
 
 
 def test_a_world_of_one() -> None:
-    _train_unevenly(0, 1, 1, False, {})
-    torchring.shutdown()
+    assert_as_one_process(_train_unevenly, (4,), 1, False, {}, world_size=1)
 
 
-def _last_group_as_one() -> list[Tensor]:
-    model = small_model()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    groups = [[(0, 0), (0, 1), (1, 0), (1, 1)], [(0, 2), (1, 2), (1, 3)], [(1, 4), (1, 5)]]
-    for group in groups:
-        sgd.zero_grad()
-        num_ranks = len({rank for rank, _ in group})
-        for rank, step in group:
-            (_loss(model, rank, step) / num_ranks).backward()
-        sgd.step()
+def _incomplete_group(side: Side) -> list[Tensor]:
+    """Accumulation whose last group is incomplete: `synchronize` in there counts as a reduction."""
+    model, num_batches = small_model(), (3, 6)
+    optimizer = side.wrap(momentum(model), model, accumulate=2)
+    with _join(side, optimizer):
+        for first in range(0, max(num_batches[rank] for rank in side.mine), 2):
+            present = [rank for rank in side.mine if first < num_batches[rank]]
+            optimizer.zero_grad()
+            for step in (first, first + 1):
+                losses = [loss_on(model, rank, step) for rank in present if step < num_batches[rank]]
+                if losses:
+                    (torch.stack(losses).sum() / len(present)).backward()
+                else:
+                    optimizer.synchronize()
+            optimizer.step()
     return values(model)
 
 
-@ranks(2)
-def test_an_incomplete_group_of_micro_steps(rank: int) -> None:
-    """Accumulation whose last group is incomplete: `synchronize` in there counts as a reduction."""
-    model = small_model()
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, accumulate=2)
-    num_batches = (3, 6)[rank]
-    with torchring.join(optimizer):
-        optimizer.zero_grad()
-        for step in range(num_batches):
-            _loss(model, rank, step).backward()
-            if step % 2 or step + 1 == num_batches:
-                if step % 2 == 0:
-                    optimizer.synchronize()
-                optimizer.step()
-                optimizer.zero_grad()
-    assert_trained(values(model), _last_group_as_one())
-
-
-def _two_as_one() -> list[Tensor]:
-    nets = [small_model(), small_model()]
-    sgds = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in nets]
-    for step in range(5):
-        present = [rank for rank in range(2) if step < (5, 2)[rank]]
-        for which, steps in ((0, (20 + step, step)), (1, (10 + step,) if step % 2 == 0 else ())):
-            sgds[which].zero_grad()
-            for rank in present:
-                for number in steps:
-                    (_loss(nets[which], rank, number) / len(present)).backward()
-            if steps:
-                sgds[which].step()
-    return [*values(nets[0]), *values(nets[1])]
-
-
-@ranks(2)
-def test_several_optimizers(rank: int) -> None:
+def _two_optimizers(side: Side) -> list[Tensor]:
     """One of a pair steps more often, and has micro-steps; another that nobody uses any more is garbage."""
     nets = [small_model(), small_model()]
-    sgds = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in nets]
-    one, other = (torchring.wrap(sgd, net) for sgd, net in zip(sgds, nets, strict=True))
+    one, other = (side.wrap(momentum(net), net) for net in nets)
     gone = small_model()
-    torchring.wrap(torch.optim.SGD(gone.parameters(), lr=0.1), gone)
-    with torchring.join(other, one):
-        for step in range((5, 2)[rank]):
+    side.wrap(momentum(gone), gone)
+    with _join(side, other, one):
+        for step in range(max((5, 2)[rank] for rank in side.mine)):
+            here = dataclasses.replace(side, mine=tuple(rank for rank in side.mine if step < (5, 2)[rank]))
             one.zero_grad()
-            with one.no_sync():
-                _loss(nets[0], rank, 20 + step).backward()
-            _loss(nets[0], rank, step).backward()
+            with one.no_sync() if side.is_wrapped else nullcontext():
+                here.mean(lambda rank, step=step: loss_on(nets[0], rank, 20 + step)).backward()
+            here.mean(lambda rank, step=step: loss_on(nets[0], rank, step)).backward()
             one.step()
             if step % 2 == 0:
                 other.zero_grad()
-                _loss(nets[1], rank, 10 + step).backward()
+                here.mean(lambda rank, step=step: loss_on(nets[1], rank, 10 + step)).backward()
                 other.step()
-    assert_trained([*values(nets[0]), *values(nets[1])], _two_as_one())
+    return [*values(nets[0]), *values(nets[1])]
+
+
+@pytest.mark.parametrize("script", [_incomplete_group, _two_optimizers])
+def test_groups_of_micro_steps_and_several_optimizers(script: Script) -> None:
+    assert_as_one_process(script)
 
 
 @ranks(2)
@@ -318,7 +272,7 @@ def test_all_that_belongs_to_training_is_taken_over_and_nothing_else(rank: int, 
         with torchring.join(schedule, optimizer, scaler):
             for step in range(2 + 2 * rank):
                 optimizer.zero_grad()
-                loss = (_loss(model, rank, step) + extra.sum()) * (torch.inf if step > 1 else 1.0)
+                loss = (loss_on(model, rank, step) + extra.sum()) * (torch.inf if step > 1 else 1.0)
                 scaler.scale(loss).backward()
                 scaler.step(optimizer)
                 scaler.update()
@@ -346,7 +300,7 @@ def test_an_exception_on_one_rank_ends_the_block_on_all(rank: int) -> None:
     def body() -> None:
         with torchring.join(optimizer):
             for step in range(1 + 3 * rank):
-                _loss(model, rank, step).backward()
+                loss_on(model, rank, step).backward()
                 optimizer.step()
                 if step == 2:
                     raise KeyError("no such batch")
@@ -366,7 +320,7 @@ def test_an_error_of_a_reduction_reaches_ranks_that_have_ended_too(rank: int) ->
             for step in range((3, 0, 3)[rank]):
                 if rank == 0:
                     optimizer.weigh(2)
-                _loss(model, rank, step).backward()
+                loss_on(model, rank, step).backward()
 
     assert attempt(body).startswith("GradientError: rank 2 did not call optimizer.weigh()")
 
@@ -379,11 +333,11 @@ def test_replicas_are_compared_again_after_the_block(rank: int) -> None:
     with torchring.join(optimizer):
         for step in range(3 + 4 * rank):
             optimizer.zero_grad()
-            _loss(model, rank, step).backward()
+            loss_on(model, rank, step).backward()
             optimizer.step()
     with torch.no_grad():
         next(model.parameters()).add_(rank)
     optimizer.zero_grad()
-    _loss(model, rank, 20).backward()
+    loss_on(model, rank, 20).backward()
     with pytest.raises(torchring.GradientError, match=r"^0\.weight is not the same on all ranks"):
         optimizer.step()

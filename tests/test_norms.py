@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import torchring
-from tests.support.checks import assert_same_on_all_ranks
 from tests.support.grids import grid
-from tests.support.harness import ranks, run_pooled
-from tests.support.training import attempt
+from tests.support.harness import ranks
+from tests.support.training import Side, assert_as_one_process, attempt
 
 _SIZES = {2: (3, 5), 3: (4, 0, 1)}  # samples per rank: unequal, none, one
 _STEPS = 2
@@ -35,46 +34,33 @@ def _batch(rank: int, size: int, step: int, dtype: torch.dtype) -> tuple[Tensor,
     return x.to(dtype), torch.randn(n, 3, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def _train(model: nn.Module, optimizer: Any, batches: Callable[[int], tuple[Tensor, Tensor]]) -> dict[str, Any]:
-    """Gradients of each step, and what the model is in the end. The loss is a sum, so batches may differ in size."""
-    gradients, of_inputs, outputs = [], [], []
+def _train(side: Side, size: int, dtype: torch.dtype, options: dict[str, Any], no_sync: bool = False) -> list[Tensor]:
+    """What the layers compute, and what the model is in the end. The loss is a sum, so batches may differ in size."""
+    model: nn.Module = _model(dtype, **options)
+    if side.is_wrapped:
+        model = torchring.convert_sync_batchnorm(model)
+    optimizer = side.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model, op="sum")
+
+    def of_all(own: Tensor) -> Tensor:
+        return torch.cat(torchring.all_gather_object(own.detach()) if side.is_wrapped else [own])
+
+    found = []
     for step in range(_STEPS):
-        x, y = batches(step)
+        x, y = map(torch.cat, zip(*(_batch(rank, size, step, dtype) for rank in side.mine), strict=True))
         x.requires_grad_()
         optimizer.zero_grad()
-        result = model(x)
-        (result * y).sum().backward()
+        with optimizer.no_sync() if no_sync and side.is_wrapped else nullcontext():
+            result = model(x)
+            (result * y).sum().backward()
+        if no_sync and side.is_wrapped:
+            optimizer.synchronize()
         assert x.grad is not None
-        gradients.append([p.grad.clone() for p in model.parameters()])
-        of_inputs.append(x.grad)
-        outputs.append(result.detach())
+        found += [of_all(x.grad), of_all(result), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
         optimizer.step()
     model.eval()
     with torch.no_grad():
         evaluated = model(torch.full((1, 2, 4, 4), 49.0, dtype=result.dtype))
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    return {"gradients": gradients, "inputs": of_inputs, "outputs": outputs, "state": state, "evaluated": evaluated}
-
-
-def _as_ranks(rank: int, size: int, dtype: torch.dtype, options: dict[str, Any], no_sync: bool) -> dict[str, Any]:
-    model = torchring.convert_sync_batchnorm(_model(dtype, **options))
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model, op="sum")
-    if no_sync:
-        plain_step = optimizer.step
-        optimizer.step = lambda: (optimizer.synchronize(), plain_step())  # type: ignore[method-assign]
-        with optimizer.no_sync():
-            return _train(model, optimizer, lambda step: _batch(rank, size, step, dtype))
-    return _train(model, optimizer, lambda step: _batch(rank, size, step, dtype))
-
-
-def _as_one(size: int, dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Any]:
-    model = _model(dtype, **options)
-
-    def all_batches(step: int) -> tuple[Tensor, Tensor]:
-        parts = [_batch(rank, size, step, dtype) for rank in range(size)]
-        return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
-
-    return _train(model, torch.optim.SGD(model.parameters(), lr=0.01), all_batches)
+    return [*found, *model.state_dict().values(), evaluated]
 
 
 @grid(
@@ -85,28 +71,12 @@ def _as_one(size: int, dtype: torch.dtype, options: dict[str, Any]) -> dict[str,
     keep=lambda size, dtype, options: size == 2 or (dtype == torch.float64 and not options),
 )
 def test_ranks_are_as_one_process_with_all_batches(size: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    _compare(size, dtype, options, run_pooled(_as_ranks, size, dtype, options, False))
+    tolerance = 1e-9 if dtype == torch.float64 else 1e-3
+    assert_as_one_process(_train, size, dtype, options, world_size=size, tolerance=tolerance)
 
 
 def test_inside_no_sync_statistics_are_of_all_ranks_too() -> None:
-    _compare(2, torch.float64, {}, run_pooled(_as_ranks, 2, torch.float64, {}, True), gradients=False)
-
-
-def _compare(
-    size: int, dtype: torch.dtype, options: dict[str, Any], ranks: list[dict[str, Any]], *, gradients: bool = True
-) -> None:
-    one = _as_one(size, dtype, options)
-    close: dict[str, float] = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-3, "atol": 1e-3}
-    for name, value in one["state"].items():
-        assert_same_on_all_ranks([rank["state"][name] for rank in ranks])
-        torch.testing.assert_close(ranks[0]["state"][name], value, **close, msg=lambda m, name=name: f"{name}: {m}")
-    for rank in ranks:
-        torch.testing.assert_close(rank["evaluated"], one["evaluated"], **close)
-        if gradients:  # those of no_sync() are this rank's own, until the step
-            torch.testing.assert_close(rank["gradients"], one["gradients"], **close)
-    for step in range(_STEPS):
-        for what in ("inputs", "outputs"):
-            torch.testing.assert_close(torch.cat([rank[what][step] for rank in ranks]), one[what][step], **close)
+    assert_as_one_process(_train, 2, torch.float64, {}, True)
 
 
 # Samples of each rank's micro-steps. Below 0: samples of NaN, which get weight 0.
@@ -121,38 +91,41 @@ def _weighed_batch(rank: int, size: int, micro: int) -> tuple[Tensor, Tensor, in
     return (x * math.nan if n < 0 else x), y, int(n > 0)
 
 
-def _weighed_as_one(size: int) -> list[list[Tensor]]:
+def _weighed(side: Side, size: int) -> list[Any]:
     """Gradients and statistics."""
-    model, total = _model(torch.float64), 0
+    model: nn.Module = _model(torch.float64)
+    if side.is_wrapped:
+        model = torchring.convert_sync_batchnorm(model)
+    optimizer = side.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, accumulate=3)
+    total = 0
     for micro in range(3):
-        batches = [_weighed_batch(rank, size, micro) for rank in range(size)]
-        x, y = (torch.cat([batch[i] for batch in batches if batch[2]]) for i in range(2))
-        sizes = [len(batch[0]) for batch in batches if batch[2]]
+        batches = [_weighed_batch(rank, size, micro) for rank in side.mine]
+        if side.is_wrapped:
+            optimizer.weigh(batches[0][2])
+        else:
+            batches = [batch for batch in batches if batch[2]]
+        x, y = (torch.cat([batch[i] for batch in batches]) for i in range(2))
+        sizes = [len(batch[0]) for batch in batches]
         losses = map(nn.functional.mse_loss, model(x).split(sizes), y.split(sizes))
         sum(losses, start=torch.zeros(())).backward()
         total += len(sizes)
-    return [[p.grad / total for p in model.parameters() if p.grad is not None], list(model.buffers())]
+    divisor = 1 if side.is_wrapped else total
+    found = [p.grad / divisor for p in model.parameters() if p.grad is not None]
+    found += [value.clone() for value in model.buffers()]
+    if side.is_wrapped:
+        x, y, _ = _weighed_batch(0, size, 0)
+        optimizer.zero_grad()
+        optimizer.weigh(0)  # on all ranks
+        result = model(x)
+        result.sum().backward()
+        assert result.isfinite().all()
+        assert all(map(torch.equal, found[-len([*model.buffers()]) :], model.buffers()))
+    return found
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@ranks()
-def test_a_batch_of_weight_zero_does_not_count(rank: int, world_size: int) -> None:
-    model = torchring.convert_sync_batchnorm(_model(torch.float64))
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, accumulate=3)
-    for micro in range(3):
-        x, y, n = _weighed_batch(rank, world_size, micro)
-        optimizer.weigh(n)
-        nn.functional.mse_loss(model(x), y).backward()
-    found = [[p.grad for p in model.parameters()], list(model.buffers())]
-    torch.testing.assert_close(found, _weighed_as_one(world_size), rtol=1e-9, atol=1e-12)
-    statistics = [value.clone() for value in model.buffers()]
-    optimizer.zero_grad()
-    x, y, n = _weighed_batch(0, world_size, 0)
-    optimizer.weigh(0)  # on all ranks
-    result = model(x)
-    result.sum().backward()
-    assert result.isfinite().all()
-    assert all(map(torch.equal, statistics, model.buffers()))
+def test_a_batch_of_weight_zero_does_not_count(world_size: int) -> None:
+    assert_as_one_process(_weighed, world_size, world_size=world_size)
 
 
 @pytest.mark.parametrize(

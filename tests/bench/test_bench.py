@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.harness import patient, run_ranks
+from tests.support.harness import patient, ranks, run_ranks
 from torchring.bench import (
     allreduce,
     elastic,
@@ -100,7 +100,13 @@ def test_the_first_failure_ends_all_and_is_named(
 
 @pytest.mark.parametrize(
     ("name", "tensors", "mib"),
-    [("mlp", 20, 160), ("gpt", 77, 65), ("small", 802, 3), ("vgg", 32, 144), ("resnet", 161, 97)],
+    [
+        *(("mlp", 20, 160), ("gpt", 77, 65)),
+        *(
+            pytest.param(*row, marks=pytest.mark.grid)
+            for row in (("small", 802, 3), ("vgg", 32, 144), ("resnet", 161, 97))
+        ),
+    ],
 )
 def test_models_are_what_the_tables_say(name: str, tensors: int, mib: int) -> None:
     workload = MODELS[name]()
@@ -139,31 +145,22 @@ def test_elastic_replicas_that_differ_end_the_run() -> None:
 # Wrong results
 
 
-def _allreduce_with_a_wrong_result(rank: int, world_size: int, wrong: str) -> tuple[list[str], str]:
-    """What was checked, and what was said in the end."""
+@ranks(2, run_ranks)
+def test_a_rival_that_reduces_wrongly_ends_the_run(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the last one; the right results before it have passed."""
     check, checked = allreduce.check, []
 
     def spoil_and_check(name: str, result: torch.Tensor, expected: torch.Tensor, *, rank: int) -> None:
         checked.append(name)
-        if name == wrong:
+        if name == "gloo":
             result[-1] += 1
         check(name, result, expected, rank=rank)
 
-    allreduce.check = spoil_and_check
+    monkeypatch.setattr(allreduce, "check", spoil_and_check)
     step, _ = allreduce.prepare("torchring", Path())
-    try:
-        for name in allreduce.OURS:
-            step(f"{name}:1000")
-    except SystemExit as end:
-        return checked, str(end.code)
-    return checked, ""
-
-
-def test_a_rival_that_reduces_wrongly_ends_the_run() -> None:
-    """Here the last one; the right results before it have passed."""
-    for rank, (checked, said) in enumerate(run_ranks(_allreduce_with_a_wrong_result, 2, "gloo")):
-        assert checked == ["direct", "native", "tensor", "torchring.horovod", "gloo"]
-        assert said == f"gloo reduced 1000 elements wrongly on rank {rank}"
+    with pytest.raises(SystemExit, match=f"^gloo reduced 1000 elements wrongly on rank {rank}$"):
+        list(map(step, (f"{name}:1000" for name in allreduce.OURS)))
+    assert checked == ["direct", "native", "tensor", "torchring.horovod", "gloo"]
 
 
 def test_weights_that_differ_end_the_run() -> None:

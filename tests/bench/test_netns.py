@@ -8,13 +8,24 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
 
 from tests.support.harness import RanksFailed
-from tests.support.netns import EXPECT, HostedWorld, hosts_of, needs_hosts, run_on_hosts, run_worlds, why_skipped
+from tests.support.netns import (
+    EXPECT,
+    HostedWorld,
+    hosts_of,
+    inside,
+    needs_hosts,
+    run_on_hosts,
+    run_worlds,
+    why_skipped,
+)
 from torchring.bench import netns
 from torchring.bench.netns import INTERFACE, Network, NetworkError
 
@@ -25,63 +36,35 @@ def namespaces(pid: int | str = "*") -> set[str]:
     return {path.name for path in Path("/run/netns").glob(f"torchring-{pid}-*")}
 
 
-def python(network: Network, host: int, code: str) -> subprocess.Popen[str]:
-    """Run code on a host, without torch."""
-    command = network.command(host, [sys.executable, "-c", textwrap.dedent(code)])
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def listen(network: Network) -> socket.socket:
+    """A server on host 1. It and its clients are in this process: a socket stays where it was made."""
+    with inside(network.name(1)):
+        return socket.create_server(("0.0.0.0", 5000))
 
 
-def listen(network: Network, host: int) -> subprocess.Popen[str]:
-    """A server on the host that counts the bytes of one connection, and prints them and the seconds they took."""
-    server = python(
-        network,
-        host,
-        """
-        import socket, time
-        with socket.create_server(("0.0.0.0", 5000)) as listening:
-            print("listens", flush=True)
-            connection, _ = listening.accept()
-        started, count, buffer = time.perf_counter(), 0, bytearray(1 << 20)
-        while size := connection.recv_into(buffer):
-            count += size
-        print(count, time.perf_counter() - started)
-        """,
-    )
-    assert server.stdout is not None
-    assert server.stdout.readline() == "listens\n"
-    return server
+def connect(network: Network, patience: float = 20.0) -> socket.socket:
+    """A client on host 0."""
+    with inside(network.name(0)):
+        return socket.create_connection((network.addresses[1], 5000), patience)
 
 
-def send(network: Network, host: int, to: int, num_bytes: int, *, patience: float = 20.0) -> subprocess.Popen[str]:
-    """A client that prints "sent", or the name of what kept it from it."""
-    return python(
-        network,
-        host,
-        f"""
-        import socket
-        try:
-            with socket.create_connection(("{network.addresses[to]}", 5000), timeout={patience}) as connection:
-                connection.sendall(bytes({num_bytes}))
-            print("sent")
-        except OSError as error:
-            print(type(error).__name__)
-        """,
-    )
-
-
-def output(process: subprocess.Popen[str]) -> str:
-    return process.communicate(timeout=30)[0].strip()
+def receive(server: socket.socket, num_bytes: int) -> None:
+    with server.accept()[0] as connection:
+        while num_bytes:
+            num_bytes -= (size := len(connection.recv(min(num_bytes, 1 << 20))))
+            assert size, "the connection has ended early"
 
 
 def gigabytes_per_second(network: Network, num_bytes: int) -> float:
-    server = listen(network, 1)
-    assert output(send(network, 0, 1, num_bytes)) == "sent"
-    count, seconds = output(server).split()
-    assert int(count) == num_bytes
-    return num_bytes / float(seconds) / 1e9
+    with listen(network) as server, connect(network) as client, ThreadPoolExecutor(1) as pool:
+        began = time.perf_counter()
+        sent = pool.submit(client.sendall, bytes(num_bytes))
+        receive(server, num_bytes)
+        sent.result()
+        return num_bytes / (time.perf_counter() - began) / 1e9
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
     before = namespaces(os.getpid())
     with Network(2) as network:
@@ -110,79 +93,40 @@ def test_the_number_of_hosts_is_checked(num_hosts: int) -> None:
         Network(num_hosts)
 
 
-def test_a_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(netns.shutil, "which", lambda *_, **__: None)
-    assert netns.why_unavailable.__wrapped__() == (
-        "`ip` is not installed; Debian and Ubuntu have it in the package iproute2"
-    )
-
-
-def test_root_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert netns.why_unavailable.__wrapped__() == "making network namespaces needs root"
-
-
-@needs_hosts
-def test_hosts_reach_each_other(network: Network) -> None:
-    server = listen(network, 1)
-    assert output(send(network, 0, 1, 1000)) == "sent"
-    assert output(server).split()[0] == "1000"
+    for uid, reason in (
+        (0, "`ip` is not installed; Debian and Ubuntu have it in the package iproute2"),
+        (1000, "making network namespaces needs root"),
+    ):
+        monkeypatch.setattr(os, "geteuid", lambda uid=uid: uid)
+        assert netns.why_unavailable.__wrapped__() == reason
 
 
 @needs_hosts
 def test_hosts_are_apart_from_this_machine(network: Network) -> None:
-    names = output(python(network, 0, "import socket; print(*sorted(name for _, name in socket.if_nameindex()))"))
-    assert names == f"{INTERFACE} lo"
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        code = f"import socket; socket.create_connection({listening.getsockname()!r}, timeout=2)"
-        socket.create_connection(listening.getsockname(), timeout=2).close()
-        assert "ConnectionRefusedError" in output(python(network, 0, code))
-
-
-@needs_hosts
-def test_loopback_works_on_a_host(network: Network) -> None:
-    code = """
-    import socket
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        socket.create_connection(listening.getsockname(), timeout=2)
-    print("connected")
-    """
-    assert output(python(network, 0, code)) == "connected"
+    with socket.create_server(("127.0.0.1", 0)) as here, inside(network.name(0)):
+        assert {name for _, name in socket.if_nameindex()} == {INTERFACE, "lo"}
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(here.getsockname(), timeout=2)
+        with socket.create_server(("127.0.0.1", 0)) as listening:  # loopback works on a host
+            socket.create_connection(listening.getsockname(), timeout=2).close()
 
 
 @needs_hosts
 def test_abstract_sockets_stay_on_their_host(network: Network) -> None:
     """So ranks of different hosts share no memory."""
-    connect = """
-    import socket
-    with socket.socket(socket.AF_UNIX) as client:
-        try:
-            client.connect("\\0torchring-test")
-            print("connected")
-        except OSError as error:
-            print(type(error).__name__)
-    """
-    server = python(
-        network,
-        0,
-        """
-        import socket, time
-        with socket.socket(socket.AF_UNIX) as listening:
-            listening.bind("\\0torchring-test")
-            listening.listen()
-            print("listens", flush=True)
-            time.sleep(60)
-        """,
-    )
-    assert server.stdout is not None
-    assert server.stdout.readline() == "listens\n"
-    try:
-        clients = [python(network, host, connect) for host in (0, 1)]
-        assert [output(client) for client in clients] == ["connected", "ConnectionRefusedError"]
-    finally:
-        server.kill()
-        server.communicate()
+
+    def socket_on(host: int) -> socket.socket:
+        with inside(network.name(host)):
+            return socket.socket(socket.AF_UNIX)
+
+    with socket_on(0) as server, socket_on(0) as near, socket_on(1) as far:
+        server.bind("\0torchring-test")
+        server.listen()
+        near.connect("\0torchring-test")
+        with pytest.raises(ConnectionRefusedError):
+            far.connect("\0torchring-test")
 
 
 @needs_hosts
@@ -200,29 +144,29 @@ def test_a_link_has_its_rate(network: Network) -> None:
 
 @needs_hosts
 def test_a_link_that_is_down_carries_nothing(network: Network) -> None:
-    server = listen(network, 1)
-    network.set_link(1, False)
-    assert output(send(network, 0, 1, 1000, patience=0.5)) in ("TimeoutError", "OSError")
-    network.set_link(1, True)
-    assert output(send(network, 0, 1, 1000)) == "sent"
-    assert output(server).split()[0] == "1000"
+    with listen(network) as server:
+        network.set_link(1, False)
+        with pytest.raises(OSError, match=r"timed out|unreachable|No route"):
+            connect(network, patience=0.5)
+        network.set_link(1, True)
+        with connect(network) as client:
+            client.sendall(bytes(1000))
+            receive(server, 1000)
 
 
 @needs_hosts
 @pytest.mark.grid
 def test_a_connection_outlives_a_pulled_cable(network: Network) -> None:
     network.set_rate("100mbit")
-    server = listen(network, 1)
-    client = send(network, 0, 1, 12 << 20)  # a second
-    with pytest.raises(subprocess.TimeoutExpired):
-        client.wait(0.3)
-    network.set_link(0, False)
-    with pytest.raises(subprocess.TimeoutExpired):
-        client.wait(1.2)
-    network.set_link(0, True)
-    network.set_rate(None)
-    assert output(client) == "sent"
-    assert output(server).split()[0] == str(12 << 20)
+    with listen(network) as server, connect(network) as client, ThreadPoolExecutor(2) as pool:
+        received = pool.submit(receive, server, 12 << 20)  # a second
+        pool.submit(client.sendall, bytes(12 << 20))
+        assert wait([received], 0.3).not_done
+        network.set_link(0, False)
+        assert wait([received], 1.2).not_done
+        network.set_link(0, True)
+        network.set_rate(None)
+        received.result(30)
 
 
 @needs_hosts
@@ -238,7 +182,8 @@ def test_nothing_is_left_behind_and_processes_are_killed() -> None:
     process = None
     with pytest.raises(KeyboardInterrupt), Network(2) as network:  # noqa: PT012 - what was raised inside
         assert len(namespaces(os.getpid()) - before) == 3
-        process = python(network, 1, "import time; print('here', flush=True); time.sleep(60)")
+        command = network.command(1, ["sh", "-c", "echo here; exec sleep 60"])
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert process.stdout is not None
         process.stdout.readline()  # before, `ip` itself may not have come there yet
         raise KeyboardInterrupt
@@ -322,7 +267,10 @@ def _look_around(rank: int, size: int, name: str) -> tuple[int, int, str, str, s
 
 @needs_hosts
 def test_ranks_run_on_their_hosts(network: Network) -> None:
-    names = [output(python(network, host, "import os; print(os.readlink('/proc/self/ns/net'))")) for host in (0, 1)]
+    names = []
+    for host in (0, 1):
+        with inside(network.name(host)):
+            names.append(os.readlink("/proc/thread-self/ns/net"))
     assert len({*names, os.readlink("/proc/self/ns/net")}) == 3
     worlds = [HostedWorld(network, (2, 1), ("stays",)), HostedWorld(network, (1, 1), ("leaves",), {1: 3})]
     assert run_worlds(worlds, _look_around) == [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 import torchring
-from tests.support.checks import assert_same_on_all_ranks, digest
+from tests.support.checks import assert_same_everywhere, digest
 from tests.support.documents import ROOT, blocks, snippet
-from tests.support.harness import run_ranks
+from tests.support.harness import ranks, run_ranks
 
 DDP = ROOT / "docs" / "guides" / "ddp.md"
 HEADING = "# Moving from DistributedDataParallel"
@@ -36,23 +37,27 @@ def weights_of(model: nn.Module) -> list[float]:
     return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 
-def _both_ways(rank: int) -> tuple[list[float], int, list[float]]:
+@ranks(2, run_ranks)
+def test_it_trains_as_with_ddp(tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     diff = snippet(DDP, HEADING)
     ring = run(side_of(diff, "+"))
-    found = weights_of(ring["model"]), ring["optimizer"].stats().num_reductions
+    assert ring["optimizer"].stats().num_reductions == 4
+    assert_same_everywhere(ring["model"].parameters())
+    _look_at_buffers_and_copies(rank)
     torchring.shutdown()
     assert not dist.is_initialized(), "torchring.init(process_group=True) made one"
     if rank == 0:
         os.rename("checkpoint.pt", "ring.pt")
-    ddp = run(side_of(diff, "-"))  # whose process group stays for what follows
+    ddp = run(side_of(diff, "-"))
+    assert weights_of(ring["model"]) == pytest.approx(weights_of(ddp["model"]), rel=1e-6, abs=1e-7)
     if rank == 0:
         state = torch.load("checkpoint.pt", weights_only=True)
         consume_prefix_in_state_dict_if_present(state, "module.")
         assert list(state) == list(torch.load("ring.pt", weights_only=True))
-    return *found, weights_of(ddp["model"])
 
 
-def _buffers_and_copies(rank: int) -> list[bytes]:
+def _look_at_buffers_and_copies(rank: int) -> None:
     """What DDP does in its constructor and in forward; copies of the model are left to the script."""
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
@@ -62,22 +67,7 @@ def _buffers_and_copies(rank: int) -> list[bytes]:
     model(torch.randn(16, 8)).square().mean().backward()
     optimizer.step()
     assert digest(teacher.parameters()) == digest(model.parameters())
-    return [digest(teacher.parameters()), digest(model.buffers())]
-
-
-def _all(rank: int, world_size: int, folder: str) -> Any:
-    os.chdir(folder)
-    return _both_ways(rank), _buffers_and_copies(rank)
-
-
-def test_it_trains_as_with_ddp(tmp_path: Any) -> None:
-    per_rank = run_ranks(_all, 2, str(tmp_path))
-    for (weights, num_reductions, of_ddp), _ in per_rank:
-        assert weights == per_rank[0][0][0]
-        assert weights == pytest.approx(of_ddp, rel=1e-6, abs=1e-7)
-        assert num_reductions == 4
-    for each in zip(*(digests for _, digests in per_rank), strict=True):
-        assert_same_on_all_ranks(list(each))
+    assert_same_everywhere([*model.parameters(), *model.buffers()])
 
 
 def test_ten_lines_change() -> None:

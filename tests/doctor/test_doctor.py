@@ -1,5 +1,8 @@
 """`torchring doctor`: each check fires on facts that are bad and only on those, what is measured is in the report, and
-whatever goes wrong with a rank is said, with the exit code to match."""
+whatever goes wrong with a rank is said, with the exit code to match.
+
+python -m tests.doctor.test_doctor      writes golden.txt anew; look at the differences
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,17 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
 from tests.support import commands, harness
+from tests.support.documents import golden
 from tests.support.netns import needs_hosts, run_on_hosts
 from torchring import cli, doctor
 from torchring.bench.netns import INTERFACE, Network
 from torchring.doctor import checks, facts, rank
 from torchring.doctor.report import (
-    Finding,
     PathFacts,
     RankFacts,
     Report,
@@ -36,6 +39,7 @@ from torchring.doctor.report import (
 )
 from torchring.rendezvous.addresses import gloo_address
 
+GOLDEN: Final = Path(__file__).parent / "golden.txt"
 VERSIONS = {"python": "3.12.1", "torchring": "0.1.0", "torch": "2.13.0", "triton": "3.4.0", "mpi4py": None}
 
 
@@ -81,140 +85,84 @@ def two_hosts(*changes: Mapping[str, Any], **of_report: Any) -> Report:
     return one_host(**{"ranks": ranks, "hosts": [[0], [1]], "paths": [], **of_report})
 
 
-def bad(report: Report) -> list[Finding]:
-    return [finding for finding in checks.examine(report) if finding.level in ("warning", "wrong")]
-
-
 # Checks: facts in, findings out
-
-
-@pytest.mark.parametrize("report", [one_host(), two_hosts(), Report("none", size=1, ranks=[healthy(0)], hosts=[[0]])])
-def test_nothing_is_said_against_what_is_well(report: Report) -> None:
-    assert bad(report) == []
-    assert verdict(checks.examine(report)) == "ok"
-
-
-def test_every_finding_has_a_level_and_every_check_something_to_say() -> None:
-    assert {finding.level for finding in checks.examine(one_host())} <= {"ok", "note", "warning", "wrong"}
-    assert {finding.topic for finding in checks.examine(two_hosts())} >= {
-        "versions", "hosts", "cores", "GPUs", "backends", "rendezvous", "Gloo",
-    }  # fmt: skip
 
 
 GPUS = {"gpus": ["H200", "H200"], "gpu_peers": [[True, False], [False, True]]}
 CONTAINERS = [{"handover": {"processes": f"pid:[{i}]", "folder": "1:2", "trouble": ""}} for i in range(2)]
+WHOLE: Final = {  # all that is said of them is in golden.txt
+    "one host": one_host(),
+    "two hosts": two_hosts(),
+    "one rank": Report("none", size=1, ranks=[healthy(0)], hosts=[[0]]),
+    "GPUs": one_host(GPUS, GPUS),
+    "GPUs together": one_host({**GPUS, "gpu_peers": [[True, True], [True, True]]}),
+}
+REPORTS: Final[dict[str, Report]] = {
+    **WHOLE,
+    "a problem": one_host(problem="it broke"),
+    "another torch": one_host({}, {"versions": {**VERSIONS, "torch": "2.12.0"}}),
+    "torchring missing": one_host({}, {"versions": {**VERSIONS, "torchring": None}}),
+    "another Python": one_host({}, {"versions": {**VERSIONS, "python": "3.9.1"}}),
+    "another platform": two_hosts({}, {"platform": "Linux aarch64, glibc 2.36"}),
+    "GPUs in containers": one_host({**GPUS, **CONTAINERS[0]}, {**GPUS, **CONTAINERS[1]}),
+    "more threads than cores": one_host({"threads": 4}, {"threads": 4}),
+    "a control group": one_host({"core_limit": 1.5}, {"core_limit": 1.5, "threads": 1}),
+    "few threads": one_host({"threads": 1}, {"threads": 1}),
+    "other programs": one_host({"load": 10.2}, {"load": 10.1}),
+    "one core": one_host({"cores": [2]}, {"cores": [2]}),
+    "network namespaces": one_host({"network_namespace": "net:[2]"}, hosts=[[0], [1]]),
+    "users": one_host({"uid": 0}, hosts=[[0], [1]]),
+    "no hand-over": one_host(hosts=[[0], [1]]),
+    "no Gloo": two_hosts({"has_gloo": False}),
+    "no mpi4py": one_host(launcher="mpirun (Open MPI)"),
+    "a public store": one_host(store=StoreFacts("node0", 1, "torchrun", ["10.0.0.1", "2606:4700::1"])),
+    "a public address": two_hosts({"gloo_address": "8.8.8.8"}),
+    # What only looks bad
+    "loopback, one host": one_host({"gloo_address": "127.0.1.1"}),  # no other host has to reach it
+    "a public address, one host": one_host({"gloo_address": "8.8.8.8"}),
+    "a public address, MPI": two_hosts({"gloo_address": "8.8.8.8"}, backend="mpi"),
+    "a control group that leaves enough": one_host({"core_limit": 2.0, "threads": 1}, {"threads": 1}),
+    "a core each": one_host({"cores": [0], "threads": 1}, {"cores": [1], "threads": 1}),
+    "no Gloo, one host": one_host({"has_gloo": False}, {"has_gloo": False}),
+    "users that share memory": one_host({"uid": 0}),
+    "network namespaces of hosts": two_hosts({"network_namespace": "net:[2]"}),
+    "containers without GPUs": one_host(*CONTAINERS),
+}
 
 
-@pytest.mark.parametrize(
-    ("report", "level", "topic", "said"),
-    [
-        (one_host(problem="it broke"), "wrong", "failed", ["it broke"]),
-        (
-            one_host({}, {"versions": {**VERSIONS, "torch": "2.12.0"}}), "wrong", "versions",
-            ["torch is 2.13.0 on rank 0, 2.12.0 on rank 1", "install the same version"],
-        ),
-        (one_host({}, {"versions": {**VERSIONS, "torchring": None}}), "wrong", "versions", ["missing on rank 1"]),
-        (
-            one_host({**GPUS, **CONTAINERS[0]}, {**GPUS, **CONTAINERS[1]}), "warning", "GPUs",
-            ["through NCCL", "ranks 0 and 1 are in different PID namespaces"],
-        ),
-        (one_host({}, {"versions": {**VERSIONS, "python": "3.9.1"}}), "warning", "versions", ["python is 3.12.1 on"]),
-        (two_hosts({}, {"platform": "Linux aarch64, glibc 2.36"}), "warning", "platform", ["aarch64", "on rank 1"]),
-        (
-            one_host({"threads": 4}, {"threads": 4}), "warning", "cores",
-            ["4 cores for 2 ranks x 4 threads", "OMP_NUM_THREADS=2"],
-        ),
-        (
-            one_host({"core_limit": 1.5}, {"core_limit": 1.5, "threads": 1}), "warning", "cores",
-            ["2 cores (of 4, by the control group's limit) for 2 ranks x 1 to 2 threads", "OMP_NUM_THREADS=1"],
-        ),
-        (
-            one_host({"threads": 1}, {"threads": 1}), "warning", "cores",
-            ["compute with one thread each and may use 4 cores", "set OMP_NUM_THREADS=2 (torchrun"],
-        ),
-        (
-            one_host({"load": 10.2}, {"load": 10.1}), "warning", "load",
-            ["node0: other programs hold the cores, with a load of 10.1 a core in the last minute"],
-        ),
-        (one_host({"cores": [2]}, {"cores": [2]}), "warning", "cores", ["more ranks than cores", "--bind-to none"]),
-        (
-            one_host({"network_namespace": "net:[2]"}, hosts=[[0], [1]]), "warning", "sharing",
-            ["rank 0 and rank 1 are on one machine and share no memory", "network namespaces"],
-        ),
-        (one_host({"uid": 0}, hosts=[[0], [1]]), "warning", "sharing", ["as different users (0 and 1000)"]),
-        (one_host(hosts=[[0], [1]]), "warning", "sharing", ["does not show"]),
-        (two_hosts({"has_gloo": False}), "wrong", "backends", ["torch on rank 0 is built without Gloo"]),
-        (one_host(launcher="mpirun (Open MPI)"), "warning", "backends", ["ranks 0, 1 lack mpi4py"]),
-        (
-            one_host(store=StoreFacts("node0", 1, "torchrun", ["10.0.0.1", "2606:4700::1"])), "warning", "rendezvous",
-            ["node0:1, hosted by torchrun, can be reached at 2606:4700::1, a public", "close port 1 to strangers"],
-        ),
-        (
-            two_hosts({"gloo_address": "8.8.8.8"}), "warning", "Gloo",
-            ["rank 0 would listen at a public address (8.8.8.8, 192.168.0.2)"],
-        ),
-    ],
-)  # fmt: skip
-def test_what_is_bad_is_found_and_nothing_else(report: Report, level: str, topic: str, said: list[str]) -> None:
-    (finding,) = bad(report)
-    assert (finding.level, finding.topic) == (level, topic)
-    for words in said:
-        assert words in finding.text
-    assert verdict(checks.examine(report)) == level
+def summary(name: str) -> str:
+    """What is bad, and what is said of `WHOLE`."""
+    findings = checks.examine(REPORTS[name])
+    shown = [each for each in findings if name in WHOLE or each.level in ("warning", "wrong")]
+    return "".join([*(f"{each.level}, {each.topic}: {each.text}\n" for each in shown), f"{verdict(findings)}\n"])
 
 
-@pytest.mark.parametrize(
-    "report",
-    [
-        one_host({"gloo_address": "127.0.1.1"}),  # no other host has to reach it
-        one_host({"gloo_address": "8.8.8.8"}),  # no other host has to reach it
-        one_host({"core_limit": 2.0, "threads": 1}, {"threads": 1}),
-        one_host({"cores": [0], "threads": 1}, {"cores": [1], "threads": 1}),
-        one_host({"has_gloo": False}, {"has_gloo": False}),
-        one_host({"uid": 0}),  # they share memory all the same
-        two_hosts({"network_namespace": "net:[2]"}),
-        two_hosts({"gloo_address": "8.8.8.8"}, backend="mpi"),
-        one_host(GPUS, GPUS),
-        one_host(*CONTAINERS),  # without GPUs
-    ],
-)
-def test_what_only_looks_bad_is_let_be(report: Report) -> None:
-    assert bad(report) == []
+@pytest.mark.parametrize("name", REPORTS)
+def test_what_is_bad_is_found_and_nothing_else(name: str) -> None:
+    assert summary(name) == golden(GOLDEN)[name]
 
 
-def of_gpus(report: Report) -> list[Finding]:
-    return [finding for finding in checks.examine(report) if finding.topic == "GPUs"]
-
-
-def test_gpus_and_who_reaches_whose_memory() -> None:
-    assert of_gpus(one_host(GPUS, GPUS))[0].text.startswith("node0: 2 x H200; no peer access between 1-0; what auto")
-    together = {**GPUS, "gpu_peers": [[True, True], [True, True]]}
-    assert of_gpus(one_host(together))[0].text.startswith("node0: 2 x H200; all reach each other's memory; what auto")
-    assert [finding.text for finding in of_gpus(one_host())] == ["node0: none"]
+def test_each_golden_text_belongs_to_a_report() -> None:
+    assert [*golden(GOLDEN)] == [*REPORTS]
 
 
 def test_an_image_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(facts.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    _, finding = of_gpus(one_host({**GPUS, "triton_lacks": facts.triton_lacks()}))
+    findings = checks.examine(one_host({**GPUS, "triton_lacks": facts.triton_lacks()}))
+    (finding,) = (each for each in findings if each.topic == "GPUs" and each.level == "warning")
     assert finding.text.startswith("node0: no C compiler and no headers of Python: Triton cannot compile")
     (tmp_path / "gcc").touch(mode=0o755)
     (tmp_path / "Python.h").touch()
     assert facts.triton_lacks() == []
 
 
-@pytest.mark.parametrize(
-    ("address", "public"),
-    [
-        ("8.8.8.8", True), ("2606:4700::1111", True), ("::ffff:8.8.8.8", True), ("10.1.2.3", False),
-        ("192.168.1.1", False), ("172.16.0.1", False), ("100.64.0.1", False), ("169.254.0.1", False),
-        ("127.0.0.1", False), ("::1", False), ("fd00::2", False), ("fe80::1%eth0", False), ("0.0.0.0", False),
-        ("nonsense", False),
-    ],
-)  # fmt: skip
-def test_which_addresses_are_public(address: str, public: bool) -> None:
-    assert checks.is_public(address) is public
+def test_which_addresses_are_public() -> None:
+    public = ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8"]
+    private = ["10.1.2.3", "192.168.1.1", "172.16.0.1", "100.64.0.1", "169.254.0.1", "127.0.0.1", "0.0.0.0", "nonsense"]
+    private += ["::1", "fd00::2", "fe80::1%eth0"]
+    assert [address for address in (*public, *private) if checks.is_public(address)] == public
 
 
 # Facts of this machine
@@ -249,26 +197,19 @@ def test_who_listens_at_a_port(family: socket.AddressFamily, address: str) -> No
 
 
 def test_limits_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The narrowest limit of the groups around a process counts."""
+    """The narrowest limit of the groups around a process counts, as far as it sees them."""
     outer, inner = tmp_path / "outer", tmp_path / "outer" / "inner"
     for folder, text in {outer: "150000 100000", inner: "max 100000"}.items():
         folder.mkdir()
         (folder / "cpu.max").write_text(text + "\n")
     for folders, cores in [([outer, inner], 1.5), ([inner], None), ([], None)]:
-        monkeypatch.setattr(facts, "_control_groups", lambda folders=folders: folders)
-        assert facts.core_limit() == cores
-
-
-def test_control_groups_that_a_process_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "outer").mkdir()
+        with monkeypatch.context() as patch:
+            patch.setattr(facts, "_control_groups", lambda folders=folders: folders)
+            assert facts.core_limit() == cores
     monkeypatch.setattr(facts, "_CONTROL_GROUPS", tmp_path)
-    for path, expected in [
-        ("/outer", [tmp_path / "outer", tmp_path]),
-        ("/outer/of_the_host", [tmp_path / "outer", tmp_path]),
-        ("/", [tmp_path]),
-    ]:
+    for path, seen in [("/outer", [outer, tmp_path]), ("/outer/of_the_host", [outer, tmp_path]), ("/", [tmp_path])]:
         monkeypatch.setattr(facts, "_read", lambda _, path=path: f"1:cpu:/elsewhere\n0::{path}")
-        assert facts._control_groups() == expected
+        assert facts._control_groups() == seen
 
 
 def test_facts_of_this_process() -> None:
@@ -320,7 +261,7 @@ def visit(number: int, _: int, trouble: str, *arguments: str) -> tuple[int, str]
     elif number == 1 and trouble == "dies":
         rank._measure = lambda *_: os._exit(3)
     elif number == 1 and trouble == "hangs":
-        rank._measure = lambda *_: time.sleep(5) or []
+        rank._measure = lambda *_: time.sleep(3) or []
     return call_main(*arguments)
 
 
@@ -506,3 +447,7 @@ def test_between_hosts() -> None:
         assert "which other hosts cannot reach" in wrong
         assert f"{INTERFACE} ({network.addresses[0]})" in wrong
         assert [report["paths"], report["algorithm"]] == [[], ""]
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text("".join(f"=== {name}\n{summary(name)}" for name in REPORTS), encoding="utf-8")

@@ -63,6 +63,9 @@ def test_the_same_modules_under_two_names(installed: None) -> None:
     import torchring.horovod.elastic.state
     from torchring.horovod import exceptions
 
+    before = list(sys.meta_path)
+    aliases.install()
+    assert sys.meta_path == before
     assert import_module("horovod.torch") is torchring.horovod
     assert import_module("horovod.torch.elastic.state") is torchring.horovod.elastic.state
     assert import_module("horovod.common.exceptions") is exceptions
@@ -109,12 +112,6 @@ def test_other_parts_come_from_a_horovod_that_is_installed(horovod: Path, instal
     assert threads.env is import_module("torchring.horovod.builds").env
     assert import_module("horovod.torch").__name__ == "torchring.horovod"
     assert not hasattr(import_module("horovod.common.util"), "kind")
-
-
-def test_installing_twice_is_installing_once(installed: None) -> None:
-    before = list(sys.meta_path)
-    aliases.install()
-    assert sys.meta_path == before
 
 
 FACTS = """
@@ -181,7 +178,12 @@ def test_a_start_of_python_costs_no_import_of_torch() -> None:
     assert said("-c", code, env=with_aliases(os.environ)) == []
 
 
-def test_the_sitecustomize_of_the_site_still_runs(tmp_path: Path) -> None:
+def test_the_path_and_sitecustomize_of_the_site_still_count(tmp_path: Path) -> None:
+    first = with_aliases({"PYTHONPATH": "/a:/b", "HOME": "/"})
+    startup, rest = first["PYTHONPATH"].split(":", 1)
+    assert (rest, first["HOME"]) == ("/a:/b", "/")
+    assert with_aliases(first) == first
+    assert with_aliases({})["PYTHONPATH"] == startup  # an empty entry would be the working directory
     (tmp_path / "sitecustomize.py").write_text("import sys, horovod\nsys.mine = horovod.__version__\n")
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     code = "import sys, json, sitecustomize as s; print(json.dumps([sys.mine, s.__file__, sys.path]))"
@@ -191,15 +193,6 @@ def test_the_sitecustomize_of_the_site_still_runs(tmp_path: Path) -> None:
     assert [entry for entry in path if entry.endswith("startup")] == []
     (tmp_path / "sitecustomize.py").write_text("1 / 0\n")
     assert "ZeroDivisionError" in run("-c", "import horovod", env=with_aliases(environ)).stderr  # as Python has it
-
-
-def test_the_path_of_python_is_kept_behind_the_aliases() -> None:
-    first = with_aliases({"PYTHONPATH": "/a:/b", "HOME": "/"})
-    startup, rest = first["PYTHONPATH"].split(":", 1)
-    assert Path(startup, "sitecustomize.py").exists()
-    assert (rest, first["HOME"]) == ("/a:/b", "/")
-    assert with_aliases(first) == first
-    assert with_aliases({})["PYTHONPATH"] == startup  # an empty entry would be the working directory
 
 
 def test_the_context_of_variables(monkeypatch: pytest.MonkeyPatch) -> None:

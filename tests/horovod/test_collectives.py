@@ -24,25 +24,24 @@ from torchring.horovod import engine as engine_module
 from torchring.memory import host as host_module
 
 in_worlds = grid(
-    "size, shares_memory", [1, 2, 3], [True, False], keep=lambda size, shares: shares if size != 2 else True
+    "world_size, shares_memory", [1, 2, 3], [True, False], keep=lambda world_size, shares: shares or world_size == 2
 )
 
 
-def run(fn: Callable[..., Any], size: int, *args: Any, shares_memory: bool = True) -> list[Any]:
-    """fn(rank, size, *args) on every rank, between hvd.init() and hvd.shutdown()."""
-    return run_pooled(_in_world, size, fn, shares_memory, args)
+def run(test: Callable[..., Any], size: int, arguments: dict[str, Any]) -> list[Any]:
+    """The test on every rank, between hvd.init() and hvd.shutdown()."""
+    return run_pooled(_in_world, size, test, arguments)
 
 
-def _in_world(rank: int, size: int, fn: Any, shares_memory: bool, args: tuple[Any, ...]) -> Any:
+def _in_world(rank: int, size: int, test: Any, arguments: dict[str, Any]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        if not shares_memory:
+        if not arguments.get("shares_memory", True):
             patch.setattr(host_module, "_host_identity", lambda: f"host {rank}")
         patch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
         hvd.init()
-        result = fn(rank, size, *args)
+        test(rank, size, arguments)
         hvd.barrier()
         hvd.shutdown()
-        return result
 
 
 def mine(rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -163,14 +162,6 @@ def _groups_and_handles(rank: int, size: int) -> None:
     assert hvd.broadcast_object({"from": rank} if rank == size - 1 else None, size - 1) == {"from": size - 1}
 
 
-def _all_values(rank: int, size: int) -> None:
-    _reductions(rank, size)
-    _scaling(rank, size)
-    _moves(rank, size)
-    _groups_and_handles(rank, size)
-    _gradients(rank, size)
-
-
 def _gradients(rank: int, size: int) -> None:
     """As horovod.torch defines them, which differs from torch.distributed.nn."""
 
@@ -209,8 +200,10 @@ def _gradients(rank: int, size: int) -> None:
 
 
 @in_worlds
-def test_results_and_gradients(size: int, shares_memory: bool) -> None:
-    run(_all_values, size, shares_memory=shares_memory)
+@ranks(start=run)
+def test_results_and_gradients(rank: int, world_size: int, shares_memory: bool) -> None:
+    for check in (_reductions, _scaling, _moves, _groups_and_handles, _gradients):
+        check(rank, world_size)
 
 
 @ranks(2, start=run)
@@ -229,7 +222,10 @@ def test_adasum_of_ranks(rank: int, world_size: int) -> None:
 # ---- names
 
 
-def _any_order(rank: int, size: int) -> None:
+@pytest.mark.parametrize("shares_memory", [True, False], ids=["memory", "gloo"])
+@ranks(2, start=run)
+def test_operations_meet_by_name_in_any_order(rank: int, world_size: int, shares_memory: bool) -> None:
+    size = world_size
     names = [f"tensor{i}" for i in range(20)]
     order = names if rank % 2 == 0 else names[::-1]
     handles = {
@@ -261,11 +257,6 @@ def _any_order(rank: int, size: int) -> None:
     for thread in threads:
         thread.join(30)
     assert results == {"a": size, "bb": 2 * size}
-
-
-@pytest.mark.parametrize("shares_memory", [True, False], ids=["memory", "gloo"])
-def test_operations_meet_by_name_in_any_order(shares_memory: bool) -> None:
-    run(_any_order, 2, shares_memory=shares_memory)
 
 
 # ---- what is wrong
@@ -346,12 +337,10 @@ def test_before_init() -> None:
 
 
 @in_worlds
-def test_joined_ranks_contribute_zeros(size: int, shares_memory: bool) -> None:
+@ranks(start=run)
+def test_joined_ranks_contribute_zeros(rank: int, world_size: int, shares_memory: bool) -> None:
     """Rank r has r + 1 batches."""
-    run(_join, size, shares_memory=shares_memory)
-
-
-def _join(rank: int, size: int) -> None:
+    size = world_size
     for step in range(rank + 1):
         alive = size - step
         total = hvd.allreduce(torch.ones(3), op=hvd.Sum, name="total")
@@ -371,7 +360,10 @@ def _join(rank: int, size: int) -> None:
 # ---- process sets
 
 
-def _process_sets(rank: int, size: int) -> None:
+@grid("shares_memory", [True, False], keep=lambda shares_memory: shares_memory)
+@ranks(3, start=run)
+def test_process_sets(rank: int, world_size: int, shares_memory: bool) -> None:
+    size = world_size
     evens, odds = hvd.ProcessSet(range(0, size, 2)), hvd.ProcessSet([1])
     assert evens.process_set_id is None
     assert evens.size() is None
@@ -416,11 +408,6 @@ def _process_sets(rank: int, size: int) -> None:
     os.environ.pop("HOROVOD_DYNAMIC_PROCESS_SETS")
     with pytest.raises(ValueError, match="dynamic"):
         hvd.add_process_set([0, 1])
-
-
-@grid("shares_memory", [True, False], keep=lambda shares_memory: shares_memory)
-def test_process_sets(shares_memory: bool) -> None:
-    run(_process_sets, 3, shares_memory=shares_memory)
 
 
 # ---- life and death

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.harness import run_ranks
+from tests.support.checks import assert_same_everywhere
+from tests.support.harness import ranks, run_ranks
 from torchring.errors import GradientError, PeerLostError, PeerTimeoutError, PlanMismatchError
 from torchring.horovod import elastic
 from torchring.horovod.elastic import state as states
@@ -191,99 +192,68 @@ class Failing(elastic.State):
         self.done.append("sync")
 
 
-def mismatch() -> elastic.HorovodInternalError:
-    error = elastic.HorovodInternalError("other shapes")
-    error.__cause__ = PlanMismatchError("other shapes")
+def failure(cause: Exception, **facts: object) -> elastic.HorovodInternalError:
+    vars(cause).update(facts)
+    error = elastic.HorovodInternalError(str(cause))
+    error.__cause__ = cause
     return error
 
 
-def test_training_starts_again_after_a_mismatch_and_after_new_hosts(world: World) -> None:
-    of_backward = PlanMismatchError("other gradients")
-    changes = [elastic.HostsUpdatedInterrupt(True), elastic.HostsUpdatedInterrupt(False)]
-    endings = iter([mismatch(), of_backward, *changes, None])
-    state = Failing()
+_MISMATCH = failure(PlanMismatchError("other shapes"))
+_COMMIT = "a commit, and a mismatch"
+_AGAIN = "restore callback sync train"
+
+
+@pytest.mark.parametrize(
+    ("endings", "limit", "done", "said"),
+    [
+        ([_MISMATCH], None, f"sync train {_AGAIN}", ""),
+        ([PlanMismatchError("other gradients")], None, f"sync train {_AGAIN}", ""),
+        ([elastic.HostsUpdatedInterrupt(True)], None, "sync train callback train", ""),  # removed hosts: no sync
+        ([elastic.HostsUpdatedInterrupt(False)], None, "sync train callback sync train", ""),
+        ([failure(PeerLostError("gone"))], None, "sync train", "gone"),
+        ([failure(PeerTimeoutError("stuck"))], None, "sync train", "stuck"),
+        ([failure(PeerTimeoutError("stuck"), in_step=True)], None, f"sync train {_AGAIN}", ""),  # it is there
+        ([failure(GradientError("wrong use"))], None, "sync train", "wrong use"),
+        ([KeyError("batch")], None, "sync train", "batch"),
+        (
+            [_MISMATCH, _COMMIT, _MISMATCH, _MISMATCH], None,
+            f"sync train {_AGAIN} save {_AGAIN} {_AGAIN}", "3 times without a commit: other shapes",
+        ),
+        (
+            [elastic.HostsUpdatedInterrupt(False), _MISMATCH, elastic.HostsUpdatedInterrupt(False)], 2,
+            f"sync train callback sync train {_AGAIN}", "limit of 2 resets",
+        ),
+    ],
+)  # fmt: skip
+def test_what_follows_when_training_ends_early(
+    world: World, endings: list[Any], limit: int | None, done: str, said: str
+) -> None:
+    """The function is called until it returns, or raises what ends the job."""
+    state, left = Failing(), iter(endings)
     state.register_reset_callbacks([lambda: state.done.append("callback")])
 
-    @elastic.run
+    @elastic.run(reset_limit=limit)
     def train(state: Failing, *, answer: int) -> int:
         state.done.append("train")
-        if ending := next(endings):
+        ending = next(left, None)
+        if ending is _COMMIT:
+            state.commit()
+            ending = _MISMATCH
+        if ending is not None:
             raise ending
         return answer
 
-    assert train(state, answer=42) == 42
+    with pytest.raises((elastic.HorovodInternalError, KeyError), match=said) if said else nullcontext():
+        assert train(state, answer=42) == 42
     assert train.__name__ == "train"
-    assert " ".join(state.done) == (
-        "sync train restore callback sync train restore callback sync train "
-        "callback train callback sync train"  # removed hosts: no sync
-    )
-    assert world.calls == ["shutdown", "init"] * 4
+    assert " ".join(state.done) == done
+    assert world.calls == ["shutdown", "init"] * state.done.count("callback")
 
 
-@pytest.mark.parametrize("cause", [PeerLostError("gone"), PeerTimeoutError("stuck"), GradientError("wrong use")])
-def test_a_lost_rank_or_a_wrong_script_ends_the_job(world: World, cause: Exception) -> None:
-    state = Failing()
-
-    @elastic.run
-    def train(state: Failing) -> None:
-        raise elastic.HorovodInternalError("failed") from cause
-
-    with pytest.raises(elastic.HorovodInternalError, match="failed"):
-        train(state)
-    assert state.done == ["sync"]
-    assert world.calls == []
-
-
-def test_a_late_rank_that_is_there_does_not_end_the_job(world: World) -> None:
-    late = PeerTimeoutError("stuck")
-    late.in_step = True
-    errors = iter([late])
-
-    @elastic.run
-    def train(state: Failing) -> str:
-        for error in errors:
-            raise elastic.HorovodInternalError("failed") from error
-        return "trained"
-
-    assert train(Failing()) == "trained"
-
-
-def test_training_that_never_commits_is_not_started_for_ever(world: World) -> None:
-    starts = itertools.count()
-
-    @elastic.run
-    def train(state: Failing) -> None:
-        if next(starts) == 1:
-            state.commit()
-        raise mismatch()
-
-    with pytest.raises(elastic.HorovodInternalError, match="3 times without a commit: other shapes"):
-        train(Failing())
-    assert next(starts) == 4  # the commit was progress
-
-
-def test_the_limit_of_resets_holds_for_all_reasons(world: World) -> None:
-    starts = itertools.count()
-
-    @elastic.run(reset_limit=2)
-    def train(state: Failing) -> None:
-        raise mismatch() if next(starts) == 1 else elastic.HostsUpdatedInterrupt(False)
-
-    with pytest.raises(elastic.HorovodInternalError, match="limit of 2 resets"):
-        train(Failing())
-    assert next(starts) == 3
+def test_a_limit_below_0_is_refused() -> None:
     with pytest.raises(ValueError, match="-1"):
         elastic.run(reset_limit=-1)
-
-
-def test_other_errors_are_none_of_its_business(world: World) -> None:
-    @elastic.run
-    def train(state: Failing) -> None:
-        raise KeyError("batch")
-
-    with pytest.raises(KeyError):
-        train(Failing())
-    assert world.calls == []
 
 
 def shared_out(world: World, size: int, **options: Any) -> list[elastic.ElasticSampler]:
@@ -304,15 +274,10 @@ def test_samples_that_are_left_are_shared_out_anew(world: World) -> None:
         other.load_state_dict(first.state_dict())
     assert [list(other) for other in others] == [[4, 7], [5, 8], [6, 9]]
     assert [len(other) for other in others] == [2, 2, 2]
-
-
-def test_few_samples_for_many_ranks_are_repeated(world: World) -> None:
-    samplers = shared_out(world, 4, shuffle=False)
-    for world.rank, sampler in enumerate(samplers):
-        sampler.load_state_dict({"epoch": 0, "processed_num": 9})
-    assert [list(sampler) for sampler in samplers] == [[9]] * 4
-    samplers[0].load_state_dict({"epoch": 0, "processed_num": 12})
-    assert list(samplers[0]) == []
+    for done, left in ((9, [9]), (12, [])):  # few samples for many ranks are repeated
+        for world.rank, other in enumerate(others):
+            other.load_state_dict({"epoch": 0, "processed_num": done})
+        assert [list(other) for other in others] == [left] * 3
 
 
 def test_all_ranks_shuffle_alike_and_each_epoch_anew(world: World) -> None:
@@ -342,9 +307,10 @@ def test_a_sampler_of_a_state_follows_commits_and_resets(world: World) -> None:
     assert list(state.sampler) == [10]
 
 
-def _train_over_a_mismatch(rank: int, size: int) -> list[Any]:
-    import torchring.horovod as hvd
-
+@ranks(2, run_ranks)
+def test_ranks_go_on_together_after_a_mismatch(rank: int) -> None:
+    """The collectives themselves: rank 0's state everywhere, then the last commit's."""
+    hvd = importlib.import_module("torchring.horovod")
     hvd.init()
     torch.manual_seed(rank)
     model = torch.nn.Linear(2, 1)
@@ -356,7 +322,7 @@ def _train_over_a_mismatch(rank: int, size: int) -> list[Any]:
     starts: list[Any] = []
 
     @elastic.run
-    def train(state: elastic.TorchState) -> list[Any]:
+    def train(state: elastic.TorchState) -> None:
         starts.append([state.batch, list(state.sampler)])
         for batch in range(state.batch, 4):
             state.batch = batch
@@ -368,16 +334,8 @@ def _train_over_a_mismatch(rank: int, size: int) -> list[Any]:
                 state.commit()
             if state.batch == 2 and len(starts) == 1:
                 hvd.allreduce(torch.ones(2 + rank), name="other shapes")
-        return [starts, [parameter.tolist() for parameter in model.parameters()]]
 
-    found = train(state)
+    train(state)
+    assert starts == [[0, [rank, rank + 2, rank + 4, rank + 6]], [1, [4 + rank, 6 + rank]]]
+    assert_same_everywhere(model.parameters())
     hvd.shutdown()
-    return found
-
-
-def test_ranks_go_on_together_after_a_mismatch() -> None:
-    """Two ranks, the collectives themselves: rank 0's state everywhere, then the last commit's."""
-    first, second = run_ranks(_train_over_a_mismatch, 2)
-    assert first[1] == second[1]
-    assert first[0] == [[0, [0, 2, 4, 6]], [1, [4, 6]]]
-    assert second[0] == [[0, [1, 3, 5, 7]], [1, [5, 7]]]

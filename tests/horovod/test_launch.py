@@ -31,7 +31,6 @@ from torchring.launch import launcher as launcher_module
 from torchring.launch.hosts import Host
 from torchring.launch.output import OutputOptions
 from torchring.rendezvous.environment import LaunchEnvironment, describe_parent, parent_rank, read_environment
-from torchring.rendezvous.key_values import ask
 from torchring.rendezvous.store import open_store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,24 +124,17 @@ def test_other_hosts_get_horovods_variables(monkeypatch: pytest.MonkeyPatch) -> 
     assert "TORCHRING_TEST" not in forwarded
 
 
-RANK = """
-import json, os, subprocess, sys
-import horovod.common.exceptions as e
-code = "import horovod.common.exceptions as e; print(e.__name__)"
-child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
-print(json.dumps([int(os.environ["RANK"]), e.__name__, child, os.environ["HOROVOD_CYCLE_TIME"]]) + "\\n", end="")
-"""
-
-
 def test_a_script_that_is_not_edited(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(RANK)
+    code = "import json, os, horovod.common.exceptions as e\n"
+    code += "print(json.dumps([int(os.environ['RANK']), e.__name__, os.environ['HOROVOD_CYCLE_TIME']]) + '\\n', end='')"
+    (tmp_path / "train.py").write_text(code)
     command = [sys.executable, "-m", "torchring", "run", "--horovod", "-np", "2", "--cycle-time-ms", "2"]
     ran = subprocess.run(
         [*command, "python", "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=patient(100)
     )
     assert ran.returncode == 0, ran.stderr
-    name = "torchring.horovod.exceptions"
-    assert sorted(map(json.loads, ran.stdout.splitlines())) == [[rank, name, name, "2"] for rank in (0, 1)]
+    said = sorted(map(json.loads, ran.stdout.splitlines()))
+    assert said == [[rank, "torchring.horovod.exceptions", "2"] for rank in (0, 1)]
 
 
 # ---- run(func)
@@ -162,15 +154,8 @@ def processes(by_value: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         seen.append({"num_proc": num_proc, "folder": Path(command[-1]), **options})
         code = 0
         for rank in range(num_proc):
-            ranks = {"RANK": str(rank), "WORLD_SIZE": str(num_proc), "LOCAL_RANK": str(rank)}
-            environ = {
-                **os.environ,
-                **(env or {}),
-                **ranks,
-                "MASTER_ADDR": "x",
-                "MASTER_PORT": "1",
-                "PYTHONPATH": str(ROOT),
-            }
+            ranks = {"RANK": str(rank), "WORLD_SIZE": str(num_proc), "LOCAL_RANK": str(rank), "PYTHONPATH": str(ROOT)}
+            environ = {**os.environ, **(env or {}), **ranks, "MASTER_ADDR": "x", "MASTER_PORT": "1"}
             ran = subprocess.run([sys.executable, *command], env=environ, capture_output=True, timeout=100)
             code = code or ran.returncode if ran.returncode >= 0 else 128 - ran.returncode
         return code
@@ -186,7 +171,9 @@ def test_results_come_in_the_order_of_ranks(processes: list[dict[str, Any]], tmp
         return offset + int(os.environ["RANK"]), factor**power
 
     assert runner.run(work, (3,), {"power": 2}, np=2) == [(10, 9), (11, 9)]
-    assert processes[0]["num_proc"] == 2
+    (started,) = processes
+    assert started["num_proc"] == 2
+    assert not started["folder"].exists()
 
 
 def fail_on_rank_1() -> None:
@@ -222,11 +209,6 @@ def test_a_failure_names_the_rank_and_shows_its_traceback(processes: list[dict[s
     assert runner.run(leave_with, (0,)) == [None]
     with pytest.raises(RuntimeError, match="rank 0 returned nothing, of 1 processes; they ended with signal 9"):
         runner.run(die)
-
-
-def test_nothing_stays_of_a_run(processes: list[dict[str, Any]]) -> None:
-    runner.run(leave_with, (0,))
-    assert not processes[0]["folder"].exists()
 
 
 @pytest.mark.parametrize("forged", ["call", "result0", "failure0"])
@@ -280,7 +262,7 @@ def test_where_and_how_the_processes_start(monkeypatch: pytest.MonkeyPatch, tmp_
     assert here[2:4] == (None, {})
 
 
-def test_run_says_what_is_wrong() -> None:
+def test_run_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     for options, complaint in (
         ({"hosts": "a:1", "hostfile": "f"}, "hosts or hostfile, not both"),
         ({"hosts": "a:x"}, "host:slots"),
@@ -292,9 +274,6 @@ def test_run_says_what_is_wrong() -> None:
         runner.run(leave_with, (threading.Lock(),))
     with pytest.raises(NotImplementedError, match="host_discovery_script"):
         runner.run(leave_with, host_discovery_script="./hosts")
-
-
-def test_without_cloudpickle_a_function_of_the_script_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner.task, "has_cloudpickle", lambda: False)
     monkeypatch.setattr(leave_with, "__module__", "__main__")
     with pytest.raises(ValueError, match=r"cannot send leave_with, .*pip install cloudpickle"):
@@ -350,13 +329,6 @@ def worker(rank: int, size: int, port: int | None = None) -> dict[str, str]:
         environ |= {"HOROVOD_GLOO_RENDEZVOUS_PORT": port}
         environ |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_HOSTNAME": "localhost"}  # type: ignore[dict-item]
     return {key: str(value) for key, value in environ.items()}
-
-
-def test_values_of_the_server(server: http.server.ThreadingHTTPServer) -> None:
-    place = ("127.0.0.1", server.server_port)
-    assert ask(place, "key") is None
-    ask(place, "key", b"\x00value")
-    assert ask(place, "key") == b"\x00value"
 
 
 def test_ranks_meet_through_the_server(server: http.server.ThreadingHTTPServer) -> None:
@@ -421,51 +393,41 @@ def test_variables_of_horovod_by_hand() -> None:
     assert read_environment({**worker(1, 2), **MASTER}) == expected
     assert read_environment(worker(0, 1)).size == 1
     assert read_environment({**worker(1, 2, 1234), **MASTER}).key_values == ("127.0.0.1", 1234)
-    two_hosts = read_environment({**worker(1, 2, 1234), "HOROVOD_LOCAL_SIZE": "1"})
     assert read_environment(worker(1, 2, 1234)).is_one_host
-    assert not two_hosts.is_one_host
-
-
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        (
-            {"HOROVOD_GLOO_RENDEZVOUS_PORT": None},
-            r"horovodrun says HOROVOD_SIZE=2, but HOROVOD_GLOO_RENDEZVOUS_PORT not",
-        ),
-        ({"HOROVOD_GLOO_RENDEZVOUS_PORT": "70000"}, "HOROVOD_GLOO_RENDEZVOUS_PORT=70000 is not a TCP port"),
-        ({"HOROVOD_GLOO_RENDEZVOUS_PORT": "x"}, "HOROVOD_GLOO_RENDEZVOUS_PORT='x', which is not an integer"),
-        ({"HOROVOD_RANK": "2"}, r"HOROVOD_RANK=2, which is not in 0 \.\. 1"),
-        ({"HOROVOD_RANK": None}, "HOROVOD_RANK not set"),
-        (
-            {"HOROVOD_GLOO_RENDEZVOUS_ADDR": None, "HOROVOD_GLOO_RENDEZVOUS_PORT": None, "HOROVOD_HOSTNAME": None},
-            "the environment says HOROVOD_SIZE=2, but MASTER_ADDR, MASTER_PORT not set",
-        ),
-    ],
-)
-def test_incomplete_variables_of_horovod(changes: dict[str, str | None], complaint: str) -> None:
-    environ = {key: value for key, value in {**worker(1, 2, 1234), **changes}.items() if value is not None}
-    with pytest.raises(TopologyError, match=complaint):
-        read_environment(environ)
-
-
-@pytest.mark.parametrize("size", [1, 2])  # an elastic job may begin with one worker
-def test_workers_of_horovods_elastic_launcher_are_told_what_to_use(size: int) -> None:
-    environ = worker(0, size, 1234)
-    assert read_environment({**environ, "HOROVOD_ELASTIC": "0"}).size == size
-    with pytest.raises(TopologyError, match=r"HOROVOD_ELASTIC=1.*Start elastic jobs with `torchring run --horovod`"):
-        read_environment({**environ, "HOROVOD_ELASTIC": "1"})
-    inside = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", **MASTER, "HOROVOD_ELASTIC": "1"}
-    assert read_environment({**environ, **inside}).launcher == "torchrun"
-
-
-def test_torchrun_is_inside_horovodrun_and_mpirun_outside() -> None:
+    assert not read_environment({**worker(1, 2, 1234), "HOROVOD_LOCAL_SIZE": "1"}).is_one_host
+    # torchrun is inside horovodrun, and mpirun outside.
     torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", **MASTER}
     mpirun = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
     assert read_environment({**worker(1, 2, 1234), **torchrun}).launcher == "torchrun"
     assert read_environment({**worker(1, 2, 1234), **mpirun}).launcher == "horovodrun"
     chosen = {"TORCHRING_LAUNCHER": "horovodrun"}
     assert read_environment({**worker(1, 2, 1234), **torchrun, **chosen}).rank == 1
+    for size in (1, 2):  # an elastic job of Horovod's launcher may begin with one worker
+        elastic = {**worker(0, size, 1234), "HOROVOD_ELASTIC": "1"}
+        assert read_environment({**elastic, "HOROVOD_ELASTIC": "0"}).size == size
+        assert read_environment({**elastic, **torchrun}).launcher == "torchrun"
+        with pytest.raises(TopologyError, match=r"HOROVOD_ELASTIC=1.*Start elastic jobs with `torchring run --horo"):
+            read_environment(elastic)
+
+
+_SERVER = dict.fromkeys(["HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT", "HOROVOD_HOSTNAME"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"HOROVOD_GLOO_RENDEZVOUS_PORT": None}, r"horovodrun says HOROVOD_SIZE=2, but HOROVOD_GLOO_RENDEZVOUS_PORT n"),
+        ({"HOROVOD_GLOO_RENDEZVOUS_PORT": "70000"}, "HOROVOD_GLOO_RENDEZVOUS_PORT=70000 is not a TCP port"),
+        ({"HOROVOD_GLOO_RENDEZVOUS_PORT": "x"}, "HOROVOD_GLOO_RENDEZVOUS_PORT='x', which is not an integer"),
+        ({"HOROVOD_RANK": "2"}, r"HOROVOD_RANK=2, which is not in 0 \.\. 1"),
+        ({"HOROVOD_RANK": None}, "HOROVOD_RANK not set"),
+        (_SERVER, "the environment says HOROVOD_SIZE=2, but MASTER_ADDR, MASTER_PORT not set"),
+    ],
+)
+def test_incomplete_variables_of_horovod(changes: dict[str, str | None], complaint: str) -> None:
+    environ = {key: value for key, value in {**worker(1, 2, 1234), **changes}.items() if value is not None}
+    with pytest.raises(TopologyError, match=complaint):
+        read_environment(environ)
 
 
 def test_children_of_a_worker_are_no_ranks() -> None:

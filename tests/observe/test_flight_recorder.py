@@ -52,12 +52,21 @@ _HOSTS = {"one host": [(0, 1, 2)], "hosts": [(0, 1), (2,)], "apart": [(0,), (1,)
 
 
 class Stall:
-    """One stall: the late rank stands in the function `name`, which reads all pipes, until all others have warned."""
+    """One stall: the late rank stands in the function `name`, which reads all pipes, until all others have warned.
+
+    Attributes:
+        here: called where ranks stall. Gives None, on all ranks.
+    """
 
     def __init__(self, folder: str, name: str, rank: int) -> None:
+        def stand(*_: Any) -> None:
+            list(map(Path.read_bytes, self.pipes))
+
         self.name, self.rank = name, rank
         self.pipes = [Path(folder, f"{name}{other}") for other in (0, 2)]
         self.warnings: list[str] = []
+        stand.__code__ = stand.__code__.replace(co_name=name)
+        self.here: Callable[..., None] = stand if rank == _LATE else lambda *_: None
 
     def others_wait_until(self, text: str) -> None:
         """The late rank is where it is to be, so what follows in the other ranks waits for it there."""
@@ -124,56 +133,26 @@ def _stalls(rank: int, size: int, folder: str, topology: str) -> dict[str, list[
             loss.backward()
             optimizer.step()
 
-        def on_late_rank(function: Callable[[], None]) -> None:
-            if rank == _LATE:
-                function()
-
         for _ in range(2):
             train()  # step 0, 1; then buckets are in their final order
-
         stall = begin("load_batch")
-
-        def load_batch() -> None:
-            list(map(Path.read_bytes, stall.pipes))
-
-        on_late_rank(load_batch)
+        stall.here()
         train(lambda: stall.others_wait_until("load_batch"))  # step 2
-
         stall = begin("think")
-
-        def think(*_: Any) -> None:
-            list(map(Path.read_bytes, stall.pipes))
-
-        handle = model[1].register_forward_hook(think if rank == _LATE else lambda *_: None)
+        handle = model[1].register_forward_hook(stall.here)
         train(lambda: stall.others_wait_until("in forward"))  # step 3
         handle.remove()
-
         stall = begin("reconsider")
-
-        def reconsider(gradient: torch.Tensor) -> None:
-            list(map(Path.read_bytes, stall.pipes))
-
-        weight = model[1].weight
-        weight_hook = weight.register_hook(reconsider if rank == _LATE else lambda _: None)
+        weight_hook = model[1].weight.register_hook(stall.here)
         train(lambda: stall.others_wait_until("in backward"))  # step 4
         weight_hook.remove()
-
         stall = begin("polish")
-
-        def polish(*_: Any) -> None:
-            list(map(Path.read_bytes, stall.pipes))
-
-        step_hook = plain.register_step_pre_hook(polish if rank == _LATE else lambda *_: None)
+        step_hook = plain.register_step_pre_hook(stall.here)
         train()  # step 5, in which the late rank is while others go on to step 6
         step_hook.remove()
         train(lambda: stall.others_wait_until("in step()"))
-
         stall = begin("count")
-
-        def count() -> None:
-            list(map(Path.read_bytes, stall.pipes))
-
-        on_late_rank(count)
+        stall.here()
         stall.others_wait_until("count")
         torchring.all_reduce(torch.ones(1))
     return {name: stall.warnings for name, stall in stalls.items()}
@@ -546,13 +525,19 @@ def test_words() -> None:
     )
 
 
-def test_only_ranks_that_all_wait_are_locked() -> None:
-    waiting, computing = Peer(state(3, waits=True)), Peer(state(3))
-    assert "none of them can go on" in describe_wait(0, wait_for(), {1: waiting, 2: waiting}, 30.0, 30.0)
-    assert "none of them can go on" not in describe_wait(0, wait_for(), {1: waiting, 2: computing}, 30.0, 30.0)
-    assert "none of them can go on" not in describe_wait(0, wait_for(), {1: waiting}, 300.0, 300.0), "not for long"
-    for stopped in (Peer(state(3, waits=True), is_stopped=True), Peer(state(3, waits=True), is_silent=True)):
-        assert "none of them can go on" not in describe_wait(0, wait_for(), {1: waiting, 2: stopped}, 30.0, 30.0)
+@pytest.mark.parametrize(
+    ("peers", "seconds", "are_locked"),
+    [
+        ([Peer(state(3, waits=True)), Peer(state(3, waits=True))], 30.0, True),
+        ([Peer(state(3, waits=True)), Peer(state(3))], 30.0, False),
+        ([Peer(state(3, waits=True))], 300.0, False),  # not for long
+        ([Peer(state(3, waits=True)), Peer(state(3, waits=True), is_stopped=True)], 30.0, False),
+        ([Peer(state(3, waits=True)), Peer(state(3, waits=True), is_silent=True)], 30.0, False),
+    ],
+)
+def test_only_ranks_that_all_wait_are_locked(peers: list[Peer], seconds: float, are_locked: bool) -> None:
+    said = describe_wait(0, wait_for(), dict(enumerate(peers, 1)), seconds, seconds)
+    assert ("none of them can go on" in said) is are_locked
 
 
 def test_a_long_call_site_keeps_its_line_and_a_longer_one_is_no_old_one() -> None:
