@@ -1,6 +1,7 @@
 """torch.compile around the training step: backward runs inside, and Dynamo looks at every hook that it calls.
 
-And a model that is compiled as a whole: it trains right, and the report says that no communication is hidden.
+And a model that is compiled as a whole: it trains right, and the report says that no communication is hidden. With
+torchring's backend its gradients arrive layer by layer.
 """
 
 from __future__ import annotations
@@ -90,13 +91,32 @@ def _train_whole(rank: int, size: int) -> RankTrace:
         return decoded(*recorder.trace())
 
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
-    plain = copy.deepcopy(model)
+    plain, in_parts = copy.deepcopy(model), copy.deepcopy(model)
     torch._dynamo.reset()  # type: ignore[no-untyped-call]
     trace = train(model, torch.compile(model, backend="aot_eager"))
+    backend = torchring.compile_backend("aot_eager", bucket_mb=1e-4)  # a layer in each part
+    train(in_parts, compiled := torch.compile(in_parts, backend=backend))
     train(plain, plain)
-    for parameter, same in zip(model.parameters(), plain.parameters(), strict=True):
-        assert_bitwise(parameter.detach(), same.detach())
+    for others in zip(model.parameters(), in_parts.parameters(), plain.parameters(), strict=True):
+        assert_bitwise(others[0].detach(), others[2].detach())
+        assert_bitwise(others[1].detach(), others[2].detach())
+    order = _order_of_backward(in_parts, compiled)
+    assert [{*part} for part in order.split("g")] == [set(), {*"45"}, {*"23"}, {*"01"}]
     return trace
+
+
+def _order_of_backward(model: torch.nn.Module, compiled: Any) -> str:
+    """g: a graph is about to run. 5: parameter 5 has its gradient."""
+    order: list[str] = []
+    for i, parameter in enumerate(model.parameters()):
+        parameter.register_post_accumulate_grad_hook(lambda _, i=i: order.append(str(i)))  # type: ignore[no-untyped-call]
+    out = compiled(torch.ones(2, 8))
+    node = out.grad_fn
+    while node is not None:
+        node.register_prehook(lambda _: order.append("g"))
+        node = next((other for other, _ in node.next_functions if other and "Compiled" in other.name()), None)
+    out.sum().backward()
+    return "".join(order)
 
 
 def test_a_model_in_one_graph_trains_right_and_the_report_says_what_that_costs() -> None:
@@ -108,3 +128,10 @@ def test_a_model_in_one_graph_trains_right_and_the_report_says_what_that_costs()
         for trace in traces
     ]
     assert any("All gradients arrive together" in problem for problem in analyse(merge(traces)).problems)
+
+
+def test_a_backend_that_does_not_exist_is_refused_at_once() -> None:
+    with pytest.raises(RuntimeError, match="ductor"):
+        torchring.compile_backend("ductor")
+    with pytest.raises(ValueError, match="bucket_mb must be positive, got 0"):
+        torchring.compile_backend(bucket_mb=0)

@@ -10,7 +10,7 @@ through `gradients/`. Imports go one way: a folder imports only from the folders
     elastic/        training that survives lost ranks, and takes new ones in
     data/           samplers and iterable data sets that ranks share, and that can stop anywhere
     joining.py      ranks with more data than others     cli.py, launch/, doctor/, report/, manifest/   the commands
-    monitoring.py   figures for TensorBoard and others
+    monitoring.py   figures for TensorBoard and others   compiled.py                a backend for torch.compile
     recipes/        optimizers, learning rates and metrics for large batches
     optimizer.py    wrap                                  connection.py              its place among the ranks
     norms.py        SyncBatchNorm                         functions.py, adasum.py    all_reduce, ... for scripts
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from torchring import data as data
     from torchring import elastic as elastic
     from torchring import recipes as recipes
+    from torchring.compiled import compile_backend
     from torchring.default_world import (
         device,
         init,
@@ -105,6 +106,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "compile_backend",
     "convert_sync_batchnorm",
     "device",
     "init",
@@ -141,6 +143,7 @@ if not TYPE_CHECKING:  # else any misspelt name would be of type Any
     _HOMES = {
         "functions": "Work all_gather all_gather_object all_reduce all_to_all barrier broadcast "
         "broadcast_object reduce_scatter",
+        "compiled": "compile_backend",
         "default_world": "device init is_initialized local_rank local_size node_rank num_nodes rank shutdown size",
         "errors": "GradientError PeerLostError PeerTimeoutError PlanMismatchError RingError TopologyError",
         "gradients.contract": "Stats",

@@ -25,6 +25,9 @@ PRIVATE_NAMES: Final = {
     "layer-wise recipes": """
         _foreach_add _foreach_add_ _foreach_addcmul_ _foreach_div _foreach_div_ _foreach_lerp_ _foreach_norm
         _foreach_sqrt""",
+    "torchring.compile_backend": """
+        _dynamo.backends.distributed:DDPOptimizer _dynamo.backends.registry:lookup_backend
+        _TorchCompileInductorWrapper""",
     "collectives": "_neg_view distributed.distributed_c10d._get_default_store",
     "torchring.trace": "_C._get_tracing_state utils.data.dataloader._BaseDataLoaderIter.__next__",
     "torchring.data": "utils.data._utils.worker",

@@ -17,7 +17,7 @@ ALIGNMENT_BYTES: Final = 64  # of each parameter in its bucket: a cache line, an
 FIRST_BUCKET_BYTES: Final = 1 << 20  # small, so that the link is busy early in backward
 # Between hosts, what is reduced after backward has ended is not hidden, so little should be ready last.
 LAST_BUCKET_BYTES: Final = 4 << 20
-_BUCKET_MB: Final = 25.0
+BUCKET_MB: Final = 25.0
 # For four GPUs or more that reduce in each other's memory. Among 8 H100, direct's two shots take 0.065 ms for 8 MiB and
 # NCCL 0.076; for 32 MiB 0.242 and 0.195 (vllm-project/vllm#42324). Smaller buckets would
 # cost the host more launches.
@@ -130,7 +130,7 @@ def default_bucket_mb(num_ranks: int, num_hosts: int, algorithm: str, *, on_devi
     best with, once it is chosen.
     """
     shares_memory = on_device and num_hosts == 1 and algorithm in ("auto", "direct", "ring")
-    return _BUCKET_MB_SHARED_BY_GPUS if shares_memory and num_ranks >= _FEWEST_SHARING_GPUS else _BUCKET_MB
+    return _BUCKET_MB_SHARED_BY_GPUS if shares_memory and num_ranks >= _FEWEST_SHARING_GPUS else BUCKET_MB
 
 
 def build_plan(

@@ -174,7 +174,7 @@ def remarks(analysis: Analysis, num_optimizers: int) -> Iterator[str]:
     if _arrive_together(analysis):
         yield (
             "All gradients arrive together at the end of backward(), so hardly any communication is hidden. Is the "
-            "model compiled as a whole? Compile each layer instead: for layer in model.layers: layer.compile()."
+            "model compiled as a whole? Then pass backend=torchring.compile_backend() to torch.compile."
         )
     if num_optimizers > 1:
         yield _about_optimizers(analysis, num_optimizers)
