@@ -47,7 +47,7 @@ FEATURES: Final[Mapping[str, tuple[str, ...]]] = {
     "wire": ("own", "fp16", "bf16"),
     "buckets": ("default", "tiny"),
     "algorithm": ("auto", "ring", "native", "hierarchical"),
-    "overlap": ("inline", "thread"),
+    "overlap": ("auto", "thread"),
     "hosts": ("one", "two"),
     # what the script does with tensors
     "gradients": ("none", "zeros", "model", "flat", "listed"),

@@ -70,7 +70,7 @@ def _train_unevenly(
     [
         {},
         {"algorithm": "ring"},
-        {"algorithm": "native", "overlap": "inline"},
+        {"algorithm": "native"},
         {"bucket_mb": 25.0, "overlap": "thread"},
     ],
     [(4, 0, 3), (2, 5)],

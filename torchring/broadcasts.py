@@ -1,4 +1,4 @@
-"""Broadcasts of many tensors at once, and of bytes."""
+"""Broadcasts of many tensors at once, and of bytes; and which tensors a script may pass."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 
+from torchring.accelerators import ACCELERATORS
 from torchring.collectives import operations
 from torchring.collectives.operations import Backend
 from torchring.collectives.service import Collectives
@@ -21,8 +22,8 @@ def broadcast_together(collectives: Collectives, tensors: Iterable[torch.Tensor]
     """Broadcast many tensors, in messages of some MiB."""
     tensors = list(tensors)
     for checked in tensors:
-        operations.check_dense(checked)
-        operations.check_writable(checked)
+        check_dense(checked)
+        check_writable(checked)
     is_src = collectives.world.rank == src
     collectives.run("broadcast", partial(broadcast_batches, tensors=tensors, src=src, is_src=is_src))
 
@@ -71,3 +72,24 @@ def _hand_out(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         fresh = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         bytes_of(fresh).copy_(part)
         operations.writable(tensor.detach()).copy_(fresh)
+
+
+def is_movable(device: torch.device) -> bool:
+    """True if collectives take tensors on this device."""
+    return device.type in ("cpu", *ACCELERATORS)
+
+
+def check_dense(tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"expected a torch.Tensor, got {type(tensor).__name__}")
+    if not tensor.is_cpu and not is_movable(tensor.device):
+        raise ValueError(f"expected a tensor on the CPU or on CUDA, got one on {tensor.device}")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"expected a dense tensor, got layout {tensor.layout}; pass tensor.to_dense()")
+
+
+def check_writable(tensor: torch.Tensor) -> None:
+    if tensor.is_contiguous():
+        return
+    if any(step == 0 and length > 1 for length, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError("an expanded tensor has elements that share memory and cannot be written; pass tensor.clone()")

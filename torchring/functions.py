@@ -22,17 +22,21 @@ from typing import Any, Final, Literal, TypeVar, cast, get_args, overload
 import torch
 
 from torchring import adasum, row_exchange
-from torchring.broadcasts import broadcast_bytes
+from torchring.broadcasts import broadcast_bytes, check_dense, check_writable
 from torchring.collectives import operations
 from torchring.collectives.operations import Backend
 from torchring.collectives.service import collectives_of
-from torchring.collectives.signature import ElementwiseOp, signature_of
+from torchring.collectives.signature import ELEMENTWISE_OPS, ElementwiseOp, signature_of
 from torchring.default_world import default_world
 from torchring.errors import PeerLostError
 
 _T = TypeVar("_T")
 Op = Literal["mean", "sum", "min", "max", "product", "adasum"]
 _OPS: Final = get_args(Op)
+REDUCIBLE = (
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+)  # fmt: skip
 
 
 class Work:
@@ -80,9 +84,9 @@ def all_reduce(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) ->
         PeerLostError: another rank died or left.
         PeerTimeoutError: another rank did not call the collective within the timeout.
     """
-    operations.check_dense(tensor)
-    operations.check_writable(tensor)
-    operations.check_reducible(tensor, op, _OPS)
+    check_dense(tensor)
+    check_writable(tensor)
+    check_reducible(tensor, op, _OPS)
     if op == "adasum":
         adasum.check(tensor)
         return _dispatch("all_reduce", tensor, async_op, adasum.all_reduce, tensor, default_world().hosts)
@@ -106,8 +110,8 @@ def broadcast(tensor: torch.Tensor, src: int = 0, async_op: bool = False) -> tor
     Returns:
         `tensor`, or a `Work` whose `wait()` returns it. Raises what `all_reduce` raises.
     """
-    operations.check_dense(tensor)
-    operations.check_writable(tensor)
+    check_dense(tensor)
+    check_writable(tensor)
     _check_rank(src)
     return _dispatch("broadcast", tensor, async_op, operations.broadcast, tensor, src)
 
@@ -129,7 +133,7 @@ def all_gather(tensor: torch.Tensor, async_op: bool = False) -> torch.Tensor | W
     Returns:
         A new tensor, or a `Work` whose `wait()` returns it. Has no gradient. Raises what `all_reduce` raises.
     """
-    operations.check_dense(tensor)
+    check_dense(tensor)
     return _dispatch("all_gather", tensor, async_op, lambda backend: torch.cat(operations.all_gather(backend, tensor)))
 
 
@@ -155,8 +159,8 @@ def reduce_scatter(tensor: torch.Tensor, op: ElementwiseOp = "mean", async_op: b
     Returns:
         A new tensor, or a `Work` whose `wait()` returns it. Raises what `all_reduce` raises.
     """
-    operations.check_dense(tensor)
-    operations.check_reducible(tensor, op)
+    check_dense(tensor)
+    check_reducible(tensor, op)
     if tensor.dim() == 0 or not tensor.shape[1:].numel():
         raise ValueError(f"reduce_scatter deals out rows of at least one element, got {tuple(tensor.shape)}")
     signature = signature_of("reduce_scatter", [tensor], f"op={op!r}")
@@ -188,7 +192,7 @@ def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None, async_
     Raises:
         ValueError: `splits` does not fit. Otherwise what `all_reduce` raises.
     """
-    operations.check_dense(tensor)
+    check_dense(tensor)
     world = default_world()
     if tensor.dim() == 0 or not tensor.shape[1:].numel():
         raise ValueError(f"all_to_all splits dimension 0 into rows of at least one element, got {tuple(tensor.shape)}")
@@ -257,3 +261,12 @@ def _check_rank(src: int) -> None:
     size = default_world().size
     if not isinstance(src, int) or not 0 <= src < size:
         raise ValueError(f"src must be a rank, 0 .. {size - 1}, got {src!r}")
+
+
+def check_reducible(tensor: torch.Tensor, op: str, ops: Sequence[str] = ELEMENTWISE_OPS) -> None:
+    if op not in ops:
+        raise ValueError(f"op must be one of {', '.join(map(repr, ops))}, got {op!r}")
+    if tensor.dtype not in REDUCIBLE:
+        raise TypeError(f"{tensor.dtype} cannot be reduced; these can: {', '.join(map(str, REDUCIBLE))}")
+    if op == "mean" and not tensor.is_floating_point():
+        raise TypeError(f"the mean of {tensor.dtype} is not of that dtype; use op='sum', or convert to floating point")

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from torchring.broadcasts import broadcast_bytes, broadcast_together
-from torchring.collectives.operations import check_dense, check_writable, is_movable
+from torchring.broadcasts import broadcast_bytes, broadcast_together, check_dense, check_writable, is_movable
 from torchring.collectives.service import collectives_of
 from torchring.default_world import default_world
 from torchring.participants.digests import digests

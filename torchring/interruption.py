@@ -41,38 +41,28 @@ class InterruptionGuard:
         """
         if self._world.size == 1:
             return operation(*arguments)
-        is_over = False
+        thread = threading.get_ident()
         try:
-            thread = threading.get_ident()
             self._world.raise_if_broken()
             if (earlier := self._under_way.get(thread)) is not None:
                 text = with_way_out(f"{what} was called inside {earlier}, or after {earlier} was interrupted")
                 raise RingError(text, rank=self._world.rank, peers=(self._world.rank,))
             self._under_way[thread] = what
-            self._name(thread, what)
+            self._world.observer.operations.setdefault(thread, what)  # messages about waits name the outermost one
             while not self._turn.acquire(timeout=_LOOK_SECONDS):
                 self._world.raise_if_broken()
             result = operation(*arguments)
-            self._turn.release()
-            del self._under_way[thread]
-            self._unname(thread, what)
-            is_over = True
+            self._end(thread, what)
             return result
         except BaseException as error:
-            if is_over:
-                raise
             if getattr(error, "in_step", False):
-                self._turn.release()
-                del self._under_way[thread]
-                self._unname(thread, what)
-                raise
-            self._world.break_off(what, error)
+                self._end(thread, what)
+            else:
+                self._world.break_off(what, error)
             raise
 
-    def _name(self, thread: int, what: str) -> None:
-        """Have messages about waits name the outermost operation that this thread is in."""
-        self._world.observer.operations.setdefault(thread, what)
-
-    def _unname(self, thread: int, what: str) -> None:
+    def _end(self, thread: int, what: str) -> None:
+        self._turn.release()
+        del self._under_way[thread]
         if (operations := self._world.observer.operations).get(thread) is what:
             del operations[thread]

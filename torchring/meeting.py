@@ -3,7 +3,6 @@ knows launchers."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import multiprocessing
 import os
@@ -234,5 +233,4 @@ def blame(world: World, peers: Sequence[int]) -> None:
     is_told = launch is not None and launch.secret and launch.store_is_hosted
     if is_told and store is not None and world.rendezvous is not None and peers and world.rank not in peers:
         key, text = blames_key(world.rank), ",".join(map(str, peers))
-        with contextlib.suppress(dist.DistError):  # the agent has ended
-            is_done_within(world.rendezvous.start(lambda _: store.set(key, text)), 1.0)
+        is_done_within(world.rendezvous.start(lambda _: store.set(key, text)), 1.0)

@@ -88,9 +88,10 @@ def wrap(
             "hierarchical" (direct on each host, rings between hosts), "native" (the backend's own all-reduce) or
             "auto": "direct" on one host; "native" between hosts of one rank, and else "hierarchical"; among four GPUs
             or more, the fastest that was measured. See `Stats.reason`.
-        overlap: "inline" (reduce in the thread that runs `backward()`), "thread" (in the background) or "auto":
-            "thread", unless a thread would only compete with `backward()` for the cores. On CUDA, both reduce in
-            a stream of torchring's own; with "inline" the stream that runs `backward()` waits for each bucket.
+        overlap: "inline" (reduce in the thread that runs `backward()`: on CPUs, for "direct" only), "thread" (in the
+            background) or "auto": "thread", unless a thread would only compete with `backward()` for the cores. On
+            CUDA, both reduce in a stream of torchring's own; with "inline" the stream of `backward()` waits for each
+            bucket.
         on_nonfinite: what `step()` does if a gradient has a NaN or an infinity. "raise" raises GradientError. "skip"
             leaves the step out on all ranks, and counts it in `stats()`; on a GPU, the host then waits in each step for
             the device. "ignore" makes the step. With "raise" and "ignore" the host does not wait for a GPU, so the

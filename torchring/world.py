@@ -132,6 +132,7 @@ class World:
         self._num_channels = 0
         self._shared: dict[Callable[[World], Any], Any] = {}
 
+        _worlds.add(self)
         if store is not None and size > 1:
             try:
                 rendezvous = Rendezvous(store, rank, size, timeout_seconds)
@@ -142,7 +143,6 @@ class World:
                     self.break_off("torchring.init()", error)
                 self.close()
                 raise
-        _worlds.add(self)
         self.local_rank = self.hosts[self.node_rank].index(rank) if local_rank is None else local_rank
 
     def _find_hosts(self, rendezvous: Rendezvous, store_host: int | None, job: str) -> None:
@@ -286,6 +286,8 @@ class World:
             # the objects until the child ends.
             for channel in list(self._told_of_failure):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel))
+            if self.host is not None:
+                self.host.forget()
             self.failure = RingError(_FORKED.format(rank=self.rank, pid=self._pid), rank=self.rank)
 
     def close(self) -> None:

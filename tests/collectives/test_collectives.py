@@ -19,7 +19,7 @@ import torch
 import torchring
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, assert_within_rounding, exact_inputs
 from tests.support.grids import grid
-from tests.support.harness import RanksFailed, run_pooled, wait_until
+from tests.support.harness import RanksFailed, ranks, run_pooled, wait_until
 from torchring import broadcasts
 from torchring.collectives import service as collectives_module
 from torchring.collectives.service import collectives_of
@@ -38,10 +38,10 @@ OPS = ("mean", "sum", "min", "max", "product")
 on_both_exchanges = pytest.mark.parametrize("shares_memory", [True, False], ids=["memory", "gloo"])
 # Without memory there is more than one rank, and two or four are no other case than three.
 in_worlds = grid(
-    "size, shares_memory",
+    "world_size, shares_memory",
     [1, 2, 3, 4],
     [True, False],
-    keep=lambda size, shares_memory: size < 4 if shares_memory else size == 3,
+    keep=lambda world_size, shares_memory: world_size < 4 if shares_memory else world_size == 3,
 )
 in_larger_worlds = grid(
     "size, shares_memory", [2, 3], [True, False], keep=lambda size, shares_memory: shares_memory or size == 2
@@ -55,13 +55,17 @@ def run(fn: Callable[..., Any], size: int, shares_memory: bool, *args: Any, time
 
 def _in_world(rank: int, size: int, fn: Any, shares_memory: bool, timeout_seconds: float, args: tuple[Any, ...]) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        if not shares_memory:
-            patch.setattr(host_module, "_host_identity", lambda: f"host {rank}")
-        torchring.init(timeout_seconds=timeout_seconds)
-        assert size == 1 or default_world().shares_memory is shares_memory
+        join(rank, shares_memory, patch, timeout_seconds)
         result = fn(rank, size, *args)
         torchring.shutdown()
         return result
+
+
+def join(rank: int, shares_memory: bool, patch: pytest.MonkeyPatch, timeout_seconds: float = 20.0) -> None:
+    if not shares_memory:
+        patch.setattr(host_module, "_host_identity", lambda: f"host {rank}")
+    world = torchring.init(timeout_seconds=timeout_seconds)
+    assert world.size == 1 or world.shares_memory is shares_memory
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype, largest: int = 16) -> torch.Tensor:
@@ -121,7 +125,13 @@ def _all_reduce_everything(rank: int, size: int) -> None:
         assert_same_on_all_ranks(list(bits.split(len(parts[0]) * dtype.itemsize)))
 
 
-def _all_reduce_sizes(rank: int, size: int) -> None:
+@grid("world_size, shares_memory", [2, 3], [True, False], keep=lambda world_size, shares_memory: world_size == 2)
+@ranks()
+def test_all_reduce_of_sizes_around_the_stage(
+    rank: int, world_size: int, shares_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join(rank, shares_memory, monkeypatch)
+    size = world_size
     for dtype in (torch.float32, torch.float16, torch.int64, torch.uint8):
         edges = [stage_bytes(size), 2 * stage_bytes(size), 3 * stage_bytes(size), _SMALL_BYTES, 64]
         counts = {edge // dtype.itemsize + i for edge in edges for i in (-1, 0, 1)} | {0, 1, size - 1, size, size + 1}
@@ -130,11 +140,6 @@ def _all_reduce_sizes(rank: int, size: int) -> None:
                 parts = [values(r, (numel,), dtype) for r in range(size)]
                 result = torchring.all_reduce(parts[rank].clone(), op)
                 assert_bitwise(result, expected_of(op, parts).to(dtype), f"{op} of {numel} {dtype}")
-
-
-@grid("size, shares_memory", [2, 3], [True, False], keep=lambda size, shares_memory: size == 2)
-def test_all_reduce_of_sizes_around_the_stage(size: int, shares_memory: bool) -> None:
-    run(_all_reduce_sizes, size, shares_memory)
 
 
 def _all_reduce_random(rank: int, size: int) -> dict[torch.dtype, torch.Tensor]:
@@ -240,20 +245,15 @@ def test_tensors_that_share_memory_are_not_reduced_together() -> None:
     check_apart([ones, torch.empty(0), torch.empty(0)])
 
 
-def _of_ever_other_sizes(rank: int, size: int) -> list[int]:
-    """How many tensors there are after 100 sizes, and after 100 more."""
+@ranks(2)
+def test_tensors_of_ever_other_sizes_do_not_fill_the_memory(rank: int) -> None:
     counts = []
     for first in (1, 101):
         for numel in range(first, first + 100):
             torchring.all_reduce(torch.ones(numel))
         gc.collect()
         counts.append(sum(type(each) is torch.Tensor for each in gc.get_objects()))
-    return counts
-
-
-def test_tensors_of_ever_other_sizes_do_not_fill_the_memory() -> None:
-    for before, after in run(_of_ever_other_sizes, 2, True):
-        assert after - before < 200
+    assert counts[1] - counts[0] < 200
 
 
 def _sums_that_wrap_around(rank: int, size: int) -> None:
@@ -544,42 +544,38 @@ def _asynchronous(rank: int, size: int) -> None:
     assert results[4][1] == [1] * size
 
 
-def _is_completed(rank: int, size: int) -> Any:
-    has_returned = Path(os.environ["TMPDIR"], "has returned")
+@on_both_exchanges
+@ranks(2)
+def test_an_asynchronous_call_returns_before_the_others_have_come(
+    rank: int, shares_memory: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    join(rank, shares_memory, monkeypatch)
     torchring.barrier()  # opening the collectives is collective
-    if rank == 0:
-        work = torchring.all_reduce(torch.ones(4), "sum", async_op=True)
-        early = work.is_completed()
-        has_returned.touch()
-        return early, work.wait().tolist(), work.is_completed()
-    wait_until(has_returned.exists, "rank 0's call to return")
-    torchring.all_reduce(torch.ones(4), "sum")
-    has_returned.unlink()
-    return None
+    if rank == 1:
+        wait_until((tmp_path / "has returned").exists, "rank 0's call to return")
+    work = torchring.all_reduce(torch.ones(4), "sum", async_op=True)
+    assert rank == 1 or not work.is_completed()
+    (tmp_path / "has returned").touch()
+    assert work.wait().tolist() == [2.0] * 4
+    assert work.is_completed()
 
 
 @on_both_exchanges
-def test_an_asynchronous_call_returns_before_the_others_have_come(shares_memory: bool) -> None:
-    assert run(_is_completed, 2, shares_memory)[0] == (False, [2.0] * 4, True)
-
-
-def _asynchronous_mismatch(rank: int, size: int) -> float:
+@ranks(2)
+def test_an_error_of_an_asynchronous_call_comes_out_of_wait(
+    rank: int, shares_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join(rank, shares_memory, monkeypatch, 2.0)
     torchring.barrier()
     good = torchring.all_reduce(torch.ones(1), "sum", async_op=True)
     bad = torchring.all_reduce(torch.ones(3 + rank), "sum", async_op=True)
     later = torchring.all_reduce(torch.ones(1), "sum", async_op=True)
-    assert float(good.wait()) == size
+    assert float(good.wait()) == 2.0
     for _ in range(2):
         with pytest.raises(PlanMismatchError):
             bad.wait()
     assert bad.is_completed()
-    assert float(later.wait()) == size
-    return float(torchring.all_reduce(torch.ones(1), "sum"))
-
-
-@on_both_exchanges
-def test_an_error_of_an_asynchronous_call_comes_out_of_wait(shares_memory: bool) -> None:
-    assert run(_asynchronous_mismatch, 2, shares_memory, timeout_seconds=2.0) == [2.0, 2.0]
+    assert float(later.wait()) == float(torchring.all_reduce(torch.ones(1), "sum")) == 2.0
 
 
 # ---- all of them in every world
@@ -592,14 +588,14 @@ _SCRIPTS = (
 )  # fmt: skip
 
 
-def _run_scripts(rank: int, size: int) -> None:
-    for script in _SCRIPTS:
-        script(rank, size)
-
-
 @in_worlds
-def test_right_results_of_every_call(size: int, shares_memory: bool) -> None:
-    run(_run_scripts, size, shares_memory)
+@ranks()
+def test_right_results_of_every_call(
+    rank: int, world_size: int, shares_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join(rank, shares_memory, monkeypatch)
+    for script in _SCRIPTS:
+        script(rank, world_size)
 
 
 # ---- ranks that call different things
@@ -706,8 +702,15 @@ def test_the_odd_one_of_three_is_named_by_the_others(shares_memory: bool) -> Non
 # ---- what a caller gets wrong
 
 
-def _wrong_use(rank: int, size: int) -> None:
+@on_both_exchanges
+@pytest.mark.parametrize("world_size", [1, 2])
+@ranks()
+def test_wrong_use_is_refused_before_anything_is_sent(
+    rank: int, world_size: int, shares_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only rank 0 does these things: were anything sent, the ranks would be out of step afterwards."""
+    join(rank, shares_memory, monkeypatch, 2.0)
+    size = world_size
     torchring.barrier()
     ones = torch.ones(6)
     wrong: list[tuple[type[Exception] | tuple[type[Exception], ...], Callable[[], Any]]] = [
@@ -755,12 +758,6 @@ def _wrong_use(rank: int, size: int) -> None:
     assert int(total.min()) == int(total.max()) == size * (size + 1) // 2
 
 
-@on_both_exchanges
-@pytest.mark.parametrize("size", [1, 2])
-def test_wrong_use_is_refused_before_anything_is_sent(size: int, shares_memory: bool) -> None:
-    run(_wrong_use, size, shares_memory, timeout_seconds=2.0)
-
-
 def test_messages_say_what_was_received_and_what_would_be_right() -> None:
     with pytest.raises(ValueError, match=r"'mean'.*'average'"):
         torchring.all_reduce(torch.ones(1), "average")
@@ -774,34 +771,30 @@ def test_messages_say_what_was_received_and_what_would_be_right() -> None:
 # ---- lives of worlds
 
 
-def _cycles(rank: int, size: int) -> list[float]:
-    sums = []
+@on_both_exchanges
+@ranks(2)
+def test_collectives_come_back_after_shutdown(rank: int, shares_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for turn in range(3):
-        sums.append(float(torchring.all_reduce(torch.full((1000,), rank + turn + 1.0), "sum")[7]))
+        join(rank, shares_memory, monkeypatch)
+        assert float(torchring.all_reduce(torch.full((1000,), rank + turn + 1.0), "sum")[7]) == 3.0 + 2 * turn
         torchring.all_reduce(torch.ones(1), async_op=True).wait()
         torchring.shutdown()
         assert not torchring.is_initialized()
     gc.collect()
     with open("/proc/self/maps") as maps:
         assert "memfd:torchring" not in maps.read()
-    return sums
 
 
 @on_both_exchanges
-def test_collectives_come_back_after_shutdown(shares_memory: bool) -> None:
-    assert run(_cycles, 2, shares_memory) == [[3.0, 5.0, 7.0]] * 2
-
-
-def _end_with_a_collective(rank: int, size: int) -> float:
+@ranks(4)
+def test_a_script_may_end_right_after_its_last_collective(
+    rank: int, shares_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The fast rank leaves while the slow one still reads its result."""
-    result = torchring.all_reduce(torch.full((2**20,), float(rank)), "sum")
-    return float(result[-1])
-
-
-@on_both_exchanges
-def test_a_script_may_end_right_after_its_last_collective(shares_memory: bool) -> None:
     for _ in range(3):
-        assert run(_end_with_a_collective, 4, shares_memory) == [6.0] * 4
+        join(rank, shares_memory, monkeypatch)
+        assert float(torchring.all_reduce(torch.full((2**20,), float(rank)), "sum")[-1]) == 6.0
+        torchring.shutdown()
 
 
 def _broken_all_reduce(rank: int, size: int) -> None:

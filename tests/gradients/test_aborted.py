@@ -22,7 +22,7 @@ from torchring.memory import host as host_module
 
 _HOSTS = {"one": (0, 0, 0), "2": (0, 1), "2+1": (0, 0, 1), "2x2": (0, 0, 1, 1)}
 _CASES = [
-    ("one", "direct", "auto"), ("2", "native", "auto"), ("2", "native", "inline"), ("2x2", "hierarchical", "auto"),
+    ("one", "direct", "auto"), ("2", "native", "auto"), ("2x2", "hierarchical", "auto"),
 ]  # fmt: skip
 
 # Memory of one host and a transport between hosts.

@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from torchring.allreduce import AllReduce, Wire
-from torchring.allreduce.threaded import ThreadedAllReduce, WorkOnThread
+from torchring.allreduce.threaded import WorkOnThread
 from torchring.errors import FirstFailure, GradientError, PeerLostError, RingError
 from torchring.gradients.bucket import Bucket, BucketState
 from torchring.gradients.launcher import Launcher, union_length
@@ -24,12 +25,24 @@ from torchring.gradients.packing import HostPacking
 from torchring.gradients.plan import ParameterSpec, build_plan
 from torchring.gradients.reduction import Reduction, Said
 from torchring.observer import LAUNCHED, OVER, PACKED, READY, REDUCED, STARTED
+from torchring.threads import SerialThread
 
 
 @dataclass
 class PlainWire:
     tensor: torch.Tensor
     buffer: torch.Tensor  # the same memory, for the all-reduce's writes
+
+
+class AtOnce:
+    """In place of a thread: the caller's own."""
+
+    def submit(self, function: Callable[[], None]) -> Future[None]:
+        future: Future[None] = Future()
+        future.set_result(function())
+        return future
+
+    def close(self) -> None: ...
 
 
 @dataclass
@@ -49,9 +62,13 @@ class RecordingAllReduce:
         return [PlainWire(buffer.data, buffer) for buffer in buffers]
 
     failure: FirstFailure = field(default_factory=FirstFailure)
+    thread: Any = field(default_factory=AtOnce)
 
     def start(self, wire: Wire) -> Any:
-        return WorkOnThread(None, lambda: self.all_reduce(wire), self.failure)
+        return WorkOnThread(self.thread, lambda: self.all_reduce(wire), self.failure, self.failure.set)
+
+    def go_on_a_thread(self) -> None:
+        self.thread, self.in_background = SerialThread("torchring-reductions"), True
 
     def all_reduce(self, wire: Wire) -> None:
         assert isinstance(wire, PlainWire)
@@ -66,7 +83,8 @@ class RecordingAllReduce:
 
     def fail(self, error: RingError) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.thread.close()
 
 
 @dataclass
@@ -142,11 +160,12 @@ def opened(
     count: int, *, threaded: bool, per_bucket: int = 1, all_reduce: RecordingAllReduce | None = None
 ) -> Iterator[tuple[Launcher, RecordingAllReduce]]:
     all_reduce = all_reduce if all_reduce is not None else RecordingAllReduce()
-    staged: AllReduce[Any] = ThreadedAllReduce(all_reduce) if threaded else all_reduce
+    if threaded:
+        all_reduce.go_on_a_thread()
     try:
-        yield open_launcher(open_buckets(all_reduce, count, per_bucket), staged), all_reduce
+        yield open_launcher(open_buckets(all_reduce, count, per_bucket), all_reduce), all_reduce
     finally:
-        staged.close()
+        all_reduce.close()
 
 
 def open_launcher(buckets: Sequence[Bucket], all_reduce: AllReduce[Any]) -> Launcher:
@@ -559,8 +578,8 @@ def test_a_failure_of_the_bucket_comes_out_of_finish_too() -> None:
     (plan,) = build_plan([spec], bucket_bytes=0, compression="fp16").buckets
     (wire,) = all_reduce.open_wires([(plan.numel, plan.wire_dtype)])
     all_reduce.gate = threading.Event()
-    threaded = ThreadedAllReduce(all_reduce)
-    launcher = open_launcher(buckets_of(SimpleNamespace(buckets=[plan]), [wire], [spec], [parameter]), threaded)
+    all_reduce.go_on_a_thread()
+    launcher = open_launcher(buckets_of(SimpleNamespace(buckets=[plan]), [wire], [spec], [parameter]), all_reduce)
     begin(launcher, number=0, step=0, hold=False)
     pack(launcher.buckets[0])
     launcher.advance()
@@ -568,7 +587,7 @@ def test_a_failure_of_the_bucket_comes_out_of_finish_too() -> None:
     all_reduce.gate.set()
     with pytest.raises(GradientError, match="the gradient of w was taken away"):
         finish(launcher)
-    threaded.close()
+    all_reduce.close()
 
 
 # Times and threads
@@ -722,9 +741,9 @@ def test_every_flight_lands_though_a_bucket_before_it_fails() -> None:
     plans = build_plan(specs, bucket_bytes=0, compression="fp16").buckets
     wires = all_reduce.open_wires([(plan.numel, plan.wire_dtype) for plan in plans])
     all_reduce.gate = threading.Event()
-    threaded = ThreadedAllReduce(all_reduce)
+    all_reduce.go_on_a_thread()
     buckets = buckets_of(SimpleNamespace(buckets=plans), wires, specs, parameters)
-    launcher = open_launcher(buckets, threaded)
+    launcher = open_launcher(buckets, all_reduce)
     begin(launcher, number=0, step=0, hold=False)
     for bucket in buckets:
         pack(bucket)
@@ -734,7 +753,7 @@ def test_every_flight_lands_though_a_bucket_before_it_fails() -> None:
     with pytest.raises(GradientError, match="was taken away"):
         finish(launcher)
     assert len(all_reduce.order) == 2
-    threaded.close()
+    all_reduce.close()
 
 
 @pytest.mark.parametrize("where", ["advance", "land"])

@@ -319,7 +319,6 @@ JOBS: Final[dict[str, Job]] = {
     "a slow bucket": one_step([(65, 90)], [(65, 90)]),
     "a quick bucket": one_step([(60, 65)], [(60, 65)]),
     # In bucket 0, rank 0 waits for rank 1; in bucket 1, rank 1 for rank 0.
-    "inline between hosts": one_step([(30, 40), (60, 65)], [(38, 40), (53, 65)], overlap="inline", stall_ms=[10, 2]),
     "standstill in memory": _MEMORY,
     # On two hosts, a thread reduces in the background: 20 ms in memory, 8 ms on the network, from 25 and from 60 on.
     "standstill in memory, predicted for a network": _MEMORY,
@@ -355,7 +354,7 @@ JOBS: Final[dict[str, Job]] = {
 WHOLE: Final = (
     *("nothing", "loader, rank 1", "64 ranks", "two pauses", "from 60 % on", "one step", "one rank", "two hosts"),
     *("slow link", "huge late parameter", "no core, because of workers"),
-    *("late while the link is busy", "late while the link is idle", "inline between hosts", "standstill in memory"),
+    *("late while the link is busy", "late while the link is idle", "standstill in memory"),
     *("standstill in memory, predicted for a network", "another layout of buckets", "two optimizers"),
     *("one step aborted", "all steps aborted", "steps that were forgotten"),
 )

@@ -569,13 +569,6 @@ def test_closing_calls_back_the_latest_first() -> None:
     assert not world.is_open
 
 
-def test_stream_names_are_new_every_time() -> None:
-    world = World(None, 0, 1)
-    names = [world.next_channel_name() for _ in range(3)]
-    assert len(set(names)) == 3
-    assert names == [World(None, 0, 1).next_channel_name(), *names[1:]], "and the same on every rank"
-
-
 def test_what_is_shared_is_opened_once_and_forgotten_at_the_end() -> None:
     opened: list[World] = []
 

@@ -21,39 +21,19 @@ the first 2 elements and rank 1 the other 2 (for simplicity: real slices are mul
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 
-from torchring.allreduce.contract import MAX_PENDING
-from torchring.allreduce.slices import BucketRecords, SharedWire, Slices
+from torchring.allreduce.slices import SharedBuckets, SharedWire
+from torchring.allreduce.threaded import WorkOnThread
 from torchring.errors import FirstFailure, RingError
-from torchring.memory.channel import Channel
+from torchring.memory.channel import POLL_SECONDS
 from torchring.memory.host import HostGroup
+from torchring.threads import SerialThread
 
 _IN_ORDER: Final = "buckets advance and end in the order in which they were started"
-
-
-@dataclass
-class _Host:
-    """Shared by all buckets of one `DirectAllReduce`.
-
-    Attributes:
-        packed, done: the two signals.
-        records, slices: what the ranks of the host share.
-        pending: started and not yet over, the oldest first.
-        num_gathered: number of buckets that all ranks have packed.
-    """
-
-    packed: Channel
-    done: Channel
-    records: BucketRecords
-    slices: Slices
-    pending: deque[DirectWork] = field(default_factory=deque)
-    num_gathered: int = 0
 
 
 class DirectWork:
@@ -61,10 +41,10 @@ class DirectWork:
 
     span = None
 
-    __slots__ = ("_host", "_is_over", "_is_reduced", "_number", "_wire")
+    __slots__ = ("_all_reduce", "_is_over", "_is_reduced", "_number", "_wire")
 
-    def __init__(self, host: _Host, wire: SharedWire, number: int) -> None:
-        self._host = host
+    def __init__(self, all_reduce: DirectAllReduce, wire: SharedWire, number: int) -> None:
+        self._all_reduce = all_reduce
         self._wire = wire
         self._number = number  # of its record
         self._is_reduced = False  # this rank has reduced its slice
@@ -73,23 +53,23 @@ class DirectWork:
     def advance(self, *, waits: bool = False) -> bool:
         if self._is_reduced:
             return True
-        host = self._host
-        if self._number >= host.num_gathered:
-            assert self._number == host.num_gathered, _IN_ORDER
+        all_reduce, host = self._all_reduce, self._all_reduce._host
+        if self._number >= all_reduce._num_gathered:
+            assert self._number == all_reduce._num_gathered, _IN_ORDER
             if waits:
                 host.packed.gather()
             elif not host.packed.has_gathered():
                 return False
-            host.num_gathered += 1
-        host.records.check(self._number)
-        host.slices.sum(self._wire, spread=True)
+            all_reduce._num_gathered += 1
+        host.check(self._number)
+        host.sum(self._wire, spread=True)
         self._is_reduced = True
         host.done.announce()
         return True
 
     def wait(self) -> None:
         if not self._is_over:
-            host = self._host
+            host = self._all_reduce._host
             assert self is host.pending[0], _IN_ORDER
             self.advance(waits=True)
             host.done.gather()
@@ -102,32 +82,31 @@ class DirectAllReduce:
 
     Args:
         group: the ranks of this host.
-        poll_seconds: see `Channel`.
+        in_background: reduce buckets on a thread, one after the other. If not, they proceed in calls of the caller.
     """
 
     algorithm = "direct"
-    in_background = False
 
-    def __init__(self, group: HostGroup, *, poll_seconds: float) -> None:
+    def __init__(self, group: HostGroup, *, in_background: bool = False) -> None:
+        self.in_background = in_background
         self._group = group
-        self._host = _Host(
-            packed=Channel(group, poll_seconds=poll_seconds),
-            done=Channel(group, poll_seconds=poll_seconds),
-            records=BucketRecords(group),
-            slices=Slices(group, group.size),
-        )
+        # A thread must not poll: it would take turns with the thread that computes.
+        self._host = SharedBuckets(group, group.size, poll_seconds=0.0 if in_background else POLL_SECONDS)
+        self._num_gathered = 0  # number of buckets that all ranks have packed
+        self._thread = SerialThread("torchring-reductions") if in_background else None
         self._failure = FirstFailure()
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[SharedWire]:
-        slices = self._host.slices
-        return [slices.wire(parts) for parts in slices.allocate(specs)]
+        return self._host.open_wires(specs)
 
-    def start(self, wire: SharedWire) -> DirectWork:
-        host = self._host
+    def start(self, wire: SharedWire, *, is_on_thread: bool = False) -> DirectWork | WorkOnThread:
         self._failure.raise_if_set()
-        if len(host.pending) == MAX_PENDING:
-            host.pending[0].wait()
-        work = DirectWork(host, wire, host.records.begin(wire.index))
+        if self._thread is not None and not is_on_thread:
+            return WorkOnThread(
+                self._thread, lambda: self.start(wire, is_on_thread=True).wait(), self._failure, self._failure.set
+            )
+        host = self._host
+        work = DirectWork(self, wire, host.begin(wire.index))
         host.pending.append(work)
         host.packed.announce()
         return work
@@ -137,4 +116,6 @@ class DirectAllReduce:
         self._group.report_failure(error)
 
     def close(self) -> None:
-        """Nothing to do: the memory is freed with the last tensor that views it."""
+        """End the thread. The memory is freed with the last tensor that views it."""
+        if self._thread is not None:
+            self._thread.close()

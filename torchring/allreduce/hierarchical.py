@@ -19,19 +19,15 @@ All ranks hold the same bits: the engine leaves the same bits on the owners, and
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Final
 
 import torch
 
-from torchring.allreduce.contract import MAX_PENDING
 from torchring.allreduce.native import NativeWork, check_dtypes
-from torchring.allreduce.slices import ABORTED, BucketRecords, SharedWire, Slices
+from torchring.allreduce.slices import ABORTED, SharedBuckets, SharedWire
 from torchring.allreduce.threaded import WorkOnThread
 from torchring.errors import FirstFailure, RingError
-from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup
 from torchring.threads import SerialThread
 from torchring.transport.c10d import open_transport
@@ -58,72 +54,21 @@ def column_ranks(hosts: Sequence[Sequence[int]], rank: int) -> tuple[int, ...] |
     return tuple(host[place] for host in hosts) if place < num_columns(hosts) else None
 
 
-@dataclass(frozen=True)
-class HierarchicalWire:
-    """A buffer in shared memory.
-
-    Attributes:
-        column: this rank's column. Empty if this rank has none.
-        others: the same column in the peers' buffers.
-    """
-
-    shared: SharedWire
-    column: torch.Tensor
-    others: tuple[torch.Tensor, ...]
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        return self.shared.tensor
-
-
-@dataclass
-class _Host:
-    """Shared by all buckets of one `HierarchicalAllReduce`.
-
-    Attributes:
-        group: the ranks of this host.
-        transport: to the other owners of this rank's column. None if this rank has no column.
-        summing, ending: threads that run this rank's parts; None if `start` does.
-        failure: the first failure of any bucket. Later buckets raise it.
-        packed, done: the two signals.
-        records, slices: what the ranks of the host share.
-        pending: started and not yet over, the oldest first.
-    """
-
-    group: HostGroup
-    transport: Transport | None
-    summing: SerialThread | None
-    ending: SerialThread | None
-    packed: Channel
-    done: Channel
-    records: BucketRecords
-    slices: Slices
-    failure: FirstFailure = field(default_factory=FirstFailure)
-    pending: deque[HierarchicalWork] = field(default_factory=deque)
-
-    def fail(self, error: RingError) -> None:
-        """Tell the ranks of this host, and the owners of the column: neither know of the others."""
-        if self.failure.set(error):
-            self.group.report_failure(error)
-            if self.transport is not None:
-                self.transport.fail(error)
-
-
 class HierarchicalWork:
     """One bucket: threads do this rank's part, and the parts of peers are waited for. See `BucketWork`."""
 
-    def __init__(self, host: _Host, wire: HierarchicalWire, *, is_aborted: bool = False) -> None:
+    def __init__(self, all_reduce: HierarchicalAllReduce, wire: SharedWire, *, is_aborted: bool = False) -> None:
         self.span: tuple[float, float] | None = None
-        self._host = host
+        self._all_reduce = all_reduce
         self._wire = wire
         self._is_aborted = is_aborted
         self._sum: NativeWork | None = None
         self._is_over = False
-        self._number = host.records.begin(ABORTED if is_aborted else wire.shared.index)
-        host.packed.announce()
-        self._begun = WorkOnThread(host.summing, self._guarded(self._begin), host.failure)
-        self._part = WorkOnThread(host.ending, self._guarded(self._end), host.failure)
-        host.pending.append(self)
+        self._number = all_reduce.host.begin(ABORTED if is_aborted else wire.index)
+        all_reduce.host.packed.announce()
+        self._begun = WorkOnThread(all_reduce.summing, self._begin, all_reduce.failure, all_reduce.fail)
+        self._part = WorkOnThread(all_reduce.ending, self._end, all_reduce.failure, all_reduce.fail)
+        all_reduce.host.pending.append(self)
 
     def advance(self, *, waits: bool = False) -> bool:
         """This rank's part is done, or threads do it."""
@@ -131,14 +76,14 @@ class HierarchicalWork:
 
     def wait(self) -> None:
         if not self._is_over:
-            host = self._host
+            host = self._all_reduce.host
             assert self is host.pending[0], "buckets end in the order in which they were started"
             try:
                 self._part.wait()
                 asked_at = time.perf_counter()
                 host.done.gather()
             except RingError as error:
-                host.fail(error)
+                self._all_reduce.fail(error)
                 raise
             host.pending.popleft()
             self._is_over = True
@@ -148,28 +93,18 @@ class HierarchicalWork:
                 ended = self._part.span[1] if now - asked_at < _AT_ONCE_SECONDS else now
                 self.span = self._begun.span[0], ended
 
-    def _guarded(self, part: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
-            try:
-                part()
-            except RingError as error:
-                self._host.fail(error)
-                raise
-
-        return run
-
     def _begin(self) -> None:
         """When all ranks have packed: sum this rank's column over the host, and hand it to the engine."""
-        host, wire = self._host, self._wire
+        host, wire, transport = self._all_reduce.host, self._wire, self._all_reduce.transport
         host.packed.gather()
-        host.records.check(self._number)
-        if host.transport is None:
+        host.check(self._number)
+        if transport is None:
             return
         if self._is_aborted:  # and keeps what it has packed
-            self._sum = NativeWork(torch.zeros_like(wire.column), host.transport)
+            self._sum = NativeWork(torch.zeros_like(wire.own), transport)
         else:
-            host.slices.sum(wire.shared, spread=False)
-            self._sum = NativeWork(wire.column, host.transport)
+            host.sum(wire, spread=False)
+            self._sum = NativeWork(wire.own, transport)
 
     def _end(self) -> None:
         """When the engine has summed the column: write it to the ranks of this host."""
@@ -178,8 +113,8 @@ class HierarchicalWork:
             self._sum.wait()
             if not self._is_aborted:
                 for other in self._wire.others:
-                    other.copy_(self._wire.column)
-        self._host.done.announce()
+                    other.copy_(self._wire.own)
+        self._all_reduce.host.done.announce()
 
 
 class HierarchicalAllReduce:
@@ -189,63 +124,50 @@ class HierarchicalAllReduce:
         group: the ranks of this host.
         columns: number of columns. The ranks whose position in the group is less have a column each.
         transport: to the other owners of this rank's column. None if it has none.
-        in_background: whether buckets go on after `start` has returned. If not, `start` does this rank's part.
+
+    Attributes:
+        host: the buckets in the memory of this host.
+        summing, ending: threads that run this rank's parts.
+        failure: the first failure of any bucket. Later buckets raise it.
     """
 
     algorithm = "hierarchical"
+    in_background = True
 
-    def __init__(
-        self, group: HostGroup, columns: int, transport: Transport | None, *, in_background: bool = True
-    ) -> None:
-        self.in_background = in_background
-        # Nobody polls: between hosts waits are long, and the threads want the core. If `start` does this rank's part,
-        # peers that have not packed may themselves be waiting for other hosts.
-        self._host = _Host(
-            group,
-            transport,
-            SerialThread("torchring-sums") if in_background else None,
-            SerialThread("torchring-ends") if in_background else None,
-            packed=Channel(group, poll_seconds=0.0, grace_seconds=0.0 if in_background else _GRACE_SECONDS),
-            done=Channel(group, poll_seconds=0.0, grace_seconds=_GRACE_SECONDS),
-            records=BucketRecords(group),
-            slices=Slices(group, columns),
-        )
+    def __init__(self, group: HostGroup, columns: int, transport: Transport | None) -> None:
+        self.transport = transport
+        # Nobody polls: between hosts waits are long, and the threads want the core.
+        self.host = SharedBuckets(group, columns, grace_seconds=_GRACE_SECONDS)
+        self.summing, self.ending = SerialThread("torchring-sums"), SerialThread("torchring-ends")
+        self.failure = FirstFailure()
+        self._group = group
 
-    def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[HierarchicalWire]:
-        if self._host.transport is not None:
-            check_dtypes(self._host.transport, specs)
-        return [self._wire(parts) for parts in self._host.slices.allocate(specs)]
+    def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[SharedWire]:
+        if self.transport is not None:
+            check_dtypes(self.transport, specs)
+        return self.host.open_wires(specs)
 
-    def start(self, wire: HierarchicalWire) -> HierarchicalWork:
-        return self._start(wire)
+    def start(self, wire: SharedWire) -> HierarchicalWork:
+        return HierarchicalWork(self, wire)
 
-    def abort_bucket(self, wire: HierarchicalWire) -> HierarchicalWork:
-        return self._start(wire, is_aborted=True)
-
-    def _start(self, wire: HierarchicalWire, *, is_aborted: bool = False) -> HierarchicalWork:
-        if len(self._host.pending) == MAX_PENDING:
-            self._host.pending[0].wait()
-        return HierarchicalWork(self._host, wire, is_aborted=is_aborted)
+    def abort_bucket(self, wire: SharedWire) -> HierarchicalWork:
+        return HierarchicalWork(self, wire, is_aborted=True)
 
     def fail(self, error: RingError) -> None:
-        self._host.fail(error)
+        """Tell the ranks of this host, and the owners of the column: neither know of the others."""
+        if self.failure.set(error):
+            self._group.report_failure(error)
+            if self.transport is not None:
+                self.transport.fail(error)
 
     def close(self) -> None:
-        for thread in (self._host.summing, self._host.ending):
-            if thread is not None:
-                thread.close()
-        if self._host.transport is not None:
-            self._host.transport.close()
-
-    def _wire(self, parts: Sequence[torch.Tensor]) -> HierarchicalWire:
-        host = self._host
-        me = host.group.index
-        shared, (start, stop) = host.slices.wire(parts), host.slices.bounds(parts[0])
-        others = tuple(part[start:stop] for i, part in enumerate(parts) if i != me)
-        return HierarchicalWire(shared, parts[me][start:stop], others)
+        for thread in (self.summing, self.ending):
+            thread.close()
+        if self.transport is not None:
+            self.transport.close()
 
 
-def open_hierarchical(world: World, *, in_background: bool) -> HierarchicalAllReduce:
+def open_hierarchical(world: World) -> HierarchicalAllReduce:
     """Collective: an all-reduce in the world's hosts and between them, with a transport of its own."""
     assert world.host is not None
     ranks = column_ranks(world.hosts, world.rank)
@@ -253,4 +175,4 @@ def open_hierarchical(world: World, *, in_background: bool) -> HierarchicalAllRe
     if ranks is None and transport is not None:  # transports are opened by all ranks together
         transport.close()
         transport = None
-    return HierarchicalAllReduce(world.host, num_columns(world.hosts), transport, in_background=in_background)
+    return HierarchicalAllReduce(world.host, num_columns(world.hosts), transport)

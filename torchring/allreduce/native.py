@@ -49,17 +49,13 @@ class NativeWork:
 
 
 class NativeAllReduce:
-    """The engine's own all-reduce. See `AllReduce`.
-
-    Args:
-        in_background: whether buckets go on after `start` has returned. If not, `start` waits for them.
-    """
+    """The engine's own all-reduce. See `AllReduce`."""
 
     algorithm = "native"
+    in_background = True
 
-    def __init__(self, transport: Transport, *, in_background: bool = True) -> None:
+    def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self.in_background = in_background
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[NativeWire]:
         check_dtypes(self._transport, specs)
@@ -67,16 +63,10 @@ class NativeAllReduce:
         return [NativeWire(whole.data, whole) for whole in wholes]
 
     def start(self, wire: NativeWire) -> NativeWork:
-        return self._start(wire.whole)
+        return NativeWork(wire.whole, self._transport)
 
     def abort_bucket(self, wire: NativeWire) -> NativeWork:
-        return self._start(torch.zeros_like(wire.whole))
-
-    def _start(self, buffer: torch.Tensor) -> NativeWork:
-        work = NativeWork(buffer, self._transport)
-        if not self.in_background:
-            work.wait()
-        return work
+        return NativeWork(torch.zeros_like(wire.whole), self._transport)
 
     def fail(self, error: RingError) -> None:
         self._transport.fail(error)

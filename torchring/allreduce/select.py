@@ -11,9 +11,7 @@ import torch
 
 from torchring.allreduce.contract import AllReduce
 from torchring.allreduce.direct import DirectAllReduce
-from torchring.allreduce.threaded import ThreadedAllReduce
 from torchring.errors import TopologyError, in_step
-from torchring.memory.channel import POLL_SECONDS
 from torchring.world import World
 
 Algorithm = Literal["auto", "direct", "ring", "hierarchical", "native"]
@@ -51,29 +49,26 @@ def open_all_reduce(world: World, algorithm: str, overlap: str) -> AllReduce[Any
     With overlap="auto", "direct" proceeds in calls of the thread that runs backward if ranks times threads fill
     the cores: a second thread would only take turns with that thread. "native" proceeds on the engine's threads. Other
     it proceeds on threads: while a thread waits for the network, backward has the core. "ring" is "native": the
-    engine's all-reduce is a ring. Raises TopologyError for "direct" across hosts.
+    engine's all-reduce is a ring. Raises TopologyError for "direct" across hosts, ValueError for others "inline".
     """
-    in_background = _in_background(world, algorithm, overlap)
     if algorithm == "direct":
         check_one_host(world, "algorithm='direct' takes one host")
-        # A thread must not poll: it would take turns with the thread that computes.
         assert world.host is not None
-        direct = DirectAllReduce(world.host, poll_seconds=0.0 if in_background else POLL_SECONDS)
-        return ThreadedAllReduce(direct) if in_background else direct
+        fills_the_cores = world.local_size * torch.get_num_threads() >= world.num_physical_cores
+        in_background = overlap == "thread" or (overlap == "auto" and not fills_the_cores)
+        return DirectAllReduce(world.host, in_background=in_background)
+    if overlap == "inline":
+        text = f"overlap='inline' takes algorithm='direct', on one host; {algorithm!r} reduces in the background: use"
+        raise in_step(ValueError(f"{text} overlap='auto'"))
     # Imported here: a job on one host needs neither.
     if algorithm == "hierarchical":
         from torchring.allreduce.hierarchical import open_hierarchical
 
-        return open_hierarchical(world, in_background=in_background)
+        return open_hierarchical(world)
     from torchring.allreduce.native import NativeAllReduce
     from torchring.transport.c10d import open_transport
 
-    return NativeAllReduce(open_transport(world), in_background=in_background)
-
-
-def _in_background(world: World, algorithm: str, overlap: str) -> bool:
-    fills_the_cores = world.local_size * torch.get_num_threads() >= world.num_physical_cores
-    return overlap == "thread" or (overlap == "auto" and not (algorithm == "direct" and fills_the_cores))
+    return NativeAllReduce(open_transport(world))
 
 
 def check_one_host(world: World, problem: str, also: str = "'hierarchical'") -> None:

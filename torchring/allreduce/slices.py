@@ -1,4 +1,4 @@
-"""What the ranks of one host share: the buffers, of which each rank sums a slice, and a record of each bucket.
+"""What the ranks of one host share: the buffers, of which each rank sums a slice, a record of each bucket, and signals.
 
 Rank r sums slice r of all buffers, in blocks that fit a cache. The record says which bucket it is.
 """
@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 
-from torchring.allreduce.contract import MAX_PENDING, aborted
+from torchring.allreduce.contract import MAX_PENDING, BucketWork, aborted
 from torchring.kernels import reference
+from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup, as_words
 
 BLOCK_BYTES: Final = 256 * 1024
@@ -38,10 +40,9 @@ class Block:
     """A piece of this rank's slice that fits a cache."""
 
     start: int  # element index in the buffer
-    inputs: list[torch.Tensor]  # in rank order
     own: torch.Tensor  # this rank's input, and where the sum is formed
-    sum: reference.Accumulation  # of inputs into own
-    others: list[torch.Tensor]  # the peers' buffers, if the result is written there, too
+    others: list[torch.Tensor]  # the same piece of the peers' buffers
+    sum: reference.Accumulation  # of all inputs, in rank order, into own
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class SharedWire:
     """A buffer in shared memory, with all views that an all-reduce needs, made once.
 
     Attributes:
+        own: this rank's slice. Empty if it has none.
+        others: the same slice of the peers' buffers.
         blocks: of this rank's slice.
         index: among all wires of the all-reduce.
         deferred: by block, what writes this rank's input to `out` just before the next sum, in cache. No other rank
@@ -56,6 +59,8 @@ class SharedWire:
     """
 
     tensor: torch.Tensor
+    own: torch.Tensor
+    others: list[torch.Tensor]
     blocks: tuple[Block, ...]
     index: int
     deferred: dict[int, Callable[..., object]] = field(default_factory=dict)
@@ -69,93 +74,79 @@ class SharedWire:
         return inside[0], first.start, last.start + len(last.own), len(first.own)
 
 
-class Slices:
-    """The slices of one host's buffers.
+class SharedBuckets:
+    """The buckets of one all-reduce, as the ranks of a host share them. Opening it is collective.
+
+    A bucket has a record, a word of each rank: the index of the wire. The n-th bucket and the (n + MAX_PENDING)-th use
+    the same record. A rank starts the later bucket when the earlier one has ended on it, and then no peer needs the
+    record any more.
 
     Args:
         group: the ranks of the host.
-        count: number of slices that a buffer is cut into. The r-th rank has the r-th slice; the ranks beyond have none.
+        num_slices: that a buffer is cut into. The r-th rank has the r-th slice; the ranks beyond have none.
+        poll_seconds: see `Channel`.
+        grace_seconds: of `done`; see `HostGroup.wait_until`.
+
+    Attributes:
+        packed, done: the two signals.
+        pending: what was started and is not yet over, the oldest first.
     """
 
-    def __init__(self, group: HostGroup, count: int) -> None:
+    def __init__(
+        self, group: HostGroup, num_slices: int, *, poll_seconds: float = 0.0, grace_seconds: float = 0.0
+    ) -> None:
+        self.packed = Channel(group, poll_seconds=poll_seconds)
+        self.done = Channel(group, poll_seconds=poll_seconds, grace_seconds=grace_seconds)
+        self.pending: deque[BucketWork] = deque()
         self._group = group
-        self._count = count
+        self._num_slices = num_slices
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
         self._num_wires = 0
+        self._records = [as_words(part) for part in group.allocate(MAX_PENDING * 8).parts]
+        self._num_begun = 0
 
-    def allocate(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[list[torch.Tensor]]:
-        """Collective: for each (elements, dtype) the buffers of all ranks, zeroed, in rank order."""
-        lengths = [_aligned(numel * dtype.itemsize) for numel, dtype in specs]
+    def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[SharedWire]:
+        """Collective: for each (elements, dtype) a buffer, zeroed."""
+        lengths = [math.ceil(numel * dtype.itemsize / ALIGNMENT_BYTES) * ALIGNMENT_BYTES for numel, dtype in specs]
         shared = self._group.allocate(sum(lengths))
-        buffers, start = [], 0
+        wires, start = [], 0
         for (numel, dtype), length in zip(specs, lengths, strict=True):
-            buffers.append([part[start : start + numel * dtype.itemsize].view(dtype) for part in shared.parts])
+            wires.append(
+                self._wire([part[start : start + numel * dtype.itemsize].view(dtype) for part in shared.parts])
+            )
             start += length
-        return buffers
+        return wires
 
-    def bounds(self, buffer: torch.Tensor) -> tuple[int, int]:
-        """This rank's slice."""
-        if self._group.index >= self._count:
-            return 0, 0
-        return slice_bounds(buffer.numel(), self._count, buffer.element_size())[self._group.index]
-
-    def wire(self, parts: Sequence[torch.Tensor]) -> SharedWire:
+    def _wire(self, parts: Sequence[torch.Tensor]) -> SharedWire:
         """The wire of this rank, given the buffers of all ranks in rank order."""
-        me, dtype = self._group.index, parts[0].dtype
+        me, dtype, numel = self._group.index, parts[0].dtype, parts[0].numel()
         if dtype not in self._scratch:
             wide = reference.compute_dtype(dtype, dtype)
             self._scratch[dtype] = torch.empty(BLOCK_BYTES // dtype.itemsize, dtype=wide, device="cpu")
-        scratch = self._scratch[dtype]
-        start, stop = self.bounds(parts[0])
+        bounds = slice_bounds(numel, self._num_slices, dtype.itemsize)
+        start, stop = bounds[me] if me < self._num_slices else (0, 0)
         step = BLOCK_BYTES // dtype.itemsize
         blocks = []
         for first in range(start, stop, step):
             inputs = [part[first : min(first + step, stop)] for part in parts]
             others = [view for rank, view in enumerate(inputs) if rank != me]
-            accumulation = reference.Accumulation(inputs, inputs[me], scratch)
-            blocks.append(Block(first, inputs, inputs[me], accumulation, others))
+            accumulation = reference.Accumulation(inputs, inputs[me], self._scratch[dtype])
+            blocks.append(Block(first, inputs[me], others, accumulation))
         self._num_wires += 1
-        return SharedWire(parts[me].data, tuple(blocks), self._num_wires - 1)
-
-    def sum(self, wire: SharedWire, *, spread: bool) -> None:
-        """Replace this rank's slice by the sum over the host; with `spread`, in the peers' buffers, too.
-
-        Only one call at a time: calls share scratch memory.
-        """
-        for number, block in enumerate(wire.blocks):
-            if (pack := wire.deferred.get(number)) is not None:
-                pack(out=block.own)
-            if len(block.inputs) > 1:
-                block.sum.run()
-            if spread:
-                for other in block.others:
-                    other.copy_(block.own)
-        wire.deferred.clear()
-
-
-class BucketRecords:
-    """A word per rank and bucket, in shared memory: the index of the wire.
-
-    The n-th bucket and the (n + MAX_PENDING)-th use the same record. A rank starts the later bucket when the
-    earlier one has ended on it, and then no peer needs the record any more.
-    """
-
-    def __init__(self, group: HostGroup) -> None:
-        self._group = group
-        self._block = group.allocate(MAX_PENDING * 8)
-        self._records = [as_words(part) for part in self._block.parts]
-        self._own = self._records[group.index]
-        self._num_begun = 0
+        others = [part[start:stop] for rank, part in enumerate(parts) if rank != me]
+        return SharedWire(parts[me].data, parts[me][start:stop], others, tuple(blocks), self._num_wires - 1)
 
     def begin(self, index: int) -> int:
-        """Say which bucket this rank reduces next, before "packed" is announced. Returns the number of its record."""
+        """Say which bucket, or ABORTED, is next, before "packed" is announced. Returns the number of its record."""
+        if len(self.pending) == MAX_PENDING:
+            self.pending[0].wait()
         number = self._num_begun
-        self._own[number % MAX_PENDING] = index
+        self._records[self._group.index][number % MAX_PENDING] = index
         self._num_begun += 1
         return number
 
     def check(self, number: int) -> None:
-        """Raise PlanMismatchError, here and on the peers, if ranks reduce different buckets.
+        """Raise PlanMismatchError, here and on the peers, if ranks reduce different buckets. After "packed" of all.
 
         Buckets leave in order: a rank that is back at an earlier one has begun another reduction.
         """
@@ -166,6 +157,17 @@ class BucketRecords:
             group.report_failure(error)
             raise error
 
+    def sum(self, wire: SharedWire, *, spread: bool) -> None:
+        """Replace this rank's slice by the sum over the host; with `spread`, in the peers' buffers, too.
 
-def _aligned(num_bytes: int) -> int:
-    return math.ceil(num_bytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        Only one call at a time: calls share scratch memory.
+        """
+        for number, block in enumerate(wire.blocks):
+            if (pack := wire.deferred.get(number)) is not None:
+                pack(out=block.own)
+            if block.others:
+                block.sum.run()
+            if spread:
+                for other in block.others:
+                    other.copy_(block.own)
+        wire.deferred.clear()

@@ -7,16 +7,9 @@ from typing import Final, Protocol, TypeAlias
 
 import torch
 
-from torchring.accelerators import ACCELERATORS
 from torchring.collectives.signature import ELEMENTWISE_OPS, Signature, signature_of
 from torchring.kernels import reference
 from torchring.memory.host import bytes_of
-
-REDUCIBLE = (
-    torch.float16, torch.bfloat16, torch.float32, torch.float64,
-    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-)  # fmt: skip
-
 
 Meanwhile: TypeAlias = Callable[[], bool] | None
 """Called now and then while a rank waits for ranks of its host, until it returns False."""
@@ -28,7 +21,6 @@ _PAIRWISE: Final[dict[str, Callable[..., torch.Tensor]]] = {
     "max": torch.maximum,
     "product": torch.mul,
 }
-_BARRIER = Signature("barrier")
 _EXCHANGE = Signature("all_gather_object")
 
 
@@ -95,14 +87,8 @@ def all_gather(backend: Backend, tensor: torch.Tensor, signature: Signature | No
     return [rows_from(part, data).to(tensor.device) for part in parts]
 
 
-def exchange(
-    backend: Backend, data: bytes, signature: Signature = _EXCHANGE, meanwhile: Meanwhile = None
-) -> list[bytes]:
-    return backend.start_exchange(data, signature)(meanwhile)
-
-
-def barrier(backend: Backend) -> None:
-    backend.barrier(_BARRIER)
+def exchange(backend: Backend, data: bytes, signature: Signature = _EXCHANGE) -> list[bytes]:
+    return backend.start_exchange(data, signature)(None)
 
 
 def combine(parts: Sequence[torch.Tensor], out: torch.Tensor, op: str) -> None:
@@ -151,36 +137,6 @@ def writable(tensor: torch.Tensor) -> torch.Tensor:
         alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
         alias = alias.conj() if tensor.is_conj() else alias
         return torch._neg_view(alias) if tensor.is_neg() else alias
-
-
-def is_movable(device: torch.device) -> bool:
-    """True if collectives take tensors on this device."""
-    return device.type in ("cpu", *ACCELERATORS)
-
-
-def check_dense(tensor: torch.Tensor) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"expected a torch.Tensor, got {type(tensor).__name__}")
-    if not tensor.is_cpu and not is_movable(tensor.device):
-        raise ValueError(f"expected a tensor on the CPU or on CUDA, got one on {tensor.device}")
-    if tensor.layout != torch.strided:
-        raise ValueError(f"expected a dense tensor, got layout {tensor.layout}; pass tensor.to_dense()")
-
-
-def check_writable(tensor: torch.Tensor) -> None:
-    if tensor.is_contiguous():
-        return
-    if any(step == 0 and length > 1 for length, step in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise ValueError("an expanded tensor has elements that share memory and cannot be written; pass tensor.clone()")
-
-
-def check_reducible(tensor: torch.Tensor, op: str, ops: Sequence[str] = ELEMENTWISE_OPS) -> None:
-    if op not in ops:
-        raise ValueError(f"op must be one of {', '.join(map(repr, ops))}, got {op!r}")
-    if tensor.dtype not in REDUCIBLE:
-        raise TypeError(f"{tensor.dtype} cannot be reduced; these can: {', '.join(map(str, REDUCIBLE))}")
-    if op == "mean" and not tensor.is_floating_point():
-        raise TypeError(f"the mean of {tensor.dtype} is not of that dtype; use op='sum', or convert to floating point")
 
 
 def rows_from(data: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -21,6 +20,7 @@ from torchring.threads import SerialThread
 from torchring.world import World
 
 _T = TypeVar("_T")
+_BARRIER: Final = Signature("barrier")
 
 
 class Join:
@@ -103,20 +103,16 @@ class Collectives:
         if torch.is_inference_mode_enabled():  # what the backend keeps has to be written outside, too
             with torch.inference_mode(False):
                 return self._operate(what, operation, arguments)
-        with self._progress.operation(what):
-            return self._call(what, operation, arguments)
-
-    def _call(self, what: str, operation: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
-        world, backend = self.world, self.opened()
         try:
-            return operation(backend, *arguments)
+            with self._progress.operation(what):
+                return operation(self.opened(), *arguments)
         except PeerLostError as error:
             called = (
                 f". Its own output says whether it failed. If it did not: this rank is in {what}(), which every rank "
                 "has to call equally often. Is the call in an `if rank() == 0`, or in a loop over batches of which "
                 "ranks have different numbers?"
             )
-            error.message = error.message.replace(world.advice, called)
+            error.message = error.message.replace(self.world.advice, called)
             raise
 
     def opened(self) -> Backend:
@@ -183,34 +179,28 @@ class Collectives:
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
-        self.run("barrier", operations.barrier)
+        self.run("barrier", lambda backend: backend.barrier(_BARRIER))
 
     def any_rank(self, flag: bool) -> bool:
         """True if `flag` is true on any rank."""
         return bool(self.all_reduce(torch.tensor([int(flag)], device="cpu"), "max"))
 
 
-@dataclass(frozen=True)
-class _Sequences:
-    """Two sequences: the script may call collectives in one thread while another thread trains."""
+def _open(world: World) -> tuple[Collectives, Collectives]:
+    """The script's and torchring's: the script may call collectives in one thread while another thread trains."""
 
-    script: Collectives
-    internal: Collectives
-
-
-def _open(world: World) -> _Sequences:
-    def open_both() -> _Sequences:
+    def open_both() -> tuple[Collectives, Collectives]:
         with torch.inference_mode(False):
-            return _Sequences(Collectives(world), Collectives(world, "internal", is_scripts=False))
+            return Collectives(world), Collectives(world, "internal", is_scripts=False)
 
     return InterruptionGuard(world).run("the first collective", open_both)
 
 
 def collectives_of(world: World) -> Collectives:
     """The script's collectives. `wrap` and `broadcast_parameters` belong to them. The first call is collective."""
-    return world.shared(_open).script
+    return world.shared(_open)[0]
 
 
 def internal_collectives_of(world: World) -> Collectives:
     """The collectives that torchring itself calls, in and after a backward. The first call is collective."""
-    return world.shared(_open).internal
+    return world.shared(_open)[1]

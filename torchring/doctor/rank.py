@@ -26,7 +26,6 @@ from torchring.doctor.facts import gather, listening
 from torchring.doctor.report import PathFacts, RankFacts, Report, StoreFacts
 from torchring.errors import RingError
 from torchring.functions import all_reduce, barrier
-from torchring.memory.channel import POLL_SECONDS
 from torchring.memory.host import HostGroup
 from torchring.rendezvous.addresses import resolve
 from torchring.rendezvous.environment import LaunchEnvironment
@@ -87,7 +86,7 @@ def _measure(world: World) -> list[PathFacts]:
             host = world.host
             transfer: _Transfer = _watch
             if host is not None and host.size > 1:
-                direct = DirectAllReduce(host, poll_seconds=POLL_SECONDS)
+                direct = DirectAllReduce(host)
                 opened.callback(direct.close)
                 transfer = _reducing(host, direct)
             path = _time("shared memory", world.hosts[world.node_rank], transfer)

@@ -98,12 +98,12 @@ class HostAgreement:
     """For reductions on the host. See `Agreement`."""
 
     knows_at_once = True
+    starts_at_once = True
     stream_notes: StreamNotes | None = None
     works: Sequence[Any] = ()
 
     def __init__(self, all_reduce: AllReduce[Any], timing: Timing, num_ranks: int) -> None:
         self.overlap = "thread" if all_reduce.in_background else "inline"
-        self.starts_at_once = all_reduce.in_background or all_reduce.algorithm == "direct"
         self._all_reduce = all_reduce
         self._timing = timing
         self._num_ranks = num_ranks

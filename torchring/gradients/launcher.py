@@ -6,8 +6,7 @@ order: a bucket that is full early waits for the buckets before it.
 The all-reduce decides how a bucket proceeds after it has left. On one host it proceeds in calls between gradients:
 every core already computes there, and a second thread would only take turns with the first (2 cores, 2 ranks, MLP of
 42 M: 333 ms against 422). Between hosts it proceeds on threads of the engine, or on a thread of its own, and backward
-goes on meanwhile. Either way no rank waits for late peers before its backward is over, except between hosts with
-overlap="inline".
+goes on meanwhile. Either way no rank waits for late peers before its backward is over.
 """
 
 from __future__ import annotations

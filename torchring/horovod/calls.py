@@ -25,8 +25,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from torchring.broadcasts import check_dense, check_writable
 from torchring.collectives import operations
 from torchring.dynamo import run_eagerly
+from torchring.functions import REDUCIBLE
 from torchring.horovod.context import ProcessSet, engine, ranks_of
 from torchring.horovod.exceptions import HorovodInternalError
 from torchring.horovod.execution import Operation, Result
@@ -86,7 +88,7 @@ class Collective:
         """The script's tensors for the engine, which writes to them."""
         tensors = [operations.writable(tensor.detach()) for tensor in self.tensors]
         for tensor in tensors:
-            operations.check_writable(tensor)
+            check_writable(tensor)
         if self.kind == ALLREDUCE:  # a broadcast may write the same values twice, where parameters are tied
             check_apart(tensors)
         return tensors
@@ -169,7 +171,7 @@ def check_tensors(tensors: Sequence[Tensor], what: str, *, have_rows: bool = Fal
     if not len(tensors):
         raise ValueError(f"{what} got no tensors")
     for tensor in tensors:
-        operations.check_dense(tensor)
+        check_dense(tensor)
         if have_rows and tensor.dim() == 0:
             raise ValueError(f"{what} takes tensors with at least one dimension, got a scalar")
     if len({tensor.device.type for tensor in tensors}) > 1:
@@ -178,7 +180,7 @@ def check_tensors(tensors: Sequence[Tensor], what: str, *, have_rows: bool = Fal
 
 def check_reducible(tensor: Tensor, label: str, what: str) -> None:
     """Raise ValueError for a dtype that an operation does not take."""
-    if tensor.dtype not in operations.REDUCIBLE:
+    if tensor.dtype not in REDUCIBLE:
         raise ValueError(f"{what} does not take {tensor.dtype}; convert the tensor to numbers first")
     if label == "Adasum" and not tensor.is_floating_point():
         raise ValueError(f"Adasum takes floating-point tensors, got {tensor.dtype}")

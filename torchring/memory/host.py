@@ -21,7 +21,6 @@ import select
 import socket
 import struct
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
@@ -33,7 +32,6 @@ from torchring.errors import (
     PeerTimeoutError,
     PlanMismatchError,
     RingError,
-    TopologyError,
     ranks_in_words,
 )
 from torchring.linux import boot_id, create_memory, network_id, open_process
@@ -92,11 +90,9 @@ class HostGroup:
         self.on_wait: Callable[[Sequence[int], float], None] | None = None
         self._peers = {peer.rank: peer for peer in peers}
         self._num_blocks = 0
-        self._is_closed = False
         self._aborted: RingError | None = None
-        self.notices: Noticeboard | None = None  # until allocate() has returned, which looks for notices, too
+        self.notices = Noticeboard(rendezvous)  # in the store, until every rank has a page
         self.notices = Noticeboard(rendezvous, self.ranks, self.allocate(page_bytes(rendezvous.size)).parts)
-        _groups.add(self)
 
     @property
     def size(self) -> int:
@@ -150,7 +146,7 @@ class HostGroup:
         """
         needed = [rank for rank in needed if rank in self._peers]
         lost = self._lost(needed)
-        said = {rank: error for rank in needed if self.notices and (error := self.notices.read(rank)) is not None}
+        said = {rank: error for rank in needed if (error := self.notices.read(rank)) is not None}
         died = sorted(lost - said.keys())
         if died:
             names = ", ".join(f"rank {rank} (pid {self._peers[rank].pid})" for rank in died)
@@ -174,12 +170,11 @@ class HostGroup:
 
     def report_failure(self, error: RingError) -> None:
         """Leave `error` for ranks that wait, here and on other hosts. They stop, too, and name the same cause."""
-        if self.notices is not None:
-            self.notices.post(error)
+        self.notices.post(error)
 
     def abort(self, error: RingError) -> None:
         """Make the threads of this rank that wait in `wait_until`, now or later, raise `error`. From any thread."""
-        self._aborted = error
+        self._aborted = self._aborted or error
 
     def close(self) -> None:
         """Tell the peers that this rank leaves, and close the sockets. A block stays mapped while a tensor views it."""
@@ -189,7 +184,7 @@ class HostGroup:
     def forget(self) -> None:
         """Close the sockets, and tell the peers nothing. A forked child does so at once: peers would not notice the
         parent's death while the child holds the sockets open."""
-        self._is_closed = True  # makes a thread that still waits raise
+        self.abort(PeerLostError("torchring.shutdown() was called while this waited", rank=self.rank))
         peers, self._peers = self._peers, {}
         for peer in peers.values():
             peer.link.close()
@@ -208,8 +203,6 @@ class HostGroup:
         started = time.monotonic()
         try:
             while not arrived(_POLL_SECONDS):
-                if self._is_closed:
-                    raise PeerLostError("torchring.shutdown() was called while this waited", rank=self.rank)
                 if self._aborted is not None:
                     raise self._aborted
                 late = needed()
@@ -278,17 +271,6 @@ class HostGroup:
             raise
 
 
-_groups: weakref.WeakSet[HostGroup] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for group in list(_groups):
-        group.forget()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
 def connect(rendezvous: Rendezvous) -> HostGroup:
     """Collective: find the ranks with which this rank can share memory, and open the sockets to them.
 
@@ -306,7 +288,7 @@ def connect(rendezvous: Rendezvous) -> HostGroup:
         neighbours = [r for r, other in enumerate(cards) if other["host"].split(",")[0] == host.split(",")[0]]
         if rendezvous.is_signed and len(users := sorted({cards[r]["user"] for r in neighbours})) > 1:
             text = f"{ranks_in_words(neighbours)} run on one machine as users {' and '.join(map(str, users))}"
-            raise _given_up(rendezvous, f"{text}, which no launcher does; start all ranks of a machine as one user")
+            rendezvous.refuse(f"{text}, which no launcher does; start all ranks of a machine as one user")
         troubles = {r: f"rank {r} {cards[r]['trouble']}" for r in neighbours if cards[r]["trouble"]}
         candidates = {
             r for r in neighbours if r != rank and cards[r]["host"] == host and not troubles.keys() & {r, rank}
@@ -319,12 +301,11 @@ def connect(rendezvous: Rendezvous) -> HostGroup:
     ranks = next(group for group in groups if rank in group)
     if rendezvous.is_one_host and len(ranks) < rendezvous.size and rank not in troubles:
         others = ranks_in_words(set(range(rendezvous.size)) - set(ranks))
-        raise _given_up(
-            rendezvous,
+        rendezvous.refuse(
             f"the launcher says that all ranks run on this machine, but rank {rank} cannot share memory with {others}: "
             f"{'; '.join(why.values()) or 'it runs elsewhere, or in another network namespace'}. A process of another "
             "user may have come in its place. If ranks are to run in containers with networks or users of their own, "
-            "unset LOCAL_WORLD_SIZE, or what the launcher has in place of it",
+            "unset LOCAL_WORLD_SIZE, or what the launcher has in place of it"
         )
     if rank == neighbours[0] and len(ranks) < len(neighbours) and network_id():
         reasons = [reason for r in neighbours for reason in said[r]["why"]]
@@ -335,12 +316,6 @@ def connect(rendezvous: Rendezvous) -> HostGroup:
         links[r].close()
     peers = [_peer(r, links[r]) for r in ranks if r != rank]
     return HostGroup(rendezvous, peers)
-
-
-def _given_up(rendezvous: Rendezvous, text: str) -> TopologyError:
-    error = TopologyError(text, rank=rendezvous.rank)
-    rendezvous.give_up_opening(error)
-    return error
 
 
 def _warn_of_neighbours(groups: Sequence[Sequence[int]], reasons: Sequence[str]) -> None:

@@ -81,11 +81,9 @@ class Listener:
             except OSError:
                 rank = None
             self._silent.remove(link)
-            is_welcome = rank in expected and rank not in self.links and _send(link, b"yes")
-            if rank is not None and is_welcome:
+            if rank is not None and rank in expected and rank not in self.links:
                 self.links[rank] = link
             else:
-                _send(link, b"no")
                 link.close()
 
     def _rank_of(self, hello: bytes) -> int | None:
@@ -110,40 +108,22 @@ def meet(
     """
     rank = rendezvous.rank
     uncalled, expected = {r for r in candidates if r < rank}, {r for r in candidates if r > rank}
-    called: dict[int, socket.socket] = {}
     links: dict[int, socket.socket] = {}
     why: dict[int, str] = {}
-
-    def give_up(peer: int, reason: str) -> None:
-        why[peer] = reason
-        rendezvous.publish(f"unreachable/{rank}/{peer}", b"1")
-
     started, look_at = time.monotonic(), 0.0
     while True:
         for peer in sorted(uncalled):
             try:
                 link = _call(rank, peer, cards[peer])
             except OSError as error:
-                give_up(peer, f"rank {rank} cannot connect to rank {peer}: {error.strerror or error}")
+                why[peer] = f"rank {rank} cannot connect to rank {peer}: {error.strerror or error}"
+                rendezvous.publish(f"unreachable/{rank}/{peer}", b"1")
                 continue
             if link is not None:
-                called[peer] = link
-        uncalled -= called.keys() | why.keys()
-        for peer, link in list(called.items()):
-            try:
-                is_welcome = link.recv(8) == b"yes"
-            except BlockingIOError:
-                continue
-            except OSError:
-                is_welcome = False
-            del called[peer]
-            if is_welcome:
                 links[peer] = link
-            else:
-                link.close()
-                give_up(peer, f"rank {peer} hung up on rank {rank}, in whose place another process may have come")
+        uncalled -= links.keys() | why.keys()
         listener.admit(expected)
-        missing = sorted(uncalled | called.keys() | (expected - listener.links.keys()))
+        missing = sorted(uncalled | (expected - listener.links.keys()))
         if not missing:
             return links | listener.links, why
         now = time.monotonic()
@@ -160,7 +140,7 @@ def meet(
                 raise lost
             expected -= {r for r in set(missing) & expected if rendezvous.is_published(f"unreachable/{r}/{rank}")}
         poll = select.poll()
-        for source in (*listener.sources, *called.values()):
+        for source in listener.sources:
             poll.register(source, select.POLLIN)
         poll.poll(1e3 * (_TRY_SECONDS if uncalled else _LOOK_SECONDS))
 
@@ -181,14 +161,6 @@ def _call(rank: int, peer: int, card: Mapping[str, Any]) -> socket.socket | None
         link.close()
         raise
     return link
-
-
-def _send(link: socket.socket, word: bytes) -> bool:
-    try:
-        link.send(word)
-    except OSError:
-        return False
-    return True
 
 
 def credentials(link: socket.socket) -> tuple[int, int]:

@@ -23,8 +23,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from torchring.broadcasts import broadcast_together
-from torchring.collectives.operations import check_dense, check_writable
+from torchring.broadcasts import broadcast_together, check_dense, check_writable
 from torchring.collectives.service import Collectives, collectives_of, internal_collectives_of
 from torchring.errors import GradientError
 from torchring.gradients.contract import Setup

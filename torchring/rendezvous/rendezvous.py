@@ -11,12 +11,11 @@ import copy
 import logging
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
@@ -83,7 +82,6 @@ class Rendezvous:
         self._published_once: dict[str, bytes] = {}
         self._claims: dict[int, str] = {}
         self._store_calls = _CallsWithDeadline()
-        self._stays_at_exit = False
 
     @property
     def is_signed(self) -> bool:
@@ -115,11 +113,9 @@ class Rendezvous:
     def stay_until_published(self, keys: Sequence[str], seconds: float) -> None:
         """Have this process, if it hosts the store, not exit before `keys` are published or `seconds` have passed.
 
-        Other ranks may still need the store; each of them publishes one of `keys` when it is done. Only the first call
-        has an effect.
+        Other ranks may still need the store; each of them publishes one of `keys` when it is done.
         """
-        if self.store_host == self.rank and not self._stays_at_exit:
-            self._stays_at_exit = True
+        if self.store_host == self.rank:
             atexit.register(_stay, self.with_timeout(seconds), keys, time.monotonic() + seconds, os.getpid())
 
     def agree_on_size(self) -> None:
@@ -127,13 +123,10 @@ class Rendezvous:
         mine = str(self.size)
         agreed = self._call(lambda: self.store.compare_set("size", "", mine)).decode()
         if agreed != mine:
-            text = (
+            self.refuse(
                 f"rank {self.rank} was started for a world of {mine}, another rank for a world of {agreed}; give every "
                 "rank the same WORLD_SIZE"
             )
-            error = TopologyError(text, rank=self.rank)
-            self.give_up_opening(error)
-            raise error
 
     def check_job(self, job: str) -> None:
         """Raise TopologyError if rank 0 belongs to another job. The job "" fits all jobs."""
@@ -155,14 +148,11 @@ class Rendezvous:
         claimed = self._call(lambda: self.store.compare_set(f"claimed/{self.rank}", "", f"{token} {mine}")).decode()
         token_of_first, _, first = claimed.partition(" ")
         if token_of_first != token:
-            text = (
+            self.refuse(
                 f"two processes were started as rank {self.rank} of {self.size}: {first}, and {mine}; give every "
                 "process a RANK of its own, and every job a MASTER_PORT of its own. If the first one has ended, the "
                 "store has outlived it: start all ranks again, with a store of their own"
             )
-            error = TopologyError(text, rank=self.rank)
-            self.give_up_opening(error)
-            raise error
 
     def host_of(self, rank: int) -> str:
         """The name of the host on which a rank has claimed its number. "" if it has claimed none."""
@@ -194,10 +184,12 @@ class Rendezvous:
         if self.rank == 0:
             self.publish("open", b"")
 
-    def give_up_opening(self, error: RingError) -> None:
-        """Have every rank raise `error`, unless all ranks have met already."""
+    def refuse(self, text: str) -> NoReturn:
+        """Raise TopologyError; on every rank, unless all ranks have met already."""
+        error = TopologyError(text, rank=self.rank)
         if not self.is_published("open"):
             self.give_up(error)
+        raise error
 
     def publish(self, key: str, value: bytes) -> None:
         """Make `value` readable by every rank under `key`. Does not wait for other ranks."""
@@ -264,10 +256,7 @@ class Rendezvous:
         return bool(self._call(lambda: self.store.check([key])))
 
     def start(self, operation: Callable[[Store], _T]) -> Future[_T]:
-        """Call `operation` with the store, after the calls under way. Does not wait; nobody else hears of errors.
-
-        Raises dist.DistNetworkError if the store is known to be gone.
-        """
+        """Call `operation` with the store, after the calls under way. Does not wait; nobody else hears of errors."""
         return self._store_calls.start(lambda: operation(self.store))
 
     def give_up(self, error: RingError) -> None:
@@ -312,32 +301,28 @@ class _CallsWithDeadline:
 
     def __init__(self) -> None:
         self._worker = SerialThread("torchring-store")
-        self._submitting = threading.RLock()  # a signal handler may call, too
         self._unanswered: Future[Any] | None = None
         self._broken: dist.DistNetworkError | None = None
 
     def start(self, operation: Callable[[], _T]) -> Future[_T]:
         """Run `operation` without waiting for what it returns or raises."""
-        with self._submitting:
+
+        def run() -> _T:
             if self._broken is not None:  # TCPStore does not reconnect, and each try would print a warning
                 raise self._broken
-            return self._worker.submit(lambda: self._noting(operation))
+            try:
+                return operation()
+            except dist.DistNetworkError as error:
+                self._broken = error
+                raise
 
-    def _noting(self, operation: Callable[[], _T]) -> _T:
-        if self._broken is not None:  # since this was submitted
-            raise self._broken
-        try:
-            return operation()
-        except dist.DistNetworkError as error:
-            self._broken = error
-            raise
+        return self._worker.submit(run)
 
     def call(self, operation: Callable[[], _T], seconds: float) -> _T:
         """Run `operation`. Raises FutureTimeout after `seconds`, or if an earlier operation still runs."""
-        with self._submitting:
-            if self._unanswered is not None and not self._unanswered.done():
-                raise FutureTimeout
-            future = self.start(operation)
+        if self._unanswered is not None and not self._unanswered.done():
+            raise FutureTimeout
+        future = self.start(operation)
         if not is_done_within(future, seconds):
             self._unanswered = future
             raise FutureTimeout

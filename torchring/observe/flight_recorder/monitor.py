@@ -13,12 +13,12 @@ import struct
 import time
 import types
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final
 
-from torch.distributed import DistError, Store, TCPStore
+from torch.distributed import Store, TCPStore
 
 from torchring.linux import stat_of
 from torchring.memory.host import HostGroup, SharedBlock
@@ -167,24 +167,18 @@ class StallMonitor:
         header = _HEADER.pack(time.monotonic_ns(), pause, self._seconds_since_meeting())
         message = header + zlib.compress(bytes(self._memory[self._rank]), 1)
         may_be_gone = self._rendezvous.store_host not in (None, self._rank)
-        self._publishing = self._start(partial(_send, _state_key(self._rank), message, may_be_gone))
+        self._publishing = self._rendezvous.start(partial(_send, _state_key(self._rank), message, may_be_gone))
 
     def _look(self) -> None:
         """Read the messages of the ranks of other hosts, if the store answers soon."""
-        reading = self._start(partial(_read, [_state_key(rank) for rank in self._others]))
-        if reading is not None and is_done_within(reading, _ANSWER_SECONDS):
+        reading = self._rendezvous.start(partial(_read, [_state_key(rank) for rank in self._others]))
+        if is_done_within(reading, _ANSWER_SECONDS):
             with contextlib.suppress(Exception):  # the store is gone
                 found = zip(self._others, reading.result(), strict=True)
                 self._messages |= {rank: message for rank, message in found if message is not None}
 
     def _seconds_since_meeting(self) -> float:
         return time.clock_gettime(time.CLOCK_BOOTTIME) - self._met_at
-
-    def _start(self, operation: Callable[[Store], Any]) -> Future[Any] | None:
-        """Have the store called, without waiting. None if the store is gone."""
-        with contextlib.suppress(DistError):
-            return self._rendezvous.start(operation)
-        return None
 
 
 def _send(key: str, message: bytes, may_be_gone: bool, store: Store) -> None:

@@ -258,15 +258,15 @@ def weighted_median(values: Array, weights: Array) -> float:
     return float(values[order][np.searchsorted(total, total[-1] / 2)])
 
 
-def is_overlapped(timing: Steps, run_info: RunInfo) -> bool:
+def is_overlapped(run_info: RunInfo) -> bool:
     """True if backward goes on while buckets are reduced. Within a host, the cores that compute also reduce."""
-    return run_info.algorithm != "direct" and (run_info.overlap != "inline" or not timing.stall.any())
+    return run_info.algorithm != "direct"
 
 
 def describe(job: Job, timing: Steps, critical: Critical) -> Workload:
     """The workload of a job as it is, without `unexplained_ms`."""
     run_info, counts = job.traces[0].run_info, timing.reduces
-    overlapped = is_overlapped(timing, run_info)
+    overlapped = is_overlapped(run_info)
     lanes = _NUM_LANES if run_info.overlap == "thread" and run_info.local_size != run_info.size else 1
     draws = computing(critical.cycle[timing.counts])
     if timing.plan:
@@ -311,7 +311,7 @@ def fit_network(timing: Steps, critical: Critical, run_info: RunInfo, num_ranks:
         transfer_ms = bus_bytes(float(timing.bucket_bytes.sum()), num_ranks) / (_LEAST_WITHIN_HOST * 1e6)
         latency_ms = max(0.0, typical(durations.sum(1)) - transfer_ms)
         found = Network(latency_ms / (2 * (num_ranks - 1) * len(timing.plan)), _LEAST_WITHIN_HOST)
-    if is_overlapped(timing, run_info):
+    if is_overlapped(run_info):
         return found
     # How long ranks stood still says how much work a reduction was.
     cost = typical(critical.path[timing.reduces][:, Phase.EXPOSED])

@@ -118,17 +118,9 @@ def _find_meetings(timing: Steps, run_info: RunInfo) -> dict[str, Array]:
             parts = timing.reduced - np.maximum(timing.started, all_launched[:, None])
             begins = ends - np.clip(np.nan_to_num(parts), 0, None).max(axis=1)
         lateness = np.nan_to_num(all_launched[:, None] - timing.launched)
-        if run_info.overlap == "inline" and run_info.algorithm != "direct" and timing.stall.any():
-            # Each bucket makes ranks meet. A rank waits from when it has launched a bucket itself.
-            arrived = np.concatenate([np.full((num_steps, num_ranks, 1), -np.inf), timing.reduced[..., :-1]], axis=2)
-            arrived = np.maximum(timing.launched, arrived)
-            each = np.nan_to_num(np.clip(all_launched[:, None] - arrived, 0, None))
-            waiting = each.sum(2)
-            awaited = np.take_along_axis(last, each.argmax(2), axis=1)
-        else:
-            head = _heads(all_launched, earlier, run_info)
-            waiting = np.take_along_axis(lateness, head[:, None, None], axis=2)[..., 0]
-            awaited = np.repeat(np.take_along_axis(last, head[:, None], axis=1), num_ranks, axis=1)
+        head = _heads(all_launched, earlier, run_info)
+        waiting = np.take_along_axis(lateness, head[:, None, None], axis=2)[..., 0]
+        awaited = np.repeat(np.take_along_axis(last, head[:, None], axis=1), num_ranks, axis=1)
         waiting = np.clip(np.minimum(waiting, _standstill(timing)), 0, None)
     else:
         all_launched = begins = ends = np.zeros((num_steps, num_buckets))

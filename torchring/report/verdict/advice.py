@@ -15,7 +15,7 @@ from torchring.observe.recorder.records import RunInfo
 from torchring.observer import Phase
 from torchring.report.model.bucket_layout import layout_with
 from torchring.report.model.core_time import HANDING_OVER_MS, is_crowded, sharing, threads_of
-from torchring.report.model.scaling import Workload, between_hosts, exposed_ms, with_layout
+from torchring.report.model.scaling import Workload, exposed_ms, with_layout
 from torchring.report.model.timing import Array, typical
 from torchring.report.model.waits import COMPUTING
 from torchring.report.verdict.costs import Costs
@@ -231,13 +231,6 @@ def _about_communication(analysis: Analysis) -> Iterator[Found]:
             saved_ms(dataclasses.replace(workload, bucket_bytes=half)),
             "This halves what crosses the network. Each sum of two is rounded to 16 bits there.",
             'torchring.wrap(optimizer, model, compression="bf16")',
-        )
-    if run_info.overlap == "inline" and run_info.algorithm != "direct" and not workload.is_overlapped:
-        yield (
-            "Reduce in the background",
-            saved_ms(between_hosts(workload)),
-            "Backward stands still while each bucket is reduced. This assumes that a core is left for the thread.",
-            'torchring.wrap(optimizer, model, overlap="thread")',
         )
     yield from _about_bucket_size(analysis, saved_ms)
     if run_info.options.get("accumulate", "1") == "1" and measured >= _COMMUNICATION_TELLING * analysis.step.mean:

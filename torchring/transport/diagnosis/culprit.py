@@ -56,7 +56,7 @@ class Culprits:
         self._timeout_seconds = rendezvous.timeout_seconds
         self._name = name
         self._host = host
-        self._notices = (host and host.notices) or Noticeboard(rendezvous)
+        self._notices = host.notices if host is not None else Noticeboard(rendezvous)
         self._others = [rank for rank in range(rendezvous.size) if rank != rendezvous.rank]
         self._peers = self._others if ranks is None else [rank for rank in ranks if rank != rendezvous.rank]
         self._endpoints: list[Endpoint] = []
