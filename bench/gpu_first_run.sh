@@ -6,6 +6,7 @@
 #     bash bench/gpu_first_run.sh FOLDER facts smoke    some parts
 #
 #   1 facts       the machine, its links, versions, and what torchring makes of it
+#     doctor      a model trains by each all-reduce as in one process
 #     smoke       one test of each way through the GPU path; ends at the first failure
 #     tests       tests of training
 #   2 steps       overhead, peak memory and host time: what decides what to build next
@@ -71,6 +72,7 @@ worker=("$python" -m torchring.bench.gpu --worker)
 
 [ -n "${wanted// /}" ] || : >"$out/summary.txt"
 part 1 facts 60 bash -c "$machine; exec $python -c '$facts'"
+part 1 doctor 60 "$python" -m torchring doctor --gpu
 part 1 smoke 110 "${tests[@]}" -x "${training[@]}" tests/kernels/test_reducing.py -k "$smoke"
 part 1 tests 250 "${tests[@]}" --maxfail=20 "${training[@]}"
 part 2 steps 210 "${bench[@]}" step bucket

@@ -20,20 +20,27 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import pytest
+import torch
 
+import torchring
 from tests.support import commands, harness
 from tests.support.documents import golden
+from tests.support.fake_device import FakeAccelerator
 from tests.support.netns import needs_hosts, run_on_hosts
+from tests.support.scenarios import INTERPRETED
+from tests.support.training import attempt
 from torchring import cli, doctor
 from torchring.bench.netns import INTERFACE, Network
-from torchring.doctor import checks, facts, rank
+from torchring.doctor import checks, facts, rank, training
 from torchring.doctor.report import (
     PathFacts,
     RankFacts,
     Report,
     StoreFacts,
+    TrainingFacts,
     show,
     verdict,
 )
@@ -95,6 +102,9 @@ WHOLE: Final = {  # all that is said of them is in golden.txt
     "two hosts": two_hosts(),
     "one rank": Report("none", size=1, ranks=[healthy(0)], hosts=[[0]]),
     "GPUs": one_host(GPUS, GPUS),
+    "GPUs that train": one_host(
+        GPUS, GPUS, trainings=[TrainingFacts("auto", "ring", 1e-6, 3.21), TrainingFacts("direct", "direct", 0.5, 1.0)]
+    ),
     "GPUs together": one_host({**GPUS, "gpu_peers": [[True, True], [True, True]]}),
 }
 REPORTS: Final[dict[str, Report]] = {
@@ -163,6 +173,21 @@ def test_which_addresses_are_public() -> None:
     private = ["10.1.2.3", "192.168.1.1", "172.16.0.1", "100.64.0.1", "169.254.0.1", "127.0.0.1", "0.0.0.0", "nonsense"]
     private += ["::1", "fd00::2", "fe80::1%eth0"]
     assert [address for address in (*public, *private) if checks.is_public(address)] == public
+
+
+@pytest.mark.sim
+@harness.ranks(2, start=harness.run_ranks, env=INTERPRETED)
+def test_a_model_trains_on_a_device_by_each_algorithm() -> None:
+    cpu = torch.device("cpu")
+    small = mock.patch.multiple(training, _STEPS=3, _WIDTH=16)
+    with small, FakeAccelerator().installed() as accelerator:
+        world = torchring.init()
+        found = [training.train(world, cpu, way) for way in training.ways(world, [2, 2])]
+        assert [each.asked for each in found] == ["auto", "direct", "ring", "native"]
+        assert max(each.difference for each in found) < 1e-6
+        assert "sees no GPU" in attempt(lambda: training.ways(world, [1, 0]))
+        assert training.abort(world, cpu) == ""
+    assert accelerator.races == []
 
 
 # Facts of this machine

@@ -3,6 +3,7 @@
     torchring doctor                         two processes on this machine
     torchring doctor -np 4 -H a:2,b:2        several hosts, started as `torchring run` starts them
     mpirun -n 4 torchring doctor             or as a rank: under mpirun, srun, torchrun --no-python
+    torchring doctor --gpu                   a model also trains on the GPUs, by each all-reduce, as in one process
     torchring doctor --json                  the same report as JSON, and nothing else, on stdout
 
 Exit code: 0 if nothing is wrong (there may be warnings), 1 if something is, 2 for a usage error; or as torchring run's.
@@ -55,6 +56,7 @@ def main(arguments: Sequence[str], run: Callable[[Sequence[str], Sequence[str]],
     if run is not None and launch.size == 1 and (others or (launch.launcher == "none" and JOB not in os.environ)):
         os.environ.pop(CHOICE, None)  # TORCHRING_LAUNCHER=none of the shell's would have each rank be alone
         own = ["--backend", options.backend, "--timeout", str(options.timeout), *(["--json"] if options.json else [])]
+        own += ["--gpu"] if options.gpu else []
         # Not by -m: a file in the working directory may have the name of a module that the doctor needs.
         return run(others or ("-np", "2"), (str(Path(__file__).with_name("__main__.py")), *own))
     if others:
@@ -74,6 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", choices=("auto", "gloo", "mpi"), default="auto", help=engine)
     wait = "how long to wait for a rank that does not come (default: %(default)g)"
     parser.add_argument("--timeout", type=duration, default=_DEFAULT_TIMEOUT_SECONDS, metavar="SECONDS", help=wait)
+    trains = "also train a model on the GPUs, by each all-reduce, and compare with one process"
+    parser.add_argument("--gpu", action="store_true", help=trains)
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, on stdout")
     return parser
 
@@ -89,7 +93,9 @@ def _take_part(launch: LaunchEnvironment, options: argparse.Namespace) -> int:
         from torchring.doctor.rank import take_part
         from torchring.doctor.report import show, verdict
 
-        report = take_part(launch, options.backend, options.timeout)
+        if options.gpu:
+            os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")  # ranks may share a GPU here
+        report = take_part(launch, options.backend, options.timeout, on_gpus=options.gpu)
         findings = examine(report)
     finally:
         faulthandler.cancel_dump_traceback_later()

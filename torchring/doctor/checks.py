@@ -17,6 +17,7 @@ from torchring.errors import ranks_in_words
 
 _MUST_BE_EQUAL: Final = ("torchring", "torch")  # ranks with different versions may not understand each other
 _BUSY: Final = 1.2  # load of a core; the doctor's own ranks run for less than a minute
+_MOST_DIFFERENCE: Final = 1e-3  # of weights, by rounding in 20 steps
 _Said = Iterator[tuple[str, str]]  # level and text
 
 
@@ -151,6 +152,14 @@ def _gpus(ranks: list[RankFacts]) -> _Said:
         yield "warning", f"{text}; install gcc and python3-dev, or take a -devel image"
 
 
+def _trainings(report: Report) -> _Said:
+    for each in report.trainings:
+        how = each.asked if each.asked == each.taken else f"{each.asked} ({each.taken})"
+        is_right = each.difference <= _MOST_DIFFERENCE
+        text = "as one process does" if is_right else f"and weights are {each.difference:.1g} off those of one process"
+        yield "ok" if is_right else "wrong", f"{how} trains {text}, {each.step_ms:.1f} ms a step"
+
+
 def _backends(report: Report) -> _Said:
     without = [rank.rank for rank in report.ranks if not rank.has_gloo]
     lacking = [rank.rank for rank in report.ranks if not rank.versions.get("mpi4py")]
@@ -210,6 +219,7 @@ CHECKS: Final[tuple[tuple[str, Callable[[Report], _Said], str], ...]] = (
     ("load", _load, "ranks, and measurements, are slower for that"),
     ("sharing", _sharing, "they will use the network, which is slower"),
     ("GPUs", _gpus, ""),
+    ("training", _trainings, "gradients are wrong: open an issue with this report"),
     ("backends", _backends, ""),
     ("rendezvous", _rendezvous, ""),
     (

@@ -22,6 +22,7 @@ from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.select import choose
 from torchring.collectives.service import collectives_of
 from torchring.default_world import Backend
+from torchring.doctor import training
 from torchring.doctor.facts import gather, listening
 from torchring.doctor.report import PathFacts, RankFacts, Report, StoreFacts
 from torchring.errors import RingError
@@ -40,8 +41,8 @@ _Transfer = Callable[[int], float]
 """Carries out a transfer of so many bytes. Returns its seconds."""
 
 
-def take_part(launch: LaunchEnvironment, backend: Backend, timeout_seconds: float) -> Report:
-    """Collective. What failed is in the report."""
+def take_part(launch: LaunchEnvironment, backend: Backend, timeout_seconds: float, *, on_gpus: bool = False) -> Report:
+    """Collective. What failed is in the report. With `on_gpus`, a model trains there, too."""
     started = time.monotonic()
     report = Report(launch.launcher, launch.size, "gloo" if backend == "auto" else backend)
     report.ranks = [gather(launch.rank)]
@@ -57,7 +58,13 @@ def take_part(launch: LaunchEnvironment, backend: Backend, timeout_seconds: floa
         doing = "asking what algorithm='auto' picks"
         choice = choose(world)
         report.algorithm, report.reason = choice.algorithm, choice.reason
+        doing = "training on GPUs"
+        for algorithm in training.ways(world, [len(rank.gpus) for rank in report.ranks]) if on_gpus else ():
+            doing = f"training on GPUs with algorithm={algorithm!r}"
+            report.trainings.append(training.train(world, worlds.device(), algorithm))
         barrier()  # a rank that is done takes its part of the world with it
+        if on_gpus and world.size > 1:
+            report.problem = training.abort(world, worlds.device())
     except Exception as error:  # every error belongs into the report
         said = error.message if isinstance(error, RingError) else f"{type(error).__name__}: {error}"
         report.problem = f"{doing} failed: {said}"

@@ -76,6 +76,16 @@ class PathFacts:
     num_bytes: int
 
 
+@dataclass(frozen=True)
+class TrainingFacts:
+    """How a model trained on the GPUs of all ranks."""
+
+    asked: str  # the algorithm that was asked for
+    taken: str
+    difference: float  # of its weights from those of one process, as a share of what training has changed
+    step_ms: float
+
+
 @dataclass
 class Report:
     """All facts, as they are gathered. `checks.examine` judges them."""
@@ -88,6 +98,7 @@ class Report:
     hosts: list[list[int]] = field(default_factory=list)  # ranks that share memory; empty where they did not meet
     store: StoreFacts | None = None
     paths: list[PathFacts] = field(default_factory=list)
+    trainings: list[TrainingFacts] = field(default_factory=list)  # with --gpu
     algorithm: str = ""
     reason: str = ""
     problem: str = ""  # what failed, in words
