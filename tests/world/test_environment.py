@@ -27,8 +27,6 @@ import torchring
 from tests.support import commands
 from tests.support.commands import free_port
 from tests.support.harness import _clean_environ, ranks, run_ranks, run_threads
-from tests.support.netns import needs_hosts
-from torchring.bench.netns import INTERFACE, Network
 from torchring.errors import PeerTimeoutError, TopologyError
 from torchring.rendezvous import addresses
 from torchring.rendezvous import store as store_module
@@ -480,23 +478,20 @@ def launched(rank: int, size: int) -> LaunchEnvironment:
     return LaunchEnvironment("mpirun", rank, size, None, None, False, over_mpi=True)
 
 
-def _meet(rank: int, size: int, _: Any, shared: dict[Any, bytes], is_local: bool, timeout: float = 10.0) -> Any:
-    part = store_module._MpiEndpoint(Comm(rank, size, shared), is_local, timeout)
-    endpoint = part.receive(timeout)
-    store = part.store or store_module._connect(launched(rank, size), endpoint, timeout)
-    store.set(f"from{rank}", str(rank))
-    values = [store.get(f"from{other}") for other in range(size)]
-    done.wait(10) if (done := _barriers.get(id(shared))) else None
-    return endpoint, values
-
-
-_barriers: dict[int, threading.Barrier] = {}
-
-
 def meet(size: int, *, is_local: bool = True) -> list[Any]:
     shared: dict[Any, bytes] = {}
-    _barriers[id(shared)] = threading.Barrier(size)  # rank 0's store ends with it
-    return run_threads(_meet, size, shared, is_local)
+    met = threading.Barrier(size)  # rank 0's store ends with it
+
+    def on_rank(rank: int, size: int, _: Any) -> Any:
+        part = store_module._MpiEndpoint(Comm(rank, size, shared), is_local, 10.0)
+        endpoint = part.receive(10.0)
+        store = part.store or store_module._connect(launched(rank, size), endpoint, 10.0)
+        store.set(f"from{rank}", str(rank))
+        values = [store.get(f"from{other}") for other in range(size)]
+        met.wait(10)
+        return endpoint, values
+
+    return run_threads(on_rank, size)
 
 
 def listening_on(port: int) -> set[str]:
@@ -650,30 +645,3 @@ def test_a_script_that_has_started_mpi_itself(monkeypatch: pytest.MonkeyPatch) -
     found = store_module.unannounced_mpi({})
     assert found == LaunchEnvironment("MPI", 2, 3, None, None, False, over_mpi=True)
     assert store_module.unannounced_mpi({"TORCHRING_LAUNCHER": "none"}) is None
-
-
-# ---- torchrun on two nodes
-
-
-@needs_hosts
-@pytest.mark.grid  # launch/test_agent.py starts the same agents on two hosts
-def test_torchrun_on_two_nodes(script: Path) -> None:
-    with Network(2) as network:
-        address = network.addresses[0]
-        results: dict[int, Any] = {}
-
-        def on_host(host: int) -> None:
-            options = ["--nnodes=2", "--nproc-per-node=1", f"--local-addr={network.addresses[host]}"]
-            options += [f"--node-rank={host}", f"--master-addr={address}", "--master-port=29500"]
-            command = [sys.executable, "-m", "torch.distributed.run", *options, str(script)]
-            results[host] = run_command(network.command(host, command), {"GLOO_SOCKET_IFNAME": INTERFACE})
-
-        threads = [threading.Thread(target=on_host, args=(host,)) for host in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(100)
-        ranks = sorted(rank for host in (0, 1) for rank in printed(results[host]))
-    assert [rank[:3] for rank in ranks] == [[rank, 2, 0] for rank in (0, 1)]
-    assert sorted(rank[3] for rank in ranks) == [0, 1]
-    assert all(rank[4:] == [11.0, "torchrun"] for rank in ranks)
