@@ -1029,6 +1029,7 @@ _CASES = {
     "direct on a thread": Case(late=True, options={"algorithm": "direct", "overlap": "thread", "bucket_mb": _LAYER_MB}),
     "direct inline": Case(late=True, options={"algorithm": "direct", "overlap": "inline", "bucket_mb": _LAYER_MB}),
     "hierarchical": Case(late=True, options={"algorithm": "hierarchical", "bucket_mb": _LAYER_MB}),
+    "wide, hierarchical": Case(model="wide", steps=3, late=True, options={"algorithm": "hierarchical"}),
     "native on a thread": Case(late=True, options={"algorithm": "native", "overlap": "thread", "bucket_mb": _LAYER_MB}),
     "3 micro-steps": Case("adamw", micro_steps=3, options={"bucket_mb": _LAYER_MB}),
     "2 micro-steps of wide": Case(model="wide", micro_steps=2, steps=3),

@@ -119,22 +119,7 @@ class SharedMemoryCollectives:
 
     def all_gather(self, data: torch.Tensor, signature: Signature) -> list[torch.Tensor]:
         """The uint8 `data` of all ranks, in rank order; of any length on each rank."""
-        me = self._group.index
-        stages = self._halves[self._next_half()]
-        first = data[: self._stage_bytes]
-        stages[me][: first.numel()].copy_(first)
-        sizes = [row[0] for row in self._meet(signature, [data.numel()])]
-        gathered = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
-        for start in range(0, max(*sizes, 1), self._stage_bytes):
-            if start:
-                stages = self._halves[self._next_half()]
-                piece = data[start : start + self._stage_bytes]
-                stages[me][: piece.numel()].copy_(piece)
-                self._meet(None)
-            for stage, target in zip(stages, gathered, strict=True):
-                piece = target[start : start + self._stage_bytes]
-                piece.copy_(stage[: piece.numel()])
-        return gathered
+        return self._deal([data], self._stage_bytes, 0, signature)
 
     def start_exchange(self, data: bytes, signature: Signature) -> Callable[[Meanwhile], list[bytes]]:
         """Give all ranks the `data` of all, in rank order; of any length on each rank. As all_gather, without tensors.
@@ -164,24 +149,27 @@ class SharedMemoryCollectives:
 
     def all_to_all(self, pieces: Sequence[torch.Tensor], signature: Signature) -> list[torch.Tensor]:
         """Send the uint8 `pieces[r]`, of any length, to rank r. Returns what each rank sent to this rank."""
+        return self._deal(pieces, self._share_bytes, self._group.index, signature)
+
+    def _deal(self, pieces: Sequence[torch.Tensor], share: int, taken: int, signature: Signature) -> list[torch.Tensor]:
+        """Every rank has `share` bytes of its stage for each of its pieces. Returns piece `taken` of each rank."""
         me = self._group.index
-        share = self._share_bytes
         received: list[torch.Tensor] = []
         num_turns, turn = 1, 0
         while turn < num_turns:
             stages = self._halves[self._next_half()]
-            for rank, data in enumerate(pieces):
+            for number, data in enumerate(pieces):
                 part = data[turn * share : (turn + 1) * share]
-                stages[me][rank * share : rank * share + part.numel()].copy_(part)
+                stages[me][number * share : number * share + part.numel()].copy_(part)
             if turn == 0:
                 sizes = self._meet(signature, [data.numel() for data in pieces])
-                received = [torch.empty(row[me], dtype=torch.uint8, device="cpu") for row in sizes]
-                num_turns = max(1, math.ceil(max(max(row) for row in sizes) / share))
+                received = [torch.empty(row[taken], dtype=torch.uint8, device="cpu") for row in sizes]
+                num_turns = max(1, math.ceil(max(map(max, sizes)) / share))
             else:
                 self._meet(None)
             for stage, target in zip(stages, received, strict=True):
                 part = target[turn * share : (turn + 1) * share]
-                part.copy_(stage[me * share : me * share + part.numel()])
+                part.copy_(stage[taken * share : taken * share + part.numel()])
             turn += 1
         return received
 
