@@ -1,4 +1,4 @@
-"""Accelerators: devices that queue work in streams and do it later. See `devices/accelerator.py`.
+"""Accelerators: devices that queue work in streams and do it later. See `devices/cuda.py`.
 
 A CPU is no accelerator: its work is done when a call returns. `ACCELERATORS` lists the device types that are.
 """
@@ -14,7 +14,7 @@ from torchring.rooms import room
 
 
 def accelerator_of(device: torch.device) -> Any:
-    """The `Accelerator` of `device`; None for the CPU."""
+    """The `CudaAccelerator` of `device`; None for the CPU."""
     if device not in _open:
         opened = ACCELERATORS.get(device.type)
         _open[device] = None if opened is None else opened(device)

@@ -231,7 +231,7 @@ def test_kernels_know_of_an_abort_before_the_backend_leaves_half_a_sum(accelerat
 def test_waiting_blocks_take_a_share_of_the_gpu(accelerator: FakeAccelerator, processors: int, blocks: int) -> None:
     group = LonelyGroup(0, CPU)
     group.num_processors = processors
-    assert len(Engine("direct", group, accelerator)._pads.own) == signal_bytes(1, blocks)
+    assert len(Engine("direct", group, accelerator)._pads.parts[0]) == signal_bytes(1, blocks)
 
 
 def test_nccl_is_opened_without_threads_that_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchring.accelerators import ACCELERATORS, _open
 from torchring.devices import packing
-from torchring.devices.symmetric_memory import LonelyGroup, SymmetricGroup
+from torchring.devices.symmetric_memory import LonelyGroup
 from torchring.errors import TopologyError
 from torchring.kernels import lazy, reference
 from torchring.kernels.chunks import ChunkTable
@@ -71,7 +71,7 @@ class _Task:
 
 
 class FakeMark:
-    """See `torchring.accelerators.Mark`."""
+    """See `torchring.devices.cuda.CudaMark`."""
 
     def __init__(self, stream: FakeStream | None, accelerator: FakeAccelerator) -> None:
         self._stream = stream
@@ -101,7 +101,7 @@ class FakeMark:
 
 
 class FakeStream:
-    """See `torchring.accelerators.Stream`."""
+    """See `torchring.devices.cuda.CudaStream`."""
 
     def __init__(self, accelerator: FakeAccelerator) -> None:
         self.accelerator = accelerator
@@ -148,7 +148,7 @@ class FakeStream:
 
 
 class FakeAccelerator:
-    """See `torchring.accelerators.Accelerator`.
+    """See `torchring.devices.cuda.CudaAccelerator`.
 
     Args:
         mode: "late"; "eager", in which work is done when it is called for, so that backward waits for peers; or "lazy":
@@ -253,7 +253,7 @@ class FakeAccelerator:
             stream.do_all()
             stream.seen = dict.fromkeys({COMPUTE, *(noted.stream for noted in self._noted)}, self.clock)
 
-    def share(self, host: HostGroup | None, rendezvous: Rendezvous | None) -> SymmetricGroup:
+    def share(self, host: HostGroup | None, rendezvous: Rendezvous | None) -> Any:
         if self.problem:
             raise TopologyError(self.problem)
         if host is None or host.size == 1:
@@ -386,7 +386,7 @@ class FakeAccelerator:
 
 
 class _Group:
-    """The ranks of this host and their memory. See `torchring.devices.symmetric_memory.SymmetricGroup`."""
+    """The ranks of this host and their memory. See `torchring.devices.symmetric_memory.CudaGroup`."""
 
     num_processors = 144
 

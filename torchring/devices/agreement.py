@@ -20,7 +20,7 @@ import torch
 
 from torchring.allreduce import Wire
 from torchring.collectives.service import internal_collectives_of
-from torchring.devices.accelerator import Mark
+from torchring.devices.cuda import CudaMark
 from torchring.devices.engines import DeviceWire
 from torchring.devices.packing import DevicePacking, slots_of
 from torchring.devices.stream import Dated, OnStream
@@ -53,7 +53,7 @@ class _Unfinished:
     """A reduction that the device is still busy with, as far as the host knows."""
 
     works: list[Dated]
-    backward_end: Mark | None  # of a reduction that is dated
+    backward_end: CudaMark | None  # of a reduction that is dated
     opened: list[_Opened]
     packed: list[list[tuple[Sequence[int], ChunkTable]]]
     reports: list[torch.Tensor]  # one for each set of wires that was opened together
@@ -95,7 +95,7 @@ class DeviceAgreement:
         self.follow_current_stream = all_reduce.stream.follow
         self._unfinished: deque[_Unfinished] = deque()
         self._finding: tuple[str, int] | None = None  # (what, parameter), for the other ranks
-        self._backward_end: Mark | None = None
+        self._backward_end: CudaMark | None = None
         self.works: list[Dated] = []
 
     def open_wires(self, plan: Plan, scale: float) -> list[tuple[Wire, Packing]]:

@@ -1,4 +1,13 @@
-"""GPUs as accelerators: streams, events, memory of other ranks, NCCL. See `torchring.accelerators`."""
+"""GPUs: streams, events, memory of other ranks, NCCL. All that torchring asks of a device that works in streams.
+
+All code that reduces on a device uses these classes, so that tests can replace them by a simulated device, which delays
+work for as long as the order of streams allows.
+
+      compute stream   ... gradients ready, pack bucket 0 ... pack bucket 1 ............ [hold] unpack, step
+      communication                              [follow] reduce bucket 0  [follow] reduce bucket 1 [mark]
+
+Only `synchronize`, which is for set-up, makes the host wait for the device.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +16,18 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, Final, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
-from torchring.devices.accelerator import Backend, Mark, Stream
 from torchring.devices.symmetric_memory import SymmetricGroup, environment, share_memory
 from torchring.memory.host import HostGroup
 from torchring.rendezvous.rendezvous import Rendezvous
+
+# A backend of torchring's own, apart from the script's process groups. It has a process group's methods.
+Backend: TypeAlias = dist.ProcessGroup
 
 
 def span(name: str, *values: object) -> AbstractContextManager[Any]:
@@ -34,7 +45,7 @@ _spare_events: Final[dict[torch.device, list[torch.cuda.Event]]] = {}  # those t
 
 
 class CudaMark:
-    """See `Mark`.
+    """A point in a stream's work. The mark is reached when all work before it is done.
 
     An event is used again when its mark is gone, since making an event takes longer than recording it. Streams that
     were told to wait for the mark still wait for it: "cudaStreamWaitEvent() uses the most recently captured state at
@@ -56,18 +67,20 @@ class CudaMark:
         self._spare.append(self._event)
 
     def is_reached(self) -> bool:
+        """Whether the device has come this far. Does not wait. May be called from any thread."""
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def hold_current(self) -> None:
+        """Make later work on the caller's current stream wait for this mark."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
-    def milliseconds_since(self, earlier: Mark) -> float:
-        assert isinstance(earlier, CudaMark)
+    def milliseconds_since(self, earlier: CudaMark) -> float:
+        """Time from `earlier` to this mark, both of which are reached. Negative if this mark was reached first."""
         return float(earlier._event.elapsed_time(self._event))
 
 
 class CudaStream:
-    """See `Stream`."""
+    """A queue of work on the device, done in order, with a high priority."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -76,10 +89,12 @@ class CudaStream:
         self._followed = torch.cuda.Event()  # type: ignore[no-untyped-call]  # used again, as those of `CudaMark`
 
     def follow(self) -> None:
+        """Make later work on this stream wait for all work that is now on the caller's current stream."""
         self._followed.record(torch.cuda.current_stream(self._device))
         self._stream.wait_event(self._followed)
 
     def run(self, work: Callable[[], None]) -> None:
+        """Call `work` with this stream as the current stream, so that `work` launches its kernels here."""
         if torch.cuda.current_device() != self._device.index:
             with torch.cuda.device(self._device):
                 self.run(work)
@@ -102,17 +117,22 @@ _host_words: Final[list[torch.Tensor]] = []
 
 
 class CudaAccelerator:
-    """NVIDIA GPUs (and AMD's, which PyTorch calls cuda, too). See `Accelerator`."""
+    """A GPU of NVIDIA (or AMD, which PyTorch calls cuda, too), as this process uses it."""
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
-        self.current_stream: Callable[[], object] = partial(torch._C._cuda_getCurrentStream, index)  # without a frame
+        # A hashable value that `join` accepts. Each gradient's hook calls this, so without a frame.
+        self.current_stream: Callable[[], object] = partial(torch._C._cuda_getCurrentStream, index)
 
-    def open_stream(self) -> Stream:
+    def open_stream(self) -> CudaStream:
         return CudaStream(self.device)
 
     def join(self, streams: Iterable[object], tensors: Iterable[torch.Tensor]) -> None:
+        """Make later work on the current stream wait for all work that is now on `streams`, and read `tensors`.
+
+        The memory of the tensors, which were allocated on any of these streams, is not used again before.
+        """
         current = torch.cuda.current_stream(self.device)
         for stream in streams:  # as `current_stream` has returned them
             stream_id, index, kind = cast("tuple[int, int, int]", stream)
@@ -124,15 +144,24 @@ class CudaAccelerator:
         return CudaMark(torch.cuda.current_stream(self.device), self.device)
 
     def is_capturing(self) -> bool:
+        """Whether work that is launched now is recorded into a graph, to be replayed later."""
         with torch.cuda.device(self.device):  # PyTorch asks the current device
             return torch.cuda.is_current_stream_capturing()
 
     def fetch(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        """A copy in host memory, which holds -1 until the current stream has made the copy. Reading it asks no
+        device.
+
+        Args:
+            into: an earlier copy of a tensor of this shape and dtype, which takes the values. It has come, and nobody
+                looks at it any more.
+        """
         if into is None:
             into = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         return into.fill_(-1).copy_(tensor, non_blocking=True)
 
     def host_word(self) -> torch.Tensor:
+        """int32 [1] in host memory, 0. Kernels that run, and even those that wait, see what the host writes to it."""
         _host_words.append(torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True))
         return _host_words[-1]
 
@@ -143,6 +172,7 @@ class CudaAccelerator:
         return share_memory(host, rendezvous, self.device)
 
     def open_backend(self, store: Store, rank: int, size: int, timeout_seconds: float) -> Backend:
+        """Collective: torch.distributed's backend for this device, between the `size` ranks that share `store`."""
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timedelta(seconds=timeout_seconds)  # of an abort, too
         # PyTorch's watchdog and heartbeat monitor would end the process, some of them minutes after a peer's connection

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from torchring.allreduce.slices import slice_bounds
-from torchring.devices.accelerator import Accelerator, Backend
+from torchring.devices.cuda import Backend, CudaAccelerator
 from torchring.devices.symmetric_memory import SymmetricGroup
 from torchring.kernels.direct import prepare_direct
 from torchring.kernels.guard import prepare_guard
@@ -89,7 +89,7 @@ class Engine:
         self,
         algorithm: str,
         group: SymmetricGroup,
-        accelerator: Accelerator,
+        accelerator: CudaAccelerator,
         num_slices: int | None = None,
         backend: Backend | None = None,
     ) -> None:

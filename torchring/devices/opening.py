@@ -17,7 +17,7 @@ import torch
 from torchring.allreduce.hierarchical import column_ranks, num_columns
 from torchring.allreduce.select import Choice, check_one_host
 from torchring.collectives.service import internal_collectives_of
-from torchring.devices.accelerator import Accelerator, Backend
+from torchring.devices.cuda import Backend, CudaAccelerator
 from torchring.devices.engines import DeviceWire, Engine, abort, all_reduce, shut_down
 from torchring.devices.stream import OnStream
 from torchring.devices.symmetric_memory import LonelyGroup
@@ -41,7 +41,7 @@ _TRIAL_SECONDS: Final = 10.0  # kernels are compiled before, and take some micro
 
 
 def open_on_device(
-    world: World, algorithm: str, overlap: str, specs: Sequence[tuple[int, torch.dtype]], accelerator: Accelerator
+    world: World, algorithm: str, overlap: str, specs: Sequence[tuple[int, torch.dtype]], accelerator: CudaAccelerator
 ) -> tuple[OnStream, Choice]:
     """Collective: the all-reduce for buckets on a device that works in streams, and why this all-reduce was chosen.
 
@@ -98,7 +98,7 @@ def open_on_device(
     return all_reduces[best], Choice(best, f"{why}; {measured}")
 
 
-def _open_engine(world: World, algorithm: str, overlap: str, accelerator: Accelerator) -> OnStream:
+def _open_engine(world: World, algorithm: str, overlap: str, accelerator: CudaAccelerator) -> OnStream:
     """Collective."""
     if algorithm == "direct":
         check_one_host(world, "algorithm='direct' takes one host")
@@ -108,7 +108,7 @@ def _open_engine(world: World, algorithm: str, overlap: str, accelerator: Accele
     return _tried_on_stream(world, engine, overlap, accelerator)
 
 
-def _tried_on_stream(world: World, engine: Engine, overlap: str, accelerator: Accelerator) -> OnStream:
+def _tried_on_stream(world: World, engine: Engine, overlap: str, accelerator: CudaAccelerator) -> OnStream:
     """Collective: an all-reduce for `engine`, which has reduced some numbers between all ranks.
 
     GPUs announce access to each other's memory, and may then lose what they write there, or never see it (PCIe behind
@@ -157,7 +157,7 @@ def _tried_on_stream(world: World, engine: Engine, overlap: str, accelerator: Ac
     return all_reduce
 
 
-def _engine(world: World, algorithm: str, accelerator: Accelerator) -> Engine:
+def _engine(world: World, algorithm: str, accelerator: CudaAccelerator) -> Engine:
     """Collective. Raises TopologyError on all ranks if a rank cannot open the engine."""
     if algorithm == "native":
         backend = _backend(world, tuple(range(world.size)), accelerator)
@@ -173,7 +173,7 @@ def _engine(world: World, algorithm: str, accelerator: Accelerator) -> Engine:
     return engine
 
 
-def _backend(world: World, ranks: tuple[int, ...] | None, accelerator: Accelerator) -> Backend | None:
+def _backend(world: World, ranks: tuple[int, ...] | None, accelerator: CudaAccelerator) -> Backend | None:
     """Collective among all ranks: a backend between `ranks`, one of which is this rank; None if `ranks` is None.
 
     Raises TopologyError on all ranks if a rank's backend cannot be had, or does not connect.
@@ -269,7 +269,7 @@ def _measure(
     world: World,
     all_reduces: Mapping[str, OnStream],
     sample: Sequence[tuple[int, torch.dtype]],
-    accelerator: Accelerator,
+    accelerator: CudaAccelerator,
 ) -> dict[str, float]:
     """Collective: seconds that each all-reduce takes for the sample. Closes the all-reduces if it fails.
 
@@ -301,7 +301,7 @@ def _measure(
 
 
 def _seconds_together(
-    world: World, all_reduce: OnStream, wires: Sequence[DeviceWire], accelerator: Accelerator
+    world: World, all_reduce: OnStream, wires: Sequence[DeviceWire], accelerator: CudaAccelerator
 ) -> float:
     """Collective: seconds to reduce all these wires, started at once, on the slowest rank."""
     collectives = internal_collectives_of(world)

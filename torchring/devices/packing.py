@@ -8,7 +8,7 @@ the copy. Results are copied back on the current stream, which waits for the red
 
 A gradient's memory goes back to the allocator as soon as it is packed: what uses the memory next comes later in the
 same stream. Gradients that other streams have computed are waited for, and their memory is kept until they are read
-(`Accelerator.join`).
+(`CudaAccelerator.join`).
 
 Which streams are these? Those that were current when a gradient was accumulated: either the gradient was allocated
 there, or autograd has called `record_stream` for that stream (torch/csrc/autograd/input_buffer.cpp), so that the

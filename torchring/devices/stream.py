@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchring.devices.accelerator import Accelerator, Mark, Stream
-from torchring.devices.cuda import span
+from torchring.devices.cuda import CudaAccelerator, CudaMark, span
 from torchring.devices.engines import DeviceWire, Engine, Launch
 from torchring.devices.watchdog import DeviceWatchdog
 from torchring.errors import FirstFailure, PeerLostError, RingError
@@ -26,8 +25,8 @@ from torchring.memory.host import HostGroup
 class Dated(NamedTuple):
     """Where the all-reduce of a bucket begins and ends in its stream."""
 
-    begin: Mark
-    end: Mark
+    begin: CudaMark
+    end: CudaMark
 
 
 class OnStream:
@@ -55,7 +54,7 @@ class OnStream:
     def __init__(
         self,
         engine: Engine,
-        accelerator: Accelerator,
+        accelerator: CudaAccelerator,
         *,
         in_background: bool,
         host: HostGroup | None,
@@ -65,7 +64,7 @@ class OnStream:
         self.algorithm = engine.algorithm
         self.in_background = in_background
         self.accelerator = accelerator
-        self.stream: Stream = accelerator.open_stream()
+        self.stream = accelerator.open_stream()
         self.is_dated = False
         self.engine = engine
         self._failure = FirstFailure()
@@ -77,7 +76,7 @@ class OnStream:
         self._started: list[DeviceWire] = []  # since `_end`
         self._guarded: list[DeviceWire] = []  # those that `_guard` is for
         self._guard: Launch | None = None
-        self._end: Mark | None = None  # of `stream`, when somebody waited for it last
+        self._end: CudaMark | None = None  # of `stream`, when somebody waited for it last
         self._held: set[object] = set()  # the streams that wait for `_end`
         self._rank = 0 if host is None else host.rank
         self._watchdog = DeviceWatchdog(self, host, timeout_seconds, lost_afar)
@@ -158,7 +157,7 @@ class OnStream:
         self.stream.mark().hold_current()
 
     def seal(self, fetched: torch.Tensor) -> None:
-        """All of a reduction has been started. `Accelerator.fetch` was called behind it, and gave `fetched`."""
+        """All of a reduction has been started. `CudaAccelerator.fetch` was called behind it, and gave `fetched`."""
         self._watchdog.sealed(fetched)
 
     def settle(self) -> None:

@@ -3,8 +3,8 @@ because symmetric memory is alpha. What is said here of PyTorch's sources was re
 release 2.13, and in `torch/csrc/distributed/c10d` as of 2025 (before 2.11) and of September 2026 (before 2.14).
 
 Every rank allocates the same number of bytes and maps the memory of the other ranks. Kernels then read and write the
-peers' memory like their own. A `SymmetricGroup` allocates as a `HostGroup` does, so that a `HostGroup` can take its
-place where there is no GPU.
+peers' memory like their own. A `CudaGroup` allocates as a `HostGroup` does, so that a `HostGroup` can take its place
+where there is no GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import secrets
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -31,58 +31,28 @@ OVERLAPPING_DEVICES: Final = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 NO_MULTICAST: Final = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
-class SymmetricBlock(Protocol):
-    """One allocation: `parts[i]` is the memory of the i-th rank of the group, mapped here, as a uint8 tensor.
+class CudaBlock(NamedTuple):
+    """One allocation. The mapping lives as long as this object, or a tensor that views the own part.
 
     Attributes:
-        own: the part of this rank.
+        parts: the memory of each rank of the group, mapped here, as uint8 tensors.
+        handle: kept alive: the peers' mappings live as long as the handle.
     """
 
-    @property
-    def parts(self) -> tuple[torch.Tensor, ...]: ...
-    @property
-    def own(self) -> torch.Tensor: ...
+    parts: Sequence[torch.Tensor]
+    handle: object = None
 
 
-class SymmetricGroup(Protocol):
-    """The ranks of one host whose kernels reach each other's memory. A `HostGroup` is one for interpreted kernels.
+class CudaGroup:
+    """The ranks of one host whose kernels reach each other's memory. Opening a group is collective among them.
 
     Attributes:
         ranks: their world ranks, ascending.
         index: position of this rank in `ranks`.
-        num_processors: multiprocessors of the smallest GPU; of a GPU that ranks share, the share of each.
-    """
-
-    ranks: tuple[int, ...]
-    index: int
-    num_processors: int
-
-    @property
-    def size(self) -> int: ...
-
-    def allocate(self, num_bytes: int) -> SymmetricBlock:
-        """Collective: every rank contributes `num_bytes` of zeroed memory and maps the memory of all ranks."""
-
-
-class CudaBlock:
-    """See `SymmetricBlock`. The mapping lives as long as this object, or a tensor that views the own part."""
-
-    def __init__(self, parts: Sequence[torch.Tensor], index: int, handle: object) -> None:
-        self.parts = tuple(parts)
-        self._index = index
-        self._handle = handle  # kept alive: the peers' mappings live as long as the handle
-
-    @property
-    def own(self) -> torch.Tensor:
-        return self.parts[self._index]
-
-
-class CudaGroup:
-    """See `SymmetricGroup`. Opening a group is collective among the ranks of this host.
 
     Args:
         name: equal on all ranks; never used before in any of their processes.
-        num_processors: see `SymmetricGroup`.
+        num_processors: multiprocessors of the smallest GPU; of a GPU that ranks share, the share of each.
         is_isolated: several ranks see different GPUs under the same number, as CUDA_VISIBLE_DEVICES arranges.
             PyTorch takes such GPUs for one GPU, and refuses unless it is told that ranks may share a GPU.
     """
@@ -121,6 +91,7 @@ class CudaGroup:
         return len(self.ranks)
 
     def allocate(self, num_bytes: int) -> CudaBlock:
+        """Collective: every rank contributes `num_bytes` of zeroed memory and maps the memory of all ranks."""
         from torch._C._distributed_c10d import _SymmetricMemory
 
         length = -(-max(num_bytes, 1) // 16) * 16
@@ -144,7 +115,7 @@ class CudaGroup:
                 own if index == self.index else handle.get_buffer(index, (length,), torch.uint8)
                 for index in range(self.size)
             ]
-        return CudaBlock([part[:num_bytes] for part in parts], self.index, handle)
+        return CudaBlock([part[:num_bytes] for part in parts], handle)
 
     def _raise_together(self, problem: str, num_bytes: int) -> None:
         """Collective: raise if a rank has a problem. The others would wait for it in symmetric memory's rendezvous."""
@@ -158,7 +129,7 @@ class CudaGroup:
 
 
 class LonelyGroup:
-    """A group of one rank, whose memory no other rank reaches. See `SymmetricGroup`."""
+    """A `CudaGroup` of one rank, whose memory no other rank reaches."""
 
     index = 0
     size = 1
@@ -169,7 +140,10 @@ class LonelyGroup:
         self._device = device
 
     def allocate(self, num_bytes: int) -> CudaBlock:
-        return CudaBlock([torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)], 0, None)
+        return CudaBlock([torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)])
+
+
+SymmetricGroup: TypeAlias = CudaGroup | LonelyGroup
 
 
 def share_memory(host: HostGroup | None, rendezvous: Rendezvous | None, device: torch.device) -> SymmetricGroup:

@@ -33,7 +33,7 @@ class DeviceWatchdog:
 
     The main thread may be waiting for the device itself (`loss.item()`), so the watchdog has a thread. The watchdog
     calls nothing of the device, because a call might break up the capture of a graph on another thread; it looks at
-    reports that the device has sent (`Accelerator.fetch`).
+    reports that the device has sent (`CudaAccelerator.fetch`).
 
     Args:
         all_reduce: fails if a rank is dead or late. Kept weakly: an unused all-reduce must not live on in this thread.
@@ -157,5 +157,5 @@ class DeviceWatchdog:
 
 
 def has_come(fetched: torch.Tensor) -> bool:
-    """True if the device has sent the result of `Accelerator.fetch`: no report holds a -1."""
+    """True if the device has sent the result of `CudaAccelerator.fetch`: no report holds a -1."""
     return -1 not in fetched.view(-1).tolist()

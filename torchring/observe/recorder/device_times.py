@@ -13,9 +13,8 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import deque
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from torchring.devices.accelerator import Accelerator, Mark
 from torchring.observe.recorder.records import (
     BEGIN,
     END,
@@ -31,6 +30,9 @@ from torchring.observe.recorder.records import (
     phase_begin,
 )
 
+if TYPE_CHECKING:
+    from torchring.devices.cuda import CudaAccelerator, CudaMark
+
 _NUM_SHIFTS: Final = 64
 
 
@@ -38,9 +40,9 @@ class _Step(NamedTuple):
     """A step that the device has not finished, as far as the host knows."""
 
     encoded: array[int]
-    marks: list[Mark]
+    marks: list[CudaMark]
     recorded: list[int]
-    buckets: list[tuple[Mark, Mark]]  # begin and end of their all-reduces
+    buckets: list[tuple[CudaMark, CudaMark]]  # begin and end of their all-reduces
 
     def is_finished(self) -> bool:
         return self.marks[-1].is_reached() and all(end.is_reached() for _, end in self.buckets)
@@ -54,16 +56,16 @@ class DeviceTimes:
         now: time on the host's clock, in nanoseconds.
     """
 
-    def __init__(self, device: Accelerator, now: int) -> None:
+    def __init__(self, device: CudaAccelerator, now: int) -> None:
         self._device = device
         self._unfinished: deque[_Step] = deque()
         self._begin_anew(now)
 
     def _begin_anew(self, now: int) -> None:
         """Begin with the next step as if it were the first: its times do not continue those of earlier steps."""
-        self._marks: list[Mark] = []
+        self._marks: list[CudaMark] = []
         self._recorded: list[int] = []
-        self.buckets: list[tuple[Mark, Mark]] = []  # that reductions have started, in this order: begin and end
+        self.buckets: list[tuple[CudaMark, CudaMark]] = []  # that reductions have started, in this order: begin and end
         self._unfinished.clear()
         self._elapsed_ns = 0  # from the first mark to the end of the last finished step
         self._shifts_ns = deque([now], maxlen=_NUM_SHIFTS)  # the least that each of the last steps allows
@@ -121,5 +123,5 @@ class DeviceTimes:
         self._elapsed_ns += offsets[-1]
 
 
-def _ns_between(earlier: Mark, later: Mark) -> int:
+def _ns_between(earlier: CudaMark, later: CudaMark) -> int:
     return round(later.milliseconds_since(earlier) * 1e6)

@@ -15,9 +15,8 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from torchring.devices.accelerator import Accelerator, Mark
 from torchring.observe.loading import UNKNOWN, Loading, since
 from torchring.observe.recorder.device_times import DeviceTimes
 from torchring.observe.recorder.records import (
@@ -32,6 +31,9 @@ from torchring.observe.recorder.records import (
     step_row,
 )
 from torchring.observer import BACKWARD, EXPOSED, FORWARD, INPUT, Observer
+
+if TYPE_CHECKING:
+    from torchring.devices.cuda import CudaAccelerator, CudaMark
 
 NUM_STEPS: Final = 1_000  # that are kept
 NUM_ARRIVALS: Final = 16
@@ -110,13 +112,13 @@ class Recorder(Observer):
         """The number of an optimizer, by the names and sizes of its parameters. It may be wrapped again."""
         return self._numbers.setdefault(parameters, len(self._numbers))
 
-    def follow(self, device: Accelerator) -> None:
+    def follow(self, device: CudaAccelerator) -> None:
         """From now on, times are those at which the work of `device` is done."""
         if self._device is None:
             self._device = DeviceTimes(device, time.perf_counter_ns())
 
     def add_reduction(
-        self, buckets: Sequence[int], stall_ns: int, packing_ns: int, marks: Sequence[tuple[Mark, Mark]] = ()
+        self, buckets: Sequence[int], stall_ns: int, packing_ns: int, marks: Sequence[tuple[CudaMark, CudaMark]] = ()
     ) -> None:
         """Buckets have been reduced.
 
