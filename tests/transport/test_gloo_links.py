@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,90 +19,29 @@ from tests.support.harness import run_threads
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.transport import c10d, gloo_links
 
-LONG = timedelta(seconds=20)
-Meet = Callable[[], object]
 
-
-def run_groups(size: int, body: Callable[[int, list[Any], Meet], Any]) -> list[Any]:
-    """body(rank, [its group], meet) on every rank, in threads; the list holds the only reference to the group."""
-    barrier = threading.Barrier(size)
-
-    def on_rank(rank: int, size: int, store: dist.Store) -> Any:
-        return body(rank, [ProcessGroupGloo(store, rank, size, LONG)], lambda: barrier.wait(20))
-
-    return run_threads(on_rank, size)
-
-
-def failure_of(group: Any, peer: int, timeout: timedelta = LONG) -> RuntimeError:
+def failure_of(group: Any, peer: int, seconds: float) -> RuntimeError:
     """Of a receive that is never answered."""
     with pytest.raises(RuntimeError) as caught:
-        group.recv([torch.empty(8)], peer, 0).wait(timeout)
+        group.recv([torch.empty(8)], peer, 0).wait(timedelta(seconds=seconds))
     return caught.value
 
 
 def test_a_wait_that_is_too_long_says_so_and_so_does_another_that_fails_with_it() -> None:
-    def body(rank: int, groups: list[Any], meet: Meet) -> Any:
-        answers = []
+    barrier = threading.Barrier(3)
+
+    def body(rank: int, size: int, store: dist.Store) -> list[bool]:
+        group = ProcessGroupGloo(store, rank, size, timedelta(seconds=20))
+        failures = []
         if rank == 0:
-            others: list[RuntimeError] = []
-            other = threading.Thread(target=lambda: others.append(failure_of(groups[0], 2)))
-            other.start()
-            time.sleep(0.1)
-            own = failure_of(groups[0], 1, timedelta(milliseconds=50))
-            other.join(10)
-            answers = [gloo_links.has_timed_out(own), gloo_links.has_timed_out(others[0])]
-        meet()
-        return answers
+            with ThreadPoolExecutor(1) as pool:
+                other = pool.submit(failure_of, group, 2, 20.0)
+                time.sleep(0.1)
+                failures = [failure_of(group, 1, 0.05), other.result()]
+        barrier.wait(20)
+        return list(map(gloo_links.has_timed_out, failures))
 
-    assert run_groups(3, body)[0] == [True, True]
-
-
-def test_closing_all_links_wakes_the_peers_that_wait() -> None:
-    def body(rank: int, groups: list[Any], meet: Meet) -> Any:
-        meet()
-        if rank == 0:
-            time.sleep(0.2)
-            gloo_links.close_links(groups[0], 0, 3)
-            meet()
-            return None
-        started = time.monotonic()
-        failure = failure_of(groups[0], 0)
-        seconds = time.monotonic() - started
-        meet()
-        return gloo_links.has_timed_out(failure), seconds < 5
-
-    assert run_groups(3, body) == [None, (False, True), (False, True)]
-
-
-def test_a_closed_link_is_found() -> None:
-    def body(rank: int, groups: list[Any], meet: Meet) -> Any:
-        before = gloo_links.find_failure(groups[0], 1 - rank)
-        meet()
-        if rank == 1:
-            gloo_links.close_links(groups[0], 1, 2)
-        end = time.monotonic() + 10
-        while gloo_links.find_failure(groups[0], 1 - rank) is None and time.monotonic() < end:
-            time.sleep(0.01)
-        after = gloo_links.find_failure(groups[0], 1 - rank)
-        meet()
-        return before is None, isinstance(after, RuntimeError)
-
-    assert run_groups(2, body) == [(True, True)] * 2
-
-
-def test_dropping_the_last_reference_closes_the_links() -> None:
-    def body(rank: int, groups: list[Any], meet: Meet) -> Any:
-        meet()
-        if rank == 0:
-            gloo_links.drop(groups)
-            assert groups == []
-            meet()
-            return None
-        failure = failure_of(groups[0], 0)
-        meet()
-        return gloo_links.has_timed_out(failure)
-
-    assert run_groups(2, body) == [None, False]
+    assert run_threads(body, 3)[0] == [True, True]
 
 
 def _gloo_threads() -> set[str]:

@@ -1,8 +1,8 @@
 """Closes Gloo's links, finds out whether a link is open, and drops a group: Gloo has no calls for these.
 
 Each function uses a side effect of a call that Gloo does have. The comment in the function names the source file of the
-side effect, of https://github.com/pytorch/gloo or of torch. A test fails if a release of torch changes one:
-tests/transport/test_gloo_links.py.
+side effect, of https://github.com/pytorch/gloo or of torch. Tests in tests/transport fail if a release of torch changes
+one.
 """
 
 from __future__ import annotations
