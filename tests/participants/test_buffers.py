@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -12,17 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import torchring
-from tests.support.checks import assert_same_on_all_ranks, logged
-from tests.support.grids import grid
-from tests.support.harness import run_pooled
+from tests.support.checks import assert_same_everywhere, assert_same_on_all_ranks, logged
+from tests.support.harness import ranks
 from tests.support.training import TINY_MB, attempt
-from torchring.participants.buffers import BufferSync, buffer_specs
+from torchring.participants.buffers import buffer_specs
 
 _STEPS = 4
-
-
-def buffers_of(optimizer: Any) -> BufferSync:
-    return next(each for each in optimizer._sync.participants if isinstance(each, BufferSync))
 
 
 def norm_model(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -99,29 +94,36 @@ def check_norms(results: Sequence[dict[str, Tensor]], expected: dict[str, Tensor
         torch.testing.assert_close(results[0][name], right, rtol=1e-6, atol=1e-6)
 
 
-@grid(
-    "mode, options",
-    ["mean", "rank0"],
-    [{}, {"algorithm": "native"}, {"overlap": "thread"}, {"bucket_mb": 25.0}],
-    keep=lambda mode, options: mode == "mean" or not options,
-)
-def test_running_statistics_follow_all_ranks_or_rank_0(mode: str, options: dict[str, Any]) -> None:
-    results = run_pooled(train_norms, 3, {"sync_buffers": mode, **options})
-    check_norms(results, expected_norms(3, mode))
+def _wrapped(model: nn.Module, **options: Any) -> Any:
+    return torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
 
 
-@pytest.mark.parametrize(("mode", "skips"), [("mean", (0,)), ("mean", (1, 2)), ("rank0", (0,))], ids=str)
+def _step(optimizer: Any, loss: Tensor) -> None:
+    loss.backward()
+    optimizer.step()
+
+
+def _check(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert_same_everywhere(found.values())
+    check_norms([found], expected)
+
+
+@ranks(3)
+def test_running_statistics_follow_all_ranks_or_rank_0(rank: int) -> None:
+    options: list[dict[str, Any]] = [{"algorithm": "native"}, {"overlap": "thread"}, {"bucket_mb": 25.0}, {}]
+    for mode, option in [*(("mean", option) for option in options), ("rank0", {})]:
+        _check(train_norms(rank, 3, {"sync_buffers": mode, **option}), expected_norms(3, mode))
+    found = train_norms(rank, 3, {"sync_buffers": None})
+    assert rank or torch.allclose(found["1.running_mean"], expected_norms(3, None)["1.running_mean"])
+    assert len(set(torchring.all_gather_object(str(found["1.running_mean"])))) == 3
+
+
 @pytest.mark.parametrize("weighs", [False, True])
-def test_a_rank_without_a_batch_does_not_count(mode: str, skips: Sequence[int], weighs: bool) -> None:
+@ranks(3)
+def test_a_rank_without_a_batch_does_not_count(weighs: bool, rank: int) -> None:
     """A batch of weight 0, which may well be NaN, is no batch. What has no mean follows the lowest other rank."""
-    results = run_pooled(train_norms, 3, {"sync_buffers": mode}, skips, weighs)
-    check_norms(results, expected_norms(3, mode, skips))
-
-
-def test_none_leaves_them_alone() -> None:
-    results = run_pooled(train_norms, 2, {"sync_buffers": None})
-    assert not torch.equal(results[0]["1.running_mean"], results[1]["1.running_mean"])
-    torch.testing.assert_close(results[0]["1.running_mean"], expected_norms(2, None)["1.running_mean"])
+    for mode, skips in (("mean", (0,)), ("mean", (1, 2)), ("rank0", (0,))):
+        _check(train_norms(rank, 3, {"sync_buffers": mode}, skips, weighs), expected_norms(3, mode, skips))
 
 
 class _Kinds(nn.Module):
@@ -156,10 +158,11 @@ class _Kinds(nn.Module):
         return (self.weight * value).sum()
 
 
-def _kinds(rank: int, size: int, mode: str, algorithm: str) -> dict[str, Any]:
+@pytest.mark.parametrize("algorithm", ["direct", "native"])
+@ranks(2)
+def test_buffers_of_all_kinds(algorithm: str, rank: int) -> None:
     model = _Kinds()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = torchring.wrap(sgd, model, sync_buffers={"": mode}, algorithm=algorithm)
+    optimizer = _wrapped(model, sync_buffers={"": "mean"}, algorithm=algorithm)
     after, copy_all = [], torch._foreach_copy_
 
     def copy_alike(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -173,16 +176,8 @@ def _kinds(rank: int, size: int, mode: str, algorithm: str) -> dict[str, Any]:
         with mock.patch.object(torch, "_foreach_copy_", copy_alike):
             optimizer.step()
         after.append({name: value.clone() for name, value in model.named_buffers()})
-    return {"after": after, "before the last step": before}
-
-
-@pytest.mark.parametrize("algorithm", ["direct", "native"])
-def test_buffers_of_all_kinds(algorithm: str) -> None:
-    results = run_pooled(_kinds, 2, "mean", algorithm)
-    for step in (0, -1):
-        for name in results[0]["after"][step]:
-            assert_same_on_all_ranks([result["after"][step][name] for result in results])
-    first, last = results[0]["after"][0], results[0]["after"][-1]
+        assert_same_everywhere(after[-1].values())
+    first, last = after[0], after[-1]
     assert first["total"] == 1.5
     assert last["total"] == 1.5 + 2.5 + 3.5 + 4.5
     assert first["narrow"].tolist() == [1.5] * 3
@@ -192,15 +187,15 @@ def test_buffers_of_all_kinds(algorithm: str) -> None:
     assert last["hidden"].tolist() == [4.5, 4.5]
     assert last["replaced"].tolist() == [12.0, 12.0]
     assert first["mask"].tolist() == [[1.5, -torch.inf], [1.5, 1.5]]
-    assert [float(result["before the last step"]) for result in results] == [11.5, 12.5]  # nothing before the step
+    assert before == 11.5 + rank  # nothing before the step
 
 
-def _no_step(rank: int, size: int) -> list[Tensor]:
+@ranks(2)
+def test_a_change_before_a_step_that_is_left_out_is_not_forgotten(rank: int) -> None:
     """A buffer changes once, in a step that is left out, as with a GradScaler."""
     model = nn.Linear(2, 1)
     model.register_buffer("scale", torch.ones(2))
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, sync_buffers={"": "mean"})
-    after = []
+    optimizer = _wrapped(model, sync_buffers={"": "mean"})
     for step in range(4):
         optimizer.zero_grad()
         if step == 0:
@@ -208,15 +203,7 @@ def _no_step(rank: int, size: int) -> list[Tensor]:
         model(torch.ones(3, 2) * model.scale).sum().backward()
         if step > 0:
             optimizer.step()
-        after.append(model.scale.clone())
-    return after
-
-
-def test_a_change_before_a_step_that_is_left_out_is_not_forgotten() -> None:
-    results = run_pooled(_no_step, 2)
-    assert [result[0].tolist() for result in results] == [[1.0, 1.0], [2.0, 2.0]]
-    for result in results:
-        assert [after.tolist() for after in result[1:]] == [[1.5, 1.5]] * 3
+        assert model.scale.tolist() == [1.5 if step else 1.0 + rank] * 2
 
 
 class _Normalizes(nn.Module):
@@ -231,92 +218,64 @@ class _Normalizes(nn.Module):
         return nn.functional.batch_norm(x, self.running_mean, self.running_var, training=True)
 
 
-def _without_a_trace(rank: int, size: int) -> list[Tensor]:
+@ranks(2)
+def test_statistics_of_layers_that_are_no_batchnorm(rank: int) -> None:
     model = nn.Sequential(nn.Linear(4, 2), _Normalizes(), torch.jit.trace(nn.BatchNorm1d(2), torch.ones(3, 2)))
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    model(norm_batch(rank, 0, torch.float32)).square().mean().backward()
-    optimizer.step()
-    return [value.clone() for value in model.buffers()]
-
-
-def test_statistics_of_layers_that_are_no_batchnorm() -> None:
-    results = run_pooled(_without_a_trace, 2)
-    assert len(results[0]) == 5
-    for each in zip(*results, strict=True):
-        assert_same_on_all_ranks(each)
-        assert float(each[0].double().square().sum()) > 0
-
-
-def _large(rank: int, size: int, dtype: torch.dtype) -> list[Any]:
-    """Masks of the largest finite value, and numbers that fp64 does not hold."""
-    model = nn.Linear(2, 1)
-    model.register_buffer("mask", torch.full((2,), torch.finfo(dtype).min, dtype=dtype))
-    model.register_buffer("code", torch.tensor([2**63 - 1 - 2**20, -5]))
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, sync_buffers={"": "mean"})
-    found = []
-    for step in range(2):
-        optimizer.zero_grad()
-        if step == 1:
-            model.mask.mul_(1.0 if rank else 0.5)
-            model.code += 3 - rank
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        found += [model.mask.clone(), model.code.clone()]
-    return found
+    _step(_wrapped(model), model(norm_batch(rank, 0, torch.float32)).square().mean())
+    assert len(list(model.buffers())) == 5
+    assert_same_everywhere(model.buffers())
+    assert all(float(each.double().square().sum()) > 0 for each in model.buffers())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_values_as_large_as_can_be(dtype: torch.dtype) -> None:
+@ranks(3)
+def test_values_as_large_as_can_be(dtype: torch.dtype, rank: int) -> None:
+    """Masks of the largest finite value, and numbers that fp64 does not hold."""
     largest, code = torch.finfo(dtype).min, 2**63 - 1 - 2**20
-    for mask, same_code, changed, changed_code in run_pooled(_large, 3, dtype):
-        assert (mask / largest).tolist() == ([pytest.approx(1.0, rel=1e-15)] if dtype == torch.float64 else [1.0]) * 2
-        assert same_code.tolist() == [code, -5]
-        torch.testing.assert_close(changed / largest, torch.full((2,), 2.5 / 3, dtype=dtype))
-        assert changed_code.tolist() == [code + 3, -2]
+    model = nn.Linear(2, 1)
+    model.register_buffer("mask", torch.full((2,), largest, dtype=dtype))
+    model.register_buffer("code", torch.tensor([code, -5]))
+    optimizer = _wrapped(model, sync_buffers={"": "mean"})
+    _step(optimizer, model(torch.ones(1, 2)).sum())
+    whole = pytest.approx(1.0, rel=1e-15) if dtype == torch.float64 else 1.0
+    assert (model.mask / largest).tolist() == [whole] * 2
+    assert model.code.tolist() == [code, -5]
+    optimizer.zero_grad()
+    model.mask.mul_(1.0 if rank else 0.5)
+    model.code += 3 - rank
+    _step(optimizer, model(torch.ones(1, 2)).sum())
+    torch.testing.assert_close(model.mask / largest, torch.full((2,), 2.5 / 3, dtype=dtype))
+    assert model.code.tolist() == [code + 3, -2]
 
 
-def _statistics(model: nn.Module) -> list[Tensor]:
-    return [value.clone() for value in model.buffers()]
-
-
-def _several_of_one_model(rank: int, size: int) -> dict[str, list[Tensor]]:
+@ranks(2)
+def test_buffers_are_equal_after_the_step_of_any_optimizer_of_the_model(rank: int) -> None:
     """Two optimizers of one model, of which one steps more often, or is closed."""
     model = norm_model()
     parts = [list(model[:2].parameters()), list(model[3:].parameters())]
     body, head = (torchring.wrap(torch.optim.SGD(part, lr=0.1), model) for part in parts)
-    found = {}
 
     def backward(step: int, **kwargs: Any) -> None:
         model(norm_batch(rank, step)).square().mean().backward(**kwargs)
 
+    def step(optimizer: Any) -> list[Tensor]:
+        optimizer.step()
+        assert_same_everywhere(model.buffers())
+        return [value.clone() for value in model.buffers()]
+
     backward(0)
-    body.step()
-    found["first"] = _statistics(model)
-    head.step()
-    found["both"] = _statistics(model)
+    step(body)
+    step(head)
     backward(1)
-    head.step()
-    found["head only"] = _statistics(model)
-    backward(2, inputs=parts[1])
-    head.step()
-    found["head alone reached"] = _statistics(model)
+    step(head)
+    backward(2, inputs=parts[1])  # head alone is reached
+    step(head)
     backward(3, inputs=parts[1])
     body.close()
-    head.step()
-    found["close() before the step"] = _statistics(model)
+    before = step(head)
     backward(4, inputs=parts[1])
-    head.step()
-    found["after close()"] = _statistics(model)
-    return found
-
-
-def test_buffers_are_equal_after_the_step_of_any_optimizer_of_the_model() -> None:
-    results = run_pooled(_several_of_one_model, 2)
-    for when in results[0]:
-        for each in zip(*(result[when] for result in results), strict=True):
-            assert_same_on_all_ranks(each)
-    last = [results[0][when] for when in results[0]]
-    assert not any(torch.equal(*pair) for pair in zip(last[-1], last[-2], strict=True) if pair[0].is_floating_point())
+    after = step(head)
+    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True) if a.is_floating_point())
 
 
 class _Owns(nn.Module):
@@ -340,13 +299,11 @@ class _Owns(nn.Module):
         return self.norm(x)
 
 
-def _owning(
-    rank: int, size: int, choices: Any, steps: int = 5, skips: bool = False, alike: int = 0
-) -> tuple[dict[str, Tensor], list[str]]:
+def _own(rank: int, choices: Any, steps: int = 5, alike: int = 0, skips: bool = False) -> tuple[_Owns, list[str]]:
     """alike: in so many steps, all ranks have the same values."""
     model = _Owns()
     with logged() as texts:
-        optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, sync_buffers=choices)
+        optimizer = _wrapped(model, sync_buffers=choices)
         for step in range(steps):
             optimizer.zero_grad()
             if skips and rank == 1:
@@ -355,85 +312,71 @@ def _owning(
                 value = 1.0 if step < alike else rank + step + 1.0
                 model(norm_batch(rank, step, torch.float32)[:, :2], value).square().mean().backward()
             optimizer.step()
-    return dict(model.named_buffers()), texts
+    return model, texts
 
 
 @pytest.mark.parametrize(("steps", "alike"), [(5, 0), (101, 2)])
-def test_a_buffer_that_belongs_to_a_rank_stays_and_is_named_once(steps: int, alike: int) -> None:
+@ranks(2)
+def test_a_buffer_that_belongs_to_a_rank_stays_and_is_named_once(steps: int, alike: int, rank: int) -> None:
     """Whatever has written to it: these are compared in the first reduction, and every 100."""
-    results = run_pooled(_owning, 2, "mean", steps, False, alike)
-    for rank, (buffers, texts) in enumerate(results):
-        assert buffers["queue"].tolist() == [rank + steps, 0.0, 0.0, 0.0]
-        assert buffers["grows"].tolist() == [rank + steps] * 2
-        assert buffers["count"] == steps
-        assert len(texts) == (rank == 0)
-    assert (results[1][0]["average"] - results[0][0]["average"]).tolist() == [steps - alike] * 2
-    (text,) = results[0][1]
-    assert text.startswith("buffers queue, average, grows of the model are not the same on all ranks")
-    assert "sync_buffers={'queue': None}" in text
-    for name in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"):
-        assert_same_on_all_ranks([buffers[name] for buffers, _ in results])
+    model, texts = _own(rank, "mean", steps, alike)
+    assert model.queue.tolist() == [rank + steps, 0.0, 0.0, 0.0]
+    assert model.grows.tolist() == [rank + steps] * 2
+    assert model.average.tolist() == [alike + sum(rank + step + 1.0 for step in range(alike, steps))] * 2
+    assert model.count == steps
+    assert_same_everywhere(model.norm.buffers())
+    assert len(texts) == (rank == 0)
+    for text in texts:
+        assert text.startswith("buffers queue, average, grows of the model are not the same on all ranks")
+        assert "sync_buffers={'queue': None}" in text
 
 
-def test_a_rank_without_a_batch_is_not_told_that_its_buffers_differ() -> None:
-    """Only forward changes them."""
-    for rank, (buffers, texts) in enumerate(run_pooled(_owning, 2, "mean", 1, True)):
-        assert texts == []
-        assert buffers["queue"][0] == 1 - rank
+@ranks(2)
+def test_a_choice_for_each_buffer(rank: int) -> None:
+    """And a rank without a batch is not told that its buffers differ: only forward changes them."""
+    model, texts = _own(rank, {"queue": None, "average": "mean", "count": "rank0", "grows": None, "norm": None})
+    assert model.queue.tolist() == [rank + 5.0, 0.0, 0.0, 0.0]
+    assert model.average.tolist() == [17.5] * 2
+    assert (model.count, texts) == (5, [])
+    assert len(set(torchring.all_gather_object(str(model.norm.running_mean)))) == 2
+    model, texts = _own(rank, "mean", 1, skips=True)
+    assert (model.queue[0], texts) == (1 - rank, [])
 
 
-def test_a_choice_for_each_buffer() -> None:
-    results = run_pooled(_owning, 2, {"queue": None, "average": "mean", "count": "rank0", "grows": None, "norm": None})
-    for rank, (buffers, texts) in enumerate(results):
-        assert buffers["queue"].tolist() == [rank + 5.0, 0.0, 0.0, 0.0]
-        assert buffers["average"].tolist() == [17.5] * 2
-        assert buffers["count"] == 5
-        assert texts == []
-    means = [buffers["norm.running_mean"] for buffers, _ in results]
-    assert not torch.equal(*means)
-
-
-def _without_a_step(rank: int, size: int) -> dict[str, Any]:
+@ranks(2)
+def test_forwards_that_no_step_follows(rank: int) -> None:
     """Forwards in training mode after the last step, as in torch.optim.swa_utils.update_bn."""
     model = norm_model()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = torchring.wrap(sgd, model)
     handle = model[0].weight.register_hook(lambda _: optimizer.sync_buffers())
-    errors = [attempt(model(norm_batch(rank, 0)).square().mean().backward)]
+    refused = attempt(model(norm_batch(rank, 0)).square().mean().backward)
+    assert "sync_buffers() was called inside backward()" in refused
     handle.remove()
     optimizer.zero_grad()
-    model(norm_batch(rank, 0)).square().mean().backward()
-    optimizer.step()
+    _step(optimizer, model(norm_batch(rank, 0)).square().mean())
     torch.optim.swa_utils.update_bn([norm_batch(rank, step) for step in range(3)], model)
-    own = _statistics(model)
+    own = torchring.all_gather_object([value.clone() for value in model.buffers()])
+    assert not torch.equal(own[0][0], own[1][0])
     optimizer.sync_buffers()
-    found = _statistics(model)
+    assert_same_everywhere(model.buffers())
+    for found, *values in zip(model.buffers(), *own, strict=True):
+        torch.testing.assert_close(found, sum(values) / 2 if found.is_floating_point() else values[0])
+    found = [value.clone() for value in model.buffers()]
     optimizer.step()  # of gradients that are older
     assert all(map(torch.equal, found, model.buffers()))
     optimizer.close()
     with torchring.join(optimizer := torchring.wrap(sgd, model)):
-        errors.append(attempt(optimizer.sync_buffers))
+        refused = attempt(optimizer.sync_buffers)
+    assert re.search(r"sync_buffers\(\) .*inside torchring.join\(\)", refused), refused
     optimizer.close()
-    errors.append(attempt(torchring.wrap(sgd).sync_buffers))
-    return {"own": own, "found": found, "errors": errors}
+    refused = attempt(torchring.wrap(sgd).sync_buffers)
+    assert refused.startswith("ValueError: sync_buffers() makes the buffers of a model equal; pass the model")
 
 
-def test_forwards_that_no_step_follows() -> None:
-    results = run_pooled(_without_a_step, 2)
-    for i, means in enumerate(zip(*(result["found"] for result in results), strict=True)):
-        own = [result["own"][i] for result in results]
-        assert_same_on_all_ranks(means)
-        torch.testing.assert_close(means[0], sum(own) / 2 if own[0].is_floating_point() else own[0])
-    assert not torch.equal(results[0]["own"][0], results[1]["own"][0])
-    for result in results:
-        in_backward, in_join, no_model = result["errors"]
-        assert "sync_buffers() was called inside backward()" in in_backward
-        assert "sync_buffers()" in in_join
-        assert "inside torchring.join()" in in_join
-        assert no_model.startswith("ValueError: sync_buffers() makes the buffers of a model equal; pass the model")
-
-
-def _hooked(rank: int, size: int, how: str) -> list[Any]:
+@pytest.mark.parametrize("how", ["wrapped", "wrapper"])
+@ranks(2)
+def test_buffers_are_equal_before_hooks_and_where_the_wrapped_optimizer_is_stepped(how: str, rank: int) -> None:
     """An average of the model, of whose buffers a hook of the wrapped optimizer takes the mean."""
     model = norm_model()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -442,117 +385,82 @@ def _hooked(rank: int, size: int, how: str) -> list[Any]:
     optimizer = torchring.wrap(inner, model)
     for step in range(3):
         optimizer.zero_grad()
-        loss = model(norm_batch(rank, step)).square().mean()
-        loss.backward()
-        (inner if how == "wrapped" else optimizer).step()
+        _step(inner if how == "wrapped" else optimizer, model(norm_batch(rank, step)).square().mean())
     with optimizer.no_sync():
         model(norm_batch(rank, 3)).square().mean().backward()
-    refused, averaged = attempt(inner.step), copy.deepcopy(average.state_dict())
+    assert "holds local contributions" in attempt(inner.step)
+    assert_same_everywhere(average.state_dict().values())
     optimizer.close()
-    return [refused, attempt(inner.step), *averaged.values()]
+    assert attempt(inner.step) == ""
 
 
-@pytest.mark.parametrize("how", ["wrapped", "wrapper"])
-def test_buffers_are_equal_before_hooks_and_where_the_wrapped_optimizer_is_stepped(how: str) -> None:
-    results = run_pooled(_hooked, 2, how)
-    for each in zip(*(result[2:] for result in results), strict=True):
-        assert_same_on_all_ranks(each)
-    for refused, closed, *_ in results:
-        assert "holds local contributions" in refused
-        assert closed == ""
-
-
-def _left_out_and_thawed(rank: int, size: int) -> list[Tensor]:
+@ranks(2)
+def test_buffers_are_equal_after_a_step_that_is_skipped(rank: int) -> None:
     """The first reduction is followed by a reduction for what was thawed, and its step is left out."""
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
     model.register_buffer("scale", torch.ones(()))
     model[1].bias.requires_grad_(False)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = torchring.wrap(sgd, model, on_nonfinite="skip", sync_buffers={"scale": "mean"})
+    optimizer = _wrapped(model, on_nonfinite="skip", sync_buffers={"scale": "mean"})
     model[1].bias.requires_grad_(True)
     model.scale.add_(rank)
-    (model(norm_batch(rank, 0, torch.float32)).square().mean() * (torch.nan if rank else 1.0)).backward()
-    optimizer.step()
+    _step(optimizer, model(norm_batch(rank, 0, torch.float32)).square().mean() * (torch.nan if rank else 1.0))
     assert optimizer.stats().num_skipped_steps == 1
-    return [value.clone() for value in model.buffers()]
+    assert_same_everywhere(model.buffers())
 
 
-def test_buffers_are_equal_after_a_step_that_is_skipped() -> None:
-    for each in zip(*run_pooled(_left_out_and_thawed, 2), strict=True):
-        assert_same_on_all_ranks(each)
-
-
-def _once_more_before_the_step(rank: int, size: int) -> str:
+@ranks(2)
+def test_a_graph_may_be_used_again_until_the_step(rank: int) -> None:
     model = norm_model()
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer = _wrapped(model)
     loss = model(norm_batch(rank, 0)).square().mean()
-
-    def twice() -> None:
-        loss.backward(retain_graph=True)
-        loss.backward()
-        optimizer.step()
-
-    return attempt(twice)
+    loss.backward(retain_graph=True)
+    _step(optimizer, loss)
 
 
-def test_a_graph_may_be_used_again_until_the_step() -> None:
-    assert run_pooled(_once_more_before_the_step, 2) == ["", ""]
+@ranks(2)
+def test_wrong_options_and_other_buffers_are_refused_on_every_rank(rank: int) -> None:
+    def named(model: nn.Module) -> None:
+        model.register_buffer(f"of_rank_{rank}", torch.zeros(2))
 
+    def same(model: nn.Module) -> None: ...
 
-def _refused(rank: int, size: int) -> dict[str, str]:
-    def wrap(change: Callable[[nn.Module], Any], **options: Any) -> str:
+    rows: list[tuple[Callable[[nn.Module], None], dict[str, Any], str]] = [
+        (same, {"sync_buffers": "max"}, "^ValueError: sync_buffers must be one of 'mean', 'rank0', None, got 'max'$"),
+        (same, {"sync_buffers": {"1": "max"}}, r"^ValueError: sync_buffers\['1'\] must be one of 'mean', 'rank0'"),
+        (same, {"sync_buffers": {"1.running_median": None}}, "^ValueError: sync_buffers has '1.running_median', which"),
+        (same, {"sync_buffers": ["mean", "rank0"][rank]}, "(?s)sync_buffers='mean'.*sync_buffers='rank0'"),
+        (
+            named,
+            {},
+            r"^PlanMismatchError(?s:.*)buffer 0: rank 0 has of_rank_0 float32 \(2,\) own; rank 1 has of_rank_1",
+        ),
+        (named, {"sync_buffers": None}, "^$"),  # not looked at
+    ]
+    for change, options, text in rows:
         model = norm_model()
         change(model)
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        return attempt(lambda: torchring.wrap(sgd, model, **options).close())
-
-    def add_buffer(model: nn.Module) -> None:
-        model.register_buffer(f"of_rank_{rank}", torch.zeros(2))
-
-    return {
-        "unknown": wrap(lambda model: None, sync_buffers="max"),
-        "other buffers": wrap(add_buffer, sync_initial_state=False),
-        "other modes": wrap(lambda model: None, sync_buffers=["mean", "rank0"][rank]),
-        "not looked at": wrap(add_buffer, sync_initial_state=False, sync_buffers=None),
-        "of one": wrap(lambda model: None, sync_buffers={"1": "max"}),
-        "no such name": wrap(lambda model: None, sync_buffers={"1.running_median": None}),
-    }
+        options = {"sync_initial_state": change is same, **options}
+        found = attempt(lambda sgd=sgd, model=model, options=options: torchring.wrap(sgd, model, **options).close())
+        assert re.search(text, found), found
 
 
-def test_wrong_options_and_other_buffers_are_refused_on_every_rank() -> None:
-    for errors in run_pooled(_refused, 2):
-        assert errors["unknown"] == "ValueError: sync_buffers must be one of 'mean', 'rank0', None, got 'max'"
-        assert errors["of one"].startswith("ValueError: sync_buffers['1'] must be one of 'mean', 'rank0'")
-        assert errors["no such name"].startswith(
-            "ValueError: sync_buffers has '1.running_median', which is the name of"
-        )
-        assert errors["other buffers"].startswith("PlanMismatchError")
-        assert "buffer 0: rank 0 has of_rank_0 float32 (2,) own; rank 1 has of_rank_1" in errors["other buffers"]
-        assert "sync_buffers='mean'" in errors["other modes"]
-        assert "sync_buffers='rank0'" in errors["other modes"]
-        assert errors["not looked at"] == ""
-
-
-def _of_another_shape(rank: int, size: int, is_late: bool) -> str:
+@pytest.mark.parametrize("is_late", [False, True])
+@ranks(2)
+def test_a_buffer_that_changes_its_shape_is_named_on_all_ranks(is_late: bool, rank: int) -> None:
+    """Also one that changes between backward() and step()."""
     model = _Owns()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = torchring.wrap(sgd, model, sync_buffers={"": None, "average": "mean"})
+    optimizer = _wrapped(model, sync_buffers={"": None, "average": "mean"})
     if is_late:
         model.norm(torch.rand(3, 2)).square().mean().backward()
     if rank == 1:
         model.average = torch.zeros(3)
     if is_late:
         optimizer.step()  # on all ranks alike
-    return attempt(lambda: (model.norm(torch.rand(3, 2)).square().mean().backward(), optimizer.step()))
-
-
-@pytest.mark.parametrize("is_late", [False, True])
-def test_a_buffer_that_changes_its_shape_is_named_on_all_ranks(is_late: bool) -> None:
-    """Also one that changes between backward() and step()."""
+    said = attempt(lambda: _step(optimizer, model.norm(torch.rand(3, 2)).square().mean()))
     text = "buffer average of the model was float32 (2,) in torchring.wrap, and on rank 1 it is float32 (3,)"
-    other, own = run_pooled(_of_another_shape, 2, is_late)
-    assert own.startswith(f"GradientError: {text}")
-    assert other.startswith(f"PlanMismatchError: rank 1 cannot exchange its buffers: GradientError: {text}")
+    own = f"GradientError: {text}"
+    assert said.startswith(own if rank else f"PlanMismatchError: rank 1 cannot exchange its buffers: {own}")
 
 
 def test_what_nobody_can_write_to_is_left_out() -> None:

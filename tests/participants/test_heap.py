@@ -21,6 +21,8 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallo
 
 
 def _faults(rank: int, world_size: int, calls: list[list[int]], num_bytes: int) -> list[int]:
+    """Page faults of taking, touching and freeing a block, four times, after some that do not count."""
+
     def step() -> int:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         torch.zeros(num_bytes, dtype=torch.uint8)
@@ -33,35 +35,21 @@ def _faults(rank: int, world_size: int, calls: list[list[int]], num_bytes: int) 
     return [step() for _ in range(4)]
 
 
-def faults(calls: list[list[int]], num_bytes: int) -> list[int]:
-    """Page faults of taking, touching and freeing a block, four times, after some that do not count."""
+@pytest.mark.parametrize(
+    ("calls", "is_kept"),
+    [
+        pytest.param([[48 * MIB]], True, id="one gradient"),
+        pytest.param([[48 * MIB], [10] * 10], True, id="and a second optimizer of small ones"),
+        pytest.param([[48 * MIB] * 100], True, id="more bytes than an int holds"),
+        pytest.param([], False, id="without it, or the others say nothing"),
+        pytest.param([[40 * MIB, 8 * MIB]], False, id="larger than a gradient"),
+        pytest.param([[65 * MIB, 240 * MIB]], False, id="beside a very large one, which raises no threshold"),
+    ],
+)
+def test_blocks_that_come_and_go_are_kept_if_gradients_are_as_large(calls: list[list[int]], is_kept: bool) -> None:
     env: dict[str, str | None] = {k: None for k in os.environ if k.startswith("MALLOC_") or k == "GLIBC_TUNABLES"}
-    (result,) = run_ranks(_faults, 1, calls, num_bytes, env=env)
-    return result  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize(
-    "calls",
-    [
-        pytest.param([[48 * MIB]], id="one gradient"),
-        pytest.param([[48 * MIB], [10] * 10], id="and a second optimizer of small ones"),
-        pytest.param([[48 * MIB] * 100], id="more bytes than an int holds"),
-    ],
-)
-def test_a_block_that_comes_and_goes_is_not_faulted_in_again(calls: list[list[int]]) -> None:
-    assert max(faults(calls, 48 * MIB)) < 0.1 * NUM_PAGES
-
-
-@pytest.mark.parametrize(
-    "calls",
-    [
-        pytest.param([], id="without it, or the test above says nothing"),
-        pytest.param([[40 * MIB, 8 * MIB]], id="larger than a gradient"),
-        pytest.param([[65 * MIB, 240 * MIB]], id="beside a very large one, which raises no threshold for others"),
-    ],
-)
-def test_other_blocks_still_go_back(calls: list[list[int]]) -> None:
-    assert min(faults(calls, 48 * MIB)) > 0.9 * NUM_PAGES
+    (found,) = run_ranks(_faults, 1, calls, 48 * MIB, env=env)
+    assert max(found) < 0.1 * NUM_PAGES if is_kept else min(found) > 0.9 * NUM_PAGES
 
 
 def _holes(rank: int, world_size: int, num_blocks: int) -> tuple[int, int, int]:

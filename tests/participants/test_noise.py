@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchring
-from tests.support.harness import run_ranks
+from tests.support.harness import ranks, run_ranks
 from torchring.gradients.views import CAN_SWAP
 from torchring.observe import data_check
 from torchring.participants import noise
@@ -74,11 +73,6 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def _train_all(rank: int, size: int) -> dict[str, torchring.Stats]:
-    _train(rank, size, "frozen", {})  # goes on
-    return {name: _train(rank, size, kind, options) for name, (kind, options) in _CASES.items()}
-
-
 def _expected(kind: str, size: int, accumulate: int) -> float:
     """The noise scale in samples, from float64 gradients of single batches."""
     model = _model().double()
@@ -103,19 +97,16 @@ def _expected(kind: str, size: int, accumulate: int) -> float:
     return sum(noises) / sum(signals)
 
 
-@pytest.fixture(scope="module")
-def stats() -> list[dict[str, torchring.Stats]]:
-    return run_ranks(_train_all, 2)
-
-
-@pytest.mark.parametrize("name", _CASES)
-def test_noise_scale_is_that_of_a_literal_computation(stats: Sequence[dict[str, torchring.Stats]], name: str) -> None:
-    first, second = (each[name] for each in stats)
-    assert (first.noise_scale, first.batch_size) == (second.noise_scale, second.batch_size)
-    kind, options = _CASES[name]
-    accumulate = options.get("accumulate", 1)
-    assert first.batch_size == accumulate * sum(_sizes(kind, rank, 0) for rank in range(2))
-    assert first.noise_scale == pytest.approx(_expected(kind, 2, accumulate), rel=2e-3 if name == "fp16" else 1e-4)
+@ranks(2, start=run_ranks)
+def test_noise_scale_is_that_of_a_literal_computation(rank: int) -> None:
+    _train(rank, 2, "frozen", {})  # goes on
+    for name, (kind, options) in _CASES.items():
+        found, accumulate = _train(rank, 2, kind, options), options.get("accumulate", 1)
+        own, other = torchring.all_gather_object((found.noise_scale, found.batch_size))
+        assert own == other
+        assert found.batch_size == accumulate * sum(_sizes(kind, of, 0) for of in range(2))
+        tolerance = 2e-3 if name == "fp16" else 1e-4
+        assert found.noise_scale == pytest.approx(_expected(kind, 2, accumulate), rel=tolerance), name
 
 
 def test_noise_that_hides_the_gradient() -> None:
