@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchring
-from tests.support.harness import run_ranks
+from tests.support.harness import ranks, run_ranks
+from tests.support.training import attempt
 
 Tensor = torch.Tensor
 Loop = Callable[["_Job", Iterable[Any]], None]
@@ -66,6 +67,7 @@ class _Job:
 
 
 def _two(job: _Job, batches: Iterable[Any]) -> None:
+    """Two backwards for a step, of batches that are drawn ahead by a worker."""
     for x, y in batches:
         weight = job.weight()
         job.backward(job.loss((x, y)), weight)
@@ -74,13 +76,8 @@ def _two(job: _Job, batches: Iterable[Any]) -> None:
 
 
 def _held(job: _Job, batches: Iterable[Any]) -> None:
-    for batch in list(batches):
-        job.backward(job.loss(batch), job.weight())
-        job.step()
-
-
-def _leave_out(job: _Job, batches: Iterable[Any]) -> None:
-    for number, batch in enumerate(batches):
+    """All batches are drawn ahead, and one is left out."""
+    for number, batch in enumerate(list(batches)):
         weight = job.weight()
         if number != 2:
             job.backward(job.loss(batch), weight)
@@ -121,15 +118,6 @@ def _accumulate(job: _Job, batches: Iterable[Any]) -> None:
     job.optimizer._set_accumulate(1)
 
 
-_LOOPS: dict[str, Loop] = {
-    "two backwards": _two,
-    "held": _held,
-    "one left out": _leave_out,
-    "gan": _gan,
-    "accumulate": _accumulate,
-}
-
-
 def _unweighed(job: _Job, batches: Iterable[Any]) -> None:
     for batch in batches:
         job.loss(batch).backward()
@@ -145,7 +133,19 @@ def _evaluation(job: _Job, batches: Iterable[Any]) -> None:
     job.loss(_DATA[:2]).backward()
 
 
-def _train(rank: int, size: int) -> dict[str, Any]:
+# For each loop: words of its error, or the position of the sampler after each step.
+_LOOPS: dict[Loop, str | list[int]] = {
+    _two: [7, 14, 21, 22],  # what is drawn ahead has not been used
+    _held: [7, 14, 22],
+    _gan: [7, 14, 21, 22],
+    _accumulate: [14, 22],
+    _unweighed: "was not weighed. Ranks have unequal shares of its batches",
+    _evaluation: [],
+}
+
+
+@ranks(3, start=run_ranks)
+def test_each_loss_has_the_weight_of_its_batch() -> None:
     job, found = _Job(), {}
     job.optimizer = torchring.wrap(job.optimizer, job.model)
     job.second = torchring.wrap(job.second)
@@ -154,36 +154,23 @@ def _train(rank: int, size: int) -> dict[str, Any]:
 
     @torchring.elastic.run
     def train(state: Any) -> None:
-        loops = {**_LOOPS, "unweighed": _unweighed, "evaluation": _evaluation}
-        for epoch, (name, loop) in enumerate(loops.items()):
+        for epoch, loop in enumerate(_LOOPS):
             job.sampler.set_epoch(epoch)
             job.reset()
-            error = ""
-            try:
-                loop(job, DataLoader(_DATA, batch_sampler=job.sampler, num_workers=int(name == "two backwards")))
-            except torchring.GradientError as refused:
-                error = str(refused)
-            found[name] = [p.detach().clone() for p in job.parameters()], error, job.positions
+            batches = DataLoader(_DATA, batch_sampler=job.sampler, num_workers=int(loop is _two))
+            said = attempt(lambda loop=loop, batches=batches: loop(job, batches))
+            found[loop] = said, job.positions, [p.detach().clone() for p in job.parameters()]
 
     train(torchring.elastic.State(**parts, sampler=job.sampler))
-    return found
-
-
-def _alone(loop: Loop) -> list[Tensor]:
-    job = _Job()
-    loop(job, [_DATA[i : i + _GLOBAL_BATCH] for i in range(0, _LENGTH, _GLOBAL_BATCH)])
-    return [p.detach() for p in job.parameters()]
-
-
-def test_each_loss_has_the_weight_of_its_batch() -> None:
-    for found in run_ranks(_train, 3):
-        for name, loop in _LOOPS.items():
-            parameters, error, _ = found[name]
-            assert error == "", name
-            for mine, wanted in zip(parameters, _alone(loop), strict=True):
-                torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
-        assert found["two backwards"][2] == found["held"][2] == [7, 14, 21, 22]  # what is drawn ahead has not been used
-        assert found["one left out"][2] == [7, 14, 22]
-        assert found["accumulate"][2] == [14, 22]
-        assert "was not weighed. Ranks have unequal shares of its batches" in found["unweighed"][1]
-        assert found["evaluation"][1] == ""
+    for loop, expected in _LOOPS.items():
+        said, positions, parameters = found[loop]
+        if isinstance(expected, str):
+            assert said.startswith("GradientError: ")
+            assert expected in said
+            continue
+        assert (said, positions) == ("", expected), loop
+        if expected:
+            alone = _Job()
+            loop(alone, [_DATA[i : i + _GLOBAL_BATCH] for i in range(0, _LENGTH, _GLOBAL_BATCH)])
+            wanted = [p.detach() for p in alone.parameters()]
+            torch.testing.assert_close(parameters, wanted, rtol=1e-9, atol=1e-11)

@@ -141,65 +141,62 @@ def _in_child(function: Callable[[], Any]) -> Any:
     return result
 
 
-def _warnings_of_writing(directory: Path, break_it: Callable[[], None], *, starts_broken: bool = False) -> list[str]:
-    """What a writer says that writes a checkpoint, and then two more after `break_it`."""
-    with logged() as lines:
-        if starts_broken:
-            break_it()
-        writer = CheckpointWriter(directory)
-        if not starts_broken:
-            writer.write_now(1, _state(1))
-            break_it()
-        for step in (2, 3):
-            writer.write(step, _state(step, numel=100_000))
-            assert writer.flush(_PATIENCE_SECONDS)
-        with pytest.raises(OSError):  # noqa: PT011
-            writer.write_now(4, _state(4, numel=100_000))
-    return lines
-
-
-def _assert_one(lines: list[str], directory: Path, reason: str, what: str = "no checkpoint at step 2 in") -> None:
-    assert len(lines) == 1
-    assert lines[0].startswith(f"{what} {directory}: ")
-    assert reason in lines[0]
-    assert lines[0].endswith("; training goes on")
-
-
-def test_disk_that_is_full(tmp_path: Path) -> None:
+def _full(directory: Path) -> None:
     """A file that must not grow fails as a full disk does: in the middle, and torch hides the reason."""
-
-    def fill() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
-
-    _assert_one(_in_child(lambda: _warnings_of_writing(tmp_path, fill)), tmp_path, "File too large")
-    assert _names(tmp_path) == ["step-000000001.pt"]
-    assert (newest(tmp_path) or (0,))[0] == 1
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 
 
-def test_directory_that_is_gone(tmp_path: Path) -> None:
+def _forbidden(directory: Path) -> None:
+    directory.chmod(0o500)
+    if os.geteuid() == 0:  # who may do everything
+        os.seteuid(65534)
+
+
+def _replaced(directory: Path) -> None:
+    shutil.rmtree(directory)
+    directory.touch()
+
+
+@pytest.mark.parametrize(
+    ("break_it", "reason"),
+    [
+        (_full, "File too large"),
+        (shutil.rmtree, "No such file or directory"),
+        (_replaced, "Not a directory"),
+        (_forbidden, "Permission denied"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_written(break_it: Callable[[Path], object], reason: str, tmp_path: Path) -> None:
+    """Is named once."""
     directory = tmp_path / "checkpoints"
-    lines = _warnings_of_writing(directory, lambda: shutil.rmtree(directory))
-    _assert_one(lines, directory, "No such file or directory")
 
+    def write() -> list[str]:
+        with logged() as lines:
+            writer = CheckpointWriter(directory)
+            writer.write_now(1, _state(1))
+            break_it(directory)
+            for step in (2, 3):
+                writer.write(step, _state(step, numel=100_000))
+                assert writer.flush(_PATIENCE_SECONDS)
+            with pytest.raises(OSError):  # noqa: PT011
+                writer.write_now(4, _state(4, numel=100_000))
+        return lines
 
-def test_directory_that_is_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.touch()
-    lines = _warnings_of_writing(path, lambda: None, starts_broken=True)
-    assert len(lines) == 2  # one says that it is there already
-    _assert_one(lines[1:], path, "Not a directory")
-    with pytest.raises(NotADirectoryError):
-        newest(path)
-
-
-def test_directory_that_must_not_be_written_to(tmp_path: Path) -> None:
-    def forbid() -> None:
-        tmp_path.chmod(0o500)
-        if os.geteuid() == 0:  # who may do everything
-            os.seteuid(65534)
-
-    _assert_one(_in_child(lambda: _warnings_of_writing(tmp_path, forbid)), tmp_path, "Permission denied")
-    tmp_path.chmod(0o700)
+    (line,) = _in_child(write)
+    assert line.startswith(f"no checkpoint at step 2 in {directory}: ")
+    assert reason in line
+    assert line.endswith("; training goes on")
+    if break_it is _full:
+        assert _names(directory) == ["step-000000001.pt"]
+        assert (newest(directory) or (0,))[0] == 1
+    elif break_it is _replaced:
+        with logged() as lines:
+            CheckpointWriter(directory)
+        assert len(lines) == 1, "that it is there already"
+        with pytest.raises(NotADirectoryError):
+            newest(directory)
+    elif break_it is _forbidden:
+        directory.chmod(0o700)
 
 
 def test_damaged_file_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -216,7 +213,7 @@ def test_damaged_file_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         assert caplog.messages[-1].startswith(f"the checkpoint {path} is skipped: it was not written to its end")
     bits = random.Random(0)
     num_skipped = 0
-    for position in range(size):  # also in padding and in fields that mean nothing
+    for position in range(0, size, 3):  # also in padding and in fields that mean nothing
         damaged = bytearray(whole)
         damaged[position] ^= 1 << bits.randrange(8)
         path.write_bytes(damaged)
@@ -224,7 +221,7 @@ def test_damaged_file_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         num_skipped += step == 1
         assert_bitwise(state.pop("weights"), torch.full((8,), float(step)), str(position))
         assert state["numbers"] == [step, "text", 0.5]
-    assert num_skipped > size / 3
+    assert num_skipped > size / 9
     caplog.clear()
     path.write_bytes(whole.replace(torch.full((8,), 2.0).numpy().tobytes(), torch.ones(8).numpy().tobytes()))
     assert (newest(tmp_path) or (0,))[0] == 1

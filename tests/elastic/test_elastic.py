@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import os
 import re
 import signal
 import threading
-import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -19,13 +19,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import torchring
-from tests.support.elastic_job import ElasticJob, Slots, is_last, note
-from tests.support.harness import count_open_fds, patient, run_ranks, run_script
+from tests.support.elastic_job import NOTES, ElasticJob, Slots, is_last, note
+from tests.support.harness import count_open_fds, run_ranks, run_script, wait_until
 from torchring.default_world import default_world
 from torchring.elastic.driver.host_list import fixed
 from torchring.elastic.worker import worker as workers
 from torchring.elastic.worker.checkpoint import newest_step
 from torchring.launch.hosts import Host
+from torchring.sharding.optimizer import ShardedOptimizer
 
 GLOBAL_BATCH = 60
 LR = 0.05
@@ -57,37 +58,41 @@ def crc(model: torch.nn.Module) -> int:
     return value
 
 
+def make_sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+
+
 def train_worker(
     *,
     commits: bool = False,
     trouble: Callable[[int, Any], object] = lambda step, loss: None,
     make: Callable[[], torch.nn.Module] = make_model,
+    kind: Callable[[Any], torch.optim.Optimizer] = make_sgd,
+    shard: bool = False,
     scaled_trouble: Callable[[int], object] | None = None,
     batch: dict[str, int] | None = None,
+    begins: Callable[[], object] = lambda: None,
+    stepped: Callable[[], object] = lambda: None,
     **options: Any,
 ) -> None:
     """The script of a worker.
 
     Args:
         batch: what a batch is, for the sampler.
+        begins: called at the begin of a generation.
         commits: commit after each step.
+        kind: makes the optimizer.
+        stepped: called after each step.
         trouble: called with the number of the step, and its loss, before backward.
         scaled_trouble: train with a GradScaler, and call this between its `unscale_()` and `step()`.
     """
     model = make()
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9), model)
+    optimizer = torchring.wrap(kind(model), model, shard=shard)
     sampler = torchring.elastic.Sampler(Digits(), seed=5, **(batch or {"global_batch": GLOBAL_BATCH}))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9)
     scaler = torch.amp.GradScaler("cpu", enabled=scaled_trouble is not None)
-    state = torchring.elastic.State(
-        model=model,
-        optimizer=optimizer,
-        sampler=sampler,
-        scheduler=scheduler,
-        scaler=scaler,
-        step=0,
-        **options,
-    )
+    parts = {"model": model, "optimizer": optimizer, "sampler": sampler, "scheduler": scheduler, "scaler": scaler}
+    state = torchring.elastic.State(**parts, step=0, **options)
 
     @torchring.elastic.run
     def train(state: Any) -> None:
@@ -98,6 +103,7 @@ def train_worker(
         layout = [torchring.size(), len(hosts), torchring.local_size(), place < min(map(len, hosts))]
         layout += [optimizer.stats().algorithm]
         note(enters=state.step, rank=torchring.rank(), layout=layout, patience=patience, **resources())
+        begins()
         while True:
             for pixels, labels, indices in DataLoader(Digits(), batch_sampler=sampler):
                 if is_last(state.step):
@@ -111,6 +117,7 @@ def train_worker(
                 scaler.unscale_(optimizer)
                 if scaled_trouble is not None:
                     scaled_trouble(state.step)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 scaler.step(optimizer)
                 scaler.update()
                 scheduler.step()
@@ -124,36 +131,52 @@ def train_worker(
                 }
                 is_like = f"{crc(model)} {scheduler.get_last_lr()} {scaler.get_scale()}"
                 note(step=state.step, crc=is_like, indices=indices.tolist(), **where)
+                stepped()
                 if commits:
                     state.commit()
 
     train(state)
-    note(result=[p.tolist() for p in model.parameters()])
+    result = Path(os.environ[NOTES]).with_suffix(".pt")
+    torch.save(([p.detach() for p in model.parameters()], whole_state(optimizer)), result)
+    note(
+        result=str(result), num_bytes=sum(value.nbytes for each in optimizer.state.values() for value in each.values())
+    )
+
+
+def whole_state(optimizer: Any) -> list[torch.Tensor]:
+    sharded = isinstance(optimizer, ShardedOptimizer)
+    return listed(optimizer.state_dict(all_ranks=True) if sharded else optimizer.state_dict())
+
+
+def listed(state_dict: dict[str, Any]) -> list[torch.Tensor]:
+    entries = sorted(state_dict["state"].items())
+    return [torch.as_tensor(value) for _, entry in entries for _, value in sorted(entry.items())]
 
 
 @functools.cache
-def expected(num_steps: int, global_batch: int = GLOBAL_BATCH, accumulate: int = 1) -> list[torch.Tensor]:
-    """The parameters after as many steps of one process."""
+def expected(
+    num_steps: int,
+    global_batch: int = GLOBAL_BATCH,
+    accumulate: int = 1,
+    make: Callable[[], torch.nn.Module] = make_model,
+    kind: Callable[[Any], torch.optim.Optimizer] = make_sgd,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The parameters and the state of the optimizer after as many steps of one process."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # with more, tests that run side by side wait for each other's threads
-    try:
-        return _expected(num_steps, global_batch, accumulate)
-    finally:
-        torch.set_num_threads(num_threads)
-
-
-def _expected(num_steps: int, global_batch: int, accumulate: int) -> list[torch.Tensor]:
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    model = make()
+    optimizer = kind(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9)
     batches = orders(num_steps * accumulate, global_batch)
     for step in range(num_steps):
         optimizer.zero_grad()
         order = torch.cat(batches[step * accumulate : (step + 1) * accumulate])
         torch.nn.functional.cross_entropy(model(PIXELS[order]), LABELS[order]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
-    return [parameter.detach() for parameter in model.parameters()]
+    torch.set_num_threads(num_threads)
+    return [parameter.detach() for parameter in model.parameters()], whole_state(optimizer)
 
 
 def orders(num_steps: int, global_batch: int = GLOBAL_BATCH) -> list[torch.Tensor]:
@@ -196,16 +219,27 @@ def check_books(job: ElasticJob, num_steps: int) -> None:
             assert len(drawn) == GLOBAL_BATCH
 
 
+def spans(job: ElasticJob) -> list[tuple[int, int]]:
+    """The first and the last step of each generation."""
+    found: dict[int, list[int]] = {}
+    for each in job.notes("step"):
+        found.setdefault(each["generation"], []).append(each["step"])
+    return [(min(steps), max(steps)) for _, steps in sorted(found.items())]
+
+
 def check_continuity(job: ElasticJob) -> None:
     """Each generation began where the one before had ended: no finished step was lost."""
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for each in job.notes("step"):
-        generation, step = each["generation"], each["step"]
-        first[generation] = min(step, first.get(generation, step))
-        last[generation] = max(step, last.get(generation, step))
-    ordered = sorted(first)
-    assert [first[later] for later in ordered[1:]] == [last[earlier] + 1 for earlier in ordered[:-1]]
+    assert all(first == last + 1 for (_, last), (first, _) in itertools.pairwise(spans(job)))
+
+
+def lose_driver(job: ElasticJob, folder: Path) -> None:
+    """The workers end, and the newest checkpoint is of the last step."""
+    job.driver._store = job.driver._opening = None  # as after SIGKILL, for the workers
+    gc.collect()
+    processes = [job.driver._processes[worker].job.process for worker in job.workers]
+    wait_until(lambda: all(process.poll() is not None for process in processes), "workers to end without the driver")
+    assert [process.poll() for process in processes] == [1] * len(processes)
+    assert newest_step(folder) == job.last_step()
 
 
 def check_growth(job: ElasticJob) -> dict[str, int]:
@@ -230,13 +264,17 @@ def check_growth(job: ElasticJob) -> dict[str, int]:
     return grown
 
 
-def check_result(job: ElasticJob, num_steps: int) -> None:
-    """All workers of the last generation have what one process would have, to rounding."""
+def check_result(
+    job: ElasticJob, num_steps: int, *, state_tolerance: tuple[float, float] = (1e-9, 1e-11), **what: Any
+) -> None:
+    """All workers of the last generation have what one process would have, to rounding. `what`: of `expected`."""
     results = job.notes("result")
     assert len(results) == len(job.workers)
+    parameters, state = expected(num_steps, **what)
     for result in results:
-        for found, wanted in zip(result["result"], expected(num_steps), strict=True):
-            torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), wanted, rtol=1e-9, atol=1e-11)
+        found, found_state = torch.load(result["result"])
+        torch.testing.assert_close(found, parameters, rtol=1e-7 if what else 1e-9, atol=1e-9 if what else 1e-11)
+        torch.testing.assert_close(found_state, state, rtol=state_tolerance[0], atol=state_tolerance[1])
 
 
 def _is_infinite(step: int) -> bool:
@@ -457,6 +495,7 @@ def _train_alone(rank: int, size: int, folder: Path, is_told: bool, shard: bool)
                 torch.nn.functional.cross_entropy(model(pixels), labels).backward()
                 num_micro += 1
                 if num_micro % 2 == 0:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                     optimizer.step()
                     optimizer.zero_grad()
                     scheduler.step()
@@ -473,7 +512,7 @@ def test_without_a_driver_a_job_that_is_told_to_end_goes_on_when_it_is_started_a
     run_ranks(_train_alone, 2, tmp_path, True, shard, expect_exit={0: 143, 1: 143})
     for first, parameters in run_ranks(_train_alone, 3, tmp_path, False, not shard):
         assert first == 13  # the signal came before the step was over
-        for found, wanted in zip(parameters, expected(_NUM_STEPS, 64, accumulate=2), strict=True):
+        for found, wanted in zip(parameters, expected(_NUM_STEPS, 64, accumulate=2)[0], strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
 
 
@@ -545,16 +584,8 @@ def test_buffers_are_equal_callbacks_are_called_and_a_job_without_a_driver_saves
         job.run_until(lambda: len(job.notes("old")) == 5, "callbacks on three")
         resized = [(each["old"], each["new"]) for each in job.notes("old")]
         assert resized == [(3, 2)] * 2 + [(2, 3)] * 3  # the new one, too
-        workers = job.workers
-        job.driver._store = job.driver._opening = None  # as after SIGKILL, for the workers
-        gc.collect()
-        end = time.monotonic() + patient(30)
-        while any(job.driver._processes[worker].job.process.poll() is None for worker in workers):
-            assert time.monotonic() < end, "workers did not end without the driver"
-            time.sleep(0.02)
-        assert [job.driver._processes[worker].job.process.poll() for worker in workers] == [1, 1, 1]
+        lose_driver(job, tmp_path)
         by_step: dict[tuple[int, int], set[int]] = {}
         for each in job.notes("step"):
             by_step.setdefault((each["generation"], each["step"]), set()).add(each["crc"])
         assert all(len(crcs) == 1 for crcs in by_step.values())
-        assert newest_step(tmp_path) == job.last_step()

@@ -6,38 +6,32 @@ A rank that leaves politely takes nothing along.
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 import torchring
 from tests.elastic.test_elastic import (
-    GLOBAL_BATCH,
-    LABELS,
-    PIXELS,
-    Digits,
     _once,
     check_books,
     check_continuity,
-    crc,
-    orders,
+    check_result,
+    expected,
+    listed,
+    lose_driver,
+    spans,
+    train_worker,
 )
-from tests.support.elastic_job import NOTES, ElasticJob, is_last, note
-from tests.support.harness import patient
+from tests.support.elastic_job import ElasticJob, note
 from torchring.elastic.worker import shares
-from torchring.elastic.worker import worker as workers
 from torchring.elastic.worker.checkpoint import newest
 from torchring.sharding import checkpoint, exchange, step
-from torchring.sharding.optimizer import ShardedOptimizer
 
 Kind = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
@@ -100,98 +94,21 @@ def _patch(points: list[str]) -> None:
     before(shares, "deal_out", "while state is dealt out")
 
 
-def train_worker(
-    make: Kind,
-    points: list[str],
-    trouble: Callable[[int], object] = lambda step: None,
-    **options: Any,
-) -> None:
+def train_sharded(kind: Kind, points: list[str], **options: Any) -> None:
     _patch(points)
-    model = make_model()
-    optimizer = torchring.wrap(make(model), model, shard=True)
-    sampler = torchring.elastic.Sampler(Digits(), seed=5, global_batch=GLOBAL_BATCH)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9)
-    state = torchring.elastic.State(
-        model=model,
-        optimizer=optimizer,
-        sampler=sampler,
-        scheduler=scheduler,
-        step=0,
+    train_worker(
+        make=make_model,
+        kind=kind,
+        shard=True,
+        begins=lambda: _marker(f"entered after {_num_done(points)}").touch(),
+        trouble=lambda step, loss: loss.register_hook(lambda grad: _lose("in backward", points)) and None,
+        stepped=lambda: _lose("between steps", points),
         **options,
     )
 
-    @torchring.elastic.run
-    def train(state: Any) -> None:
-        note(enters=state.step, rank=torchring.rank(), size=torchring.size())
-        _marker(f"entered after {_num_done(points)}").touch()
-        while True:
-            for pixels, labels, indices in DataLoader(Digits(), batch_sampler=sampler):
-                if is_last(state.step):
-                    return
-                optimizer.zero_grad()
-                optimizer.weigh(sampler.weight())
-                loss = torch.nn.functional.cross_entropy(model(pixels), labels)
-                loss.register_hook(lambda grad: _lose("in backward", points))
-                loss.backward()
-                trouble(state.step)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                scheduler.step()
-                state.step += 1
-                where = {
-                    "rank": torchring.rank(),
-                    "size": torchring.size(),
-                    "generation": workers._the_worker.generation,
-                }
-                note(step=state.step, crc=f"{crc(model)} {scheduler.get_last_lr()}", indices=indices.tolist(), **where)
-                _lose("between steps", points)
 
-    train(state)
-    result = Path(os.environ[NOTES]).with_suffix(".pt")
-    torch.save(([p.detach() for p in model.parameters()], whole_state(optimizer)), result)
-    num_bytes = sum(value.nbytes for entry in optimizer.state.values() for value in entry.values())
-    note(result=str(result), num_bytes=num_bytes)
-
-
-def whole_state(optimizer: Any) -> list[torch.Tensor]:
-    sharded = isinstance(optimizer, ShardedOptimizer)
-    found = optimizer.state_dict(all_ranks=True) if sharded else optimizer.state_dict()
-    return [torch.as_tensor(value) for _, entry in sorted(found["state"].items()) for _, value in sorted(entry.items())]
-
-
-def expected(make: Kind, num_steps: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Parameters and state after as many steps of one process."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return _expected(make, num_steps)
-    finally:
-        torch.set_num_threads(num_threads)
-
-
-def _expected(make: Kind, num_steps: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    model = make_model()
-    optimizer = make(model)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9)
-    for order in orders(num_steps):
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(PIXELS[order]), LABELS[order]).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        scheduler.step()
-    return [parameter.detach() for parameter in model.parameters()], whole_state(optimizer)
-
-
-def check_result(job: ElasticJob, make: Kind, num_steps: int) -> None:
-    results = job.notes("result")
-    assert len(results) == len(job.workers)
-    parameters, state = expected(make, num_steps)
-    for result in results:
-        found_parameters, found_state = torch.load(result["result"])
-        for found, wanted in zip(found_parameters, parameters, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)
-        for found, wanted in zip(found_state, state, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-12)
+def _check_result(job: ElasticJob, kind: Kind, num_steps: int) -> None:
+    check_result(job, num_steps, state_tolerance=(1e-5, 1e-12), make=make_model, kind=kind)
 
 
 _POINTS = [
@@ -209,7 +126,7 @@ _EVERY = 9
 
 
 def _run(make: Kind, points: list[str], folder: Path) -> None:
-    with ElasticJob(functools.partial(train_worker, make, points, checkpoint=folder, every=_EVERY), 3) as job:
+    with ElasticJob(functools.partial(train_sharded, make, points, checkpoint=folder, every=_EVERY), 3) as job:
         job.run_until(lambda: len(job.notes("lost")) >= len(points) - 1, "all losses but one", 120)
         job.run_until(
             lambda: (
@@ -224,42 +141,30 @@ def _run(make: Kind, points: list[str], folder: Path) -> None:
         num_steps = job.stop(50)
         assert job.run(120) == 0
         check_books(job, num_steps)
-        check_result(job, make, num_steps)
+        _check_result(job, make, num_steps)
         assert [each["lost"] for each in job.notes("lost")] == points
         assert check_returns(job) == len(points) - 1  # with the last one, nothing was lost
-        whole = sum(each.nbytes for each in expected(make, 1)[1])
+        whole = sum(each.nbytes for each in expected(1, make=make_model, kind=make)[1])
         assert make is make_adafactor or all(r["num_bytes"] < 1 / 3 * 1.02 * whole for r in job.notes("result"))
         check_saved(folder, make, num_steps)
 
 
 def check_returns(job: ElasticJob) -> int:
     """Each generation began where the one before had ended, or at a checkpoint. Returns how often at a checkpoint."""
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for each in job.notes("step"):
-        generation, step = each["generation"], each["step"]
-        first[generation] = min(step, first.get(generation, step))
-        last[generation] = max(step, last.get(generation, step))
+    for (_, last), (first, _) in itertools.pairwise(spans(job)):
+        if first != last + 1:
+            assert first % _EVERY == 1
+            assert last - 2 * _EVERY <= first <= last
     log = "".join(path.read_text() for path in job.folder.glob("*.log"))
-    num_returns = log.count("took its share of the optimizer's state along (shard=True): all go back to a checkpoint")
-    for earlier, later in itertools.pairwise(sorted(first)):
-        if first[later] != last[earlier] + 1:
-            assert first[later] % _EVERY == 1
-            assert last[earlier] - 2 * _EVERY <= first[later] <= last[earlier]
-    return num_returns
+    return log.count("took its share of the optimizer's state along (shard=True): all go back to a checkpoint")
 
 
-def check_saved(folder: Path, make: Kind, num_steps: int) -> None:
+def check_saved(folder: Path, kind: Kind, num_steps: int) -> None:
     """The newest checkpoint has the whole state."""
     step, saved = newest(folder)
     assert step == num_steps
-    found = [
-        torch.as_tensor(v)
-        for _, e in sorted(saved["optimizers"]["optimizer"]["state"].items())
-        for _, v in sorted(e.items())
-    ]
-    for mine, wanted in zip(found, expected(make, num_steps)[1], strict=True):
-        torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-12)
+    found, wanted = listed(saved["optimizers"]["optimizer"]), expected(num_steps, make=make_model, kind=kind)[1]
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-12)
 
 
 def test_a_rank_may_be_lost_at_any_point_of_a_sharded_step(tmp_path: Path) -> None:
@@ -273,7 +178,7 @@ def test_other_optimizers(make: Kind, tmp_path: Path) -> None:
 
 
 def test_ranks_that_are_told_to_end_leave_their_shares_and_without_a_checkpoint_a_loss_means_the_beginning() -> None:
-    with ElasticJob(functools.partial(train_worker, make_adamw, []), 3) as job:
+    with ElasticJob(functools.partial(train_sharded, make_adamw, []), 3) as job:
         job.run_until(lambda: job.last_step() > 10, "10 steps")
         leaving, stays = job.workers[:2], job.workers[2]
         for worker in leaving:
@@ -290,18 +195,11 @@ def test_ranks_that_are_told_to_end_leave_their_shares_and_without_a_checkpoint_
         assert next(each["enters"] for each in job.notes("enters") if each["pid"] not in old) == 0
         assert "new ones start from the beginning. Pass checkpoint=" in (job.folder / f"worker{stays}.log").read_text()
         check_books(job, num_steps)
-        check_result(job, make_adamw, num_steps)
+        _check_result(job, make_adamw, num_steps)
 
 
 def test_without_the_driver_rank_0_writes_the_whole_state(tmp_path: Path) -> None:
-    with ElasticJob(functools.partial(train_worker, make_adamw, [], checkpoint=tmp_path), 3) as job:
+    with ElasticJob(functools.partial(train_sharded, make_adamw, [], checkpoint=tmp_path), 3) as job:
         job.run_until(lambda: job.last_step() > 20, "20 steps")
-        job.driver._store = job.driver._opening = None  # as after SIGKILL, for the workers
-        gc.collect()
-        end = time.monotonic() + patient(30)
-        processes = [job.driver._processes[worker].job.process for worker in job.workers]
-        while any(process.poll() is None for process in processes):
-            assert time.monotonic() < end, "workers did not end without the driver"
-            time.sleep(0.02)
-        assert [process.poll() for process in processes] == [1, 1, 1]
+        lose_driver(job, tmp_path)
         check_saved(tmp_path, make_adamw, job.last_step())

@@ -14,23 +14,17 @@ from torch import Tensor, nn
 
 import torchring
 from tests.devices.test_gpu import DEADLINE, SHARED, pretend_hosts
+from tests.sharding import test_step
 from tests.sharding.test_step import _assert_equal_states
-from tests.support.harness import run_ranks
+from tests.support.harness import ranks, run_ranks
 
 pytestmark = pytest.mark.gpu
 
 _SHAPES = ((3000, 700), (40, 3, 3, 3), (9001,), (), (512, 513), (2, 5))  # the first would be several shards on the CPU
 _KINDS: dict[str, Callable[[Any], Any]] = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    **test_step._KINDS,
     "AdamW for-loop": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
-    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "AdamW capturable": lambda p: torch.optim.AdamW(p, lr=0.01, capturable=True),
-    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
-    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.01),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
     "Muon": lambda p: torch.optim.Muon([each for each in p if each.dim() == 2], lr=0.02),
 }
@@ -88,14 +82,15 @@ def test_the_same_bits_as_without_shard(algorithm: str, hosts: Sequence[int]) ->
     assert results == [[]] * len(hosts)
 
 
-def _peaks(rank: int, size: int) -> tuple[int, list[int]]:
-    """Bytes of this rank's state; and those on the GPU beside it at most, while a checkpoint is made and loaded."""
+@ranks(2, start=run_ranks, env=SHARED, deadline=DEADLINE)
+def test_state_and_checkpoints_take_little_of_the_gpu() -> None:
     layers = nn.Sequential(*(nn.Linear(2000, 2000) for _ in range(8))).cuda()
     optimizer = torchring.wrap(torch.optim.AdamW(layers.parameters()), layers, shard=True)
     layers(torch.ones(1, 2000, device="cuda")).sum().backward()
     optimizer.step()
     own = sum(v.nbytes for e in optimizer.state.values() for v in e.values() if v.is_cuda)
-    peaks, state = [], None
+    assert own < 0.52 * 8 * 2 * 4 * 2000 * 2001
+    state = None
     for saves in (True, False):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -104,11 +99,5 @@ def _peaks(rank: int, size: int) -> tuple[int, list[int]]:
             state = optimizer.state_dict()
         else:
             optimizer.load_state_dict(state)
-        peaks.append(torch.cuda.max_memory_allocated() - before)
-    return own, peaks
-
-
-def test_state_and_checkpoints_take_little_of_the_gpu() -> None:
-    for own, peaks in run_ranks(_peaks, 2, env=SHARED, deadline=DEADLINE):
-        assert own < 0.52 * 8 * 2 * 4 * 2000 * 2001
-        assert max(peaks) < 64 << 20
+        peak = torch.cuda.max_memory_allocated() - before  # beside the rank's state
+        assert peak < 64 << 20

@@ -218,7 +218,8 @@ def test_what_looks_at_all_parameters_or_changes_pieces_is_refused() -> None:
     optimizer.close()
 
 
-def _loaded(rank: int, size: int, folder: str) -> None:
+@ranks(1)
+def test_distributed_checkpoint_loads_into_a_fresh_optimizer_without_shard(tmp_path: Path) -> None:
     states = []
     for act in (dcp.save, dcp.load):
         net = _net()
@@ -226,15 +227,11 @@ def _loaded(rank: int, size: int, folder: str) -> None:
         if act is dcp.save:
             _backward(net)
             optimizer.step()
-        act({"optimizer": DistributedState(optimizer)}, checkpoint_id=folder)
+        act({"optimizer": DistributedState(optimizer)}, checkpoint_id=str(tmp_path))
         states.append(optimizer.state_dict()["state"])
     assert states[0].keys() == states[1].keys() != set()
     for entry, other in zip(*(state.values() for state in states), strict=True):
         assert all(torch.equal(value, other[key]) for key, value in entry.items())
-
-
-def test_distributed_checkpoint_loads_into_a_fresh_optimizer_without_shard(tmp_path: Path) -> None:
-    run_pooled(_loaded, 1, str(tmp_path))
 
 
 def _pickled(rank: int, size: int, file: str) -> None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 import torchring
 from tests.support.checks import assert_same_everywhere, logged
 from tests.support.grids import grid
-from tests.support.harness import ranks, run_pooled, run_ranks
+from tests.support.harness import ranks, run_ranks
 from torchring.memory import host as host_module
 
 _NUM_STEPS = 5
@@ -78,15 +78,6 @@ def _train(net: Net, optimizer: Any, steps: range) -> None:
         scheduler.step()
 
 
-def _both(kind: str) -> list[tuple[Net, Any]]:
-    """A model with a plain distributed optimizer, and one whose optimizer is sharded."""
-    pairs = []
-    for shard in (False, True):
-        net = Net()
-        pairs.append((net, torchring.wrap(_KINDS[kind](_groups(net)), net, shard=shard)))
-    return pairs
-
-
 def _parameters(net: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in net.parameters()]
 
@@ -94,9 +85,12 @@ def _parameters(net: nn.Module) -> list[Tensor]:
 def _compare(kinds: Sequence[str], has_hosts: bool = False) -> None:
     with logged() as lines:
         for kind in kinds:
-            (plain, optimizer), (net, sharded) = _both(kind)
-            _train(plain, optimizer, range(_NUM_STEPS))
-            _train(net, sharded, range(_NUM_STEPS))
+            twins = []
+            for shard in (False, True):
+                net = Net()
+                twins.append((net, torchring.wrap(_KINDS[kind](_groups(net)), net, shard=shard)))
+                _train(*twins[-1], range(_NUM_STEPS))
+            (plain, optimizer), (net, sharded) = twins
             for (name, expected), found in zip(plain.named_parameters(), net.parameters(), strict=True):
                 if has_hosts:
                     torch.testing.assert_close(found, expected)
@@ -167,7 +161,6 @@ def _of_whole_parameters(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no Muon")
 @ranks()
 def test_muon_steps_a_matrix_on_one_rank(world_size: int, rank: int) -> None:
     _of_whole_parameters(rank, world_size)
@@ -226,8 +219,9 @@ def _with_everything(rank: int, size: int, acts: Sequence[str] = ()) -> None:
             assert torch.equal(expected, found), act
 
 
-def test_with_everything_that_scripts_do_around_a_step() -> None:
-    run_pooled(_with_everything, 2)
+@ranks(2)
+def test_with_everything_that_scripts_do_around_a_step(rank: int) -> None:
+    _with_everything(rank, 2)
 
 
 @ranks(2, start=run_ranks)
