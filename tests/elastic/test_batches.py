@@ -157,8 +157,8 @@ def test_each_loss_has_the_weight_of_its_batch() -> None:
         for epoch, loop in enumerate(_LOOPS):
             job.sampler.set_epoch(epoch)
             job.reset()
-            batches = DataLoader(_DATA, batch_sampler=job.sampler, num_workers=int(loop is _two))
-            said = attempt(lambda loop=loop, batches=batches: loop(job, batches))
+            options = {"batch_sampler": job.sampler, "num_workers": int(loop is _two)}
+            said = attempt(lambda loop=loop, options=options: loop(job, DataLoader(_DATA, **options)))
             found[loop] = said, job.positions, [p.detach().clone() for p in job.parameters()]
 
     train(torchring.elastic.State(**parts, sampler=job.sampler))

@@ -163,38 +163,27 @@ def cluster(tmp_path: Path) -> Cluster:
 # ---- hosts
 
 
-def test_hosts() -> None:
-    assert parse_hosts("a:2, me@b.cluster:4,10.0.0.7") == [Host("a", 2), Host("me@b.cluster", 4), Host("10.0.0.7", 1)]
-    assert parse_hosts("[fe80::1]:2") == [Host("[fe80::1]", 2)]
-
-
 @pytest.mark.parametrize(
-    "text", ["", "a:", "a:0", "a:x", "a:-1", ":2", "a:2,", "a b", "a:1:2", "-oProxyCommand=x", "a;b:"]
-)
-def test_what_is_no_list_of_hosts(text: str) -> None:
-    with pytest.raises(LaunchError, match="-H takes host:slots"):
-        parse_hosts(text)
-
-
-def test_host_file() -> None:
-    text = "# two machines\n\na slots=2 # old\n  b:3\nc\n"
-    assert parse_hostfile(text) == [Host("a", 2), Host("b", 3), Host("c", 1)]
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
+    ("parse", "text", "expected"),
     [
-        ("a\nb slots=x", "line 2 .*got 'b slots=x'"),
-        ("a slots=0", "line 1"),
-        ("a:2 slots=2", "line 1"),
-        ("a 2", "line 1"),
-        ("a slots=2 max_slots=3", "line 1"),
-        ("# nothing", "names no host"),
+        (parse_hosts, "a:2, me@b.cluster:4,10.0.0.7", [Host("a", 2), Host("me@b.cluster", 4), Host("10.0.0.7", 1)]),
+        (parse_hosts, "[fe80::1]:2", [Host("[fe80::1]", 2)]),
+        *(
+            (parse_hosts, text, "-H takes host:slots")
+            for text in ("", "a:", "a:0", "a:x", "a:-1", ":2", "a:2,", "a b", "a:1:2", "-oProxyCommand=x", "a;b:")
+        ),
+        (parse_hostfile, "# two machines\n\na slots=2 # old\n  b:3\nc\n", [Host("a", 2), Host("b", 3), Host("c", 1)]),
+        (parse_hostfile, "a\nb slots=x", "line 2 .*got 'b slots=x'"),
+        *((parse_hostfile, text, "line 1") for text in ("a slots=0", "a:2 slots=2", "a 2", "a slots=2 max_slots=3")),
+        (parse_hostfile, "# nothing", "names no host"),
     ],
 )
-def test_what_is_no_host_file(text: str, complaint: str) -> None:
-    with pytest.raises(LaunchError, match=complaint):
-        parse_hostfile(text)
+def test_lists_of_hosts_and_host_files(parse: Any, text: str, expected: Any) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(LaunchError, match=expected):
+            parse(text)
+    else:
+        assert parse(text) == expected
 
 
 def test_hosts_are_filled_in_order() -> None:
@@ -234,16 +223,19 @@ def reaped(*command: str) -> tuple[subprocess.Popen[bytes], int]:
     return process, lifeline
 
 
-@pytest.mark.parametrize(("command", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", 137), ("kill -15 $$", 143)])
-def test_the_reaper_passes_the_exit_code_on(command: str, code: int) -> None:
-    process, lifeline = reaped("sh", "-c", command)
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        *(
+            (["sh", "-c", command], code)
+            for command, code in (("exit 0", 0), ("exit 7", 7), ("kill -9 $$", 137), ("kill -15 $$", 143))
+        ),
+        (["/nowhere/command"], 127),
+    ],
+)
+def test_the_reaper_passes_the_exit_code_on(command: list[str], code: int) -> None:
+    process, lifeline = reaped(*command)
     assert process.wait(patient(20)) == code
-    os.close(lifeline)
-
-
-def test_the_reaper_of_a_command_that_is_not_there() -> None:
-    process, lifeline = reaped("/nowhere/command")
-    assert process.wait(patient(20)) == 127
     os.close(lifeline)
 
 

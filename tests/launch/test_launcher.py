@@ -307,19 +307,6 @@ def called(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[in
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("-H a:1 -np 3", "-np 3 is more than the 1 slots of a:1\n"),
-        ("-H 192.0.2.1:1 --launcher local", "launcher 'local' starts nothing on 192.0.2.1;"),
-    ],
-)
-def test_hosts_that_do_not_fit(line: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = called(["run", *line.split(), __file__], capsys)
-    assert (code, out) == (2, "")
-    assert err.startswith(f"torchring run: {complaint}")
-
-
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
         ("", "torchring: say which command: run, doctor, report, top, manifest, bench"),
         ("walk", "torchring: there is no command 'walk'"),
         ("rnu", "torchring: there is no command 'rnu'; did you mean run?"),
@@ -340,18 +327,24 @@ def test_a_usage_error_is_the_error_and_where_help_is(
     assert err == f"{complaint}\n`{complaint.partition(':')[0]} --help` shows what can be given\n"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["run", "--help"], ["run", "-h"]], ids=" ".join)
-def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = called(arguments, capsys)
+def test_hosts_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    refused = "torchring run: launcher 'local' starts nothing on 192.0.2.1;"
+    code, out, err = called(["run", "-H", "192.0.2.1:1", "--launcher", "local", __file__], capsys)
+    assert (code, out, err.startswith(refused)) == (2, "", True), err
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        *((line, "usage: torchring") for line in ("--help", "-h", "run --help", "run -h")),
+        ("--version", f"torchring {torchring.__version__}"),
+    ],
+)
+def test_help_and_version(line: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = called(line.split(), capsys)
     assert (code, err) == (0, "")
-    assert out.startswith("usage: torchring")
-    assert ("-np" in out) is (arguments[0] == "run")
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = called(["--version"], capsys)
-    assert code == 0
-    assert out.strip() == f"torchring {torchring.__version__}"
+    assert out.startswith(shown)
+    assert ("-np" in out) is line.startswith("run")
 
 
 def test_the_command_is_installed() -> None:
@@ -398,13 +391,16 @@ def test_the_command_becomes_the_benchmark(given: str, benchmarks: Path) -> None
     assert json.loads(ran.stdout) == [str(benchmarks / "one.py"), *given.split(), ""]
 
 
-def test_an_unknown_benchmark_is_an_error_that_lists_those_that_are_there(
-    benchmarks: Path, capsys: pytest.CaptureFixture[str]
+def test_a_benchmark_that_is_unknown_or_cannot_be_started(
+    benchmarks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for unknown in ("two", "tool", "__init__", "one.py", ""):
         code, out, err = called(["bench", unknown], capsys)
         assert (code, out) == (2, "")
         assert err.startswith(f"torchring bench: there is no benchmark {unknown!r}, but micro, one")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    message = "torchring bench: cannot start /nowhere/python: No such file or directory\n"
+    assert called(["bench", "one"], capsys) == (2, "", message)
 
 
 def test_the_benchmarks_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
@@ -419,11 +415,3 @@ def test_microbenchmarks_are_run_by_pytest() -> None:
                          capture_output=True, text=True)  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert "bench_hooks.py" in ran.stdout
-
-
-def test_a_benchmark_that_cannot_be_started(
-    benchmarks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    message = "torchring bench: cannot start /nowhere/python: No such file or directory\n"
-    assert called(["bench", "one"], capsys) == (2, "", message)

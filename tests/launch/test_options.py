@@ -223,12 +223,6 @@ def test_options_that_are_wrong(
     assert "_positive" not in err, "a name of ours, which says nothing to a user"
 
 
-def test_a_folder_that_was_forgotten(capsys: pytest.CaptureFixture[str], started: Started) -> None:
-    """The script was taken for it."""
-    assert run("-np", "2", "--trace", __file__) == 2
-    assert f"say which script to run: {__file__} was taken for --trace DIR\n" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("line", "code", "hint"),
     [
@@ -255,13 +249,15 @@ def test_hints_after_a_failure(
 
 def test_missing_script_is_2_with_a_plain_message(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
-    for script, complaint in [
-        (tmp_path / "nowhere.py", f"there is no script '{tmp_path}/nowhere.py'"),
-        (tmp_path, f"'{tmp_path}' is a directory without a __main__.py"),
-        (tmp_path / "trian.py", f"there is no script '{tmp_path}/trian.py'; did you mean train.py?"),
+    for line, complaint in [
+        (f"{tmp_path}/nowhere.py", f"there is no script '{tmp_path}/nowhere.py'"),
+        (f"{tmp_path}", f"'{tmp_path}' is a directory without a __main__.py"),
+        (f"{tmp_path}/trian.py", f"there is no script '{tmp_path}/trian.py'; did you mean train.py?"),
     ]:
-        assert run("-np", "2", str(script)) == 2
+        assert run("-np", "2", *line.split()) == 2
         assert capsys.readouterr() == ("", f"torchring run: {complaint}\n")
+    assert run("-np", "2", "--trace", __file__) == 2
+    assert f"say which script to run: {__file__} was taken for --trace DIR\n" in capsys.readouterr().err
 
 
 # ---- horovodrun's

@@ -1,7 +1,4 @@
-"""`torchring.accelerate` trains as Accelerate does with DistributedDataParallel, in scripts that stay as they are.
-
-One job of two ranks tries all cases, because importing Accelerate takes seconds.
-"""
+"""`torchring.accelerate` trains as Accelerate does with DistributedDataParallel, in scripts that stay as they are."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,12 +19,13 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchring
+from tests.platforms.cases import Cases, same
 from tests.support.commands import finish, free_port, start
 from tests.support.documents import ROOT, blocks
-from tests.support.harness import run_ranks
 from tests.support.training import attempt
 
 pytestmark = pytest.mark.platforms
+case = Cases(__name__, deadline=180, env={"HF_HUB_OFFLINE": "1"})
 
 PAGE = ROOT / "docs" / "platforms" / "accelerate.md"
 
@@ -81,19 +80,32 @@ def _trained(kind: type[Any], num_epochs: int = 4, **options: Any) -> dict[str, 
     return {"accelerator": accelerator, "model": model, "optimizer": optimizer, "losses": losses, "raw": raw}
 
 
-def _parity(ring: type[Any]) -> dict[str, Any]:
+def _close(value: Any) -> Any:
+    return pytest.approx(value, rel=1e-5, abs=1e-6)
+
+
+def _ring() -> Any:
+    from torchring.accelerate import RingAccelerator
+
+    return RingAccelerator
+
+
+@case
+def test_it_trains_as_with_ddp(rank: int) -> None:
     from accelerate import Accelerator
 
-    mine, ddp = _trained(ring), _trained(Accelerator)
-    half = [_trained(kind, num_epochs=1, mixed_precision="bf16") for kind in (ring, Accelerator)]
-    return {
-        "losses": [mine["losses"], ddp["losses"]],
-        "weights": [_weights(mine["raw"]), _weights(ddp["raw"])],
-        "bf16": [_weights(each["raw"]) for each in half],
-        "scaled": [_scaled(kind) for kind in (ring, Accelerator)],
-        "num_reductions": mine["optimizer"].optimizer.stats().num_reductions,
-        "types": [type(mine["model"]).__name__, type(ddp["model"]).__name__],
-    }
+    mine, ddp = _trained(_ring()), _trained(Accelerator)
+    assert len(mine["losses"]) == 100  # micro-steps
+    assert mine["losses"] == pytest.approx(ddp["losses"], abs=1e-6)
+    assert mine["optimizer"].optimizer.stats().num_reductions == 52  # an epoch's last step has a single micro-batch
+    assert same(_weights(mine["raw"])) == _close(_weights(ddp["raw"]))
+    assert [type(each["model"]).__name__ for each in (mine, ddp)] == ["Sequential", "DistributedDataParallel"]
+    mine, ddp = (_trained(kind, num_epochs=1, mixed_precision="bf16") for kind in (_ring(), Accelerator))
+    assert _weights(mine["raw"]) == _close(_weights(ddp["raw"]))
+    mine, ddp = (_scaled(kind) for kind in (_ring(), Accelerator))
+    assert mine == {**ddp, "weights": _close(ddp["weights"])}
+    assert mine["skipped"][0]
+    assert not mine["skipped"][-1]
 
 
 def _scaled(kind: type[Any]) -> dict[str, Any]:
@@ -115,8 +127,14 @@ def _scaled(kind: type[Any]) -> dict[str, Any]:
     return {"weights": _weights(raw), "skipped": skipped, "lr": scheduler.get_last_lr()}
 
 
-def _checkpoint(ring: type[Any], options: dict[str, Any], folder: str) -> dict[str, Any]:
-    run = _trained(ring, num_epochs=1, wrap_options=options)
+@case
+def test_a_checkpoint_has_all_of_the_state(rank: int) -> None:
+    expected = [_checkpoint(options, folder) for options, folder in (({}, "whole"), ({"shard": True}, "shared"))]
+    assert same(expected[0]) == expected[1]
+
+
+def _checkpoint(options: dict[str, Any], folder: str) -> list[float]:
+    run = _trained(_ring(), num_epochs=1, wrap_options=options)
     accelerator, model, optimizer = run["accelerator"], run["model"], run["optimizer"]
     accelerator.save_state(folder)
     accelerator.wait_for_everyone()
@@ -134,21 +152,20 @@ def _checkpoint(ring: type[Any], options: dict[str, Any], folder: str) -> dict[s
     written = io.BytesIO()
     torch.save([model, copy.deepcopy(model)], written)
     pickle.dumps(copy.deepcopy(optimizer.optimizer.optimizer))
-    return {
-        "expected": expected,
-        "found": go_on(),
-        "files": sorted(os.listdir(folder)),
-        "names": [*accelerator.get_state_dict(model)],
-        "is_ours": b"torchring" in written.getvalue(),
-    }
+    assert b"torchring" not in written.getvalue()
+    assert go_on() == expected
+    assert {"model.safetensors", "optimizer.bin", "scheduler.bin"} <= {*os.listdir(folder)}
+    assert next(iter(accelerator.get_state_dict(model))) == "0.weight"
+    return expected
 
 
-def _several(ring: type[Any]) -> dict[str, Any]:
+@case
+def test_several_models_and_optimizers(rank: int) -> None:
     """Two models with an optimizer of their own, and one with a loose parameter, over both models' heads."""
     from accelerate import Accelerator
 
-    found: dict[str, Any] = {}
-    for name, kind in (("ring", ring), ("ddp", Accelerator)):
+    found = []
+    for kind in (_ring(), Accelerator):
         accelerator = _accelerator(kind, gradient_accumulation_steps=2)
         first, second = _model(), _model(1)
         makes: list[Callable[..., Any]] = [torch.optim.SGD, torch.optim.AdamW]
@@ -163,30 +180,31 @@ def _several(ring: type[Any]) -> dict[str, Any]:
                 two.step()
                 one.zero_grad()
                 two.zero_grad()
-        found[name] = _weights(first, second)
-        if kind is ring:
-            found["reductions"] = [each.optimizer.stats().num_reductions for each in (one, two)]
-            found["scheduled"] = [each.optimizers == [own] for each, own in zip(schedules, (one, two), strict=True)]
-    accelerator = _accelerator(ring)
-    first, second, loose = _model(), _model(1), nn.Parameter(torch.tensor(float(torchring.rank())))
+        found.append(_weights(first, second))
+        if kind is not Accelerator:
+            assert [each.optimizer.stats().num_reductions for each in (one, two)] == [2, 2]
+            assert [each.optimizers for each in schedules] == [[one], [two]]
+    assert found[0] == _close(found[1])
+    accelerator = _accelerator(_ring())
+    first, second, loose = _model(), _model(1), nn.Parameter(torch.tensor(float(rank)))
     parameters = [*first.parameters(), *second.parameters(), loose]
     first, second, optimizer = accelerator.prepare(first, second, torch.optim.SGD(parameters, 0.1))
     for x, y in _loader(4):
-        accelerator.backward(mse_loss(loose * (first(x + torchring.rank()) + second(x)), y))
+        accelerator.backward(mse_loss(loose * (first(x + rank) + second(x)), y))
     optimizer.step()
     buffers = [buffer.flatten().double() for model in (first, second) for buffer in model.buffers()]
-    found["shared"] = [*_weights(first, second), loose.item(), *torch.cat(buffers).tolist()]
-    again = accelerator.prepare(
-        torch.optim.SGD(first.parameters(), 0.1)
-    )  # for another training, with the old one alive
+    same([*_weights(first, second), loose.item(), *torch.cat(buffers).tolist()])
+    # For another training, with the old one alive.
+    again = accelerator.prepare(torch.optim.SGD(first.parameters(), 0.1))
     accelerator.backward(first(torch.randn(4, 8)).sum())
     again.step()
-    found["again"] = [_weights(first), attempt(optimizer.step)]
-    return found
+    same(_weights(first))
+    assert attempt(optimizer.step).startswith("ValueError: this DistributedOptimizer is closed")
 
 
-def _uneven(ring: type[Any]) -> dict[str, Any]:
-    accelerator = _accelerator(ring)
+@case
+def test_ranks_with_uneven_data(rank: int) -> None:
+    accelerator = _accelerator(_ring())
     raw = nn.Linear(8, 1)
     model, optimizer, loader = accelerator.prepare(raw, torch.optim.SGD(raw.parameters(), 0.1), _loader(20))
     num_batches = 0
@@ -196,30 +214,48 @@ def _uneven(ring: type[Any]) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
             num_batches += 1
+    assert num_batches == 3 - rank
     metrics = [accelerator.gather_for_metrics(y).flatten() for _, y in loader]
-    data = torch.cat([y.flatten() for _, y in _loader(20)])
-    return {
-        "batches": num_batches,
-        "even": len([*loader]),
-        "weights": _weights(model),
-        "gathered": torch.equal(torch.cat(metrics), data),
-    }
+    assert torch.equal(torch.cat(metrics), torch.cat([y.flatten() for _, y in _loader(20)]))
+    assert len([*loader]) == 3
+    same(_weights(model))
 
 
-def _shown(ring: type[Any]) -> list[Any]:
+@case
+def test_accelerate_sees_the_ranks_of_any_launcher(rank: int) -> None:
     """As under srun, which sets none of the variables that Accelerate reads."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             patch.delenv(name, raising=False)
         before = dict(os.environ)
-        accelerator = _accelerator(ring, cpu=False)
-        return [accelerator.num_processes, accelerator.process_index, dict(os.environ) == before]
+        accelerator = _accelerator(_ring(), cpu=False)
+        assert (accelerator.num_processes, accelerator.process_index) == (2, rank)
+        assert dict(os.environ) == before
 
 
-def _mistakes(ring: type[Any]) -> dict[str, str]:
+@case
+def test_the_page_is_run_as_pasted(rank: int) -> None:
+    from accelerate.state import AcceleratorState
+
+    (block,) = blocks(PAGE, "python")
+    plain = block.code.replace("from torchring.accelerate import RingAccelerator as", "from accelerate import")
+    assert plain != block.code
+    found = []
+    for text in (block.code, plain):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        namespace: dict[str, Any] = {}
+        exec(compile(text, PAGE.name, "exec"), namespace)
+        found.append(_weights(namespace["model"]))
+    assert same(found[0]) == _close(found[1])
+
+
+@case
+def test_a_mistake_is_an_error(rank: int) -> None:
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
     from torch.nn.parallel import DistributedDataParallel
+
+    ring = _ring()
 
     def alone() -> None:
         accelerator = _accelerator(ring)
@@ -245,25 +281,6 @@ def _mistakes(ring: type[Any]) -> dict[str, str]:
         _, optimizer = _accelerator(Accelerator).prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         _accelerator(ring).prepare(optimizer)
 
-    def seen_before() -> None:
-        _accelerator(Accelerator, cpu=False)  # takes this process for the only one
-        ring()
-
-    def launched_with_fsdp() -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("ACCELERATE_USE_FSDP", "true")
-            ring()
-
-    hook = DistributedDataParallelKwargs(comm_hook="fp16")
-    shared = DataLoader(range(4), batch_sampler=torchring.data.Sampler(range(4), batch_size=1))  # type: ignore[arg-type]
-    found = {
-        "ddp": attempt(lambda: _accelerator(ring).prepare(DistributedDataParallel(_model()))),
-        "shared_twice": attempt(lambda: _accelerator(ring).prepare(shared)),
-        "fsdp": attempt(lambda: ring(fsdp_plugin=FullyShardedDataParallelPlugin())),
-        "hook": attempt(lambda: _accelerator(ring, kwargs_handlers=[hook])),
-    }
-    os.environ.pop("ACCELERATE_USE_FSDP", None)
-
     def half() -> None:
         accelerator, model = _accelerator(ring), _model()
         weight, *others = model.parameters()
@@ -278,122 +295,38 @@ def _mistakes(ring: type[Any]) -> dict[str, str]:
             optimizer.step()
         raise ValueError(said)
 
-    tries = {"alone": alone, "late": late, "both": both, "foreign": foreign, "half": half}
-    tries |= {"seen_before": seen_before, "launched_with_fsdp": launched_with_fsdp}
-    return found | {name: attempt(action) for name, action in tries.items()}
+    def seen_before() -> None:
+        _accelerator(Accelerator, cpu=False)  # takes this process for the only one
+        ring()
 
+    def launched_with_fsdp() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("ACCELERATE_USE_FSDP", "true")
+            ring()
 
-def _page(rank: int) -> dict[str, Any]:
-    from accelerate.state import AcceleratorState
+    def with_fsdp() -> None:
+        with mock.patch.dict(os.environ):
+            ring(fsdp_plugin=FullyShardedDataParallelPlugin())
 
-    (block,) = blocks(PAGE, "python")
-    plain = block.code.replace("from torchring.accelerate import RingAccelerator as", "from accelerate import")
-    assert plain != block.code
-    found = {}
-    for name, text in (("ring", block.code), ("ddp", plain)):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        namespace: dict[str, Any] = {}
-        exec(compile(text, PAGE.name, "exec"), namespace)
-        found[name] = _weights(namespace["model"])
-    return found
-
-
-def _all(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    os.chdir(folder)
-    from torchring.accelerate import RingAccelerator
-
-    return {
-        **{case.__name__: case(RingAccelerator) for case in (_parity, _several, _uneven, _shown)},
-        "whole": _checkpoint(RingAccelerator, {}, "whole"),
-        "shared": _checkpoint(RingAccelerator, {"shard": True}, "shared"),
-        "_page": _page(rank),
-        "_mistakes": _mistakes(RingAccelerator),
-    }
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = str(tmp_path_factory.mktemp("accelerate"))
-    return run_ranks(_all, 2, folder, deadline=180, env={"HF_HUB_OFFLINE": "1"})
-
-
-def test_it_trains_as_with_ddp(outcomes: list[dict[str, Any]]) -> None:
-    for rank in outcomes:
-        found = rank["_parity"]
-        losses, expected = found["losses"]
-        assert len(losses) == 100  # micro-steps
-        assert found["num_reductions"] == 52  # the last step of an epoch has a single micro-batch
-        assert losses == pytest.approx(expected, abs=1e-6)
-        for mine, ddp in (found["weights"], found["bf16"]):
-            assert mine == pytest.approx(ddp, rel=1e-5, abs=1e-6)
-        assert found["weights"][0] == outcomes[0]["_parity"]["weights"][0]
-        scaled, expected = found["scaled"]
-        assert scaled["weights"] == pytest.approx(expected["weights"], rel=1e-5, abs=1e-6)
-        assert scaled["skipped"] == expected["skipped"]
-        assert scaled["skipped"][0]
-        assert not scaled["skipped"][-1]
-        assert scaled["lr"] == expected["lr"]
-        assert found["types"] == ["Sequential", "DistributedDataParallel"]
-
-
-@pytest.mark.parametrize("case", ["whole", "shared"])
-def test_a_checkpoint_has_all_of_the_state(outcomes: list[dict[str, Any]], case: str) -> None:
-    for rank in outcomes:
-        found = rank[case]
-        assert found["found"] == found["expected"] == outcomes[0]["whole"]["expected"]
-        assert {"model.safetensors", "optimizer.bin", "scheduler.bin"} <= {*found["files"]}
-        assert found["names"][0] == "0.weight"
-        assert not found["is_ours"]
-
-
-def test_several_models_and_optimizers(outcomes: list[dict[str, Any]]) -> None:
-    for rank in outcomes:
-        found = rank["_several"]
-        assert found["ring"] == pytest.approx(found["ddp"], rel=1e-5, abs=1e-6)
-        assert found["reductions"] == [2, 2]
-        assert found["scheduled"] == [True, True]
-        assert found["shared"] == outcomes[0]["_several"]["shared"]
-        assert found["again"][0] == outcomes[0]["_several"]["again"][0]
-        assert found["again"][1].startswith("ValueError: this DistributedOptimizer is closed")
-
-
-def test_ranks_with_uneven_data(outcomes: list[dict[str, Any]]) -> None:
-    assert [rank["_uneven"]["batches"] for rank in outcomes] == [3, 2]
-    assert [rank["_uneven"]["even"] for rank in outcomes] == [3, 3]
-    assert outcomes[0]["_uneven"]["weights"] == outcomes[1]["_uneven"]["weights"]
-    assert all(rank["_uneven"]["gathered"] for rank in outcomes)
-
-
-def test_accelerate_sees_the_ranks_of_any_launcher(outcomes: list[dict[str, Any]]) -> None:
-    assert [rank["_shown"] for rank in outcomes] == [[2, 0, True], [2, 1, True]]
-
-
-@pytest.mark.parametrize(
-    ("case", "said"),
-    [
-        ("ddp", "ValueError: the model is a DistributedDataParallel"),
-        ("shared_twice", "ValueError: Accelerate would share the shares of a torchring.data.Sampler out again"),
-        ("fsdp", "ValueError: fsdp_plugin asks for an engine"),
-        ("launched_with_fsdp", "ValueError: ACCELERATE_USE_FSDP=true asks for an engine"),
-        ("hook", "wrap_options={'compression': 'bf16'}"),
-        ("alone", "GradientError: nobody reduces the gradients of the Sequential"),
-        ("half", "GradientError: 0.bias, 1.weight, 1.bias and 2 more get gradients that nobody reduces"),
-        ("late", "ValueError: the optimizer of this Sequential was prepared before the model"),
-        ("both", "belongs to a DistributedDataParallel"),
-        ("both", "with Accelerate, use torchring.accelerate.RingAccelerator"),
-        ("foreign", "ValueError: this optimizer was prepared by another Accelerator"),
-        ("seen_before", "TopologyError: Accelerate sees 1 of 2 processes"),
-    ],
-)
-def test_a_mistake_is_an_error(outcomes: list[dict[str, Any]], case: str, said: str) -> None:
-    for rank in outcomes:
-        assert said in rank["_mistakes"][case]
-
-
-def test_the_page_is_run_as_pasted(outcomes: list[dict[str, Any]]) -> None:
-    for rank in outcomes:
-        assert rank["_page"]["ring"] == pytest.approx(rank["_page"]["ddp"], rel=1e-5, abs=1e-6)
-        assert rank["_page"]["ring"] == outcomes[0]["_page"]["ring"]
+    hook = DistributedDataParallelKwargs(comm_hook="fp16")
+    shared = DataLoader(range(4), batch_sampler=torchring.data.Sampler(range(4), batch_size=1))
+    for act, *texts in (
+        (lambda: _accelerator(ring).prepare(DistributedDataParallel(_model())),
+         "ValueError: the model is a DistributedDataParallel"),
+        (lambda: _accelerator(ring).prepare(shared),
+         "ValueError: Accelerate would share the shares of a torchring.data.Sampler out again"),
+        (with_fsdp, "ValueError: fsdp_plugin asks for an engine"),
+        (lambda: _accelerator(ring, kwargs_handlers=[hook]), "wrap_options={'compression': 'bf16'}"),
+        (alone, "GradientError: nobody reduces the gradients of the Sequential"),
+        (late, "ValueError: the optimizer of this Sequential was prepared before the model"),
+        (both, "belongs to a DistributedDataParallel", "with Accelerate, use torchring.accelerate.RingAccelerator"),
+        (foreign, "ValueError: this optimizer was prepared by another Accelerator"),
+        (half, "GradientError: 0.bias, 1.weight, 1.bias and 2 more get gradients that nobody reduces"),
+        (seen_before, "TopologyError: Accelerate sees 1 of 2 processes"),
+        (launched_with_fsdp, "ValueError: ACCELERATE_USE_FSDP=true asks for an engine"),
+    ):  # fmt: skip
+        said = attempt(act)
+        assert all(text in said for text in texts), said
 
 
 SCRIPT = """

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchring
-from tests.support.checks import assert_same_on_all_ranks
+from tests.platforms.cases import Cases, same
 from tests.support.documents import ROOT, snippet
-from tests.support.harness import patient, run_ranks
+from tests.support.harness import patient, wait_until
 from tests.support.training import attempt
 from torchring.default_world import default_world
 from torchring.observe.recorder.writer import recorder_of
@@ -28,6 +28,7 @@ from torchring.observer import Phase
 from torchring.rendezvous.environment import ELASTIC
 
 pytestmark = pytest.mark.platforms
+case = Cases(__name__, deadline=240)
 
 PAGE = ROOT / "docs" / "platforms" / "lightning.md"
 
@@ -139,20 +140,45 @@ def fitted(make: Callable[[], Any], strategy: Any = "torchring", **options: Any)
     }
 
 
-# What is trained with "ddp" and with "torchring": options of the Trainer, and how many reductions there should be.
+def close(value: Any) -> Any:
+    return pytest.approx(value, rel=1e-6, abs=1e-7)
 
 
-def _both(rank: int) -> dict[str, Any]:
+@case
+def test_who_starts_the_ranks(rank: int) -> None:
+    """Before there is a process group: under torchrun; then by variables of srun, of Lightning's launcher, and none."""
+    import torchring.lightning
+
+    assert torchring.lightning._is_launched()
+    names = [name for name in os.environ if name.startswith(("RANK", "WORLD_", "LOCAL_", "MASTER_", "TORCHEL"))]
+    master = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    srun = {"PROCID": "1", "STEP_NUM_TASKS": "2", "LOCALID": "1", "NODELIST": "a", "JOB_ID": "7", "STEP_ID": "0"}
+    for variables, is_launched in (
+        ({f"SLURM_{name}": value for name, value in srun.items()}, True),
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "1", "NODE_RANK": "0", **master}, False),
+        ({"NODE_RANK": "1", **master}, False),
+        ({}, False),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            for name in names:
+                patch.delenv(name)
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            assert torchring.lightning._is_launched() is is_launched
+
+
+@case
+def test_it_trains_as_with_ddp(rank: int) -> None:
     import lightning.pytorch.callbacks as callbacks
 
     kinds = modules()
     monitor = {"monitor": "val", "mode": "min"}
-    cases: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]]]] = {
-        "50 steps": (kinds.Regression, lambda: {"max_epochs": 100, "max_steps": 50}),
-        "accumulated": (kinds.Regression, lambda: {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5}),
-        "bf16": (kinds.Regression, lambda: {"precision": "bf16-mixed"}),
-        "two optimizers": (kinds.Gan, dict),
-        "plateau, stops": (
+    cases: list[tuple[Callable[[], Any], Callable[[], dict[str, Any]], int | None]] = [  # and the number of reductions
+        (kinds.Regression, lambda: {"max_epochs": 100, "max_steps": 50}, 50),
+        (kinds.Regression, lambda: {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5}, 6),
+        (kinds.Regression, lambda: {"precision": "bf16-mixed"}, 16),
+        (kinds.Gan, dict, 32),
+        (
             functools.partial(kinds.Regression, plateau=True),
             lambda: {
                 "max_epochs": 6,
@@ -161,33 +187,42 @@ def _both(rank: int) -> dict[str, Any]:
                     callbacks.ModelCheckpoint("plateau", **monitor),
                 ],
             },
+            None,
         ),
-        "averaged": (
+        (
             kinds.Regression,
             lambda: {"max_epochs": 3, "callbacks": [callbacks.StochasticWeightAveraging(0.02, swa_epoch_start=1)],
                      "enable_checkpointing": False},
+            24,
         ),
-    }  # fmt: skip
-    found = {}
-    for name, (make, options) in cases.items():
-        ddp = "ddp_find_unused_parameters_true" if make is kinds.Gan else "ddp"  # torchring needs no such flag
-        found[name] = {"ddp": fitted(make, ddp, **options()), "torchring": fitted(make, **options())}
-    return found
+    ]  # fmt: skip
+    for make, options, num_reductions in cases:
+        strategy = "ddp_find_unused_parameters_true" if make is kinds.Gan else "ddp"  # torchring needs no such flag
+        ddp, ring = fitted(make, strategy, **options()), fitted(make, **options())
+        for name in ("weights", "losses", "metrics"):
+            assert ring[name] == close(ddp[name]), name
+        assert ring["epochs"] == ddp["epochs"]
+        assert num_reductions == ring["count"] if num_reductions else ring["epochs"] < 6
+        same(ring["weights"])
+        first, second = torchring.all_gather_object(ring["losses"])
+        assert first != second
 
 
-def _checkpoints(rank: int) -> dict[str, Any]:
+@case
+def test_checkpoints_are_those_of_one_device(rank: int) -> None:
     """Those of torchring, with shard=True too, and those of a Trainer in one process, into each other."""
     import lightning
 
     from torchring.lightning import RingStrategy
 
     kinds = modules()
-    found: dict[str, Any] = {}
-    alone = trainer("auto", 1, barebones=False, max_epochs=1)
     if rank == 0:
+        alone = trainer("auto", 1, barebones=False, max_epochs=1)
         alone.fit(kinds.Regression(), loader())
         alone.save_checkpoint("alone.ckpt")
     torchring.barrier()
+    expected = keys(torch.load("alone.ckpt", weights_only=True))
+    plain: Any = None
     for name, strategy in (("plain", "torchring"), ("sharded", RingStrategy(shard=True))):
         module = kinds.Regression()
         saver = lightning.pytorch.callbacks.ModelCheckpoint(name, "{epoch}", save_top_k=-1)
@@ -201,23 +236,22 @@ def _checkpoints(rank: int) -> dict[str, Any]:
         trainer("torchring" if name == "plain" else RingStrategy(shard=True), max_epochs=2).fit(
             resumed, loader(), ckpt_path=f"{name}/epoch=0.ckpt"
         )
-        found[name] = {
-            "weights": weights(module),
-            "resumed": weights(resumed),
-            "saved": [weights_of(last), weights_of(after)],
-            "states": [each["optimizer_states"][0]["state"] for each in (last, after)],
-            "keys": keys(first),
-        }
-    found["keys alone"] = keys(torch.load("alone.ckpt", weights_only=True))
+        assert keys(first) == expected
+        assert weights_of(last) == weights_of(after) == weights(resumed) == weights(module)
+        plain = plain or last
+        assert weights(module) == close(weights_of(plain))
+        for checkpoint in (last, after):
+            torch.testing.assert_close(
+                checkpoint["optimizer_states"][0]["state"], plain["optimizer_states"][0]["state"], rtol=1e-5, atol=1e-8
+            )
     module = kinds.Regression()
     trainer(max_epochs=2).fit(module, loader(), ckpt_path="alone.ckpt")
-    found["went on from one"] = weights(module)
+    assert same(weights(module)) != weights_of(plain)
     if rank == 0:
         module = kinds.Regression()
         trainer("auto", 1, max_epochs=3).fit(module, loader(), ckpt_path="plain/epoch=1.ckpt")
-        found["went on alone"] = len(module.losses)
+        assert len(module.losses) == 16  # the third epoch, on all of the data
     torchring.barrier()
-    return found
 
 
 def weights_of(checkpoint: dict[str, Any]) -> list[float]:
@@ -231,11 +265,12 @@ def keys(checkpoint: dict[str, Any]) -> list[Any]:
     return [sorted(checkpoint), sorted(checkpoint["loops"]), list(checkpoint["state_dict"]), shapes, groups]
 
 
-def _again(rank: int) -> dict[str, Any]:
-    """Several fits of one module, by one Trainer and by another, and a search for the learning rate before one."""
+@case
+def test_a_module_is_fitted_again(rank: int) -> None:
+    """By one Trainer and by another, and a search for the learning rate comes before one."""
     from lightning.pytorch.tuner import Tuner
 
-    found = {}
+    found = []
     for strategy, devices in (("ddp", 2), ("torchring", "auto")):
         module = modules().Regression()
         own = trainer(strategy, devices, max_epochs=1)
@@ -247,13 +282,15 @@ def _again(rank: int) -> dict[str, Any]:
         Tuner(third).lr_find(module, loader(256), num_training=20)
         third.fit(module, loader())
         third.validate(module, loader(16), verbose=False)
-        found[strategy] = {"weights": weights(module), "lr": module.lr, "count": len(module.losses)}
+        found.append([module.lr, len(module.losses), *weights(module)])
+    assert found[1] == close(found[0])
+    assert same(found[1])[0] != 0.01
     assert not [hook for p in module.parameters() for hook in (p._post_accumulate_grad_hooks or ())]
     assert [type(each) for each in own.optimizers] == [torch.optim.AdamW]
-    return found
 
 
-def _batch_norm(rank: int) -> dict[str, Any]:
+@case
+def test_batchnorm(rank: int) -> None:
     """With sync_batchnorm, ranks train as one process that has all batches. Without it, statistics are averaged."""
     import lightning
 
@@ -263,24 +300,19 @@ def _batch_norm(rank: int) -> dict[str, Any]:
     mine = DataLoader(data(), batch_size=4, sampler=[i for i in range(64) if i // 4 % 2 == rank])
     trainer(sync_batchnorm=True, **options).fit(module, mine)
     trainer("auto", 1, **options).fit(alone, DataLoader(data(), batch_size=8))
+    assert same(weights(module)) == pytest.approx(weights(alone), rel=1e-4, abs=1e-6)
+    assert type(module.net[1]) is nn.BatchNorm1d
     averaged = make()  # whose last epoch has forwards without a step
     callbacks = [lightning.pytorch.callbacks.StochasticWeightAveraging(0.02, swa_epoch_start=1),
                  lightning.pytorch.callbacks.ModelCheckpoint("averaged", "{epoch}")]  # fmt: skip
     trainer(callbacks=callbacks).fit(averaged, loader())
     torchring.barrier()
-    saved = torch.load("averaged/epoch=2.ckpt", weights_only=True)
-    return {
-        "ring": weights(module),
-        "alone": weights(alone),
-        "layer": type(module.net[1]),
-        "averaged": weights(averaged),
-        "saved": weights_of(saved),
-        "count": int(averaged.net[1].num_batches_tracked),
-    }
+    assert same(weights(averaged)) == weights_of(torch.load("averaged/epoch=2.ckpt", weights_only=True))
+    assert averaged.net[1].num_batches_tracked == 8  # the last epoch's alone
 
 
-def _report(rank: int) -> dict[str, Any]:
-    """What is recorded, what logs are called, and what nobody is warned of."""
+@case
+def test_the_report_sees_forward_and_logs_have_the_names_of_ddp(rank: int) -> None:
     from lightning.pytorch.callbacks import LearningRateMonitor
     from lightning.pytorch.loggers import CSVLogger
 
@@ -293,17 +325,15 @@ def _report(rank: int) -> dict[str, Any]:
             logger=CSVLogger("logs"), log_every_n_steps=1, callbacks=[LearningRateMonitor()], enable_checkpointing=False
         ).fit(module, loader())
     torchring.barrier()
-    with open("logs/lightning_logs/version_0/metrics.csv") as file:
-        columns = file.readline().strip().split(",")
-    return {
-        "samples": recorder.num_samples_before - before,
-        "columns": columns,
-        "warnings": [str(each.message) for each in caught if "lr_scheduler" in str(each.message)],
-        "forward": module.is_forward_known,
-    }
+    assert Path("logs/lightning_logs/version_0/metrics.csv").read_text().splitlines()[0] == "lr-AdamW,step"
+    assert recorder.num_samples_before - before == 64
+    assert module.is_forward_known == [True] * 16
+    assert not [str(each.message) for each in caught if "lr_scheduler" in str(each.message)]
 
 
-def _mistakes(rank: int) -> dict[str, Any]:
+@case
+def test_mistakes(rank: int) -> None:
+    """And wrapped optimizers are left alone."""
     from lightning.fabric.plugins.environments import LightningEnvironment
     from lightning.pytorch.plugins import FSDPPrecision
 
@@ -333,29 +363,41 @@ def _mistakes(rank: int) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(default_world(), "launcher", ELASTIC)
-        elastic = attempt(trainer)
+        assert attempt(trainer).startswith("TopologyError: Lightning's Trainer cannot go on with other ranks")
     module = Wraps()
     trainer(max_epochs=1).fit(module, loader())
-    return {
-        "wrapped": weights(module),
-        "elastic": elastic,
-        "nothing": attempt(lambda: trainer().fit(Forgot(), loader())),
-        "shared twice": attempt(
-            lambda: trainer().fit(Wraps(), DataLoader(data(), 4, sampler=torchring.data.Sampler(data())))
-        ),
-        "ddp inside": attempt(lambda: trainer().fit(Ddp(), loader())),
-        "ddp around": attempt(lambda: trainer("ddp", 2).fit(Wraps(), loader())),
-        "devices": attempt(lambda: trainer(devices=4)),
-        "nodes": attempt(lambda: trainer(num_nodes=3)),
-        "precision": attempt(lambda: trainer(plugins=[FSDPPrecision("bf16-mixed")])),
-        "unused": attempt(lambda: RingStrategy(find_unused_parameters=True)),
-        "unknown": attempt(lambda: RingStrategy(compresion="bf16")),
-        "value": attempt(lambda: trainer(RingStrategy(compression="fp8")).fit(kinds.Regression(), loader())),
-        "plugin": attempt(lambda: trainer(plugins=[Other()]).fit(kinds.Regression(), loader())),
-    }
+    same(weights(module))
+
+    def fit(make: Callable[[], Any], *arguments: Any, batches: Any = None, **options: Any) -> Callable[[], Any]:
+        return lambda: trainer(*arguments, **options).fit(make(), batches or loader())
+
+    shared = DataLoader(data(), 4, sampler=torchring.data.Sampler(data()))
+    asks = "ValueError: Trainer(devices={}, num_nodes={}) asks for {} ranks"
+    for text, act in (
+        ("ValueError: Forgot.configure_optimizers() has returned no optimizer", fit(Forgot)),
+        ("ValueError: Lightning would share the shares of a torchring.data.Sampler out again",
+         fit(Wraps, batches=shared)),
+        ("ValueError: net.0.weight belongs to a DistributedDataParallel", fit(Ddp)),
+        ("ValueError: net.0.weight belongs to a DistributedDataParallel", fit(Wraps, "ddp", 2)),
+        (f"{asks.format(4, 1, 4)}, but torch.distributed has 2, 2 of", lambda: trainer(devices=4)),
+        (asks.format(1, 3, 3), lambda: trainer(num_nodes=3)),
+        ("ValueError: FSDPPrecision works with its own strategy only",
+         lambda: trainer(plugins=[FSDPPrecision("bf16-mixed")])),
+        ("TypeError: RingStrategy does not take find_unused_parameters=True: leave it out",
+         lambda: RingStrategy(find_unused_parameters=True)),
+        ("TypeError: RingStrategy does not take compresion='bf16': its options are those of torchring.wrap",
+         lambda: RingStrategy(compresion="bf16")),
+        ("ValueError: compression must be one of None, 'fp16', 'bf16', got 'fp8'",
+         lambda: fit(kinds.Regression, RingStrategy(compression="fp8"))()),
+        ("TopologyError: Lightning's Other says that the ranks 0 to 1 are 0 of 2, 0 of 2",
+         fit(kinds.Regression, plugins=[Other()])),
+    ):  # fmt: skip
+        said = attempt(act)
+        assert said.startswith(text), said
 
 
-def _gpus(rank: int) -> dict[str, Any]:
+@case
+def test_ranks_take_the_gpus_of_the_trainer(rank: int) -> None:
     """The device of this rank on a host of 8 GPUs, by the GPUs that a Trainer has been given."""
     from lightning.fabric.plugins.environments import LightningEnvironment
 
@@ -369,206 +411,46 @@ def _gpus(rank: int) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "device_count", lambda: 8)
-        return {
-            str(indices): attempt(functools.partial(device, indices))
-            for indices in ([*range(8)], [0], [2, 3], [3], [4, 5, 6])
-        }
+        for indices, said in (
+            ([*range(8)], f"cuda:{rank}"),
+            ([0], f"cuda:{rank}"),
+            ([2, 3], f"cuda:{2 + rank}"),
+            ([3], "Trainer(devices=[3], num_nodes=1) asks for 1 ranks, but "),
+            ([4, 5, 6], "Trainer(devices=[4, 5, 6], num_nodes=1) asks for 3 ranks, but "),
+        ):
+            assert attempt(functools.partial(device, indices)).startswith(f"ValueError: {said}")
 
 
-def _page(rank: int) -> dict[str, Any]:
-    """The page's script, whose Trainer is told no number of ranks."""
+@case
+def test_peers_that_a_rank_leaves_behind_get_advice_for_a_trainer(rank: int) -> None:
+    advice = default_world().advice
+    assert "trainer.should_stop" in advice
+    assert "torchring.join" not in advice
+
+
+@case
+def test_the_script_of_the_page(rank: int) -> None:
+    """Whose Trainer is told no number of ranks: under a launcher, and started as `python train.py`, when Lightning
+    starts the second rank."""
+    code = snippet(PAGE, "# Lightning")
     names: dict[str, Any] = {}
     torch.manual_seed(0)
-    exec(compile(snippet(PAGE, "# Lightning"), "lightning.md", "exec"), names)
-    return {"weights": weights(names["model"]), "ranks": (names["trainer"].global_rank, names["trainer"].world_size)}
-
-
-CASES = [_both, _checkpoints, _again, _batch_norm, _report, _mistakes, _gpus, _page]
-
-
-def _all(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    import lightning  # noqa: F401
-
-    import torchring.lightning
-
-    os.chdir(folder)
-    found: dict[str, Any] = {"launched": launched(torchring.lightning._is_launched)}
-    found |= {case.__name__: case(rank) for case in CASES}
-    return found | {"advice": default_world().advice}
-
-
-def launched(is_launched: Callable[[], bool]) -> list[bool]:
-    """Before there is a process group: under torchrun; then by variables of srun, of Lightning's launcher, and none."""
-    found = [is_launched()]
-    with pytest.MonkeyPatch.context() as patch:
-        for name in [
-            name for name in os.environ if name.startswith(("RANK", "WORLD_", "LOCAL_", "MASTER_", "TORCHEL"))
-        ]:
-            patch.delenv(name)
-        for variables in (
-            {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1", "SLURM_NODELIST": "a",
-             "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"},
-            {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "NODE_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
-            {"NODE_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
-            {},
-        ):  # fmt: skip
-            with pytest.MonkeyPatch.context() as more:
-                for name, value in variables.items():
-                    more.setenv(name, value)
-                found.append(is_launched())
-    return found
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(_all, 2, str(tmp_path_factory.mktemp("lightning")), deadline=150)
-
-
-def close(value: Any) -> Any:
-    return pytest.approx(value, rel=1e-6, abs=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("case", "num_reductions"),
-    [("50 steps", 50), ("accumulated", 6), ("bf16", 16), ("two optimizers", 32), ("plateau, stops", None),
-     ("averaged", 24)],
-)  # fmt: skip
-def test_it_trains_as_with_ddp(outcomes: list[Any], case: str, num_reductions: int | None) -> None:
-    for rank in outcomes:
-        ddp, ring = (rank["_both"][case][strategy] for strategy in ("ddp", "torchring"))
-        assert ring["weights"] == close(ddp["weights"])
-        assert ring["losses"] == close(ddp["losses"])
-        assert ring["metrics"] == close(ddp["metrics"])
-        assert ring["epochs"] == ddp["epochs"]
-        assert num_reductions in (None, ring["count"])
-    assert_same_on_all_ranks([torch.tensor(rank["_both"][case]["torchring"]["weights"]) for rank in outcomes])
-    assert outcomes[0]["_both"][case]["torchring"]["losses"] != outcomes[1]["_both"][case]["torchring"]["losses"]
-    if case == "plateau, stops":
-        assert outcomes[0]["_both"][case]["torchring"]["epochs"] < 6
-
-
-@pytest.mark.parametrize("name", ["plain", "sharded"])
-def test_checkpoints_are_those_of_one_device(outcomes: list[Any], name: str) -> None:
-    for rank in outcomes:
-        found = rank["_checkpoints"]
-        saved = found[name]
-        assert saved["keys"] == found["keys alone"]
-        assert saved["saved"] == [saved["weights"]] * 2
-        assert saved["resumed"] == saved["weights"]
-        assert saved["weights"] == close(found["plain"]["weights"])
-        for state in saved["states"]:  # at the end of the last epoch, and after the fit
-            for own, plain in zip(state.values(), found["plain"]["states"][0].values(), strict=True):
-                assert own.keys() == plain.keys()
-                for key in own:
-                    torch.testing.assert_close(own[key], plain[key], rtol=1e-5, atol=1e-8)
-
-
-def test_training_goes_on_from_checkpoints_of_one_device_and_on_one_device(outcomes: list[Any]) -> None:
-    first, second = (rank["_checkpoints"] for rank in outcomes)
-    assert first["went on from one"] == second["went on from one"]
-    assert first["went on from one"] != first["plain"]["weights"]
-    assert first["went on alone"] == 16  # the third epoch, on all of the data
-
-
-def test_a_module_is_fitted_again(outcomes: list[Any]) -> None:
-    for rank in outcomes:
-        ddp, ring = (rank["_again"][strategy] for strategy in ("ddp", "torchring"))
-        assert ring["weights"] == close(ddp["weights"])
-        assert ring["lr"] == close(ddp["lr"])
-        assert ring["lr"] != 0.01
-        assert ring["count"] == ddp["count"]
-    assert outcomes[0]["_again"]["torchring"]["weights"] == outcomes[1]["_again"]["torchring"]["weights"]
-
-
-def test_sync_batchnorm(outcomes: list[Any]) -> None:
-    for rank in outcomes:
-        found = rank["_batch_norm"]
-        assert found["ring"] == pytest.approx(found["alone"], rel=1e-4, abs=1e-6)
-        assert found["layer"] is nn.BatchNorm1d
-    assert outcomes[0]["_batch_norm"]["ring"] == outcomes[1]["_batch_norm"]["ring"]
-
-
-def test_batchnorm_after_forwards_without_a_step(outcomes: list[Any]) -> None:
-    found, other = (rank["_batch_norm"] for rank in outcomes)
-    assert found["averaged"] == found["saved"] == other["averaged"]
-    assert found["count"] == 8  # the last epoch's alone
-
-
-def test_the_report_sees_forward_and_logs_have_the_names_of_ddp(outcomes: list[Any]) -> None:
-    for rank in outcomes:
-        found = rank["_report"]
-        assert found["samples"] == 64
-        assert found["forward"] == [True] * 16
-        assert found["columns"] == ["lr-AdamW", "step"]
-        assert found["warnings"] == []
-
-
-@pytest.mark.parametrize(
-    ("mistake", "text"),
-    [
-        ("nothing", "ValueError: Forgot.configure_optimizers() has returned no optimizer"),
-        ("shared twice", "ValueError: Lightning would share the shares of a torchring.data.Sampler out again"),
-        ("ddp inside", "ValueError: net.0.weight belongs to a DistributedDataParallel"),
-        ("ddp around", "ValueError: net.0.weight belongs to a DistributedDataParallel"),
-        ("devices", "ValueError: Trainer(devices=4, num_nodes=1) asks for 4 ranks, but torch.distributed has 2, 2 of"),
-        ("nodes", "ValueError: Trainer(devices=1, num_nodes=3) asks for 3 ranks"),
-        ("elastic", "TopologyError: Lightning's Trainer cannot go on with other ranks"),
-        ("precision", "ValueError: FSDPPrecision works with its own strategy only"),
-        ("unused", "TypeError: RingStrategy does not take find_unused_parameters=True: leave it out"),
-        ("unknown", "TypeError: RingStrategy does not take compresion='bf16': its options are those of torchring.wrap"),
-        ("value", "ValueError: compression must be one of None, 'fp16', 'bf16', got 'fp8'"),
-        ("plugin", "TopologyError: Lightning's Other says that the ranks 0 to 1 are 0 of 2, 0 of 2"),
-    ],
-)
-def test_mistakes(outcomes: list[Any], mistake: str, text: str) -> None:
-    for rank in outcomes:
-        assert rank["_mistakes"][mistake].startswith(text)
-
-
-def test_ranks_take_the_gpus_of_the_trainer(outcomes: list[Any]) -> None:
-    for rank, found in enumerate(each["_gpus"] for each in outcomes):
-        every, first, two, *wrong = found.values()
-        assert [every, first, two] == [
-            f"ValueError: cuda:{rank}",
-            f"ValueError: cuda:{rank}",
-            f"ValueError: cuda:{2 + rank}",
-        ]
-        assert wrong[0].startswith("ValueError: Trainer(devices=[3], num_nodes=1) asks for 1 ranks, but ")
-        assert wrong[1].startswith("ValueError: Trainer(devices=[4, 5, 6], num_nodes=1) asks for 3 ranks, but ")
-
-
-def test_peers_that_a_rank_leaves_behind_get_advice_for_a_trainer(outcomes: list[Any]) -> None:
-    for rank in outcomes:
-        assert "trainer.should_stop" in rank["advice"]
-        assert "torchring.join" not in rank["advice"]
-
-
-def test_wrapped_optimizers_are_left_alone(outcomes: list[Any]) -> None:
-    first, second = (rank["_mistakes"]["wrapped"] for rank in outcomes)
-    assert first == second
-
-
-def test_the_script_of_the_page(outcomes: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under a launcher, and started as `python train.py`, when Lightning starts the second rank."""
-    first, second = (rank["_page"] for rank in outcomes)
-    assert first["weights"] == second["weights"]
-    assert [first["ranks"], second["ranks"]] == [(0, 2), (1, 2)]
-    code = snippet(PAGE, "# Lightning")
-    assert code.count("max_epochs=2") == 1
-    script = tmp_path / "train.py"
-    more = "with open(f'{__file__}.{torchring.rank()}', 'w') as file:\n    file.write(str(model.net.weight.tolist()))\n"
-    script.write_text(
-        "import torch; torch.manual_seed(0)\n" + code.replace("max_epochs=2", "max_epochs=2, devices=2") + more
-    )
-    monkeypatch.chdir(tmp_path)  # for Lightning's logs and checkpoints
-    # Lightning looks for MPI, which leaves a file in TMPDIR.
-    environ = {**os.environ, "TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, script], env=environ, capture_output=True, text=True, timeout=patient(90))
-    assert done.returncode == 0, done.stderr
-    for rank in range(2):
-        found = Path(f"{script}.{rank}").read_text()
-        assert eval(found) == [close(first["weights"][:8])]
-
-
-def test_who_starts_the_ranks(outcomes: list[Any]) -> None:
-    assert outcomes[0]["launched"] == [True, True, False, False, False]
+    exec(compile(code, "lightning.md", "exec"), names)
+    assert (names["trainer"].global_rank, names["trainer"].world_size) == (rank, 2)
+    expected = same(weights(names["model"]))
+    if rank == 0:
+        assert code.count("max_epochs=2") == 1
+        code = "import torch; torch.manual_seed(0)\n" + code.replace("max_epochs=2", "max_epochs=2, devices=2")
+        code += "open(f'{__file__}.{torchring.rank()}', 'w').write(str(model.net.weight.tolist()))\n"
+        Path("alone").mkdir()  # for Lightning's logs, checkpoints, and what it leaves when it looks for MPI
+        script = Path("alone/train.py").resolve()
+        script.write_text(code)
+        unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "GROUP_", "TORCHELASTIC")
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
+        done = subprocess.run([sys.executable, script], env={**environ, "TMPDIR": str(script.parent)},
+                              cwd=script.parent, capture_output=True, text=True, timeout=patient(90))  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        for number in range(2):
+            assert eval(Path(f"{script}.{number}").read_text()) == [close(expected[:8])]
+        Path("done").touch()
+    wait_until(Path("done").exists, "the script", 100)

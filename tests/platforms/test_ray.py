@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,25 +104,30 @@ def write_facts(folder: str) -> None:
     Path(folder, f"pid{os.getpid()}").write_text(json.dumps(facts))
 
 
+def trained_alone(batches: Iterable[list[int]]) -> dict[str, Any]:
+    """What the page's scripts train on these samples, in one process."""
+    import torch
+
+    torch.manual_seed(0)
+    x, y = torch.randn(64, 8), torch.randn(64, 1)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for batch in batches:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x[batch]), y[batch]).backward()
+        optimizer.step()
+    return dict(model.state_dict())
+
+
 def test_the_script_of_the_page_trains_as_one_process() -> None:
     import torch
 
     names = run_page("## A function on several workers")
     first, second = names["states"]
     assert all(torch.equal(first[name], second[name]) for name in first)
-    torch.manual_seed(0)
-    x, y = torch.randn(64, 8), torch.randn(64, 1)
-    model = torch.nn.Linear(8, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    rows = torch.utils.data.TensorDataset(x, y)
-    sampler = names["torchring"].data.Sampler(rows, seed=0, batch_size=16)
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        for batch, target in torch.utils.data.DataLoader(rows, batch_sampler=sampler):
-            optimizer.zero_grad()
-            torch.nn.functional.mse_loss(model(batch), target).backward()
-            optimizer.step()
-    torch.testing.assert_close(dict(first), dict(model.state_dict()), rtol=1e-6, atol=1e-7)
+    sampler = names["torchring"].data.Sampler(range(64), seed=0, batch_size=16)
+    batches = [batch for _ in range(2) for batch in sampler]
+    torch.testing.assert_close(dict(first), trained_alone(batches), rtol=1e-6, atol=1e-7)
 
 
 def _is_killed(folder: str) -> None:
@@ -233,18 +238,10 @@ def test_a_worker_of_ray_train_is_killed_and_training_goes_on(tmp_path: Path, mo
     with result.checkpoint.as_directory() as folder:
         state = torch.load(Path(folder, "state.pt"), weights_only=True)
     assert state["epoch"] == 4
-    # As one process that was never interrupted.
-    torch.manual_seed(0)
-    x, y = torch.randn(64, 8), torch.randn(64, 1)
-    model = torch.nn.Linear(8, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for epoch in range(5):
-        order = torch.randperm(64, generator=torch.Generator().manual_seed(epoch))  # DistributedSampler's
-        for batch in order.split(16):  # with every other sample on rank 1
-            optimizer.zero_grad()
-            torch.nn.functional.mse_loss(model(x[batch]), y[batch]).backward()
-            optimizer.step()
-    torch.testing.assert_close(dict(state["model"]), dict(model.state_dict()), rtol=1e-6, atol=1e-7)
+    # As one process that was never interrupted: DistributedSampler has every other sample on rank 1.
+    orders = [torch.randperm(64, generator=torch.Generator().manual_seed(epoch)) for epoch in range(5)]
+    alone = trained_alone(batch.tolist() for order in orders for batch in order.split(16))
+    torch.testing.assert_close(dict(state["model"]), alone, rtol=1e-6, atol=1e-7)
 
 
 # Bad input

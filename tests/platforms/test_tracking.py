@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import shlex
 import sys
@@ -15,9 +14,9 @@ import pytest
 import torch
 
 import torchring
-from tests.support.checks import assert_same_on_all_ranks, digest
-from tests.support.documents import ROOT, Block, blocks, snippet
-from tests.support.harness import run_ranks
+from tests.platforms.cases import Cases, same
+from tests.support.checks import digest
+from tests.support.documents import ROOT, blocks, snippet
 
 pytestmark = pytest.mark.platforms
 
@@ -29,6 +28,7 @@ ENVIRON = {
     "MLFLOW_ALLOW_FILE_STORE": "true",
 }
 NUM_SAMPLES = 20
+case = Cases(__name__, deadline=120, env=ENVIRON)
 
 
 def write_shards() -> None:
@@ -45,36 +45,73 @@ def write_shards() -> None:
                     tar.addfile(member, buffer)
 
 
-def run_block(block: Block, namespace: dict[str, Any]) -> None:
-    exec(compile(block.code, block.place, "exec"), namespace)
-
-
-def _run_page(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    os.chdir(folder)
+@case
+def test_the_page_trains_on_all_ranks_together(rank: int) -> None:
     if rank == 0:
         write_shards()
     torchring.barrier()
     namespace: dict[str, Any] = {}
-    found: dict[str, Any] = {}
-    seen: list[float] = []
+    seen: dict[str, list[float]] = {}
+    losses: dict[str, float] = {}
+    drawn: list[float] = []
     for block in blocks(PAGE, "python"):
-        run_block(block, namespace)
+        exec(compile(block.code, block.place, "exec"), namespace)
         if "def train_step" in block.code:
             own = namespace["train_step"]
-            namespace["train_step"] = lambda x, y, own=own: (seen.extend(x[:, 0].tolist()), own(x, y))[1]
+            namespace["train_step"] = lambda x, y, own=own: (drawn.extend(x[:, 0].tolist()), own(x, y))[1]
         else:
             subject = re.findall(r"(?:import|from) (\w+)", block.code)[0]
-            found[subject] = (digest(namespace["model"].parameters()), sorted(seen), namespace["loss"].item())
-            seen.clear()
+            same(digest(namespace["model"].parameters()))
+            seen[subject], losses[subject] = sorted(drawn), namespace["loss"].item()
+            drawn.clear()
         if "optuna" in block.code:
-            found["rates"] = float(namespace["lr"])
+            rate = same(float(namespace["lr"]))
+    assert losses.keys() == {"mlflow", "torch", "optuna", "webdataset", "datasets"}
+    first, second = torchring.all_gather_object(seen)
+    assert sorted(first["webdataset"] + second["webdataset"]) == list(range(NUM_SAMPLES)), "each sample is read once"
+    assert len(first["webdataset"]) != len(second["webdataset"]), "two shards and one"
+    assert (len(first["datasets"]), len(second["datasets"])) == (12, 11)
+    assert not {*first["datasets"]} & {*second["datasets"]}
+    for subject in ("mlflow", "torch", "optuna"):
+        same(losses[subject])  # the mean
     if rank == 0:
-        found["study"] = [trial.params["lr"] for trial in namespace["study"].trials]
-    return {"found": found, "jobs": sweep()}
+        rates = [trial.params["lr"] for trial in namespace["study"].trials]
+        assert len(set(rates)) == 3
+        assert rates[-1] == rate
+        check_mlflow(losses["mlflow"])
+        check_tensorboard(losses["torch"])
 
 
-def sweep() -> list[str]:
-    """The command under ## Hydra, but for the launcher: the folders in which its jobs have trained."""
+def assert_has_figures(names: set[str]) -> None:
+    assert {"torchring_step_seconds", "torchring_samples_per_second", "loss"} <= names
+
+
+def check_mlflow(last_loss: float) -> None:
+    """It has the figures of rank 0, which alone has a run."""
+    files = {file.name: file for file in Path().glob("mlruns/*/*/metrics/*")}
+    assert_has_figures({*files})
+    steps = [line.split() for line in files["loss"].read_text().splitlines()]
+    assert [int(step) for _, _, step in steps] == [3, 7]
+    assert float(steps[-1][1]) == last_loss
+    assert len(list(Path().glob("mlruns/*/*/metrics"))) == 1
+    assert {float(line.split()[1]) for line in files["torchring_rank"].read_text().splitlines()} == {0.0}
+
+
+def check_tensorboard(last_loss: float) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator("runs")
+    events.Reload()
+    assert_has_figures({*events.Tags()["scalars"]})
+    loss = events.Scalars("loss")
+    assert [event.step for event in loss] == [3, 7]
+    assert loss[-1].value == pytest.approx(last_loss, rel=1e-6)
+    assert len(list(Path("runs").iterdir())) == 1, "rank 0 alone writes"
+
+
+@case
+def test_hydra_gives_each_rank_and_job_a_folder(rank: int) -> None:
+    """The command under ## Hydra, but for the launcher."""
     import hydra
     from omegaconf import DictConfig, OmegaConf
 
@@ -94,67 +131,4 @@ def sweep() -> list[str]:
     config = OmegaConf.create({"lr": 1.0})
     hydra.core.config_store.ConfigStore.instance().store("config", node=config)
     hydra.main(version_base=None, config_path=None, config_name="config")(train)()
-    return folders
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tracking")
-
-
-@pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[dict[str, Any]]:
-    return run_ranks(_run_page, 2, str(folder), deadline=120, env=ENVIRON)
-
-
-def test_all_examples_train_together(ranks: list[dict[str, Any]]) -> None:
-    first, second = (rank["found"] for rank in ranks)
-    assert first.keys() - {"study"} == {"mlflow", "torch", "optuna", "webdataset", "datasets", "rates"}
-    for name in ("mlflow", "torch", "optuna", "webdataset", "datasets"):
-        assert_same_on_all_ranks([first[name][0], second[name][0]])
-
-
-def test_each_sample_is_read_once(ranks: list[dict[str, Any]]) -> None:
-    first, second = (rank["found"] for rank in ranks)
-    assert sorted(first["webdataset"][1] + second["webdataset"][1]) == list(range(NUM_SAMPLES))
-    assert len(first["webdataset"][1]) != len(second["webdataset"][1]), "two shards and one"
-    assert (len(first["datasets"][1]), len(second["datasets"][1])) == (12, 11)
-    assert not {*first["datasets"][1]} & {*second["datasets"][1]}
-
-
-def test_optuna_chooses_for_all_ranks(ranks: list[dict[str, Any]]) -> None:
-    rates = ranks[0]["found"]["study"]
-    assert len(set(rates)) == 3
-    assert [rank["found"]["rates"] for rank in ranks] == [rates[-1]] * 2
-    assert ranks[0]["found"]["optuna"][2] == ranks[1]["found"]["optuna"][2], "the mean loss"
-
-
-def test_hydra_gives_each_rank_and_job_a_folder(ranks: list[dict[str, Any]]) -> None:
-    for number, rank in enumerate(ranks):
-        assert rank["jobs"] == [f"sweep/0/rank{number} 0.1", f"sweep/1/rank{number} 0.01"]
-
-
-def assert_has_figures(names: set[str]) -> None:
-    assert {"torchring_step_seconds", "torchring_samples_per_second", "loss"} <= names
-
-
-def test_mlflow_has_the_figures_of_rank_0(ranks: list[dict[str, Any]], folder: Path) -> None:
-    files = {file.name: file for file in folder.glob("mlruns/*/*/metrics/*")}
-    assert_has_figures(files.keys())
-    steps = [line.split() for line in files["loss"].read_text().splitlines()]
-    assert [int(step) for _, _, step in steps] == [3, 7]
-    assert float(steps[-1][1]) == ranks[1]["found"]["mlflow"][2], "the mean, which rank 1 has, too"
-    assert len(list(folder.glob("mlruns/*/*/metrics"))) == 1, "rank 0 alone has a run"
-    assert {float(line.split()[1]) for line in files["torchring_rank"].read_text().splitlines()} == {0.0}
-
-
-def test_tensorboard_has_the_figures_of_rank_0(ranks: list[dict[str, Any]], folder: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder / "runs"))
-    events.Reload()
-    assert_has_figures({*events.Tags()["scalars"]})
-    loss = events.Scalars("loss")
-    assert [event.step for event in loss] == [3, 7]
-    assert loss[-1].value == pytest.approx(ranks[1]["found"]["torch"][2], rel=1e-6)
-    assert len(list((folder / "runs").iterdir())) == 1, "rank 0 alone writes"
+    assert folders == [f"sweep/0/rank{rank} 0.1", f"sweep/1/rank{rank} 0.01"]

@@ -1,7 +1,4 @@
-"""`torchring.transformers` trains as the Trainer does with DDP, and as one process that has all of the data.
-
-One job of two ranks tries all cases, because importing transformers takes seconds.
-"""
+"""`torchring.transformers` trains as the Trainer does with DDP, and as one process that has all of the data."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import contextlib
 import copy
 import io
 import itertools
-import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,11 +17,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import torchring
+from tests.platforms.cases import Cases, same
 from tests.support.documents import ROOT, blocks
-from tests.support.harness import run_ranks
 from tests.support.training import attempt
 
 pytestmark = pytest.mark.platforms
+case = Cases(__name__, deadline=240, env={"HF_HUB_OFFLINE": "1"})
 
 PAGE = ROOT / "docs" / "platforms" / "transformers.md"
 _folders = itertools.count()
@@ -99,75 +96,113 @@ def _launched_alone() -> Iterator[None]:
         yield
 
 
-def _parity(ring: Any) -> dict[str, Any]:
+def _ring() -> Any:
+    from transformers.utils import logging
+
+    from torchring.transformers import RingTrainer
+
+    logging.set_verbosity_error()
+    return RingTrainer
+
+
+def _close(value: Any, **tolerance: float) -> Any:
+    return pytest.approx(value, **(tolerance or {"rel": 1e-6, "abs": 1e-7}))
+
+
+@case
+def test_fifty_steps_are_those_of_ddp_and_of_one_process(rank: int) -> None:
+    """The losses are means over tokens, of which ranks and micro-batches have different numbers."""
     from transformers import Trainer
 
-    schedule = {"lr_scheduler_type": "cosine", "warmup_steps": 5, "max_grad_norm": 0.5}
-    fifty = {"max_steps": 50, **schedule}
-    mine, ddp = _trained(ring, **fifty), _trained(Trainer, **fifty)
+    fifty = {"lr_scheduler_type": "cosine", "warmup_steps": 5, "max_grad_norm": 0.5, "max_steps": 50}
+    mine, ddp = _trained(_ring(), **fifty), _trained(Trainer, **fifty)
     with _launched_alone(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torchring, "rank", lambda: 0)  # the weights of rank 0
         one = _trained(Trainer, **{**fifty, "gradient_accumulation_steps": 4})
-    assert (type(ddp.model_wrapped).__name__, type(one.model_wrapped).__name__) == (
-        "DistributedDataParallel",
-        "GPT2LMHeadModel",
-    )
-    half = {"bf16": True, **schedule}
+    wrappers = [type(each.model_wrapped).__name__ for each in (ddp, one)]
+    assert wrappers == ["DistributedDataParallel", "GPT2LMHeadModel"]
+    losses = _losses(mine)
+    assert len(losses) == _num_reductions(mine) == 50
+    assert losses[0] - losses[-1] > 0.05
+    assert losses == _close(_losses(ddp), abs=1e-6)
+    assert losses == _close(_losses(one), abs=1e-5)
+    assert same(_weights(mine)) == _close(_weights(ddp), abs=1e-6)
+    assert _weights(mine) == _close(
+        _weights(one), abs=1e-3
+    )  # AdamW makes much of gradients that are 0 but for rounding
+
+
+@case
+def test_weights_are_those_of_ddp(rank: int) -> None:
+    from transformers import Trainer
+
+    half = {"bf16": True, "lr_scheduler_type": "cosine", "warmup_steps": 5, "max_grad_norm": 0.5}
     checkpointed = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-    return {
-        "losses": [_losses(mine), _losses(ddp), _losses(one)],
-        "weights": [_weights(mine), _weights(ddp), _weights(one)],
-        "num_reductions": _num_reductions(mine),
-        "bf16": [_weights(_trained(ring, **half)), _weights(_trained(Trainer, **half))],
-        "checkpointed": [_weights(_trained(ring, **checkpointed)), _weights(_trained(ring))],
-        # The last step of an epoch has a single micro-batch then.
-        "uneven": [_weights(_trained(ring, size=21, max_steps=5)), _weights(_trained(Trainer, size=21, max_steps=5))],
-    }
+    found = [
+        (_weights(_trained(_ring(), **options)), _weights(_trained(kind, **others)))
+        for options, kind, others in (
+            (half, Trainer, half),
+            (checkpointed, _ring(), {}),
+            # The last step of an epoch has a single micro-batch then.
+            ({"size": 21, "max_steps": 5}, Trainer, {"size": 21, "max_steps": 5}),
+        )
+    ]
+    for weights, expected in found:
+        assert same(weights) == _close(expected, rel=1e-5, abs=1e-6)
+    assert found[0][0] != found[2][0]
 
 
-def _options(ring: Any) -> dict[str, Any]:
-    class Sharded(ring):  # type: ignore[misc]
+@case
+def test_an_optimizer_that_is_given_and_a_second_training(rank: int) -> None:
+    model = _gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.0)
+    given = _trained(_ring(), model=model, optimizers=(optimizer, None))
+    before, own = _weights(given), _weights(_trained(_ring(), optim="adamw_torch"))
+    assert before == _close(own)
+    with contextlib.redirect_stdout(io.StringIO()):
+        given.train()
+    assert _num_reductions(given) == 12  # of both trainings
+    assert before != _weights(given)
+    assert attempt(lambda: _trained(_ring(), model=model, max_steps=1)) == ""  # while the first trainer is there
+    # Without use_cpu all ranks train together.
+    assert _weights(_trained(_ring(), optim="adamw_torch", use_cpu=False)) == same(own)
+
+
+@case
+def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(rank: int) -> None:
+    class Sharded(_ring()):
         @property
         def wrap_options(self) -> dict[str, Any]:
             return {"shard": self.args.optim == "adamw_torch"}
 
-    model = _gpt()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.0)
-    given = _trained(ring, model=model, optimizers=(optimizer, None))
-    before = _weights(given)
-    with contextlib.redirect_stdout(io.StringIO()):
-        given.train()
-    found = {
-        "given": [before, _weights(_trained(ring, optim="adamw_torch")), int(_num_reductions(given))],
-        "twice": before != _weights(given),
-        "another": attempt(lambda: _trained(ring, model=model, max_steps=1)),  # while the first trainer is there
-        "seen": _weights(_trained(ring, optim="adamw_torch", use_cpu=False)),
-    }
     saving = {"save_strategy": "steps", "save_steps": 3, "optim": "adamw_torch", "lr_scheduler_type": "linear"}
-    for name, kind in (("resumed", ring), ("sharded", Sharded)):
+    found, kept = [], []
+    for name, kind in (("resumed", _ring()), ("sharded", Sharded)):
         whole = _trained(kind, output_dir=name, **saving)
         again = _trained(kind, output_dir=name, resume=f"{name}/checkpoint-3", **saving)
-        found[name] = [_weights(whole), _weights(again), len(whole.optimizer.state)]
-    return found
+        found += [_weights(whole), _weights(again)]
+        kept.append(torchring.all_gather_object(len(whole.optimizer.state)))
+    assert same(found) == found[:1] * 4
+    assert kept[0] == [kept[0][0]] * 2
+    assert max(kept[1]) < kept[0][0]
 
 
-def _evaluation(ring: Any) -> dict[str, Any]:
+@case
+def test_the_best_model_is_loaded_at_the_end(rank: int) -> None:
     best = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     best |= {"load_best_model_at_end": True, "save_total_limit": 1, "greater_is_better": True}  # the first is the best
-    trainer = _trained(ring, eval_dataset=_Rows(10), **best)
+    trainer = _trained(_ring(), eval_dataset=_Rows(10), **best)
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    return {
-        "losses": losses,
-        "best": trainer.evaluate()["eval_loss"],
-        "copy": pickle.dumps(copy.deepcopy(trainer.model)),
-    }
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[0]) != pytest.approx(losses[-1])
+    assert b"torchring" not in pickle.dumps(copy.deepcopy(trainer.model))
 
 
-def _trials(ring: Any) -> list[list[float]]:
+@case
+def test_trials_train_models_of_their_own(rank: int) -> None:
     import optuna
 
     optuna.logging.disable_default_handler()
-    trainer = ring(args=_arguments(), train_dataset=_Rows(160), eval_dataset=_Rows(10), model_init=lambda _: _gpt())
+    trainer = _ring()(args=_arguments(), train_dataset=_Rows(160), eval_dataset=_Rows(10), model_init=lambda _: _gpt())
     found: list[list[float]] = []
 
     def objective(_: dict[str, float]) -> float:
@@ -182,13 +217,18 @@ def _trials(ring: Any) -> list[list[float]]:
             backend="optuna",
         )
         trainer.train()
-    return [*found, _weights(trainer)]
+    every = torchring.all_gather_object([*found, _weights(trainer)])
+    first, second, last = every[0]
+    assert first != second == last == every[1][-1]  # with the learning rate of the second trial
 
 
-def _sequences(ring_mixin: Any) -> list[list[float]]:
+@case
+def test_the_mixin_serves_other_trainers(rank: int) -> None:
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
 
-    class RingSeq2SeqTrainer(ring_mixin, Seq2SeqTrainer):  # type: ignore[misc]
+    from torchring.transformers import RingMixin
+
+    class RingSeq2SeqTrainer(RingMixin, Seq2SeqTrainer):
         pass
 
     found = []
@@ -199,15 +239,32 @@ def _sequences(ring_mixin: Any) -> list[list[float]]:
         options = {"arguments": Seq2SeqTrainingArguments, "predict_with_generate": True, "generation_max_length": 4}
         trainer = _trained(kind, model=model, eval_dataset=_Rows(6), **options)
         found.append([*_weights(trainer), *trainer.predict(_Rows(6)).predictions.flatten().tolist()])
-    return found
+    assert found[0] == _close(found[1])
 
 
-def _mistakes(ring: Any) -> dict[str, str]:
+@case
+def test_the_page_is_run_as_pasted(rank: int) -> None:
+    code, mixin = [block.code for block in blocks(PAGE, "python")]
+    exec(compile(mixin, PAGE.name, "exec"), {})
+    plain = code.replace("from torchring.transformers import RingTrainer as", "from transformers import")
+    assert plain != code
+    found = []
+    for text in (code, plain):
+        namespace: dict[str, Any] = {}
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compile(text, PAGE.name, "exec"), namespace)
+        found.append(_weights(namespace["trainer"]))
+        assert Path("gpt2-tiny", "model.safetensors").exists() or rank > 0
+    assert same(found[0]) == _close(found[1])
+
+
+@case
+def test_a_mistake_is_an_error(rank: int) -> None:
     from accelerate import PartialState
     from torch.nn.parallel import DistributedDataParallel
     from transformers import Trainer, TrainerCallback
 
-    class Bypassing(ring):  # type: ignore[misc]
+    class Bypassing(_ring()):
         """Prepares the model alone, as a trainer does that steps its optimizer itself."""
 
         def create_optimizer(self, *arguments: Any) -> Any:
@@ -216,155 +273,30 @@ def _mistakes(ring: Any) -> dict[str, str]:
             self.accelerator.prepare = lambda model, optimizer: (prepare(model), optimizer)
             return self.optimizer
 
-    class Compressing(ring):  # type: ignore[misc]
+    class Compressing(_ring()):
         wrap_options = {"compression": "fp15"}  # noqa: RUF012
 
-    def unfreezing() -> None:
-        """In mid-training, a callback unfreezes what the Trainer has left out of its optimizer."""
+    class Unfreeze(TrainerCallback):
+        """In mid-training, unfreezes what the Trainer has left out of its optimizer."""
 
-        class Unfreeze(TrainerCallback):  # type: ignore[misc]
-            def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **others: Any) -> None:
-                model.transformer.wte.requires_grad_(state.global_step >= 2)
-
-        frozen = _gpt()
-        frozen.transformer.wte.requires_grad_(False)
-        _trained(ring, model=frozen, callbacks=[Unfreeze()], max_steps=8)
+        def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **others: Any) -> None:
+            model.transformer.wte.requires_grad_(state.global_step >= 2)
 
     PartialState()
-    model = _gpt()
+    model, frozen = _gpt(), _gpt()
+    frozen.transformer.wte.requires_grad_(False)
     wrapped = torchring.wrap(torch.optim.AdamW(model.parameters()), model)
     engine = _arguments()
     engine.fsdp = ["full_shard"]  # which TrainingArguments refuses itself on CPUs
-    return {
-        "ddp": attempt(lambda: _trained(ring, model=DistributedDataParallel(_gpt()))),
-        "both": attempt(lambda: _trained(Trainer, model=model, optimizers=(wrapped, None))),
-        "engine": attempt(lambda: ring(args=engine, model=_gpt())),
-        "none": attempt(lambda: _trained(Bypassing)),
-        "option": attempt(lambda: _trained(Compressing)),
-        "unfrozen": attempt(unfreezing),
-    }
-
-
-def _page(rank: int) -> dict[str, Any]:
-    code, mixin = [block.code for block in blocks(PAGE, "python")]
-    exec(compile(mixin, PAGE.name, "exec"), {})
-    outcome: dict[str, Any] = {}
-    for name, text in (
-        ("ring", code),
-        ("ddp", code.replace("from torchring.transformers import RingTrainer as", "from transformers import")),
-    ):
-        assert name == "ring" or text != code
-        namespace: dict[str, Any] = {}
-        with contextlib.redirect_stdout(io.StringIO()):
-            exec(compile(text, PAGE.name, "exec"), namespace)
-        outcome[name] = _weights(namespace["trainer"])
-        assert Path("gpt2-tiny", "model.safetensors").exists() or rank > 0
-    return outcome
-
-
-def _all(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    os.chdir(folder)
-    from torchring.transformers import RingMixin, RingTrainer
-
-    with contextlib.suppress(ImportError):
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()
-    cases = {case.__name__: case(RingTrainer) for case in (_parity, _options, _evaluation, _trials, _mistakes)}
-    return {**cases, "_sequences": _sequences(RingMixin), "_page": _page(rank)}
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = str(tmp_path_factory.mktemp("transformers"))
-    return run_ranks(_all, 2, folder, deadline=240, env={"HF_HUB_OFFLINE": "1"})
-
-
-def test_fifty_steps_are_those_of_ddp_and_of_one_process(outcomes: list[dict[str, Any]]) -> None:
-    """The losses are means over tokens, of which ranks and micro-batches have different numbers."""
-    for rank in outcomes:
-        found = rank["_parity"]
-        losses, ddp, one = found["losses"]
-        assert len(losses) == found["num_reductions"] == 50
-        assert losses[0] - losses[-1] > 0.05
-        assert losses == pytest.approx(ddp, abs=1e-6)
-        assert losses == pytest.approx(one, abs=1e-5)
-        weights, ddp, one = found["weights"]
-        assert weights == pytest.approx(ddp, abs=1e-6)
-        assert weights == pytest.approx(one, abs=1e-3)  # AdamW makes much of gradients that are 0 but for rounding
-        assert weights == outcomes[0]["_parity"]["weights"][0]
-
-
-@pytest.mark.parametrize("case", ["bf16", "checkpointed", "uneven"])
-def test_weights_are_those_of(outcomes: list[dict[str, Any]], case: str) -> None:
-    for rank in outcomes:
-        weights, expected = rank["_parity"][case]
-        assert weights == pytest.approx(expected, rel=1e-5, abs=1e-6)
-        assert weights == outcomes[0]["_parity"][case][0]
-    assert outcomes[0]["_parity"]["bf16"][0] != outcomes[0]["_parity"]["uneven"][0]
-
-
-def test_an_optimizer_that_is_given_and_a_second_training(outcomes: list[dict[str, Any]]) -> None:
-    for rank in outcomes:
-        given, own, num_reductions = rank["_options"]["given"]
-        assert given == pytest.approx(own, rel=1e-6, abs=1e-7)
-        assert num_reductions == 12  # of both trainings
-        assert rank["_options"]["twice"]
-        assert rank["_options"]["another"] == ""
-
-
-def test_without_use_cpu_all_ranks_train_together(outcomes: list[dict[str, Any]]) -> None:
-    for rank in outcomes:
-        assert rank["_options"]["seen"] == outcomes[0]["_options"]["given"][1]
-
-
-@pytest.mark.parametrize("case", ["resumed", "sharded"])
-def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(outcomes: list[dict[str, Any]], case: str) -> None:
-    for rank in outcomes:
-        whole, again, _ = rank["_options"][case]
-        assert whole == again == outcomes[0]["_options"]["resumed"][0]
-    kept = [rank["_options"][case][2] for rank in outcomes]
-    everything = outcomes[0]["_options"]["resumed"][2]
-    assert kept == [everything] * 2 if case == "resumed" else max(kept) < everything
-
-
-def test_the_best_model_is_loaded_at_the_end(outcomes: list[dict[str, Any]]) -> None:
-    for rank in outcomes:
-        losses, best = rank["_evaluation"]["losses"], rank["_evaluation"]["best"]
-        assert best == pytest.approx(losses[0]) != pytest.approx(losses[-1])
-        assert b"torchring" not in rank["_evaluation"]["copy"]
-
-
-def test_trials_train_models_of_their_own(outcomes: list[dict[str, Any]]) -> None:
-    first, second, last = outcomes[0]["_trials"]
-    assert first != second == last  # with the learning rate of the second trial
-    assert last == outcomes[1]["_trials"][-1]
-
-
-def test_the_mixin_serves_other_trainers(outcomes: list[dict[str, Any]]) -> None:
-    for rank in outcomes:
-        ring, ddp = rank["_sequences"]
-        assert ring == pytest.approx(ddp, rel=1e-6, abs=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("case", "said"),
-    [
-        ("ddp", "ValueError: the model is a DistributedDataParallel"),
-        ("both", "belongs to a DistributedDataParallel"),
-        ("engine", "ValueError: fsdp asks for an engine"),
-        ("none", "GradientError: nobody reduces the gradients of the GPT2LMHeadModel"),
-        ("option", "compression"),
-        ("unfrozen", "transformer.wte.weight"),
-        ("unfrozen", "that nobody reduces"),
-    ],
-)
-def test_a_mistake_is_an_error(outcomes: list[dict[str, Any]], case: str, said: str) -> None:
-    for rank in outcomes:
-        assert said in rank["_mistakes"][case]
-
-
-def test_the_page_is_run_as_pasted(outcomes: list[dict[str, Any]]) -> None:
-    for rank in outcomes:
-        assert rank["_page"]["ring"] == pytest.approx(rank["_page"]["ddp"], rel=1e-6, abs=1e-7)
-        assert rank["_page"]["ring"] == outcomes[0]["_page"]["ring"]
+    for act, *texts in (
+        (lambda: _trained(_ring(), model=DistributedDataParallel(_gpt())),
+         "ValueError: the model is a DistributedDataParallel"),
+        (lambda: _trained(Trainer, model=model, optimizers=(wrapped, None)), "belongs to a DistributedDataParallel"),
+        (lambda: _ring()(args=engine, model=_gpt()), "ValueError: fsdp asks for an engine"),
+        (lambda: _trained(Bypassing), "GradientError: nobody reduces the gradients of the GPT2LMHeadModel"),
+        (lambda: _trained(Compressing), "compression"),
+        (lambda: _trained(_ring(), model=frozen, callbacks=[Unfreeze()], max_steps=8),
+         "transformer.wte.weight", "that nobody reduces"),
+    ):  # fmt: skip
+        said = attempt(act)
+        assert all(text in said for text in texts), said
