@@ -10,69 +10,44 @@ wrong is shrunk, printed and ends the run with exit code 1.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import secrets
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from qa import elastic_pairs
 from qa.pair_training import find_faults, not_refused
-from qa.pairs import PAIRS, REFUSED, Pairs, Training, describe
+from qa.pairs import PAIRS, Pairs, Training, describe
 
 _MOST_LISTED = 50  # pairs
 
 
-def soak_pairs(seconds: float, first_seed: int) -> bool:
+def soak(
+    jobs: str, pairs: Pairs, find_faults: Callable[[Sequence[Training]], list[str]], seconds: float, number: int
+) -> bool:
     """Train covering arrays for so long, and what is refused in turn; print the coverage. Returns whether all agree."""
     end = time.monotonic() + seconds
-    number, trained, refused = first_seed, [], set()
-    missing: list[Any] = []
-    are_right = True
-    while are_right and time.monotonic() < end:
-        missing = missing or sorted(REFUSED, key=sorted)
-        for training in PAIRS.covering(number):
-            if time.monotonic() > end:
-                break
-            faults = find_faults([training])
-            trained.append(training)
-            if not faults and missing:
-                ways = missing.pop()
-                faults = not_refused([ways])
-                refused |= {ways}
-            elif faults:
-                faults += ["shrunk:", *find_faults([PAIRS.shrunk(training, find_faults)])]
-            if faults:
-                print("\n".join(faults), flush=True)
-                are_right = False
-                break
-        number += 1
-    print(f"{len(refused)} of {len(REFUSED)} entries of the table of errors were refused as documented;")
-    _print_coverage("ordinary", PAIRS, trained)
-    return are_right
-
-
-def soak_elastic_pairs(seconds: float, number: int) -> bool:
-    """Run the elastic jobs of a covering array, but no longer than that. Returns whether all agree."""
-    end = time.monotonic() + seconds
+    refused = sorted(pairs.refused, key=sorted)
     trained: list[Training] = []
-    for training in elastic_pairs.PAIRS.covering(number):
-        if time.monotonic() > end:
+    faults: list[str] = []
+    for training in itertools.chain.from_iterable(map(pairs.covering, itertools.count(number))):
+        if faults or time.monotonic() > end:
             break
         trained.append(training)
-        if faults := elastic_pairs.find_faults([training]):
-            less = elastic_pairs.PAIRS.shrunk(training, elastic_pairs.find_faults)
-            print("\n".join([*faults, "shrunk:", *elastic_pairs.find_faults([less])]), flush=True)
-            return False
-    _print_coverage("elastic", elastic_pairs.PAIRS, trained)
-    return True
-
-
-def _print_coverage(jobs: str, pairs: Pairs, trained: Sequence[Training]) -> None:
+        if faults := find_faults([training]):
+            faults += ["shrunk:", *find_faults([pairs.shrunk(training, find_faults)])]
+        elif len(trained) <= len(refused):
+            faults = not_refused([refused[-len(trained)]])
     left, num = pairs.uncovered(trained), len(pairs.all_pairs() - pairs.refused_pairs())
+    print(*faults, sep="\n")
+    if refused:
+        seen = min(len(trained), len(refused)) - bool(faults)
+        print(f"{seen} of {len(refused)} entries of the table of errors were refused as documented;")
     print(f"{num - len(left)} of {num} pairs of {jobs} jobs that can meet were trained, in {len(trained)} trainings;")
     print(f"uncovered: {'; '.join(sorted(map(describe, left))[:_MOST_LISTED]) or 'none'}", flush=True)
+    return not faults
 
 
 def main() -> int:
@@ -83,9 +58,10 @@ def main() -> int:
     print(f"seed {arguments.seed}", flush=True)
     os.environ.setdefault("RES_OPTIONS", "timeout:1")  # as in conftest.py
     began = time.monotonic()
-    if not soak_elastic_pairs(arguments.seconds / 6, arguments.seed):
+    if not soak("elastic", elastic_pairs.PAIRS, elastic_pairs.find_faults, arguments.seconds / 6, arguments.seed):
         return 1
-    return 0 if soak_pairs(began + arguments.seconds - time.monotonic(), arguments.seed) else 1
+    left = began + arguments.seconds - time.monotonic()
+    return 0 if soak("ordinary", PAIRS, find_faults, left, arguments.seed) else 1
 
 
 if __name__ == "__main__":

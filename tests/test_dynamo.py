@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import torchring
-from tests.support.checks import assert_bitwise
-from tests.support.harness import run_ranks
+from tests.support.checks import assert_bitwise, assert_same_everywhere
+from tests.support.harness import ranks, run_ranks
 from tests.support.traces import decoded
 from torchring.observe.recorder.records import Arrivals, RankTrace
 from torchring.observe.recorder.writer import recorder_of
@@ -52,7 +52,8 @@ def _with(backend: str) -> Callable[[Any], Any]:
     return lambda step: torch.compile(step, backend=backend)
 
 
-def _compile(rank: int, size: int) -> Any:
+@ranks(2, run_ranks, deadline=150.0)
+def test_a_compiled_step_gives_the_same_bits_and_compiled_autograd_is_refused(rank: int) -> None:
     expected, losses = _train(rank, None)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Dynamo does not know how to trace")  # a page each
@@ -68,12 +69,7 @@ def _compile(rank: int, size: int) -> Any:
         pytest.raises(torchring.GradientError, match=r"torch._dynamo.config.compiled_autograd = False"),
     ):
         _train(rank, _with("eager"))
-    return [parameter.tolist() for parameter in expected]
-
-
-def test_a_compiled_step_gives_the_same_bits_and_compiled_autograd_is_refused() -> None:
-    first, second = run_ranks(_compile, 2, deadline=150.0)
-    assert first == second
+    assert_same_everywhere(expected)
 
 
 def _train_whole(rank: int, size: int) -> RankTrace:

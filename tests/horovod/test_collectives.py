@@ -486,45 +486,41 @@ def test_a_failure_in_the_middle_ends_all_operations_on_all_ranks(rank: int, mon
 # ---- timeline
 
 
-def _timeline(rank: int, size: int, path: str) -> None:
-    os.environ |= {"HOROVOD_TIMELINE": path, "HOROVOD_TIMELINE_MARK_CYCLES": "1"}
-    try:
-        hvd.init()
-        if rank == 0:  # asks first
-            handle = hvd.allreduce_async(torch.ones(4), name="measured")
-        hvd.barrier()
-        if rank == 0:
-            hvd.synchronize(handle)
-        else:
-            hvd.allreduce(torch.ones(4), name="measured")
-        if rank == 0:
-            assert json.loads(Path(path).read_text())  # valid while it is written
-        hvd.start_timeline(f"{path}.second")
-        hvd.barrier()
-        hvd.allgather(torch.ones(2), name="rows")
-        hvd.stop_timeline()
-        hvd.stop_timeline()
-        hvd.shutdown()
-    finally:
-        del os.environ["HOROVOD_TIMELINE"], os.environ["HOROVOD_TIMELINE_MARK_CYCLES"]
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_timeline(tmp_path: Path, size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@ranks()
+def test_timeline(tmp_path: Path, world_size: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "timeline.json"
-    run_pooled(_timeline, size, str(path))
+    monkeypatch.setenv("HOROVOD_TIMELINE", str(path))
+    monkeypatch.setenv("HOROVOD_TIMELINE_MARK_CYCLES", "1")
+    hvd.init()
+    if rank == 0:  # asks first
+        handle = hvd.allreduce_async(torch.ones(4), name="measured")
+    hvd.barrier()
+    if rank == 0:
+        hvd.synchronize(handle)
+        assert json.loads(path.read_text())  # valid while it is written
+    else:
+        hvd.allreduce(torch.ones(4), name="measured")
+    hvd.start_timeline(f"{path}.second")
+    hvd.barrier()
+    hvd.allgather(torch.ones(2), name="rows")
+    hvd.stop_timeline()
+    hvd.stop_timeline()
+    hvd.shutdown()
+    if rank:
+        return
     events = json.loads(path.read_text())
     (row,) = [each["pid"] for each in events if each.get("args", {}).get("name") == "allreduce.measured"]
     phases = [(each.get("name"), each["ph"]) for each in events if each.get("pid") == row and each["ph"] in "BEX"]
-    asked = [(str(rank), "X") for rank in range(size)]
+    asked = [(str(rank), "X") for rank in range(world_size)]
     assert phases == [("NEGOTIATE_ALLREDUCE", "B"), *asked, (None, "E"), ("ALLREDUCE", "B"), (None, "E")]
     assert any(each.get("name") == "CYCLE_START" for each in events)
     times = [each["ts"] for each in events if "ts" in each]
     assert times == sorted(times)
+    assert "allgather.rows" not in path.read_text()
     second = (tmp_path / "timeline.json.second").read_text()
     assert "allgather.rows" in second
     assert "CYCLE_START" not in second
-    assert "allgather.rows" not in path.read_text()
 
 
 @ranks(3, start=run)

@@ -1,17 +1,20 @@
-"""`torchring report`: what it prints and writes, and what it says about bad input."""
+"""`torchring report`: what it prints and writes, and what it says about bad input.
+
+python -m tests.report.test_command      writes exports.txt anew; look at the differences
+"""
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import io
-import itertools
 import json
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from tests.support.documents import golden
 from tests.support.traces import simulate, write
 from torchring.cli import main
 from torchring.observe.recorder.files import path_of
@@ -22,6 +25,7 @@ from torchring.report.verdict.analysis import analyse
 from torchring.report.verdict.findings import Advice
 
 NUM_STEPS = 10
+EXPORTS = Path(__file__).parent / "exports.txt"
 
 
 @pytest.fixture
@@ -112,62 +116,20 @@ def test_a_package_that_is_missing_is_named(
     assert err == 2 * "torchring report: report.html needs plotly: pip install 'torchring[report]'\n"
 
 
-def test_the_table_has_a_row_for_each_step_and_rank(folder: Path) -> None:
-    file = folder / "table.csv"
-    assert main(["report", str(folder), "--no-html", "--csv", str(file)]) == 0
-    rows = list(csv.DictReader(file.read_text().splitlines()))
-    assert [(int(row["step"]), int(row["rank"])) for row in rows] == [
-        *itertools.product(range(NUM_STEPS), range(3)),
-    ]
-    phases = [
-        *("input_ms", "forward_ms", "backward_ms", "waiting_for_a_rank_ms", "communication_ms"),
-        *("between_backward_and_step_ms", "optimizer_ms"),
-    ]
-    for row in rows:
-        assert sum(float(row[phase]) for phase in phases) == pytest.approx(float(row["step_ms"]), abs=1e-5)
-        assert row["waits_for_rank"] == ("" if row["rank"] == "1" else "1")
-        assert (row["num_samples"], row["num_bytes"]) == ("16", "51000000")
-
-
-def test_the_trace_of_all_ranks_has_the_spans_of_the_steps(folder: Path) -> None:
-    file = folder / "trace.json"
-    assert main(["report", str(folder), "--no-html", "--trace-json", str(file)]) == 0
-    events = json.loads(file.read_text())["traceEvents"]
-    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert names == {rank: f"rank {rank} (host{rank}, cpu)" for rank in range(3)}
-    spans = [event for event in events if event["ph"] == "X"]
-    steps = merge(simulate(3, NUM_STEPS, input_ms=[2, 62, 2], ranks_per_host=1, skew_ms=[0] * 3, noise=0.0)).steps
-    base = min(step.begin for step in steps[0])
-    for rank, number in itertools.product(range(3), range(NUM_STEPS)):
-        step = steps[number][rank]
-        (whole,) = (s for s in spans if (s["pid"], s["name"]) == (rank, f"step {number}"))
-        assert (whole["ts"], whole["dur"]) == pytest.approx(((step.begin - base) / 1e3, (step.end - step.begin) / 1e3))
-        begun = {e["id"]: e for e in events if (e["ph"], e["pid"]) == ("b", rank) and e["args"]["step"] == number}
-        ends = {e["id"]: e["ts"] for e in events if e["ph"] == "e"}
-        for bucket, (key, begin) in zip(step.buckets, begun.items(), strict=True):
-            assert begin["name"] == f"bucket {bucket.index}"
-            assert begin["ts"] == pytest.approx((bucket.launched - base) / 1e3)
-            assert ends[key] == pytest.approx((bucket.reduced - base) / 1e3)
-    assert {s["args"]["rank"] for s in spans if s["name"] == "waiting for a rank"} == {1}
-
-
-def test_the_trace_of_all_ranks_has_the_phases_of_the_table(tmp_path: Path) -> None:
-    """Backward stands still for 7 ms of each step."""
-    for trace in simulate(2, NUM_STEPS, input_ms=[2, 9], backward_ms=[60, 15], noise=0.0):
+def exported(folder: Path) -> dict[str, str]:
+    """Of two steps, in which backward stands still for 7 ms, and rank 1 loads slowly; an event of the trace a line."""
+    for trace in simulate(3, 2, skew_ms=[0, 500, 500], ranks_per_host=1, input_ms=[2, 62, 2], noise=0.0):
         steps = tuple(dataclasses.replace(step, stall_ns=7_000_000) for step in trace.steps)
-        write(tmp_path, dataclasses.replace(trace, steps=steps))
-    arguments = ["--no-html", "--csv", str(tmp_path / "table.csv"), "--trace-json", str(tmp_path / "trace.json")]
-    assert main(["report", str(tmp_path), *arguments]) == 0
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    totals: dict[str, float] = {}
-    for event in events:
-        if event.get("cat") == "phase":
-            totals[event["name"]] = totals.get(event["name"], 0.0) + event["dur"] / 1e3
-    rows = list(csv.DictReader((tmp_path / "table.csv").read_text().splitlines()))
-    for name in ("input", "backward", "waiting for a rank", "communication", "between backward and step", "optimizer"):
-        column = f"{name.replace(' ', '_')}_ms"
-        assert totals.get(name, 0.0) == pytest.approx(sum(float(row[column]) for row in rows), abs=1e-3), name
-    assert totals["backward"] == pytest.approx(NUM_STEPS * (60 - 7 + 15 - 7))
+        write(folder, dataclasses.replace(trace, steps=steps))
+    table, events = folder / "table.csv", folder / "trace.json"
+    assert main(["report", str(folder), "--no-html", "--csv", str(table), "--trace-json", str(events)]) == 0
+    lines = map(json.dumps, json.loads(events.read_text())["traceEvents"])
+    return {"table": table.read_text(), "trace": "".join(f"{line}\n" for line in lines)}
+
+
+@pytest.mark.parametrize("name", ["table", "trace"])
+def test_what_other_programs_get(name: str, tmp_path: Path) -> None:
+    assert exported(tmp_path)[name] == golden(EXPORTS)[name]
 
 
 def test_a_host_name_is_no_formula(tmp_path: Path) -> None:
@@ -204,3 +166,9 @@ def test_headings_are_whole_in_a_terminal_of_80_columns(monkeypatch: pytest.Monk
 class Screen(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        texts = exported(Path(folder)).items()
+    EXPORTS.write_text("".join(f"=== {name}\n{text}" for name, text in texts), encoding="utf-8")
