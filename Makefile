@@ -61,7 +61,9 @@ chaos: $(INSTALLED)  ## an elastic job under an adversary that kills, stops, cut
 
 # HOROVOD_SRC: a checkout of github.com/horovod/horovod. ARGS: see qa/horovod_conformance.py.
 horovod-conformance: $(INSTALLED)  ## Horovod's own tests against torchring.horovod, each on two ranks of its own
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python qa/horovod_conformance.py "$(HOROVOD_SRC)" $(ARGS)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -c \
+	    "import sys; from qa import horovod_conformance; sys.exit(horovod_conformance.main(sys.argv[1:]))" \
+	    "$(HOROVOD_SRC)" $(ARGS)
 
 NUM ?= 200
 JOBS ?= 1
