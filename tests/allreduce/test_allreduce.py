@@ -450,23 +450,6 @@ def test_more_reductions_than_there_are_records(count: int) -> None:
     run_all_reduces("direct", 2, body)
 
 
-def test_every_rank_contributes_before_it_waits() -> None:
-    """Rank 0 waits for its first reduction while rank 1 waits for what rank 0 owes it of the second."""
-
-    def body(rank: int, all_reduce: DirectAllReduce) -> None:
-        wires = all_reduce.open_wires([(100, torch.float32)] * 2)
-        for wire in wires:
-            wire.tensor.fill_(rank + 1.0)
-        pending = [all_reduce.start(wire) for wire in wires]
-        for reduction in pending:
-            reduction.advance(waits=True)
-        for reduction in pending:
-            reduction.wait()
-        assert [wire.tensor.unique().tolist() for wire in wires] == [[3.0]] * 2
-
-    run_all_reduces("direct", 2, body)
-
-
 @pytest.mark.parametrize(
     ("kind", "size", "aborts"), [("direct", 2, False), ("hierarchical", 3, False), ("hierarchical", 3, True)]
 )

@@ -25,7 +25,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.checks import assert_bitwise
 from tests.support.grids import grid
 from tests.support.harness import RanksFailed, count_open_fds, ranks, run_ranks, run_threads, wait_until
 from torchring import linux
@@ -95,28 +94,6 @@ def test_partition_of_any_graph_puts_every_rank_in_one_group_of_friends() -> Non
         assert sorted(rank for group in groups for rank in group) == list(range(size))
         for group in groups:
             assert all(b in reachable[a] for a in group for b in group if a != b)
-
-
-def test_ranks_of_two_hosts_form_two_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        host_module, "_host_identity", lambda: f"host {int(threading.current_thread().name.split()[1]) % 2}"
-    )
-
-    def body(group: HostGroup) -> tuple[tuple[int, ...], int, torch.Tensor]:
-        block = group.allocate(8)
-        block.own.fill_(group.rank + 1)
-        Channel(group, poll_seconds=0.0).barrier()
-        return group.ranks, group.index, torch.stack(block.parts)[:, 0]
-
-    results = run_groups(5, body)
-    assert [result[:2] for result in results] == [
-        ((0, 2, 4), 0),
-        ((1, 3), 0),
-        ((0, 2, 4), 1),
-        ((1, 3), 1),
-        ((0, 2, 4), 2),
-    ]
-    assert [result[2].tolist() for result in results] == [[1, 3, 5], [2, 4], [1, 3, 5], [2, 4], [1, 3, 5]]
 
 
 def _world_of(rank: int, size: int) -> Any:
@@ -257,22 +234,6 @@ def test_a_listener_that_does_not_answer_is_not_told_the_token_of_another() -> N
 
 
 # ---- allocation
-
-
-def test_what_one_writes_all_read() -> None:
-    def body(group: HostGroup) -> None:
-        channel = Channel(group, poll_seconds=0.0)
-        for num_bytes in (0, 1, 63, 64, 65, 4095, 4096, 4097, 2**20):
-            block = group.allocate(num_bytes)
-            assert all(part.shape == (num_bytes,) and part.dtype == torch.uint8 for part in block.parts)
-            assert not any(part.any() for part in block.parts), "fresh memory is zero"
-            channel.barrier()  # everybody has looked
-            block.own.fill_(group.rank + 1)
-            channel.barrier()
-            for rank, part in enumerate(block.parts):
-                assert_bitwise(part, torch.full((num_bytes,), rank + 1, dtype=torch.uint8))
-
-    run_groups(3, body)
 
 
 def test_own_is_prepared_before_any_peer_can_look_and_peers_may_write_it() -> None:
@@ -563,28 +524,6 @@ def test_a_missing_barrier_is_noticed_by_the_test_above() -> None:
         run_groups(2, body)
 
 
-def test_two_channels_count_for_themselves() -> None:
-    def body(group: HostGroup) -> None:
-        first, second = Channel(group, poll_seconds=0.0), Channel(group, poll_seconds=0.0)
-        if group.rank == 0:
-            thread = threading.Thread(target=first.barrier)
-            thread.start()  # waits in the first while both pass the second
-            for _ in range(5):
-                second.barrier()
-            assert thread.is_alive()
-            second.barrier()
-            thread.join(5.0)
-            assert not thread.is_alive()
-        else:
-            for _ in range(5):
-                second.barrier()
-            time.sleep(0.05)
-            second.barrier()
-            first.barrier()
-
-    run_groups(2, body)
-
-
 def test_several_threads_of_a_rank_may_look_after_its_peers() -> None:
     """A worker thread reduces while the main thread is in a collective: both wait, so both look."""
 
@@ -600,24 +539,6 @@ def test_several_threads_of_a_rank_may_look_after_its_peers() -> None:
             each.result()
 
     run_groups(2, body)
-
-
-def test_a_barrier_times_out_and_names_who_is_missing() -> None:
-    have_failed = threading.Barrier(3)
-
-    def body(group: HostGroup) -> Any:
-        channel = Channel(group, poll_seconds=0.0)
-        if group.rank == 2:
-            have_failed.wait(10.0)
-            return None
-        started = time.monotonic()
-        with pytest.raises(PeerTimeoutError) as caught:
-            channel.barrier()
-        elapsed = time.monotonic() - started
-        have_failed.wait(10.0)
-        return caught.value.peers, 0.3 < elapsed < 3.0
-
-    assert run_groups(3, body, timeout_seconds=0.5)[:2] == [((2,), True), ((2,), True)]
 
 
 def test_a_reported_failure_stops_those_who_wait_and_names_its_cause() -> None:
@@ -665,14 +586,3 @@ def test_a_notice_that_is_seen_in_part_is_not_read_yet() -> None:
         assert notices.read(0) is None
     seen.copy_(written)
     assert "no power" in str(notices.read(0))
-
-
-def test_a_rank_of_a_closed_group_is_lost() -> None:
-    def body(group: HostGroup) -> Any:
-        if group.rank == 1:
-            return None
-        with pytest.raises(PeerLostError, match="shutdown") as caught:
-            group.allocate(64)
-        return caught.value.peers
-
-    assert run_groups(2, body)[0] == (1,)

@@ -66,22 +66,6 @@ def test_exchanges_of_different_names_do_not_mix() -> None:
     assert run(2, body) == [([b"", b""], [b"x" * 2**20, b"x" * (2**20 + 1)])] * 2
 
 
-def test_fetch_waits_for_the_owner() -> None:
-    def body(rendezvous: Rendezvous) -> Any:
-        if rendezvous.rank == 1:
-            time.sleep(0.2)
-            assert not rendezvous.is_published("key")
-            rendezvous.publish("key", b"\x00value")
-            assert rendezvous.is_published("key")
-            return None
-        started = time.monotonic()
-        return rendezvous.fetch("key", 1), time.monotonic() - started
-
-    value, seconds = run(2, body)[0]
-    assert value == b"\x00value"
-    assert 0.1 < seconds < patient(5.0)
-
-
 def test_a_missing_value_is_a_time_out_that_names_its_owner() -> None:
     rendezvous = Rendezvous(dist.HashStore(), 0, 3, 0.3)
     with pytest.raises(PeerTimeoutError, match="rank 2") as caught:
@@ -90,42 +74,6 @@ def test_a_missing_value_is_a_time_out_that_names_its_owner() -> None:
     assert caught.value.rank == 0
     assert caught.value.seconds is not None
     assert 0.3 <= caught.value.seconds < patient(3.0)
-
-
-def test_giving_up_reaches_those_who_wait_at_once() -> None:
-    def body(rendezvous: Rendezvous) -> Any:
-        if rendezvous.rank == 1:
-            time.sleep(0.1)
-            rendezvous.give_up(TopologyError("no world will come of this"))
-            return None
-        started = time.monotonic()
-        with pytest.raises(TopologyError, match="no world will come"):
-            rendezvous.all_gather("name", b"")
-        return time.monotonic() - started
-
-    assert run(2, body)[0] < patient(2.0)
-
-
-def test_agreeing_on_the_size() -> None:
-    run(3, lambda rendezvous: rendezvous.agree_on_size())
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_disagreeing_on_the_size_is_an_error_on_every_rank(order: tuple[int, ...]) -> None:
-    def on_rank(rank: int, size: int, store: dist.Store) -> float:
-        time.sleep(0.1 * order.index(rank))
-        started = time.monotonic()
-        rendezvous = Rendezvous(store, rank, 4 if rank == 2 else 3, 10.0)
-
-        def agree() -> None:
-            rendezvous.agree_on_size()
-            rendezvous.all_gather("host", b"")
-
-        with pytest.raises(TopologyError, match=r"world of 3.*world of 4|world of 4.*world of 3"):
-            agree()
-        return time.monotonic() - started
-
-    assert max(run_threads(on_rank, 3)) < patient(3.0)
 
 
 def test_a_store_whose_host_is_gone_is_a_lost_peer() -> None:
