@@ -320,9 +320,9 @@ class _Peer:
 
 
 def _all_reduce(accelerator: FakeAccelerator, **options: Any) -> tuple[OnStream, mock.Mock]:
-    engine = mock.Mock(algorithm="direct")
+    engine = mock.Mock(algorithm="direct", accelerator=accelerator)
     options = {"host": None, "timeout_seconds": 30.0, **options}
-    all_reduce = OnStream(engine, accelerator, in_background=True, **options)
+    all_reduce = OnStream(engine, in_background=True, **options)
     all_reduce._watchdog._stop.set()  # tests look themselves
     report, buffer = torch.full((1, 2), NOT_FOUND, dtype=torch.int32), torch.zeros(4)
     all_reduce.start(DeviceWire(buffer, buffer, torch.zeros(1, dtype=torch.int64), (0, 4), report, 0))

@@ -96,7 +96,7 @@ class Engine:
         self.algorithm = algorithm
         self.backend = backend
         self._group = group
-        self._accelerator = accelerator
+        self.accelerator = accelerator
         self._num_slices = group.size if num_slices is None else num_slices
         # A kernel that waits for other ranks leaves processors to backward.
         self._max_blocks = max(1, min(MAX_BLOCKS, group.num_processors // _WAITING_SHARE))
@@ -116,7 +116,7 @@ class Engine:
             places = [(block, end - length) for end, length in zip(accumulate(lengths), lengths, strict=True)]
         else:  # a gradient that the script keeps then keeps the memory of its own bucket only
             places = [(group.allocate(length), 0) for length in lengths]
-        device = self._accelerator.device
+        device = self.accelerator.device
         report = torch.full((max(len(specs), 1), 2), NOT_FOUND, dtype=torch.int32, device=device)
         wires = []
         for i, ((numel, dtype), (block, start)) in enumerate(zip(specs, places, strict=True)):
@@ -124,7 +124,7 @@ class Engine:
             own = parts[group.index]
             bounds = [*slice_bounds(numel, self._num_slices, dtype.itemsize), *[(0, 0)] * group.size][group.index]
             wires.append(DeviceWire(own.data, own, _addresses(parts, own.device), bounds, report, i, block))
-        self._accelerator.synchronize()
+        self.accelerator.synchronize()
         return wires
 
     def launch(self, wire: DeviceWire) -> None:

@@ -85,7 +85,7 @@ def open_on_device(
         all_reduces = {ours: all_reduce, "native": _open_engine(world, "native", overlap, accelerator)}
     except TopologyError:  # NCCL does not connect ranks that share a GPU
         return all_reduce, Choice(ours, f"{why}, and the backend does not connect")
-    seconds = _measure(world, all_reduces, sample, accelerator)
+    seconds = _measure(world, all_reduces, sample)
     best = min(all_reduces, key=lambda name: seconds[name])
     for name, other in all_reduces.items():
         if name != best:
@@ -105,10 +105,10 @@ def _open_engine(world: World, algorithm: str, overlap: str, accelerator: CudaAc
     elif algorithm == "ring":
         check_one_host(world, "algorithm='ring' on GPUs takes one host", also="'native'")
     engine = _engine(world, algorithm, accelerator)
-    return _tried_on_stream(world, engine, overlap, accelerator)
+    return _tried_on_stream(world, engine, overlap)
 
 
-def _tried_on_stream(world: World, engine: Engine, overlap: str, accelerator: CudaAccelerator) -> OnStream:
+def _tried_on_stream(world: World, engine: Engine, overlap: str) -> OnStream:
     """Collective: an all-reduce for `engine`, which has reduced some numbers between all ranks.
 
     GPUs announce access to each other's memory, and may then lose what they write there, or never see it (PCIe behind
@@ -117,7 +117,6 @@ def _tried_on_stream(world: World, engine: Engine, overlap: str, accelerator: Cu
     """
     all_reduce = OnStream(
         engine,
-        accelerator,
         in_background=overlap != "inline",
         host=world.host,
         timeout_seconds=world.timeout_seconds,
@@ -139,7 +138,7 @@ def _tried_on_stream(world: World, engine: Engine, overlap: str, accelerator: Cu
     def compare() -> None:
         seconds = min(_TRIAL_SECONDS, world.timeout_seconds / 2)
         with _alarm(seconds, engine.abort) as has_rung:
-            accelerator.synchronize()
+            engine.accelerator.synchronize()
         if has_rung.is_set():
             raise TopologyError(f"{engine.algorithm}, tried out, did not come to an end within {seconds:g} s")
         if not torch.equal(wire.buffer.cpu(), torch.stack(inputs).sum(0)):
@@ -269,7 +268,6 @@ def _measure(
     world: World,
     all_reduces: Mapping[str, OnStream],
     sample: Sequence[tuple[int, torch.dtype]],
-    accelerator: CudaAccelerator,
 ) -> dict[str, float]:
     """Collective: seconds that each all-reduce takes for the sample. Closes the all-reduces if it fails.
 
@@ -288,7 +286,7 @@ def _measure(
         with _alarm(limit, give_up):
             for _ in range(_NUM_WARM_UPS + _NUM_TURNS):
                 for name, all_reduce in all_reduces.items():
-                    seconds[name].append(_seconds_together(world, all_reduce, wires[name], accelerator))
+                    seconds[name].append(_seconds_together(world, all_reduce, wires[name]))
         for all_reduce in all_reduces.values():
             all_reduce.check()
     except BaseException:
@@ -300,9 +298,7 @@ def _measure(
     return {name: statistics.median(taken[_NUM_WARM_UPS:]) / _NUM_REPEATS for name, taken in seconds.items()}
 
 
-def _seconds_together(
-    world: World, all_reduce: OnStream, wires: Sequence[DeviceWire], accelerator: CudaAccelerator
-) -> float:
+def _seconds_together(world: World, all_reduce: OnStream, wires: Sequence[DeviceWire]) -> float:
     """Collective: seconds to reduce all these wires, started at once, on the slowest rank."""
     collectives = internal_collectives_of(world)
     collectives.barrier()
@@ -310,6 +306,6 @@ def _seconds_together(
     for wire in wires:
         all_reduce.start(wire)
     all_reduce.wait()
-    accelerator.synchronize()
+    all_reduce.accelerator.synchronize()
     taken = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device="cpu")
     return float(collectives.all_reduce(taken, "max"))

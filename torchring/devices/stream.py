@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchring.devices.cuda import CudaAccelerator, CudaMark, span
+from torchring.devices.cuda import CudaMark, span
 from torchring.devices.engines import DeviceWire, Engine, Launch
 from torchring.devices.watchdog import DeviceWatchdog
 from torchring.errors import FirstFailure, PeerLostError, RingError
@@ -36,7 +36,6 @@ class OnStream:
 
     Args:
         engine: launches the all-reduces.
-        accelerator: the engine's device.
         in_background: backward goes on meanwhile. If False, the current stream waits for each bucket.
         host: the ranks of this host, if there are others, to see which of them are alive.
         timeout_seconds: the longest time that the device may wait for other ranks.
@@ -54,7 +53,6 @@ class OnStream:
     def __init__(
         self,
         engine: Engine,
-        accelerator: CudaAccelerator,
         *,
         in_background: bool,
         host: HostGroup | None,
@@ -63,8 +61,8 @@ class OnStream:
     ) -> None:
         self.algorithm = engine.algorithm
         self.in_background = in_background
-        self.accelerator = accelerator
-        self.stream = accelerator.open_stream()
+        self.accelerator = engine.accelerator
+        self.stream = self.accelerator.open_stream()
         self.is_dated = False
         self.engine = engine
         self._failure = FirstFailure()

@@ -228,14 +228,10 @@ class C10dTransport:
             if other == self.rank:
                 continue
             is_open = self._diagnosis.is_open(other)
-            if is_open is None and probes and (group := self._group) is not None:  # another thread may close it
-                broken = gloo_links.find_failure(group, self.ranks.index(other))
-                del group
-            elif is_open is False and self._diagnosis.seconds_silent() > _SILENT_SECONDS:
-                broken = RuntimeError(f"the connection to rank {other} is closed")
-            else:
-                continue
-            if broken is not None:
+            if is_open is False and self._diagnosis.seconds_silent() > _SILENT_SECONDS:
+                return RuntimeError(f"the connection to rank {other} is closed")
+            group = self._group if is_open is None and probes else None  # another thread may close it
+            if group is not None and (broken := gloo_links.find_failure(group, self.ranks.index(other))) is not None:
                 return broken
         return None
 

@@ -18,7 +18,7 @@ from torchring.transport.diagnosis.culprit import Culprits
 
 def culprits_of(size: int) -> list[Culprits]:
     store = dist.HashStore()
-    return [Culprits(Rendezvous(store, rank, size, 7.0), "stream", None) for rank in range(size)]
+    return [Culprits(Rendezvous(store, rank, size, 7.0), "stream", None, range(size)) for rank in range(size)]
 
 
 def test_a_rank_for_which_its_peer_waited_too_long_names_itself() -> None:

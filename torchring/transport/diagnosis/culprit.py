@@ -44,12 +44,10 @@ class Culprits:
         rendezvous: the world's store.
         name: name of the channel; unique in this world, the same on every rank.
         host: the ranks of this host; known to be alive or not.
-        ranks: those of the channel; by default all.
+        ranks: those of the channel.
     """
 
-    def __init__(
-        self, rendezvous: Rendezvous, name: str, host: HostGroup | None, ranks: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, rendezvous: Rendezvous, name: str, host: HostGroup | None, ranks: Sequence[int]) -> None:
         # With a short timeout: the connection to the store may be cut, too.
         self._rendezvous = rendezvous.with_timeout(_GRACE_SECONDS)
         self._meeting = rendezvous
@@ -58,7 +56,7 @@ class Culprits:
         self._host = host
         self._notices = host.notices if host is not None else Noticeboard(rendezvous)
         self._others = [rank for rank in range(rendezvous.size) if rank != rendezvous.rank]
-        self._peers = self._others if ranks is None else [rank for rank in ranks if rank != rendezvous.rank]
+        self._peers = [rank for rank in ranks if rank != rendezvous.rank]
         self._endpoints: list[Endpoint] = []
         self._before: dict[int, int] = {}
         self._links: Links | None = None
