@@ -169,10 +169,7 @@ def alone_in_turn(trainers: dict[str, Trainer]) -> tuple[dict[str, list[Any]], C
     reducers = {rival: list(group.owners_of(trainer.model.parameters())) for rival, trainer in trainers.items()}
 
     def prepare(rival: str) -> None:
-        for reducer in list(group.reducers):
-            group.reducers.remove(reducer)
-        for reducer in reducers[rival]:
-            group.reducers.add(reducer)
+        group.reducers[:] = reducers[rival]
 
     return reducers, prepare
 

@@ -12,6 +12,7 @@ Example: grads fp32 [1, 2] and [3], scale 0.5, fp16 wire
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -77,13 +78,12 @@ class Accumulation:
         self._running = running
         self._parts, self._out = list(parts), out
         self._total = out if sums_in_out else None if scratch is None else _running_sum(scratch, out, running)
+        if len(parts) == 2:  # torch adds 16-bit values in fp32 and rounds once: one call instead of three
+            self.run = functools.partial(torch.add, parts[0], parts[1], out=out)  # type: ignore[assignment, method-assign]
 
     def run(self) -> None:
         """Add up what the tensors hold now."""
         parts, out = self._parts, self._out
-        if len(parts) == 2:  # torch adds 16-bit values in fp32 and rounds once: one call instead of three
-            torch.add(parts[0], parts[1], out=out)
-            return
         total = _running_sum(None, out, self._running) if self._total is None else self._total
         if out.dtype == self._running and len(parts) > 1:
             torch.add(parts[0], parts[1], out=total)

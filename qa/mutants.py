@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = {
     "torchring/gradients/hooks.py": ("gradients/test_hooks gradients/test_backward", ""),
     "torchring/gradients/reducer.py": (
-        "gradients/test_hooks optimizer/test_mistakes gradients/test_module_wrappers gradients/test_backward "
+        "gradients/test_hooks optimizer/test_mistakes participants/test_module_wrappers gradients/test_backward "
         "gradients/test_weights optimizer/test_semantics observe/test_recorder optimizer/test_options",
         "not (test_recorder or test_options) or closure or another_model_or_option",
     ),

@@ -22,8 +22,8 @@ import torchring
 from torchring.default_world import default_world
 from torchring.errors import GradientError, TopologyError
 from torchring.gradients.group import OptimizerGroup
-from torchring.gradients.module_wrappers import WAY_OUT, is_module_wrapper
 from torchring.optimizer import DistributedOptimizer
+from torchring.participants.module_wrappers import WAY_OUT, is_module_wrapper
 from torchring.requirements import check_release
 from torchring.world import World
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torchring.errors import TopologyError
-from torchring.gradients.module_wrappers import MODULE_WRAPPERS  # which counts from now on
+from torchring.participants.module_wrappers import MODULE_WRAPPERS  # which counts from now on
 from torchring.rendezvous.environment import JOB, parent_rank, read_environment
 
 _imported_by: Final = os.getpid()

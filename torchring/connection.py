@@ -20,7 +20,7 @@ from torchring.gradients.group import OptimizerGroup, check_free
 from torchring.gradients.layout import Options
 from torchring.gradients.local import LocalSync
 from torchring.gradients.reducer import Reducer
-from torchring.gradients.reduction import Guest, Participant
+from torchring.gradients.reduction import Participant
 from torchring.gradients.validation import (
     check_options,
     ignored_tensors,
@@ -29,7 +29,7 @@ from torchring.gradients.validation import (
     refuse_part_of_state,
     sparse_parameters,
 )
-from torchring.observer import Observers, Wrapped
+from torchring.observer import Wrapped
 from torchring.optimizer_wrapper import OptimizerWrapper
 from torchring.rooms import participants, room
 from torchring.world import World
@@ -87,7 +87,6 @@ class ConnectedOptimizer(OptimizerWrapper):
         sparse = self._find_sparse(optimizer, model)
         self._initialise(optimizer, options, names, sparse, model, ignored)
         self._wrapped_at = time.perf_counter_ns()
-        self._num_reductions_at_wrap = world.num_reductions
         if sync_initial_state:
             values = shared if model is not None else {name: p.data for p, name in names.items()}
             room("initial state").copy_from(0, values, optimizer)
@@ -158,7 +157,6 @@ class ConnectedOptimizer(OptimizerWrapper):
         # What was wrapped
         self._options = options
         self._names = names
-        self._stepped = list(names)  # in the order of `param_groups`
         self._sparse = sparse
         self._ignored = ignored  # of the model
         self._model: Callable[[], torch.nn.Module | None] = weakref.ref(model) if model is not None else no_model
@@ -174,10 +172,8 @@ class ConnectedOptimizer(OptimizerWrapper):
         self._is_stepping = False  # by `step()` of this class
 
         # What is recorded
-        self._observer: Observers | None = None
         self._wrapped_at = 0
-        self._num_reductions_at_wrap = 0  # of the world, before `wrap`
-        self._forward_watch: Any = room("forward").ForwardWatch(model, _observer_of(weakref.ref(self)))
+        self._forward_watch: Any = room("forward").ForwardWatch(model)
 
     def _connect(self, world: World) -> Reducer:
         """Collective: reduce with the ranks of `world` from now on."""
@@ -187,18 +183,15 @@ class ConnectedOptimizer(OptimizerWrapper):
         """Collective: agree, where all ranks have the same optimizer state."""
         return self._agree(world)
 
-    def _agree(self, world: World, guests: Sequence[Guest] = ()) -> Reducer:
+    def _agree(self, world: World, guests: Sequence[Participant] = ()) -> Reducer:
         """Collective: agree on a plan with the other ranks and hook the parameters."""
         group = world.shared(OptimizerGroup)
         setup = Setup(
             *(world, self.optimizer, self._model(), self._names, self._sparse, self._ignored, self._options),
             inputs=self._forward_watch.inputs,
             is_sharded=bool(self._options.shard) or room("initial state").is_sharded(self.optimizer),
-            owned=group.owned,
-            stale=group.reducers.stale,
         )
-        kinds, end_backward = self._find_participants(setup), group.end_backward
-        self._sync = Reducer(setup, group.reducers, kinds, end_backward=end_backward, guests=guests, owner=self)
+        self._sync = Reducer(setup, group, self._find_participants(setup), guests=guests, owner=self)
         self._watch_wrapped()
         self._observe(world)
         return self._sync
@@ -228,7 +221,7 @@ class ConnectedOptimizer(OptimizerWrapper):
 
     def _observe(self, world: World) -> None:
         """Let those who observe `world` see the steps."""
-        self._observer = world.observer
+        self._forward_watch.observers = weakref.ref(world.observer)
         world.observer.connect(self._describe)
 
     def _describe(self) -> Wrapped:
@@ -252,9 +245,9 @@ class ConnectedOptimizer(OptimizerWrapper):
             self._sync = None
         self._local.close()
         self._local = self._make_local()
-        self._observer = None  # which holds what a closed world has opened
+        self._forward_watch.observers = no_model
 
-    def _rejoin(self, world: World | None = None, guests: Sequence[Guest] = ()) -> None:
+    def _rejoin(self, world: World | None = None, guests: Sequence[Participant] = ()) -> None:
         """See `rejoin`."""
         self._disconnect()
         if world is not None:
@@ -277,13 +270,3 @@ class ConnectedOptimizer(OptimizerWrapper):
 
 
 def no_model() -> None: ...
-
-
-def _observer_of(owner: weakref.ref[ConnectedOptimizer]) -> Callable[[], Observers | None]:
-    """Looks up who observes the world of an optimizer that may be gone."""
-
-    def look_up() -> Observers | None:
-        alive = owner()
-        return None if alive is None else alive._observer
-
-    return look_up

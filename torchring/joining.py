@@ -110,7 +110,13 @@ def _take_over(optimizer: DistributedOptimizer, src: int) -> None:
     optimizer.zero_grad()
     own = {name: p.data for p, name in names_of(optimizer).items()}
     copy_from(src, {**others_of(optimizer), **own}, optimizer.optimizer)
-    sync.take_over(src)
+    observer = sync.world.observer
+    steps = torch.tensor([sync.num_steps, observer.num_steps], device="cpu")
+    internal_collectives_of(sync.world).broadcast(steps, src)
+    sync.num_steps, observer.num_steps = map(int, steps.tolist())
+    sync.accept_parameters()
+    if sync.buffers is not None:
+        sync.buffers.take_over(src)
 
 
 def _problem_with(objects: Sequence[Any], world: World) -> Exception | None:
@@ -164,23 +170,23 @@ def follow_others(group: OptimizerGroup, *, counts: bool = False) -> int:
     """
     num_reductions, has_more = 0, True
     reducers = group.reducers
-    reducers.has_ended = True
+    group.has_ended = True
     try:
-        with torch.no_grad(), nullcontext() if counts else reducers.skipping():
+        with torch.no_grad(), nullcontext() if counts else group.skipping():
             for reducer in reducers:
                 reducer.weights.drop_next()
-            while has_more and list(reducers):
+            while has_more and reducers:
                 for parameter in (p for reducer in reducers if counts for p in reducer.parameters):
                     parameter.grad = None
                 has_more = group.follow()
                 num_reductions += has_more
     finally:
-        reducers.has_ended = False
+        group.has_ended = False
     return num_reductions
 
 
 def _last(num_followed: int, world: World, group: OptimizerGroup) -> int:
     """Collective: the rank that has followed the fewest reductions of others. Of several, the one with most steps."""
-    mine = torch.tensor([num_followed, -group.num_steps()], device="cpu")
+    mine = torch.tensor([num_followed, -sum(reducer.num_steps for reducer in group.reducers)], device="cpu")
     everybody = internal_collectives_of(world).all_gather(mine.unsqueeze(0))
     return min(range(world.size), key=lambda rank: everybody[rank].flatten().tolist())

@@ -9,13 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import logging
-import operator
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final, NoReturn, TypeVar, overload
 
 import torch
@@ -27,20 +24,16 @@ from torchring.collectives.service import Join, internal_collectives_of
 from torchring.connection import ConnectedOptimizer, no_model
 from torchring.dynamo import run_eagerly
 from torchring.errors import GradientError
-from torchring.gradients.contract import Stats, Sync
+from torchring.gradients.contract import Stats
 from torchring.gradients.group import OptimizerGroup, check_free
 from torchring.gradients.layout import Options, SyncBuffers
 from torchring.gradients.local import LocalSync
 from torchring.gradients.plan import Compression
 from torchring.gradients.reducer import Reducer
-from torchring.gradients.reduction import Guest
+from torchring.gradients.reduction import Participant
 from torchring.gradients.validation import (
     GradientOp,
     OnNonfinite,
-    check_same_parameters,
-    lost_state,
-    parameters_of,
-    refuse_left,
 )
 from torchring.gradients.weights import check_weight
 from torchring.observer import OPTIMIZER
@@ -49,7 +42,6 @@ from torchring.rooms import room
 from torchring.world import World
 
 _T = TypeVar("_T")
-_logger: Final = logging.getLogger("torchring")
 
 
 def wrap(
@@ -68,7 +60,6 @@ def wrap(
     shard: bool = False,
     ignore: Sequence[str | torch.nn.Module | torch.Tensor] = (),
     noise_scale: bool = False,
-    free_gradients: None = None,
 ) -> DistributedOptimizer:
     """Make `optimizer` average its gradients over all ranks while `backward()` runs. Collective.
 
@@ -111,7 +102,6 @@ def wrap(
             train them with an optimizer of their own that is not wrapped. Ranks may ignore different ones.
         noise_scale: measure the gradient noise scale while gradients are reduced, see `Stats`. A script that is traced
             as a whole does, too.
-        free_gradients: has left torchring; True raises ValueError.
 
     Returns:
         The optimizer to use in place of `optimizer`.
@@ -125,7 +115,6 @@ def wrap(
         PeerTimeoutError: another rank did not call `wrap` within the timeout.
     """
     given = dict(locals())
-    refuse_left(given.pop("free_gradients"))
     kind: type[DistributedOptimizer] = room("sharding").ShardedOptimizer if shard is True else DistributedOptimizer
     return kind(**given)
 
@@ -204,7 +193,6 @@ class DistributedOptimizer(ConnectedOptimizer):
             closure = functools.partial(self._evaluate, closure, sync)
         elif not self._only_creates_state() and not self._check_before_step(sync):
             return None
-        lacks_state = not (self._has_stepped or self.optimizer.state or self._only_creates_state())
         self._has_stepped = True
         self._is_stepping = True
         try:
@@ -213,19 +201,7 @@ class DistributedOptimizer(ConnectedOptimizer):
             self._is_stepping = False
         sync.has_stepped()
         self._forward_watch.start()
-        if (
-            lacks_state
-            and self.optimizer.state
-            and sync.world.rank == 0
-            and (text := lost_state([self, self.optimizer], self._most_steps(sync)))
-        ):
-            _logger.warning("%s", text)
         return result
-
-    def _most_steps(self, sync: Sync) -> int:
-        """Of a schedule that began with `wrap`: one for each reduction since then, of this optimizer or another one."""
-        own, of_world = sync.stats().num_reductions, sync.world.num_reductions - self._num_reductions_at_wrap
-        return max(own, of_world) or _MOST_LEFT_OUT
 
     def _watch_wrapped(self) -> None:
         """Hook the steps of the wrapped optimizer, so that the model's buffers are equal before other hooks run.
@@ -356,7 +332,7 @@ class DistributedOptimizer(ConnectedOptimizer):
         What counts is where `backward()` runs, not where the loss was computed. With several optimizers, enter that of
         all whose parameters the backward may reach: the others reduce.
         """
-        return self._live_sync().no_sync()
+        return _inside_no_sync(self._live_sync())
 
     def stats(self) -> Stats:
         """Returns the cost of communication so far, on this rank."""
@@ -379,7 +355,6 @@ class DistributedOptimizer(ConnectedOptimizer):
         except ValueError:
             del self.param_groups[-1]
             raise
-        self._stepped += added
         self._names.update(names)
         if self._sync is None:
             return
@@ -482,7 +457,7 @@ class DistributedOptimizer(ConnectedOptimizer):
         grads = [parameter.grad for parameter in self._names if parameter.grad is not None]
         return not any(grad.is_sparse or bool(grad.any()) for grad in grads)
 
-    def _evaluate(self, closure: Callable[[], Any], sync: Sync) -> Any:
+    def _evaluate(self, closure: Callable[[], Any], sync: Reducer | LocalSync) -> Any:
         sync.accept_parameters()
         with torch.enable_grad():
             loss = closure()
@@ -492,20 +467,10 @@ class DistributedOptimizer(ConnectedOptimizer):
         sync.world.observer.phase(OPTIMIZER, sync.world.observer.num_steps)
         return _mean_loss(loss, sync.world)  # None where the closure has called skip()
 
-    def _check_before_step(self, sync: Sync) -> bool:
+    def _check_before_step(self, sync: Reducer | LocalSync) -> bool:
         """Raise GradientError rather than train on something that is known to be wrong. Returns whether to step."""
         sync.check_backward()
-        if self._sync is not None:
-            self._check_parameters(self._sync)
         return sync.check_gradients()
-
-    def _check_parameters(self, reducer: Reducer) -> None:
-        """Raise GradientError if the optimizer steps other parameters by now than those that are reduced."""
-        rank = reducer.world.rank
-        now = list(chain.from_iterable(group["params"] for group in self.optimizer.param_groups))
-        if len(now) != len(self._stepped) or not all(map(operator.is_, now, self._stepped)):
-            check_same_parameters(self.optimizer, self._names, rank)
-            self._stepped = list(parameters_of(self.optimizer))  # the same in another order
 
 
 # What rooms ask of an optimizer
@@ -538,7 +503,7 @@ def others_of(optimizer: DistributedOptimizer) -> dict[str, torch.Tensor]:
     return {name: p.data for name, p in of_model if p not in optimizer._names and p not in optimizer._ignored}
 
 
-def rejoin(optimizer: DistributedOptimizer, world: World | None = None, guests: Sequence[Guest] = ()) -> None:
+def rejoin(optimizer: DistributedOptimizer, world: World | None = None, guests: Sequence[Participant] = ()) -> None:
     """Reduce with the ranks of another world from now on.
 
     Args:
@@ -549,7 +514,6 @@ def rejoin(optimizer: DistributedOptimizer, world: World | None = None, guests: 
     optimizer._rejoin(world, guests)
 
 
-_MOST_LEFT_OUT: Final = 16  # steps, by a GradScaler, until its scale is 1: in a world of one nobody counts backwards
 _TAKES_NO_CLOSURE: Final = (
     "step(closure) does not work with on_nonfinite='skip': an optimizer that evaluates a closure may have moved "
     "parameters before a gradient is not finite. Pass on_nonfinite='raise' or 'ignore' to torchring.wrap; or call "
@@ -559,6 +523,15 @@ _STEPPED_PAST: Final = (
     "a gradient is not finite, and on_nonfinite='skip' cannot leave out a step of the wrapped optimizer itself; call "
     "step() of the optimizer that torchring.wrap has returned"
 )
+
+
+@contextmanager
+def _inside_no_sync(sync: Reducer | LocalSync) -> Iterator[None]:
+    sync.no_sync_depth += 1
+    try:
+        yield
+    finally:
+        sync.no_sync_depth -= 1
 
 
 def _mean_loss(loss: Any, world: World) -> Any:

@@ -16,7 +16,7 @@ _MODULES: Final = {
     "mpi": "torchring.transport.mpi",
     "buffers": "torchring.participants.buffers",
     "cuda": "torchring.devices.cuda",
-    "loose optimizers": "torchring.participants.ownership",
+    "module wrappers": "torchring.participants.module_wrappers",
     "forward": "torchring.observe.inputs",
     "initial state": "torchring.initial_state",
     "device agreement": "torchring.devices.agreement",
@@ -42,7 +42,7 @@ def room(name: str) -> Any:
 _PARTICIPANTS: Final[Sequence[tuple[str, str, Callable[[Any], bool]]]] = (
     ("torchring.participants.sparse", "SparseReduction", lambda setup: bool(setup.sparse)),
     ("torchring.participants.buffers", "BufferSync", lambda setup: setup.has_buffers),
-    ("torchring.participants.ownership", "Ownership", lambda setup: setup.model is not None),
+    ("torchring.participants.ownership", "Ownership", lambda setup: True),
     ("torchring.participants.replicas", "ReplicaCheck", lambda setup: True),
     ("torchring.observe.data_check", "DataCheck", lambda setup: setup.model is not None),
     ("torchring.observe.recorder.clocks", "ClockComparison", lambda setup: setup.world.num_nodes > 1),

@@ -82,9 +82,8 @@ def hooked(model: torch.nn.Module, all_reduce: NoOpAllReduce) -> Iterator[Reduce
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "open_all_reduce", lambda *_: all_reduce)
         group = world.shared(OptimizerGroup)
-        setup = Setup(world, sgd, None, names, set(), set(), options, None, False, group.owned, {})
-        kinds, end_backward = participants(setup), group.end_backward
-        reducer = Reducer(setup, group.reducers, kinds, end_backward=end_backward, owner=owner)
+        setup = Setup(world, sgd, None, names, set(), set(), options, None, False)
+        reducer = Reducer(setup, group, participants(setup), owner=owner)
     try:
         yield reducer
     finally:

@@ -892,9 +892,8 @@ def test_a_world_of_one_can_be_made_to_reduce(algorithm: str, rank: int) -> None
         options = Options("mean", "fp16", 25.0, 1, algorithm, "auto")
         owner, group = nn.Module(), world.shared(OptimizerGroup)
         sgd = torch.optim.SGD(parameters, lr=0.1)
-        setup = Setup(world, sgd, None, names, set(), set(), options, None, False, group.owned, {})
-        kinds, end_backward = participants(setup), group.end_backward
-        reducer = Reducer(setup, group.reducers, kinds, end_backward=end_backward, owner=owner)
+        setup = Setup(world, sgd, None, names, set(), set(), options, None, False)
+        reducer = Reducer(setup, group, participants(setup), owner=owner)
         for step in range(2):
             for p in parameters:
                 p.grad = None

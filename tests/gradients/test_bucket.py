@@ -19,7 +19,8 @@ from torchring.devices.packing import DevicePacking
 from torchring.errors import GradientError
 from torchring.gradients.bucket import Bucket, BucketState
 from torchring.gradients.ledger import GradientStatus, Ledger
-from torchring.gradients.packing import COPY_ON_ARRIVAL_BYTES, HostPacking, Packing, is_finite, slot_at
+from torchring.gradients.packing import COPY_ON_ARRIVAL_BYTES, Packing, is_finite, slot_at
+from torchring.gradients.places import open_bucket
 from torchring.gradients.plan import ParameterSpec, build_plan
 from torchring.gradients.reduction import Reduction, Said
 from torchring.gradients.views import CAN_SWAP
@@ -72,7 +73,7 @@ def make(
     wire = plain_wire(torch.full((plan.numel,), float("nan"), dtype=plan.wire_dtype))
 
     scale = 1.0 if is_sum else 1 / world_size
-    packing: Packing = HostPacking(scale, plan, wire.tensor, world_size, [])
+    packing = Packing(scale, plan, wire.tensor, world_size, [])
     if accelerator is not None:
         found = torch.full((2,), NOT_FOUND, dtype=torch.int32)
         stream = accelerator.open_stream()
@@ -80,7 +81,7 @@ def make(
         packing = DevicePacking(scale, plan, wire.buffer, found, world_size, all_reduce, set())
     ledger = ledger or Ledger(is_sum=is_sum)
     ledger.lay_out([slot.parameter for slot in plan.slots], specs, parameters)
-    return Bucket(plan, wire, specs, parameters, packing, ledger)
+    return open_bucket(plan, wire, specs, parameters, packing, ledger)
 
 
 def ones(*numels: int, **options: Any) -> Bucket:
@@ -97,7 +98,19 @@ def give(bucket: Bucket, slot: int, values: Sequence[float] | torch.Tensor | flo
         parameter.grad.add_(new)
     if bucket.state is IDLE:
         bucket.begin(bucket.reduction)
-    return bucket.mark_ready(slot)
+    return arrive(bucket, slot)
+
+
+def arrive(bucket: Bucket, slot: int) -> bool:
+    """As the launcher does it."""
+    if bucket.copies_on_arrival[slot]:
+        is_full = bucket.mark_ready(slot)
+        bucket.pack((slot,))
+    else:
+        is_full = bucket.mark_noted((slot,))
+    if is_full:
+        bucket.pack_rest()
+    return is_full
 
 
 def reduce(*ranks: Bucket) -> None:
@@ -401,7 +414,7 @@ def test_complex_gradients_travel_as_real_numbers(compression: str | None, conju
     for rank, bucket in enumerate(ranks):
         value = torch.complex(numbers * (2 * rank + 2), -numbers)
         bucket.parameters[0].grad = value.conj() if conjugate else value
-        bucket.mark_ready(0)
+        arrive(bucket, 0)
         give(bucket, 1, 1.0)
         assert (bucket.plan.dtype, bucket.plan.slots[0].numel) == (torch.float32, 12)
     finish(*ranks)
@@ -699,7 +712,7 @@ def test_sparse_gradient_says_what_to_do(numel: int) -> None:
     bucket = ones(numel, 1)
     bucket.parameters[0].grad = torch.sparse_coo_tensor([[1]], [1.0], (numel,), check_invariants=True)
     with pytest.raises(GradientError, match=r"p0 has a sparse gradient\. torchring knows .* Pass the model") as caught:
-        [bucket.mark_ready(0), give(bucket, 1, 1.0)]
+        [arrive(bucket, 0), give(bucket, 1, 1.0)]
     assert caught.value.parameters == ("p0",)
     assert "sparse=False" in str(caught.value)
 
@@ -833,7 +846,7 @@ def test_writing_to_gradients_between_reductions_is_no_error() -> None:
 def test_the_last_gradient_missing_at_its_own_arrival() -> None:
     bucket = ones(4)
     with pytest.raises(GradientError, match="p0 was taken away"):
-        bucket.mark_ready(0)
+        arrive(bucket, 0)
 
 
 def test_adding_to_a_sum_is_refused() -> None:
@@ -999,7 +1012,7 @@ def test_a_slice_that_was_written_to_counts_though_a_reduction_has_passed_it_by(
     """Slices of one tensor share a version. It is looked at in reductions that write to a slice, and in no others."""
     bucket = ones(2, 1, compression="fp16")
     bucket.parameters[0].grad = torch.zeros(4)[:2]
-    bucket.mark_ready(0)
+    arrive(bucket, 0)
     give(bucket, 1, 1.0)
     finish(bucket)
     bucket.ledger.settle_slices()
@@ -1222,7 +1235,6 @@ def test_slot_at() -> None:
 def test_packing_sees_values_whose_sum_may_not_be_finite(value: float, is_own: bool, numel: int) -> None:
     bucket = ones(numel, 20, world_size=2)
     bucket.wire.tensor.zero_()
-    assert isinstance(bucket.packing, HostPacking)
     suspects = bucket.packing._suspects
     for bad, may_overflow in ((value, value != 1e10), (1.0, False)):
         values = torch.ones(20)
@@ -1298,7 +1310,7 @@ def test_on_a_device_a_result_replaces_a_gradient_with_a_pending_negation(accele
     bucket = make([torch.ones(3)], world_size=2, compression="fp16", accelerator=accelerator)
     bucket.parameters[0].grad = own = torch.complex(torch.zeros(3), torch.arange(3.0)).conj().imag
     assert own.is_neg()
-    bucket.mark_ready(0)
+    arrive(bucket, 0)
     accelerator.synchronize()
     bucket.begin_reduce()
     buffer_of(bucket).mul_(3.0)

@@ -791,7 +791,7 @@ def _optimizer_group(rank: int, world_size: int, overlap: str, algorithm: str) -
     def have_left(_: Tensor) -> None:
         """Of each optimizer that the backward under way has reached, which has come to the input."""
         syncs = {name: optimizer._sync for name, optimizer in optimizers.items()}
-        left.append({name for name, sync in syncs.items() if sync.in_backward and sync.launcher.has_launched})
+        left.append({name for name, sync in syncs.items() if sync.in_backward and sync.launcher.reduction.num_launched})
 
     def loss_of(use: str) -> Callable[[Tensor], Tensor]:
         return lambda x: sum((parts[name](x).sum() for name in use), torch.zeros(()))

@@ -21,7 +21,8 @@ from torchring.errors import FirstFailure, GradientError, PeerLostError, RingErr
 from torchring.gradients.bucket import Bucket, BucketState
 from torchring.gradients.launcher import Launcher, union_length
 from torchring.gradients.ledger import GradientStatus, Ledger
-from torchring.gradients.packing import HostPacking
+from torchring.gradients.packing import Packing
+from torchring.gradients.places import open_bucket
 from torchring.gradients.plan import ParameterSpec, build_plan
 from torchring.gradients.reduction import Reduction, Said
 from torchring.observer import LAUNCHED, OVER, PACKED, READY, REDUCED, STARTED
@@ -143,7 +144,7 @@ def buckets_of(plan: Any, wires: Sequence[Wire], specs: Any, parameters: Any) ->
     ledger = Ledger()
     ledger.lay_out([slot.parameter for bucket in plan.buckets for slot in bucket.slots], specs, parameters)
     return [
-        Bucket(b, w, specs, parameters, HostPacking(1.0, b, w.tensor, 1, []), ledger)
+        open_bucket(b, w, specs, parameters, Packing(1.0, b, w.tensor, 1, []), ledger)
         for b, w in zip(plan.buckets, wires, strict=True)
     ]
 
@@ -152,7 +153,9 @@ def pack(bucket: Bucket) -> None:
     """All gradients of the bucket arrive: its index, in every element."""
     for slot, parameter in enumerate(bucket.parameters):
         parameter.grad = torch.full((2,), float(bucket.index))
-        bucket.mark_ready(slot)
+        is_full = bucket.mark_noted((slot,))
+    if is_full:
+        bucket.pack_rest()
 
 
 @contextmanager
@@ -320,7 +323,7 @@ def test_finish_fills_the_buckets_whose_gradients_have_not_arrived(threaded: boo
         launcher.advance()
         bucket = launcher.buckets[2]
         bucket.parameters[0].grad = torch.full((2,), 2.0)
-        bucket.mark_ready(0)
+        bucket.mark_noted((0,))
         finish(launcher)
         assert all_reduce.order == [0, 1, 2]
         unused = {each.plan.slots[slot].parameter for each in launcher.buckets for slot in each.unused}
@@ -433,19 +436,18 @@ def test_who_aborts_a_reduction_goes_on_with_the_number_of_its_peers(
 
 
 @pytest.mark.parametrize("threaded", [False, True])
-def test_has_launched(threaded: bool) -> None:
+def test_launched_in_order_or_held(threaded: bool) -> None:
     with opened(2, threaded=threaded) as (launcher, _):
         for hold in (False, True):
             begin(launcher, number=0, step=0, hold=hold)
-            assert not launcher.has_launched
+            assert not launcher.reduction.num_launched
             pack(launcher.buckets[1])
             launcher.advance()
-            assert not launcher.has_launched  # it waits for the one before it
+            assert not launcher.reduction.num_launched  # it waits for the one before it
             pack(launcher.buckets[0])
             launcher.advance()
-            assert launcher.has_launched is not hold
+            assert launcher.reduction.num_launched == (0 if hold else 2)
             finish(launcher)
-            assert launcher.has_launched
             for bucket in launcher.buckets:
                 bucket.close_reduction()
 
@@ -470,7 +472,7 @@ def test_begin_waits_for_what_an_aborted_reduction_left_with_the_worker() -> Non
         states = [bucket.state for bucket in launcher.buckets]
         assert states == [BucketState.REDUCING, BucketState.REDUCING, BucketState.IDLE], "nobody uses the results"
         assert (launcher.reduction.busy_seconds, launcher.reduction.exposed_seconds) == (0.0, 0.0)
-        assert not launcher.has_launched
+        assert not launcher.reduction.num_launched
         for bucket in launcher.buckets:
             bucket.reset()
         for bucket in launcher.buckets:
@@ -722,7 +724,7 @@ def test_a_reduction_that_was_aborted_lands_before_the_next_begins() -> None:
         begin(launcher, number=1, step=0, hold=False)
         assert all_reduce.take_events() == [("reduce", 0), ("land", 0)]
         assert launcher.buckets[0].state is BucketState.REDUCING, "nobody uses the result"
-        assert not launcher.has_launched
+        assert not launcher.reduction.num_launched
 
 
 @pytest.mark.parametrize(

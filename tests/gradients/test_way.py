@@ -22,7 +22,7 @@ PACKAGE = ROOT / "torchring"
 
 # On the way beside `gradients/`. Waiting for a late rank, and nothing else, leads to the last three.
 ENGINE = {
-    *("allreduce/direct.py", "allreduce/slices.py", "kernels/reference.py", "memory/channel.py", "interruption.py"),
+    *("allreduce/direct.py", "allreduce/slices.py", "memory/channel.py", "interruption.py"),
     *("observer.py", "observe/flight_recorder/entries.py", "observe/inputs.py", "observe/data_check.py"),
     *("world.py", "errors.py", "collectives/shared_memory.py"),
 }
@@ -119,7 +119,7 @@ def test_the_way_of_a_gradient_is_short_and_is_the_one_that_is_listed() -> None:
     for trace, whole_step in traces:
         assert len(whole_step.files - WAITING) <= MOST_FILES
         assert trace.deepest("hook", without=("mark_ready", "begin_backward")) == 1, "a small gradient"
-        assert trace.deepest("hook", with_="_launch", without=("begin_backward",)) <= 7, "a full bucket"
+        assert trace.deepest("hook", with_="begin_reduce", without=("begin_backward",)) <= 5, "a full bucket"
         assert trace.deepest("_ended") <= 9, "the end of backward"
 
         way = {file.removeprefix("gradients/") for file in trace.files if file.startswith("gradients/")}

@@ -268,7 +268,9 @@ def test_inputs_without_a_shape_are_not_counted() -> None:
     model = nn.Identity()
     observers, recorder = Observers(), Recorder()
     observers.add(recorder)
-    ForwardWatch(model, lambda: observers).start()
+    watch = ForwardWatch(model)
+    watch.observers = lambda: observers
+    watch.start()
     model(torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)]))
     model(torch.tensor(1.0))
     model("text")

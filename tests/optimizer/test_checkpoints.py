@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import torchring
-from tests.support.checks import logged
 from tests.support.grids import grid
 from tests.support.harness import run_pooled, run_ranks
 from tests.support.training import small_model
@@ -106,35 +105,3 @@ def test_another_number_of_ranks_goes_on(saved: tuple[str, str, list[float]], si
     for after, parameters in run(_resume, size, kind, folder, wraps_first):
         assert [*before, *after] == pytest.approx(expected, rel=1e-9)
         torch.testing.assert_close(parameters, [p.detach() for p in model.parameters()], rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("resumes", "momentum", "warns"),
-    [("scheduler", 0.9, True), ("both", 0.9, False), ("scheduler", 0.0, False), ("", 0.9, False), ("late", 0.9, False)],
-)
-def test_a_schedule_that_goes_on_with_an_optimizer_that_begins_anew(resumes: str, momentum: float, warns: bool) -> None:
-    def make() -> tuple[nn.Module, Any, Any]:
-        model = nn.Linear(2, 1)
-        optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum), model)
-        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 10)
-
-    def step(model: nn.Module, optimizer: Any, scheduler: Any) -> None:
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        scheduler.step()
-
-    before, after = make(), make()
-    chained = torch.optim.lr_scheduler.ChainedScheduler([after[2]], after[1])  # which has no `last_epoch`
-    with logged() as lines:
-        for _ in range(20):
-            step(*before)
-        for _ in range(4 * (resumes == "late")):
-            after[2].step()  # a GradScaler leaves out the optimizer's first steps
-        if resumes in ("scheduler", "both"):
-            after[2].load_state_dict(before[2].state_dict())
-        if resumes == "both":
-            after[1].load_state_dict(before[1].state_dict())
-        for _ in range(2):
-            step(*after[:2], chained)
-    assert [line for line in lines if "StepLR has made 20 steps, but the optimizer has made its first" in line] == lines
-    assert len(lines) == warns

@@ -123,8 +123,6 @@ def _parameters() -> Callable[[], Any]:
 
 _BAD: dict[str, tuple[Callable[[], Callable[[], Any]], str, tuple[str, ...]]] = {
     "op": (lambda: _wrap(op="average"), "ValueError", ("op", "'average'", "'mean'", "'sum'")),
-    "op adasum": (lambda: _wrap(op="adasum"), "ValueError", ("all_reduce(tensor, op='adasum')", "LARS and LAMB")),
-    "algorithm nvls": (lambda: _wrap(algorithm="nvls"), "ValueError", ("algorithm='native'", "NVSwitch")),
     "op None": (lambda: _wrap(op=None), "ValueError", ("op", "None")),
     "algorithm": (lambda: _wrap(algorithm="tree"), "ValueError", ("algorithm", "'tree'", "'direct'", "'ring'")),
     "compression": (lambda: _wrap(compression="int8"), "ValueError", ("compression", "'int8'", "'fp16'", "'bf16'")),

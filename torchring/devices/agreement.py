@@ -25,9 +25,8 @@ from torchring.devices.engines import DeviceWire
 from torchring.devices.packing import DevicePacking, slots_of
 from torchring.devices.stream import Dated, OnStream
 from torchring.devices.watchdog import has_come
-from torchring.gradients.agreement import Timing, wires_of
+from torchring.gradients.agreement import Agreement, Timing, wires_of
 from torchring.gradients.bucket import Bucket
-from torchring.gradients.hooks import StreamNotes
 from torchring.gradients.packing import Packing
 from torchring.gradients.plan import BucketPlan, ParameterSpec, Plan
 from torchring.gradients.reduction import NonFiniteGradient, Reduction
@@ -62,8 +61,8 @@ class _Unfinished:
         return all(map(has_come, self.reports)) and (self.backward_end is None or self.backward_end.is_reached())
 
 
-class DeviceAgreement:
-    """For reductions on a device. See `Agreement`.
+class DeviceAgreement(Agreement):
+    """For reductions on a device.
 
     Args:
         world: of any size.
@@ -73,7 +72,6 @@ class DeviceAgreement:
     """
 
     knows_at_once = False
-    starts_at_once = False  # two buckets that wait for their peers may keep each other from running on a device
 
     def __init__(
         self,
@@ -83,16 +81,16 @@ class DeviceAgreement:
         specs: Sequence[ParameterSpec],
         parameters: Sequence[torch.nn.Parameter],
     ) -> None:
+        super().__init__(all_reduce, timing, world.size)
         self.overlap = "stream" if all_reduce.in_background else "inline"
+        self.starts_at_once = False  # two buckets that wait for their peers may keep each other from running
         self._world = world
-        self._all_reduce = all_reduce
-        self._timing = timing
+        self._all_reduce: OnStream = all_reduce
         self._specs = specs
         self._parameters = parameters
         self._opened: list[_Opened] = []
         self._streams: set[object] = set()  # on which gradients were computed since the reduction began
-        self.stream_notes: StreamNotes | None = (all_reduce.accelerator.current_stream, self._streams.add)
-        self.follow_current_stream = all_reduce.stream.follow
+        self.stream_notes = (all_reduce.accelerator.current_stream, self._streams.add)
         self._unfinished: deque[_Unfinished] = deque()
         self._finding: tuple[str, int] | None = None  # (what, parameter), for the other ranks
         self._backward_end: CudaMark | None = None
@@ -104,6 +102,9 @@ class DeviceAgreement:
 
     def is_captured(self) -> bool:
         return self._all_reduce.accelerator.is_capturing()
+
+    def follow_current_stream(self) -> None:
+        self._all_reduce.stream.follow()
 
     def begin(self, current: Reduction) -> None:
         self.poll()

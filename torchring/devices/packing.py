@@ -25,6 +25,7 @@ import torch
 
 from torchring.devices.cuda import span
 from torchring.devices.stream import OnStream
+from torchring.gradients.packing import Packing
 from torchring.gradients.plan import BucketPlan
 from torchring.gradients.views import as_real
 from torchring.kernels.chunks import ChunkTable, layout
@@ -44,8 +45,8 @@ class _Part:
     unpack_key: torch.dtype | None = None
 
 
-class DevicePacking:
-    """See `Packing`.
+class DevicePacking(Packing):
+    """On a device, see `Packing`.
 
     Args:
         scale: applied before the cast.

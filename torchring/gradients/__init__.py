@@ -7,7 +7,7 @@ The way of a gradient, in reading order:
     reductions.py   begins and finishes a reduction
     launcher.py     finds the gradient's bucket, and launches full buckets in plan order
     bucket.py       counts and packs gradients, and gives them back reduced
-    places.py       where gradients are meanwhile: in the wire buffer, or copied back from it
+    places.py       the same where gradients live in the wire buffer: when they are in `.grad`, and when they are not
     packing.py      copies gradients to the wire buffer, scaled, and back; looks for NaN
     views.py        the tensors in the wire buffer that a script sees as `.grad`
     ledger.py       what is known about each `.grad`

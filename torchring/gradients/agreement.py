@@ -1,21 +1,18 @@
-"""Whether a reduction was finite, and how long it took. `BucketLayout` chooses once who finds out.
-
-Here it is the host that reduces. `devices/agreement.py` is for reductions on a device.
-"""
+"""Whether a reduction was finite, and how long it took. For reductions on a device, see `devices/agreement.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from torchring.allreduce import AllReduce, Wire
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.hooks import StreamNotes
-from torchring.gradients.packing import HostPacking, Packing, Suspect, first_non_finite, slot_at
+from torchring.gradients.packing import Packing, Suspect, first_non_finite, slot_at
 from torchring.gradients.plan import Plan
 from torchring.gradients.reduction import NonFiniteGradient, Reduction
 
@@ -42,60 +39,17 @@ class Timing:
             self.total_exposed_ms += self.last_exposed_ms
 
 
-class Agreement(Protocol):
-    """Ends the reductions of one optimizer.
+class Agreement:
+    """Ends the reductions of one optimizer. `DeviceAgreement` overrides this where a device reduces.
 
     Attributes:
         overlap: what `stats()` reports: "inline", "thread" or "stream".
+        starts_at_once: whether a bucket can leave without a wait for other ranks, which may be waiting in another
+            all-reduce.
         knows_at_once: whether `agree` finds all that is not finite, so that `find_non_finite` is not collective.
-        stream_notes: for hooks, see `hooks.Listener`.
-        works: the all-reduces of the last reduction's buckets, on a device, if it was dated; empty on the host.
+        stream_notes: what hooks call on a device, see `hooks.make_hook`.
+        works: the all-reduces of the last reduction's buckets, on a device, if it was dated.
     """
-
-    overlap: str
-    knows_at_once: bool
-    stream_notes: StreamNotes | None
-
-    @property
-    def works(self) -> Sequence[Any]: ...
-
-    @property
-    def starts_at_once(self) -> bool:
-        """Whether a bucket can leave without a wait for other ranks, which may be waiting in another all-reduce."""
-
-    def open_wires(self, plan: Plan, scale: float) -> Sequence[tuple[Wire, Packing]]:
-        """Collective: for each bucket its wire buffer, and what makes its copies. `scale`: see `Packing`."""
-
-    def is_captured(self) -> bool:
-        """Whether a graph records what backward launches."""
-
-    def follow_current_stream(self) -> None:
-        """What is reduced next has been written on the current stream of the device."""
-
-    def begin(self, current: Reduction) -> None:
-        """A reduction begins. Raises what has ended the all-reduce."""
-
-    def backward_is_over(self) -> None:
-        """The host has run the whole backward, and is about to wait for the buckets."""
-
-    def tell(self, current: Reduction, buckets: Sequence[Bucket]) -> None:
-        """Every gradient is packed. Set the fields `non_finite` and `overflowed` of the message."""
-
-    def agree(self, current: Reduction, buckets: Sequence[Bucket]) -> None:
-        """Every bucket is REDUCED, and ranks know `current.said`. Sets `non_finite` of the reduction."""
-
-    def find_non_finite(self) -> NonFiniteGradient | None:
-        """Collective, after `agree`: the reduction's first NaN or infinity, if `agree` could not know of it yet."""
-
-    def poll(self) -> None:
-        """Take in what a device has finished since. Raises what has ended the all-reduce."""
-
-    def wait_for_device(self) -> None:
-        """Wait until a device has finished all reductions. The buckets are about to be replaced."""
-
-
-class HostAgreement:
-    """For reductions on the host. See `Agreement`."""
 
     knows_at_once = True
     starts_at_once = True
@@ -109,24 +63,30 @@ class HostAgreement:
         self._num_ranks = num_ranks
         self._suspects: list[Suspect] = []  # of this rank, in this reduction
 
-    def open_wires(self, plan: Plan, scale: float) -> list[tuple[Wire, Packing]]:
+    def open_wires(self, plan: Plan, scale: float) -> Sequence[tuple[Wire, Packing]]:
+        """Collective: for each bucket its wire buffer, and what makes its copies. `scale`: see `Packing`."""
         wires = self._all_reduce.open_wires(wires_of(plan))
         return [
-            (wire, HostPacking(scale, bucket, wire.tensor, self._num_ranks, self._suspects))
+            (wire, Packing(scale, bucket, wire.tensor, self._num_ranks, self._suspects))
             for bucket, wire in zip(plan.buckets, wires, strict=True)
         ]
 
     def is_captured(self) -> bool:
+        """Whether a graph records what backward launches."""
         return False
 
-    def follow_current_stream(self) -> None: ...
+    def follow_current_stream(self) -> None:
+        """What is reduced next has been written on the current stream of the device."""
 
     def begin(self, current: Reduction) -> None:
+        """A reduction begins. Raises what has ended the all-reduce."""
         self._suspects.clear()
 
-    def backward_is_over(self) -> None: ...
+    def backward_is_over(self) -> None:
+        """The host has run the whole backward, and is about to wait for the buckets."""
 
     def tell(self, current: Reduction, buckets: Sequence[Bucket]) -> None:
+        """Every gradient is packed. Set the fields `non_finite` and `overflowed` of the message."""
         if self._suspects:
             current.mine["overflowed"] = True
             found = [(plan.index, element, plan) for plan, element in self._suspects if element is not None]
@@ -135,6 +95,7 @@ class HostAgreement:
                 current.mine["non_finite"] = 1 + plan.slots[slot_at(plan, element)].parameter
 
     def agree(self, current: Reduction, buckets: Sequence[Bucket]) -> None:
+        """Every bucket is REDUCED, and ranks know `current.said`. Sets `non_finite` of the reduction."""
         self._timing.add(current.busy_seconds, current.exposed_seconds)
         said = current.heard.by_rank
         if (rank := next((rank for rank, found in enumerate(said["non_finite"]) if found), None)) is not None:
@@ -148,11 +109,15 @@ class HostAgreement:
                     current.non_finite = _non_finite(None, bucket, slot_at(bucket.plan, element))
                     return
 
-    def find_non_finite(self) -> None: ...
+    def find_non_finite(self) -> NonFiniteGradient | None:
+        """Collective, after `agree`: the reduction's first NaN or infinity, if `agree` could not know of it yet."""
+        return None
 
-    def poll(self) -> None: ...
+    def poll(self) -> None:
+        """Take in what a device has finished since. Raises what has ended the all-reduce."""
 
-    def wait_for_device(self) -> None: ...
+    def wait_for_device(self) -> None:
+        """Wait until a device has finished all reductions. The buckets are about to be replaced."""
 
 
 def _non_finite(rank: int | None, bucket: Bucket, slot: int) -> NonFiniteGradient:

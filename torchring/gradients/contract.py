@@ -1,18 +1,15 @@
-"""The contract between an optimizer and what reduces its gradients."""
+"""What an optimizer tells those who reduce its gradients, and what they say about it in the end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from torchring.gradients.layout import BucketLayout, Options
-from torchring.gradients.ledger import StaleGradients
-from torchring.gradients.plan import ParameterSpec
 from torchring.world import World
 
 
@@ -60,17 +57,8 @@ class Stats:
     noise_scale: float | None = None
 
 
-class MeasuresNoise(Protocol):
-    """The participant that measures the gradient noise scale. See `Stats`."""
-
-    batch_size: float
-
-    @property
-    def noise_scale(self) -> float | None: ...
-
-
-def stats_of(layout: BucketLayout, num_reductions: int, num_skipped_steps: int, noise: MeasuresNoise | None) -> Stats:
-    """The cost of communication so far."""
+def stats_of(layout: BucketLayout, num_reductions: int, num_skipped_steps: int, noise: Any) -> Stats:
+    """The cost of communication so far. `noise`: the participant that measures the gradient noise scale, or None."""
     timing = layout.timing
     layout.agreement.poll()
     num_timed = max(timing.num_timed, 1)
@@ -104,8 +92,6 @@ class Setup:
         ignored: parameters and buffers of `model` that belong to this rank.
         inputs: sees what the model is given.
         is_sharded: each rank has the optimizer state of other parameters.
-        owned: returns the ids of the parameters of all wrapped optimizers.
-        stale: gradients of an earlier training, or of an optimizer that is closed.
     """
 
     world: World
@@ -117,99 +103,9 @@ class Setup:
     options: Options
     inputs: Any
     is_sharded: bool
-    owned: Callable[[], Container[int]]
-    stale: StaleGradients
 
     @property
     def has_buffers(self) -> bool:
         """Whether the model has buffers that `wrap` was not told to leave alone."""
         model, choices = self.model, self.options.sync_buffers
         return model is not None and choices is not None and any(True for _ in model.buffers())
-
-
-def spec_of(
-    names: Mapping[torch.nn.Parameter, str], sparse: Collection[torch.nn.Parameter], parameter: torch.nn.Parameter
-) -> ParameterSpec:
-    """Describe a parameter for the plan."""
-    return ParameterSpec(
-        names[parameter],
-        tuple(parameter.shape),
-        parameter.stride(),
-        parameter.dtype,
-        parameter.device,
-        parameter in sparse,
-    )
-
-
-class Sync(Protocol):
-    """The backwards and steps of one optimizer: `Reducer` with other ranks, `LocalSync` in a world of one.
-
-    Attributes:
-        accumulate: number of backwards per reduction; may change between reductions, on all ranks alike.
-        num_skipped_steps: how many steps were left out, because a gradient was not finite.
-    """
-
-    world: World
-    accumulate: int
-    num_skipped_steps: int = 0
-    _no_sync_depth: int = 0
-
-    # Backward
-
-    def weigh(self, weight: float) -> None:
-        """The loss of the next backward is a mean over `weight` samples. See `DistributedOptimizer.weigh`."""
-
-    def skip(self) -> None:
-        """Collective: take part in the others' next backward without one of this rank's own."""
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards in here only accumulate, and do not count towards `accumulate`."""
-        self._no_sync_depth += 1
-        try:
-            yield
-        finally:
-            self._no_sync_depth -= 1
-
-    def synchronize(self) -> None:
-        """Collective: reduce whatever is local on any rank. Does nothing where nothing is local."""
-
-    def forget_gradients(self) -> None:
-        """The optimizer has dropped or zeroed all gradients, so the next backward begins a group of `accumulate`."""
-
-    # Step
-
-    def before_step(self) -> None:
-        """The optimizer is about to write to the parameters."""
-
-    def accept_parameters(self) -> None:
-        """The parameters are as the optimizer has left them: its step is about to evaluate a closure."""
-
-    def check_backward(self) -> None:
-        """Before a step: raise GradientError if the last backward failed, or is still under way."""
-
-    def check_gradients(self) -> bool:
-        """Before a step: raise GradientError if a gradient is known to be wrong. Returns whether to make the step."""
-
-    def agree_on_step(self) -> None:
-        """All ranks make this step, or all leave it out. May be called several times in a step."""
-
-    def sync_buffers(self) -> None:
-        """Collective: make the model's buffers equal as they are now."""
-
-    def has_stepped(self) -> None:
-        """The optimizer has made a step."""
-
-    # Otherwise
-
-    def stats(self) -> Stats:
-        """The cost of communication so far."""
-
-    def can_skip_alone(self) -> bool:
-        """Whether this rank can decide alone to leave out a step."""
-
-    def extend(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Collective: more parameters, some of which may be frozen for now."""
-
-    def close(self) -> None:
-        """Remove all hooks."""

@@ -7,7 +7,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -17,8 +17,6 @@ from torchring.collectives.service import collectives_of, internal_collectives_o
 from torchring.collectives.signature import Signature
 from torchring.errors import GradientError, PlanMismatchError, RingError, in_step
 from torchring.gradients.launcher import Launcher
-from torchring.gradients.ledger import StaleGradients
-from torchring.gradients.module_wrappers import MODULE_WRAPPERS, explain
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import Said, join, split
 from torchring.gradients.reductions import Reductions
@@ -35,39 +33,49 @@ _UNLIKE_NO_SYNC: Final = (
 _MESSAGE: Final = Signature("backward")
 
 
-class Reducers:
-    """The reducers of one world, in the order in which their optimizers were wrapped, and what they know together.
+class OptimizerGroup:
+    """Drives the reducers of a world, in the order of wrapping. `world.shared(OptimizerGroup)` opens it once.
+
+    Buckets leave during backward. With several optimizers, one backward may reach the parameters of any of them, in any
+    order, and not of the same ones on every rank. So each optimizer has an all-reduce of its own: its buckets leave in
+    an order of their own, and no rank waits before its backward is over. What ranks do then:
+
+        1. launch the rest of the optimizers that this rank has reached;
+        2. tell each other, in one small message, which optimizers they have reached, and meanwhile go on reducing;
+        3. join the optimizers that only other ranks have reached, with what is local or zeros;
+        4. wait for one optimizer after the other, in the order of wrapping.
+
+    A backward inside `no_sync()` of all optimizers that it reaches sends nothing, as with a single optimizer. After a
+    backward that was aborted, buckets that have left are waited for in step 3: only then have all ranks said that
+    the same buckets have left everywhere. Where a bucket cannot leave without a wait for other ranks
+    (`Agreement.starts_at_once`), all buckets leave in step 3.
 
     Attributes:
         guard: runs what takes several collectives, and must not be left between two of them.
+        reducers: the reducers of the world, in the order in which their optimizers were wrapped.
         has_ended: whether this rank's data has ended, inside `torchring.join`.
         is_skipping: whether this rank takes part in a backward of the others without one of its own.
         skipper: the reducer whose `skip()` is under way.
         skipped: reducers that `skip()` of another one has reached, since a step or zero_grad() of any optimizer.
-        stale: of an earlier training, or of an optimizer that is closed.
         waiting: see `Launcher`.
     """
 
     def __init__(self, world: World) -> None:
         self.guard = InterruptionGuard(world)
-        MODULE_WRAPPERS.find()
+        self.reducers: list[Reducer] = []
         self.has_ended = False
         self.is_skipping = False
         self.skipper: Reducer | None = None
         self.skipped: set[Reducer] = set()
-        self.stale: StaleGradients = {}
         self.waiting: set[Launcher] = set()
         self._world = world
         self._backend: Backend | None = None  # moves messages; opened with the first
         self._progress = world.observer.open_progress("messages")
-        self._reducers: list[Reducer] = []
-
-    def __iter__(self) -> Iterator[Reducer]:
-        return iter(list(self._reducers))
+        world.on_close(self.close)
 
     @property
     def are_several(self) -> bool:
-        return len(self._reducers) > 1
+        return len(self.reducers) > 1
 
     def advance(self) -> bool:
         """Do this rank's part of the buckets that have left, where nobody is late. Returns whether some still wait."""
@@ -75,12 +83,9 @@ class Reducers:
             launcher.advance()
         return bool(self.waiting)
 
-    def add(self, reducer: Reducer) -> None:
-        self._reducers.append(reducer)
-
     def remove(self, reducer: Reducer) -> None:
-        if reducer in self._reducers:
-            self._reducers.remove(reducer)
+        if reducer in self.reducers:
+            self.reducers.remove(reducer)
         self.skipped.discard(reducer)
         self.waiting.discard(reducer.launcher)
 
@@ -137,7 +142,7 @@ class Reducers:
 
         Breaks the world, where that other thread may be waiting. A device runs all hooks in one thread.
         """
-        if not any(reducer.in_backward and reducer.thread not in (0, thread) for reducer in self._reducers):
+        if not any(reducer.in_backward and reducer.thread not in (0, thread) for reducer in self.reducers):
             return
         error = GradientError(
             "two threads run backward() at the same time, each with an optimizer of its own; ranks could not tell the "
@@ -147,61 +152,18 @@ class Reducers:
         self._world.break_off("backward()", error)
         raise error
 
-
-class OptimizerGroup:
-    """Drives the reducers of a world, in the order of wrapping. `world.shared(OptimizerGroup)` opens it once.
-
-    Buckets leave during backward. With several optimizers, one backward may reach the parameters of any of them, in any
-    order, and not of the same ones on every rank. So each optimizer has an all-reduce of its own: its buckets leave in
-    an order of their own, and no rank waits before its backward is over. What ranks do then:
-
-        1. launch the rest of the optimizers that this rank has reached;
-        2. tell each other, in one small message, which optimizers they have reached, and meanwhile go on reducing;
-        3. join the optimizers that only other ranks have reached, with what is local or zeros;
-        4. wait for one optimizer after the other, in the order of wrapping.
-
-    A backward inside `no_sync()` of all optimizers that it reaches sends nothing, as with a single optimizer. After a
-    backward that was aborted, buckets that have left are waited for in step 3: only then have all ranks said that
-    the same buckets have left everywhere. Where a bucket cannot leave without a wait for other ranks
-    (`Agreement.starts_at_once`), all buckets leave in step 3.
-
-    Attributes:
-        reducers: the reducers. They know of each other what `Reducers` says, and never call the group.
-    """
-
-    def __init__(self, world: World) -> None:
-        self.reducers = Reducers(world)
-        self._world = world
-        self._loose: Any = None
-        if world.size > 1 and world.rank == 0:
-            self._loose = room("loose optimizers").LooseOptimizers(self.reducers, self.owned)
-        world.on_close(self.close)
-
-    @property
-    def guard(self) -> InterruptionGuard:
-        """Runs what takes several collectives, and must not be left between two of them."""
-        return self.reducers.guard
-
     def owners_of(self, parameters: Iterable[torch.nn.Parameter]) -> list[Reducer]:
         """The reducers that reduce one of `parameters`."""
         wanted = {id(parameter) for parameter in parameters}
         return [reducer for reducer in self.reducers if not wanted.isdisjoint(map(id, reducer.parameters))]
 
-    def owned(self) -> set[int]:
-        """The ids of all parameters that a reducer reduces, or would if they were not frozen."""
-        return {id(p) for reducer in self.reducers for p in (*reducer.parameters, *reducer.frozen)}
-
     def owners(self) -> list[object]:
         """The optimizers that are still there."""
         return [owner for reducer in self.reducers if (owner := reducer.owner()) is not None]
 
-    def num_steps(self) -> int:
-        """Number of steps that this rank has made, with all optimizers."""
-        return sum(reducer.num_steps for reducer in self.reducers)
-
     def follow(self) -> bool:
         """Collective: take part in a reduction of the others, without a backward. Returns whether a rank has data."""
-        if self.reducers.are_several:
+        if self.are_several:
             return self._reduce_together()
         (reducer,) = self.reducers
         self._finish(reducer, reduces=True)
@@ -209,17 +171,16 @@ class OptimizerGroup:
 
     def end_backward(self, caller: Reducer) -> None:
         """A backward that reached `caller` is about to return: finish the reducers that it has reached."""
-        reducers = self.reducers
-        reached = [reducer for reducer in (caller, *reducers) if reducer.in_backward]
+        reached = [reducer for reducer in (caller, *self.reducers) if reducer.in_backward]
         is_local = not any(reducer.wants_reduction for reducer in reached)
-        is_silent = not reducers.are_several or self._world.failure is not None  # nobody to agree with
+        is_silent = not self.are_several or self._world.failure is not None  # nobody to agree with
         if is_local and (is_silent or all(reducer.is_in_no_sync for reducer in reached)):
-            for reducer in reducers:
+            for reducer in self.reducers:
                 if reducer.in_backward:
                     reducer.finish_backward(reduces=False)
-                elif reducers.is_skipping:
+                elif self.is_skipping:
                     reducer.weights.leave_out()
-        elif not reducers.are_several:
+        elif not self.are_several:
             self.guard.run(_END, partial(self._finish, caller, reduces=caller.wants_reduction))
         elif caller.in_backward:  # or else finished already, together with another reducer
             self.guard.run(_END, self._reduce_together)
@@ -250,7 +211,7 @@ class OptimizerGroup:
             for reducer in late:
                 reducer.join_backward()
             if late:
-                self.reducers.start_exchange(late)(self.reducers.advance)
+                self.start_exchange(late)(self.advance)
             for reducer, reached in zip(reducers, reach, strict=True):
                 if reached == 2:
                     with reducer.failing():
@@ -273,7 +234,7 @@ class OptimizerGroup:
         own = [reducer.launcher for reducer in reducers if reducer.wants_reduction]
         stood_still, started = sum(launcher.reduction.exposed_seconds for launcher in own), time.perf_counter()
         try:
-            heard = self.reducers.start_exchange(reducers)(self.reducers.advance)
+            heard = self.start_exchange(reducers)(self.advance)
         except RingError as error:
             for launcher in own:
                 launcher.locate(error)
@@ -297,10 +258,8 @@ class OptimizerGroup:
 
     def close(self) -> None:
         """The world is closing: gradients of its optimizers stay local from now on."""
-        for reducer in self.reducers:
+        for reducer in list(self.reducers):
             reducer.close()
-        if self._loose is not None:
-            self._loose.close()
 
 
 def check_free(names: Mapping[torch.nn.Parameter, str], world: World) -> None:
@@ -309,7 +268,4 @@ def check_free(names: Mapping[torch.nn.Parameter, str], world: World) -> None:
     for owner in group.owners_of(names):
         taken = next(name for p, name in names.items() if any(p is other for other in owner.parameters))
         raise ValueError(f"{taken} belongs to another DistributedOptimizer; call close() on that one first")
-    trainable = [parameter for parameter in names if parameter.requires_grad]
-    if shared := MODULE_WRAPPERS.first_shared(trainable):
-        index, kind = shared
-        raise ValueError(explain(names[trainable[index]], kind))
+    room("module wrappers").check(names)

@@ -14,85 +14,60 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd import Variable
 
 from torchring.dynamo import run_eagerly
 
+if TYPE_CHECKING:
+    from torchring.gradients.reducer import Reducer
+
 Hook = Callable[[torch.Tensor], None]
 StreamNotes = tuple[Callable[[], object], Callable[[object], None]]
 """On a device: returns the current stream, and takes the stream that has computed a gradient."""
 
 
-class Listener(Protocol):
-    """Hears of gradients from the hooks.
-
-    Attributes:
-        watch: notices the end of a backward.
-        on_ready: for each parameter, what its hook calls with its index when it has its gradient.
-        stream_notes: what hooks call on a device. None on the CPU.
-    """
-
-    @property
-    def watch(self) -> BackwardWatch: ...
-    @property
-    def on_ready(self) -> Sequence[Callable[[int], None]]: ...
-    @property
-    def stream_notes(self) -> StreamNotes | None: ...
-
-    def begin_backward(self, index: int) -> None:
-        """The first gradient of a backward arrives; or of an outer backward, after the end of an inner one.
-
-        Args:
-            index: of the parameter that has the gradient.
-        """
-
-    def gradient_failed(self, error: BaseException) -> None:
-        """A function of `on_ready` has raised."""
-
-
-def attach_hooks(
-    listener: Listener, parameters: Sequence[torch.nn.Parameter], first: int
-) -> list[torch.utils.hooks.RemovableHandle]:
-    """Hook the parameters from index `first` on."""
+def attach_hooks(reducer: Reducer, first: int) -> list[torch.utils.hooks.RemovableHandle]:
+    """Hook the parameters of the reducer from index `first` on."""
+    parameters = reducer.parameters
     for parameter in parameters[first:]:
         if (earlier := parameter._post_accumulate_grad_hooks) is not None:
             parameter._post_accumulate_grad_hooks = earlier  # torch.utils.swap_tensors may have left only the list
     return [
-        parameters[index].register_post_accumulate_grad_hook(make_hook(listener, index))  # type: ignore[no-untyped-call]
+        parameters[index].register_post_accumulate_grad_hook(make_hook(reducer, index))  # type: ignore[no-untyped-call]
         for index in range(first, len(parameters))
     ]
 
 
-def make_hook(listener: Listener, index: int) -> Hook:
-    """The hook of parameter `index`."""
+def make_hook(reducer: Reducer, index: int) -> Hook:
+    """The hook of parameter `index`. On a device it notes the stream that has computed the gradient, too."""
 
     @run_eagerly
     def hook(_: torch.Tensor) -> None:
-        if not listener.watch.is_armed:
-            listener.begin_backward(index)
+        if not reducer.watch.is_armed:
+            reducer.begin_backward()
         try:
-            listener.on_ready[index](index)
+            reducer.on_ready[index](index)
         except BaseException as error:
-            listener.gradient_failed(error)
+            reducer.gradient_failed(error)
             raise
 
-    if (notes := listener.stream_notes) is None:
+    if (notes := reducer.stream_notes) is None:
         return hook
     current_stream, note = notes
 
     @run_eagerly
     def hook_on_device(_: torch.Tensor) -> None:
-        if not listener.watch.is_armed:
-            listener.begin_backward(index)
+        if not reducer.watch.is_armed:
+            reducer.begin_backward()
         try:
             note(current_stream())
-            listener.on_ready[index](index)
+            reducer.on_ready[index](index)
         except BaseException as error:
-            listener.gradient_failed(error)
+            reducer.gradient_failed(error)
             raise
 
     return hook_on_device

@@ -24,7 +24,7 @@ from torchring.errors import GradientError, RingError
 from torchring.gradients.bucket import Bucket, BucketState
 from torchring.gradients.ledger import LOCAL, GradientStatus, Ledger
 from torchring.gradients.reduction import Reducible, Reduction, ReductionPhase
-from torchring.observer import LAUNCHED, OVER, REDUCED, STARTED, Progress, Wait
+from torchring.observer import COPIED, COPYING, LAUNCHED, OVER, REDUCED, STARTED, Progress, Wait
 
 _TAGS_PER_REDUCTION: Final = 1 << 20  # how far this rank is: number of the reduction, and index of the bucket
 
@@ -74,11 +74,6 @@ class Launcher:
         # The first reduction, after which the plan follows the order of gradients
         self.ready_order: list[int] | None = None
         self._order_so_far: list[int] | None = []
-
-    @property
-    def has_launched(self) -> bool:
-        """Whether a bucket has left in this reduction."""
-        return self.reduction.num_launched > 0
 
     @property
     def num_aborted(self) -> int:
@@ -144,42 +139,79 @@ class Launcher:
         is_large = bucket.copies_on_arrival[slot := self._slot_of[index]]
         if not is_large:
             self._noted.append(index)
-        is_full = bool(self._noted) and self.count_noted()
+        full = self.count_noted() if self._noted else []
         if is_large:
-            is_full = bucket.mark_ready(slot) or is_full
-        if is_full or (self._waiting and is_large):  # some time has gone by
-            self.advance()
+            is_last = bucket.mark_ready(slot)
+            if (tell := self.reduction.events) is not None:
+                tell(COPYING, bucket.index, 0)
+            bucket.pack((slot,))
+            if tell is not None:
+                tell(COPIED, bucket.index, 0)
+            if is_last:
+                full.append(bucket)
+        for each in full:
+            each.pack_rest()
+        if full or (self._waiting and is_large):  # some time has gone by
+            self.launch()
+            self.proceed()
             for other in tuple(self._waiting):
                 if other is not self:
                     other.advance()
 
-    def count_noted(self) -> bool:
-        """Count the gradients that hooks have only noted. True if a bucket is PACKED now."""
-        is_full, noted, bucket_of = False, self._noted, self._bucket_of
+    def count_noted(self) -> list[Bucket]:
+        """Count the gradients that hooks have only noted. Returns the buckets of which none is missing any more."""
+        full, noted, bucket_of = list[Bucket](), self._noted, self._bucket_of
         buckets = dict.fromkeys(map(bucket_of.__getitem__, noted))
         for bucket in buckets:
             own = noted if len(buckets) == 1 else [index for index in noted if bucket_of[index] is bucket]
             if bucket.mark_noted(list(map(self._slot_of.__getitem__, own))):
                 if self._last.get(bucket) != own[-1]:
                     self._count_at(bucket, self._slot_of[own[-1]])  # gradients came in another order than before
-                is_full = True
+                full.append(bucket)
         noted.clear()
-        return is_full
+        return full
 
     def advance(self) -> None:
         """Launch the buckets that may go now, and do this rank's part of those that have left, if nobody is late."""
-        buckets, current = self.buckets, self.reduction
-        while current.num_launched < len(buckets) and not current.defers_launch:
-            bucket = buckets[current.num_launched]
-            if bucket.state is not BucketState.PACKED:
-                break
-            if current.is_unordered and len(self._pending) >= MAX_PENDING:
-                break  # `start` would wait for ranks that may wait for this rank, in another optimizer's reduction
-            self._launch(bucket)
-        if not self._pending:
+        self.launch()
+        self.proceed()
+
+    def launch(self, *, is_over: bool = False) -> None:
+        """Launch the buckets that may go now. With `is_over`, all gradients are packed, and everything goes."""
+        current = self.reduction
+        for bucket in self._leaving(is_over):
+            bucket.begin_reduce()
+            current.num_launched += bucket is not current.extra
+            started = time.perf_counter()
+            if (tell := current.events) is not None:
+                tell(LAUNCHED, bucket.index, 0)
+            self._progress.begin(current.number * _TAGS_PER_REDUCTION + bucket.index)
+            with self._at(bucket):
+                work = self._all_reduce.start(bucket.wire)
+            self._pending.append((bucket, work))
+            self.stood_still(time.perf_counter() - started)
+
+    def _leaving(self, is_over: bool) -> Sequence[Reducible]:
+        """The buckets that may go now, in plan order."""
+        current, buckets = self.reduction, self.buckets
+        first = last = current.num_launched
+        if is_over:
+            return [*buckets[first:], *([] if current.extra is None else [current.extra])]
+        if current.defers_launch:
+            return []
+        end = len(buckets)
+        if current.is_unordered:  # `start` would wait for ranks that may wait for this one, in another reduction
+            end = min(end, first + MAX_PENDING - len(self._pending))
+        while last < end and buckets[last].state is BucketState.PACKED:
+            last += 1
+        return buckets[first:last]
+
+    def proceed(self) -> None:
+        """Do this rank's part of the buckets that have left, if nobody is late."""
+        current, pending = self.reduction, self._pending
+        if not pending:
             return
         started = time.perf_counter()
-        pending = self._pending
         while self._num_advanced < len(pending):
             launched, work = pending[self._num_advanced]
             if (tell := current.events) is not None:
@@ -214,11 +246,9 @@ class Launcher:
     def launch_rest(self) -> None:
         """Backward is over, and ranks agree that it has reached these parameters: fill and launch what remains."""
         self.fill_rest()
-        for bucket in self.buckets[self.reduction.num_launched :]:
-            self._launch(bucket)
         if (extra := self.reduction.extra) is not None:
             extra.index = len(self.buckets)
-            self._launch(extra)
+        self.launch(is_over=True)
 
     def wait(self, *, discard: bool = False) -> None:
         """Return when every bucket that has left is REDUCED. Raises what went wrong.
@@ -317,18 +347,6 @@ class Launcher:
     def _keep_order(self) -> None:
         if self._order_so_far is not None:
             self.ready_order, self._order_so_far = self._order_so_far, None
-
-    def _launch(self, bucket: Reducible) -> None:
-        bucket.begin_reduce()
-        self.reduction.num_launched += bucket is not self.reduction.extra
-        started = time.perf_counter()
-        if (tell := self.reduction.events) is not None:
-            tell(LAUNCHED, bucket.index, 0)
-        self._progress.begin(self.reduction.number * _TAGS_PER_REDUCTION + bucket.index)
-        with self._at(bucket):
-            work = self._all_reduce.start(bucket.wire)
-        self._pending.append((bucket, work))
-        self.stood_still(time.perf_counter() - started)
 
     def stood_still(self, seconds: float) -> None:
         """Backward stood still for that long, in calls of the all-reduce, or because it waits for other ranks."""

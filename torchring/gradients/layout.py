@@ -13,17 +13,17 @@ from torchring.accelerators import accelerator_of
 from torchring.allreduce import AllReduce
 from torchring.allreduce.select import Choice, choose, open_all_reduce
 from torchring.collectives.service import internal_collectives_of
-from torchring.gradients.agreement import Agreement, HostAgreement, Timing, wires_of
+from torchring.gradients.agreement import Agreement, Timing, wires_of
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.launcher import Launcher
 from torchring.gradients.ledger import Ledger
+from torchring.gradients.places import open_bucket
 from torchring.gradients.plan import (
     LAST_BUCKET_BYTES,
     ParameterSpec,
     Plan,
     build_plan,
     default_bucket_mb,
-    shifted,
 )
 from torchring.observer import Progress
 from torchring.rooms import room
@@ -70,11 +70,11 @@ class BucketLayout:
     Args:
         world: has more than one rank.
         options: see `Options`.
-        first: the parameters that `open` is going to lay out.
-        specs, parameters: lists of all that are laid out. They grow with `open` and `add`.
+        specs, parameters: what is laid out.
         progress, waiting: see `Launcher`.
 
     Attributes:
+        specs, parameters: all that are laid out. They grow with `add`.
         all_reduce: reduces wire buffers.
         ledger: what is known about each gradient.
         choice: the algorithm, and why it was chosen.
@@ -82,33 +82,31 @@ class BucketLayout:
         launcher: has the buckets.
         agreement: how ranks agree at the end of a reduction, on the host or with a device.
         timing: how long reductions took.
-        first_plan: the plan that `open` uses.
     """
 
     def __init__(
         self,
         world: World,
         options: Options,
-        first: Sequence[ParameterSpec],
-        specs: list[ParameterSpec],
-        parameters: list[torch.nn.Parameter],
+        specs: Sequence[ParameterSpec],
+        parameters: Sequence[torch.nn.Parameter],
         progress: Progress,
         waiting: set[Launcher],
     ) -> None:
-        self.specs = specs
-        self.parameters = parameters
+        self.specs = list(specs)
+        self.parameters = list(parameters)
         self.world = world
         self.options = options
         self.timing = Timing()
-        device = first[0].device
+        device = specs[0].device
         ranks, on_device = (world.size, world.num_nodes), accelerator_of(device) is not None
         self._on_device = on_device
         self._bucket_mb = default_bucket_mb(*ranks, options.algorithm, on_device=on_device)
-        self.first_plan = self.plan(first)
-        self.all_reduce, self.choice = self._open_all_reduce(device)
+        plan = self.plan()
+        self.all_reduce, self.choice = self._open_all_reduce(device, plan)
         if (size := default_bucket_mb(*ranks, self.choice.algorithm, on_device=on_device)) != self._bucket_mb:
             self._bucket_mb = size
-            self.first_plan = self.plan(first)
+            plan = self.plan()
         self.reason = "; ".join(filter(None, (self.choice.reason, os.environ.get(room("placement").PLACE, ""))))
         world.on_failure(self.all_reduce)
         self.ledger = Ledger(is_sum=options.is_sum)
@@ -119,7 +117,8 @@ class BucketLayout:
                 world, self.all_reduce, self.timing, self.specs, self.parameters
             )
         else:
-            self.agreement = HostAgreement(self.all_reduce, self.timing, world.size)
+            self.agreement = Agreement(self.all_reduce, self.timing, world.size)
+        self.launcher.install(self._open(plan))
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -134,30 +133,26 @@ class BucketLayout:
         bucket_mb = self.options.bucket_mb
         return int((self._bucket_mb if bucket_mb is None else bucket_mb) * 2**20)
 
-    @property
-    def wire_dtypes(self) -> list[torch.dtype]:
-        """The dtypes in which gradients travel."""
-        return [bucket.plan.wire_dtype for bucket in self.buckets]
-
-    def plan(self, specs: Sequence[ParameterSpec], order: Sequence[int] | None = None) -> Plan:
-        """Default buckets; `order` as in `build_plan`."""
+    def plan(self, order: Sequence[int] | None = None, first_index: int = 0) -> Plan:
+        """Default buckets; `order` and `first_index` as in `build_plan`."""
         is_small_last = self.options.bucket_mb is None and self.world.num_nodes > 1 and not self._on_device
         return build_plan(
-            specs,
+            self.specs,
             bucket_bytes=self.bucket_bytes,
             last_bucket_bytes=LAST_BUCKET_BYTES if is_small_last else None,
             compression=self.options.compression,
             order=order,
+            first_index=first_index,
         )
-
-    def open(self, specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Collective: lay out the first parameters, by `first_plan`."""
-        self._add(specs, parameters, self.first_plan)
 
     def add(self, specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter]) -> None:
         """Collective, between reductions: more parameters, in buckets of their own."""
         self.launcher.forget_order()  # the order knows nothing of the new parameters
-        self._add(specs, parameters, self.plan(specs))
+        first = len(self.specs)
+        self.specs += specs
+        self.parameters += parameters
+        plan = self.plan(range(first, len(self.specs))[::-1], len(self.buckets))
+        self.launcher.install([*self.buckets, *self._open(plan, self.buckets)])
 
     def follow_order(self) -> None:
         """Collective, between reductions: lay the buckets out in the order of rank 0's first one, if it is known now.
@@ -171,7 +166,7 @@ class BucketLayout:
         collectives = internal_collectives_of(self.world)
         agreed = collectives.broadcast(torch.tensor(order, dtype=torch.int64, device="cpu"), 0).tolist()
         self.launcher.forget_order()
-        plan = self.plan(self.specs, agreed)
+        plan = self.plan(agreed)
         if plan == self.current_plan:
             return
         self.agreement.wait_for_device()
@@ -180,17 +175,11 @@ class BucketLayout:
         internal_collectives_of(self.world).barrier()  # memory is free when all ranks have let go of it
         self.launcher.install(self._open(plan))
 
-    def _add(self, specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter], plan: Plan) -> None:
-        plan = shifted(plan, buckets=len(self.buckets), parameters=len(self.specs))
-        self.specs += specs
-        self.parameters += parameters
-        self.launcher.install([*self.buckets, *self._open(plan, self.buckets)])
-
-    def _open_all_reduce(self, device: torch.device) -> tuple[AllReduce[Any], Choice]:
+    def _open_all_reduce(self, device: torch.device, plan: Plan) -> tuple[AllReduce[Any], Choice]:
         world, options = self.world, self.options
         if accelerator := accelerator_of(device):
             opened: tuple[AllReduce[Any], Choice] = room("device all-reduces").open_on_device(
-                world, options.algorithm, options.overlap, wires_of(self.first_plan), accelerator
+                world, options.algorithm, options.overlap, wires_of(plan), accelerator
             )
             return opened
         choice = choose(world) if options.algorithm == "auto" else Choice(options.algorithm, "asked for")
@@ -202,6 +191,6 @@ class BucketLayout:
         self.ledger.lay_out(order, self.specs, self.parameters)
         opened = self.agreement.open_wires(plan, self.options.scale(self.world.size))
         return [
-            Bucket(bucket, wire, self.specs, self.parameters, packing, self.ledger)
+            open_bucket(bucket, wire, self.specs, self.parameters, packing, self.ledger)
             for bucket, (wire, packing) in zip(plan.buckets, opened, strict=True)
         ]

@@ -191,14 +191,6 @@ def _moved(values: Sequence[_T], earlier: Sequence[int | None], default: _T) -> 
 def _nothing() -> None: ...
 
 
-StaleGradients: TypeAlias = dict[int, tuple["weakref.ref[torch.Tensor]", int]]
-"""By id of the parameter: a gradient that no wrapped optimizer is to step any more, and its version."""
-
-
-def note_stale(stale: StaleGradients, parameters: Iterable[torch.Tensor]) -> None:
-    stale |= {id(p): (weakref.ref(p.grad), p.grad._version) for p in parameters if p.grad is not None}
-
-
 def is_zero(grad: torch.Tensor) -> bool:
     """Whether all elements are 0."""
     return not bool((grad._values() if grad.is_sparse else grad).any())

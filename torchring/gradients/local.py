@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import torch
 
 from torchring.errors import GradientError
-from torchring.gradients.contract import Stats, Sync
+from torchring.gradients.contract import Stats
 from torchring.gradients.hooks import BackwardWatch
 from torchring.gradients.validation import is_finite_gradient
 from torchring.gradients.weights import ON_RESULTS, Weights
@@ -16,8 +17,8 @@ from torchring.observer import INPUT, OPTIMIZER
 from torchring.world import World
 
 
-class LocalSync(Sync):
-    """Takes the place of a reduction in a world of one. See `contract.Sync`.
+class LocalSync:
+    """Takes the place of a `Reducer` in a world of one, and has its methods.
 
     Between backwards, `.grad` is the weighted mean over those that several ranks would reduce together: `accumulate` of
     them, and those inside `no_sync()`. A backward after that adds to `.grad`. See `weights.py` for a world of several
@@ -30,44 +31,46 @@ class LocalSync(Sync):
 
     Attributes:
         world: set before a method is called that records a step.
+        accumulate, no_sync_depth, num_skipped_steps: see `Reducer`.
     """
 
     world: World
 
     def __init__(self, parameters: Collection[torch.nn.Parameter], *, accumulate: int, skips_non_finite: bool) -> None:
         self.accumulate = accumulate
+        self.no_sync_depth = 0
+        self.num_skipped_steps = 0
         self._parameters = parameters
         self._skips_non_finite = skips_non_finite
 
-        begin = weakref.WeakMethod(self._begin)  # this goes with its optimizer, without the garbage collector
+        # This goes with its optimizer, without the garbage collector.
+        begin, end = weakref.WeakMethod(self._begin), weakref.WeakMethod(self._end_backward)
         self._weights = Weights(lambda: parameters, begin)
-        self._watch = BackwardWatch(self._weights.note, self._weights.note)
+        self._watch = BackwardWatch(partial(_call, end), partial(_call, end))
         self._num_counted = 0  # backwards with weights, without those inside no_sync()
-        self._is_begun = False  # the backward that a weight was given for
-        self._is_local = False
         self._holds_results = False  # of earlier ones, in `.grad`
 
     # Backward
 
     def weigh(self, weight: float) -> None:
-        self._end_backward()
         if all(parameter.grad is None for parameter in self._parameters):  # the script has dropped what there was
             self.forget_gradients()
         weights = self._weights
         weights.drop_next()  # its backward has not come, or has reached another optimizer's parameters only
-        if self._holds_results and (self.accumulate > 1 or self._no_sync_depth or weights.num_backwards):
+        if self._holds_results and (self.accumulate > 1 or self.no_sync_depth or weights.num_backwards):
             raise GradientError(ON_RESULTS)
         weights.give(weight)
 
     def skip(self) -> None:
-        self._end_backward()
         self._weights.drop_next()
-        if self._no_sync_depth == 0:
+        if self.no_sync_depth == 0:
             self._count()
 
     def synchronize(self) -> None:
-        self._end_backward()
-        self._end_group()
+        """End a group of backwards: `.grad` holds their result now."""
+        self._holds_results = self._holds_results or self._weights.num_backwards > 0
+        self._weights.reset()
+        self._num_counted = 0
 
     def forget_gradients(self) -> None:
         """A weight that was given for the next backward stays."""
@@ -127,25 +130,22 @@ class LocalSync(Sync):
     def _begin(self) -> None:
         """A backward with a weight begins."""
         self._weights.begin()
-        self._is_begun, self._is_local = True, self._no_sync_depth > 0
         if not self._watch.is_armed:
             self._watch.arm()
 
     def _end_backward(self) -> None:
-        """End the backward that a weight was given for, if it has come."""
-        if self._is_begun:
-            self._is_begun = False
-            self._weights.end()
-            if not self._is_local:
-                self._count()
+        """The backward that a weight was given for is over, or was aborted."""
+        self._weights.note()
+        self._weights.end()
+        if self.no_sync_depth == 0:
+            self._count()
 
     def _count(self) -> None:
         self._num_counted += 1
         if self._num_counted >= self.accumulate:
-            self._end_group()
+            self.synchronize()
 
-    def _end_group(self) -> None:
-        """End a group of backwards: `.grad` holds their result now."""
-        self._holds_results = self._holds_results or self._weights.num_backwards > 0
-        self._weights.reset()
-        self._num_counted = 0
+
+def _call(method: Callable[[], Callable[[], None] | None]) -> None:
+    if (alive := method()) is not None:
+        alive()

@@ -1,13 +1,10 @@
-"""Copies a bucket's gradients to its wire buffer and back, on the thread of backward.
-
-A copy on the host is done when the call returns. `devices/packing.py` copies in a stream of a device.
-"""
+"""Copies a bucket's gradients to its wire buffer and back, on the thread of backward."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Final, NamedTuple, Protocol, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 
@@ -24,39 +21,6 @@ COPY_ON_ARRIVAL_BYTES: Final = 256 * 1024
 _PIECE_BYTES: Final = 4 << 20  # is still in the last cache for the look that follows the copy
 
 
-class Packing(Protocol):
-    """The copies of one bucket. They scale gradients, and look for NaN, infinity, and sums that may overflow.
-
-    Attributes:
-        is_asynchronous: whether a stream of a device makes the copies, after the calls have returned.
-    """
-
-    is_asynchronous: bool
-
-    def pack(
-        self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor], factor: float
-    ) -> None:
-        """views[i] <- cast(grads[i] * scale * factor). views[i] is the place of slot slots[i] in the wire buffer.
-
-        Raises RuntimeError, ValueError or TypeError for gradients that do not fit.
-        """
-
-    def scale_in_place(self, slots: Sequence[int], views: Sequence[torch.Tensor], factor: float) -> None:
-        """views[i] <- views[i] * scale * factor, as `pack`, for gradients that were accumulated in the wire buffer."""
-
-    def finish_packing(self, factor: float) -> None:
-        """Every gradient of the bucket is packed. What the all-reduce starts now comes after the copies."""
-
-    def unpack(self, slots: Sequence[int], views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
-        """grads[i] <- cast(views[i])."""
-
-    def undo(self) -> None:
-        """The reduction was aborted before the bucket has left: gradients in the wire buffer are unscaled again."""
-
-    def reset(self) -> None:
-        """The reduction is over, or was aborted, maybe between `pack` and `finish_packing`."""
-
-
 class Suspect(NamedTuple):
     """A value for whose sake a result may be not finite. element: of the first NaN or infinity nearby, if it is one."""
 
@@ -64,19 +28,23 @@ class Suspect(NamedTuple):
     element: int | None
 
 
-class HostPacking:
-    """See `Packing`. Looks at gradients while they are in cache.
+class Packing:
+    """The copies of one bucket. They scale gradients, and look for NaN, infinity, and sums that may overflow.
 
-    Where the squares of values have a finite sum, every value is below 2e19 in fp32, and no sum over ranks overflows.
-    Values of 16 bits are looked at by their extremes. Large gradients are scaled when they arrive, but for what this
-    rank adds up (`places.InWire`). Small ones lie side by side, and are scaled together when the bucket is full.
+    Looks at gradients while they are in cache. Where the squares of values have a finite sum, every value is below 2e19
+    in fp32, and no sum over ranks overflows. Values of 16 bits are looked at by their extremes. Large gradients are
+    scaled when they arrive, but for what this rank adds up (`places.InWire`). Small ones lie side by side, and are
+    scaled together when the bucket is full. On a device, `DevicePacking` overrides all of this.
 
     Args:
-        scale: see `Packing`.
+        scale: what every gradient is multiplied by, before it is cast.
         plan: the bucket's.
         wire: the wire buffer.
         num_ranks: how many add up.
         suspects: gets what is found.
+
+    Attributes:
+        is_asynchronous: whether a stream of a device makes the copies, after the calls have returned.
     """
 
     is_asynchronous = False
@@ -109,33 +77,42 @@ class HostPacking:
     def pack(
         self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor], factor: float
     ) -> None:
+        """views[i] <- cast(grads[i] * scale * factor). views[i] is the place of slot slots[i] in the wire buffer.
+
+        Raises RuntimeError, ValueError or TypeError for gradients that do not fit.
+        """
         if self._casts:
             reference.pack(grads, views, scale=self.scale * factor)
             return
         large = [i for i, slot in enumerate(slots) if self._are_large[slot]]
         for i in large:
             grad, view, place = grads[i], views[i], self._plan.slots[slots[i]]
-            if grad.stride() == view.stride() and grad.dtype == view.dtype and grad.shape == view.shape:
-                self.pack_values(grad.as_strided((place.numel,), (1,)), place.offset, factor)
-            else:
+            if not (grad.stride() == view.stride() and grad.dtype == view.dtype and grad.shape == view.shape):
                 reference.pack([grad], [view])
                 self.scale_in_place((slots[i],), (view,), factor)
+                continue
+            for offset, piece, target in self.pieces(grad.as_strided((place.numel,), (1,)), place.offset):
+                self.look(piece, offset, self.scale * factor, target)
         if not large:
             torch._foreach_copy_(list(views), list(grads))
         elif len(large) < len(slots):
             torch._foreach_copy_(without(views, large), without(grads, large))
 
-    def pack_values(self, values: torch.Tensor, offset: int, factor: float) -> None:
-        """Place scaled values of a gradient at `offset` in the wire buffer."""
-        scale, places = factor * self.scale, torch.split(self._wire[offset : offset + len(values)], self._piece)
-        for piece, place in zip(torch.split(values, self._piece), places, strict=True):
-            torch.mul(piece, scale, out=place)
-            self._scaled.append((place, scale))
-            self.look(place, offset)
-            offset += len(piece)
+    def pieces(self, values: torch.Tensor, offset: int) -> Iterable[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Cut what goes to `offset` in the wire buffer. Returns (offset, values, place in the wire) of each piece."""
+        offsets = range(offset, offset + len(values), self._piece)
+        places = torch.split(self._wire[offset : offset + len(values)], self._piece)
+        return zip(offsets, torch.split(values, self._piece), places, strict=False)  # of nothing there is one piece
 
-    def look(self, values: torch.Tensor, offset: int, scale: float = 1.0) -> None:
-        """Find what is not finite, or may not be in the sum. Times `scale`, the values go to `offset` in the wire."""
+    def look(self, values: torch.Tensor, offset: int, scale: float = 1.0, target: torch.Tensor | None = None) -> None:
+        """Find what is not finite, or may not be in the sum. Times `scale`, the values go to `offset` in the wire.
+
+        If `target` is given, it is that place, and the scaled values are put there first.
+        """
+        if target is not None:
+            torch.mul(values, scale, out=target)
+            self._scaled.append((target, scale))
+            values, scale = target, 1.0
         if self._limit and len(values):
             least, most = values.aminmax()  # a NaN is both extremes
             is_fine = -self._limit <= least.item() * scale and most.item() * scale <= self._limit
@@ -146,27 +123,32 @@ class HostPacking:
             self._suspects.append(Suspect(self._plan, None if element is None else offset + element))
 
     def scale_in_place(self, slots: Sequence[int], views: Sequence[torch.Tensor], factor: float) -> None:
+        """views[i] <- views[i] * scale * factor, as `pack`, for gradients that were accumulated in the wire buffer."""
         for place in (self._plan.slots[slot] for slot in slots if self._are_large[slot]):
-            self.pack_values(self._wire[place.offset : place.offset + place.numel], place.offset, factor)
+            for offset, piece, target in self.pieces(
+                self._wire[place.offset : place.offset + place.numel], place.offset
+            ):
+                self.look(piece, offset, self.scale * factor, target)
 
     def finish_packing(self, factor: float) -> None:
+        """Every gradient of the bucket is packed. What the all-reduce starts now comes after the copies."""
         scale = 1.0 if self._casts else self.scale * factor
         for offset, run in self._runs:
-            if scale != 1.0:
-                torch.mul(run, scale, out=run)
-                self._scaled.append((run, scale))
-            self.look(run, offset)
+            self.look(run, offset, scale, run if scale != 1.0 else None)
 
     def unpack(self, slots: Sequence[int], views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+        """grads[i] <- cast(views[i])."""
         reference.unpack(views, grads)
 
     def undo(self) -> None:
+        """The reduction was aborted before the bucket has left: gradients in the wire buffer are unscaled again."""
         for place, scale in self._scaled:
             if scale:
                 place.div_(scale)
         self._scaled.clear()
 
     def reset(self) -> None:
+        """The reduction is over, or was aborted, maybe between `pack` and `finish_packing`."""
         self._scaled.clear()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Literal
 
 import torch
@@ -141,6 +141,7 @@ def build_plan(
     last_bucket_bytes: int | None = None,
     compression: str | None = None,
     order: Sequence[int] | None = None,
+    first_index: int = 0,
 ) -> Plan:
     """Fill buckets in `order` until each has reached its cap.
 
@@ -153,14 +154,14 @@ def build_plan(
         first_bucket_bytes: cap of the first bucket of each (dtype, device).
         last_bucket_bytes: cap of the last bucket of all, if it has several parameters: the others go before it.
         compression: a key of COMPRESSIONS; narrows wider floating-point gradients on the wire.
-        order: indices into specs, in the order in which gradients become ready. Default: reverse registration.
-            Indices left out (gradients never seen) follow at the end, in reverse registration order.
+        order: indices into specs of what to lay out, in the order in which gradients become ready. Default: all, in
+            reverse registration order.
+        first_index: of the buckets.
 
     Example: three fp32 parameters of 4, 2 and 3 elements and a cap of 16 bytes: the bucket (2, 1), reached first, holds
     parameter 2 at element 0 and parameter 1 at element 16 (64-byte aligned); parameter 0 has the second to itself.
     """
-    seen = list(order) if order is not None else []
-    ready = seen + sorted(set(range(len(specs))).difference(seen), reverse=True)
+    ready = range(len(specs))[::-1] if order is None else order
     open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     open_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
     num_closed: dict[tuple[torch.dtype, torch.device], int] = {}
@@ -188,21 +189,7 @@ def build_plan(
         parts = [(dtype, part) for part in (parameters[:-num_last], parameters[-num_last:]) if part]
         closed = sorted([*closed, *parts], key=lambda item: position[item[1][-1]])
     return Plan(
-        tuple(_lay_out(i, dtype, parameters, specs, compression) for i, (dtype, parameters) in enumerate(closed))
-    )
-
-
-def shifted(plan: Plan, *, buckets: int, parameters: int) -> Plan:
-    """The same plan, with its buckets numbered from `buckets` and its parameters from `parameters`."""
-    return Plan(
-        tuple(
-            replace(
-                bucket,
-                index=bucket.index + buckets,
-                slots=tuple(replace(slot, parameter=slot.parameter + parameters) for slot in bucket.slots),
-            )
-            for bucket in plan.buckets
-        )
+        tuple(_lay_out(i, dtype, own, specs, compression) for i, (dtype, own) in enumerate(closed, first_index))
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,32 +17,34 @@ import torch
 
 from torchring.collectives.service import Join, internal_collectives_of
 from torchring.errors import GradientError, in_step
-from torchring.gradients.contract import Setup, Stats, Sync, stats_of
+from torchring.gradients.contract import Setup, Stats, stats_of
 from torchring.gradients.hooks import BackwardWatch, attach_hooks, is_compiled_backward, make_hook
-from torchring.gradients.ledger import is_zero, note_stale
-from torchring.gradients.module_wrappers import MODULE_WRAPPERS, explain
-from torchring.gradients.reduction import Guest, Participant, overridden
+from torchring.gradients.ledger import is_zero
+from torchring.gradients.reduction import Participant, overridden
 from torchring.gradients.reductions import Reductions, newly_trainable
 from torchring.gradients.validation import refuse_backward, refuse_non_finite, refuse_thawed, refuse_unsettled
 from torchring.gradients.weights import FP16, ON_RESULTS, ZEROS_OF_SKIP, unequal_shares
 from torchring.observer import BACKWARD, BETWEEN, EXPOSED, INPUT, OPTIMIZER
 
 if TYPE_CHECKING:
-    from torchring.gradients.group import Reducers
+    from torchring.gradients.group import OptimizerGroup
 
 
-class Reducer(Reductions, Sync):
+class Reducer(Reductions):
     """The backwards and steps of one optimizer, beside its reductions. Opening it is collective.
 
     Args:
         setup: what is reduced. Its world has more than one rank.
-        reducers: the reducers of that world.
+        group: the reducers of that world.
         kinds: what takes part in a reduction beside weights, in this order.
-        end_backward: called when a backward that has reached this reducer is about to return.
         guests: participants that a room sends; they come before the others.
         owner: the optimizer; referred to weakly.
 
     Attributes:
+        accumulate: number of backwards per reduction; may change between reductions, on all ranks alike.
+        no_sync_depth: how many `no_sync()` the script is in. Backwards there only accumulate, and do not count towards
+            `accumulate`.
+        num_skipped_steps: how many steps were left out, because a gradient was not finite.
         failure: the error that ended the last backward between ranks. Gradients are worth nothing after it.
         in_backward: whether a backward of these parameters is under way.
         thread: runs the hooks of that backward, if its parameters are on the CPU; else 0.
@@ -51,22 +53,21 @@ class Reducer(Reductions, Sync):
     def __init__(
         self,
         setup: Setup,
-        reducers: Reducers,
+        group: OptimizerGroup,
         kinds: Sequence[type[Participant]],
         *,
-        end_backward: Callable[[Reducer], None],
-        guests: Sequence[Guest] = (),
+        guests: Sequence[Participant] = (),
         owner: object,
     ) -> None:
-        super().__init__(setup, reducers, kinds, guests)
+        super().__init__(setup, group, kinds, guests)
         self.owner = weakref.ref(owner)
+        self.num_skipped_steps = 0
         self.failure: BaseException | None = None
         self.is_closed = False
-        self._guests = guests
-        self._end_backward = end_backward
 
         # Whether a backward reduces
         self.accumulate = setup.options.accumulate
+        self.no_sync_depth = 0
         self._num_backwards = 0  # since the last reduction, without those inside no_sync()
 
         # The backward under way
@@ -76,11 +77,10 @@ class Reducer(Reductions, Sync):
         self._has_reduction = False  # that backward
 
         # Hooks and what else calls back
-        self.watch = BackwardWatch(partial(end_backward, self), self.abort_backward)
+        self.watch = BackwardWatch(partial(group.end_backward, self), self.abort_backward)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._hooked: list[int] = []  # what identifies the parameters, which torch.utils.swap_tensors changes
-        self._num_wrappers_seen = -1  # MODULE_WRAPPERS.num_built when these parameters were checked last
-        reducers.add(self)
+        group.reducers.append(self)
         self._attach()
 
     @property
@@ -91,12 +91,14 @@ class Reducer(Reductions, Sync):
     @property
     def is_in_no_sync(self) -> bool:
         """Whether a backward is under way inside `no_sync()`."""
-        return self.in_backward and not self._reduces and self._no_sync_depth > 0
+        return self.in_backward and not self._reduces and self.no_sync_depth > 0
 
     def stats(self) -> Stats:
+        """The cost of communication so far."""
         return stats_of(self.layout, self.num_reductions, self.num_skipped_steps, self.noise)
 
     def extend(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Collective: more parameters, some of which may be frozen for now."""
         self.frozen += parameters
         self._adopt_newly_trainable()
 
@@ -110,30 +112,29 @@ class Reducer(Reductions, Sync):
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._reducers.remove(self)
+        self._group.remove(self)
         self.launcher.close()
         self.layout.all_reduce.close()
         self.weights.end()
         for close in overridden(self.participants, "close"):
             close()
         self.progress.close()
-        note_stale(self._reducers.stale, self.parameters)
         if not self.in_backward:
             self.watch.close()  # the two refer to each other; a closed watch needs no garbage collector
 
     # Backward
 
-    def begin_backward(self, index: int) -> None:
-        """The first gradient of a backward arrives, of this parameter; or of an outer backward, after an inner one."""
+    def begin_backward(self) -> None:
+        """The first gradient of a backward arrives; or of an outer backward, after the end of an inner one."""
         if not self.in_backward:
-            for guest in self._guests:
-                guest.before_backward()
+            for before_backward in self._before_backward:
+                before_backward()
             if self.weights.next is None and not self._is_sum:
                 for iteration in list(unequal_shares):
                     iteration.refuse_unweighed(self.world)
             self.enter(BACKWARD)
-            if self._reducers.are_several and self.specs[0].device.type == "cpu":
-                self._reducers.refuse_other_thread(thread := threading.get_ident())
+            if self._group.are_several and self.specs[0].device.type == "cpu":
+                self._group.refuse_other_thread(thread := threading.get_ident())
                 self.thread = thread
             self._begin(reduces=self._next_reduces())
         self.watch.arm()
@@ -151,7 +152,7 @@ class Reducer(Reductions, Sync):
 
     def join_backward(self) -> None:
         """A backward reduces these parameters on some rank, and is over on all ranks. Pack what has not been packed."""
-        if self._reducers.is_skipping and not self.in_backward:
+        if self._group.is_skipping and not self.in_backward:
             self.weights.leave_out()
         if not self.wants_reduction:  # only other ranks got as far as to begin
             self._begin(reduces=True)
@@ -164,8 +165,8 @@ class Reducer(Reductions, Sync):
 
     def finish_backward(self, *, reduces: bool) -> None:
         """A backward that reached these parameters on some rank is over. With `reduces`, its reduction is finished."""
-        reducers = self._reducers
-        if reducers.is_skipping and not self.in_backward:
+        group = self._group
+        if group.is_skipping and not self.in_backward:
             self.weights.leave_out()
         if reduces:
             if self.reduction.heard.sums["has_newly_trainable"]:
@@ -175,12 +176,12 @@ class Reducer(Reductions, Sync):
             self._num_backwards = 0
             self.weights.reset()
         else:
-            self._num_backwards += self._no_sync_depth == 0
+            self._num_backwards += self.no_sync_depth == 0
             self.weights.note()
-        if reducers.skipper in (None, self):
-            reducers.skipped.discard(self)
+        if group.skipper in (None, self):
+            group.skipped.discard(self)
         else:
-            reducers.skipped.add(self)
+            group.skipped.add(self)
         self.in_backward, self.thread = False, 0
         self.enter(BETWEEN if reduces else INPUT)
         self.weights.end()
@@ -192,7 +193,7 @@ class Reducer(Reductions, Sync):
         """The backward under way has raised (out of memory, an error in a custom function): drop its reduction."""
         if self.in_backward:
             self.in_backward = False
-            if not self._reducers.is_skipping:
+            if not self._group.is_skipping:
                 self.weights.withdraw()
             self.weights.end()
             if self._reduces and self._has_reduction:
@@ -200,51 +201,55 @@ class Reducer(Reductions, Sync):
 
     def gradient_failed(self, error: BaseException) -> None:
         """A hook has raised. With no bucket sent yet, backward drops the reduction as after any other error."""
-        if self._reduces and self._has_reduction and self.launcher.has_launched:
+        if self._reduces and self._has_reduction and self.reduction.num_launched:
             self._fail(error)
 
     def _count_noted(self) -> None:
         """Backward is over: count the gradients that hooks have noted since a gradient was counted last."""
         try:
-            self.launcher.count_noted()
+            for bucket in self.launcher.count_noted():
+                bucket.pack_rest()
         except BaseException as error:
             self.gradient_failed(error)
             raise
 
     def forget_gradients(self) -> None:
+        """The optimizer has dropped or zeroed all gradients, so the next backward begins a group of `accumulate`."""
         self._num_backwards = 0
         self.weights.reset()
-        self._reducers.skipped.clear()
+        self._group.skipped.clear()
 
     def weigh(self, weight: float) -> None:
+        """The loss of the next backward is a mean over `weight` samples. See `DistributedOptimizer.weigh`."""
         if self.in_backward:
             raise GradientError("weigh() was called inside backward(); call it before")
-        if torch.float16 in self.layout.wire_dtypes:
+        if any(bucket.plan.wire_dtype is torch.float16 for bucket in self.layout.buckets):
             raise GradientError(FP16)
         self.weights.drop_stale()
-        if (self.accumulate > 1 or self._no_sync_depth or self.weights.num_backwards) and self.ledger.holds_results():
+        if (self.accumulate > 1 or self.no_sync_depth or self.weights.num_backwards) and self.ledger.holds_results():
             raise GradientError(ON_RESULTS)
         self.weights.give(weight)
 
     def skip(self) -> None:
+        """Collective: take part in the others' next backward without one of this rank's own."""
         if self.in_backward:
             raise GradientError("skip() was called inside backward(); call it in place of backward()")
-        if self in self._reducers.skipped:
+        if self in self._group.skipped:
             raise GradientError(
                 "skip() was called on another optimizer before, which stands for a whole backward(): that one has "
                 "reached these parameters, too. Call skip() once for each backward() that this rank leaves out, on the "
                 "same optimizer if there are several"
             )
-        for guest in self._guests:
-            guest.before_backward()
+        for before_backward in self._before_backward:
+            before_backward()
         self.weights.leave_out()
-        self._take_part(reduces=self._no_sync_depth == 0 and self._num_backwards + 1 >= self.accumulate, skipper=self)
+        self._take_part(reduces=self.no_sync_depth == 0 and self._num_backwards + 1 >= self.accumulate, skipper=self)
 
     def _take_part(self, *, reduces: bool, skipper: Reducer | None = None) -> None:
         """Collective: what a backward would do, with what is local already, or nothing."""
-        with torch.no_grad(), self._reducers.skipping(skipper):
+        with torch.no_grad(), self._group.skipping(skipper):
             self._begin(reduces=reduces)
-            self._end_backward(self)
+            self._group.end_backward(self)
 
     def take_part(self) -> None:
         """Collective: contribute what is local, or zeros, to the reduction of the others' next backward or own call.
@@ -262,9 +267,10 @@ class Reducer(Reductions, Sync):
             self.weights.next = 0.0  # it adds nothing to what backwards have left
         with torch.no_grad():
             self._begin(reduces=True)
-            self._end_backward(self)
+            self._group.end_backward(self)
 
     def synchronize(self) -> None:
+        """Collective: reduce whatever is local on any rank. Does nothing where nothing is local."""
         if self.in_backward:
             raise GradientError("synchronize() was called inside backward(); call it after backward() has returned")
         if self.world.shared(Join).is_open:  # others may have ended, and meet this with a reduction
@@ -276,68 +282,64 @@ class Reducer(Reductions, Sync):
             return
         self.enter(EXPOSED)
         with torch.no_grad():  # a graph on the gradients, of backward(create_graph=True), is cut here
-            self._reducers.guard.run("synchronize()", self._synchronize)
+            self._group.guard.run("synchronize()", self._synchronize)
         self.enter(BETWEEN)
 
     # Step
 
     def before_step(self) -> None:
+        """The optimizer is about to write to the parameters."""
         self.enter(OPTIMIZER)
         for on_step in self._on_step:
             on_step("before")
-        self._reducers.skipped.clear()
+        self._group.skipped.clear()
 
     def agree_on_step(self) -> None:
+        """All ranks make this step, or all leave it out. May be called several times in a step."""
         for on_step in self._on_step:
             on_step("agreed")
 
     def accept_parameters(self) -> None:
+        """The parameters are as the optimizer has left them: its step is about to evaluate a closure."""
         self.enter(INPUT)
         for on_step in self._on_step:
             on_step("after")
 
     def has_stepped(self) -> None:
+        """The optimizer has made a step."""
         for on_step in self._on_step:
             on_step("after")
         self.agree_on_step()
         self.num_steps += 1
         self._end_step()
 
-    def take_over(self, src: int) -> None:
-        """Collective: this rank's parameters have become those of rank `src`, and no gradient is left."""
-        steps = torch.tensor([self.num_steps, self.world.observer.num_steps], device="cpu")
-        internal_collectives_of(self.world).broadcast(steps, src)
-        self.num_steps, self.world.observer.num_steps = map(int, steps.tolist())
-        self._num_backwards = 0
-        for on_step in self._on_step:
-            on_step("after")
-        if self.buffers is not None:
-            self.buffers.take_over(src)
-
     def sync_buffers(self) -> None:
+        """Collective: make the model's buffers equal as they are now."""
         if self.in_backward:
             raise GradientError("sync_buffers() was called inside backward(); call it after backward() has returned")
         self.world.shared(Join).refuse("sync_buffers()")
         if self.buffers is not None:
             with torch.inference_mode(False):
-                self._reducers.guard.run("sync_buffers()", self.buffers.synchronize)
+                self._group.guard.run("sync_buffers()", self.buffers.synchronize)
 
     def can_skip_alone(self) -> bool:
+        """Whether this rank can decide alone to leave out a step."""
         return self.options.on_nonfinite != "skip" or self.layout.agreement.knows_at_once
 
     def check_backward(self) -> None:
+        """Before a step: raise GradientError if the last backward failed, or is still under way."""
         if self.world.is_forked:
             self.world.raise_if_broken()
         if self.failure is not None:
             raise GradientError(f"the last backward did not reduce its gradients: {self.failure}") from self.failure
         self.layout.agreement.poll()
-        self._refuse_module_wrappers()
         if self.in_backward:
             raise GradientError(
                 "step() was called inside backward(), before all gradients are reduced; call it after backward()"
             )
 
     def check_gradients(self) -> bool:
+        """Before a step: raise GradientError if a gradient is known to be wrong. Returns whether to make the step."""
         rank, step, policy = self.world.rank, self.num_steps, self.options.on_nonfinite
         for parameter in self.frozen:
             if parameter.requires_grad and parameter.grad is not None:
@@ -371,22 +373,11 @@ class Reducer(Reductions, Sync):
 
     def _next_reduces(self) -> bool:
         """Decide if the backward that begins now reduces. Raises GradientError if it could not be reduced right."""
-        self._refuse_module_wrappers()
-        reduces = self._no_sync_depth == 0 and self._num_backwards + 1 >= self.accumulate
+        reduces = self.no_sync_depth == 0 and self._num_backwards + 1 >= self.accumulate
         is_captured = self.layout.agreement.is_captured()
         if self.failure is not None or is_captured or is_compiled_backward() or (reduces and torch.is_grad_enabled()):
             refuse_backward(self.failure, is_captured=is_captured, reduces=reduces)
         return reduces
-
-    def _refuse_module_wrappers(self) -> None:
-        """Raise GradientError if a DDP or FSDP reduces one of these parameters, too, whenever it was built."""
-        if self._num_wrappers_seen == MODULE_WRAPPERS.num_built:
-            return
-        if shared := MODULE_WRAPPERS.first_shared(self.parameters):
-            index, kind = shared
-            name = self.specs[index].name
-            raise GradientError(explain(name, kind), rank=self.world.rank, parameters=(name,), step=self.num_steps)
-        self._num_wrappers_seen = MODULE_WRAPPERS.num_built
 
     def _begin(self, *, reduces: bool) -> None:
         self.launcher.refuse_lost()
@@ -394,9 +385,9 @@ class Reducer(Reductions, Sync):
             self.world.raise_if_broken()
         self._reduces, self._has_reduction = reduces, False
         self.on_ready = [self.ledger.mark_local] * len(self.parameters)
-        is_unordered = self._reducers.are_several
+        is_unordered = self._group.are_several
         with self.failing():
-            if not self._reducers.is_skipping:
+            if not self._group.is_skipping:
                 self.weights.begin()
                 if self.weights.total is not None and not reduces and self.ledger.holds_results():
                     raise GradientError(ON_RESULTS)
@@ -455,13 +446,14 @@ class Reducer(Reductions, Sync):
         """Collective: parameters that have come to require a gradient are reduced from now on, in new buckets."""
         adopted = newly_trainable(self.frozen)
         self.frozen[:] = [parameter for parameter in self.frozen if not parameter.requires_grad]
-        self.reduce_more(adopted)
+        specs = list(map(self._spec_of, adopted))
+        self._check_agreement(specs, internal_collectives_of(self.world))
+        self.layout.add(specs, adopted)
         self._attach()
 
     def _attach(self) -> None:
         """Hook the parameters that are reduced and have no hook yet."""
-        self._num_wrappers_seen = -1
-        self._handles += attach_hooks(self, self.parameters, len(self._handles))
+        self._handles += attach_hooks(self, len(self._handles))
         self._hooked = [parameter._cdata for parameter in self.parameters]
 
     @contextmanager

@@ -250,6 +250,9 @@ class Participant:
         """Collective: for a `Reducer` that has its buckets, and no hooks yet. `setup`: a `Setup`."""
         return cls(reducer, setup)  # type: ignore[call-arg]
 
+    def before_backward(self) -> None:
+        """A backward begins, or `skip()`, and nothing is sent. May raise on all ranks."""
+
     def on_begin(self, current: Reduction) -> None:
         """A reduction begins; nothing has left. Set what this rank tells the others in `current.mine`.
 
@@ -275,13 +278,6 @@ class Participant:
         out; may come several times. "after": the parameters are as the optimizer has left them, at the end of a step or
         within one.
         """
-
-
-class Guest(Participant):
-    """A participant that comes with a room, see `optimizer.rejoin`. It also hears of backwards."""
-
-    def before_backward(self) -> None:
-        """A backward begins, or `skip()`, and nothing is sent. May raise on all ranks."""
 
 
 def overridden(participants: Iterable[Participant], method: str) -> list[Callable[..., None]]:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from torchring.collectives.operations import Meanwhile
-from torchring.collectives.service import Collectives, collectives_of, internal_collectives_of
+from torchring.collectives.service import Collectives, collectives_of
 from torchring.errors import GradientError, in_step
-from torchring.gradients.contract import MeasuresNoise, Setup, spec_of
+from torchring.gradients.contract import Setup
 from torchring.gradients.layout import BucketLayout
 from torchring.gradients.plan import ParameterSpec, describe
 from torchring.gradients.reduction import (
@@ -30,17 +30,7 @@ from torchring.gradients.weights import Weights, result_scale
 from torchring.observer import EXPOSED
 
 if TYPE_CHECKING:
-    from torchring.gradients.group import Reducers
-
-
-class BuffersOfModel(Protocol):
-    """The participant that makes the model's buffers equal."""
-
-    def synchronize(self) -> None:
-        """Collective, outside backward: make the buffers equal as they are now."""
-
-    def take_over(self, src: int) -> None:
-        """Collective, between reductions: all buffers get the values of rank `src`."""
+    from torchring.gradients.group import OptimizerGroup
 
 
 class Reductions:
@@ -48,7 +38,7 @@ class Reductions:
 
     Args:
         setup: what is reduced. Its world has more than one rank.
-        reducers: the reducers of that world.
+        group: the reducers of that world.
         kinds: what takes part beside weights, in this order.
         guests: participants that a room sends; they come before the others.
 
@@ -61,13 +51,14 @@ class Reductions:
         ledger: what is known about the gradients.
         weights: of this rank's backwards.
         participants: what takes part in a reduction beside weights, in this order on all ranks.
-        buffers, noise: those of the participants, if they are there.
+        buffers, noise: the participants that make the model's buffers equal, and measure the noise scale, if there.
         num_steps: how many optimizer steps this rank has made.
-        on_ready, stream_notes: what hooks call, see `hooks.Listener`.
+        on_ready: for each parameter, what its hook calls with its index when it has its gradient.
+        stream_notes: what hooks call on a device.
     """
 
     def __init__(
-        self, setup: Setup, reducers: Reducers, kinds: Sequence[type[Participant]], guests: Sequence[Participant]
+        self, setup: Setup, group: OptimizerGroup, kinds: Sequence[type[Participant]], guests: Sequence[Participant]
     ) -> None:
         self.world = world = setup.world
         self.options = options = setup.options
@@ -75,8 +66,8 @@ class Reductions:
         self.num_steps = 0
         self.frozen = [parameter for parameter in setup.names if not parameter.requires_grad]
         self.on_ready: Sequence[Callable[[int], None]] = ()
-        self._spec_of = partial(spec_of, setup.names, setup.sparse)
-        self._reducers = reducers
+        self._names, self._sparse = setup.names, setup.sparse
+        self._group = group
 
         # The script's collectives check: another rank may be calling one of those, instead of wrapping.
         participants: Sequence[type[Participant] | Participant] = (*guests, *kinds)
@@ -85,27 +76,24 @@ class Reductions:
         specs = list(map(self._spec_of, parameters))
         self._check_agreement(specs, collectives_of(world))
         self.progress = world.observer.open_progress("gradients")
-        self.specs: list[ParameterSpec] = []
-        self.parameters: list[torch.nn.Parameter] = []
-        self.layout = BucketLayout(
-            *(world, options, specs, self.specs, self.parameters, self.progress, reducers.waiting)
-        )
+        self.layout = BucketLayout(world, options, specs, parameters, self.progress, group.waiting)
+        self.specs, self.parameters = self.layout.specs, self.layout.parameters
         self.launcher = self.layout.launcher
         self.stream_notes = self.layout.agreement.stream_notes
         self.ledger = self.layout.ledger
         self._heard: Callable[[Meanwhile], object] | None = None  # waits for the messages of the reduction
         self._found_before: NonFiniteGradient | None = None  # as `non_finite`, before the reduction under way
-        self.layout.open(specs, parameters)
         self.weights = Weights(partial(_trainable, self.parameters, self.frozen))
         self._may_lose_results = False  # of an earlier reduction, if all weights are 0
-        self.buffers: BuffersOfModel | None = None
-        self.noise: MeasuresNoise | None = None
+        self.buffers: Any = None
+        self.noise: Any = None
         self.participants: list[Participant] = []
         self.take_in(*guests, *(kind.open(self, setup) for kind in kinds))
 
     def take_in(self, *participants: Participant) -> None:
         """These take part from the next reduction on, after the others."""
         self.participants += participants
+        self._before_backward = overridden(self.participants, "before_backward")
         self._on_begin = overridden(self.participants, "on_begin")
         self._on_message = overridden(self.participants, "on_message")
         self._on_reduced = overridden(self.participants, "on_reduced")
@@ -141,7 +129,7 @@ class Reductions:
         launcher.drain()
         if not is_unordered and launcher.ready_order is not None:
             self.layout.follow_order()
-        is_absent = (self._reducers.is_skipping or weights.has_skipped) and not weights.num_backwards
+        is_absent = (self._group.is_skipping or weights.has_skipped) and not weights.num_backwards
         weight = (0.0 if is_absent else 1.0) if weights.total is None else weights.total
         self._may_lose_results = not (weight or is_absent or is_again) and self.ledger.holds_results()
         current = Reduction(
@@ -175,13 +163,13 @@ class Reductions:
         self.world.observer.phase(EXPOSED, self.num_steps)
         self.layout.agreement.backward_is_over()
         self.launcher.launch_rest()
-        self.launcher.advance()
-        self._heard = None if current.said is not None else self._reducers.start_exchange((self,))
+        self.launcher.proceed()
+        self._heard = None if current.said is not None else self._group.start_exchange((self,))
 
     def message(self) -> bytes:
         """What this rank says about the backward that is over. See `reduction.OF_REDUCER`."""
         current, unused = self.launcher.reduction, list[int]()
-        mine: dict[str, float] = {"num_aborted": self.launcher.num_aborted, "has_ended": self._reducers.has_ended}
+        mine: dict[str, float] = {"num_aborted": self.launcher.num_aborted, "has_ended": self._group.has_ended}
         if current.is_filled and current.phase is ReductionPhase.UNDER_WAY:
             self.layout.agreement.tell(current, self.launcher.buckets)
             mine |= {**current.mine, "reach": 2, "is_complete": True, "number": current.number}
@@ -226,11 +214,15 @@ class Reductions:
         self.launch_all()
         self.finish_reduction()
 
-    def reduce_more(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Collective: these are reduced from now on, too, in new buckets."""
-        specs = list(map(self._spec_of, parameters))
-        self._check_agreement(specs, internal_collectives_of(self.world))
-        self.layout.add(specs, parameters)
+    def _spec_of(self, parameter: torch.nn.Parameter) -> ParameterSpec:
+        return ParameterSpec(
+            self._names[parameter],
+            tuple(parameter.shape),
+            parameter.stride(),
+            parameter.dtype,
+            parameter.device,
+            parameter in self._sparse,
+        )
 
     def _check_agreement(self, specs: Sequence[ParameterSpec], collectives: Collectives) -> None:
         """Raise PlanMismatchError on every rank unless all are about to reduce the same things in the same way."""

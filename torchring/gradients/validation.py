@@ -8,14 +8,12 @@ from typing import Final, Literal, NoReturn, cast, get_args
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from torchring.accelerators import accelerator_of
 from torchring.allreduce.select import ALGORITHMS, OVERLAPS
 from torchring.errors import GradientError, with_way_out
 from torchring.gradients.hooks import is_compiled_backward
 from torchring.gradients.layout import Options
-from torchring.gradients.module_wrappers import WAY_OUT, is_module_wrapper, living, sharded_by
 from torchring.gradients.packing import is_finite
 from torchring.gradients.plan import COMPRESSIONS
 from torchring.gradients.reduction import NonFiniteGradient
@@ -24,25 +22,12 @@ from torchring.world import World
 
 GradientOp = Literal["mean", "sum"]
 OnNonfinite = Literal["raise", "skip", "ignore"]
-_OPS: Final = get_args(GradientOp)
-# What an option took before, and what to use instead.
-_GONE: Final = {
-    (
-        "op",
-        "adasum",
-    ): "torchring.all_reduce(tensor, op='adasum') combines single tensors, torchring.horovod has Horovod's "
-    "Adasum, and torchring.recipes has LARS and LAMB for large batches",
-    ("algorithm", "nvls"): "algorithm='native' has NCCL's all-reduce, which takes the sums of an NVSwitch by itself",
-}
 
 
 def check_options(options: Options, model: torch.nn.Module | None) -> None:
     """Raise ValueError for an option that does not exist. The error lists the options that do."""
-    for (name, gone), instead in _GONE.items():
-        if getattr(options, name) == gone:
-            raise ValueError(f"torchring.wrap takes no {name}={gone!r} any more: {instead}")
     for name, value, choices in (
-        ("op", options.op, _OPS),
+        ("op", options.op, get_args(GradientOp)),
         ("compression", options.compression, tuple(COMPRESSIONS)),
         ("algorithm", options.algorithm, ALGORITHMS),
         ("overlap", options.overlap, OVERLAPS),
@@ -54,8 +39,7 @@ def check_options(options: Options, model: torch.nn.Module | None) -> None:
     if not isinstance(bucket_mb, (int, float)) or not 0 <= bucket_mb < float("inf"):
         raise ValueError(f"bucket_mb must be a size in MiB, 0 or more, got {options.bucket_mb!r}")
     if not isinstance(options.shard, bool):
-        hint = "; no rank keeps another one's share any more, so pass True" if options.shard == "unmirrored" else ""
-        raise ValueError(f"shard must be True or False, got {options.shard!r}{hint}")
+        raise ValueError(f"shard must be True or False, got {options.shard!r}")
     if options.sync_buffers not in ("mean", None):
         room("buffers").check_choices(options.sync_buffers, model)
     if not isinstance(options.noise_scale, bool):
@@ -74,8 +58,8 @@ def named_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> dic
         raise TypeError(f"wrap(optimizer, model): the optimizer comes first, a torch.optim.Optimizer, got {kind}")
     if model is not None and not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if model is not None and is_module_wrapper(model):
-        raise ValueError(f"the model is a {type(model).__name__}, which reduces gradients itself. {WAY_OUT}")
+    if model is not None:
+        room("module wrappers").check_model(model)
     of_model = {p: name for name, p in model.named_parameters()} if model is not None else {}
     names: dict[torch.nn.Parameter, str] = {}
     for g, group in enumerate(optimizer.param_groups):
@@ -85,8 +69,6 @@ def named_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> dic
                 raise TypeError(f"{position} of the optimizer is a {type(parameter).__name__}, not a tensor")
             parameter = cast(torch.nn.Parameter, parameter)
             name = of_model.get(parameter, position)
-            if how := sharded_by(parameter):
-                raise ValueError(f"{name} {how}; torchring reduces the gradients of whole parameters. {WAY_OUT}")
             if not parameter.is_leaf:
                 raise ValueError(f"{name} is the result of a computation (non-leaf), so it gets no gradient to reduce")
             if (grad_dtype := getattr(parameter, "grad_dtype", parameter.dtype)) != parameter.dtype:
@@ -163,15 +145,6 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-def refuse_left(free_gradients: object) -> None:
-    """Raise ValueError for an option of `wrap` that torchring had."""
-    if free_gradients:
-        raise ValueError(
-            "free_gradients=True has left torchring; with shard=True, each rank keeps whole gradients. If you need "
-            "less memory, use FSDP2 (torch.distributed.fsdp.fully_shard) in place of torchring.wrap"
-        )
-
-
 def refuse_part_of_state(optimizer: Optimizer) -> None:
     """Raise ValueError if the optimizer has state that an earlier `wrap(..., shard=True)` has left."""
     own = set(parameters_of(optimizer))
@@ -193,45 +166,6 @@ def is_finite_gradient(parameter: torch.nn.Parameter) -> bool:
         return True
     values = grad.coalesce().values() if grad.is_sparse else grad
     return is_finite(torch.view_as_real(values) if values.is_complex() else values)
-
-
-def lost_state(optimizers: Sequence[Optimizer], most_steps: int) -> str:
-    """What to say if an optimizer made its first step in the middle of a schedule. Empty if it did not.
-
-    Args:
-        optimizers: the optimizer, and what wraps it: a scheduler may have been given either.
-        most_steps: of a schedule that has just begun. More than one: a GradScaler leaves out the optimizer's first
-            steps, and the scheduler goes on.
-    """
-    for each in living(LRScheduler):  # an optimizer does not know its schedulers
-        optimizer, num_steps = getattr(each, "optimizer", None), getattr(each, "last_epoch", 0)  # not all have both
-        if num_steps > most_steps and any(optimizer is other for other in optimizers):
-            return (
-                f"{type(each).__name__} has made {num_steps} steps, but the optimizer has made its first one, "
-                "without the moments of the steps before. To go on from a checkpoint, call "
-                "optimizer.load_state_dict() as well as scheduler.load_state_dict(). If the optimizer starts late on "
-                "purpose, this is no mistake"
-            )
-    return ""
-
-
-def check_same_parameters(optimizer: Optimizer, names: Mapping[torch.nn.Parameter, str], rank: int) -> None:
-    """Raise GradientError unless the optimizer steps exactly the parameters in `names`, which torchring reduces."""
-    again = "close() this optimizer and call torchring.wrap() again, on all ranks"
-    for g, group in enumerate(optimizer.param_groups):
-        for i, parameter in enumerate(group["params"]):
-            if parameter not in names:
-                raise GradientError(
-                    f"group{g}.param{i} of the wrapped optimizer, shape {tuple(parameter.shape)}, came there past "
-                    f"torchring, so its gradient is this rank's own. After replacing parameters, {again}; add "
-                    "parameters with add_param_group() of the DistributedOptimizer",
-                    rank=rank,
-                )
-    if gone := names.keys() - parameters_of(optimizer):
-        name = next(name for parameter, name in names.items() if parameter in gone)
-        raise GradientError(
-            f"{name} was taken out of the wrapped optimizer. After that, {again}", rank=rank, parameters=(name,)
-        )
 
 
 def refuse_backward(failure: BaseException | None, *, is_captured: bool, reduces: bool) -> None:

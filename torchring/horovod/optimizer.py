@@ -25,11 +25,11 @@ from torch.optim import Optimizer
 from torchring import optimizer as wrapping
 from torchring.default_world import default_world
 from torchring.errors import GradientError
-from torchring.gradients.contract import Setup, Sync
+from torchring.gradients.contract import Setup
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.local import LocalSync
 from torchring.gradients.reducer import Reducer
-from torchring.gradients.reduction import Guest, Participant
+from torchring.gradients.reduction import Participant
 from torchring.gradients.validation import parameters_of, sparse_parameters
 from torchring.horovod import mpi_ops
 from torchring.horovod.compression import BF16Compressor, Compression, Compressor, FP16Compressor, NoneCompressor
@@ -253,7 +253,7 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
     def _note_reductions(self) -> None:
         self._num_reductions_before = 0 if self._sync is None else self._sync.num_reductions
 
-    def _rejoin(self, world: World | None = None, guests: Sequence[Guest] = ()) -> None:
+    def _rejoin(self, world: World | None = None, guests: Sequence[Participant] = ()) -> None:
         super()._rejoin(world, guests)
         self._synchronized, self._num_reductions_before = False, 0
 
@@ -275,7 +275,7 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         layers = (torch.nn.Embedding, torch.nn.EmbeddingBag)
         return sparse_parameters(each for each in gc.get_objects() if issubclass(type(each), layers))
 
-    def _check_before_step(self, sync: Sync) -> bool:
+    def _check_before_step(self, sync: Reducer | LocalSync) -> bool:
         may_step = super()._check_before_step(sync)
         found = None if self._sync is None else self._sync.non_finite
         if found is not None and not self._has_warned and found.is_still_there():

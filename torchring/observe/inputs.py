@@ -179,16 +179,16 @@ class ForwardWatch:
 
     Args:
         model: the model that gets the hooks, if there is one.
-        observers: returns those of the world in which the model trains now; None if there is no world.
 
     Attributes:
+        observers: returns those of the world in which the model trains now; None if there is no world.
         inputs: sees what the model is given.
     """
 
-    def __init__(self, model: torch.nn.Module | None, observers: Callable[[], Observers | None]) -> None:
+    def __init__(self, model: torch.nn.Module | None) -> None:
         self.inputs = Inputs()
+        self.observers: Callable[[], Observers | None] = _nothing
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._observers = observers
         self._model = None if model is None or isinstance(model, torch.jit.ScriptModule) else weakref.ref(model)
 
     def start(self) -> None:
@@ -211,11 +211,11 @@ class ForwardWatch:
         ]
 
     def begin(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-        if (observers := self._observers()) is not None:
+        if (observers := self.observers()) is not None:
             observers.forward(self.inputs.see(arguments, keywords))
 
     def end(self, *_: Any) -> None:
-        if (observers := self._observers()) is not None:
+        if (observers := self.observers()) is not None:
             observers.forward(None)
 
     def close(self) -> None:
@@ -223,6 +223,9 @@ class ForwardWatch:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+
+def _nothing() -> None: ...
 
 
 class _CallHook:

@@ -1,4 +1,7 @@
-"""Does every parameter that trains belong to a wrapped optimizer? Others would be trained by each rank alone.
+"""Does every parameter that trains belong to a wrapped optimizer, and to nobody else who reduces gradients?
+
+Parameters of no wrapped optimizer would be trained by each rank alone. Of those that DDP or FSDP has, see
+`module_wrappers.py`.
 
 Each rank looks at its own model at the end of a reduction: after 1, 2, 3, 5, 9 ... of them, and every 100. If there
 was none since the last step, no backward has reached a wrapped parameter, and a rank looks before the step. What is
@@ -12,8 +15,10 @@ are probably meant to train them together. A warning says so.
 from __future__ import annotations
 
 import logging
+import operator
 import weakref
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Final
 
 import torch
@@ -23,13 +28,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchring.dynamo import run_eagerly
 from torchring.errors import GradientError
 from torchring.gradients.contract import Setup
-from torchring.gradients.group import Reducers
+from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.hooks import BackwardWatch
-from torchring.gradients.ledger import is_zero, note_stale
-from torchring.gradients.module_wrappers import MODULE_WRAPPERS, WAY_OUT, living, sharded_by
+from torchring.gradients.ledger import is_zero
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import STEPS_BETWEEN_CHECKS, Participant, Reduction, StepPoint
 from torchring.optimizer_wrapper import OptimizerWrapper
+from torchring.participants.module_wrappers import MODULE_WRAPPERS, WAY_OUT, explain, living, sharded_by
+from torchring.world import World
 
 _logger: Final = logging.getLogger("torchring")
 _MOST_NAMES: Final = 3
@@ -43,21 +49,34 @@ _NOT_WRAPPED: Final = (
 
 
 class Ownership(Participant):
-    """Looks at the parameters of the model that `wrap` was given. Refers to the model weakly."""
+    """Looks at the parameters of the optimizer, and of the model that `wrap` was given. Refers to the model weakly."""
 
     def __init__(self, reducer: Reducer, setup: Setup) -> None:
-        assert setup.model is not None
-        self._model = weakref.ref(setup.model)
+        model = setup.model
+        self._model: Callable[[], torch.nn.Module | None] = _nothing if model is None else weakref.ref(model)
         self._names = setup.names  # may grow
-        self._optimizer = type(setup.optimizer).__name__
-        self._owned = setup.owned
+        self._parameters = reducer.parameters  # may grow
+        self._reducer = weakref.ref(reducer)
+        self._optimizer = weakref.ref(setup.optimizer)
+        self._kind = type(setup.optimizer).__name__
+        self._stepped = list(setup.names)  # in the order of `param_groups`
+        self._group = setup.world.shared(OptimizerGroup)
         self._ignored = setup.ignored
         self._rank = setup.world.rank
+        self._seen = 0, 0  # see `_refuse_module_wrappers`
         self._has_reduction = False  # since the last step
         self._is_stepping = False
         self._found: dict[str, torch.nn.Parameter] = {}
-        self._stale = setup.stale
-        note_stale(setup.stale, (p for p in setup.model.parameters() if p not in setup.names))
+        if model is not None:
+            _note_stale(p for p in model.parameters() if p not in setup.names)
+        if self._rank == 0:
+            setup.world.shared(LooseOptimizers)
+
+    def close(self) -> None:
+        _note_stale(self._parameters)
+
+    def before_backward(self) -> None:
+        self._refuse_module_wrappers()
 
     def on_message(self, current: Reduction) -> None:
         """A rank without data has computed nothing: its gradients are those of its last step, scaled by clipping."""
@@ -68,6 +87,9 @@ class Ownership(Participant):
 
     def on_step(self, when: StepPoint) -> None:
         """Raise GradientError if a parameter has got a gradient that nobody reduces."""
+        if when == "before":
+            self._refuse_module_wrappers()
+            self._refuse_other_parameters()
         if when != "agreed":
             self._is_stepping = when == "before" or self._is_stepping
             return
@@ -86,15 +108,51 @@ class Ownership(Participant):
     def _look(self) -> None:
         """Find the parameters that have a gradient which nobody reduces, before a script zeroes it."""
         if (model := self._model()) is not None:
-            owned, has_grad = self._owned(), ((name, p) for name, p in model.named_parameters() if p.grad is not None)
+            owned = _owned(self._group)
+            has_grad = ((name, p) for name, p in model.named_parameters() if p.grad is not None)
             self._found = {n: p for n, p in has_grad if p.requires_grad and id(p) not in owned and self._is_new(p)}
+
+    def _refuse_module_wrappers(self) -> None:
+        """Raise GradientError if a DDP or FSDP reduces one of the parameters, too, whenever it was built."""
+        seen = MODULE_WRAPPERS.num_built, len(self._parameters)
+        if self._seen == seen:
+            return
+        reducer, shared = self._reducer(), MODULE_WRAPPERS.first_shared(self._parameters)
+        if shared and reducer is not None:
+            index, kind = shared
+            name = self._names[self._parameters[index]]
+            raise GradientError(explain(name, kind), rank=self._rank, parameters=(name,), step=reducer.num_steps)
+        self._seen = seen
+
+    def _refuse_other_parameters(self) -> None:
+        """Raise GradientError if the optimizer steps other parameters by now than those that are reduced."""
+        if (optimizer := self._optimizer()) is None:
+            return
+        now = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+        if len(now) == len(self._stepped) and all(map(operator.is_, now, self._stepped)):
+            return
+        again = "close() this optimizer and call torchring.wrap() again, on all ranks"
+        for g, group in enumerate(optimizer.param_groups):
+            for i, parameter in enumerate(group["params"]):
+                if parameter not in self._names:
+                    raise GradientError(
+                        f"group{g}.param{i} of the wrapped optimizer, shape {tuple(parameter.shape)}, came there past "
+                        f"torchring, so its gradient is this rank's own. After replacing parameters, {again}; add "
+                        "parameters with add_param_group() of the DistributedOptimizer",
+                        rank=self._rank,
+                    )
+        if gone := self._names.keys() - now:
+            name = next(name for parameter, name in self._names.items() if parameter in gone)
+            text = f"{name} was taken out of the wrapped optimizer. After that, {again}"
+            raise GradientError(text, rank=self._rank, parameters=(name,))
+        self._stepped = now  # the same in another order, or more that were added
 
     def _is_new(self, parameter: torch.nn.Parameter) -> bool:
         """Whether backward has computed the gradient since `wrap` or `close()`, of a parameter that is not ignored.
 
         Scripts put zeros into `.grad` of parameters that they do not train, as slices of one tensor.
         """
-        grad, (stale, version) = parameter.grad, self._stale.get(id(parameter), (_nothing, 0))
+        grad, (stale, version) = parameter.grad, _stale.get(id(parameter), (_nothing, 0))
         if grad is None or parameter in self._ignored or (stale() is grad and grad._version == version):
             return False
         return not is_zero(grad)
@@ -130,7 +188,7 @@ class Ownership(Participant):
         else:
             text = (
                 f"{gets} that nobody reduces, because no optimizer has what was added to the model or unfrozen. Add it "
-                f"to the wrapped {self._optimizer} with add_param_group(), or freeze it with requires_grad_(False). "
+                f"to the wrapped {self._kind} with add_param_group(), or freeze it with requires_grad_(False). "
                 f"{_ON_PURPOSE}"
             )
         return GradientError(text, rank=self._rank, parameters=names)
@@ -139,26 +197,24 @@ class Ownership(Participant):
 class LooseOptimizers:
     """Looks at each optimizer of this process once, in its first step that has gradients. Says what it finds once.
 
-    Args:
-        reducers: the wrapped optimizers.
-        owned: returns the ids of their parameters.
+    `world.shared(LooseOptimizers)` opens it once.
     """
 
-    def __init__(self, reducers: Reducers, owned: Callable[[], Container[int]]) -> None:
-        self._reducers = reducers
-        self._owned = owned
+    def __init__(self, world: World) -> None:
+        self._group = world.shared(OptimizerGroup)
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         look = run_eagerly(lambda stepped, *_: self._look(stepped))
         self._handle = register_optimizer_step_pre_hook(look)
         self._hooked: dict[int, torch.utils.hooks.RemovableHandle] = {}  # by id of the parameter, which may be gone
         self._reached: dict[torch.Tensor, str] = {}  # by the backward under way, which has reached no reducer yet
         self._watch = BackwardWatch(self._ended, self._reached.clear)
+        world.on_close(self.close)
 
     def close(self) -> None:
         for handle in (self._handle, *self._hooked.values()):
             handle.remove()
         self._watch.close()
-        del self._watch, self._owned  # which refer back
+        del self._watch  # which refers back
 
     def _look(self, stepped: Optimizer) -> None:
         """Hook one parameter of an optimizer that has some which no reducer reduces."""
@@ -168,7 +224,7 @@ class LooseOptimizers:
         if not trained:
             return
         self._seen.add(stepped)
-        owned, kind = self._owned(), type(stepped).__name__
+        owned, kind = _owned(self._group), type(stepped).__name__
         self._hooked = {key: each for key, each in self._hooked.items() if each.hooks_dict_ref() is not None}
         left = (
             p for p in trained if p.requires_grad and p.is_leaf and id(p) not in owned and id(p) not in self._hooked
@@ -180,7 +236,7 @@ class LooseOptimizers:
     def _arrived(self, kind: str, parameter: torch.Tensor) -> None:
         """A loose parameter has its gradient, before or after the first gradient of a reducer."""
         self._reached[parameter] = kind
-        if any(reducer.in_backward for reducer in self._reducers):
+        if any(reducer.in_backward for reducer in self._group.reducers):
             self._ended()
         elif not self._watch.is_armed:
             self._watch.arm()
@@ -188,7 +244,7 @@ class LooseOptimizers:
     def _ended(self) -> None:
         reached = list(self._reached.items())
         self._reached.clear()
-        if any(reducer.in_backward for reducer in self._reducers):
+        if any(reducer.in_backward for reducer in self._group.reducers):
             for parameter, kind in reached:
                 if (handle := self._hooked.pop(id(parameter), None)) is not None:
                     handle.remove()
@@ -197,7 +253,7 @@ class LooseOptimizers:
 
     def _is_known(self, parameter: torch.Tensor) -> bool:
         """Whether somebody reduces the gradient, has looked at the parameter, or is to leave it alone."""
-        watches = (each for reducer in self._reducers for each in reducer.participants if isinstance(each, Ownership))
+        everybody = (each for reducer in self._group.reducers for each in reducer.participants)
         return (
             any(
                 parameter is p
@@ -205,13 +261,28 @@ class LooseOptimizers:
                 for group in each.param_groups
                 for p in group["params"]
             )
-            or any(watch.watches(parameter) for watch in watches)
+            or any(isinstance(each, Ownership) and each.watches(parameter) for each in everybody)
             or MODULE_WRAPPERS.first_shared([parameter]) is not None
             or sharded_by(parameter) is not None
         )
 
 
 def _nothing() -> None: ...
+
+
+_stale: Final[dict[int, tuple[weakref.ref[torch.Tensor], int]]] = {}
+"""By id of the parameter: a gradient that no wrapped optimizer is to step any more, and its version."""
+
+
+def _note_stale(parameters: Iterable[torch.Tensor]) -> None:
+    for key in [key for key, (gradient, _) in _stale.items() if gradient() is None]:
+        del _stale[key]
+    _stale.update((id(p), (weakref.ref(p.grad), p.grad._version)) for p in parameters if p.grad is not None)
+
+
+def _owned(group: OptimizerGroup) -> set[int]:
+    """The ids of all parameters that a reducer reduces, or would if they were not frozen."""
+    return {id(p) for reducer in group.reducers for p in (*reducer.parameters, *reducer.frozen)}
 
 
 def _ids_of(optimizer: Optimizer) -> set[int]:

@@ -15,7 +15,7 @@ from torchring.accelerators import accelerator_of
 from torchring.errors import GradientError, in_step
 from torchring.gradients.layout import Options
 from torchring.gradients.reducer import Reducer
-from torchring.gradients.reduction import Guest
+from torchring.gradients.reduction import Participant
 from torchring.optimizer import DistributedOptimizer
 from torchring.releases import missing_names
 from torchring.sharding import checkpoint
@@ -69,7 +69,7 @@ class ShardedOptimizer(DistributedOptimizer):
         checkpoint.deal_out(self._shards)
         return reducer
 
-    def _agree(self, world: World, guests: Sequence[Guest] = ()) -> Reducer:
+    def _agree(self, world: World, guests: Sequence[Participant] = ()) -> Reducer:
         """Collective: also cut the parameters among the ranks. The state is as it was."""
         reducer = super()._agree(world, guests)
         all_reduce, number = reducer.layout.all_reduce, next(world.shared(_numbers))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torchring.gradients.reduction import Guest, Reduction
+from torchring.gradients.reduction import Participant, Reduction
 from torchring.world import World
 
 
@@ -21,7 +21,7 @@ class MembershipChange:
         self.leaves = False
 
 
-class MembershipVote(Guest):
+class MembershipVote(Participant):
     """Agrees with the other ranks that the ranks of this world are to change.
 
     Args:

@@ -3,9 +3,9 @@
 DDP and FSDP write their own results to `.grad`. If torchring reduces the same parameter, the gradient is wrong. The
 gradient is equally wrong on all ranks, so comparing ranks does not reveal the error.
 
-When an optimizer is wrapped, existing DDP and FSDP instances are found among the objects that Python's garbage
+When the first optimizer is wrapped, existing DDP and FSDP instances are found among the objects that Python's garbage
 collector knows; the search takes 30 ms for 300,000 objects. Instances that are built later are noticed through
-PyTorch's public hook on the registration of submodules. A training step only compares two integers.
+PyTorch's public hook on the registration of submodules. In a training step, `ownership.py` only compares numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import torch
@@ -41,11 +41,15 @@ class ModuleWrappers:
 
     def __init__(self) -> None:
         self.num_built = 0
+        self._has_searched = False
         self._alive: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         register_module_module_registration_hook(self._notice)
 
     def find(self) -> None:
         """Find the instances that were built before this module was imported."""
+        if self._has_searched:
+            return
+        self._has_searched = True
         kinds = tuple(_with_subclasses(_kinds()))
         self._alive.update(found for found in gc.get_referrers(*kinds) if type(found) in kinds)
 
@@ -70,6 +74,24 @@ class ModuleWrappers:
 
 
 MODULE_WRAPPERS: Final = ModuleWrappers()
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Raise ValueError if `wrap` was given a model that reduces gradients itself."""
+    if is_module_wrapper(model):
+        raise ValueError(f"the model is a {type(model).__name__}, which reduces gradients itself. {WAY_OUT}")
+
+
+def check(names: Mapping[torch.nn.Parameter, str]) -> None:
+    """Raise ValueError if a module wrapper reduces one of the parameters, or has split it up over ranks."""
+    MODULE_WRAPPERS.find()
+    for parameter, name in names.items():
+        if how := sharded_by(parameter):
+            raise ValueError(f"{name} {how}; torchring reduces the gradients of whole parameters. {WAY_OUT}")
+    trainable = [parameter for parameter in names if parameter.requires_grad]
+    if shared := MODULE_WRAPPERS.first_shared(trainable):
+        index, kind = shared
+        raise ValueError(explain(names[trainable[index]], kind))
 
 
 def explain(name: str, kind: str) -> str:
