@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 import torchring
 from tests.support import mpi_job
-from tests.support.checks import assert_bitwise
 from tests.support.harness import RanksFailed, patient
 from tests.support.mpi_job import job, job_ends  # noqa: F401  # a fixture
+from tests.support.training import Side, assert_as_one_process, momentum, small_model, train, values
 from torchring.errors import RingError, TopologyError
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.transport import mpi as mpi_transport
@@ -244,48 +244,25 @@ if rank == 0:
 # ---- and what it is all for
 
 
-def train(rank: int, size: int, wrap: Any) -> list[torch.Tensor]:
-    """Parameters after some steps on this rank's share of the batches; `wrap(optimizer, model)` gives the optimizer."""
-    torch.manual_seed(7)
-    model = torch.nn.Sequential(torch.nn.Linear(5, 33), torch.nn.Tanh(), torch.nn.Linear(33, 3)).double()
-    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(5):
-        batch = torch.randn(6, 8, generator=generator, dtype=torch.float64)[rank::size]
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(batch[:, :5]), batch[:, 5:]).backward()
-        optimizer.step()
-    return [parameter.detach().clone() for parameter in model.parameters()]
+def _script(side: Side) -> list[torch.Tensor]:
+    model = small_model()
+    train(side, model, side.wrap(momentum(model), model, algorithm="native"), range(5))
+    return values(model)
 
 
 @needs_mpi
-@pytest.mark.parametrize("algorithm", ["ring", "native"])
-def test_training_over_mpi_is_training_in_one_process(algorithm: str) -> None:
-    alone = train(0, 1, lambda optimizer, _: optimizer)
-    first, *others = job.run(partial(_train_over_mpi, algorithm=algorithm), job.num_ranks)
-    for index, (parameter, expected) in enumerate(zip(first, alone, strict=True)):
-        for rank, other in enumerate(others, start=1):
-            assert_bitwise(parameter, other[index], f"rank 0 and {rank}")
-        torch.testing.assert_close(parameter, expected, rtol=1e-12, atol=1e-14)
-    with pytest.raises(AssertionError):  # and the share of one rank leads elsewhere
-        torch.testing.assert_close(train(0, 2, lambda optimizer, _: optimizer)[0], alone[0], rtol=1e-12, atol=1e-14)
+def test_training_over_mpi_is_training_in_one_process() -> None:
+    assert_as_one_process(_script, world_size=job.num_ranks, run=lambda *_: job.run(_train_over_mpi, job.num_ranks))
 
 
-def _train_over_mpi(rank: int, store: dist.Store, communicator: Any, algorithm: str) -> list[torch.Tensor]:
-    opened = []
-    original = MpiTransport.__init__
-
-    def counted(self: MpiTransport, *args: Any, **options: Any) -> None:
-        opened.append(self)
-        original(self, *args, **options)
-
-    with mock.patch.object(MpiTransport, "__init__", counted):
+def _train_over_mpi(rank: int, store: dist.Store, communicator: Any) -> list[torch.Tensor]:
+    start = MpiTransport.start_all_reduce
+    with mock.patch.object(MpiTransport, "start_all_reduce", autospec=True, side_effect=start) as summed:
         torchring.init(backend="mpi")
-        size = communicator.size
-        assert (torchring.rank(), torchring.size()) == (rank, size)
-        parameters = train(rank, size, lambda optimizer, model: torchring.wrap(optimizer, model, algorithm=algorithm))
+        assert (torchring.rank(), torchring.size()) == (rank, communicator.size)
+        parameters = _script(Side((rank,), True))
         torchring.shutdown()
-    assert opened, "nothing went through MPI"
+    assert summed.called, "nothing went through MPI"
     return parameters
 
 
