@@ -269,30 +269,24 @@ def test_text_for_people(with_rich: bool, monkeypatch: pytest.MonkeyPatch, capsy
 # One rank of several
 
 
-def call_main(*arguments: str) -> tuple[int, str]:
-    """(exit code, what it printed on stdout)."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        code = doctor.main(arguments)
-    return code, out.getvalue()
-
-
-def visit(number: int, _: int, trouble: str, *arguments: str) -> tuple[int, str]:
-    """Measure small: what is tested is what becomes of it."""
+def visit(number: int, _: int, trouble: str, *arguments: str) -> tuple[int, str, str]:
+    """Its exit code, and what it printed. Measures small: what is tested is what becomes of it."""
     rank._SIZES, doctor._REPORT_SECONDS = {1 << 10: 2, 1 << 20: 2}, 0.0  # type: ignore[misc]
     real = facts.gather
     if number == 1 and trouble == "torch":
         rank.gather = lambda i: replace(real(i), versions={**real(i).versions, "torch": "1.0"})
-    elif number == 1 and trouble == "dies":
+    elif (number, trouble) in ((1, "dies"), (0, "rank 0 dies")):
         rank._measure = lambda *_: os._exit(3)
     elif number == 1 and trouble == "hangs":
         rank._measure = lambda *_: time.sleep(3) or []
-    return call_main(*arguments)
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = doctor.main(arguments)
+    return code, out.getvalue(), err.getvalue()
 
 
 def test_ranks_of_a_launcher_make_one_report() -> None:
-    (code, text), other = harness.run_ranks(visit, 2, "", "--json", "--timeout", "20")
-    assert (code, other) == (0, (0, ""))
+    (code, text, _), other = harness.run_ranks(visit, 2, "", "--json", "--timeout", "20")
+    assert (code, other[:2]) == (0, (0, ""))
     report = json.loads(text)
     assert set(report) == {"verdict", "findings", *vars(Report("none"))}
     assert (report["launcher"], report["size"], report["hosts"]) == ("torchrun", 2, [[0, 1]])
@@ -310,7 +304,7 @@ def test_ranks_of_a_launcher_make_one_report() -> None:
 )
 def test_a_rank_that_fails_is_in_the_report(trouble: str, said: str) -> None:
     exits = {1: 3} if trouble == "dies" else {}
-    (code, text), _ = harness.run_ranks(visit, 2, trouble, "--json", "--timeout", "2", expect_exit=exits)
+    (code, text, _), _ = harness.run_ranks(visit, 2, trouble, "--json", "--timeout", "2", expect_exit=exits)
     report = json.loads(text)
     assert (code, report["verdict"]) == (1, "wrong")
     (wrong,) = [found["text"] for found in report["findings"] if found["level"] == "wrong"]
@@ -324,28 +318,20 @@ def test_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert path == PathFacts("Gloo", [0, 1], 1e6, 2**24 / 1e9, 2**24)
 
 
-def visit_noting(number: int, size: int, trouble: str) -> tuple[int, str]:
-    """What it says on stdout and stderr, after its exit code."""
-    with contextlib.redirect_stderr(io.StringIO()) as err:
-        if trouble == "rank 0 dies" and number == 0:
-            rank._measure = lambda *_: os._exit(3)
-        code, text = visit(number, size, "", "--timeout", "0.5")
-    return code, text + err.getvalue()
-
-
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_rank_that_never_comes_is_named(number: int) -> None:
     """By rank 0 in its report; if that is rank 0, by the others."""
-    ((code, text),) = harness.run_ranks(visit_noting, 1, "", env={"WORLD_SIZE": "3", "RANK": str(number)})
+    env = {"WORLD_SIZE": "3", "RANK": str(number)}
+    ((code, *said),) = harness.run_ranks(visit, 1, "", "--timeout", "0.5", env=env)
     assert code == 1
-    assert f"joining the ranks failed: rank {1 - number} did not" in " ".join(text.split())
+    assert f"joining the ranks failed: rank {1 - number} did not" in " ".join("".join(said).split())
 
 
 def test_without_rank_0_the_others_fail() -> None:
     """Nobody else would say that there is no report."""
-    _, (code, text) = harness.run_ranks(visit_noting, 2, "rank 0 dies", expect_exit={0: 3})
+    _, (code, _, said) = harness.run_ranks(visit, 2, "rank 0 dies", "--timeout", "0.5", expect_exit={0: 3})
     assert code == 1
-    assert "torchring doctor: rank 1: measuring failed: rank 0" in text
+    assert "torchring doctor: rank 1: measuring failed: rank 0" in said
 
 
 @pytest.mark.parametrize("arguments", [("-np", "2"), ("-H", "a:1"), ("x",)])
@@ -438,7 +424,7 @@ def test_as_ranks_of_mpirun_over_mpi() -> None:
 # Several hosts
 
 
-def visit_across(number: int, _: int, interface: str | None) -> tuple[int, str]:
+def visit_across(number: int, _: int, interface: str | None) -> tuple[int, str, str]:
     del os.environ["GLOO_SOCKET_IFNAME"]
     if interface is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
@@ -447,7 +433,7 @@ def visit_across(number: int, _: int, interface: str | None) -> tuple[int, str]:
 
 def report_across(network: Network, interface: str | None) -> tuple[list[int], dict[str, Any]]:
     """One rank on each of two hosts: exit codes, rank 0's report."""
-    (code, text), (other_code, other_text) = run_on_hosts(network, (1, 1), visit_across, interface)
+    (code, text, _), (other_code, other_text, _) = run_on_hosts(network, (1, 1), visit_across, interface)
     assert other_text == ""
     return [code, other_code], json.loads(text)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import signal
@@ -82,19 +81,6 @@ class Stall:
 
 
 @contextmanager
-def each_warning(hear: Callable[[str], object]) -> Iterator[None]:
-    """Calls `hear` with each warning that torchring logs meanwhile."""
-    handler, logger = logging.Handler(), logging.getLogger("torchring")
-    handler.addFilter(lambda record: record.levelno == logging.WARNING)
-    handler.emit = lambda record: hear(record.getMessage())  # type: ignore[method-assign, assignment]
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-
-
-@contextmanager
 def on_hosts(rank: int, topology: str, **options: float) -> Iterator[None]:
     place = next(i for i, members in enumerate(_HOSTS[topology]) if rank in members)
     with pytest.MonkeyPatch.context() as patch:
@@ -116,7 +102,7 @@ def _stalls(rank: int, size: int, folder: str, topology: str) -> dict[str, list[
             if f"in {stall.name}" in message:
                 stall.release(message)
 
-    with each_warning(hear), on_hosts(rank, topology, timeout_seconds=40.0, stall_warning_seconds=_LIMIT):
+    with logged(hear), on_hosts(rank, topology, timeout_seconds=40.0, stall_warning_seconds=_LIMIT):
         model = _model()
         plain = torch.optim.SGD(model.parameters(), lr=0.1)
         algorithm = "direct" if topology == "one host" else "hierarchical"
@@ -224,7 +210,7 @@ def test_a_stopped_rank_is_said_to_be_stopped(rank: int) -> None:
             said.append(message)
             os.kill(pids[1], signal.SIGCONT)
 
-    with each_warning(go_on):
+    with logged(go_on):
         torchring.init(stall_warning_seconds=_LIMIT)
         pids = torchring.all_gather_object(os.getpid())
         if rank == 1:
@@ -345,17 +331,11 @@ def test_ranks_that_wait_in_different_operations_are_told_so(rank: int) -> None:
 @ranks(2)
 def test_a_rank_that_does_not_come_to_init_is_named(tmp_path: Path, rank: int) -> None:
     """Rank 1 comes when rank 0 has warned of it."""
-    said: list[str] = []
-
-    def release(message: str) -> None:
-        said.append(message)
-        (tmp_path / "warned").touch()
-
     if rank == 1:
         wait_until((tmp_path / "warned").exists, "the warning of rank 0")
         torchring.init()
         return
-    with each_warning(release):
+    with logged(lambda _: (tmp_path / "warned").touch()) as said:
         torchring.init(stall_warning_seconds=_LIMIT)
     (message,) = said
     assert "in torchring.init() for rank 1, which has not come there yet" in message

@@ -317,7 +317,11 @@ def test_hooks_do_not_follow_a_model_to_copies_and_files() -> None:
     torchring.wrap(torch.optim.SGD(scripted.parameters(), lr=0.01), scripted)
 
 
-def _writes(rank: int, size: int, folder: Path) -> None:
+@ranks(2, run_ranks)
+def test_when_a_trace_is_written(tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace of the whole script is in no other one's way."""
+    folder = tmp_path
+    monkeypatch.setenv(TRACE, str(folder / "whole"))
     model = _model()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model)
 
@@ -345,12 +349,6 @@ def _writes(rank: int, size: int, folder: Path) -> None:
         assert "rank 7 is gone" in read(path_of(folder / "broken", rank)).run_info.ended_by
     assert "rank 7 is gone" in read(path_of(folder / "broken", rank)).run_info.ended_by
     assert len(read(path_of(folder / "whole", rank)).steps) == 4, "this writer heard of the error, too"
-
-
-def test_when_a_trace_is_written(tmp_path: Path) -> None:
-    """A trace of the whole script is in no other one's way."""
-    run_ranks(_writes, 2, tmp_path, env={TRACE: str(tmp_path / "whole")})
-    assert list(find(tmp_path / "block")) == [0, 1]
 
 
 def _ends(rank: int, size: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -137,11 +137,16 @@ def _show(tensor: Tensor, raw: Tensor, flat: int) -> str:
 
 
 @contextmanager
-def logged() -> Iterator[list[str]]:
-    """What this process logs for torchring meanwhile."""
+def logged(hear: Callable[[str], object] = lambda text: None) -> Iterator[list[str]]:
+    """What this process logs for torchring meanwhile; `hear` is called with each message."""
     texts: list[str] = []
     handler, logger = logging.Handler(), logging.getLogger("torchring")
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+
+    def emit(record: logging.LogRecord) -> None:
+        texts.append(record.getMessage())
+        hear(texts[-1])
+
+    handler.emit = emit  # type: ignore[method-assign]
     logger.addHandler(handler)
     try:
         yield texts
