@@ -49,10 +49,10 @@ def check_table(model: Model, expected: Tensor) -> None:
     assert_bitwise(grad.to_dense(), expected)
 
 
-def check_head(model: Model) -> None:
+def check_head(model: Model, total: float = 1.0) -> None:
     """The dense layer beside it: the same on all ranks, so its mean is what each has."""
     assert model.head.weight.grad is not None
-    assert_bitwise(model.head.weight.grad, torch.ones(2, WIDTH))
+    assert_bitwise(model.head.weight.grad, torch.full((2, WIDTH), total))
 
 
 def wrapped(model: torch.nn.Module, op: str = "mean", **options: object) -> torchring.DistributedOptimizer:
@@ -106,11 +106,11 @@ def test_equals_the_dense_result_on_three_ranks(rank: int) -> None:
 @ranks(2)
 def test_unused_on_all_ranks_stays_as_it_is() -> None:
     model = Model()
-    optimizer = wrapped(model)
+    optimizer = wrapped(model, op="sum")
     for _ in range(2):
         model([]).backward()
         assert model.table.weight.grad is None
-        check_head(model)
+        check_head(model, 2.0)
         optimizer.step()
         optimizer.zero_grad()
     model([1]).backward()
@@ -118,7 +118,7 @@ def test_unused_on_all_ranks_stays_as_it_is() -> None:
     model.head.zero_grad()
     model([]).backward()
     assert model.table.weight.grad is grad  # untouched
-    check_table(model, dense_gradient([[1], [1]]))
+    check_table(model, 2 * dense_gradient([[1], [1]]))
     optimizer.step()
     optimizer.zero_grad()
     with optimizer.no_sync():
