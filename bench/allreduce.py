@@ -171,7 +171,7 @@ def open_ours() -> dict[str, Callable[[int], Opened]]:
     """The rivals of torchring's job: for each a function that opens it for a number of elements."""
 
     def bucket(algorithm: Algorithm, numel: int) -> Opened:
-        all_reduce = open_all_reduce(default_world(), algorithm, "inline")
+        all_reduce = open_all_reduce(default_world(), algorithm, "inline" if algorithm == "direct" else "auto")
         wire = all_reduce.open_wires([(numel, torch.float32)])[0]
         return Opened(wire.tensor, lambda: all_reduce.start(wire).wait(), all_reduce.close)
 
