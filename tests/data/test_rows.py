@@ -7,6 +7,7 @@ import functools
 import random
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -183,34 +184,30 @@ def write(path: Path, **columns: Any) -> Path:
 
 
 def test_bad_input(tmp_path: Path) -> None:
+    def refused(text: str, act: Callable[[], object], kind: type[Exception] = ValueError) -> None:
+        with pytest.raises(kind, match=text):
+            act()
+
     for name in ("train", "."):
-        with pytest.raises(FileNotFoundError):
-            RowGroups(tmp_path / name)
+        refused("", lambda name=name: RowGroups(tmp_path / name), FileNotFoundError)
     one, other = write(tmp_path / "1.parquet", x=[1, 2], y=[1, 2]), write(tmp_path / "2.parquet", x=[1.5], y=[None])
-    with pytest.raises(ValueError, match=r"column 'x' is double in .*2.parquet, but int64 in .*1.parquet: write"):
-        RowGroups(tmp_path)
-    with pytest.raises(ValueError, match=r"column 'y' is null in .*2.parquet, but int64"):
-        RowGroups([str(one), str(other)], columns=["y"])
-    with pytest.raises(ValueError, match=r"column 'y' is missing in .*3.parquet, but int64"):
-        RowGroups([str(one), str(write(tmp_path / "3.parquet", x=[1]))])
-    with pytest.raises(ValueError, match=r"column 'y' is int64 in .*1.parquet, but missing in .*0.parquet"):
-        RowGroups([str(write(tmp_path / "0.parquet", x=[1])), str(one)])
-    with pytest.raises(ValueError, match=r"has no column 'z'; it has x, y"):
-        RowGroups(one, columns=["z"])
-    with pytest.raises(ValueError, match="has no rows, in 1 files"):
-        RowGroups(write(tmp_path / "4.parquet", x=pyarrow.array([], pyarrow.int64())))
-    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
-        RowGroups(one, batch_size=0)
+    refused(r"column 'x' is double in .*2.parquet, but int64 in .*1.parquet: write", lambda: RowGroups(tmp_path))
+    both, short = [str(one), str(other)], str(write(tmp_path / "3.parquet", x=[1]))
+    refused(r"column 'y' is null in .*2.parquet, but int64", lambda: RowGroups(both, columns=["y"]))
+    refused(r"column 'y' is missing in .*3.parquet, but int64", lambda: RowGroups([str(one), short]))
+    first = [str(write(tmp_path / "0.parquet", x=[1])), str(one)]
+    refused(r"column 'y' is int64 in .*1.parquet, but missing in .*0.parquet", lambda: RowGroups(first))
+    refused(r"has no column 'z'; it has x, y", lambda: RowGroups(one, columns=["z"]))
+    empty = write(tmp_path / "4.parquet", x=pyarrow.array([], pyarrow.int64()))
+    refused("has no rows, in 1 files", lambda: RowGroups(empty))
+    refused("batch_size must be at least 1, got 0", lambda: RowGroups(one, batch_size=0))
     (tmp_path / "5.arrow").write_bytes(b"not Arrow at all")
-    with pytest.raises(ValueError, match=r"Could not read schema from .*5\.arrow"):
-        RowGroups(tmp_path / "5.arrow", format="feather")
+    refused(r"Could not read schema from .*5\.arrow", lambda: RowGroups(tmp_path / "5.arrow", format="feather"))
     state = RowGroups(one).state_dict()
-    with pytest.raises(ValueError, match="of files with 2 rows, but these have 1"):
-        RowGroups(other).load_state_dict(state)
+    refused("of files with 2 rows, but these have 1", lambda: RowGroups(other).load_state_dict(state))
     nulls = write(tmp_path / "6.parquet", x=[1, None])
     assert [row["x"] for row in RowGroups(nulls, shuffle=False)] == [1, None]
-    with pytest.raises(ValueError, match="column 'x' has nulls"):
-        list(RowGroups(nulls, batch_size=2))
+    refused("column 'x' has nulls", lambda: list(RowGroups(nulls, batch_size=2)))
 
 
 def test_without_pyarrow(rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:

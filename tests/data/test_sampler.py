@@ -114,13 +114,12 @@ def test_workers_that_draw_ahead_and_stay(loader_type: type[DataLoader[int]]) ->
         assert seen == permutation(22, 0, epoch)[1::2]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_stateful_data_loader(num_workers: int) -> None:
+def test_stateful_data_loader_with_workers() -> None:
     """Its state goes on at another world size. Saved at the end of an epoch, it goes on with the next."""
 
     def loader_of(rank: int, size: int, batch_size: int) -> StatefulDataLoader[int]:
         sampler = Sampler(range(30), batch_size=batch_size, rank=rank, size=size)
-        return StatefulDataLoader(range(30), batch_sampler=sampler, num_workers=num_workers)  # type: ignore[arg-type]
+        return StatefulDataLoader(range(30), batch_sampler=sampler, num_workers=2)  # type: ignore[arg-type]
 
     def take(loader: StatefulDataLoader[int], num: int = 99) -> list[list[int]]:
         return [
