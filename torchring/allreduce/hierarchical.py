@@ -171,8 +171,7 @@ def open_hierarchical(world: World) -> HierarchicalAllReduce:
     """Collective: an all-reduce in the world's hosts and between them, with a transport of its own."""
     assert world.host is not None
     ranks = column_ranks(world.hosts, world.rank)
-    transport: Transport | None = open_transport(world, ranks=ranks or (world.rank,))
-    if ranks is None and transport is not None:  # transports are opened by all ranks together
+    transport = open_transport(world, ranks=ranks or (world.rank,))
+    if ranks is None:  # transports are opened by all ranks together
         transport.close()
-        transport = None
-    return HierarchicalAllReduce(world.host, num_columns(world.hosts), transport)
+    return HierarchicalAllReduce(world.host, num_columns(world.hosts), transport if ranks else None)

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from torchring.collectives.operations import Meanwhile
 from torchring.collectives.signature import Signature, mismatch
-from torchring.errors import RingError
 from torchring.kernels import reference
 from torchring.memory.host import tensor_of
 from torchring.transport.c10d import C10dTransport, all_reduce_options
@@ -31,19 +30,18 @@ _EXCHANGED_BYTES = 504  # that travel with a signature: what ranks say in each r
 _NATIVE_DTYPES = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64)
 
 
-def open_gloo(world: World, name: str) -> tuple[GlooCollectives, Callable[[], RingError | None]]:
-    """Collective: collectives between hosts, and a function that tells if a peer is gone."""
-    assert world.rendezvous is not None
-    transport = C10dTransport(world.rendezvous, name, world.host)
-    world.on_failure(transport)
-    return GlooCollectives(transport), transport.lost_peer
-
-
 class GlooCollectives:
-    """The methods of `SharedMemoryCollectives`, over Gloo. `transport` belongs to this object."""
+    """The methods of `SharedMemoryCollectives`, over Gloo. Opening them is collective.
 
-    def __init__(self, transport: C10dTransport) -> None:
-        self._transport = transport
+    Attributes:
+        lost_peer: the error if a peer is gone.
+    """
+
+    def __init__(self, world: World, name: str) -> None:
+        assert world.rendezvous is not None
+        self._transport = C10dTransport(world.rendezvous, name, world.host)
+        self.lost_peer = self._transport.lost_peer
+        world.on_failure(self._transport)
 
     def all_reduce(self, data: torch.Tensor, op: str, signature: Signature) -> None:
         # Gloo's minimum and maximum keep or lose a NaN, depending on which rank holds it.

@@ -118,9 +118,10 @@ class Collectives:
     def opened(self) -> Backend:
         """What moves the bytes, for a caller that is in an operation of an `InterruptionGuard`. May be collective."""
         if self._backend is None:
-            from torchring.collectives.gloo import open_gloo  # a job on one host does not need it
+            from torchring.collectives.gloo import GlooCollectives  # a job on one host does not need it
 
-            self._backend, self._find_lost_peer = open_gloo(self.world, self._name)
+            self._backend = backend = GlooCollectives(self.world, self._name)
+            self._find_lost_peer = backend.lost_peer
         return self._backend
 
     def lost_peer(self) -> RingError | None:
