@@ -93,7 +93,7 @@ class Launcher:
         current, aborted = self.reduction, list[tuple[Reducible, BucketWork]]()
         is_aborted = current.phase is ReductionPhase.ABORTED and current.num_launched
         if is_aborted and isinstance(self._all_reduce, AbortingAllReduce):
-            rest = [*self.buckets[current.num_launched :], *([current.extra] if current.extra is not None else [])]
+            rest = self._leaving(is_over=True)
             aborted = [(bucket, self._all_reduce.abort_bucket(bucket.wire)) for bucket in rest]
             current.num_launched, current.extra = len(self.buckets), None
         with contextlib.suppress(GradientError):  # about gradients of the aborted reduction, which nobody uses
