@@ -17,6 +17,7 @@ from torchring.default_world import default_world
 from torchring.dynamo import run_eagerly
 from torchring.gradients.contract import Setup
 from torchring.gradients.group import OptimizerGroup, check_free
+from torchring.gradients.hooks import make_hook
 from torchring.gradients.layout import Options
 from torchring.gradients.local import LocalSync
 from torchring.gradients.reducer import Reducer
@@ -211,7 +212,8 @@ class ConnectedOptimizer(OptimizerWrapper):
                 )
             if world.size > 1:
                 sync = self._connect(world)
-                sync.first_gradient(next(i for i, p in enumerate(sync.parameters) if p is parameter))
+                index = next(i for i, p in enumerate(sync.parameters) if p is parameter)
+                make_hook(sync, index)(parameter)  # the gradient has arrived just before its hook was there
 
         self._early_handles = [
             p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]

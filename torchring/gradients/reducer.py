@@ -18,7 +18,7 @@ import torch
 from torchring.collectives.service import Join, internal_collectives_of
 from torchring.errors import GradientError, in_step
 from torchring.gradients.contract import Setup, Stats, stats_of
-from torchring.gradients.hooks import BackwardWatch, attach_hooks, is_compiled_backward, make_hook
+from torchring.gradients.hooks import BackwardWatch, attach_hooks, is_compiled_backward
 from torchring.gradients.ledger import is_zero
 from torchring.gradients.reduction import Participant, overridden
 from torchring.gradients.reductions import Reductions, newly_trainable
@@ -101,10 +101,6 @@ class Reducer(Reductions):
         """Collective: more parameters, some of which may be frozen for now."""
         self.frozen += parameters
         self._adopt_newly_trainable()
-
-    def first_gradient(self, index: int) -> None:
-        """The gradient of parameter `index` arrived just before its hook was there."""
-        make_hook(self, index)(self.parameters[index])
 
     def close(self) -> None:
         """Remove the hooks, end threads and links. Gradients stay where they are."""
