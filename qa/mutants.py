@@ -104,7 +104,6 @@ TESTS = {
 
 # Mutants that compute what the original does: file, the broken line or the line that is left out, and why.
 EQUIVALENT = {
-    ("direct.py", "self.done = Channel(group, )"): "polls for another time before it sleeps: speed",
     ("signature.py", "return zlib.crc32(str(self).encode()) + 2"): "positive, and differs where signatures differ, too",
     (
         "buffers.py",
