@@ -208,38 +208,30 @@ def test_wrong_arguments_are_an_error_on_every_rank(rank: int) -> None:
 
         return attempt(body)
 
-    found = {
-        "none": enter(),
-        "plain": enter(optimizer.optimizer),
-        "number": enter(optimizer, unlisted, 5),
-        "unsendable": enter(optimizer, unlisted, _Unsendable()),
-        "missing": enter(optimizer),
-        "on one rank": enter(*((optimizer, unlisted) if rank else (optimizer, unlisted, 5))),
-        "another order": enter(*((optimizer, unlisted, model) if rank else (model, optimizer, unlisted))),
-    }
+    no_state = "TypeError: torchring.join() takes objects with state_dict(), got int"
+    told = "PlanMismatchError: rank 0 could not enter torchring.join(): TypeError" if rank else no_state
+    shut = "this DistributedOptimizer belongs to a world that was shut down; wrap again"
+    for objects in ((), (optimizer.optimizer,)):
+        assert enter(*objects) == (
+            "TypeError: torchring.join() takes the optimizers that torchring.wrap() has returned, got none"
+        )
+    assert enter(optimizer, unlisted, 5) == no_state
+    unsendable = enter(optimizer, unlisted, _Unsendable())
+    assert unsendable.startswith("TypeError: schedule[1] of the _Unsendable, of type function, cannot be")
+    assert unsendable.endswith("Leave it out, and restore it on all ranks after the with block")
+    assert "1 DistributedOptimizers are missing" in enter(optimizer)
+    assert enter(*((optimizer, unlisted) if rank else (optimizer, unlisted, 5))).startswith(told)
+    another_order = enter(*((optimizer, unlisted, model) if rank else (model, optimizer, unlisted)))
+    assert "object 0 of join(): rank 0 has Sequential; rank 1 has DistributedOptimizer" in another_order
     unlisted.close()
-    found["closed"] = enter(optimizer, unlisted)
-    found["right"] = enter(optimizer)
+    assert enter(optimizer, unlisted).startswith("ValueError: this DistributedOptimizer is closed")
+    assert enter(optimizer) == ""
     torchring.shutdown()
     torchring.init()
-    found["another world"] = enter(optimizer)
+    assert enter(optimizer) == f"ValueError: {shut}"
     again = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    found["another world on one rank"] = enter(optimizer if rank else again)
-    found["right again"] = enter(again)
-    takes = "TypeError: torchring.join() takes the optimizers that torchring.wrap() has returned, got none"
-    assert found["none"] == found["plain"] == takes
-    assert found["number"] == "TypeError: torchring.join() takes objects with state_dict(), got int"
-    assert found["unsendable"].startswith("TypeError: schedule[1] of the _Unsendable, of type function, cannot be")
-    assert found["unsendable"].endswith("Leave it out, and restore it on all ranks after the with block")
-    assert "1 DistributedOptimizers are missing" in found["missing"]
-    told = "PlanMismatchError: rank 0 could not enter torchring.join(): TypeError"
-    assert found["on one rank"].startswith(told if rank else "TypeError: torchring.join() takes objects")
-    assert "object 0 of join(): rank 0 has Sequential; rank 1 has DistributedOptimizer" in found["another order"]
-    assert found["closed"].startswith("ValueError: this DistributedOptimizer is closed")
-    shut = "this DistributedOptimizer belongs to a world that was shut down; wrap again"
-    assert found["another world"] == f"ValueError: {shut}"
-    assert shut in found["another world on one rank"]
-    assert found["right"] == found["right again"] == ""
+    assert shut in enter(optimizer if rank else again)
+    assert enter(again) == ""
 
 
 class _Added(nn.Module):
