@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable import replicate
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp import ShardingStrategy as Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import torchring
-from tests.support.harness import run_ranks
+from tests.support.harness import ranks, run_ranks
 from tests.support.training import attempt, loss_on, small_model
 
 STEP = 7  # of `batch`, whichever
@@ -41,126 +42,77 @@ def _fsdp(model: nn.Module, use_orig_params: bool, strategy: Shard = Shard.FULL_
         )
 
 
-class _Cases:
-    """Each method makes one mistake, and takes care that its optimizer is closed after it."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.model = small_model()
-
-    def wrapped(self, *model: nn.Module) -> Any:
-        self.optimizer = torchring.wrap(_sgd(self.model), *model)
-        return self.optimizer
-
-    def ddp_then_model(self) -> None:
-        self.net = DistributedDataParallel(self.model)
-        self.wrapped(self.model)
-
-    def ddp_then_no_model(self) -> None:
-        self.net = DistributedDataParallel(self.model)
-        self.wrapped()
-
-    def ddp_given(self) -> None:
-        self.wrapped(DistributedDataParallel(self.model))
-
-    def ddp_of_a_part(self) -> None:
-        self.net = DistributedDataParallel(self.model[2])
-        self.wrapped(self.model)
-
-    def subclass(self) -> None:
-        class Mine(DistributedDataParallel):
-            pass
-
-        self.net = Mine(self.model)
-        self.wrapped(self.model)
-
-    def ddp_later(self) -> None:
-        optimizer = self.wrapped(self.model)
-        _train(DistributedDataParallel(self.model), optimizer, self.rank)
-
-    def ddp_much_later(self) -> None:
-        """With a communication hook of its own, when buckets have been laid out anew."""
-        optimizer = self.wrapped(self.model)
-        _train(self.model, optimizer, self.rank, steps=3)
-        net = DistributedDataParallel(self.model)
-        net.register_comm_hook(None, default_hooks.allreduce_hook)
-        _train(net, optimizer, self.rank)
-
-    def replicate_later(self) -> None:
-        from torch.distributed._composable import replicate
-
-        optimizer = self.wrapped(self.model)
-        _train(replicate(self.model), optimizer, self.rank)
-
-    def parameters_added_later(self) -> None:
-        part = nn.Linear(2, 2).double()
-        net = DistributedDataParallel(part)
-        optimizer = self.wrapped(self.model)
-        _train(self.model, optimizer, self.rank, steps=2)
-        optimizer.add_param_group({"params": list(part.parameters())})
-        _train(nn.Sequential(self.model, net), optimizer, self.rank)
-
-    def parameters_thawed_later(self) -> None:
-        part = self.model[4].requires_grad_(False)
-        optimizer = self.wrapped(self.model)
-        net = DistributedDataParallel(part.requires_grad_(True))
-        _train(nn.Sequential(self.model[:4], net), optimizer, self.rank)
-
-    def fsdp_first(self) -> None:
-        net = _fsdp(self.model, True)
-        torchring.wrap(_sgd(net))
-
-    def fsdp_flat_first(self) -> None:
-        net = _fsdp(self.model, False)
-        torchring.wrap(_sgd(net))
-
-    def fsdp_later(self) -> None:
-        optimizer = self.wrapped(self.model)
-        _train(_fsdp(self.model, True), optimizer, self.rank)
-
-    def fsdp_replicated_later(self) -> None:
-        optimizer = self.wrapped(self.model)
-        _train(_fsdp(self.model, True, Shard.NO_SHARD), optimizer, self.rank)
-
-    def fsdp_flat_later(self) -> None:
-        optimizer = self.wrapped(self.model)
-        _train(_fsdp(self.model, False), optimizer, self.rank)
-
-    def fully_shard_first(self) -> None:
-        fully_shard(self.model)
-        self.wrapped()
-
-    def fully_shard_given(self) -> None:
-        fully_shard(self.model)
-        self.wrapped(self.model)
-
-    def fully_shard_later(self) -> None:
-        optimizer = self.wrapped(self.model)
-        fully_shard(self.model)
-        _train(self.model, optimizer, self.rank)
+# With a model, and `wrap(*given)`, which wraps an optimizer of it.
+Mistake = Callable[[Any, Callable[..., Any], int], object]
 
 
-# case: type of the error, and what it names
-_MISTAKES = {
-    "ddp_then_model": ("ValueError", "0.weight", "DistributedDataParallel"),
-    "ddp_then_no_model": ("ValueError", "group0.param0", "DistributedDataParallel"),
-    "ddp_given": ("ValueError", "the model", "DistributedDataParallel"),
-    "ddp_of_a_part": ("ValueError", "2.weight", "DistributedDataParallel"),
-    "subclass": ("ValueError", "0.weight", "Mine"),
-    "ddp_later": ("GradientError", "0.weight", "DistributedDataParallel"),
-    "ddp_much_later": ("GradientError", "0.weight", "DistributedDataParallel"),
-    "replicate_later": ("GradientError", "0.weight", "DistributedDataParallel"),
-    "parameters_added_later": ("ValueError", "group1.param0", "DistributedDataParallel"),
-    "parameters_thawed_later": ("GradientError", "4.weight", "DistributedDataParallel"),
-    "fsdp_first": ("ValueError", "group0.param0", "FullyShardedDataParallel"),
-    "fsdp_flat_first": ("ValueError", "group0.param0", "FullyShardedDataParallel"),
-    "fsdp_later": ("GradientError", "0.weight", "FullyShardedDataParallel"),
-    "fsdp_replicated_later": ("GradientError", "0.weight", "FullyShardedDataParallel"),
-    "fsdp_flat_later": ("GradientError", "0.weight", "not a parameter of the model any more"),
-    "fully_shard_first": ("ValueError", "group0.param0", "DTensor"),
-    "fully_shard_given": ("ValueError", "the model", "FSDPSequential"),
-    "fully_shard_later": ("GradientError", "0.weight", "not a parameter of the model any more"),
-}
+def _first(around: Callable[[Any], Any], *, is_given: bool = True) -> Mistake:
+    return lambda model, wrap, rank: [around(model), wrap(*([model] if is_given else []))]
+
+
+def _later(around: Callable[[Any], Any], steps: int = 0) -> Mistake:
+    def make(model: Any, wrap: Callable[..., Any], rank: int) -> None:
+        optimizer = wrap(model)
+        _train(model, optimizer, rank, steps)
+        _train(around(model), optimizer, rank)
+
+    return make
+
+
+class _Mine(DistributedDataParallel):
+    pass
+
+
+def _with_a_hook(model: nn.Module) -> nn.Module:
+    net = DistributedDataParallel(model)
+    net.register_comm_hook(None, default_hooks.allreduce_hook)
+    return net
+
+
+def _parameters_added_later(model: Any, wrap: Callable[..., Any], rank: int) -> None:
+    part = nn.Linear(2, 2).double()
+    net = DistributedDataParallel(part)
+    optimizer = wrap(model)
+    _train(model, optimizer, rank, steps=2)
+    optimizer.add_param_group({"params": list(part.parameters())})
+    _train(nn.Sequential(model, net), optimizer, rank)
+
+
+def _parameters_thawed_later(model: Any, wrap: Callable[..., Any], rank: int) -> None:
+    part = model[4].requires_grad_(False)
+    optimizer = wrap(model)
+    net = DistributedDataParallel(part.requires_grad_(True))
+    _train(nn.Sequential(model[:4], net), optimizer, rank)
+
+
+def _fsdp_first(use_orig_params: bool) -> Mistake:
+    return lambda model, wrap, rank: [net := _fsdp(model, use_orig_params), torchring.wrap(_sgd(net))]
+
+
+_DDP, _FSDP = DistributedDataParallel, "FullyShardedDataParallel"
+_OTHER = "not a parameter of the model any more"
+# The mistake, the type of the error, and what it names
+_MISTAKES: list[tuple[Mistake, str, str, str]] = [
+    (_first(_DDP), "ValueError", "0.weight", "DistributedDataParallel"),
+    (_first(_DDP, is_given=False), "ValueError", "group0.param0", "DistributedDataParallel"),
+    (lambda model, wrap, rank: wrap(_DDP(model)), "ValueError", "the model", "DistributedDataParallel"),
+    (_first(lambda model: _DDP(model[2])), "ValueError", "2.weight", "DistributedDataParallel"),
+    (_first(_Mine), "ValueError", "0.weight", "Mine"),
+    (_later(_DDP), "GradientError", "0.weight", "DistributedDataParallel"),
+    # When buckets have been laid out anew.
+    (_later(_with_a_hook, steps=3), "GradientError", "0.weight", "DistributedDataParallel"),
+    (_later(replicate), "GradientError", "0.weight", "DistributedDataParallel"),
+    (_parameters_added_later, "ValueError", "group1.param0", "DistributedDataParallel"),
+    (_parameters_thawed_later, "GradientError", "4.weight", "DistributedDataParallel"),
+    (_fsdp_first(True), "ValueError", "group0.param0", _FSDP),
+    (_fsdp_first(False), "ValueError", "group0.param0", _FSDP),
+    (_later(lambda model: _fsdp(model, True)), "GradientError", "0.weight", _FSDP),
+    (_later(lambda model: _fsdp(model, True, Shard.NO_SHARD)), "GradientError", "0.weight", _FSDP),
+    (_later(lambda model: _fsdp(model, False)), "GradientError", "0.weight", _OTHER),
+    (_first(fully_shard, is_given=False), "ValueError", "group0.param0", "DTensor"),
+    (_first(fully_shard), "ValueError", "the model", "FSDPSequential"),
+    (_later(fully_shard), "GradientError", "0.weight", _OTHER),
+]
 
 
 def _mean_gradients(model: nn.Module, world_size: int) -> list[Tensor]:
@@ -229,27 +181,25 @@ def _no_mistakes(rank: int, world_size: int) -> dict[str, float]:
     return {case.__name__: _largest_error(case, model, rank, world_size) for case in cases}
 
 
-def _all_cases(rank: int, world_size: int) -> tuple[dict[str, str], dict[str, float]]:
+@ranks(2, start=run_ranks)
+def test_ddp_and_fsdp(rank: int) -> None:
     gc.freeze()  # what was imported: each case collects garbage, which takes 0.2 s otherwise
     dist.init_process_group("gloo")
-    problems = {}
-    for name in _MISTAKES:
-        cases = _Cases(rank)
-        problems[name] = attempt(getattr(cases, name))
-        if hasattr(cases, "optimizer"):
-            cases.optimizer.close()
-    fine = _no_mistakes(rank, world_size)
+    for number, (mistake, kind, *fragments) in enumerate(_MISTAKES):
+        model, wrapped = small_model(), []
+
+        def wrap(*given: nn.Module, model: nn.Module = model, wrapped: list[Any] = wrapped) -> Any:
+            wrapped.append(torchring.wrap(_sgd(model), *given))
+            return wrapped[0]
+
+        problem = attempt(lambda mistake=mistake, model=model, wrap=wrap: mistake(model, wrap, rank))
+        assert problem.startswith(f"{kind}: "), f"{number}: {problem or 'no error'}"
+        for fragment in (*fragments, "bare model", "Accelerate", "Trainer", "Lightning"):
+            assert fragment in problem, f"{number}: {fragment!r} is not in {problem}"
+        for optimizer in wrapped:
+            optimizer.close()
+    fine = _no_mistakes(rank, 2)
+    assert fine
+    assert all(error < 1e-12 for error in fine.values()), fine
     torchring.shutdown()
     dist.destroy_process_group()
-    return problems, fine
-
-
-def test_ddp_and_fsdp() -> None:
-    for problems, fine in run_ranks(_all_cases, 2):
-        for name, (kind, *fragments) in _MISTAKES.items():
-            problem = problems[name]
-            assert problem.startswith(f"{kind}: "), f"{name}: {problem or 'no error'}"
-            for fragment in (*fragments, "bare model", "Accelerate", "Trainer", "Lightning"):
-                assert fragment in problem, f"{name}: {fragment!r} is not in {problem}"
-        assert fine
-        assert all(error < 1e-12 for error in fine.values()), fine
