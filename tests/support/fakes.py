@@ -58,8 +58,6 @@ class FakeTransport:
         return dtype in (torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
     def start_all_reduce(self, tensor: torch.Tensor) -> FakeTransfer:
-        if not self.sums(tensor.dtype):
-            raise ValueError(f"the fake does not add up {tensor.dtype}")
         return self._start(tensor, "sum", lambda parts: torch.stack(parts).sum(0))
 
     def start_broadcast(self, tensor: torch.Tensor, src: int) -> FakeTransfer:

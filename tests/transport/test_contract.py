@@ -230,11 +230,6 @@ def _sums(_: Meet, transport: Transport) -> dict[torch.dtype, torch.Tensor]:
         if dtype is not torch.uint8 and transport.sums(dtype):
             results[dtype] = exact_inputs(1001, dtype, transport.rank)
             transport.start_all_reduce(results[dtype]).wait()
-        elif not transport.sums(dtype):
-            with pytest.raises(ValueError, match="does not add up"):
-                transport.start_all_reduce(torch.zeros(4, dtype=dtype))
-    with pytest.raises(ValueError, match="strides"):
-        transport.start_all_reduce(torch.zeros(4, 4).t())
     transport.start_all_reduce(torch.zeros(0)).wait()
     return results
 

@@ -16,7 +16,7 @@ from torchring.collectives.operations import Meanwhile
 from torchring.collectives.signature import Signature, mismatch
 from torchring.kernels import reference
 from torchring.memory.host import tensor_of
-from torchring.transport.c10d import C10dTransport, all_reduce_options
+from torchring.transport.c10d import C10dTransport
 from torchring.world import World
 
 _REDUCE_OPS = {
@@ -63,7 +63,8 @@ class GlooCollectives:
             data.copy_(buffer)
 
     def _reduce(self, buffer: torch.Tensor, op: str) -> None:
-        options = all_reduce_options(_REDUCE_OPS[op])
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(_REDUCE_OPS[op])
         self._transport.start(lambda group: group.allreduce([buffer], options)).wait()
         torch.autograd.graph.increment_version(buffer)  # the process group does not tell autograd that it writes
 

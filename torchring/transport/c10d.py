@@ -122,9 +122,7 @@ class C10dTransport:
         return dtype in _SUMMED
 
     def start_all_reduce(self, tensor: torch.Tensor) -> C10dTransfer:
-        if not tensor.is_contiguous() or not self.sums(tensor.dtype):
-            raise ValueError(f"Gloo does not add up {tensor.dtype} with strides {tensor.stride()}")
-        options = all_reduce_options()
+        options = dist.AllreduceOptions()  # a sum
         return self.start(lambda group: group.allreduce([tensor], options) if tensor.numel() else None)
 
     def start_broadcast(self, tensor: torch.Tensor, src: int) -> C10dTransfer:
@@ -274,13 +272,6 @@ def _let_go_at_exit() -> None:
     """
     for transport in list(_transports):
         transport.let_go_if_idle()
-
-
-def all_reduce_options(operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> dist.AllreduceOptions:
-    """Options of a backend's `allreduce`."""
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp(operation)
-    return options
 
 
 class C10dTransfer:

@@ -39,7 +39,7 @@ class Transport(Protocol):
         """True if `start_all_reduce` takes this dtype."""
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Transfer:
-        """`tensor` becomes the sum over ranks, added in its dtype by the engine."""
+        """`tensor`, of a dtype that the engine `sums`, becomes the sum over ranks, added in its dtype by the engine."""
 
     def start_broadcast(self, tensor: torch.Tensor, src: int) -> Transfer:
         """`tensor`, of any dtype, becomes that of rank `src`."""
