@@ -161,7 +161,7 @@ CORE = (
     *("gradients/", "allreduce/", "collectives/", "memory/", "transport/", "kernels/"),
     "rendezvous/rendezvous.py",
 )
-ROOMS_WITHIN = ("transport/diagnosis/", "transport/mpi.py")
+ROOMS_WITHIN = ("transport/diagnosis/", "transport/mpi.py", "allreduce/hierarchical.py")
 
 
 def is_core(path: str) -> bool:

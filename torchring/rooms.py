@@ -13,6 +13,7 @@ from typing import Any, Final
 
 _MODULES: Final = {
     "diagnosis": "torchring.transport.diagnosis.culprit",
+    "hierarchical": "torchring.allreduce.hierarchical",
     "mpi": "torchring.transport.mpi",
     "buffers": "torchring.participants.buffers",
     "cuda": "torchring.devices.cuda",

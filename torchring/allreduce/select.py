@@ -12,6 +12,7 @@ import torch
 from torchring.allreduce.contract import AllReduce
 from torchring.allreduce.direct import DirectAllReduce
 from torchring.errors import TopologyError, in_step
+from torchring.rooms import room
 from torchring.world import World
 
 Algorithm = Literal["auto", "direct", "ring", "hierarchical", "native"]
@@ -47,8 +48,8 @@ def open_all_reduce(world: World, algorithm: str, overlap: str) -> AllReduce[Any
     """Collective: the all-reduce for an algorithm other than "auto".
 
     With overlap="auto", "direct" proceeds in calls of the thread that runs backward if ranks times threads fill
-    the cores: a second thread would only take turns with that thread. "native" proceeds on the engine's threads. Other
-    it proceeds on threads: while a thread waits for the network, backward has the core. "ring" is "native": the
+    the cores: a second thread would only take turns with that thread. "native" proceeds on the engine's threads, and
+    "hierarchical" on threads, too: while a thread waits for the network, backward has the core. "ring" is "native": the
     engine's all-reduce is a ring. Raises TopologyError for "direct" across hosts, ValueError for others "inline".
     """
     if algorithm == "direct":
@@ -60,12 +61,10 @@ def open_all_reduce(world: World, algorithm: str, overlap: str) -> AllReduce[Any
     if overlap == "inline":
         text = f"overlap='inline' takes algorithm='direct', on one host; {algorithm!r} reduces in the background: use"
         raise in_step(ValueError(f"{text} overlap='auto'"))
-    # Imported here: a job on one host needs neither.
     if algorithm == "hierarchical":
-        from torchring.allreduce.hierarchical import open_hierarchical
-
-        return open_hierarchical(world)
-    from torchring.allreduce.native import NativeAllReduce
+        all_reduce: AllReduce[Any] = room("hierarchical").open_hierarchical(world)
+        return all_reduce
+    from torchring.allreduce.native import NativeAllReduce  # imported here: a job on one host does not need it
     from torchring.transport.c10d import open_transport
 
     return NativeAllReduce(open_transport(world))
