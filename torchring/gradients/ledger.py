@@ -58,7 +58,10 @@ class Ledger:
     def lay_out(
         self, order: Sequence[int], specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter]
     ) -> None:
-        """The plan has changed: go on in this order of parameters. What is known about a gradient stays known."""
+        """The plan has changed: go on in this order of parameters. What is known about a gradient stays known.
+
+        Zeros in `.grad` of a new parameter count as those of the optimizer, which could not tell before.
+        """
         earlier = [self.positions.get(index) for index in order]
         self.positions = {index: position for position, index in enumerate(order)}
         self.status = _moved(self.status, earlier, GradientStatus.UNKNOWN)
@@ -66,6 +69,11 @@ class Ledger:
         self._versions = _moved(self._versions, earlier, 0)
         self._names = [specs[index].name for index in order]
         self._parameters = [parameters[index] for index in order]
+        for position, known in enumerate(earlier):
+            grad = self._parameters[position].grad
+            if known is None and grad is not None and is_zero(grad):
+                self.status[position] = ZEROED
+                self.settle(position, grad)
 
     # What becomes of gradients
 
