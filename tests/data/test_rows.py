@@ -196,7 +196,7 @@ def test_bad_input(tmp_path: Path) -> None:
     refused(r"column 'y' is null in .*2.parquet, but int64", lambda: RowGroups(both, columns=["y"]))
     refused(r"column 'y' is missing in .*3.parquet, but int64", lambda: RowGroups([str(one), short]))
     first = [str(write(tmp_path / "0.parquet", x=[1])), str(one)]
-    refused(r"column 'y' is int64 in .*1.parquet, but missing in .*0.parquet", lambda: RowGroups(first))
+    refused(r"column 'y' is int64 in .*1.parquet, but missing in others", lambda: RowGroups(first))
     refused(r"has no column 'z'; it has x, y", lambda: RowGroups(one, columns=["z"]))
     empty = write(tmp_path / "4.parquet", x=pyarrow.array([], pyarrow.int64()))
     refused("has no rows, in 1 files", lambda: RowGroups(empty))

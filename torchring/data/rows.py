@@ -315,8 +315,8 @@ def _groups_of(files: Sequence[Any], schema: pyarrow.Schema, columns: Sequence[s
             )
             if expected != found and name not in of_folders:
                 raise ValueError(
-                    f"column {name!r} is {found or 'missing'} in {file.path}, but {expected or 'missing'} in "
-                    f"{files[0].path}: write the files with one schema, or choose other columns"
+                    f"column {name!r} is {found or 'missing'} in {file.path}, but {expected or 'missing'} in others: "
+                    "write the files with one schema, or choose other columns"
                 )
         if hasattr(file, "row_groups"):
             groups = [_Group(each, each.row_groups[0].num_rows) for each in file.split_by_row_group()]
