@@ -25,7 +25,7 @@ from torchring import cli
 from torchring.placement import bind
 
 # Of the package, by README's script on one host. These numbers only fall.
-MOST_FILES_LOADED, MOST_LINES_LOADED = 84, 14_400
+MOST_FILES_LOADED, MOST_LINES_LOADED = 84, 13_900
 
 REPORT = """
 import json, os, sys
