@@ -113,7 +113,7 @@ def prepare_pack(
 
     tensors: tensors that `table` describes, on one device, and of `dtype`: fp16, bf16, fp32 or fp64. Any address works.
         Tensors at multiples of 16 bytes are read 128 bits at a time. May be their own places in the wire.
-    wire: 1-D, contiguous, at least table.wire_numel elements.
+    wire: 1-D, contiguous, long enough for the places of all tensors.
     found: int32 [2] on the table's device, `NOT_FOUND` or less; None: nothing is looked at. The first number is lowered
         to the first chunk in which a value, as written, is NaN or infinite, also by overflow. The second is lowered to
         the first chunk in which a value is that, or so large that the sum over `num_ranks` ranks may overflow: more

@@ -36,7 +36,7 @@ from torchring.world import World
 
 # A rank of another host that keeps a column waiting is named by the owners of that column. Ranks of this host that wait
 # for the column wait for so much longer, to hear of that name.
-_GRACE_SECONDS: Final = 5.0
+GRACE_SECONDS: Final = 5.0
 _AT_ONCE_SECONDS: Final = 100e-6
 
 
@@ -137,7 +137,7 @@ class HierarchicalAllReduce:
     def __init__(self, group: HostGroup, columns: int, transport: Transport | None) -> None:
         self.transport = transport
         # Nobody polls: between hosts waits are long, and the threads want the core.
-        self.host = SharedBuckets(group, columns, grace_seconds=_GRACE_SECONDS)
+        self.host = SharedBuckets(group, columns, grace_seconds=GRACE_SECONDS)
         self.summing, self.ending = SerialThread("torchring-sums"), SerialThread("torchring-ends")
         self.failure = FirstFailure()
         self._group = group

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchring.allreduce.hierarchical import num_columns
+from torchring.allreduce.hierarchical import GRACE_SECONDS, num_columns
 from torchring.memory.channel import Channel
 from torchring.sharding.cut import Flat
 from torchring.sharding.parameters import FlatMemory
@@ -31,7 +31,8 @@ class Exchange:
         assert world.host is not None
         self._host = world.host
         self._rank = world.rank
-        self._left = Channel(world.host)
+        # A rank of this host may be late because it waits for another host, and then names the rank at fault.
+        self._left = Channel(world.host, grace_seconds=GRACE_SECONDS if world.num_nodes > 1 else 0.0)
         places = num_columns(world.hosts)
         mine = world.host.index % places
         self._together = [rank for ranks in world.hosts for i, rank in enumerate(ranks) if i % places == mine]

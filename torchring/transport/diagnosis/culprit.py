@@ -81,7 +81,9 @@ class Culprits:
         return cannot_connect(self._meeting.rank, self._endpoints, failure)
 
     def is_open(self, peer: int) -> bool | None:
-        """True if the connection to `peer` is open. None if its socket is not known."""
+        """True if the connection to `peer` is open, and leads to that rank. None if its socket is not known."""
+        if self.seen_by_the_host([peer]) is not None:  # a child that it has forked may still hold the socket
+            return False
         return None if self._links is None else self._links.is_open(peer)
 
     def seconds_silent(self) -> float:
