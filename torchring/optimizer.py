@@ -36,7 +36,6 @@ from torchring.gradients.validation import (
     OnNonfinite,
 )
 from torchring.gradients.weights import check_weight
-from torchring.observer import OPTIMIZER
 from torchring.optimizer_wrapper import with_held
 from torchring.rooms import room
 from torchring.world import World
@@ -461,10 +460,10 @@ class DistributedOptimizer(ConnectedOptimizer):
         sync.accept_parameters()
         with torch.enable_grad():
             loss = closure()
+        sync.before_step()
         if not self._check_before_step(sync):
             raise GradientError(_STEPPED_PAST)
         sync.agree_on_step()
-        sync.world.observer.phase(OPTIMIZER, sync.world.observer.num_steps)
         return _mean_loss(loss, sync.world)  # None where the closure has called skip()
 
     def _check_before_step(self, sync: Reducer | LocalSync) -> bool:

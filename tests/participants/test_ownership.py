@@ -109,6 +109,21 @@ def test_ignored_parameters_and_buffers_belong_to_a_rank(rank: int) -> None:
     optimizer.close()
 
 
+@ranks(2)
+def test_a_closure_that_adds_a_parameter_past_torchring_ends_before_the_update(rank: int) -> None:
+    model, extra = small_model(), nn.Parameter(torch.ones(2, dtype=torch.float64))
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+    def closure() -> torch.Tensor:
+        loss = loss_on(model, rank, 0) + (1 + rank) * extra.sum()
+        loss.backward()
+        optimizer.param_groups[0]["params"].append(extra)
+        return loss
+
+    assert "came there past torchring" in attempt(lambda: optimizer.step(closure))
+    assert extra.tolist() == [1, 1]
+
+
 def test_wrong_things_to_ignore_are_refused() -> None:
     model = small_model()
     wrap: Callable[..., Any] = torchring.wrap

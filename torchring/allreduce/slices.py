@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -54,8 +54,9 @@ class SharedWire:
         others: the same slice of the peers' buffers.
         blocks: of this rank's slice.
         index: among all wires of the all-reduce.
-        deferred: by block, what writes this rank's input to `out` just before the next sum, in cache. No other rank
-            reads it.
+        deferred: by block, what is packed just before the next sum, in cache, as no other rank reads it: a tensor, its
+            factor and its version.
+        overwritten: blocks of the last sum whose tensor had another version by then.
     """
 
     tensor: torch.Tensor
@@ -63,7 +64,8 @@ class SharedWire:
     others: list[torch.Tensor]
     blocks: tuple[Block, ...]
     index: int
-    deferred: dict[int, Callable[..., object]] = field(default_factory=dict)
+    deferred: dict[int, tuple[torch.Tensor, float, int]] = field(default_factory=dict)
+    overwritten: list[int] = field(default_factory=list)
 
     def blocks_within(self, begin: int, end: int) -> tuple[int, int, int, int] | None:
         """The number of the first block in [begin, end), where these blocks begin and end, and elements to a block."""
@@ -163,8 +165,11 @@ class SharedBuckets:
         Only one call at a time: calls share scratch memory.
         """
         for number, block in enumerate(wire.blocks):
-            if (pack := wire.deferred.get(number)) is not None:
-                pack(out=block.own)
+            if (deferred := wire.deferred.get(number)) is not None:
+                tensor, factor, version = deferred
+                torch.mul(tensor, factor, out=block.own)
+                if tensor._version != version:
+                    wire.overwritten.append(number)
             if block.others:
                 block.sum.run()
             if spread:

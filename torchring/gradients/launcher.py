@@ -140,6 +140,8 @@ class Launcher:
         if not is_large:
             self._noted.append(index)
         full = self.count_noted() if self._noted else []
+        for each in full:  # before this gradient counts: if it came before them, it comes again
+            each.pack_rest()
         if is_large:
             is_last = bucket.mark_ready(slot)
             if (tell := self.reduction.events) is not None:
@@ -148,9 +150,8 @@ class Launcher:
             if tell is not None:
                 tell(COPIED, bucket.index, 0)
             if is_last:
+                bucket.pack_rest()
                 full.append(bucket)
-        for each in full:
-            each.pack_rest()
         if full or (self._waiting and is_large):  # some time has gone by
             self.launch()
             self.proceed()

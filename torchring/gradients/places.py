@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 import operator
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
-from functools import partial
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -45,10 +44,11 @@ class InWire(Bucket):
         self._matrices = [p for p, spec in zip(self.parameters, self._specs, strict=True) if len(spec.shape) > 1]
         self._strides = [spec.stride for spec in self._specs if len(spec.shape) > 1]
         # What is scaled when the sum reads it: of large gradients, the blocks of this rank's slice.
-        self._deferred: dict[int, Callable[..., object]] = {}
+        self._deferred: dict[int, tuple[torch.Tensor, float, int]] = {}
+        self._overwritten: list[int] = []
         self._own_blocks: dict[int, tuple[int, int, int, int]] = {}
         if isinstance(wire := self.wire, SharedWire):
-            self._deferred = wire.deferred
+            self._deferred, self._overwritten = wire.deferred, wire.overwritten
             large = ((i, slot) for i, slot in enumerate(plan.slots) if is_large(plan, slot))
             places = ((i, wire.blocks_within(slot.offset, slot.offset + slot.numel)) for i, slot in large)
             self._own_blocks = {i: blocks for i, blocks in places if blocks is not None}
@@ -144,6 +144,9 @@ class InWire(Bucket):
 
     def end_reduce(self) -> None:
         self._move(BucketState.REDUCED)
+        if self._overwritten:
+            before = [slot for slot, (first, *_) in self._own_blocks.items() if first <= self._overwritten[0]]
+            raise self._written_to(max(before))
 
     def _hand_out(self, unused: set[int]) -> None:
         packed, scale = self._packed, self.reduction.scale
@@ -193,6 +196,7 @@ class InWire(Bucket):
     def _forget(self) -> None:
         self._kept, self._copied, self._left = {}, {}, {}
         self._deferred.clear()
+        self._overwritten.clear()
 
     def _leave(self, slot: int, grad: torch.Tensor, view: torch.Tensor) -> bool:
         """Pack what other ranks read of a large gradient. This rank's slice is scaled when it is summed, in cache.
@@ -214,7 +218,7 @@ class InWire(Bucket):
                 packing.look(piece, offset, scale, target)
         packing.look(values[start:stop], begin, scale)
         for i, piece in enumerate(torch.split(values[start:stop], step)):
-            self._deferred[number + i] = partial(torch.mul, piece, scale)
+            self._deferred[number + i] = piece, scale, grad._version
         self._left[slot] = grad, grad._version
         return True
 
