@@ -234,6 +234,14 @@ def _skipping_some_of_several(rank: int, size: int) -> list[list[float]]:
             optimizer.zero_grad()
         elif weight.grad is not None:
             found.append(weight.grad.tolist())
+    if rank == 1:
+        optimizer.skip()
+        weight.grad = torch.full_like(weight, 7.0)  # a gradient that the script has computed itself counts
+    else:
+        (weight * 4).sum().backward()
+    optimizer.synchronize()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [5.5] * 2
     optimizer.close()
 
     parameters = [nn.Parameter(torch.zeros(2).double()) for _ in range(2)]
