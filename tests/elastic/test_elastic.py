@@ -376,7 +376,9 @@ def test_without_a_commit_a_failing_rank_ends_and_lost_jobs_go_on_from_a_checkpo
         reached = max(each["step"] for each in job.notes("step") if each["generation"] < job.generation)
         enters = [each["enters"] for each in job.notes("enters")]
         assert 20 in enters  # the other one went on where they were
-        assert reached - 3 * 7 <= enters[-1] <= reached  # and the new ones from a checkpoint
+        # And the new ones from a checkpoint. How many steps old it is depends on how long writing takes.
+        assert 20 < enters[-1] <= reached
+        assert enters[-1] % 7 == 0
 
 
 ENDS_EARLY = """
