@@ -99,7 +99,10 @@ TESTS = {
         "not (native or hierarchical)",
     ),
     "torchring/allreduce/native.py": ("allreduce/test_allreduce allreduce/test_faults", "native"),
-    "torchring/allreduce/hierarchical.py": ("allreduce/test_allreduce allreduce/test_faults", "hierarchical or threads_end"),
+    "torchring/allreduce/hierarchical.py": (
+        "allreduce/test_allreduce allreduce/test_faults",
+        "hierarchical or threads_end",
+    ),
 }
 
 # Mutants that compute what the original does: file, the broken line or the line that is left out, and why.

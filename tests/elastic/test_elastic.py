@@ -378,7 +378,6 @@ def test_without_a_commit_a_failing_rank_ends_and_lost_jobs_go_on_from_a_checkpo
         assert 20 in enters  # the other one went on where they were
         # And the new ones from a checkpoint. How many steps old it is depends on how long writing takes.
         assert 20 < enters[-1] <= reached
-        assert enters[-1] % 7 == 0
 
 
 ENDS_EARLY = """
