@@ -164,18 +164,20 @@ def _opened(rendezvous: Rendezvous, communicator: Any) -> Any:
 
 @needs_mpi
 def test_an_error_of_mpis_is_a_ring_error() -> None:
-    for text in run_ranks(_without_a_root):
-        assert "MPI reports" in text
-        assert "ROOT" in text.upper()
+    text = run_ranks(_without_a_root)[0]
+    assert "MPI reports" in text
+    assert "ROOT" in text.upper()
 
 
 def _without_a_root(rendezvous: Rendezvous, communicator: Any) -> str:
     transport = MpiTransport(rendezvous, "stream", communicator=communicator)
-    data = torch.ones(8)
-    with pytest.raises(RingError) as caught:
-        transport._start(lambda: transport._communicator.Ibcast(transport._buffer(data), 99), data)
+    data, said = torch.ones(8), ""
+    if rendezvous.rank == 0:  # another rank that fails after it would name it
+        with pytest.raises(RingError) as caught:
+            transport._start(lambda: transport._communicator.Ibcast(transport._buffer(data), 99), data)
+        said = str(caught.value)
     rendezvous.all_gather("done", b"")
-    return str(caught.value)
+    return said
 
 
 def start_script(folder: Path, text: str) -> tuple[int, str, float]:
