@@ -53,9 +53,8 @@ def compile_backend(inner: str | Backend = "inductor", *, bucket_mb: float = BUC
         mode: str | None = None,
         options: dict[str, Any] | None = None,
     ) -> Any:
-        choices = {name: given for name, given in (("mode", mode), ("options", options)) if given}
-        part, kept = found, choices
-        if choices and inner == "inductor":  # whose function takes neither
+        part, kept = found, {name: given for name, given in (("mode", mode), ("options", options)) if given}
+        if kept and inner == "inductor":  # whose function takes neither
             part, kept = torch._TorchCompileInductorWrapper(mode, options, None), {}  # type: ignore[no-untyped-call]
         if is_initialized() and size() == 1:
             return part(graph, inputs, **kept)

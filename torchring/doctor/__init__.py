@@ -89,12 +89,13 @@ def _take_part(launch: LaunchEnvironment, options: argparse.Namespace) -> int:
     # A driver may hang.
     faulthandler.dump_traceback_later(4 * options.timeout + _MEASURING_SECONDS, exit=True, file=STDERR)
     try:
+        from torchring.devices.symmetric_memory import OVERLAPPING_DEVICES
         from torchring.doctor.checks import examine
         from torchring.doctor.rank import take_part
         from torchring.doctor.report import show, verdict
 
         if options.gpu:
-            os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")  # ranks may share a GPU here
+            os.environ.setdefault(OVERLAPPING_DEVICES, "1")  # ranks may share a GPU here
         report = take_part(launch, options.backend, options.timeout, on_gpus=options.gpu)
         findings = examine(report)
     finally:

@@ -153,7 +153,7 @@ class Launcher:
                 bucket.pack_rest()
                 full.append(bucket)
         if full or (self._waiting and is_large):  # some time has gone by
-            self.launch()
+            self.launch()  # these two are `advance`, without its frame
             self.proceed()
             for other in tuple(self._waiting):
                 if other is not self:
