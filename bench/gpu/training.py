@@ -135,6 +135,7 @@ def _time_steps(config: TrainingConfig) -> Row:
         "parameters": plain.numel(),
         "ms": spreads(times),
         "overhead": {name: 1 / share - 1 for name, share in shares(times, "plain").items()},
+        "of_ddp": 1 / shares(times, "ddp")["direct"],
         "peak_bytes": peaks,
         "distance": distances,
         "stats": stats,
