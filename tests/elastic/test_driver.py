@@ -298,11 +298,8 @@ def test_a_silent_worker_is_killed_earlier_if_others_have_lost_a_connection() ->
         assert job.sent == [(2, signal.SIGKILL)]
         patience = 1.5 if said else 4
         assert job.broken[0].reason.endswith(f"gave no sign of life for {patience} s, and was killed")
-
-
-def test_a_busy_worker_is_not_killed_earlier_if_the_others_have_lost_a_worker_whose_end_is_known() -> None:
     job = running(num=3, heartbeat_timeout=4)
-    job.end(1, 137)
+    job.end(1, 137)  # whose end is known: that explains what the others have lost
     job.show("meeting", 0, reason="PeerLostError: rank 1 died or exited", has_lost_peer=True)
     job.wait(3.5, 0)
     assert job.sent == []
@@ -442,6 +439,10 @@ def test_with_fewer_than_min_np_the_job_waits_and_then_ends() -> None:
     job.wait(2, 0)
     expected = "for 30 s (--elastic-timeout) there were fewer than 2 workers (--min-np): 1"
     assert (job.over, job.said[-1]) == ([expected], expected)
+    job.wait(24, 0)  # for it to end by itself
+    assert job.sent == [(1, signal.SIGTERM)]
+    job.wait(10, 0)
+    assert job.sent[1:] == [(0, signal.SIGTERM)]
     assert job.code is None
     job.end(0, 0)
     assert job.code == 1
@@ -636,20 +637,6 @@ def test_a_script_that_exits_with_0_on_all_ranks_has_ended_well() -> None:
     assert job.code == 0
 
 
-def test_workers_that_do_not_end_by_themselves_are_told_once() -> None:
-    job = running("a:2", num=2, min_size=2, elastic_timeout=5)
-    job.set_hosts("a:1")
-    job.show("leaving", 1)
-    job.show("meeting", 0)
-    job.end(1, 0)
-    job.wait(6, 0)
-    assert len(job.over) == 1
-    job.wait(24, 0)
-    assert job.sent == [(1, signal.SIGTERM)]
-    job.wait(10, 0)
-    assert job.sent[1:] == [(0, signal.SIGTERM)]
-
-
 # ---- hosts
 
 
@@ -798,58 +785,36 @@ def test_a_stranger_who_writes_into_the_store_ends_the_job_with_one_sentence(
 
 # ---- processes
 
-# A worker that only speaks the protocol: it trains until there is a file "finish".
+# It only speaks the protocol: importing what trains takes another second.
 WORKER = """
-import json, os, pathlib, signal, sys, time
+import json, os, pathlib, sys, time
 from datetime import timedelta
 from torch.distributed import TCPStore
 from torchring.elastic.protocol import *
 from torchring.rendezvous.environment import INVITATION
 from torchring.rendezvous.signed import signed
 
-me = Invitation.decode(os.environ[INVITATION])
+me, folder = Invitation.decode(os.environ[INVITATION]), pathlib.Path(sys.argv[1])
 store = TCPStore(me.addresses[0], me.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
-read = lambda key: store.get(key)
 store = signed(store, me.secret)
-assert read(TOKEN) == b""
-folder = pathlib.Path(sys.argv[1])
-received = []
-signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
-generation, ranks, count, steps, state, told = 0, (), 0, 0, "meeting", ""
-
-def say(new):
-    global state
-    state = new
-    store.set(card_key(me.worker), Card(new, generation, count=count, steps=steps, made=steps).encode())
-    store.check([card_key(me.worker)])  # the driver has it
-    facts = {"pid": os.getpid(), "state": new, "generation": generation, "ranks": ranks, "slot": me.slot}
-    facts |= {"broken": told, "environ": dict(os.environ), "size": me.size}
-    path = folder / f"{me.worker}"
-    path.with_name(f".{me.worker}").write_text(json.dumps(facts))
-    path.with_name(f".{me.worker}").rename(path)
-
 print("worker", me.worker, "starts")
-say("meeting")
-while state not in ("leaving", "finished"):
-    time.sleep(0.02)
+generation, count, state, is_over = 0, 0, "meeting", False
+while not is_over:
+    is_over = state == "finished"
     count += 1
-    store.set(card_key(me.worker), Card(state, generation, count=count, steps=steps, made=steps).encode())
-    orders = Orders.decode(read(ORDERS))
-    if received or orders.over:
-        say("leaving")
-    elif state == "meeting":
-        if orders.generation > generation and me.worker in orders.workers:
-            generation, ranks = orders.generation, orders.workers
-            say("running")
-    else:
-        steps += 1
-        if orders.broken >= generation:
-            told = store.get(world_prefix(generation) + "/gave_up").decode()
-            say("meeting")
-        elif orders.call == generation:
-            say("meeting")
-        elif (folder / "finish").exists():
-            say("finished")
+    store.set(card_key(me.worker), Card(state, generation, count=count, steps=count, made=count).encode())
+    time.sleep(0.02)
+    orders = Orders.decode(store.get(ORDERS))
+    if state == "meeting" and orders.generation > generation and me.worker in orders.workers:
+        generation, state = orders.generation, "running"
+        facts = {"pid": os.getpid(), "generation": generation, "size": len(orders.workers)}
+        path = folder / f".{me.worker}"
+        path.write_text(json.dumps({**facts, "environ": dict(os.environ)}))
+        path.rename(folder / str(me.worker))
+    elif state == "running" and generation in (orders.broken, orders.call):
+        state = "meeting"
+    elif state == "running" and (folder / "finish").exists():
+        state = "finished"
 """
 
 
@@ -887,15 +852,12 @@ class Launched:
 
     def wait_for(self, generation: int, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Until exactly these workers run in the generation."""
+        expected = dict.fromkeys(ranks, (generation, len(ranks)))
 
         def there() -> bool:
             assert self.process.poll() is None, self.process.communicate()
-            facts = self.facts()
-            ran = [facts[rank] for rank in ranks if rank in facts]
-            return len(ran) == len(ranks) and all(
-                fact["state"] == "running" and fact["generation"] == generation and fact["ranks"] == list(ranks)
-                for fact in ran
-            )
+            now = {worker: (fact["generation"], fact["size"]) for worker, fact in self.facts().items()}
+            return expected.items() <= now.items()
 
         wait_until(there, f"generation {generation} of {ranks}")
         return self.facts()
@@ -908,7 +870,7 @@ class Launched:
 
 
 def test_a_job_from_start_to_finish(tmp_path: Path) -> None:
-    """A worker is killed, another told to end; both are replaced. Two of three slots are on another host."""
+    """A worker is killed and replaced. Two of three slots are on another host."""
     hosts = ["-H", "localhost:1,192.0.2.1:2", "--network-interfaces", "lo"]
     options = ["-np", "2", "--max-np", "3", "--tag-output", "--log-dir", "logs"]
     job = Launched(tmp_path, WORKER, "--elastic", *hosts, *options)
@@ -920,24 +882,19 @@ def test_a_job_from_start_to_finish(tmp_path: Path) -> None:
             names = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCH_CPP_LOG_LEVEL"}
             assert names.isdisjoint(first[worker]["environ"])
         second = job.wait_for(2, [0, 1, 2])
-        assert [second[worker]["slot"] for worker in (0, 1, 2)] == [0, 0, 1]
-        assert second[2]["environ"]["LOCAL_RANK"] == "1"
+        assert [second[worker]["environ"]["LOCAL_RANK"] for worker in (0, 1, 2)] == ["0", "0", "1"]
         os.kill(first[1]["pid"], signal.SIGKILL)
         job.wait_for(3, [0, 2])
         facts = job.wait_for(4, [0, 2, 3])
-        assert "killed by SIGKILL" in facts[0]["broken"]
-        assert facts[3]["slot"] == 0
-        os.kill(facts[2]["pid"], signal.SIGTERM)
-        job.wait_for(5, [0, 3])
-        job.wait_for(6, [0, 3, 4])
+        assert facts[3]["environ"]["LOCAL_RANK"] == "0"
         (tmp_path / "finish").touch()
         out, err = job.process.communicate(timeout=patient(60))
     finally:
         job.close()
     assert job.process.returncode == 0, err
-    assert sorted(out.splitlines()) == [f"[{worker}] worker {worker} starts" for worker in range(5)]
-    assert [(tmp_path / "logs" / f"worker{worker}.log").read_text() for worker in (0, 4)] == [
-        "worker 0 starts\n", "worker 4 starts\n"
+    assert sorted(out.splitlines()) == [f"[{worker}] worker {worker} starts" for worker in range(4)]
+    assert [(tmp_path / "logs" / f"worker{worker}.log").read_text() for worker in (0, 3)] == [
+        "worker 0 starts\n", "worker 3 starts\n"
     ]  # fmt: skip
     changes = [line.partition(" begins, ")[2] for line in err.splitlines() if " begins, " in line]
     assert changes == [
@@ -945,8 +902,6 @@ def test_a_job_from_start_to_finish(tmp_path: Path) -> None:
         "3 workers (localhost: 0; 192.0.2.1: 1, 2), because worker 2 joined",
         "2 workers (localhost: 0; 192.0.2.1: 2), because worker 1 on 192.0.2.1 was killed by SIGKILL",
         "3 workers (localhost: 0; 192.0.2.1: 2, 3), because worker 3 joined",
-        "2 workers (localhost: 0; 192.0.2.1: 3), because worker 2 on 192.0.2.1 left",
-        "3 workers (localhost: 0; 192.0.2.1: 3, 4), because worker 4 joined",
     ]
     assert len(err.splitlines()) == len(changes), err
 

@@ -1,9 +1,8 @@
-"""The state machine that matches Horovod's collectives by name: which are ready, in which order, and what differs."""
+"""Which operations may run: from what ranks ask for, in cycles, to answers in the same order everywhere."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import pytest
 
@@ -12,7 +11,6 @@ from torchring.horovod.negotiation import (
     JOIN,
     Negotiation,
     Request,
-    Response,
     decode_requests,
     encode_requests,
     mismatch,
@@ -21,20 +19,6 @@ from torchring.horovod.negotiation import (
 
 def request(name: str, kind: str = "allreduce", *, process_set: int = 0, shape: tuple[int, ...] = (2,)) -> Request:
     return Request(kind, name, process_set, (("float32", shape),), (("op", "Sum"),))
-
-
-def names(responses: Sequence[Response]) -> list[str]:
-    return [response.first.name for response in responses]
-
-
-def test_requests_meet_by_name_whatever_their_order() -> None:
-    """The example of the module's docstring."""
-    negotiation = Negotiation({0: (0, 1)})
-    a, b = request("a"), request("b")
-    assert names(negotiation.advance([[a, b], [b]])) == ["b"]
-    assert dict(negotiation.waiting()) == {(0, "a"): [1]}
-    assert names(negotiation.advance([[], [a]])) == ["a"]
-    assert not negotiation.waiting()
 
 
 def test_all_ranks_come_to_the_same_order_and_nothing_is_lost() -> None:
@@ -57,44 +41,34 @@ def test_all_ranks_come_to_the_same_order_and_nothing_is_lost() -> None:
             answers = [machine.advance(submitted) for machine in machines]
             assert answers[0] == answers[1] == answers[2]
             assert not any(response.error for response in answers[0])
-            seen += names(answers[0])
+            seen += [response.first.name for response in answers[0]]
         assert sorted(seen) == sorted(each.name for each in wanted)
 
 
-def test_a_rank_that_has_joined_is_not_waited_for_until_all_have() -> None:
-    negotiation = Negotiation({0: (0, 1, 2)})
-    joins = Request(JOIN, "join")
-    a = request("a")
-    assert negotiation.advance([[a], [], [joins]]) == []
-    (answer,) = negotiation.advance([[], [a], []])
-    assert answer.error == ""
-    assert list(answer.requests) == [0, 1]
-    (refused,) = negotiation.advance([[request("g", "allgather")], [request("g", "allgather")], []])
-    assert "join" in refused.error
-    (met,) = negotiation.advance([[Request(BARRIER, "b")], [Request(BARRIER, "b")], []])
-    assert met.error == ""
-    assert negotiation.advance([[joins], [], []]) == []
-    (last,) = negotiation.advance([[], [joins], []])
-    assert last.last_to_join == 1
-    assert not negotiation.joined  # they may begin again
-    assert negotiation.advance([[a], [a], []]) == []
-
-
+# What ranks 0 to 2 ask for in each cycle, and what is answered then. j: join, a: all-reduce, g: all-gather, b: barrier.
 @pytest.mark.parametrize(
-    "rounds", [[[[], ["j"]], [["a", "j"], []]], [[["j"], ["a", "j"]]], [[["a"], []], [[], ["j"]], [["j"], []]]]
+    "cycles",
+    [
+        [("ab b b", "b"), ("- a -", ""), ("- - a", "a")],  # by name, whatever their order
+        [("a - j", ""), ("- a -", "a"), ("g g -", "g!"), ("b b -", "b"), ("j - -", ""), ("- j -", "j"), ("a a -", "")],
+        [("j - j", ""), ("- aj -", "aj")],  # what was asked for before is answered, for ranks that have joined, too
+        [("j aj j", "aj")],
+        [("a - -", ""), ("- j j", "a"), ("j - -", "j")],
+    ],
 )
-def test_what_waits_for_a_rank_that_joins_or_is_asked_for_before_is_answered(rounds: list[list[list[str]]]) -> None:
-    negotiation = Negotiation({0: (0, 1)})
-    known = {"j": Request(JOIN, "join"), "a": request("a")}
-    seen = [name for each in rounds for name in names(negotiation.advance([[known[c] for c in line] for line in each]))]
-    assert seen == ["a", "join"]
-    assert not negotiation.waiting()
+def test_ranks_that_have_joined_are_not_waited_for_until_all_have(cycles: list[tuple[str, str]]) -> None:
+    negotiation = Negotiation({0: (0, 1, 2)})
+    known = {"j": Request(JOIN, "join"), "a": request("a"), "g": request("g", "allgather"), "b": Request(BARRIER, "b")}
+    for asked, expected in cycles:
+        found = negotiation.advance([[known[name] for name in line.strip("-")] for line in asked.split()])
+        assert "".join(each.first.name[0] + "!" * ("join" in each.error) for each in found) == expected
+        assert all(each.last_to_join >= 0 for each in found if each.first.kind == JOIN)
 
 
 def test_a_set_that_is_removed_leaves_nothing_behind() -> None:
-    sets = {0: (0, 1), 1: (0, 1)}
-    negotiation = Negotiation(sets)
+    negotiation = Negotiation({0: (0, 1), 1: (0, 1)})
     negotiation.advance([[request("x", process_set=1)], []])
+    assert dict(negotiation.waiting()) == {(1, "x"): [1]}
     negotiation.forget(1)
     assert not negotiation.waiting()
 
@@ -124,9 +98,7 @@ def test_differences_are_named(other: Request, difference: str) -> None:
 
 
 def test_requests_survive_the_way_to_other_ranks() -> None:
-    sent = [
-        Request("alltoall", 'a "name"\nof two lines', 3, (("bool", ()), ("int8", (0, 2))), (("root rank", 1),), (1, 2)),
-        Request(BARRIER, "b"),
-    ]
-    assert decode_requests(encode_requests(sent)) == sent
-    assert decode_requests(encode_requests([])) == []
+    tensors = (("bool", ()), ("int8", (0, 2)))
+    sent = [Request("alltoall", 'a "name"\nof two lines', 3, tensors, (("root rank", 1),), (1, 2))]
+    for requests in (sent, []):
+        assert decode_requests(encode_requests(requests)) == requests

@@ -74,18 +74,18 @@ def test_all_pairs_agree_with_one_process() -> None:
     assert [fault for training in PAIRS.covering(0) for fault in find_faults([training])] == []
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("event", ["joined", "returned from step"])
-def test_elastic_pairs_agree_with_one_process(event: str) -> None:
-    ways = {
-        "event": event,
-        "shares": "unequal",
-        "place": "first",
-        "accumulate": "2",
-        "optimizers": "two",
-        "skip": "some",
-    }
-    assert elastic_pairs.find_faults([elastic_pairs.PAIRS.training_of(ways.items())]) == []
+# fmt: off
+_ELASTIC_PART = [
+    {"event": "returned from backward", "loop": "two backwards", "accumulate": "2", "optimizers": "two"},
+    {"event": "resumed", "place": "first", "loop": "ahead", "skip": "some", "groups": "added", "kind": "adamw"},
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("ways", _ELASTIC_PART, ids=lambda ways: ways["event"])
+def test_elastic_pairs_agree_with_one_process(ways: dict[str, str]) -> None:
+    training = elastic_pairs.PAIRS.training_of({"shares": "unequal", "scaler": "grows", "clip": "norm", **ways}.items())
+    assert elastic_pairs.find_faults([training]) == []
 
 
 def test_the_comparison_of_elastic_jobs_can_fail() -> None:

@@ -59,8 +59,6 @@ OF_BASE: Final[dict[str, dict[str, Any]]] = {
     "other code, all ranks": {"input_ms": 32, "loading_ms": 1},
     "other code, rank 1": {"input_ms": [2, 62], "loading_ms": [1, 1]},
     "other code and a slower loader, rank 1": {"input_ms": [2, 92], "loading_ms": [1, 31]},
-    "forward, rank 1": {"forward_ms": [12, 42]},
-    "backward, rank 1": {"backward_ms": [20, 50]},
     "optimizer, rank 1": {"optimizer_ms": [4, 34]},
     "between, rank 1": {"between_ms": [0.5, 30.5]},
     "longer batches, rank 1": {"forward_ms": [12, 36], "backward_ms": [20, 60], "num_samples": [16, 48]},
@@ -82,9 +80,7 @@ OF_BASE: Final[dict[str, dict[str, Any]]] = {
     "a pause in forward": {"num_steps": 300, "forward_ms": every(12, 100, 3000)},
     "a pause in step(), rank 1": {"num_steps": 300, "optimizer_ms": every(4, 100, 3000, [1])},
     "a pause before step(), rank 1": {"num_steps": 300, "between_ms": every(0.5, 100, 3000, [1])},
-    "shorter pauses before step(), rank 1": {"between_ms": every(0.5, 40, 800, [1])},
     "one pause": {"num_steps": 101, "input_ms": every(2, 100, 3000)},
-    "one pause, and a long start-up": {"input_ms": every(2, 100, 3000), "start_up_s": 12.0},
     "a short pause": {"input_ms": every(2, 100, 400, [1])},
     "two pauses": {
         **{"num_steps": 151, "input_ms": every(2, 50, 800, [1]), "optimizer_ms": every(4, 60, 400)},
@@ -147,15 +143,14 @@ def _of_cores(**of_steps: int) -> Job:
     return changed(first, [1], queued_ns=25 * MS, exposed_queued_ns=15 * MS, **of_steps)
 
 
-def loading(
-    loading_ms: float, cpu_ms: float, workers: int, num_cores: int, forward_ms: float = 2.0, threads: int = 1
-) -> Job:
+def loading(loading_ms: float, cpu_ms: float, workers: int, num_cores: int, forward_ms: float = 2.0) -> Job:
     """Two ranks that load a batch for so long, and then compute for 7 ms longer than forward takes."""
     options = {"forward_ms": forward_ms, "backward_ms": 6.0, "between_ms": 0.5, "optimizer_ms": 0.5, "noise": 0.0}
     options |= {"input_ms": loading_ms, "loading_ms": loading_ms, "latency_ms": 0.0}
     job = partial(simulate, 2, 20, bucket_mb=(0.001,), **options)
-    run_info = {"num_cores": num_cores, "num_threads": threads}
-    return changed(job, run_info=run_info, num_workers=workers, loading_cpu_ns=round(cpu_ms * MS))
+    return changed(
+        job, run_info={"num_cores": num_cores, "num_threads": 1}, num_workers=workers, loading_cpu_ns=round(cpu_ms * MS)
+    )
 
 
 _UNKNOWN_LOADER = partial(
@@ -278,12 +273,10 @@ JOBS: Final[dict[str, Job]] = {
         partial(simulate, 4, 20, noise=0, bucket_mb=[0.004] * 40, latency_ms=3.0), run_info={"algorithm": "ring"}
     ),
     "2 threads each on 4 cores": changed(_CROWDED, run_info={"num_threads": 2}),
-    "1 thread each on 4 cores": changed(_CROWDED, run_info={"num_threads": 1}),
     # Fewer ranks are not advised: 2 would be twice as fast, with half of the samples.
     "more ranks than cores": changed(_CROWDED, run_info={"num_cores": 2}, queued_ns=55 * MS, exposed_queued_ns=5 * MS),
     "and other programs": changed(_CROWDED, run_info={"num_cores": 2}, queued_ns=90 * MS, exposed_queued_ns=5 * MS),
     "slow communication": _IDLE,
-    "no core": _of_cores(),
     "no core, while workers wait for a disk": _of_cores(num_workers=4, loading_cpu_ns=MS),
     "no core, because of workers": _of_cores(num_workers=4, loading_cpu_ns=99 * MS),
     "20 ms slower": _slower(20, 0),
@@ -292,21 +285,14 @@ JOBS: Final[dict[str, Job]] = {
     "20 ms slower, and late data": _slower(20, 0, 62),
     # 40 ms for a batch, without work for a core: 5 workers load one in 8 ms, and the rank needs 9.5 ms.
     "loading, no work": loading(40, 0, 0, 2),
-    # All of it is work for a core. Two ranks need 99 ms of cores for a step: 12.4 ms on 8 cores.
-    "loading, work for cores": loading(40, 40, 0, 8),
     # One worker is there. A step takes as long as it needs for a batch: 41 ms.
     "loading, one worker": loading(32, 0, 1, 2),
-    # The ranks and workers have no core to spare, whether they are few or many.
-    "loading, no core to spare": loading(40, 40, 0, 2),
-    "loading, threads have the cores": loading(40, 40, 0, 8, 2, 4),
-    "loading, workers have the cores": loading(32, 82, 2, 2),
     # To take a batch from a worker takes as long as to load it.
     "loading, quick": loading(0.6, 0.6, 0, 64, 0.0),
     "loading, workers that keep up": loading(0.6, 8.0, 4, 2),
     # 200 ms between step() and forward, and 98.5 ms for the rest: as much work for cores. Each rank has a host.
     **{
-        f"an unknown loader, {cores} cores": changed(_UNKNOWN_LOADER, run_info={"num_cores": cores})
-        for cores in (1, 2, 3)
+        f"an unknown loader, {cores} cores": changed(_UNKNOWN_LOADER, run_info={"num_cores": cores}) for cores in (1, 2)
     },
     "all can be advised": _SENDS,
     "all is in use": changed(_SENDS, run_info={"options": {"compression": "bf16", "accumulate": "4"}}),
