@@ -248,10 +248,7 @@ def test_facts_of_this_process() -> None:
 # Printing
 
 
-@pytest.mark.parametrize("with_rich", [True, False])
-def test_text_for_people(with_rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    if not with_rich:
-        monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+def test_text_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     report = one_host({"threads": 4})
     show(report, checks.examine(report))
     first, *_, last = (text := capsys.readouterr().out).splitlines()

@@ -70,7 +70,7 @@ class Stall:
     def others_wait_until(self, text: str) -> None:
         """The late rank is where it is to be, so what follows in the other ranks waits for it there."""
         if self.rank != _LATE:
-            monitor = monitor_of(default_world())
+            monitor = default_world().shared(monitor_of)
             assert monitor is not None
             wait_until(lambda: text in monitor.explain([_LATE]), f"rank {_LATE} to be {text}")
 
@@ -264,7 +264,7 @@ def test_a_timeout_carries_the_same(topology: str, limit: float, tmp_path: Path,
     if rank == 0:
         os.mkfifo(pipe)
     with on_hosts(rank, topology, timeout_seconds=3.0, stall_warning_seconds=limit):
-        monitor, host = monitor_of(default_world()), default_world().host
+        monitor, host = default_world().shared(monitor_of), default_world().host
         assert monitor is not None
         assert host is not None
         host.timeout_seconds = 1.0  # where ranks meet, a loaded machine takes its time

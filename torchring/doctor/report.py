@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from torchring.errors import ranks_in_words
 
-_WIDTH: Final = 110  # of tables in a file or a pipe
+_WIDTH: Final = 110  # of tables
 
 
 @dataclass(frozen=True)
@@ -128,17 +127,12 @@ def show(report: Report, findings: Sequence[Finding]) -> None:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """By rich, which wraps long cells; without rich, a line for each row. Nothing without rows."""
+    """Aligned columns, the last of which is wrapped. Nothing without rows."""
     if not rows:
         return
-    if importlib.util.find_spec("rich") is None:
-        print(*("  ".join(row) for row in (header, *rows)), "", sep="\n")
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*header, box=None, show_header=bool(header), pad_edge=False, padding=(0, 2, 0, 0))
-    for row in rows:
-        table.add_row(*row)
-    width = None if sys.stdout.isatty() else _WIDTH
-    Console(markup=False, highlight=False, emoji=False, width=width).print(table, "")
+    lines = [header, *rows] if header else rows
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]
+    for *cells, last in lines:
+        start = "".join(f"{cell:{width}}  " for cell, width in zip(cells, widths, strict=True))
+        print(textwrap.fill(last, _WIDTH, initial_indent=start, subsequent_indent=" " * len(start)))
+    print()

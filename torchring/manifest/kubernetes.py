@@ -149,9 +149,10 @@ def _pod(job: JobFile, command: list[str], env: list[Object], resources: Object)
     container = {
         "name": "node",
         "image": job.image,
-        **_if(command, "command"),
-        **_if(env, "env"),
-        **_if(_requirements(resources), "resources"),
+        "command": command,
+        **({"env": env} if env else {}),
+        # What a container gets, and no more. Copies, or else YAML would have an anchor.
+        **({"resources": {"requests": resources, "limits": resources.copy()}} if resources else {}),
         "volumeMounts": [{"name": name, "mountPath": path} for name, (path, _) in mounts.items()],
     }
     return {
@@ -167,11 +168,6 @@ def _resources(job: JobFile) -> Object:
     return {name: str(amount) for name, amount in amounts.items() if amount}
 
 
-def _requirements(resources: Object) -> Object:
-    """What a container gets, and no more. Copies, or else YAML would have an anchor."""
-    return {"requests": resources, "limits": resources.copy()} if resources else {}
-
-
 def _env(job: JobFile) -> list[Object]:
     return [{"name": name, "value": value} for name, value in job.variables.items()]
 
@@ -181,8 +177,3 @@ def _meeting(job: JobFile, master: str) -> list[Object]:
     said = {"NNODES": job.workers, "NPROC_PER_NODE": job.processes, "MASTER_ADDR": master, "MASTER_PORT": _PORT}
     rank = {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}
     return [*({"name": f"PET_{name}", "value": str(value)} for name, value in said.items()), rank, *_env(job)]
-
-
-def _if(value: Any, key: str) -> Object:
-    """The key with its value, unless the value is empty."""
-    return {key: value} if value else {}

@@ -6,14 +6,14 @@ import os
 import sys
 
 from torchring.observe import TRACE
-from torchring.observe.flight_recorder.entries import MEMORY_BYTES, FlightRecorder
+from torchring.observe.flight_recorder.entries import MEMORY_BYTES
 from torchring.observe.flight_recorder.monitor import StallMonitor
 from torchring.world import World
 
 
 def observe(world: World) -> World:
     """Begin to observe `world`, which has just been opened. Collective. Returns `world`."""
-    monitor_of(world)
+    world.shared(monitor_of)
     writer = sys.modules.get("torchring.observe.recorder.writer")
     if os.environ.get(TRACE) or (writer is not None and writer.is_writing()):
         from torchring.observe.recorder.writer import recorder_of
@@ -22,18 +22,8 @@ def observe(world: World) -> World:
     return world
 
 
-def flight_recorder_of(world: World) -> FlightRecorder | None:
-    """Where this rank says what it is doing. None in a world of one."""
-    monitor = monitor_of(world)
-    return None if monitor is None else monitor.recorder
-
-
 def monitor_of(world: World) -> StallMonitor | None:
-    """Knows what the other ranks are doing, and warns when this rank waits. None in a world of one."""
-    return world.shared(_open_monitor)
-
-
-def _open_monitor(world: World) -> StallMonitor | None:
+    """For `World.shared`: knows what other ranks do, and warns when this one waits. None in a world of one."""
     rendezvous, host = world.rendezvous, world.host
     if rendezvous is None or host is None:
         return None

@@ -151,23 +151,8 @@ def shards_of(optimizer: Optimizer, what: str) -> Shards | None:
     return optimizer._shards
 
 
-# What elastic jobs ask of an optimizer
-
-
-def gather(optimizer: ShardedOptimizer, *, keeps: bool) -> dict[str, Any] | None:
-    """Collective: the whole state_dict on ranks that keep it, None on the others."""
-    assert optimizer._shards is not None
-    return checkpoint.gather_state(optimizer._shards, keeps=keeps)
-
-
-def deal_out(optimizer: ShardedOptimizer, state: dict[str, Any] | None, src: int) -> None:
-    """Collective: each rank keeps its share of the whole state, which rank `src` has."""
-    assert optimizer._shards is not None
-    checkpoint.load_state(optimizer._shards, state, src)
-
-
 def release(optimizer: ShardedOptimizer) -> None:
-    """The ranks have parted. What this rank has of the state is of no use without the rest."""
+    """The ranks of an elastic job have parted. What this rank has of the state is of no use without the rest."""
     shards, optimizer._shards = optimizer._shards, None
     if shards is not None:
         shards.release()

@@ -15,12 +15,15 @@ import random
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
-from torchring.elastic.driver.endings import Cooldown, Ending, Losses, Slot
+from torchring.elastic.driver.endings import Cooldown, Ending, Losses
 from torchring.elastic.driver.workers import UNLIMITED, Limits, Stage, WorkerRecord
 from torchring.elastic.protocol import BEAT_SECONDS, Card, Orders
 from torchring.launch.hosts import Host
+
+if TYPE_CHECKING:
+    from torchring.elastic.driver.driver import Driver
 
 _LONGEST_GAP: Final = BEAT_SECONDS  # seconds between two ticks; what goes beyond does not count: the driver was stopped
 _JOIN_SECONDS: Final = 0.5  # that a new worker waits for others that are starting
@@ -30,22 +33,6 @@ _MISSED_SECONDS: Final = 3 * BEAT_SECONDS  # of silence, after which a worker is
 _STEADY_SECONDS: Final = 60.0  # after which a failure has nothing to do with earlier ones
 _GOODBYE_SECONDS: Final = 30.0  # for workers to end by themselves when the job is over
 _FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-class Hands(Protocol):
-    """What carries out the coordinator's decisions."""
-
-    def start(self, worker: int, slot: Slot) -> None:
-        """Start a worker."""
-
-    def send(self, worker: int, number: int) -> None:
-        """Send a worker a signal."""
-
-    def forget(self, worker: int) -> None:
-        """Remove what is known of a worker that has ended."""
-
-    def say(self, text: str) -> None:
-        """Tell the user."""
 
 
 class Coordinator:
@@ -64,7 +51,7 @@ class Coordinator:
         code: exit code of the job, once all is over.
     """
 
-    def __init__(self, limits: Limits, now: float, hands: Hands, randomness: random.Random | None = None) -> None:
+    def __init__(self, limits: Limits, now: float, hands: Driver, randomness: random.Random | None = None) -> None:
         self.limits = limits
         self.size = limits.size
         self.orders = Orders()

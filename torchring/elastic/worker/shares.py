@@ -9,7 +9,8 @@ from typing import Any
 
 from torchring.collectives.service import collectives_of
 from torchring.errors import RingError
-from torchring.sharding.optimizer import ShardedOptimizer, deal_out, gather, release
+from torchring.sharding.checkpoint import gather_state, load_state
+from torchring.sharding.optimizer import ShardedOptimizer, release, shards_of
 from torchring.world import World
 
 _log = logging.getLogger("torchring.elastic")
@@ -50,7 +51,8 @@ class Shares:
         if self.sharded and world.size > 1:
             for name, optimizer in self.sharded.items():
                 whole = self._whole[name] if world.rank == src else None
-                deal_out(optimizer, whole, src)
+                if (shards := shards_of(optimizer, "dealing out")) is not None:
+                    load_state(shards, whole, src)
             collectives_of(world).barrier()  # until then, rank `src` may have to do this once more
         self._whole = {}
 
@@ -60,7 +62,8 @@ class Shares:
             return
         try:
             for name, optimizer in self.sharded.items():
-                if (whole := gather(optimizer, keeps=world.rank == heir)) is not None:
+                shards = shards_of(optimizer, "gathering")
+                if shards is not None and (whole := gather_state(shards, keeps=world.rank == heir)) is not None:
                     self._whole[name] = whole
         except RingError as error:  # a rank is lost meanwhile
             self._whole = {}

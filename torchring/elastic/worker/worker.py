@@ -24,7 +24,7 @@ from torchring.elastic.worker.generation import leave_generation, open_generatio
 from torchring.elastic.worker.membership import MembershipChange
 from torchring.errors import PeerLostError, TopologyError
 from torchring.observe.flight_recorder.entries import FlightRecorder
-from torchring.observe.services import flight_recorder_of
+from torchring.observe.services import monitor_of
 from torchring.rendezvous.environment import CHOICE, ELASTIC, INVITATION
 from torchring.rendezvous.rendezvous import within
 from torchring.rendezvous.signed import sealed, signed
@@ -115,7 +115,8 @@ class Worker:
         self._say("running")
         with self._changed:
             self._world = world
-            self._flight_recorder = flight_recorder_of(world)
+            monitor = world.shared(monitor_of)
+            self._flight_recorder = None if monitor is None else monitor.recorder
             self._pass_on()
         return world
 

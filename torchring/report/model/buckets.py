@@ -10,7 +10,7 @@ import numpy as np
 
 from torchring.report.model.bucket_layout import nominal_bytes, ready_shares
 from torchring.report.model.merge import Job
-from torchring.report.model.timing import Array, Spread, Steps, spread
+from torchring.report.model.timing import Spread, Steps, spread
 from torchring.report.model.waits import Critical
 from torchring.report.words import share_in_words
 
@@ -79,21 +79,6 @@ def summarise(job: Job, timing: Steps, critical: Critical) -> tuple[BucketSummar
             )
         )
     return tuple(found)
-
-
-def find_bandwidth(job: Job, timing: Steps, critical: Critical, exposed: Array) -> Spread | None:
-    """Bus bandwidth over all buckets of a step, in GB/s. None if nothing was reduced.
-
-    Args:
-        exposed: [steps of `Steps.reduces`], standstill of the slowest rank. Within a host, where ranks look
-            after their buckets between gradients, that is what a reduction takes.
-    """
-    durations = (critical.reduction_ends - critical.reduction_begins)[timing.reduces]
-    if job.size == 1 or not (durations > 0).any():
-        return None
-    total = exposed if job.traces[0].run_info.algorithm == "direct" else durations.sum(1)
-    bus = bus_bytes(timing.bucket_bytes.sum(), job.size) / 1e6 / np.where(total > 0, total, np.nan)
-    return spread(bus)
 
 
 def late_parameters(

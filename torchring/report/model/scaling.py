@@ -247,15 +247,10 @@ def _line(x: Array, y: Array) -> tuple[float | None, float]:
     if not far.any():
         return None, 0.0
     slopes = (y[order][j] - y[order][i])[far] / apart[far]
-    slope = weighted_median(slopes, apart[far])
+    order = np.argsort(slopes)
+    weight = np.cumsum(apart[far][order])
+    slope = float(slopes[order][np.searchsorted(weight, weight[-1] / 2)])  # below which half of the weight is
     return slope, float(np.median(y - slope * x))
-
-
-def weighted_median(values: Array, weights: Array) -> float:
-    """The value below which half of the weight is."""
-    order = np.argsort(values)
-    total = np.cumsum(weights[order])
-    return float(values[order][np.searchsorted(total, total[-1] / 2)])
 
 
 def is_overlapped(run_info: RunInfo) -> bool:

@@ -11,7 +11,7 @@ from torchring.observe.recorder.records import RunInfo
 from torchring.observer import Phase
 from torchring.report.model.buckets import BucketSummary
 from torchring.report.model.timing import Spread
-from torchring.report.verdict.findings import NOTICEABLE_WAIT, Advice, Analysis
+from torchring.report.verdict.findings import NOTICEABLE_WAIT, Analysis
 from torchring.report.words import NAMES, count, number, share_in_words
 
 _SLOW: Final = 0.1  # GB/s, below which a table is in MB/s
@@ -35,12 +35,17 @@ class Section:
 def sections(analysis: Analysis) -> list[Section]:
     """The sections below the verdict, without empty ones."""
     no_advice = "Nothing that is known." if analysis.has_enough_steps else "So few steps do not tell."
+    advice = (
+        f"- {each.what}: {share_in_words(each.saves_share)} less, {each.predicted_ms:.4g} ms a step. "
+        f"{each.why}\n{each.how}"
+        for each in analysis.advice
+    )
     found = [
         Section("problems", "What is missing or strange", analysis.problems),
         Section(
             "advice",
             "What would help, and how much of the time that a sample takes",
-            tuple(map(_advice, analysis.advice)) or (no_advice,),
+            tuple(advice) or (no_advice,),
         ),
         table_of_phases(analysis),
         table_of_waits(analysis),
@@ -109,20 +114,17 @@ def table_of_phases(analysis: Analysis) -> Section:
 
 def table_of_waits(analysis: Analysis) -> Section:
     """Who waits for whom. No rows if nobody waits for long."""
+    least = NOTICEABLE_WAIT * analysis.step.mean
     rows = [
         (
             ranks_in_words(wait.waiting),
             *(str(wait.awaited), number(wait.mean_ms), share_in_words(wait.share), _median(wait.cost)),
         )
-        for wait in analysis.long_waits[:_MAX_ROWS]
+        for wait in analysis.waits[:_MAX_ROWS]
+        if wait.mean_ms >= least
     ]
     columns = ("who", "waits for rank", "ms a step", "in so many steps", "then ms")
     return Section("waits", "Who waits for whom", (), columns, tuple(rows))
-
-
-def _advice(advice: Advice) -> str:
-    gain = share_in_words(advice.saves_share)
-    return f"- {advice.what}: {gain} less, {advice.predicted_ms:.4g} ms a step. {advice.why}\n{advice.how}"
 
 
 def _buckets(analysis: Analysis) -> Section:
@@ -133,8 +135,6 @@ def _buckets(analysis: Analysis) -> Section:
     title = "Buckets"
     if len(rows) < len(analysis.buckets):
         title += f" (those {len(rows)} of {len(analysis.buckets)} that backward hides least)"
-    if bus := analysis.bandwidth:
-        title += f"; algorithm {analysis.run_info.algorithm}: {_median(bus, factor)} {unit}"
     late = tuple(f"{each.name} is late. {each.why}" for each in analysis.late_parameters[:_MAX_ROWS])
     columns = ("bucket", "MB", "ready ms", "reduced in ms", "exposed ms", unit, "parameters")
     return Section("buckets", title, late, columns, tuple(rows))

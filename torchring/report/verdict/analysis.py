@@ -55,7 +55,6 @@ def analyse(job: Job, given: Network | None = None, sizes: Sequence[int] = SIZES
     path, reducing_path = critical.path[timing.counts], critical.path[timing.reduces]
     step, costs = spread(path.sum(1)), find_costs(timing, critical)
     backward_ms = typical(reducing_path[:, Phase.BACKWARD])
-    exposed = reducing_path[:, Phase.EXPOSED]
     buckets = of_buckets.summarise(job, timing, critical)
     network = fit_network(timing, critical, run_info, job.size)
     has_several_hosts = run_info.local_size < run_info.size
@@ -90,17 +89,19 @@ def analyse(job: Job, given: Network | None = None, sizes: Sequence[int] = SIZES
         waits=waits.list_waits(timing, critical),
         start_up=find_start_up(job),
         median_step=median_step(timing),
-        exposed_ms=typical(exposed),
+        exposed_ms=typical(reducing_path[:, Phase.EXPOSED]),
         buckets=buckets,
         late_parameters=of_buckets.late_parameters(job, buckets, backward_ms, typical(reducing_path.sum(1))),
-        bandwidth=of_buckets.find_bandwidth(job, timing, critical, exposed),
         fitted=network,
         links=own_links,
         workload=workload,
         predictions=tuple(predictions),
         predictions_note=_note(predictions, links, run_info, given is not None, slow),
     )
-    analysis = dataclasses.replace(analysis, verdict=judge(analysis))
+    verdict = judge(analysis)
+    if job.ended_badly:
+        verdict = dataclasses.replace(verdict, sentence=f"{job.ended_badly} {verdict.sentence}")
+    analysis = dataclasses.replace(analysis, verdict=verdict)
     problems = (*job.problems, *timing.problems, *remarks(analysis, num_optimizers))
     advice = advise(analysis) if analysis.has_enough_steps else ()
     return dataclasses.replace(analysis, problems=problems, advice=advice)

@@ -86,7 +86,6 @@ class Analysis:
     exposed_ms: float  # in a step that has the buckets below
     buckets: tuple[BucketSummary, ...]  # in plan order; empty if nothing was reduced
     late_parameters: tuple[LateParameter, ...]  # the worst first
-    bandwidth: Spread | None  # on the bus, of all buckets of a step; None if nothing was reduced
     fitted: Network | None  # to the buckets; None if nothing was reduced, as `links`
     links: Connections | None
     workload: Workload
@@ -125,8 +124,3 @@ class Analysis:
     def phases(self) -> list[Phase]:
         """The phases that some rank spends time in, in the order of a step."""
         return [phase for phase in Phase if any(rank.phases[phase].mean > 0 for rank in self.ranks)]
-
-    @property
-    def long_waits(self) -> list[RankWait]:
-        """Waits that cost at least 0.5 % of a step, the longest first."""
-        return [wait for wait in self.waits if wait.mean_ms >= NOTICEABLE_WAIT * self.step.mean]

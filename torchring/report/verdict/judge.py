@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Final
 
@@ -36,14 +35,7 @@ _SLOWER: Final[dict[Phase | None, str]] = {
 
 
 def judge(analysis: Analysis) -> Verdict:
-    """What bounds the job. How it ended comes first, if that was badly."""
-    verdict = _judge(analysis)
-    ended_badly = analysis.job.ended_badly
-    return dataclasses.replace(verdict, sentence=f"{ended_badly} {verdict.sentence}") if ended_badly else verdict
-
-
-def _judge(analysis: Analysis) -> Verdict:
-    """The largest of the costs that are worth telling."""
+    """What bounds the job: the largest of the costs that are worth telling."""
     timing, costs, pauses, start_up = analysis.timing, analysis.costs, analysis.pauses, analysis.start_up
     telling = costs.telling
     pause = next((each for each in pauses if each.share >= PAUSES_TELLING), None)
