@@ -131,15 +131,17 @@ def test_all_reduce_of_sizes_around_the_stage(
     rank: int, world_size: int, shares_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     join(rank, shares_memory, monkeypatch)
-    size = world_size
-    for dtype in (torch.float32, torch.float16, torch.int64, torch.uint8):
-        edges = [stage_bytes(size), 2 * stage_bytes(size), 3 * stage_bytes(size), _SMALL_BYTES, 64]
-        counts = {edge // dtype.itemsize + i for edge in edges for i in (-1, 0, 1)} | {0, 1, size - 1, size, size + 1}
-        for numel in sorted(counts):
-            for op in ("sum", "max") if dtype is torch.float32 else ("sum",):
-                parts = [values(r, (numel,), dtype) for r in range(size)]
-                result = torchring.all_reduce(parts[rank].clone(), op)
-                assert_bitwise(result, expected_of(op, parts).to(dtype), f"{op} of {numel} {dtype}")
+    size, stage = world_size, stage_bytes(world_size)
+    for dtype, op, edges in (
+        (torch.float32, "sum", (stage, 2 * stage, 3 * stage, _SMALL_BYTES, 64)),
+        (torch.float16, "sum", (stage,)),
+        (torch.uint8, "max", (stage,)),
+    ):
+        counts = [edge // dtype.itemsize + i for edge in edges for i in (-1, 0, 1)]
+        for numel in (*counts, 0, 1, size - 1, size, size + 1):
+            parts = [values(r, (numel,), dtype) for r in range(size)]
+            result = torchring.all_reduce(parts[rank].clone(), op)
+            assert_bitwise(result, expected_of(op, parts).to(dtype), f"{op} of {numel} {dtype}")
 
 
 def _all_reduce_random(rank: int, size: int) -> dict[torch.dtype, torch.Tensor]:
