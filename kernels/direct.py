@@ -158,20 +158,13 @@ def reduce_slice(
     start = begin + tl.program_id(0).to(tl.int64) * TILE
     stride = tl.num_programs(0).to(tl.int64) * TILE
     sources, targets = sources_and_targets(wires, rank, DTYPE, NUM_RANKS, GATHER)
-    # From few ranks, a tile is loaded one turn ahead: with Triton 3.9 ptxas otherwise delays half of the loads from two
-    # ranks, to save registers. It cannot delay loads into the next turn. Of more ranks, two tiles are too many values.
-    AHEAD: tl.constexpr = COUNT <= 2
-    if AHEAD:
-        following = load_all(sources, start, lanes_before(whole - start, TILE), COUNT, TILE)
-    for tile in range(start, whole, stride):
+    # Loads are two turns ahead: Triton keeps the tiles that are under way in shared memory, on AMD in registers. From
+    # more ranks than eight, on AMD four, a tile alone is large enough, and two are too large.
+    STAGES: tl.constexpr = 3 if COUNT * TILE * DTYPE.primitive_bitwidth <= 8 * 32768 else 1
+    for tile in tl.range(start, whole, stride, num_stages=STAGES):
         # All values are loaded before the first addition, so that the loads from all ranks are under way at once.
-        if AHEAD:
-            result = sum_in_order(following, DTYPE, COMPUTE, COUNT, GATHER)
-            ahead = tile + stride
-            following = load_all(sources, ahead, lanes_before(whole - ahead, TILE), COUNT, TILE)
-        else:
-            values = load_all(sources, tile, lanes_before(whole - tile, TILE), COUNT, TILE)
-            result = sum_in_order(values, DTYPE, COMPUTE, COUNT, GATHER)
+        values = load_all(sources, tile, lanes_before(whole - tile, TILE), COUNT, TILE)
+        result = sum_in_order(values, DTYPE, COMPUTE, COUNT, GATHER)
         mask = lanes_before(whole - tile, TILE)
         store_all(targets, tile, mask, result, NUM_RANKS, GATHER, SPREAD, TILE)
     if tl.program_id(0) == 0:

@@ -58,8 +58,8 @@ def register_limit(device: torch.device) -> dict[str, int]:
 def num_blocks(numel: int, itemsize: int, num_ranks: int, tile: int, max_blocks: int) -> int:
     """Number of blocks of a launch, equal on all ranks: one for each tile of a slice, at most `max_blocks`.
 
-    Wires under 1 MiB get at most 8 blocks, those under 4 MiB at most 16: a block that waits keeps half
-    an SM from backward; of two ranks, with Triton 3.9, two thirds.
+    Wires under 1 MiB get at most 8 blocks, those under 4 MiB at most 16: a block that waits keeps up to half of an SM's
+    registers and 64 KiB of its shared memory from backward.
     """
     max_blocks = min([max_blocks, *(blocks for size, blocks in _SMALL_WIRES if numel * itemsize < size)])
     return max(1, min(max_blocks, -(-numel // (num_ranks * tile))))
@@ -68,13 +68,13 @@ def num_blocks(numel: int, itemsize: int, num_ranks: int, tile: int, max_blocks:
 def tile_numel(itemsize: int, num_ranks: int) -> int:
     """Number of elements that a block loads at a time from each rank, when it loads from `num_ranks` ranks.
 
-    A link is full when bandwidth times latency, nearly 1 MB, is in flight. For 24 blocks this means 32 KiB from all
-    ranks together: 8 loads of 128 bits for each of 256 threads. One such load for each thread and rank is the least:
-    4 KiB, on AMD 8 KiB.
+    A link is full when bandwidth times latency, nearly 1 MB, is in flight, and of two ranks half is local. So each of
+    24 blocks has 64 KiB from all ranks together under way: `direct` loads two tiles of 32 KiB, each by 8 loads of 128
+    bits of 256 threads. One such load for each thread and rank is the least: 4 KiB, on AMD 8 KiB.
     """
     shares = 1 << (num_ranks - 1).bit_length()  # a tile is a power of two
     least = 16 * NUM_WARPS * (64 if torch.version.hip else 32)
-    return max(least, min(16384, 32768 // shares)) // itemsize
+    return max(least, 32768 // shares) // itemsize
 
 
 @lazy_jit()

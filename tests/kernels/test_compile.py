@@ -121,7 +121,9 @@ def num_wide(compiled: Any, what: str) -> int:
     """128-bit instructions: `what` is "load" or "store"."""
     if "ptx" in compiled.asm:
         word = "ld" if what == "load" else "st"
-        return len(re.findall(rf"\b{word}\.global[.\w:]*\.(?:v4\.[bfu]32|v2\.[bfu]64)\b", compiled.asm["ptx"]))
+        wide = rf"\b{word}\.global[.\w:]*\.(?:v4\.[bfu]32|v2\.[bfu]64)\b"
+        copy = r"|\bcp\.async\.cg\.shared\.global .*, 0x10\b" if what == "load" else ""
+        return len(re.findall(wide + copy, compiled.asm["ptx"]))
     return len(re.findall(rf"\b(?:global|buffer)_{what}_dwordx4\b", compiled.asm["amdgcn"]))
 
 
@@ -181,7 +183,7 @@ _EVENTS = {
     "barrier": re.compile(r"\bbar(?:rier)?\.(?:cta\.)?(?:sync|red)\b"),
     "send": re.compile(r"\bst\.release\.sys\.global\b"),
     "look": re.compile(r"\bld\.acquire\.sys\.global\b"),
-    "load": re.compile(r"\bld\.global\.v4\b"),
+    "load": re.compile(r"\bld\.global\.v4\b|\bcp\.async\.cg\b"),
     "atomic": re.compile(r"\b(?:atom|red)\.(?:\w+\.)*(?:global|sys|gpu)\b"),
 }
 
@@ -226,7 +228,7 @@ def test_a_missing_barrier_would_show() -> None:
         "barrier": "bar.red.and.pred come, 0, come;",
         "send": "@mine st.release.sys.global.u32 [pad], %r7;",
         "look": "@eager ld.acquire.sys.global.s32 seen, [word];",
-        "load": "@%p7 ld.global.v4.b32 { %r42, %r43, %r44, %r45 }, [ %rd47 + 0 ];",
+        "load": "cp.async.cg.shared.global [ %r42 + 0 ], [ %rd47 + 0 ], 0x10, %r43;",
         "atomic": "@%p1 atom.global.sys.release.exch.b32 %r6, [ %rd26 + 0 ], %r7;",
     }
     assert events_in("\n".join(["mov.u32 %r3, %tid.x;", *lines.values()])) == list(lines)
@@ -236,22 +238,26 @@ def test_a_missing_barrier_would_show() -> None:
     assert unordered(["atomic"]) == ["atomic"]
 
 
-def loads_in_flight(sass: str) -> int:
-    """128-bit loads that a thread has issued when it adds for the first time."""
-    events = [match[0] for match in re.finditer(r"\bLDG\.E\.128\b|\bFADD\b|\bSTG\.E\.128\b", sass)]
-    assert "LDG.E.128" in events
-    return events[events.index("LDG.E.128") :].index("FADD")
+def copies_in_flight(sass: str) -> tuple[int, int]:
+    """128-bit copies that a thread has begun when it first waits, and the groups of them that it does not wait for."""
+    begun, waited = re.split(r"\bDEPBAR\.LE SB0, ", sass, maxsplit=1)
+    return begun.count("LDGSTS.E.BYPASS.128"), int(waited[: waited.index(" ")], 16)
 
 
 @grid("dtype, num_ranks", [F32, B16], [2, 4, 8], keep=lambda dtype, num_ranks: num_ranks == (4 if dtype == F32 else 8))
-def test_loads_of_all_ranks_are_under_way_at_once(dtype: torch.dtype, num_ranks: int, tmp_path: Path) -> None:
-    # Eight loads of 16 bytes by 256 threads are 32 KiB for each block.
-    assert loads_in_flight(told_of(build_direct(dtype, "sm_90", num_ranks), tmp_path, "nvdisasm", "-c")) >= 8
+def test_two_tiles_of_all_ranks_are_under_way_at_once(dtype: torch.dtype, num_ranks: int, tmp_path: Path) -> None:
+    compiled = build_direct(dtype, "sm_90", num_ranks)
+    # Sixteen copies of 16 bytes by 256 threads are 64 KiB for each block. A tile is a group of copies for each rank.
+    assert copies_in_flight(told_of(compiled, tmp_path, "nvdisasm", "-c")) == (16, num_ranks)
+    assert compiled.metadata.shared == 64 << 10
+    registers = re.search(r"REG:(\d+)", told_of(compiled, tmp_path, "cuobjdump", "-res-usage"))
+    assert registers is not None
+    assert int(registers[1]) <= 128  # two blocks fit an SM
 
 
-def test_loads_between_additions_are_not_counted() -> None:
-    load, add = "LDG.E.128 R4, desc[UR6][R2.64] ;\n", "FADD R4, R5, R6 ;\n"
-    assert loads_in_flight(add + 3 * load + add + 5 * load + add) == 3
+def test_copies_behind_the_wait_are_not_counted() -> None:
+    copy, wait = "LDGSTS.E.BYPASS.128 [R4], desc[UR6][R2.64], P1 ;\n", "DEPBAR.LE SB0, 0x4 ;\n"
+    assert copies_in_flight(3 * copy + wait + 5 * copy + wait) == (3, 4)
 
 
 @pytest.mark.parametrize("name", SIGNALLING)
