@@ -42,7 +42,6 @@ from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
 from torchring.gradients.agreement import Timing
 from torchring.gradients.plan import ParameterSpec, build_plan
 from torchring.kernels.pack import NOT_FOUND
-from torchring.kernels.signals import signal_bytes
 from torchring.rendezvous.rendezvous import Rendezvous
 
 CPU = torch.device("cpu")
@@ -231,7 +230,7 @@ def test_kernels_know_of_an_abort_before_the_backend_leaves_half_a_sum(accelerat
 def test_waiting_blocks_take_a_share_of_the_gpu(accelerator: FakeAccelerator, processors: int, blocks: int) -> None:
     group = LonelyGroup(0, CPU)
     group.num_processors = processors
-    assert len(Engine("direct", group, accelerator)._pads.parts[0]) == signal_bytes(1, blocks)
+    assert Engine("direct", group, accelerator)._max_blocks == blocks
 
 
 def test_nccl_is_opened_without_threads_that_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -696,7 +696,12 @@ def test_auto_says_what_it_is_and_why(rank: int) -> None:
         assert _choice(rank, apart_text, algorithm=algorithm).startswith(f"TopologyError: {apart_text}")
 
 
-_ONCE = {"_NUM_REPEATS": 1, "_NUM_WARM_UPS": 0, "_NUM_TURNS": 1}  # interpreted kernels take their time
+_ONCE = {
+    "_NUM_REPEATS": 1,
+    "_NUM_WARM_UPS": 0,
+    "_NUM_TURNS": 1,
+    "_PRODUCT_SIDE": 8,
+}  # interpreted kernels take their time
 
 
 @scenario(size=3)
@@ -707,10 +712,15 @@ def test_auto_measures_between_hosts_that_have_several_gpus(rank: int) -> Any:
         model, optimizer = _wrapped()
         _steps(rank, model, optimizer, range(2))
         stats = optimizer.stats()
-    assert stats.reason.startswith("ranks share memory within hosts; measured for buckets of ")
+    assert stats.reason.startswith("ranks share memory within hosts; measured beside matrix products for buckets of ")
     assert "MiB: hierarchical " in stats.reason
     assert "native " in stats.reason
     assert stats.algorithm in ("hierarchical", "native")
+    torchring.shutdown()
+    with device(), mock.patch.multiple(opening, **_ONCE):  # Gloo rounds each of its two sums
+        _, narrow = _wrapped(compression="bf16")
+        why = "ranks share memory within hosts, and the backend's own all-reduce adds 16-bit values in 16 bits"
+        assert (narrow.stats().algorithm, narrow.stats().reason) == ("hierarchical", why)
     return stats.reason, digest(model.parameters())
 
 
@@ -745,6 +755,7 @@ class Measured:
     missing: Exception | None = None
     missing_on: tuple[int, ...] = (0, 1)
     compression: str | None = None
+    unregistered: str = ""
 
 
 _MEASURED = {
@@ -752,7 +763,8 @@ _MEASURED = {
     "direct is faster": Measured("direct", 10, (("direct", 1.0), ("native", 2.0))),
     "no NCCL": Measured("direct", 10, missing=AttributeError("no attribute 'ProcessGroupNCCL'")),
     "no NCCL on one rank": Measured("direct", 10, missing=RuntimeError("Duplicate GPU"), missing_on=(1,)),
-    "16 bits": Measured("direct", 10, compression="bf16"),
+    "16 bits, rounded once": Measured("native", 25, (("direct", 2.0), ("native", 1.0)), compression="bf16"),
+    "plain memory": Measured("native", 25, (("direct", 2.0), ("native", 1.0)), unregistered="NCCL is too old"),
 }
 
 
@@ -768,9 +780,10 @@ def test_auto_measures_what_several_gpus_of_one_host_can_do(name: str, rank: int
         connections.append(backend.size())
         engines.all_reduce(backend, buffer)
 
-    def time_together(world: World, all_reduce: Any, wires: Any) -> float:
-        turns.append((all_reduce.algorithm, sum(wire.buffer.nbytes for wire in wires)))
-        return seconds[all_reduce.algorithm] * real(world, all_reduce, wires) ** 0
+    def time_together(world: World, all_reduce: Any, wires: Any, products: Any) -> float:
+        if wires and products:
+            turns.append((all_reduce.algorithm, sum(wire.buffer.nbytes for wire in wires)))
+        return seconds[all_reduce.algorithm] * real(world, all_reduce, wires, products) ** 0
 
     def fail_after(open_it: Callable[..., object], *args: Any) -> None:
         open_it(*args)  # the fake's connects here, and other ranks wait for this one
@@ -778,8 +791,8 @@ def test_auto_measures_what_several_gpus_of_one_host_can_do(name: str, rank: int
         raise case.missing
 
     with (
-        device() as accelerator,
-        mock.patch.multiple(opening, FEWEST_MEASURED=2, **_ONCE),
+        device(own_devices=True, unregistered=case.unregistered) as accelerator,
+        mock.patch.multiple(opening, **_ONCE),
         mock.patch.object(plan_module, "_FEWEST_SHARING_GPUS", 2),
         mock.patch.object(opening, "_seconds_together", time_together),
         mock.patch.object(opening, "all_reduce", connect),
@@ -794,13 +807,16 @@ def test_auto_measures_what_several_gpus_of_one_host_can_do(name: str, rank: int
         reason = optimizer.stats().reason
         assert optimizer.stats().algorithm == case.algorithm, reason
         assert not any(map(int, accelerator.host_words)), "what was measured was no reduction that was aborted"
+        in_use = [sum(bucket.wire.memory.parts[0].nbytes for bucket in optimizer._sync.layout.buckets[:1])]
+        is_registered = case.algorithm == "native" and not case.unregistered
+        assert accelerator.registered == in_use * is_registered, "neither samples nor what the first step used"
     assert {algorithm for algorithm, _ in turns} == set(seconds)
     assert len({num_bytes for _, num_bytes in turns}) <= 1, "all are given the same wires"
-    assert ("measured for buckets of " in reason) == bool(seconds), reason
+    assert ("measured beside matrix products for buckets of " in reason) == bool(seconds), reason
     assert all(f"{algorithm} " in reason.partition("MiB: ")[2] for algorithm in seconds), reason
-    assert reason.endswith("ms, all with the same buckets") is (case.algorithm == "native"), reason
-    assert connections == [2] * ("native" in seconds), "nobody waits for a rank that has no backend"
-    assert ("16-bit values are added in fp32" in reason) is (case.compression is not None), reason
+    assert ("ms, all with the same buckets" in reason) is (case.algorithm == "native"), reason
+    assert reason.endswith(f"not registered with the backend: {case.unregistered}") is bool(case.unregistered), reason
+    assert bool(connections) is ("native" in seconds), "nobody waits for a rank that has no backend"
     assert ("the backend does not connect" in reason) is (case.missing is not None), reason
     return reason, digest(model.parameters())
 

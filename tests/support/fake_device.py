@@ -155,6 +155,8 @@ class FakeAccelerator:
             not even `hold_current` does it, but whoever touches a wire afterwards, so that the host goes on while the
             device waits for peers. Races are looked for in the first two.
         problem: why memory cannot be shared, if it cannot.
+        own_devices: each rank has its own, so that all-reduces are measured.
+        unregistered: why the backend registers no memory, if it does not.
         memory: "shared"; "apart", where ranks never see what others write to their memory, so that kernels never meet;
             or "lossy", where signals arrive and wires do not.
 
@@ -166,12 +168,23 @@ class FakeAccelerator:
         runs_kernels: False if launches are counted, and nothing else.
     """
 
-    def __init__(self, mode: str = "late", problem: str = "", memory: str = "shared") -> None:
+    def __init__(
+        self,
+        mode: str = "late",
+        problem: str = "",
+        memory: str = "shared",
+        *,
+        own_devices: bool = False,
+        unregistered: str = "",
+    ) -> None:
         assert mode in ("late", "eager", "lazy"), mode
         self.device = torch.device("cpu")
         self.mode = mode
         self.problem = problem
         self.memory = memory
+        self.own_devices = own_devices
+        self.unregistered = unregistered
+        self.registered: list[int] = []  # bytes of blocks
         self.capturing = False
         self.runs_kernels = True
         self.calls: Counter[str] = Counter()
@@ -258,11 +271,16 @@ class FakeAccelerator:
             raise TopologyError(self.problem)
         if host is None or host.size == 1:
             return LonelyGroup(0 if host is None else host.rank, self.device)
-        return _Group(host, self.memory)
+        return _Group(host, self.memory, shares_devices=not self.own_devices)
 
     def open_backend(self, store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Any:
         group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_seconds))
         return FakeBackend(self, group)
+
+    def register(self, rank: int, backend: Any) -> Any:
+        if self.unregistered:
+            raise RuntimeError(self.unregistered)
+        return _RegisteredGroup(rank, self, backend)
 
     # Scenery
 
@@ -389,8 +407,10 @@ class _Group:
     """The ranks of this host and their memory. See `torchring.devices.symmetric_memory.CudaGroup`."""
 
     num_processors = 144
+    is_mapped = True
 
-    def __init__(self, host: HostGroup, memory: str) -> None:
+    def __init__(self, host: HostGroup, memory: str, *, shares_devices: bool) -> None:
+        self.shares_devices = shares_devices
         self.ranks, self.index, self.size = host.ranks, host.index, host.size
         self._host = host
         self._memory = memory
@@ -402,6 +422,29 @@ class _Group:
             return block
         parts = [part if part is block.own else torch.zeros_like(part) for part in block.parts]
         return replace(block, parts=tuple(parts))
+
+    def release(self, block: Any) -> None:
+        pass
+
+
+class _RegisteredGroup(LonelyGroup):
+    """See `torchring.devices.nccl.RegisteredGroup`."""
+
+    is_mapped = True
+
+    def __init__(self, rank: int, accelerator: FakeAccelerator, backend: FakeBackend) -> None:
+        super().__init__(rank, accelerator.device)
+        self._accelerator = accelerator
+        self._backend = backend
+
+    def allocate(self, num_bytes: int) -> Any:
+        block = super().allocate(num_bytes)
+        self._accelerator.registered.append(num_bytes)
+        return block
+
+    def release(self, block: Any) -> None:
+        assert self._backend.is_open
+        self._accelerator.registered.remove(block.parts[0].nbytes)
 
 
 class FakeBackend:
@@ -415,6 +458,7 @@ class FakeBackend:
         self._accelerator = accelerator
         self._group = group
         self._aborted = threading.Event()
+        self.is_open = True
 
     def rank(self) -> int:
         return int(self._group.rank())
@@ -440,9 +484,11 @@ class FakeBackend:
     def abort(self) -> None:
         self._accelerator.calls["abort"] += 1
         self._aborted.set()
+        self.is_open = False
 
     def shutdown(self) -> None:
         self._group.shutdown()
+        self.is_open = False
 
     def _call(self, start: Callable[[], Any], written: torch.Tensor) -> None:
         def run() -> None:

@@ -150,8 +150,8 @@ class DeviceAgreement(Agreement):
     def wait_for_device(self) -> None:
         self._all_reduce.accelerator.synchronize()
         self._take_finished()
+        self._all_reduce.forget_wires([opened.wire for opened in self._opened])
         self._opened = []
-        self._all_reduce.forget_wires()
 
     def _packing(self, plan: BucketPlan, wire: DeviceWire, scale: float) -> DevicePacking:
         packing = DevicePacking(scale, plan, wire.buffer, wire.found, self._world.size, self._all_reduce, self._streams)

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
-from torchring.devices.symmetric_memory import SymmetricGroup, environment, share_memory
+from torchring.devices.nccl import RegisteredGroup
+from torchring.devices.symmetric_memory import LonelyGroup, SymmetricGroup, environment, share_memory
 from torchring.memory.host import HostGroup
 from torchring.rendezvous.rendezvous import Rendezvous
 
@@ -181,3 +182,7 @@ class CudaAccelerator:
         # monitor). Nothing blocks: work in the current stream is not waited for.
         with environment("TORCH_NCCL_BLOCKING_WAIT", "1"):
             return cast(Backend, dist.ProcessGroupNCCL(store, rank, size, options))
+
+    def register(self, rank: int, backend: Backend) -> LonelyGroup:
+        """Memory in which `backend` reduces best. Raises an error if there is none."""
+        return RegisteredGroup(rank, self.device, backend)

@@ -8,6 +8,7 @@ do not reach each other's memory, torch.distributed's backend (NCCL) moves the b
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -57,7 +58,7 @@ class DeviceWire:
     bounds: tuple[int, int]
     report: torch.Tensor
     row: int
-    memory: object = None
+    memory: Any = None
     launches: dict[Hashable, Launch] = field(default_factory=dict)
 
     @cached_property
@@ -82,7 +83,12 @@ class Engine:
         num_slices: number of slices that a buffer is cut into. Rank r has slice r; the ranks beyond have none.
         backend: adds up this rank's slice, between the kernel's two halves: of "native" between all ranks, of
             "hierarchical" between the ranks with the same slice; None on ranks without one.
+
+    Attributes:
+        note: what a user has to know of it, behind a semicolon.
     """
+
+    note = ""
 
     def __init__(
         self,
@@ -94,23 +100,25 @@ class Engine:
     ) -> None:
         self.algorithm = algorithm
         self.backend = backend
-        self._group = group
+        self.group = group
         self.accelerator = accelerator
         self._num_slices = group.size if num_slices is None else num_slices
         # A kernel that waits for other ranks leaves processors to backward.
         self._max_blocks = max(1, min(MAX_BLOCKS, group.num_processors // _WAITING_SHARE))
-        self._pads = group.allocate(signal_bytes(group.size, self._max_blocks))
-        self._signals = _addresses(self._pads.parts, accelerator.device)
+        if group.size > 1:
+            self._pads = group.allocate(signal_bytes(group.size, self._max_blocks))
+            self._signals = _addresses(self._pads.parts, accelerator.device)
         # Pinned host memory: whoever aborts may be on another thread than the one that launches, must not wait for what
         # the device does, and calls nothing of CUDA's. Kernels that wait look at it now and then.
         self._abort_word = accelerator.host_word()
+        self._releasing = threading.Lock()
         accelerator.synchronize()
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[DeviceWire]:
         """Collective: one buffer per (elements, dtype), zeroed."""
-        group = self._group
+        group = self.group
         lengths = [-(-numel * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for numel, dtype in specs]
-        if group.size > 1:  # one mapping for all wires
+        if group.is_mapped:
             block = group.allocate(sum(lengths))
             places = [(block, end - length) for end, length in zip(accumulate(lengths), lengths, strict=True)]
         else:  # a gradient that the script keeps then keeps the memory of its own bucket only
@@ -126,6 +134,13 @@ class Engine:
         self.accelerator.synchronize()
         return wires
 
+    def release(self, wires: Sequence[DeviceWire]) -> None:
+        """Collective: these wires, all that were opened with them, are not reduced any more. The device is idle."""
+        with self._releasing:
+            if not int(self._abort_word):  # else the backend is gone, or about to be
+                for block in {id(wire.memory): wire.memory for wire in wires}.values():
+                    self.group.release(block)
+
     def launch(self, wire: DeviceWire) -> None:
         """Launch what replaces the buffer by the sum over ranks, with the same bits on all ranks. Does not wait."""
         if self.algorithm in ("direct", "ring"):
@@ -138,7 +153,7 @@ class Engine:
 
     def direct(self, wire: DeviceWire, *, gather: bool = True, spread: bool = True) -> None:
         """Launch the kernel: its first half (`gather`: sum own slice), its second half (`spread`), or both."""
-        if self._group.size == 1:
+        if self.group.size == 1:
             return
         launch = wire.launches.get((gather, spread))
         if launch is None:  # a bucket is reduced in the same way in each reduction: Triton looks at arguments once
@@ -160,7 +175,7 @@ class Engine:
 
         A kernel poisons what it leaves unfinished. Behind the backend, that takes a launch where no kernel follows.
         """
-        if self.backend is None or self._group.size > 1:
+        if self.backend is None or self.group.size > 1:
             return None
         return prepare_guard([wire.buffer for wire in wires], self._abort_word)
 
@@ -168,7 +183,8 @@ class Engine:
         """End launched work that waits for other ranks. Its results become NaN. From any thread."""
         self._abort_word.fill_(1)  # before NCCL stops amid a sum: what follows it then finds the word
         if self.backend is not None:
-            abort(self.backend)
+            with self._releasing:
+                abort(self.backend)
 
     def close(self) -> None:
         """The memory goes with the last tensor that views it."""
@@ -177,7 +193,7 @@ class Engine:
 
     def _prepare(self, wire: DeviceWire, *, gather: bool, spread: bool) -> Launch:
         where = wire.addresses, self._signals, wire.buffer
-        ranks: Any = {"rank": self._group.index, "num_ranks": self._group.size}
+        ranks: Any = {"rank": self.group.index, "num_ranks": self.group.size}
         ranks |= {"abort": self._abort_word, "max_blocks": self._max_blocks}
         if self.algorithm == "ring" and gather and spread:
             return prepare_ring(*where, **ranks)

@@ -10,6 +10,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Final, TypeVar
 
 import torch
@@ -28,14 +29,13 @@ from torchring.world import World
 
 _T = TypeVar("_T")
 
-# Among two or three of one host, direct is at least as fast as NCCL for any bucket, by what others have measured: vLLM
-# uses direct's two shots there (vllm-project/vllm#42324).
-FEWEST_MEASURED: Final = 4
 _NUM_SAMPLES: Final = 3  # wires at a time
 _LONGEST_SAMPLE_BYTES: Final = 32 << 20  # what is faster for this size is faster for all larger ones
 _NUM_REPEATS: Final = 4  # of each wire in a turn, so that it counts little that ranks begin at different times
 _NUM_WARM_UPS: Final = 2  # kernels are compiled and NCCL connects in the first
 _NUM_TURNS: Final = 5
+_PRODUCT_SIDE: Final = 4096  # of matrices that are multiplied meanwhile, in 0.2 ms on an H100
+_MOST_PRODUCTS: Final = 50
 _TRIAL_NUMEL: Final = 1024
 _TRIAL_SECONDS: Final = 10.0  # kernels are compiled before, and take some microseconds
 
@@ -45,57 +45,60 @@ def open_on_device(
 ) -> tuple[OnStream, Choice]:
     """Collective: the all-reduce for buckets on a device that works in streams, and why this all-reduce was chosen.
 
-    "auto" is "native" where every host has one rank, or GPUs of a host do not reach each other's memory. On one host it
-    is "direct" for up to 3 GPUs. For more GPUs, torchring measures "direct" against "native"; on several hosts with
-    several GPUs each, "hierarchical" against "native". It measures wires of the sizes in `specs`, and nothing if some
-    have 16 bits, or in PyTorch's deterministic mode, where a run must not differ from the last one. With
-    overlap="inline" the stream that computes waits for each bucket.
+    "auto" is "native" where every host has one rank, or GPUs of a host do not reach each other's memory. On one host,
+    torchring measures "direct" against "native"; on several hosts with several GPUs each, "hierarchical" against
+    "native". It measures wires of the sizes in `specs`, beside matrix products: alone, what takes more processors would
+    always win. "native" is no candidate if it adds 16-bit values of these wires in 16 bits. Nothing is measured between
+    ranks that share a GPU, which NCCL refuses, or in PyTorch's deterministic mode, where a run must not differ from the
+    last one. With overlap="inline" the stream that computes waits for each bucket.
     Raises TopologyError, on all ranks, where the GPUs of some cannot do what `algorithm` takes.
     """
+
+    def opened(name: str) -> OnStream:
+        return _open_engine(world, name, overlap, accelerator)
+
     if algorithm != "auto":
-        return _open_engine(world, algorithm, overlap, accelerator), Choice(algorithm, "asked for")
+        return _chosen(opened(algorithm), "asked for")
     if world.size == len(world.hosts) > 1:
-        why = "every host has one rank, and the backend's own all-reduce knows the network"
-        return _open_engine(world, "native", overlap, accelerator), Choice("native", why)
+        return _chosen(opened("native"), "every host has one rank, and the backend's own all-reduce knows the network")
     ours = "direct" if len(world.hosts) == 1 else "hierarchical"
-    sample = _sample(specs)
-    measures = bool(sample) and (ours == "hierarchical" or world.size >= FEWEST_MEASURED)
-    is_deterministic = measures and internal_collectives_of(world).any_rank(
-        torch.are_deterministic_algorithms_enabled()
-    )
-    measures = measures and not is_deterministic
     try:
-        all_reduce = _open_engine(world, ours, overlap, accelerator)
+        all_reduce = opened(ours)
     except TopologyError as error:  # on all ranks
         try:
-            native = _open_engine(world, "native", overlap, accelerator)
+            native = opened("native")
         except TopologyError as second:
             raise in_step(TopologyError(f"{error.message}; and {second.message}", rank=world.rank)) from error
-        return native, Choice("native", f"{ours} is not to be had: {error.message}")
+        return _chosen(native, f"{ours} is not to be had: {error.message}")
     why = "the GPUs of all ranks reach each other's memory" if ours == "direct" else "ranks share memory within hosts"
-    if is_deterministic:
-        why += "; not measured, because torch.use_deterministic_algorithms(True) asks for the same bits in each run"
-    if not measures:
-        return all_reduce, Choice(ours, why)
-    is_narrow = any(numel and dtype.itemsize == 2 for numel, dtype in specs)
-    if is_narrow:
-        why += ", where 16-bit values are added in fp32 (the backend's own all-reduce adds them in 16 bits)"
-        return all_reduce, Choice(ours, why)
+    if ours == "direct" and all_reduce.engine.group.shares_devices:
+        return _chosen(all_reduce, f"{why}; not measured, because ranks share a GPU")
+    if world.size == 1 or not any(numel for numel, _ in specs):
+        return _chosen(all_reduce, why)
+    if internal_collectives_of(world).any_rank(torch.are_deterministic_algorithms_enabled()):
+        asks = "torch.use_deterministic_algorithms(True) asks for the same bits in each run"
+        return _chosen(all_reduce, f"{why}; not measured, because {asks}")
     try:
-        all_reduces = {ours: all_reduce, "native": _open_engine(world, "native", overlap, accelerator)}
-    except TopologyError:  # NCCL does not connect ranks that share a GPU
-        return all_reduce, Choice(ours, f"{why}, and the backend does not connect")
-    seconds = _measure(world, all_reduces, sample)
-    best = min(all_reduces, key=lambda name: seconds[name])
+        all_reduces = {ours: all_reduce, "native": opened("native")}
+    except TopologyError:
+        return _chosen(all_reduce, f"{why}, and the backend does not connect")
+    seconds = _measure(world, all_reduces, specs)
+    best = min(seconds, key=lambda name: seconds[name])
     for name, other in all_reduces.items():
         if name != best:
             other.close()
-    sizes = ", ".join(dict.fromkeys(f"{numel * dtype.itemsize / 2**20:.3g}" for numel, dtype in sample))
+    if len(seconds) == 1:
+        return _chosen(all_reduce, f"{why}, and the backend's own all-reduce adds 16-bit values in 16 bits")
+    sizes = ", ".join(dict.fromkeys(f"{numel * dtype.itemsize / 2**20:.3g}" for numel, dtype in _sample(specs)))
     times = ", ".join(f"{name} {taken * 1e3:.3g} ms" for name, taken in seconds.items())
-    measured = f"measured for buckets of {sizes} MiB: {times}"
+    measured = f"measured beside matrix products for buckets of {sizes} MiB: {times}"
     if best == "native":  # whose own default is larger than that of direct
         measured += ", all with the same buckets"
-    return all_reduces[best], Choice(best, f"{why}; {measured}")
+    return _chosen(all_reduces[best], f"{why}; {measured}")
+
+
+def _chosen(all_reduce: OnStream, why: str) -> tuple[OnStream, Choice]:
+    return all_reduce, Choice(all_reduce.algorithm, why + all_reduce.engine.note)
 
 
 def _open_engine(world: World, algorithm: str, overlap: str, accelerator: CudaAccelerator) -> OnStream:
@@ -143,6 +146,7 @@ def _tried_on_stream(world: World, engine: Engine, overlap: str) -> OnStream:
             raise TopologyError(f"{engine.algorithm}, tried out, did not come to an end within {seconds:g} s")
         if not torch.equal(wire.buffer.cpu(), torch.stack(inputs).sum(0)):
             raise TopologyError(f"{engine.algorithm}, tried out, gave a wrong sum: GPUs lose data of each other")
+        engine.release([wire])
 
     try:
         (wire,) = _together(world, lambda: all_reduce.open_wires([(_TRIAL_NUMEL, torch.float32)]))
@@ -160,7 +164,11 @@ def _engine(world: World, algorithm: str, accelerator: CudaAccelerator) -> Engin
     """Collective. Raises TopologyError on all ranks if a rank cannot open the engine."""
     if algorithm == "native":
         backend = _backend(world, tuple(range(world.size)), accelerator)
-        return Engine(algorithm, LonelyGroup(world.rank, accelerator.device), accelerator, 1, backend)
+        assert backend is not None
+        group, note = _memory_of(world, backend, accelerator)
+        engine = Engine(algorithm, group, accelerator, 1, backend)
+        engine.note = note
+        return engine
     num_slices = num_columns(world.hosts) if algorithm == "hierarchical" else None
 
     def share() -> Engine:
@@ -207,6 +215,22 @@ def _backend(world: World, ranks: tuple[int, ...] | None, accelerator: CudaAccel
             shut_down(backend)
         raise
     return opened[0] if opened else None
+
+
+def _memory_of(world: World, backend: Backend, accelerator: CudaAccelerator) -> tuple[LonelyGroup, str]:
+    """Collective: memory that `backend` knows; or plain memory, and why."""
+
+    def try_it() -> None:
+        with _alarm(world.timeout_seconds / 2, lambda: abort(backend)):
+            group.release(group.allocate(1))
+
+    try:
+        group = _together(world, lambda: accelerator.register(world.rank, backend))
+        _together(world, try_it)
+    except TopologyError as error:
+        note = f"; its buckets are not registered with the backend: {error.message}"
+        return LonelyGroup(world.rank, accelerator.device), note
+    return group, ""
 
 
 @contextlib.contextmanager
@@ -267,13 +291,16 @@ def _sample(specs: Sequence[tuple[int, torch.dtype]]) -> list[tuple[int, torch.d
 def _measure(
     world: World,
     all_reduces: Mapping[str, OnStream],
-    sample: Sequence[tuple[int, torch.dtype]],
+    specs: Sequence[tuple[int, torch.dtype]],
 ) -> dict[str, float]:
-    """Collective: seconds that each all-reduce takes for the sample. Closes the all-reduces if it fails.
+    """Collective: seconds that each all-reduce takes for the sample, and as many matrix products for each as take about
+    as long as the slowest. Closes the all-reduces if it fails.
 
     They take turns. The result is the median of turns, with the same numbers on all ranks, so that all decide alike.
+    "native" is missing, and then nothing is measured, if it adds 16-bit values in 16 bits.
     """
     limit = world.timeout_seconds / 2
+    native = all_reduces["native"]
     seconds: dict[str, list[float]] = {name: [] for name in all_reduces}
 
     def give_up() -> None:
@@ -282,30 +309,72 @@ def _measure(
             all_reduce.fail(PeerTimeoutError(text, rank=world.rank, seconds=limit))
 
     try:
-        wires = {name: [*all_reduce.open_wires(sample)] * _NUM_REPEATS for name, all_reduce in all_reduces.items()}
         with _alarm(limit, give_up):
-            for _ in range(_NUM_WARM_UPS + _NUM_TURNS):
-                for name, all_reduce in all_reduces.items():
-                    seconds[name].append(_seconds_together(world, all_reduce, wires[name]))
-        for all_reduce in all_reduces.values():
+            if not _adds_in_fp32(world, native, specs):
+                return {name: 0.0 for name in all_reduces if name != "native"}
+            wires = {name: all_reduce.open_wires(_sample(specs)) for name, all_reduce in all_reduces.items()}
+            factor = torch.ones(_PRODUCT_SIDE, _PRODUCT_SIDE, dtype=torch.bfloat16, device=native.accelerator.device)
+            product = partial(torch.mm, factor, factor, out=torch.empty_like(factor))
+
+            def turn(name: str, num_products: int, repeats: int = _NUM_REPEATS) -> float:
+                return _seconds_together(world, all_reduces[name], [*wires[name]] * repeats, [product] * num_products)
+
+            for _ in range(1 + _NUM_WARM_UPS):
+                share = max(turn(name, 0) for name in all_reduces) / turn("native", 1, 0)
+            num_products = min(max(round(share), 1), _MOST_PRODUCTS)
+            for _ in range(_NUM_TURNS):
+                for name in all_reduces:
+                    seconds[name].append(turn(name, num_products))
+        for name, all_reduce in all_reduces.items():
             all_reduce.check()
+            all_reduce.settle()
+            all_reduce.engine.release(wires[name])
     except BaseException:
         for all_reduce in all_reduces.values():
             all_reduce.close()
         raise
-    for all_reduce in all_reduces.values():
-        all_reduce.settle()
-    return {name: statistics.median(taken[_NUM_WARM_UPS:]) / _NUM_REPEATS for name, taken in seconds.items()}
+    return {name: statistics.median(taken) / _NUM_REPEATS for name, taken in seconds.items()}
 
 
-def _seconds_together(world: World, all_reduce: OnStream, wires: Sequence[DeviceWire]) -> float:
-    """Collective: seconds to reduce all these wires, started at once, on the slowest rank."""
+def _seconds_together(
+    world: World, all_reduce: OnStream, wires: Sequence[DeviceWire], products: Sequence[Callable[[], object]]
+) -> float:
+    """Collective: seconds to reduce all these wires beside the products, started at once, on the slowest rank."""
     collectives = internal_collectives_of(world)
     collectives.barrier()
     started = time.perf_counter()
+    for multiply in products:
+        multiply()
     for wire in wires:
         all_reduce.start(wire)
     all_reduce.wait()
     all_reduce.accelerator.synchronize()
     taken = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device="cpu")
     return float(collectives.all_reduce(taken, "max"))
+
+
+def _adds_in_fp32(world: World, native: OnStream, specs: Sequence[tuple[int, torch.dtype]]) -> bool:
+    """Collective: whether NCCL rounds the sum of 16-bit values once, for all sizes in `specs`.
+
+    It chooses by size, link and release how it adds, and does not tell. Its symmetric kernels and switches add in fp32,
+    its rings and trees in 16 bits. There a large value loses the ones that are added to it one by one. In some elements
+    the large value comes first, in whatever order the ranks' values are added.
+    """
+    size, backend = world.size, native.engine.backend
+    assert backend is not None
+    is_right = True
+    for dtype in dict.fromkeys(dtype for _, dtype in specs if dtype.itemsize == 2):
+        numels = sorted({numel for numel, each in specs if each == dtype and numel})
+        wires = native.open_wires([(max(numels, default=1), dtype)])
+        large = 2 / torch.finfo(dtype).eps
+        right = torch.tensor(large + size - 1, dtype=dtype, device="cpu").item()
+        for numel in numels:
+            buffer = wires[0].buffer[:numel]
+            buffer.fill_(1)[world.rank :: size] = large
+            native.stream.follow()
+            native.stream.run(lambda buffer=buffer: all_reduce(backend, buffer))  # type: ignore[misc]
+            native.stream.mark().hold_current()
+            is_right &= bool((buffer == right).all())
+        native.check()
+        native.engine.release(wires)
+    return not internal_collectives_of(world).any_rank(not is_right)

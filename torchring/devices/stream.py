@@ -179,9 +179,10 @@ class OnStream:
         self.hold_for_earlier()
         self.take_fetched()
 
-    def forget_wires(self) -> None:
-        """The device has finished all reductions, whose wires are about to be replaced."""
+    def forget_wires(self, wires: Sequence[DeviceWire]) -> None:
+        """Collective: the device has finished all reductions, of these wires, which are about to be replaced."""
         self.reports, self._guarded, self._guard = [], [], None
+        self.engine.release(wires)
 
     def give_back(self, fetched: Sequence[torch.Tensor]) -> None:
         """These copies have come, and are not looked at any more."""

@@ -49,6 +49,8 @@ class CudaGroup:
     Attributes:
         ranks: their world ranks, ascending.
         index: position of this rank in `ranks`.
+        is_mapped: other ranks map the memory. Mapping takes long, so wires that are opened together share it.
+        shares_devices: several of the ranks use the same GPU.
 
     Args:
         name: equal on all ranks; never used before in any of their processes.
@@ -56,6 +58,8 @@ class CudaGroup:
         is_isolated: several ranks see different GPUs under the same number, as CUDA_VISIBLE_DEVICES arranges.
             PyTorch takes such GPUs for one GPU, and refuses unless it is told that ranks may share a GPU.
     """
+
+    is_mapped = True
 
     def __init__(
         self,
@@ -69,6 +73,7 @@ class CudaGroup:
     ) -> None:
         self.ranks, self.index = host.ranks, host.index
         self.num_processors = num_processors
+        self.shares_devices = False
         # As PyTorch looks at them in an allocation. What the user has set stays. Nobody uses multicast addresses, and
         # setting them up fails, or hangs, on some machines (pytorch#195596).
         self._environment = {NO_MULTICAST: "1"} | ({OVERLAPPING_DEVICES: "1"} if is_isolated else {})
@@ -117,6 +122,9 @@ class CudaGroup:
             ]
         return CudaBlock([part[:num_bytes] for part in parts], handle)
 
+    def release(self, block: CudaBlock) -> None:
+        """See `LonelyGroup`. The mapping goes with the block."""
+
     def _raise_together(self, problem: str, num_bytes: int) -> None:
         """Collective: raise if a rank has a problem. The others would wait for it in symmetric memory's rendezvous."""
         key = f"{self._name}/allocation {self._num_allocations}"
@@ -133,6 +141,8 @@ class LonelyGroup:
 
     index = 0
     size = 1
+    is_mapped = False
+    shares_devices = False
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self.ranks: tuple[int, ...] = (rank,)
@@ -141,6 +151,9 @@ class LonelyGroup:
 
     def allocate(self, num_bytes: int) -> CudaBlock:
         return CudaBlock([torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)])
+
+    def release(self, block: CudaBlock) -> None:
+        """Nothing is reduced in the memory any more. Tensors may still view it."""
 
 
 SymmetricGroup: TypeAlias = CudaGroup | LonelyGroup
@@ -174,6 +187,7 @@ def share_memory(host: HostGroup | None, rendezvous: Rendezvous | None, device: 
                 *(host, rendezvous, device, cards[host.ranks[0]]["name"], least),
                 is_isolated=is_isolated,
             )
+            group.shares_devices = len(users) < len(cards)
             group.allocate(16)  # raises if the memory cannot be mapped
         except Exception as error:  # whatever goes wrong in alpha software, NCCL is still to be had
             problem = f"symmetric memory is not to be had: {error}"
