@@ -29,7 +29,6 @@ from tests.elastic.test_elastic import (
     train_worker,
 )
 from tests.support.elastic_job import ElasticJob, note
-from torchring.elastic.worker import shares
 from torchring.elastic.worker.checkpoint import newest
 from torchring.sharding import checkpoint, exchange, step
 
@@ -91,7 +90,7 @@ def _patch(points: list[str]) -> None:
     before(exchange.Exchange, "spread", "in the step")
     before(exchange, "_copy_to_peers", "in the exchange")
     before(checkpoint, "gather_state", "while state is gathered")
-    before(shares, "deal_out", "while state is dealt out")
+    before(checkpoint, "load_state", "while state is dealt out")
 
 
 def train_sharded(kind: Kind, points: list[str], **options: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torchring.collectives.service import collectives_of
 from torchring.errors import RingError
-from torchring.sharding.checkpoint import gather_state, load_state
+from torchring.sharding import checkpoint
 from torchring.sharding.optimizer import ShardedOptimizer, release, shards_of
 from torchring.world import World
 
@@ -52,7 +52,7 @@ class Shares:
             for name, optimizer in self.sharded.items():
                 whole = self._whole[name] if world.rank == src else None
                 if (shards := shards_of(optimizer, "dealing out")) is not None:
-                    load_state(shards, whole, src)
+                    checkpoint.load_state(shards, whole, src)
             collectives_of(world).barrier()  # until then, rank `src` may have to do this once more
         self._whole = {}
 
@@ -62,8 +62,8 @@ class Shares:
             return
         try:
             for name, optimizer in self.sharded.items():
-                shards = shards_of(optimizer, "gathering")
-                if shards is not None and (whole := gather_state(shards, keeps=world.rank == heir)) is not None:
+                shards, keeps = shards_of(optimizer, "gathering"), world.rank == heir
+                if shards is not None and (whole := checkpoint.gather_state(shards, keeps=keeps)) is not None:
                     self._whole[name] = whole
         except RingError as error:  # a rank is lost meanwhile
             self._whole = {}
