@@ -163,7 +163,7 @@ def test_a_rival_that_reduces_wrongly_ends_the_run(rank: int, monkeypatch: pytes
     assert checked == ["direct", "native", "tensor", "torchring.horovod", "gloo"]
 
 
-def test_weights_that_differ_end_the_run() -> None:
+def test_weights_that_differ_and_bytes_that_no_algorithm_sends_end_the_run() -> None:
     """By the bound of each rival, as a share of the way that torchring's have come."""
 
     def trainers(**distances: float) -> dict[str, step.Trainer]:
@@ -183,9 +183,6 @@ def test_weights_that_differ_end_the_run() -> None:
     for rival, by in (("ddp", 0.01), ("torchring_bf16", 0.03), ("ddp_fp16", -0.03), ("ddp", float("nan"))):
         with pytest.raises(SystemExit, match=f"the weights of {rival.replace('_', ' ')} differ"):
             network.check_weights(trainers(**near | {rival: by}), start)
-
-
-def test_bytes_that_no_algorithm_sends_end_the_run() -> None:
     megabytes = {"torchring": 100, "ddp": 150, "ddp fp16": 75, "alone": 0}
     sent = {rival: each << 20 for rival, each in megabytes.items()}
     row = {"layout": "2x2", "bytes": 100 << 20, "stats": {"torchring": {"algorithm": "hierarchical"}}}
@@ -193,9 +190,6 @@ def test_bytes_that_no_algorithm_sends_end_the_run() -> None:
     for rival, wrong in (("torchring", 120), ("ddp", 100), ("ddp fp16", 150), ("alone", 1)):
         with pytest.raises(SystemExit, match=f"a step of {rival} sent {wrong << 20} bytes"):
             network.check_bytes(row | {"link_bytes": sent | {rival: wrong << 20}})
-
-
-def test_a_rival_on_the_gpu_that_does_nothing_is_wrong() -> None:
     outputs, expected = [torch.ones(3), torch.ones(2)], [torch.ones(3), torch.ones(2)]
     assert Rival(lambda: [output.fill_(1.0) for output in outputs], outputs, expected).is_right()
     assert not Rival(lambda: outputs[0].fill_(1.0), outputs, expected).is_right()

@@ -112,11 +112,7 @@ def test_hosts_are_apart_from_this_machine(network: Network) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listening:  # loopback works on a host
             socket.create_connection(listening.getsockname(), timeout=2).close()
 
-
-@needs_hosts
-def test_abstract_sockets_stay_on_their_host(network: Network) -> None:
-    """So ranks of different hosts share no memory."""
-
+    # So ranks of different hosts share no memory.
     def socket_on(host: int) -> socket.socket:
         with inside(network.name(host)):
             return socket.socket(socket.AF_UNIX)
@@ -244,11 +240,8 @@ def test_the_next_network_removes_what_a_killed_process_left() -> None:
 # ---- ranks on them: tests/support/netns.py
 
 
-def test_hosts_of() -> None:
+def test_hosts_of(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hosts_of((2, 1, 3)) == [(0, 1), (2,), (3, 4, 5)]
-
-
-def test_where_namespaces_are_expected_their_tests_do_not_skip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.support.netns.why_unavailable", lambda: "no")
     monkeypatch.setenv(EXPECT, "1")
     assert why_skipped() is None

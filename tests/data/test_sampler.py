@@ -171,9 +171,6 @@ def test_a_look_inside_a_loop_changes_nothing() -> None:
         if number == 2:
             break
     assert [batch.tolist() for batch in loader] == [[6, 7], [8, 9], [10, 11]]  # the rest
-
-
-def test_a_rank_without_a_share_and_a_loop_that_holds_batches_ahead() -> None:
     sampler = Sampler(range(5), shuffle=False, global_batch=3, rank=2, size=3)
     batches = list(sampler)
     assert batches == [[2], [3]]

@@ -353,24 +353,21 @@ def test_the_check_of_links_can_fail() -> None:
     assert target_of(page, "background/security.md#what-is-trusted") is None
 
 
-def test_included_files_exist() -> None:
+def test_files_that_pages_name_and_include_exist() -> None:
     found = [(page.name, *item) for page in PAGES for item in included(page)]
     assert len(found) >= 5
     for _, file, name in found:
         text = (ROOT / file).read_text()
         assert not name or text.count(f"--8<-- [start:{name}]") == text.count(f"--8<-- [end:{name}]") == 1
+    pattern = re.compile(r"(torchring|kernels|bench|tests|examples|docs)/[\w./-]*")
+    named = {span for page in PAGES for span in code_spans(page.read_text()) if pattern.fullmatch(span)}
+    assert len(named) > 15
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
 def test_every_page_is_in_the_navigation() -> None:
     listed = re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in PAGES if DOCS in page.parents)
-
-
-def test_files_that_pages_name_exist() -> None:
-    pattern = re.compile(r"(torchring|kernels|bench|tests|examples|docs)/[\w./-]*")
-    named = {span for page in PAGES for span in code_spans(page.read_text()) if pattern.fullmatch(span)}
-    assert len(named) > 15
-    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
 def test_the_way_of_a_gradient_names_at_most_ten_files() -> None:

@@ -393,9 +393,17 @@ DOCTOR = [sys.executable, "-m", "torchring", "doctor"]
 
 
 def test_a_process_that_hangs_before_it_is_a_rank(tmp_path: Path) -> None:
-    """It is named, and neither it nor the launcher outlives the command."""
-    hang = "import os, time\nif os.environ.get('RANK') == '1':\n"
-    hang += f"    open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n    time.sleep(60)\n"
+    """It is named, and neither it nor the launcher outlives the command. It hangs until rank 0 has said so."""
+    hang = f"""
+import atexit, os, pathlib, time
+over, rank = pathlib.Path({str(tmp_path / "over")!r}), os.environ.get("RANK")
+if rank == "0":
+    atexit.register(over.touch)
+elif rank == "1":
+    over.with_name("pid").write_text(str(os.getpid()))
+    while not over.exists():
+        time.sleep(0.1)
+"""
     (tmp_path / "sitecustomize.py").write_text(hang)
     ran = run_doctor([*DOCTOR, "--timeout", "0.5"], PYTHONPATH=str(tmp_path))
     assert ran.returncode == 1, ran.stderr

@@ -47,7 +47,7 @@ class _Gate:
         return OrderedDict, ()
 
 
-def test_checkpoints_are_files_of_torch_save(tmp_path: Path) -> None:
+def test_checkpoints_are_files_of_torch_save_with_checksums(tmp_path: Path) -> None:
     directory = tmp_path / "made" / "here"
     writer = CheckpointWriter(directory)
     assert newest(directory) is None
@@ -61,6 +61,13 @@ def test_checkpoints_are_files_of_torch_save(tmp_path: Path) -> None:
     for read in (state, torch.load(writer.newest), torch.load(writer.newest, mmap=True)):
         assert_bitwise(read.pop("weights"), torch.full((8,), 123.0))
         assert read == {"numbers": [123, "text", 0.5], "nested": {7: (True, None)}}
+    torch.serialization.set_crc32_options(False)
+    try:
+        CheckpointWriter(tmp_path).write_now(1, _state(1))
+        assert not torch.serialization.get_crc32_options()
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert (newest(tmp_path) or (0,))[0] == 1
 
 
 def test_old_checkpoints_are_removed_and_newer_ones_stay(tmp_path: Path) -> None:
@@ -243,16 +250,6 @@ def test_only_regular_files_are_read(
     CheckpointWriter(tmp_path)
     assert (newest(tmp_path) or (0,))[0] == newest_step(tmp_path) == 1
     assert caplog.messages[0].startswith(f"the checkpoint {tmp_path}/step-999999999.pt is skipped: ")
-
-
-def test_checksums_are_there_if_the_script_has_turned_them_off(tmp_path: Path) -> None:
-    torch.serialization.set_crc32_options(False)
-    try:
-        CheckpointWriter(tmp_path).write_now(1, _state(1))
-        assert not torch.serialization.get_crc32_options()
-    finally:
-        torch.serialization.set_crc32_options(True)
-    assert (newest(tmp_path) or (0,))[0] == 1
 
 
 def test_state_that_could_not_be_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -798,19 +798,19 @@ me, folder = Invitation.decode(os.environ[INVITATION]), pathlib.Path(sys.argv[1]
 store = TCPStore(me.addresses[0], me.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
 store = signed(store, me.secret)
 print("worker", me.worker, "starts")
-generation, count, state, is_over = 0, 0, "meeting", False
+generation, count, steps, state, is_over = 0, 0, 0, "meeting", False
 while not is_over:
     is_over = state == "finished"
-    count += 1
-    store.set(card_key(me.worker), Card(state, generation, count=count, steps=count, made=count).encode())
+    count, steps = count + 1, steps + (state == "running")
+    store.set(card_key(me.worker), Card(state, generation, count=count, steps=steps, made=steps).encode())
     time.sleep(0.02)
     orders = Orders.decode(store.get(ORDERS))
     if state == "meeting" and orders.generation > generation and me.worker in orders.workers:
         generation, state = orders.generation, "running"
-        facts = {"pid": os.getpid(), "generation": generation, "size": len(orders.workers)}
-        path = folder / f".{me.worker}"
+        facts = {"pid": os.getpid(), "size": len(orders.workers)}
+        path = folder / f".{me.worker}.{generation}"
         path.write_text(json.dumps({**facts, "environ": dict(os.environ)}))
-        path.rename(folder / str(me.worker))
+        path.rename(folder / f"{me.worker}.{generation}")
     elif state == "running" and generation in (orders.broken, orders.call):
         state = "meeting"
     elif state == "running" and (folder / "finish").exists():
@@ -846,21 +846,21 @@ class Launched:
         }
         self.process = commands.start(command, {**os.environ, **inherited}, folder)
 
-    def facts(self) -> dict[int, dict[str, Any]]:
-        """What each worker has said last."""
-        return {int(file.name): json.loads(file.read_text()) for file in self.folder.glob("[0-9]*")}
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """What workers have said, by worker and generation."""
+        return {file.name: json.loads(file.read_text()) for file in self.folder.glob("[0-9]*")}
 
     def wait_for(self, generation: int, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Until exactly these workers run in the generation."""
-        expected = dict.fromkeys(ranks, (generation, len(ranks)))
+        """Until exactly these workers have run in the generation. What they have said."""
 
-        def there() -> bool:
+        def is_there() -> bool:
             assert self.process.poll() is None, self.process.communicate()
-            now = {worker: (fact["generation"], fact["size"]) for worker, fact in self.facts().items()}
-            return expected.items() <= now.items()
+            return {*self.folder.glob(f"[0-9]*.{generation}")} == {
+                self.folder / f"{rank}.{generation}" for rank in ranks
+            }
 
-        wait_until(there, f"generation {generation} of {ranks}")
-        return self.facts()
+        wait_until(is_there, f"generation {generation} of {ranks}")
+        return {rank: self.facts()[f"{rank}.{generation}"] for rank in ranks}
 
     def close(self) -> None:
         for fact in self.facts().values():
@@ -911,9 +911,9 @@ import json, os, pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, lambda number, _: (told.touch(), sys.exit(0)))
 slot = os.environ["LOCAL_RANK"]
 told = pathlib.Path(sys.argv[1], f"told{slot}")
-path = pathlib.Path(sys.argv[1], f".{slot}")
+path = pathlib.Path(sys.argv[1], f".{slot}.1")
 path.write_text(json.dumps({"pid": os.getpid()}))
-path.rename(path.with_name(slot))
+path.rename(path.with_name(f"{slot}.1"))
 time.sleep(60)
 """
 

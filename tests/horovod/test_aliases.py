@@ -72,9 +72,6 @@ def test_the_same_modules_under_two_names(installed: None) -> None:
     assert import_module("horovod.common.elastic").ObjectState is torchring.horovod.elastic.state.ObjectState
     assert import_module("horovod").torch is torchring.horovod
     assert exceptions.__spec__.name == exceptions.__name__ == "torchring.horovod.exceptions"
-
-
-def test_run_is_there_under_both_of_its_names(installed: None) -> None:
     from torchring.horovod.runner import run
 
     horovod, runner = import_module("horovod"), import_module("horovod.runner")

@@ -414,7 +414,7 @@ def test_process_sets(rank: int, world_size: int, shares_memory: bool) -> None:
 
 
 @ranks(2)
-def test_init_and_shutdown_any_number_of_times(rank: int, world_size: int) -> None:
+def test_init_and_shutdown_any_number_of_times_with_settings_that_differ(rank: int, world_size: int) -> None:
     for turn in range(5):
         hvd.init()
         hvd.init()  # changes nothing
@@ -426,6 +426,12 @@ def test_init_and_shutdown_any_number_of_times(rank: int, world_size: int) -> No
         hvd.shutdown()
         assert not hvd.is_initialized()
         assert hvd.global_process_set.ranks == []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOROVOD_FUSION_THRESHOLD", str(rank * 100_000))
+        hvd.init()
+        handles = [hvd.allreduce_async(torch.ones(9000), op=hvd.Sum, name=f"tensor{i}") for i in range(4)]
+        assert [hvd.synchronize(handle)[0].item() for handle in handles] == [world_size] * 4
+        hvd.shutdown()
 
 
 @ranks(2)
@@ -461,16 +467,6 @@ def test_a_stall_ends_after_the_time_that_was_set(rank: int) -> None:
         hvd.allreduce(torch.ones(1), name=f"of rank {rank}")
     text = str(caught.value)
     assert re.search(r"'allreduce.of rank (0|1)' has waited [0-9.]+ s for rank (?!\1)", text), text
-
-
-@ranks(2)
-def test_ranks_may_have_different_settings(rank: int, world_size: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOROVOD_FUSION_THRESHOLD", str(rank * 100_000))
-        hvd.init()
-        handles = [hvd.allreduce_async(torch.ones(9000), op=hvd.Sum, name=f"tensor{i}") for i in range(4)]
-        assert [hvd.synchronize(handle)[0].item() for handle in handles] == [world_size] * 4
-        hvd.shutdown()
 
 
 @ranks(2, start=run_ranks, deadline=40.0, env={"HOROVOD_CYCLE_TIME": "100"})

@@ -70,7 +70,7 @@ def test_a_restored_state_trains_on_as_from_the_commit(world: World) -> None:
         assert all(map(torch.equal, trained(3, model, optimizer), expected))
 
 
-def test_a_commit_keeps_values_as_they_were(world: World) -> None:
+def test_a_commit_keeps_values_as_they_were_and_an_assigned_model(world: World) -> None:
     state = elastic.ObjectState(losses=[1.0], lines=(line for line in "ab"))  # a generator cannot be copied
     state.losses.append(2.0)
     state.save()
@@ -82,9 +82,6 @@ def test_a_commit_keeps_values_as_they_were(world: World) -> None:
     state.losses.append(4.0)
     state.restore()
     assert state.losses == [1.0, 2.0]
-
-
-def test_a_new_model_is_saved_when_it_is_assigned(world: World) -> None:
     state = elastic.TorchState(torch.nn.Linear(1, 1), spare=None)
     replacement = torch.nn.Linear(2, 1)
     expected = replacement.weight.detach().clone()
@@ -96,7 +93,7 @@ def test_a_new_model_is_saved_when_it_is_assigned(world: World) -> None:
     assert state.optimizer is state.spare is None
 
 
-def test_synchronised_values_are_committed(world: World) -> None:
+def test_sync_sends_what_rank_0_has_not_committed_and_commits_it(world: World) -> None:
     state = elastic.TorchState(torch.nn.Linear(1, 1), epoch=3, names=["mine"])
     world.broadcast = lambda mine: {**mine, "epoch": 8, "names": ["theirs"]}
     state.epoch = 4
@@ -108,10 +105,7 @@ def test_synchronised_values_are_committed(world: World) -> None:
     assert (state.epoch, state.names) == (8, ["theirs"])
     assert state.model.bias.item() != 5.0
     assert world.calls == ["broadcast_parameters"]
-
-
-def test_uncommitted_values_of_rank_0_reach_the_others(world: World) -> None:
-    """Horovod sends those of the last commit, beside a model that is ahead of them."""
+    # Horovod sends those of the last commit, beside a model that is ahead of them.
     said = []
     state = elastic.ObjectState(batch=0)
     world.broadcast = lambda mine: said.append(mine) or mine
@@ -149,7 +143,7 @@ def test_values_of_types_of_your_own(world: World) -> None:
     assert state.counter.value == 10
 
 
-def test_hosts_updated_is_raised_once_and_says_whether_all_have_the_state(world: World) -> None:
+def test_hosts_updated_is_raised_once_and_as_rank_0_was_told(world: World) -> None:
     state = elastic.ObjectState()
     state.on_hosts_updated(1.0, states.REMOVED)
     with pytest.raises(elastic.HostsUpdatedInterrupt) as removed:
@@ -163,9 +157,6 @@ def test_hosts_updated_is_raised_once_and_says_whether_all_have_the_state(world:
     assert both.value.skip_sync is False
     state.on_hosts_updated(3.0, states.ADDED)  # old news
     state.check_host_updates()
-
-
-def test_what_rank_0_was_told_counts(world: World) -> None:
     state = elastic.ObjectState()
     world.broadcast = lambda mine: (0, 5.0, states.ADDED)
     with pytest.raises(elastic.HostsUpdatedInterrupt):
@@ -264,7 +255,7 @@ def shared_out(world: World, size: int, **options: Any) -> list[elastic.ElasticS
     return samplers
 
 
-def test_samples_that_are_left_are_shared_out_anew(world: World) -> None:
+def test_samples_that_are_left_are_shared_out_anew_and_shuffled_alike(world: World) -> None:
     first, second = shared_out(world, 2, shuffle=False)
     assert [list(first), list(second)] == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
     first.record_batch(0, 2)
@@ -278,9 +269,6 @@ def test_samples_that_are_left_are_shared_out_anew(world: World) -> None:
         for world.rank, other in enumerate(others):
             other.load_state_dict({"epoch": 0, "processed_num": done})
         assert [list(other) for other in others] == [left] * 3
-
-
-def test_all_ranks_shuffle_alike_and_each_epoch_anew(world: World) -> None:
     first, second = shared_out(world, 2, seed=3)
     epoch = [*first, *second]
     assert sorted(epoch) == list(range(10))

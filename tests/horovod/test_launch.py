@@ -38,12 +38,6 @@ ROOT = Path(__file__).resolve().parents[2]
 # ---- settings
 
 
-def test_without_variables_the_settings_are_horovods() -> None:
-    assert read_settings({"PATH": "/bin"}) == Settings()
-    assert Settings().fusion_threshold_bytes == 134217728
-    assert (Settings().cycle_seconds, Settings().stall_warning_seconds) == (0.001, 60)
-
-
 def test_each_variable_reaches_its_setting() -> None:
     environ = {
         "HOROVOD_FUSION_THRESHOLD": "0",
@@ -66,6 +60,9 @@ def test_each_variable_reaches_its_setting() -> None:
         assert len(changed) == 1, key
     assert read_settings(dict.fromkeys(environ, " ")) == Settings()
     assert read_settings({"HOROVOD_TIMELINE": "dynamic"}).timeline == settings.DYNAMIC_TIMELINE
+    assert read_settings({"PATH": "/bin"}) == Settings()
+    assert Settings().fusion_threshold_bytes == 134217728
+    assert (Settings().cycle_seconds, Settings().stall_warning_seconds) == (0.001, 60)
 
 
 @pytest.mark.parametrize(
@@ -110,12 +107,9 @@ def test_exceptions_travel() -> None:
 # ---- horovodrun's command line
 
 
-def test_ssh_gets_its_options() -> None:
+def test_ssh_gets_its_options_and_other_hosts_get_horovods_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     (job,) = launcher_module._agents([Host("192.0.2.1", 1)], ["train.py"], {}, OutputOptions(), ["-p", "22"])
     assert job.command[:6] == ["ssh", "-o", "BatchMode=yes", "-p", "22", "192.0.2.1"]
-
-
-def test_other_hosts_get_horovods_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "5")
     monkeypatch.setenv("TORCHRING_TEST", "not for them")
     forwarded = jobs._forwarded({"HOROVOD_TIMELINE": "t"})
@@ -125,16 +119,14 @@ def test_other_hosts_get_horovods_variables(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_script_that_is_not_edited(tmp_path: Path) -> None:
-    code = "import json, os, horovod.common.exceptions as e\n"
-    code += "print(json.dumps([int(os.environ['RANK']), e.__name__, os.environ['HOROVOD_CYCLE_TIME']]) + '\\n', end='')"
+    code = "import os, horovod.common.exceptions as e\n"
+    code += "print(os.environ['RANK'], e.__name__, os.environ['HOROVOD_CYCLE_TIME'])"
     (tmp_path / "train.py").write_text(code)
-    command = [sys.executable, "-m", "torchring", "run", "--horovod", "-np", "2", "--cycle-time-ms", "2"]
+    command = [sys.executable, "-m", "torchring", "run", "--horovod", "-np", "1", "--cycle-time-ms", "2"]
     ran = subprocess.run(
         [*command, "python", "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=patient(100)
     )
-    assert ran.returncode == 0, ran.stderr
-    said = sorted(map(json.loads, ran.stdout.splitlines()))
-    assert said == [[rank, "torchring.horovod.exceptions", "2"] for rank in (0, 1)]
+    assert (ran.returncode, ran.stdout) == (0, "0 torchring.horovod.exceptions 2\n"), ran.stderr
 
 
 # ---- run(func)
@@ -367,9 +359,6 @@ def test_ranks_that_do_not_meet_say_why(server: http.server.ThreadingHTTPServer)
     for rank in (0, 1):
         with pytest.raises(TopologyError, match=rf"rank {rank} on .* key-value server at 127.0.0.1:{port} .*refused"):
             open_store(read_environment(worker(rank, 2, port)), 0.3)
-
-
-def test_something_else_at_the_servers_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def greet() -> None:

@@ -186,16 +186,13 @@ def test_lists_of_hosts_and_host_files(parse: Any, text: str, expected: Any) -> 
         assert parse(text) == expected
 
 
-def test_hosts_are_filled_in_order() -> None:
+def test_hosts_are_filled_in_order_and_this_host_has_many_names() -> None:
     hosts = [Host("a", 2), Host("b", 2), Host("a", 1), Host("c", 4)]
     assert share_out(hosts, None) == [Host("a", 3), Host("b", 2), Host("c", 4)]
     assert share_out(hosts, 4) == [Host("a", 3), Host("b", 1)]
     assert share_out(hosts, 1) == [Host("a", 1)]
     with pytest.raises(LaunchError, match="-np 10 is more than the 9 slots of a:3, b:2, c:4"):
         share_out(hosts, 10)
-
-
-def test_names_of_this_host() -> None:
     assert all(map(is_here, ("localhost", "127.0.0.1", "[::1]", socket.gethostname())))
     assert not any(map(is_here, ("192.0.2.1", "torchring.invalid", "someone@localhost", "[2001:db8::1]")))
     names = run_module.as_this_host([Host("far", 1), Host("localhost", 2), Host("127.0.0.1", 3)])
@@ -290,7 +287,7 @@ def test_a_reaper_that_gets_no_heartbeat_ends_its_command(beats: bool, monkeypat
     """As behind a line that is cut: the pipe is not closed."""
     monkeypatch.setattr(run_module, "HEARTBEAT_SECONDS", 0.1 if beats else 100.0)
     reaper = [sys.executable, "-I", str(REAPER), "0", "--silence", "1"]
-    job = run_module.HostJob("host", [*reaper, "sleep", "3" if beats else "60"], os.environ, is_remote=True)
+    job = run_module.HostJob("host", [*reaper, "sleep", "2" if beats else "60"], os.environ, is_remote=True)
     assert run_module._supervise([job], None) == (0 if beats else 128 + signal.SIGTERM)
 
 
@@ -331,26 +328,29 @@ def test_a_host_that_ssh_does_not_know(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "number"),
+    ("hosts", "number", "code"),
     [
-        (["-H", "localhost,far", "--launcher", "ssh"], signal.SIGTERM),
-        pytest.param(["-H", "localhost,far", "--launcher", "ssh"], signal.SIGKILL, marks=pytest.mark.grid),
-        (["-np", "2"], signal.SIGKILL),
+        (["-H", "localhost,far", "--launcher", "ssh"], signal.SIGTERM, 143),
+        (["-np", "2"], signal.SIGINT, 130),
+        (["-np", "2"], signal.SIGKILL, -signal.SIGKILL),
     ],
     ids=str,
 )
-def test_nothing_outlives_the_launcher(hosts: list[str], number: signal.Signals, cluster: Cluster) -> None:
+def test_nothing_outlives_the_launcher(hosts: list[str], number: signal.Signals, code: int, cluster: Cluster) -> None:
+    """The signal goes to the launcher alone, as from a scheduler; a terminal would send Ctrl-C to the ranks as well."""
     process = cluster.start(*hosts, "script.py", "wait")
     try:
         wait_until(lambda: len(cluster.pids()) == 2 or process.poll() is not None, "the ranks")
         pids = cluster.pids()
         assert len(pids) == 2
         assert all(map(is_running, pids))
-        process.send_signal(number)
-        assert process.wait(patient(40)) == (143 if number == signal.SIGTERM else -signal.SIGKILL)
+        for _ in range(3 if number == signal.SIGINT else 1):  # as by somebody in a hurry
+            process.send_signal(number)
+        assert process.wait(patient(40)) == code
         wait_until(lambda: not any(map(is_running, pids)), "the ranks to end", seconds=20)
     finally:
-        cluster.finish(process)
+        ran = cluster.finish(process)
+    assert number != signal.SIGINT or "torch" not in ran.stderr  # tracebacks are the ranks' own
 
 
 @pytest.mark.parametrize(

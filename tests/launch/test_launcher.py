@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -11,7 +10,6 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import types
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ import torchring
 from tests.support import commands
 from tests.support.documents import ROOT, blocks
 from tests.support.grids import grid
-from tests.support.harness import _clean_environ, is_running, patient, wait_until
+from tests.support.harness import _clean_environ, patient, wait_until
 from torchring import cli
 from torchring.placement import bind
 
@@ -102,16 +100,6 @@ def test_a_double_dash_first_belongs_to_the_script(launcher: Launcher) -> None:
     assert report["argv"] == ["--", "--epochs", "3"]
 
 
-def test_doctor_is_called_with_all_that_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[str]] = []
-    doctor = types.ModuleType("torchring.doctor")
-    doctor.main = lambda arguments, run: seen.append(arguments) or 3  # type: ignore[attr-defined, func-returns-value]
-    monkeypatch.setitem(sys.modules, "torchring.doctor", doctor)
-    monkeypatch.setattr(torchring, "doctor", doctor, raising=False)
-    assert cli.main(["doctor", "--json", "-np", "2", "--help", "--"]) == 3
-    assert seen == [["--json", "-np", "2", "--help", "--"]]
-
-
 def test_readmes_first_script_trains_as_pasted(launcher: Launcher) -> None:
     """And ranks reduce together. What it loads of the package is all that a reader has to know of it."""
     code = blocks(ROOT / "README.md", "python")[0].code
@@ -178,34 +166,6 @@ sys.exit("rank 0 died in step 5")
     assert "rank 0 died in step 5" in ran.stderr
     assert "rank 0 (pid " in ran.stderr
     assert "killed by SIGKILL" in ran.stderr
-
-
-def test_interrupting_the_launcher_ends_all_ranks(launcher: Launcher) -> None:
-    """To the launcher alone, as from a scheduler; a terminal would send Ctrl-C to the ranks as well."""
-    code = """
-import os, time
-from pathlib import Path
-path = Path(os.environ["REPORTS"], os.environ["RANK"])
-path.with_name("." + path.name).write_text(str(os.getpid()))
-path.with_name("." + path.name).rename(path)
-time.sleep(60)
-"""
-    process = launcher.start("run", "-np", "2", launcher.script(code))
-    try:
-        wait_until(lambda: {f.name for f in launcher.reports_folder.iterdir()} >= {"0", "1"}, "the ranks")
-        pids = [int((launcher.reports_folder / rank).read_text()) for rank in "01"]
-        assert all(map(is_running, pids))
-        for _ in range(3):  # as by somebody in a hurry
-            process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=patient(60))
-        assert process.returncode == 130, err
-        wait_until(lambda: not any(map(is_running, pids)), "the ranks to end", seconds=10)
-        assert "torch" not in err  # tracebacks are the ranks' own
-    finally:
-        commands.kill(process)
-        for pid in launcher.reports_folder.glob("[01]"):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
 @grid("closed", [">&-", ">&- 2>&-"], keep=lambda closed: closed == ">&-")
@@ -381,9 +341,9 @@ def benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("given", ["--help", "-- -a", "-h --version -np 2 -- one --sizes -5 --"])
-def test_the_command_becomes_the_benchmark(given: str, benchmarks: Path) -> None:
+def test_the_command_becomes_the_benchmark(benchmarks: Path) -> None:
     """Whose exit code, and signals, are its own. Its arguments are taken apart by nobody."""
+    given = "-h --version -np 2 -- one --sizes -5 --"
     line = [sys.executable, "-c", "import sys; from torchring import cli; from pathlib import Path; "
             "cli._BENCH = Path(sys.argv.pop(1)); print(cli.main())"]  # fmt: skip
     ran = subprocess.run([*line, benchmarks, "bench", "one", *given.split(), ""], capture_output=True, text=True)
@@ -409,6 +369,7 @@ def test_the_benchmarks_of_the_package(capsys: pytest.CaptureFixture[str]) -> No
     assert all(name in out for name in ("allreduce", "micro", "step"))
 
 
+@pytest.mark.grid
 def test_microbenchmarks_are_run_by_pytest() -> None:
     pytest.importorskip("pytest_benchmark")
     ran = subprocess.run([sys.executable, "-m", "torchring.cli", "bench", "micro", "--co", "-q", "-k", "hooks"],

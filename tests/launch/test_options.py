@@ -290,9 +290,6 @@ def test_options_without_a_meaning_are_named_in_one_line(started: Started, capsy
     assert capsys.readouterr().err == expected
     run("-np", "1", __file__)
     assert capsys.readouterr().err == ""
-
-
-def test_the_parser_is_not_shared_between_calls() -> None:
     parser = argparse.ArgumentParser()
     add_options(parser)
     parser.parse_args(["--autotune", "--log-level", "info"])

@@ -50,7 +50,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert len(list((tmp_path / "new").iterdir())) == 4  # nothing unfinished is left
 
 
-def test_a_torn_file_is_named(tmp_path: Path) -> None:
+def test_a_torn_file_and_another_format_are_named(tmp_path: Path) -> None:
     path = write(tmp_path, simulate(1, 20)[0])
     whole = path.read_bytes()
     rng = random.Random(1)
@@ -60,9 +60,6 @@ def test_a_torn_file_is_named(tmp_path: Path) -> None:
             read(path)
     with pytest.raises(TraceError, match="No such file"):
         read(tmp_path / "rank-00009.npz")
-
-
-def test_another_format_is_named(tmp_path: Path) -> None:
     run_info = f'{{"format": {FORMAT + 1}, "versions": {{"torchring": "9.9"}}, "novelty": 1}}'
     np.savez(path_of(tmp_path, 0), about=np.frombuffer(run_info.encode(), np.uint8))
     with pytest.raises(TraceError, match=r"torchring 9\.9, in another format"):

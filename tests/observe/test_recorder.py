@@ -408,9 +408,6 @@ def test_clocks() -> None:
         theirs.append((sent, sent + 10 + back))
     found = estimate(mine, theirs)
     assert abs(found.offset_ns - ahead) <= found.error_ns < 80
-
-
-def test_clocks_are_compared_by_exchanges() -> None:
     sent: list[bytes] = []
 
     def exchange(data: bytes) -> list[bytes]:

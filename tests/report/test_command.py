@@ -139,7 +139,7 @@ def test_a_host_name_is_no_formula(tmp_path: Path) -> None:
     assert "0,0,'=HYPERLINK(1)," in (tmp_path / "table.csv").read_text()
 
 
-def test_a_terminal_gets_colours_and_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_colours_and_no_markup_and_whole_headings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     advice = Advice("Use [bold]", 1.0, 0.5, "Because.", "x[red]")
@@ -150,9 +150,6 @@ def test_a_terminal_gets_colours_and_no_markup(monkeypatch: pytest.MonkeyPatch) 
     assert re.sub(r"\x1b\[[0-9;]*m", "", text) == terminal.plain(analysis)
     assert "Use [bold]" in text
     assert "x[red]" in text
-
-
-def test_headings_are_whole_in_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     analysis = analyse(merge(simulate(2, 12, ranks_per_host=1, latency_ms=20, bucket_mb=(0.01, 0.02))))
     terminal.show(analysis, screen := Screen())

@@ -170,12 +170,23 @@ def test_text_of_users_is_only_text() -> None:
 # What it shows
 
 
-def test_phases_by_rank(page: str) -> None:
+def test_what_the_figures_show(page: str) -> None:
     bars = traces_of(page, "by-rank")
     expected = {"input": [2, 2, 2, 42], "forward": [30] * 4, "backward": [60] * 4, "optimizer": [8] * 4}
     expected |= {"waiting for a rank": [40, 40, 40, 0], "communication": [18.95] * 4}
     for name, values in expected.items():
         assert bars[name]["x"] == pytest.approx(values, abs=0.1), name
+    areas = traces_of(page, "over-time")
+    assert areas["input"]["y"] == pytest.approx([42.0] * 24, abs=0.1)
+    assert "waiting for a rank" not in areas
+    lanes = traces_of(page, "lanes")
+    reduced, waits = lanes["bucket is reduced"], lanes["bucket waits"]
+    assert reduced["x"] == pytest.approx([0.95, 18.95, 18.95] * 4, abs=0.01)
+    # Backward of rank 0 begins at 32 ms, that of rank 3 at 72 ms. Both take 60 ms for three buckets. A bucket has its
+    # turn when the one before it is reduced.
+    assert waits["base"][:3] == pytest.approx([52.0, 92.95, 130.95], abs=0.1)
+    assert waits["x"] == pytest.approx([40.0, 112.0 - 92.95, 132.0 - 130.95] * 3 + [0.0] * 3, abs=0.1)
+    assert lanes["input"]["x"] == pytest.approx([2, 2, 2, 42], abs=0.1)
 
 
 def test_a_phase_has_one_colour(page: str) -> None:
@@ -190,29 +201,12 @@ def test_a_phase_has_one_colour(page: str) -> None:
     assert len(swatches) > 20
 
 
-def test_phases_over_time_of_the_rank_to_blame(page: str) -> None:
-    areas = traces_of(page, "over-time")
-    assert areas["input"]["y"] == pytest.approx([42.0] * 24, abs=0.1)
-    assert "waiting for a rank" not in areas
-
-
 def test_a_long_trace_becomes_at_most_300_points_that_keep_the_sum() -> None:
     (trace,) = simulate(1, 308, bucket_mb=[])
     areas = traces_of(page_of(analyse(merge([shifted(trace, 5)]))), "over-time")
     assert areas["forward"]["x"][:2].tolist() == [5, 7]
     total = sum(areas["forward"]["y"] * ([2] * 151 + [1]))
     assert total == pytest.approx(sum(step.ns_in(Phase.FORWARD) for step in trace.steps[5:]) / MS)
-
-
-def test_lanes_show_when_buckets_wait_and_when_they_are_reduced(page: str) -> None:
-    lanes = traces_of(page, "lanes")
-    reduced, waits = lanes["bucket is reduced"], lanes["bucket waits"]
-    assert reduced["x"] == pytest.approx([0.95, 18.95, 18.95] * 4, abs=0.01)
-    # Backward of rank 0 begins at 32 ms, that of rank 3 at 72 ms. Both take 60 ms for three buckets. A bucket has its
-    # turn when the one before it is reduced.
-    assert waits["base"][:3] == pytest.approx([52.0, 92.95, 130.95], abs=0.1)
-    assert waits["x"] == pytest.approx([40.0, 112.0 - 92.95, 132.0 - 130.95] * 3 + [0.0] * 3, abs=0.1)
-    assert lanes["input"]["x"] == pytest.approx([2, 2, 2, 42], abs=0.1)
 
 
 def test_of_many_ranks_those_that_others_wait_for_are_shown() -> None:

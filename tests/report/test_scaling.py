@@ -198,9 +198,6 @@ def test_latency_and_bandwidth_are_fitted_despite_outliers() -> None:
     assert network.alpha_ms == pytest.approx(0.2, rel=0.05)
     assert network.gigabytes_per_s == pytest.approx(2, rel=0.05)
     assert network.is_alpha_known
-
-
-def test_buckets_of_one_size_do_not_tell_latency_from_bandwidth() -> None:
     network = fit(np.full(5, 10.0 * MB), np.full(5, 20.0), 2)
     assert network == Network(0.0, pytest.approx(0.5), is_alpha_known=False)
     assert fit(np.array([]), np.array([]), 2) is None
