@@ -234,9 +234,8 @@ def check_weights(trainers: dict[str, Trainer], start: torch.nn.Module) -> dict[
     """
 
     ours = step.flat_weights(trainers["torchring"].model)
-    moved = float((ours - step.flat_weights(start)).norm())
     found = {
-        rival: float((step.flat_weights(trainers[rival].model) - ours).norm()) / moved
+        rival: step.distance(step.flat_weights(trainers[rival].model), ours, step.flat_weights(start))
         for rival in LARGEST_WEIGHT_DIFFERENCE
         if rival in trainers
     }

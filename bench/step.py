@@ -143,6 +143,11 @@ def flat_weights(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+def distance(weights: torch.Tensor, right: torch.Tensor, start: torch.Tensor) -> float:
+    """How far these weights are from the right ones, as a share of the way that training moved the right ones."""
+    return float((weights - right).norm() / (right - start).norm())
+
+
 def check_weights(rival: str, folder: Path, *, reference: str = "torchring", most: float = MOST_DISTANCE) -> float:
     """The distance of a rival's weights from the reference's, divided by the distance that training moved these.
 
@@ -151,12 +156,12 @@ def check_weights(rival: str, folder: Path, *, reference: str = "torchring", mos
     """
     start, ours = torch.load(folder / f"{reference}.pt")
     _, theirs = torch.load(folder / f"{rival}.pt")
-    distance = float((theirs - ours).norm() / (ours - start).norm())
-    if (distance < most) == (rival == "alone"):
+    far = distance(theirs, ours, start)
+    if (far < most) == (rival == "alone"):
         raise SystemExit(
-            f"the weights of {rival} differ from {reference}'s by {distance:.1e} of the way that training moved them"
+            f"the weights of {rival} differ from {reference}'s by {far:.1e} of the way that training moved them"
         )
-    return distance
+    return far
 
 
 def alone_in_turn(trainers: dict[str, Trainer]) -> tuple[dict[str, list[Any]], Callable[[str], None]]:

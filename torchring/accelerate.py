@@ -200,6 +200,10 @@ class RingAccelerator(Accelerator):
                     "model.requires_grad_(False)"
                 )
 
+    def wait_for_everyone(self) -> None:
+        """Wait until all ranks are here. Accelerate's own names a GPU by LOCAL_RANK, which a rank may not see."""
+        torchring.barrier()
+
     def _find_unreduced(self) -> list[torch.nn.Module]:
         """The prepared models without a wrapped optimizer. If nothing is wrapped at all, that is an error."""
         group = default_world().shared(OptimizerGroup)

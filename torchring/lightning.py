@@ -336,11 +336,10 @@ class RingStrategy(DDPStrategy):
                 f"{world.launcher} has {world.size}, {world.local_size} of them on this host. Leave both arguments "
                 f"out, or name {world.local_size} devices and pass num_nodes={world.num_nodes}"
             )
-        if is_default:
-            ranks = range(max(world.local_size, self.local_rank + 1))
-            self.parallel_devices = [
-                torch.device(kind, rank % count) if count else torch.device(kind) for rank in ranks
-            ]
+        ranks = range(max(world.local_size, self.local_rank + 1))
+        numbers = ranks if is_default else [device.index for device in self.parallel_devices]
+        # Lightning numbers GPUs by local rank. A rank may see its own only, and ranks may share one.
+        self.parallel_devices = [torch.device(kind, i % count) if count else torch.device(kind) for i in numbers]
         self.num_nodes = world.num_nodes
 
     def _check_ranks(self) -> None:

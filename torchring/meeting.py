@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
+from torchring.default_world import device
 from torchring.errors import TopologyError
 from torchring.rendezvous.environment import (
     CHOICE,
@@ -180,10 +181,12 @@ def make_process_group(world: World) -> None:
     name = f"process_group/{meetings.num_groups}"
     meetings.num_groups += 1
     store: Store = dist.HashStore()
-    if world.rendezvous is not None:
-        world.rendezvous.all_gather(name, b"")  # names an absent rank, as torch.distributed does not
-        store = within(world.rendezvous.store, name)
     has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
+    if world.rendezvous is not None:
+        gpu = str(torch.cuda.get_device_properties(device()).uuid) if has_nccl else ""
+        gpus = world.rendezvous.all_gather(name, gpu.encode())  # names an absent rank, as torch.distributed does not
+        has_nccl = len({*gpus} - {b""}) == world.size  # which refuses ranks that share a GPU
+        store = within(world.rendezvous.store, name)
     meetings.group_store = store = unsigned(store) if has_nccl else store
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if has_nccl else "gloo",

@@ -20,7 +20,7 @@ import torch
 import torchring
 from torchring.requirements import check_release
 
-check_release("transformers", (5, 22), (5, 24), "transformers")
+check_release("transformers", (5, 17), (5, 24), "transformers")
 
 from transformers import Trainer, TrainingArguments  # noqa: E402 - if it is the right one
 

@@ -16,7 +16,7 @@ from torchring.allreduce.select import Algorithm
 from torchring.bench import measure
 from torchring.bench.gpu.timing import Case, Row, host_seconds, shares, spreads
 from torchring.bench.models import Batch, Workload, gpt2, resnet
-from torchring.bench.step import flat_weights, sgd
+from torchring.bench.step import distance, flat_weights, sgd
 from torchring.default_world import default_world
 from torchring.optimizer import DistributedOptimizer
 
@@ -123,8 +123,7 @@ def _time_steps(config: TrainingConfig) -> Row:
                 times[name].append(seconds)
     weights = {name: flat_weights(training.model) for name, training in trainings.items()}
     plain = weights.pop("plain")
-    moved = (plain - trainings["plain"].start).norm()
-    distances = {name: float((own - plain).norm() / moved) for name, own in weights.items()}
+    distances = {name: distance(own, plain, trainings["plain"].start) for name, own in weights.items()}
     if wrong := [name for name, far in distances.items() if not far < _MOST_DISTANCE]:
         raise RuntimeError(f"the weights of {', '.join(wrong)} differ from the plain optimizer's: {distances}")
     stats = vars(trainings["direct"].optimizer.stats())

@@ -398,7 +398,7 @@ def test_mistakes(rank: int) -> None:
 
 @case
 def test_ranks_take_the_gpus_of_the_trainer(rank: int) -> None:
-    """The device of this rank on a host of 8 GPUs, by the GPUs that a Trainer has been given."""
+    """The device of this rank, by the GPUs that it sees, and those that a Trainer has been given."""
     from lightning.fabric.plugins.environments import LightningEnvironment
 
     from torchring.lightning import RingStrategy
@@ -409,15 +409,17 @@ def test_ranks_take_the_gpus_of_the_trainer(rank: int) -> None:
         strategy._find_ranks()
         raise ValueError(strategy.root_device)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "device_count", lambda: 8)
-        for indices, said in (
-            ([*range(8)], f"cuda:{rank}"),
-            ([0], f"cuda:{rank}"),
-            ([2, 3], f"cuda:{2 + rank}"),
-            ([3], "Trainer(devices=[3], num_nodes=1) asks for 1 ranks, but "),
-            ([4, 5, 6], "Trainer(devices=[4, 5, 6], num_nodes=1) asks for 3 ranks, but "),
-        ):
+    for count, indices, said in (
+        (8, [*range(8)], f"cuda:{rank}"),
+        (8, [0], f"cuda:{rank}"),
+        (8, [2, 3], f"cuda:{2 + rank}"),
+        (8, [3], "Trainer(devices=[3], num_nodes=1) asks for 1 ranks, but "),
+        (8, [4, 5, 6], "Trainer(devices=[4, 5, 6], num_nodes=1) asks for 3 ranks, but "),
+        (1, [0], "cuda:0"),
+        (1, [0, 1], "cuda:0"),  # Trainer(devices=2) on a rank that sees one GPU
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "device_count", lambda count=count: count)
             assert attempt(functools.partial(device, indices)).startswith(f"ValueError: {said}")
 
 

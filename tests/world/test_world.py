@@ -453,6 +453,22 @@ def test_under_mpi_a_script_that_ends_leaves_the_world(rank: int, hosts: int, tm
 # ---- beside torch.distributed
 
 
+@ranks(2, run_ranks)
+def test_ranks_that_share_a_gpu_get_a_process_group_over_gloo(rank: int) -> None:
+    """NCCL refuses them. This PyTorch has no NCCL, and says so when it is asked for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "is_nccl_available", lambda: True)
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid="the GPU"))
+        torchring.init(process_group=True)
+        assert dist.get_backend() == "gloo"
+        torchring.shutdown()
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid=f"GPU {rank}"))
+        with pytest.raises(RuntimeError, match="NCCL"):
+            torchring.init(process_group=True)
+
+
 @pytest.mark.parametrize("first", ["torchring", "torch.distributed"])
 @ranks(2, run_ranks)
 def test_a_process_group_of_the_script_works_on(rank: int, first: str, store: dict[str, str | None]) -> None:

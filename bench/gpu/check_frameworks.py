@@ -1,0 +1,156 @@
+"""Figures: two ranks that share the GPU train by Lightning, the Trainer and Accelerate. A plain loop does it again.
+
+The loop trains on the batches that the ranks have seen. For 16 bits it also takes each batch in parts, as the ranks do:
+the distance between these two is the rounding's own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import tempfile
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+import torchring
+from torchring.bench.gpu.check import Figure
+from torchring.bench.gpu.sharing import figures_of, say
+from torchring.bench.step import distance, flat_weights
+
+_ROWS, _STEPS = 16, 5
+_CLIP: Final = 0.5
+_DTYPES: Final = {"32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Net(nn.Module):
+    """Learns to reverse rows. Keeps the batches that it was trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.seen.append(x)
+        return {"loss": nn.functional.mse_loss(self.layers(x).float(), x.flip(1))}
+
+
+def _data() -> Any:
+    return [{"x": x} for x in torch.randn(2 * _STEPS * _ROWS, 64, generator=torch.Generator().manual_seed(1))]
+
+
+def _sgd(net: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+
+
+def _plain(batches: Tensor, kind: str, *, num_parts: int) -> Tensor:
+    """The weights after training alone."""
+    device, dtype = batches.device.type, _DTYPES[kind]
+    net = Net().to(device)
+    optimizer, scaler = _sgd(net), torch.amp.GradScaler(device, enabled=kind == "fp16")
+    for batch in batches:
+        optimizer.zero_grad()
+        for part in batch.chunk(num_parts):
+            with torch.autocast(device, dtype, enabled=dtype is not None):
+                loss = net(part)["loss"]
+            scaler.scale(loss / num_parts).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(net.parameters(), _CLIP)
+        scaler.step(optimizer)
+        scaler.update()
+    return flat_weights(net)
+
+
+def _figures(name: str, kind: str, net: Net) -> Iterator[Figure]:
+    batches = torch.stack(list(map(torchring.all_gather, net.seen)))
+    assert batches.shape == (_STEPS, 2 * _ROWS, 64)
+    start, ours = (flat_weights(each.to(torchring.device())) for each in (Net(), net))
+    whole, parts = (_plain(batches, kind, num_parts=number) for number in (1, 2))
+    off = distance(ours, whole, start)
+    yield Figure(f"{name}, {kind}: off by", off, "of the way", 1e-3 if kind == "32" else 1e-2)
+    if kind != "32":
+        yield Figure(f"{name}, {kind}: off by", off / distance(parts, whole, start), "of what parts are off by", 2)
+
+
+def _lightning() -> Iterator[Figure]:
+    import lightning
+
+    import torchring.lightning
+
+    class Module(Net, lightning.LightningModule):  # type: ignore[misc]
+        def training_step(self, batch: dict[str, Tensor]) -> Any:
+            return self(**batch)
+
+        configure_optimizers = _sgd
+
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    shared = {"accelerator": torchring.device().type, "devices": 2}  # Lightning does not know that there is one
+    for kind, precision in (("32", "32-true"), ("bf16", "bf16-mixed"), ("fp16", "16-mixed")):
+        options = {"strategy": "torchring", "precision": precision, "gradient_clip_val": _CLIP, "max_epochs": 1}
+        net = Module()
+        lightning.Trainer(**options, **shared, **quiet).fit(net, torch.utils.data.DataLoader(_data(), _ROWS))
+        yield from _figures("Lightning", kind, net)
+
+
+def _trainer() -> Iterator[Figure]:
+    from transformers import TrainingArguments
+
+    from torchring.transformers import RingTrainer
+
+    for kind in ("32", "fp16"):
+        options = {
+            "max_grad_norm": _CLIP,
+            "lr_scheduler_type": "constant",
+            "num_train_epochs": 1,
+            "fp16": kind == "fp16",
+        }
+        quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = TrainingArguments(folder, per_device_train_batch_size=_ROWS, **options, **quiet)
+            net = Net()
+            RingTrainer(net, arguments, train_dataset=_data(), optimizers=(_sgd(net), None)).train()
+        yield from _figures("Trainer", kind, net)
+
+
+def _accelerate() -> Iterator[Figure]:
+    from torchring.accelerate import RingAccelerator
+
+    accelerator = RingAccelerator(mixed_precision="fp16")
+    net = Net()
+    model, optimizer, loader = accelerator.prepare(net, _sgd(net), torch.utils.data.DataLoader(_data(), _ROWS))
+    for step, batch in enumerate(loader):
+        optimizer.zero_grad()
+        accelerator.backward(model(**batch)["loss"])
+        accelerator.clip_grad_norm_(model.parameters(), _CLIP)
+        optimizer.step()
+        if step == 2:
+            folder = torchring.broadcast_object(tempfile.mkdtemp())
+            accelerator.save_state(folder)
+            accelerator.wait_for_everyone()
+            nn.init.zeros_(next(net.parameters()))
+            accelerator.load_state(folder)
+    yield from _figures("Accelerate", "fp16", net)
+
+
+_CASES: Final = {"lightning": _lightning, "transformers": _trainer, "accelerate": _accelerate}
+
+
+def figures() -> Iterator[Figure]:
+    for name in _CASES:
+        if importlib.util.find_spec(name) is None:
+            yield Figure(f"{name} is not installed", math.nan, "", 0)
+        else:
+            yield from figures_of(__name__, name)
+
+
+if __name__ == "__main__":
+    say(_CASES, seconds=25)
