@@ -9,8 +9,9 @@ Each section runs in processes of its own, for a limited time, so that no sectio
                takes at its peak
     bucket     the host's time for packing, reducing and unpacking a bucket
     kernels    pack and unpack as a share of a copy of the same bytes, and torch._foreach_copy_
-    allreduce  direct and ring between ranks, and NCCL if each rank has a GPU. Ranks that share one GPU take
-               turns in slices of milliseconds: such times show that all-reduce works, and say nothing about NVLink
+    allreduce  direct and ring between ranks; if each rank has a GPU, NCCL and PyTorch's two_shot_all_reduce_ and
+               multimem_all_reduce_. Ranks that share one GPU take turns in slices of milliseconds: such times show
+               that all-reduce works, and say nothing about NVLink
 
 bench/README.md says what the rows mean. Rates count bytes that are read and bytes that are written. The row of a
 measurement that fails has a "problem".
@@ -59,9 +60,9 @@ def main() -> int:
     has_failed = False
     for section in options.sections:
         numbers = (2, 4, 8)[: 3 if num_gpus >= 8 else 2]
-        ways = [(ranks, algorithm) for ranks in numbers for algorithm in ("direct", "ring", "native")]
+        ways = [(ranks, algorithm) for ranks in numbers for algorithm in buckets.RIVALS]
         for ranks, algorithm in ways if section == "allreduce" else [(1, "none")]:
-            if algorithm == "native" and ranks > num_gpus:
+            if algorithm not in ("direct", "ring") and ranks > num_gpus:
                 continue
             has_failed |= run(section, ranks, algorithm, options.json) != 0
     return int(has_failed)

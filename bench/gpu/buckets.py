@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import torch
@@ -17,9 +18,11 @@ from torchring.bench import measure
 from torchring.bench.gpu.kernels import LISTS, Shapes
 from torchring.bench.gpu.timing import Case, Row, microseconds
 from torchring.default_world import default_world
+from torchring.devices.cuda import CudaAccelerator
 from torchring.devices.engines import DeviceWire
 from torchring.devices.opening import open_on_device
 from torchring.devices.stream import OnStream
+from torchring.devices.symmetric_memory import NO_MULTICAST, CudaGroup, SymmetricGroup
 from torchring.gradients.plan import Compression
 from torchring.optimizer import DistributedOptimizer
 
@@ -103,30 +106,57 @@ def _time_backward(shapes: Shapes, algorithm: Algorithm, compression: Compressio
 # All-reduce by size
 
 
+_OF_PYTORCH: Final = {"two_shot": "two_shot_all_reduce_", "multimem": "multimem_all_reduce_"}  # of torch.ops.symm_mem
+RIVALS: Final = ("direct", "ring", "native", *_OF_PYTORCH)
+
+
 def all_reduces(algorithm: str) -> Iterator[Case]:
     """Collective: a case for each size in bytes."""
     world, accelerator = default_world(), accelerator_of(torchring.device())
-    assert accelerator is not None
+    assert isinstance(accelerator, CudaAccelerator)
+    about = {"algorithm": algorithm, "ranks": world.size, "shares_one_gpu": world.size > torch.cuda.device_count()}
+    if algorithm in _OF_PYTORCH:
+        os.environ[NO_MULTICAST] = "0"
+        group = accelerator.share(world.host, world.rendezvous)
+        for size in _SIZES:
+            yield about | {"size": size}, functools.partial(_time_of_pytorch, algorithm, group, size // 4)
+        return
     all_reduce, choice = open_on_device(world, algorithm, "auto", [(max(_SIZES) // 4, torch.float32)], accelerator)
     for size in _SIZES:
-        about = {"algorithm": all_reduce.algorithm, "ranks": world.size, "size": size, "reason": choice.reason}
-        about["shares_one_gpu"] = world.size > torch.cuda.device_count()
-        yield about, functools.partial(_time_all_reduce, all_reduce, size // 4)
+        yield (
+            about | {"size": size, "reason": choice.reason},
+            functools.partial(_time_all_reduce, all_reduce, size // 4),
+        )
     torchring.barrier()
     all_reduce.close()
 
 
 def _time_all_reduce(all_reduce: OnStream, numel: int) -> Row:
-    """Time on the host, from a barrier until the device is done. One result is checked bit for bit."""
-    world = default_world()
     wire: DeviceWire = all_reduce.open_wires([(numel, torch.float32)])[0]
-    pattern = torch.arange(numel, dtype=torch.float32, device=torchring.device()).remainder_(251)
-    source = pattern + world.rank
-    calls = _CALLS_IF_SMALL if 4 * numel <= _SMALL_BYTES else 1
 
     def reduce() -> None:
         all_reduce.stream.follow()
         all_reduce.start(wire).wait()
+
+    return _time(wire.buffer, reduce)
+
+
+def _time_of_pytorch(algorithm: str, group: SymmetricGroup, numel: int) -> Row:
+    assert isinstance(group, CudaGroup)
+    block = group.allocate(4 * numel)
+    if algorithm == "multimem" and not getattr(block.handle, "multicast_ptr", 0):
+        raise RuntimeError("these GPUs have no multicast memory")
+    buffer = block.parts[group.index].view(torch.float32)
+    reduce = getattr(torch.ops.symm_mem, _OF_PYTORCH[algorithm])
+    return _time(buffer, lambda: reduce(buffer, "sum", group.name))
+
+
+def _time(buffer: Tensor, reduce: Callable[[], object]) -> Row:
+    """Time on the host, from a barrier until the device is done. One result is checked bit for bit."""
+    world, numel = default_world(), buffer.numel()
+    pattern = torch.arange(numel, dtype=torch.float32, device=torchring.device()).remainder_(251)
+    source = pattern + world.rank
+    calls = _CALLS_IF_SMALL if 4 * numel <= _SMALL_BYTES else 1
 
     def turn() -> None:
         for _ in range(calls):
@@ -134,13 +164,14 @@ def _time_all_reduce(all_reduce: OnStream, numel: int) -> Row:
         torch.cuda.synchronize()
 
     def prepare(name: str = "") -> None:
-        wire.buffer.copy_(source)
+        buffer.copy_(source)
         torch.cuda.synchronize()
 
     prepare()
+    torchring.barrier()
     reduce()
     torch.cuda.synchronize()
-    is_right = torch.equal(wire.buffer, pattern * world.size + sum(range(world.size)))
+    is_right = torch.equal(buffer, pattern * world.size + sum(range(world.size)))
     if wrong := [rank for rank, right in enumerate(torchring.all_gather_object(is_right)) if not right]:
         raise RuntimeError(f"the result is wrong on ranks {wrong}")
     spread = measure.take_turns({"all": turn}, prepare=prepare, warmups=1, seconds=1.0, most=30)["all"]

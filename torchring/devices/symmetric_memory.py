@@ -50,6 +50,7 @@ class CudaGroup:
         ranks: their world ranks, ascending.
         index: position of this rank in `ranks`.
         is_mapped: other ranks map the memory. Mapping takes long, so wires that are opened together share it.
+        name: by which PyTorch finds the group.
         shares_devices: several of the ranks use the same GPU.
 
     Args:
@@ -81,7 +82,7 @@ class CudaGroup:
         self._rendezvous = rendezvous
         store = within(rendezvous.store, f"symmetric/{name}")
         self._num_allocations = 0
-        self._name = f"torchring/{name}"
+        self.name = f"torchring/{name}"
         # Kept alive: symmetric memory looks the group up at every allocation, in a registry that refers to it weakly.
         # The group does not keep the Python half of its store alive.
         self._exchanges = ExchangeStore(store, rendezvous.timeout_seconds)
@@ -89,7 +90,7 @@ class CudaGroup:
         gloo = dist.ProcessGroupGloo(
             self._gloo_store, self.index, self.size, timedelta(seconds=rendezvous.timeout_seconds)
         )
-        self._process_group = register_group(self._name, self._exchanges, gloo)
+        self._process_group = register_group(self.name, self._exchanges, gloo)
 
     @property
     def size(self) -> int:
@@ -115,7 +116,7 @@ class CudaGroup:
             except RuntimeError as error:
                 problem = str(error)
             self._raise_together(problem, num_bytes)
-            handle = _SymmetricMemory.rendezvous(own, self._name)
+            handle = _SymmetricMemory.rendezvous(own, self.name)
             parts = [
                 own if index == self.index else handle.get_buffer(index, (length,), torch.uint8)
                 for index in range(self.size)
@@ -127,7 +128,7 @@ class CudaGroup:
 
     def _raise_together(self, problem: str, num_bytes: int) -> None:
         """Collective: raise if a rank has a problem. The others would wait for it in symmetric memory's rendezvous."""
-        key = f"{self._name}/allocation {self._num_allocations}"
+        key = f"{self.name}/allocation {self._num_allocations}"
         self._num_allocations += 1
         self._rendezvous.publish(f"{key}/{self.index}", problem.encode())
         for i, rank in enumerate(self.ranks):
