@@ -22,7 +22,7 @@ from tests.support.fake_device import COMPUTE, FakeAccelerator, FakeStream, Race
 from tests.support.kernels import table_of
 from torchring.accelerators import ACCELERATORS, accelerator_of
 from torchring.devices import agreement as agreement_module
-from torchring.devices import cuda, symmetric_memory, watchdog
+from torchring.devices import cuda, nccl, symmetric_memory, watchdog
 from torchring.devices.agreement import DeviceAgreement, _first_finding
 from torchring.devices.cuda import CudaAccelerator, span
 from torchring.devices.engines import DeviceWire, Engine
@@ -224,6 +224,54 @@ def test_kernels_know_of_an_abort_before_the_backend_leaves_half_a_sum(accelerat
     engine.close()
     assert words == [1]
     assert backend.shutdown.call_count == 1
+
+
+class _Nccl:
+    """What NCCL was asked for."""
+
+    def __init__(self, version: int, window: int) -> None:
+        self.asked: list[Any] = []
+        self._version, self._window = version, window
+
+    def ncclGetVersion(self, version: Any) -> int:
+        version._obj.value = self._version
+        return 0
+
+    def ncclCommWindowRegister(self, comm: Any, place: Any, size: Any, window: Any, flags: int) -> int:
+        window._obj.value = self._window
+        self.asked.append((comm.value, size.value, flags))
+        return 0
+
+    def ncclCommWindowDeregister(self, comm: Any, window: Any) -> int:
+        self.asked.append((comm.value, window.value))
+        return 5
+
+
+@pytest.mark.parametrize(
+    ("version", "window", "asked", "problem"),
+    [
+        (22809, 7, [], "NCCL 22809 cannot end its symmetric kernels"),
+        (22907, 0, [(3, 20, 1)], "NCCL does not map memory of other ranks here"),
+        (22907, 7, [(3, 20, 1), (3, 7)], "ncclCommWindowDeregister fails with NCCL's error 5"),
+    ],
+)
+def test_what_is_asked_of_nccl(
+    version: int, window: int, asked: list[Any], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = _Nccl(version, window)
+    monkeypatch.setattr(nccl.ctypes, "CDLL", lambda _: library)
+    for name in ("device", "MemPool", "use_mem_pool"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
+    backend = SimpleNamespace(mem_allocator=None, _comm_ptr=lambda: 3)
+    with pytest.raises(RuntimeError, match=problem):  # noqa: PT012 - whichever fails
+        group = nccl.RegisteredGroup(0, CPU, backend)
+        block = group.allocate(20)
+        assert block.parts[0].tolist() == [0] * 20
+        group.release(block)
+    assert (
+        library.asked
+        == [[], [(3, 20, 1)], [(3, 20, 1), (3, 7)]][(version >= 22907) + (window > 0) * (version >= 22907)]
+    )
 
 
 @pytest.mark.parametrize(("processors", "blocks"), [(144, 24), (132, 22), (58, 9), (3, 1)])

@@ -456,16 +456,21 @@ def test_collectives_for_scripts(rank: int, world_size: int) -> None:
     torchring.shutdown()
 
 
-def test_nccl_engine_alone() -> None:
+@pytest.mark.parametrize("is_registered", [False, True])
+def test_nccl_engine_alone(is_registered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What several GPUs would need, as far as one goes."""
     from torchring.accelerators import accelerator_of
+    from torchring.devices import engines, nccl
     from torchring.devices.engines import Engine
     from torchring.devices.symmetric_memory import LonelyGroup
 
     accelerator = accelerator_of(torch.device("cuda", 0))
     assert accelerator is not None
     backend = accelerator.open_backend(torch.distributed.HashStore(), 0, 1, 30.0)
-    engine = Engine("native", LonelyGroup(0, accelerator.device), accelerator, 1, backend)
+    engines.all_reduce(backend, torch.zeros(1, device=accelerator.device))  # connects
+    monkeypatch.setattr(nccl, "_LEAST_NCCL", 0)
+    group = accelerator.register(0, backend) if is_registered else LonelyGroup(0, accelerator.device)
+    engine = Engine("native", group, accelerator, 1, backend)
     sizes = [(1000, torch.float32), (5_000_003, torch.float32), (5_000_003, torch.bfloat16)]  # one block; the whole GPU
     for (numel, dtype), wire in zip(sizes, engine.open_wires(sizes), strict=True):
         values = exact_inputs(numel, dtype, seed=1)

@@ -49,9 +49,10 @@ class RegisteredGroup(LonelyGroup):
     def allocate(self, num_bytes: int) -> CudaBlock:
         # A pool of its own: the memory begins where NCCL's allocation does, and goes when it was released and no tensor
         # views it any more.
-        pool = torch.cuda.MemPool(self._allocator)
-        with torch.cuda.use_mem_pool(pool, self._device):
-            (part,) = super().allocate(max(num_bytes, 1)).parts
+        with torch.cuda.device(self._device):
+            pool = torch.cuda.MemPool(self._allocator)
+            with torch.cuda.use_mem_pool(pool):
+                (part,) = super().allocate(max(num_bytes, 1)).parts
         window = ctypes.c_void_p()
         where = ctypes.c_void_p(part.data_ptr()), ctypes.c_size_t(part.nbytes)
         self._call("ncclCommWindowRegister", self._communicator, *where, ctypes.byref(window), _SYMMETRIC)
