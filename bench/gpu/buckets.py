@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity
 
 import torchring
 from torchring.accelerators import accelerator_of
-from torchring.allreduce.select import Algorithm
 from torchring.bench import measure
 from torchring.bench.gpu.kernels import LISTS, Shapes
-from torchring.bench.gpu.timing import Case, Row, microseconds
+from torchring.bench.gpu.timing import Case, Row, microseconds, shares
+from torchring.bench.gpu.training import connected
+from torchring.bench.step import sgd
 from torchring.default_world import default_world
 from torchring.devices.cuda import CudaAccelerator
 from torchring.devices.engines import DeviceWire
 from torchring.devices.opening import open_on_device
 from torchring.devices.stream import OnStream
 from torchring.devices.symmetric_memory import NO_MULTICAST, CudaGroup, SymmetricGroup
-from torchring.gradients.plan import Compression
-from torchring.optimizer import DistributedOptimizer
 
 _SIZES: Final = [1 << 10, 64 << 10, *(mib << 20 for mib in (1, 4, 8, 12, 16, 25, 32, 64, 128, 256))]
 _BUCKET_BYTES: Final = 25 << 20
@@ -32,6 +33,7 @@ _SMALL_BYTES: Final = 1 << 20
 _CALLS_IF_SMALL: Final = 10
 _NUM_ROUNDS: Final = 200
 _NUM_WARMUPS: Final = 8
+_CUDA_CALL: Final = re.compile(r"cu(da)?[A-Z]\w+")
 _ROUNDS_BETWEEN_WAITS: Final = 8  # a round queues about ten operations, and the queue of a stream takes a thousand
 
 
@@ -49,58 +51,91 @@ def host_times() -> Iterator[Case]:
     for shape in shapes[len(shapes) // 2 :]:
         if 4 * sum(each.numel() for each in chosen) < _BUCKET_BYTES:
             chosen.append(shape)
-    ways: Sequence[tuple[Algorithm, Compression | None, bool]]
-    ways = [("direct", None, False), ("direct", "bf16", False), ("direct", None, True)]
     for load, shapes in (("gpt2 25 MiB", chosen), ("20 small", [torch.Size([1000])] * 20)):
-        for algorithm, compression, moves in ways:
-            about = {"load": load, "algorithm": algorithm, "compression": compression, "addresses_change": moves}
-            yield about, functools.partial(_time_backward, shapes, algorithm, compression, moves=moves)
+        for compression, moves in ((None, False), ("bf16", False), (None, True)):
+            about = {"load": load, "compression": compression, "addresses_change": moves}
+            wrap = functools.partial(connected, compression=compression, bucket_mb=4 * _BUCKET_BYTES / 2**20)
+            yield about, functools.partial(time_backward, shapes, {"plain": sgd, "torchring": wrap}, moves=moves)
 
 
-def _time_backward(shapes: Shapes, algorithm: Algorithm, compression: Compression | None, *, moves: bool) -> Row:
-    """moves: whether each round has gradients at other addresses than the round before, as zero_grad() may cause."""
-    device = torchring.device()
-    gradients = [torch.randint(-99, 100, shape, device=device).float() for shape in shapes]  # exact in bf16
-    parameters = {
-        name: [torch.nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
-        for name in ("plain", "torchring")
-    }
-    plain, ours = (torch.optim.SGD(own, lr=1e-9) for own in parameters.values())
-    wrapped = DistributedOptimizer(
-        ours, algorithm=algorithm, compression=compression, bucket_mb=4 * _BUCKET_BYTES / 2**20
-    )
-    wrapped._connect(default_world())
-    optimizers: dict[str, torch.optim.Optimizer] = {"plain": plain, "torchring": wrapped}
+class _Given(torch.autograd.Function):
+    """Gives each parameter a gradient that is there already."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, *ctx.gradients
+
+
+class _Model(torch.nn.Module):
+    """Its backward only accumulates `gradients`."""
+
+    def __init__(self, gradients: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.gradients = gradients
+        self.weights = torch.nn.ParameterList(map(torch.zeros_like, gradients))
+
+    def forward(self) -> Tensor:
+        loss: Tensor = _Given.apply(self.gradients, *self.weights)  # type: ignore[no-untyped-call]
+        return loss
+
+
+def time_backward(
+    shapes: Shapes, rivals: Mapping[str, Callable[[torch.nn.Module], Any]], *, moves: bool = False
+) -> Row:
+    """The host's time, and its calls of CUDA in a step.
+
+    rivals: "torchring", and others to compare it with; see `training.RIVALS`.
+    moves: whether each round has gradients at other addresses than the round before, as zero_grad() may cause.
+    """
+    gradients = [torch.randint(-99, 100, shape, device=torchring.device()).float() for shape in shapes]  # exact in bf16
+    models: dict[str, torch.nn.Module] = {name: _Model(gradients) for name in rivals}
+    parameters = {name: list(model.parameters()) for name, model in models.items()}
+    optimizers: dict[str, Any] = {}
+    for name, wrap in rivals.items():
+        optimizers[name] = wrap(models[name])
+        if isinstance(optimizers[name], tuple):
+            models[name], optimizers[name] = optimizers[name]
     kept: dict[str, list[Tensor | None]] = {}
-    times: dict[str, list[float]] = {name: [] for name in parameters}
+    times: dict[str, list[float]] = {name: [] for name in rivals}
 
     def backward(name: str) -> float:
         optimizers[name].step()
         kept[name] = [p.grad for p in parameters[name]] if moves else []
         optimizers[name].zero_grad()
+        loss = models[name]()
         began = time.perf_counter()
-        torch.autograd.backward(parameters[name], gradients)
+        loss.backward()
         return time.perf_counter() - began
 
     for number in range(-_NUM_WARMUPS, _NUM_ROUNDS):
-        for name in measure.in_turn(list(parameters), number):
+        for name in measure.in_turn(list(rivals), number):
             seconds = backward(name)
             if number >= 0:
                 times[name].append(seconds)
         if number % _ROUNDS_BETWEEN_WAITS == 0:
             torch.cuda.synchronize()
-    if not all(
-        p.grad is not None and torch.equal(p.grad, g) for p, g in zip(parameters["torchring"], gradients, strict=True)
-    ):
-        raise RuntimeError("a bucket returned wrong gradients")
-    num_buckets = wrapped.stats().num_buckets
-    wrapped.close()
-    added = [with_it - without for with_it, without in zip(times["torchring"], times["plain"], strict=True)]
-    return {
-        "buckets": num_buckets,
-        "us_of_a_bucket": microseconds([seconds / num_buckets for seconds in added]),
-        "us": {name: microseconds(seconds) for name, seconds in times.items()},
-    }
+    for name, own in parameters.items():
+        if not all(p.grad is not None and torch.equal(p.grad, g) for p, g in zip(own, gradients, strict=True)):
+            raise RuntimeError(f"{name} has wrong gradients")
+    calls = {name: _count_calls(functools.partial(backward, name)) for name in rivals}
+    num_buckets = optimizers["torchring"].stats().num_buckets
+    optimizers["torchring"].close()
+    us = {name: microseconds(seconds) for name, seconds in times.items()}
+    return {"buckets": num_buckets, "us": us, "share": shares(times, "torchring"), "cuda_calls": calls}
+
+
+def _count_calls(work: Callable[[], object]) -> int:
+    """How often `work` calls CUDA, its driver's functions included."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        work()
+    events: Any = profiler.events()
+    return sum(_CUDA_CALL.fullmatch(event.name) is not None for event in events)
 
 
 # All-reduce by size

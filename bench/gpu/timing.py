@@ -16,7 +16,7 @@ Row = dict[str, Any]
 Case = tuple[Row, Callable[[], Row]]
 """What a row is about, and a function that measures the rest of the row."""
 
-_LEAD_CYCLES: Final = 4_000_000  # 2 ms at 2 GHz; a bucket of 2,000 tensors takes the host less to launch
+_CYCLES_PER_SECOND: Final = 2e9  # about
 _REPETITIONS: Final = 15
 
 
@@ -45,22 +45,35 @@ def text_of(row: Row) -> str:
     return "  ".join(f"{key}={text(value)}" for key, value in row.items() if key not in hidden)
 
 
-def gpu_seconds(works: Mapping[str, Callable[[], object]], repetitions: int = _REPETITIONS) -> dict[str, list[float]]:
+def sleep(seconds: float) -> None:
+    """Have the current stream sleep for about so long."""
+    torch.cuda._sleep(int(seconds * _CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
+
+
+def event() -> torch.cuda.Event:
+    """An event that the current stream has just been given."""
+    made = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    made.record()
+    return made
+
+
+def gpu_seconds(works: Mapping[str, Callable[[], object]], lead: float = 2e-3) -> dict[str, list[float]]:
     """The seconds that the GPU takes for each of `works`, by name, with a cold cache. Works take turns.
+
+    lead: seconds that the host has for launching a work.
 
     The host takes longer to launch a small kernel than the GPU takes to run it. So the GPU first sleeps, until the host
     has launched all work, and events before and after the work give the GPU's time.
     """
     cache = torch.empty(4 * torch.cuda.get_device_properties().L2_cache_size, dtype=torch.int8, device="cuda")
     times: dict[str, list[float]] = {name: [] for name in works}
-    for repetition in range(-2, repetitions):
+    for repetition in range(-2, _REPETITIONS):
         for name in measure.in_turn(list(works), repetition):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             cache.zero_()
-            torch.cuda._sleep(_LEAD_CYCLES)  # type: ignore[no-untyped-call]
-            begin.record()
+            sleep(lead)
+            begin = event()
             works[name]()
-            end.record()
+            end = event()
             torch.cuda.synchronize()
             if repetition >= 0:
                 times[name].append(float(begin.elapsed_time(end)) / 1e3)

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 import torchring
-from torchring.allreduce.select import Algorithm
 from torchring.bench import measure
 from torchring.bench.gpu.timing import Case, Row, host_seconds, shares, spreads
 from torchring.bench.models import Batch, Workload, gpt2, resnet
@@ -77,9 +76,9 @@ class Training:
         self.optimizer.step()
 
 
-def connected(model: torch.nn.Module, algorithm: Algorithm) -> DistributedOptimizer:
+def connected(model: torch.nn.Module, *, bucket_mb: float = BUCKET_MB, **options: Any) -> DistributedOptimizer:
     """Like `torchring.wrap`, but packs, reduces and unpacks also in a world of one rank."""
-    optimizer = DistributedOptimizer(sgd(model), model, algorithm=algorithm, bucket_mb=BUCKET_MB)
+    optimizer = DistributedOptimizer(sgd(model), model, algorithm="direct", bucket_mb=bucket_mb, **options)
     world = default_world()
     if world.size == 1:
         optimizer._connect(world)
@@ -96,7 +95,7 @@ def _with_ddp(model: torch.nn.Module) -> tuple[torch.nn.Module, torch.optim.Opti
 
 RIVALS: Final[dict[str, Callable[[torch.nn.Module], Any]]] = {
     "plain": sgd,
-    "direct": partial(connected, algorithm="direct"),
+    "direct": connected,
     "ddp": _with_ddp,
 }
 
