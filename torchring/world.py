@@ -139,7 +139,7 @@ class World:
                 rendezvous.is_one_host = is_one_host
                 self._find_hosts(rendezvous, store_host, job)
             except BaseException as error:
-                if not isinstance(error, RingError):  # else the other ranks know, or the mistake is this rank's own
+                if isinstance(error, PeerLostError) or not isinstance(error, RingError):  # else others know, or need not
                     self.break_off("torchring.init()", error)
                 self.close()
                 raise
@@ -166,7 +166,8 @@ class World:
             raise TopologyError(f"ranks were given different backends: {named}; give all the same", rank=self.rank)
         self.hosts = tuple(sorted({tuple(card["host"]) for card in cards}))
         self._cores = set().union(*(cards[peer]["cores"] for peer in self.host.ranks))
-        rendezvous.confirm_opening()
+        if self.rank == 0:
+            rendezvous.publish("open", b"")  # a process that comes later does not belong to the ranks: see `refuse`
 
     @property
     def num_cores(self) -> int:

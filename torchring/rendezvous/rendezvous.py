@@ -163,6 +163,7 @@ class Rendezvous:
         for rank in ranks:
             token, _, who = self._claim_of(rank).partition(" ")
             if has_ended(token.partition("/")[2]):
+                self.raise_if_given_up()
                 if self.is_published(notice_key(rank)):
                     return decode_error(self.fetch(notice_key(rank), rank), rank)
                 text = f"rank {rank} ({who}) has ended, in torchring.init() or after it. Its own output may say why"
@@ -178,11 +179,6 @@ class Rendezvous:
         if rank not in self._claims and self.is_published(key):
             self._claims[rank] = self._call(lambda: self.store.get(key)).decode()
         return self._claims.get(rank, "")
-
-    def confirm_opening(self) -> None:
-        """Publish that all ranks have met. A process that comes later does not belong to them, and cannot give up."""
-        if self.rank == 0:
-            self.publish("open", b"")
 
     def refuse(self, text: str) -> NoReturn:
         """Raise TopologyError; on every rank, unless all ranks have met already."""
