@@ -139,7 +139,8 @@ class World:
                 rendezvous.is_one_host = is_one_host
                 self._find_hosts(rendezvous, store_host, job)
             except BaseException as error:
-                if isinstance(error, PeerLostError) or not isinstance(error, RingError):  # else others know, or need not
+                # Of other errors the ranks know, or they are this rank's own mistakes.
+                if isinstance(error, PeerLostError) or not isinstance(error, RingError):
                     self.break_off("torchring.init()", error)
                 self.close()
                 raise

@@ -23,6 +23,7 @@ from tests.platforms.cases import Cases, same
 from tests.support.commands import finish, free_port, start
 from tests.support.documents import ROOT, blocks
 from tests.support.training import attempt
+from torchring.gradients.views import CAN_SWAP
 
 pytestmark = pytest.mark.platforms
 case = Cases(__name__, deadline=180, env={"HF_HUB_OFFLINE": "1"})
@@ -129,7 +130,7 @@ def _scaled(kind: type[Any]) -> dict[str, Any]:
 
 @case
 def test_a_checkpoint_has_all_of_the_state(rank: int) -> None:
-    expected = [_checkpoint(options, folder) for options, folder in (({}, "whole"), ({"shard": True}, "shared"))]
+    expected = [_checkpoint(options, folder) for options, folder in (({}, "whole"), ({"shard": CAN_SWAP}, "shared"))]
     assert same(expected[0]) == expected[1]
 
 

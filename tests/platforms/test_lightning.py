@@ -23,6 +23,7 @@ from tests.support.documents import ROOT, snippet
 from tests.support.harness import patient, wait_until
 from tests.support.training import attempt
 from torchring.default_world import default_world
+from torchring.gradients.views import CAN_SWAP
 from torchring.observe.recorder.writer import recorder_of
 from torchring.observer import Phase
 from torchring.rendezvous.environment import ELASTIC
@@ -223,7 +224,7 @@ def test_checkpoints_are_those_of_one_device(rank: int) -> None:
     torchring.barrier()
     expected = keys(torch.load("alone.ckpt", weights_only=True))
     plain: Any = None
-    for name, strategy in (("plain", "torchring"), ("sharded", RingStrategy(shard=True))):
+    for name, strategy in (("plain", "torchring"), ("sharded", RingStrategy(shard=CAN_SWAP))):
         module = kinds.Regression()
         saver = lightning.pytorch.callbacks.ModelCheckpoint(name, "{epoch}", save_top_k=-1)
         own = trainer(strategy, max_epochs=2, callbacks=[saver])
@@ -233,7 +234,7 @@ def test_checkpoints_are_those_of_one_device(rank: int) -> None:
         first, last, after = (torch.load(file, weights_only=True) for file in
                               (f"{name}/epoch=0.ckpt", f"{name}/epoch=1.ckpt", f"{name}.ckpt"))  # fmt: skip
         resumed = kinds.Regression()
-        trainer("torchring" if name == "plain" else RingStrategy(shard=True), max_epochs=2).fit(
+        trainer("torchring" if name == "plain" else RingStrategy(shard=CAN_SWAP), max_epochs=2).fit(
             resumed, loader(), ckpt_path=f"{name}/epoch=0.ckpt"
         )
         assert keys(first) == expected

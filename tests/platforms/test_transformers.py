@@ -20,6 +20,7 @@ import torchring
 from tests.platforms.cases import Cases, same
 from tests.support.documents import ROOT, blocks
 from tests.support.training import attempt
+from torchring.gradients.views import CAN_SWAP
 
 pytestmark = pytest.mark.platforms
 case = Cases(__name__, deadline=240, env={"HF_HUB_OFFLINE": "1"})
@@ -173,7 +174,7 @@ def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(rank: int) -> 
     class Sharded(_ring()):
         @property
         def wrap_options(self) -> dict[str, Any]:
-            return {"shard": self.args.optim == "adamw_torch"}
+            return {"shard": CAN_SWAP and self.args.optim == "adamw_torch"}
 
     saving = {"save_strategy": "steps", "save_steps": 3, "optim": "adamw_torch", "lr_scheduler_type": "linear"}
     found, kept = [], []
@@ -184,7 +185,7 @@ def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(rank: int) -> 
         kept.append(torchring.all_gather_object(len(whole.optimizer.state)))
     assert same(found) == found[:1] * 4
     assert kept[0] == [kept[0][0]] * 2
-    assert max(kept[1]) < kept[0][0]
+    assert (max(kept[1]) < kept[0][0]) is CAN_SWAP
 
 
 @case
