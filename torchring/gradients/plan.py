@@ -208,16 +208,11 @@ def _lay_out(
     index: int, dtype: torch.dtype, parameters: Sequence[int], specs: Sequence[ParameterSpec], compression: str | None
 ) -> BucketPlan:
     wire = wire_dtype(dtype, compression)
-    slots, offset = [], 0
+    slots, offset, line = [], 0, ALIGNMENT_BYTES // wire.itemsize
     for parameter in parameters:
         slots.append(Slot(parameter, offset, specs[parameter].num_reals))
-        offset += _round_up(specs[parameter].num_reals, wire)
+        offset += math.ceil(specs[parameter].num_reals / line) * line
     return BucketPlan(index, dtype, wire, tuple(slots), offset)
-
-
-def _round_up(numel: int, dtype: torch.dtype) -> int:
-    line = ALIGNMENT_BYTES // dtype.itemsize
-    return math.ceil(numel / line) * line
 
 
 def _order_of(shape: Sequence[int], stride: Sequence[int]) -> list[int]:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import itertools
 import os
+import re
 import select
 import struct
 import termios
@@ -48,9 +48,8 @@ class OutputOptions:
 
 @dataclass
 class _Source:
-    """A process's stdout or stderr. `rank` is None if the process is not a rank. No two sources have a number."""
+    """A process's stdout or stderr. `rank` is None if the process is not a rank."""
 
-    number: int
     reading: int
     stream: int
     rank: int | None
@@ -64,7 +63,7 @@ class _Target:
     """A stream where output is shown: this process's own stdout or stderr."""
 
     descriptor: int
-    unfinished: int | None = None  # number of the source of the last line, if the line has no end yet
+    unfinished: _Source | None = None  # of the last line, if the line has no end yet
     is_broken: bool = False
 
 
@@ -81,7 +80,6 @@ class Output:
         """`out` and `err` are the descriptors to write to. Raises OSError if the log directory cannot be made."""
         self.options = options
         self._log_name = log_name
-        self._numbers = itertools.count()
         self._lock = threading.Lock()  # of `_new`, and of log files, which both threads open
         self._new: list[_Source] = []  # not yet seen by the thread
         self._sources: dict[int, _Source] = {}  # by their descriptor; of the thread once it runs
@@ -109,7 +107,7 @@ class Output:
             reading, writing = os.pipe()
         self._log(rank, b"")  # empties the log file of an earlier run
         with self._lock:
-            self._new.append(_Source(next(self._numbers), reading, stream, rank, is_terminal))
+            self._new.append(_Source(reading, stream, rank, is_terminal))
         os.write(self._waker, b"+")
         return writing
 
@@ -210,7 +208,7 @@ class Output:
         del source.pending[:end]
         if text:
             self._log(source.rank, text)
-            self._show(source.stream, source.rank, text, source.number)
+            self._show(source.stream, source.rank, text, source)
 
     def _log(self, rank: int | None, text: bytes) -> None:
         if self.options.log_dir is None or rank is None:
@@ -227,16 +225,17 @@ class Output:
                 self._unlogged.add(rank)
                 self._show(STDERR, None, f"torchring run: cannot write {file}: {error.strerror}\n".encode())
 
-    def _show(self, stream: int, rank: int | None, text: bytes, owner: int = -1) -> None:
+    def _show(self, stream: int, rank: int | None, text: bytes, owner: _Source | None = None) -> None:
         target = self._targets[stream]
         if target.is_broken or (self.options.is_quiet and rank is not None):
             return
-        is_rest = target.unfinished == owner
+        is_rest = target.unfinished is owner
         # Text that moves the cursor itself, such as a progress bar, needs no new line.
         is_in_the_way = target.unfinished is not None and not is_rest and text[:1] not in b"\r\n\x1b"
         target.unfinished = None if text.endswith(b"\n") else owner
         if self.options.tag and rank is not None:
-            text = _tagged(text, b"[%d] " % rank, is_rest)
+            tag = b"[%d] " % rank
+            text = re.sub(rb"\n(?!\Z)", b"\n" + tag, text if is_rest else tag + text)
         try:
             _write(target.descriptor, b"\n" + text if is_in_the_way else text)
         except OSError:  # the reader has gone; the ranks get an error when they print
@@ -251,14 +250,6 @@ class Output:
                 nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
                 os.dup2(nothing, source.reading, inheritable=False)
                 os.close(nothing)
-
-
-def _tagged(text: bytes, tag: bytes, is_rest: bool) -> bytes:
-    """`text` with a tag before each line, except a first line that continues an earlier one."""
-    lines = text.split(b"\n")
-    last = lines.pop()
-    lines = [line + b"\n" for line in lines] + ([last] if last else [])
-    return b"".join(line if is_rest and i == 0 else tag + line for i, line in enumerate(lines))
 
 
 def _write(descriptor: int, data: bytes) -> None:

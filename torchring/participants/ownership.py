@@ -33,6 +33,7 @@ from torchring.gradients.hooks import BackwardWatch
 from torchring.gradients.ledger import is_zero
 from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import STEPS_BETWEEN_CHECKS, Participant, Reduction, StepPoint
+from torchring.gradients.validation import parameters_of
 from torchring.optimizer_wrapper import OptimizerWrapper
 from torchring.participants.module_wrappers import MODULE_WRAPPERS, WAY_OUT, explain, living, sharded_by
 from torchring.world import World
@@ -166,7 +167,7 @@ class Ownership(Participant):
         what = ", ".join(names[:_MOST_NAMES]) + more
         gets = f"{what} {'gets a gradient' if len(names) == 1 else 'get gradients'}"
         ids = set(map(id, loose.values()))
-        others = (each for each in living(Optimizer) if ids.intersection(_ids_of(each)))
+        others = (each for each in living(Optimizer) if not ids.isdisjoint(map(id, parameters_of(each))))
         if gone is not None:
             text = (
                 f"the {gone} that was wrapped is not a parameter of the model any more, and {gets} that nobody reduces"
@@ -283,10 +284,6 @@ def _note_stale(parameters: Iterable[torch.Tensor]) -> None:
 def _owned(group: OptimizerGroup) -> set[int]:
     """The ids of all parameters that a reducer reduces, or would if they were not frozen."""
     return {id(p) for reducer in group.reducers for p in (*reducer.parameters, *reducer.frozen)}
-
-
-def _ids_of(optimizer: Optimizer) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _name(parameter: torch.Tensor) -> str:

@@ -264,7 +264,8 @@ class State:
     def _meet(self, world: World, rows: list[_Row]) -> None:
         """Collective: have what the rank has that is furthest, and reduce with these ranks."""
         if world.size > 1:
-            collectives_of(world).check_equal(self._layout())
+            options = [f"{name}: {options_of(each)}" for name, each in self._parts.optimizers.items()]
+            collectives_of(world).check_equal([*self._parts.layout(), *options])
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         src = self._share(world, rows)
@@ -274,11 +275,6 @@ class State:
             rejoin(optimizer, world, guests)
             guests = []
         self._shares.deal_out(world, src)
-
-    def _layout(self) -> list[str]:
-        """Lines that are equal on all ranks."""
-        options = [f"{name}: {options_of(each)}" for name, each in self._parts.optimizers.items()]
-        return [*self._parts.layout(), *options]
 
     def _share(self, world: World, rows: list[_Row]) -> int:
         """Give all ranks what one of them has, but for the state of optimizers with shard=True. Collective.

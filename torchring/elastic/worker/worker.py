@@ -182,7 +182,8 @@ class Worker:
             try:
                 self._look()
             except dist.DistError as error:
-                self._end(_gone(error))
+                first_line = str(error).partition("\n")[0]
+                self._end(f"`{ELASTIC}` is gone: its store does not answer ({first_line})")
                 return
             except RuntimeError as error:  # the interpreter is ending
                 self._end(str(error))
@@ -269,8 +270,3 @@ def _connect(invitation: Invitation) -> Store:
         )
     store.set_timeout(timedelta(seconds=_SILENT_SECONDS))  # a driver may be stopped for a while
     return signed(store, invitation.secret)
-
-
-def _gone(error: BaseException) -> str:
-    first_line = str(error).partition("\n")[0]
-    return f"`{ELASTIC}` is gone: its store does not answer ({first_line})"

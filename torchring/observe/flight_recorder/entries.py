@@ -52,7 +52,7 @@ class Entry(Progress):
     """
 
     def __init__(self, recorder: FlightRecorder, name: str, words: memoryview) -> None:
-        self.key = key_of(name)
+        self.key = zlib.crc32(name.encode()) + 1  # not 0, and the same in all processes
         self.wait = Wait(name)
         self.thread = 0
         self._recorder = recorder
@@ -273,8 +273,3 @@ def read_state(memory: memoryview | bytes, now: int | None = None) -> RankState 
         entries=entries,
         waits=waits,
     )
-
-
-def key_of(name: str) -> int:
-    """Not 0, and the same in all processes."""
-    return zlib.crc32(name.encode()) + 1
