@@ -76,7 +76,7 @@ def products(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     gram = torch.zeros(len(parts), len(parts), dtype=torch.float64, device="cpu")
     for block in zip(*(torch.split(part, _BLOCK) for part in parts), strict=True):
         rows = torch.stack(block).double()
-        gram += rows @ rows.T
+        gram += (rows @ rows.T).cpu()
     return gram
 
 
@@ -98,7 +98,7 @@ def check(tensor: torch.Tensor) -> None:
 @torch.no_grad()
 def all_reduce(backend: Backend, tensor: torch.Tensor, hosts: Sequence[Sequence[int]]) -> torch.Tensor:
     """In place. Each rank gets the tensors of all, and combines them; `hosts` has the ranks of each host."""
-    flat = operations.plain(tensor).view(-1)
+    flat = operations.plain(backend, tensor).view(-1)
     parts = operations.all_gather(backend, flat, signature_of("all_reduce", (tensor,), "op='adasum'"))
     operations.writable(tensor).copy_(adasum(parts, hosts).view(tensor.shape))
     return tensor

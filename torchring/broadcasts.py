@@ -53,7 +53,8 @@ def broadcast_batches(backend: Backend, tensors: Sequence[torch.Tensor], src: in
     num_bytes = 0
     for tensor in [*tensors, None]:
         if batch and (tensor is None or num_bytes + tensor.nbytes > BATCH_BYTES):
-            flat = torch.cat([bytes_of(operations.plain(small)) for small in batch])
+            parts = [bytes_of(operations.plain(backend, small)) for small in batch]
+            flat = torch.cat([part.to(parts[0].device) for part in parts])
             operations.broadcast(backend, flat, src)
             if not is_src:
                 _hand_out(flat, batch)
@@ -69,7 +70,7 @@ def broadcast_batches(backend: Backend, tensors: Sequence[torch.Tensor], src: in
 def _hand_out(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Copy `flat`, the bytes of all tensors one after the other, to the tensors."""
     for tensor, part in zip(tensors, torch.split(flat, [tensor.nbytes for tensor in tensors]), strict=True):
-        fresh = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        fresh = torch.empty(tensor.shape, dtype=tensor.dtype, device=flat.device)
         bytes_of(fresh).copy_(part)
         operations.writable(tensor.detach()).copy_(fresh)
 

@@ -1,14 +1,15 @@
 """Collectives for scripts: metrics, batch counts, early stopping, objects.
 
-They act on the default world. All ranks call them in the same order. A tensor on a GPU travels through the host's
-memory, and the host waits for it. (Gradients do not: see `gradients/`.)
+They act on the default world. All ranks call them in the same order.
 
 A blocking call returns when this rank's result is there. With `async_op=True` a background thread runs the collective,
 and the tensor belongs to torchring until `Work.wait()` returns. Collectives, blocking or not, run in the order of the
 calls. Threads of one rank take turns, in an order that should be the same on all ranks.
 
 Ranks of one host exchange bytes through shared memory. Between hosts Gloo moves the bytes, in a process group of
-torchring's own.
+torchring's own. For tensors on GPUs, NCCL does: the host waits for the other ranks' hosts, and not for the GPU. The
+current stream waits for the result, with `async_op=True` that of `Work.wait()`. A result that a lost rank has spoilt is
+NaN, and the next call raises the error. What NCCL cannot do goes through the CPU: see `devices/collectives.py`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import operator
 import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
+from functools import partial
 from typing import Any, Final, Literal, TypeVar, cast, get_args, overload
 
 import torch
 
 from torchring import adasum, row_exchange
+from torchring.accelerators import accelerator_of
 from torchring.broadcasts import broadcast_bytes, check_dense, check_writable
 from torchring.collectives import operations
 from torchring.collectives.operations import Backend
@@ -29,6 +32,7 @@ from torchring.collectives.service import collectives_of
 from torchring.collectives.signature import ELEMENTWISE_OPS, ElementwiseOp, signature_of
 from torchring.default_world import default_world
 from torchring.errors import PeerLostError
+from torchring.rooms import room
 
 _T = TypeVar("_T")
 Op = Literal["mean", "sum", "min", "max", "product", "adasum"]
@@ -42,15 +46,22 @@ REDUCIBLE = (
 class Work:
     """A collective that has been started with `async_op=True`."""
 
-    def __init__(self, future: Future[torch.Tensor]) -> None:
+    def __init__(self, future: Future[Any], aside: Any = None) -> None:
         self._future = future
+        self._aside = aside
 
     def wait(self) -> torch.Tensor:
-        """Block until the collective is done. Returns its result, or raises its error."""
+        """Block until the collective is done. Returns its result, or raises its error.
+
+        On a GPU: until it is launched. The current stream waits for the result.
+        """
         try:
-            return self._future.result()
+            result = self._future.result()
         except CancelledError:
             raise PeerLostError("torchring.shutdown() was called before this collective began") from None
+        if self._aside is not None:
+            self._aside.wait(result[:1] if isinstance(result, tuple) else [result])
+        return cast(torch.Tensor, result)
 
     def is_completed(self) -> bool:
         """True if `wait` would return at once."""
@@ -134,7 +145,11 @@ def all_gather(tensor: torch.Tensor, async_op: bool = False) -> torch.Tensor | W
         A new tensor, or a `Work` whose `wait()` returns it. Has no gradient. Raises what `all_reduce` raises.
     """
     check_dense(tensor)
-    return _dispatch("all_gather", tensor, async_op, lambda backend: torch.cat(operations.all_gather(backend, tensor)))
+    return _dispatch("all_gather", tensor, async_op, _all_gather, tensor)
+
+
+def _all_gather(backend: Backend, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat(operations.all_gather(backend, tensor))
 
 
 @overload
@@ -244,17 +259,27 @@ def _dispatch(
     what: str, tensor: torch.Tensor, async_op: bool, operation: Callable[..., torch.Tensor], *arguments: Any
 ) -> torch.Tensor | Work:
     """Run `operation(backend, *arguments)` on `tensor`, now or on the background thread."""
-    collectives = collectives_of(default_world())
-    if tensor.is_cuda:  # run in the stream that computes the tensor, also on the background thread
-        stream, of_caller = torch.cuda.current_stream(tensor.device), operation
-
-        def operation(backend: Backend, *arguments: Any) -> torch.Tensor:
-            with torch.cuda.stream(stream):
-                return of_caller(backend, *arguments)
-
+    world = default_world()
+    collectives, aside = collectives_of(world), None
+    if (accelerator := accelerator_of(tensor.device)) is not None:
+        devices = room("device collectives")
+        aside, of_script = devices.Aside(accelerator, [tensor]), world.shared(devices.of_script)
+        if operation in _ON_DEVICE:
+            operation = partial(_on_device, of_script, operation)
+        else:
+            of_script.say_once(what, "NCCL has none")
+        if async_op:
+            operation = partial(of_script.run_aside, [aside], operation)
     if async_op:
-        return Work(collectives.start(what, operation, *arguments))
+        return Work(collectives.start(what, operation, *arguments), aside)
     return collectives.run(what, operation, *arguments)
+
+
+_ON_DEVICE: Final = (operations.all_reduce, operations.broadcast, _all_gather)
+
+
+def _on_device(of_script: Any, operation: Callable[..., torch.Tensor], backend: Backend, *arguments: Any) -> Any:
+    return operation(of_script.instead_of(backend), *arguments)
 
 
 def _check_rank(src: int) -> None:

@@ -22,6 +22,7 @@ _MODULES: Final = {
     "initial state": "torchring.initial_state",
     "device agreement": "torchring.devices.agreement",
     "device all-reduces": "torchring.devices.opening",
+    "device collectives": "torchring.devices.collectives",
     "observe": "torchring.observe.services",
     "elastic": "torchring.elastic.worker.generation",
     "meeting": "torchring.meeting",

@@ -15,7 +15,7 @@ from torchring.memory.host import bytes_of
 def all_to_all(
     backend: Backend, tensor: torch.Tensor, splits: Sequence[int], signature: Signature
 ) -> tuple[list[torch.Tensor], list[int]]:
-    data = plain(tensor)
+    data = plain(backend, tensor)
     parts = backend.all_to_all([bytes_of(part) for part in torch.split(data, list(splits))], signature)
     received = [rows_from(part, data).to(tensor.device) for part in parts]
     return received, [len(part) for part in received]

@@ -77,7 +77,7 @@ class FakeMark:
         self._stream = stream
         self._accelerator = accelerator
         accelerator.calls["record"] += 1
-        self.seen = {} if stream is None else dict(stream.seen)
+        self.seen = accelerator.seen_from_current() if stream is None else dict(stream.seen)
         self.reached = False
         self._at = 0.0
 
@@ -92,7 +92,9 @@ class FakeMark:
     def hold_current(self) -> None:
         self._accelerator.calls["wait"] += 1
         if self._stream is not None:
-            self._stream.accelerator.hold(self._stream, self)
+            self._accelerator.hold(self._stream, self)
+        elif isinstance(self._accelerator.current, FakeStream):
+            self._accelerator.current.follow_until(self.seen)
 
     def milliseconds_since(self, earlier: Any) -> float:
         self._accelerator.calls["elapsed"] += 1
@@ -110,13 +112,20 @@ class FakeStream:
 
     def follow(self) -> None:
         self.accelerator.calls.update(("follow", "record", "wait"))
+        current = self.accelerator.current
+        if not isinstance(current, FakeStream):
+            self.follow_until(self.accelerator.seen_from_current())
+        elif current is not self:
+            self.accelerator.hold(current, current.mark(), waiting=self)
+
+    def follow_until(self, seen: dict[object, int]) -> None:
         if self.accelerator._holds:
             self.call(self.accelerator.wait_for_holds, list, "follow")
-        self.seen |= self.accelerator.seen_from_current()
+        self.seen |= seen
         self.accelerator.forget_before(min([self.seen[COMPUTE], *(task.seen.get(COMPUTE, 0) for task in self.queue)]))
 
     def run(self, work: Callable[[], None]) -> None:
-        with self.accelerator.on_stream(self):
+        with self.accelerator.on_stream(self), self.accelerator.watching():
             work()
 
     def mark(self) -> FakeMark:
@@ -190,15 +199,26 @@ class FakeAccelerator:
         self.calls: Counter[str] = Counter()
         self.races: list[str] = []
         self.host_words: list[torch.Tensor] = []
-        self.current: object = COMPUTE
+        self._of_thread = threading.local()
         self.clock = 0
         self.streams: list[FakeStream] = []
         self._noted: list[_Noted] = []
         self._joined: dict[object, dict[object, int]] = {}  # by stream that computes: what it has waited for
-        self.is_executing = False
         self._holds: list[Callable[[], object]] = []  # mode "lazy": waits of the compute stream, and kernels behind
         self._wires: set[tuple[int, int]] = set()  # where results come
         self._pointed_at: Sequence[torch.Tensor] = ()  # by the last column of addresses
+
+    @property
+    def current(self) -> object:
+        return getattr(self._of_thread, "current", COMPUTE)
+
+    @current.setter
+    def current(self, stream: object) -> None:
+        self._of_thread.current = stream
+
+    @property
+    def is_executing(self) -> bool:
+        return getattr(self._of_thread, "is_executing", False)
 
     @property
     def num_cuda_calls(self) -> int:
@@ -220,6 +240,8 @@ class FakeAccelerator:
         return self.current
 
     def mark_current(self) -> FakeMark:
+        if isinstance(self.current, FakeStream):
+            return self.current.mark()
         mark = FakeMark(None, self)
         mark.reach()
         return mark
@@ -317,7 +339,7 @@ class FakeAccelerator:
                 mock.patch.object(Kernel, "launch", launch_later),
                 mock.patch.object(ChunkTable, "point_at", point_at_noted),
                 contextlib.nullcontext() if lazy.INTERPRETED else in_torch,
-                _Watch(self),
+                self.watching(),
             ):
                 yield self
         finally:
@@ -336,11 +358,24 @@ class FakeAccelerator:
     @contextlib.contextmanager
     def executing(self) -> Iterator[None]:
         """What is done in here is done, and not noted."""
-        before, self.is_executing = self.is_executing, True
+        before, self._of_thread.is_executing = self.is_executing, True
         try:
             yield
         finally:
-            self.is_executing = before
+            self._of_thread.is_executing = before
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """What this thread asks of torch in here is noted, or queued."""
+        if getattr(self._of_thread, "is_watched", False):
+            yield
+            return
+        self._of_thread.is_watched = True
+        try:
+            with _Watch(self):
+                yield
+        finally:
+            self._of_thread.is_watched = False
 
     def _call(self, run: Callable[[], object], accesses: Callable[[], list[Access]], what: str) -> None:
         if not self.is_executing and isinstance(self.current, FakeStream):
@@ -356,8 +391,8 @@ class FakeAccelerator:
 
     # Mode "lazy"
 
-    def hold(self, stream: FakeStream, mark: FakeMark) -> None:
-        waiting = self.current
+    def hold(self, stream: FakeStream, mark: FakeMark, waiting: object = None) -> None:
+        waiting = waiting or self.current
         if isinstance(waiting, FakeStream):  # a stream waits for a stream: later, and then for what that one has seen
             if waiting is not stream:
                 waiting.call(lambda: stream.do_until(mark), list, "hold")
@@ -499,7 +534,7 @@ class FakeBackend:
                 time.sleep(2e-4)
             if work is None or not work.is_completed() or work.exception() is not None:
                 assert self._aborted.wait(60), "nobody has told the backend to stop"
-                written.copy_(torch.rand_like(written))
+                written.random_(100)
 
         self._accelerator.results_come_to(written)
         accesses = [_access(written, writes=True)]
@@ -519,12 +554,22 @@ class _Watch(TorchDispatchMode):
         if accelerator.is_executing or threading.get_ident() != self._thread:
             return func(*args, **kwargs)
         read, written = _operands(func, args, kwargs)
-        if any(map(accelerator.is_host_word, written)):
+        if any(map(accelerator.is_host_word, written)) or func.overloadpacket is torch.ops.aten.set_:
             return func(*args, **kwargs)
         if isinstance(accelerator.current, FakeStream):
-            if not written:  # on the host, such as a column of addresses before it is sent
-                return func(*args, **kwargs)
+            if not written:
+                result = func(*args, **kwargs)
+                if read and (new := _new(func, result)):  # else on the host, such as addresses before they are sent
+                    accelerator.current.call(
+                        lambda: [
+                            old.copy_(now) for old, now in zip(new, _new(func, func(*args, **kwargs)), strict=True)
+                        ],
+                        lambda: [_access(tensor, writes=True) for tensor in new],
+                        str(func),
+                    )
+                return result
             accelerator.calls["launch"] += 1
+            accelerator.results_come_to(*written)
             accesses = [_access(tensor, writes=True) for tensor in written]
             accelerator.current.call(lambda: func(*args, **kwargs), lambda: accesses, str(func))
             return args[0] if func._schema.returns else None

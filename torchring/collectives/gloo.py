@@ -12,14 +12,13 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from torchring.collectives.operations import Meanwhile
+from torchring.collectives.operations import Meanwhile, combine_by
 from torchring.collectives.signature import Signature, mismatch
-from torchring.kernels import reference
 from torchring.memory.host import tensor_of
 from torchring.transport.c10d import C10dTransport
 from torchring.world import World
 
-_REDUCE_OPS = {
+REDUCE_OPS = {
     "mean": dist.ReduceOp.SUM,
     "sum": dist.ReduceOp.SUM,
     "min": dist.ReduceOp.MIN,
@@ -27,7 +26,6 @@ _REDUCE_OPS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 _EXCHANGED_BYTES = 504  # that travel with a signature: what ranks say in each reduction fits
-_NATIVE_DTYPES = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64)
 
 
 class GlooCollectives:
@@ -37,6 +35,8 @@ class GlooCollectives:
         lost_peer: the error if a peer is gone.
     """
 
+    on_cpu = True
+
     def __init__(self, world: World, name: str) -> None:
         assert world.rendezvous is not None
         self._transport = C10dTransport(world.rendezvous, name, world.host)
@@ -44,27 +44,14 @@ class GlooCollectives:
         world.on_failure(self._transport)
 
     def all_reduce(self, data: torch.Tensor, op: str, signature: Signature) -> None:
-        # Gloo's minimum and maximum keep or lose a NaN, depending on which rank holds it.
         may_lose = op in ("min", "max") and data.is_floating_point() and data.numel() > 0
         has_nan = any(row[0] for row in self._agree(signature, [int(may_lose and bool(data.amax().isnan()))]))
-        if not data.numel():
-            return
-        if has_nan:
-            self._reduce(is_nan := data.isnan().to(torch.uint8), "max")
-        # 16-bit values travel as fp32, so that they are rounded once. Gloo has no int16.
-        wide = torch.int32 if data.dtype == torch.int16 else reference.compute_dtype(data.dtype, data.dtype)
-        buffer = data if data.dtype in _NATIVE_DTYPES else data.to(wide)
-        self._reduce(buffer, op)
-        if op == "mean":
-            buffer.mul_(1.0 / self._transport.size)
-        if has_nan:
-            buffer[is_nan.bool()] = torch.nan
-        if buffer is not data:
-            data.copy_(buffer)
+        if data.numel():
+            combine_by(self._reduce, data, op, self._transport.size, keeps_nan=has_nan)
 
     def _reduce(self, buffer: torch.Tensor, op: str) -> None:
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(_REDUCE_OPS[op])
+        options.reduceOp = dist.ReduceOp(REDUCE_OPS[op])
         self._transport.start(lambda group: group.allreduce([buffer], options)).wait()
         torch.autograd.graph.increment_version(buffer)  # the process group does not tell autograd that it writes
 

@@ -25,7 +25,13 @@ _EXCHANGE = Signature("all_gather_object")
 
 
 class Backend(Protocol):
-    """Collectives on flat CPU tensors; see `SharedMemoryCollectives`."""
+    """Collectives on flat tensors; see `SharedMemoryCollectives`.
+
+    Attributes:
+        on_cpu: takes tensors on the CPU only.
+    """
+
+    on_cpu: bool
 
     def all_reduce(self, data: torch.Tensor, op: str, signature: Signature) -> None: ...
     def broadcast(self, data: torch.Tensor, src: int, signature: Signature) -> None: ...
@@ -38,6 +44,8 @@ class Backend(Protocol):
 
 class SingleRank:
     """The backend of a world of one, where every collective returns what it was given."""
+
+    on_cpu = False
 
     def all_reduce(self, data: torch.Tensor, op: str, signature: Signature) -> None:
         """The mean, sum, minimum, maximum and product of one value is that value."""
@@ -59,7 +67,7 @@ class SingleRank:
 
 
 def all_reduce(backend: Backend, tensor: torch.Tensor, op: str) -> torch.Tensor:
-    flat = plain(tensor).view(-1)
+    flat = plain(backend, tensor).view(-1)
     backend.all_reduce(flat, op, signature_of("all_reduce", (tensor,), DETAILS[op]))
     if flat.data_ptr() != tensor.data_ptr():
         with torch.no_grad():
@@ -69,7 +77,7 @@ def all_reduce(backend: Backend, tensor: torch.Tensor, op: str) -> torch.Tensor:
 
 @torch.no_grad()
 def broadcast(backend: Backend, tensor: torch.Tensor, src: int) -> torch.Tensor:
-    data = plain(tensor)
+    data = plain(backend, tensor)
     backend.broadcast(bytes_of(data), src, signature_of("broadcast", [tensor], f"src={src}"))
     if data.data_ptr() != tensor.data_ptr():
         writable(tensor).copy_(data)
@@ -78,11 +86,11 @@ def broadcast(backend: Backend, tensor: torch.Tensor, src: int) -> torch.Tensor:
 
 @torch.no_grad()
 def all_gather(backend: Backend, tensor: torch.Tensor, signature: Signature | None = None) -> list[torch.Tensor]:
-    data = plain(tensor.reshape(1) if tensor.dim() == 0 else tensor)
+    data = plain(backend, tensor.reshape(1) if tensor.dim() == 0 else tensor)
     signature = signature or signature_of("all_gather", [data], any_rows=True)
     if not data.shape[1:].numel():  # rows without elements: only the number of rows travels
-        counts = backend.all_gather(bytes_of(torch.tensor([len(data)], device="cpu")), signature)
-        return [tensor.new_empty(int(count.view(torch.int64)), *data.shape[1:]) for count in counts]
+        counts = exchange(backend, b"%d" % len(data), signature)
+        return [tensor.new_empty(int(count), *data.shape[1:]) for count in counts]
     parts = backend.all_gather(bytes_of(data), signature)
     return [rows_from(part, data).to(tensor.device) for part in parts]
 
@@ -117,15 +125,40 @@ def combine(parts: Sequence[torch.Tensor], out: torch.Tensor, op: str) -> None:
         out.copy_(total)
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The values in row-major order on the CPU, without autograd history and lazy conjugation.
+def combine_by(
+    reduce: Callable[[torch.Tensor, str], None], data: torch.Tensor, op: str, size: int, *, keeps_nan: bool
+) -> None:
+    """Combine `data` of `size` ranks in place, by another library's all-reduce.
 
-    Returns a view of `tensor` if possible. Copies a tensor on a GPU, after the current stream has computed it.
+    Args:
+        reduce: the library's, in place, of a tensor and an op, where "mean" adds up. Libraries know no int16. 16-bit
+            values travel as fp32, so that they are rounded once.
+        keeps_nan: a NaN counts in "min" and "max", whoever has it. Libraries lose it on some ranks.
     """
-    tensor = writable(tensor)
-    if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return tensor.detach()
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
+    is_nan = torch.empty_like(data, dtype=torch.bool) if keeps_nan else None
+    if is_nan is not None:
+        torch.ne(data, data, out=is_nan)
+        reduce(is_nan.view(torch.uint8), "max")
+    wide = torch.int32 if data.dtype == torch.int16 else reference.compute_dtype(data.dtype, data.dtype)
+    buffer = data if data.dtype == wide else torch.empty_like(data, dtype=wide).copy_(data)
+    reduce(buffer, op)
+    if op == "mean":
+        buffer.mul_(1.0 / size)
+    if is_nan is not None:
+        buffer.masked_fill_(is_nan, torch.nan)
+    if buffer is not data:
+        data.copy_(buffer)
+
+
+def plain(backend: Backend, tensor: torch.Tensor) -> torch.Tensor:
+    """The values in row-major order, where `backend` takes them, without autograd history and lazy conjugation.
+
+    Returns a view of `tensor` if possible. A copy on the CPU is made after the current stream has computed the tensor.
+    """
+    data = writable(tensor).detach()
+    if not data.is_contiguous() or data.is_conj() or data.is_neg():
+        data = data.resolve_conj().resolve_neg().contiguous()
+    return data.cpu() if backend.on_cpu else data
 
 
 def writable(tensor: torch.Tensor) -> torch.Tensor:

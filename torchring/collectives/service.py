@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Final, TypeVar
 
 import torch
@@ -51,7 +51,7 @@ class Collectives:
 
     def __init__(self, world: World, name: str = "collectives", *, is_scripts: bool = True) -> None:
         self.world = world
-        self._name = name
+        self.name = name
         self._is_scripts = is_scripts
         # Between hosts the first call opens it, because a backend takes a thread and a connection to each rank.
         self._backend: Backend | None = None
@@ -83,7 +83,7 @@ class Collectives:
 
     def _run_in_turn(self, what: str, operation: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
         if self._last is not None and not self._last.done():
-            return self._start(what, operation, arguments).result()
+            wait([self._last])
         return self._operate(what, operation, arguments)
 
     def _start(self, what: str, operation: Callable[..., _T], arguments: tuple[Any, ...]) -> Future[_T]:
@@ -120,7 +120,7 @@ class Collectives:
         if self._backend is None:
             from torchring.collectives.gloo import GlooCollectives  # a job on one host does not need it
 
-            self._backend = backend = GlooCollectives(self.world, self._name)
+            self._backend = backend = GlooCollectives(self.world, self.name)
             self._find_lost_peer = backend.lost_peer
         return self._backend
 

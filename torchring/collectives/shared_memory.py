@@ -52,6 +52,8 @@ class SharedMemoryCollectives:
     Every method takes a `Signature`. If the ranks' signatures differ, all ranks raise PlanMismatchError.
     """
 
+    on_cpu = True
+
     def __init__(self, group: HostGroup) -> None:
         self._group = group
         self._channel = Channel(group)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from torchring.allreduce.slices import slice_bounds
+from torchring.collectives.gloo import REDUCE_OPS
 from torchring.devices.cuda import Backend, CudaAccelerator
 from torchring.devices.symmetric_memory import SymmetricGroup
 from torchring.kernels.direct import prepare_direct
@@ -110,7 +111,7 @@ class Engine:
             self._signals = _addresses(self._pads.parts, accelerator.device)
         # Pinned host memory: whoever aborts may be on another thread than the one that launches, must not wait for what
         # the device does, and calls nothing of CUDA's. Kernels that wait look at it now and then.
-        self._abort_word = accelerator.host_word()
+        self.abort_word = accelerator.host_word()
         self._releasing = threading.Lock()
         accelerator.synchronize()
 
@@ -148,7 +149,7 @@ class Engine:
             return
         self.direct(wire, spread=False)
         if self.backend is not None and wire.own_slice.numel():
-            all_reduce(self.backend, wire.own_slice)
+            all_reduce(self.backend, wire.own_slice, "sum")
         self.direct(wire, gather=False)
 
     def direct(self, wire: DeviceWire, *, gather: bool = True, spread: bool = True) -> None:
@@ -177,11 +178,11 @@ class Engine:
         """
         if self.backend is None or self.group.size > 1:
             return None
-        return prepare_guard([wire.buffer for wire in wires], self._abort_word)
+        return prepare_guard([wire.buffer for wire in wires], self.abort_word)
 
     def abort(self) -> None:
         """End launched work that waits for other ranks. Its results become NaN. From any thread."""
-        self._abort_word.fill_(1)  # before NCCL stops amid a sum: what follows it then finds the word
+        self.abort_word.fill_(1)  # before NCCL stops amid a sum: what follows it then finds the word
         if self.backend is not None:
             with self._releasing:
                 abort(self.backend)
@@ -194,16 +195,16 @@ class Engine:
     def _prepare(self, wire: DeviceWire, *, gather: bool, spread: bool) -> Launch:
         where = wire.addresses, self._signals, wire.buffer
         ranks: Any = {"rank": self.group.index, "num_ranks": self.group.size}
-        ranks |= {"abort": self._abort_word, "max_blocks": self._max_blocks}
+        ranks |= {"abort": self.abort_word, "max_blocks": self._max_blocks}
         if self.algorithm == "ring" and gather and spread:
             return prepare_ring(*where, **ranks)
         begin, end = wire.bounds
         return prepare_direct(*where, **ranks, begin=begin, end=end, gather=gather, spread=spread)
 
 
-def all_reduce(backend: Backend, buffer: torch.Tensor) -> None:
-    """Replace `buffer`, which is not empty, by the sum over the backend's ranks, on the current stream."""
-    work = backend.allreduce([buffer], _in_current_stream())
+def all_reduce(backend: Backend, buffer: torch.Tensor, op: str) -> None:
+    """Combine `buffer`, which is not empty, over the backend's ranks, on the current stream; "mean" adds up."""
+    work = backend.allreduce([buffer], _combining(op))
     if work is not None:  # NCCL returns None: its kernel is in the current stream already
         work.wait()
 
@@ -225,8 +226,10 @@ def broadcast(backend: Backend, buffer: torch.Tensor, src: int) -> None:
 
 
 @cache
-def _in_current_stream() -> dist.AllreduceOptions:
-    return _in_stream(dist.AllreduceOptions())  # a sum
+def _combining(op: str) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(REDUCE_OPS[op])
+    return _in_stream(options)
 
 
 def _in_stream(options: _Options) -> _Options:

@@ -11,13 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 import torch
 
 from torchring.allreduce.hierarchical import column_ranks, num_columns
 from torchring.allreduce.select import Choice, check_one_host
-from torchring.collectives.service import internal_collectives_of
+from torchring.collectives import operations
+from torchring.collectives.service import Collectives, internal_collectives_of
 from torchring.devices.cuda import Backend, CudaAccelerator
 from torchring.devices.engines import DeviceWire, Engine, abort, all_reduce, shut_down
 from torchring.devices.stream import OnStream
@@ -28,6 +29,8 @@ from torchring.rendezvous.signed import unsigned
 from torchring.world import World
 
 _T = TypeVar("_T")
+Exchange: TypeAlias = Callable[[bytes], list[bytes]]
+"""Collective: gives all ranks what each says, in rank order."""
 
 _NUM_SAMPLES: Final = 3  # wires at a time
 _LONGEST_SAMPLE_BYTES: Final = 32 << 20  # what is faster for this size is faster for all larger ones
@@ -163,7 +166,7 @@ def _tried_on_stream(world: World, engine: Engine, overlap: str) -> OnStream:
 def _engine(world: World, algorithm: str, accelerator: CudaAccelerator) -> Engine:
     """Collective. Raises TopologyError on all ranks if a rank cannot open the engine."""
     if algorithm == "native":
-        backend = _backend(world, tuple(range(world.size)), accelerator)
+        backend = _backend(world, tuple(range(world.size)), accelerator, world.next_channel_name())
         assert backend is not None
         group, note = _memory_of(world, backend, accelerator)
         engine = Engine(algorithm, group, accelerator, 1, backend)
@@ -176,11 +179,36 @@ def _engine(world: World, algorithm: str, accelerator: CudaAccelerator) -> Engin
 
     engine = _together(world, share)
     if algorithm == "hierarchical":
-        engine.backend = _backend(world, column_ranks(world.hosts, world.rank), accelerator)
+        columns = column_ranks(world.hosts, world.rank)
+        engine.backend = _backend(world, columns, accelerator, world.next_channel_name())
     return engine
 
 
-def _backend(world: World, ranks: tuple[int, ...] | None, accelerator: CudaAccelerator) -> Backend | None:
+def open_collectives(collectives: Collectives, name: str, accelerator: CudaAccelerator) -> OnStream:
+    """Collective, in an operation of `collectives`: a stream of their own on a device, for the backend's collectives.
+
+    Raises TopologyError on all ranks if a rank's backend cannot be had. `name` is equal on all ranks, and used once.
+    """
+    world = collectives.world
+    exchange = partial(operations.exchange, collectives.opened())
+    backend = _backend(world, tuple(range(world.size)), accelerator, name, exchange)
+    engine = Engine("native", LonelyGroup(world.rank, accelerator.device), accelerator, 1, backend)
+    return OnStream(
+        engine,
+        in_background=True,
+        host=world.host,
+        timeout_seconds=world.timeout_seconds,
+        lost_afar=collectives.lost_peer,
+    )
+
+
+def _backend(
+    world: World,
+    ranks: tuple[int, ...] | None,
+    accelerator: CudaAccelerator,
+    name: str,
+    exchange: Exchange | None = None,
+) -> Backend | None:
     """Collective among all ranks: a backend between `ranks`, one of which is this rank; None if `ranks` is None.
 
     Raises TopologyError on all ranks if a rank's backend cannot be had, or does not connect.
@@ -199,16 +227,15 @@ def _backend(world: World, ranks: tuple[int, ...] | None, accelerator: CudaAccel
         for backend in opened:
             seconds = world.timeout_seconds / 2  # ranks that are through wait for the others
             with _alarm(seconds, lambda backend=backend: abort(backend)) as has_rung:  # type: ignore[misc]
-                all_reduce(backend, torch.zeros(1, device=accelerator.device))
+                all_reduce(backend, torch.zeros(1, device=accelerator.device), "sum")
                 accelerator.synchronize()
             if has_rung.is_set():
                 raise TopologyError(f"no answer within {seconds:g} s (NCCL_SOCKET_IFNAME chooses the network)")
 
-    name = world.next_channel_name()
     try:
-        _together(world, open_it, "torch.distributed's backend cannot be opened: ")
+        _together(world, open_it, "torch.distributed's backend cannot be opened: ", exchange)
         # A rank without a backend would leave the others waiting on their devices, for ever.
-        _together(world, connect, "torch.distributed's backend does not connect: ")
+        _together(world, connect, "torch.distributed's backend does not connect: ", exchange)
     except BaseException:
         for backend in opened:
             abort(backend)
@@ -251,11 +278,12 @@ def _alarm(seconds: float, ring: Callable[[], object]) -> Iterator[threading.Eve
         timer.cancel()
 
 
-def _together(world: World, open_it: Callable[[], _T], problem: str = "") -> _T:
+def _together(world: World, open_it: Callable[[], _T], problem: str = "", exchange: Exchange | None = None) -> _T:
     """Collective: the result of `open_it`. If it fails on a rank, all ranks raise a TopologyError with the same text.
 
     Args:
         problem: begins the text.
+        exchange: how ranks tell each other; by default by the collectives that torchring itself calls.
     """
     text, cause, opened = "", None, list[_T]()
     try:
@@ -265,7 +293,8 @@ def _together(world: World, open_it: Callable[[], _T], problem: str = "") -> _T:
             raise
         text = problem + (error.message if isinstance(error, TopologyError) else str(error) or repr(error))
         cause = error
-    texts = [data.decode() for data in internal_collectives_of(world).all_gather_bytes(text.encode())]
+    exchange = exchange or internal_collectives_of(world).all_gather_bytes
+    texts = [data.decode() for data in exchange(text.encode())]
     if failed := [rank for rank, text in enumerate(texts) if text]:
         where = "" if len(failed) == world.size else f" (rank {failed[0]} says so)"
         raise in_step(TopologyError(texts[failed[0]] + where, rank=world.rank)) from cause

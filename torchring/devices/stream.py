@@ -206,7 +206,7 @@ class OnStream:
         elif self._watchdog.is_pending() and not failed_before:
             self.accelerator.synchronize()
             if self._failure.error is not None:
-                text = f"gradients of the last backward became NaN, and what was trained on them: {self._failure.error}"
+                text = f"results of the last reduction became NaN, and what was made of them: {self._failure.error}"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def leave(self) -> None:

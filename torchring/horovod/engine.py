@@ -9,7 +9,7 @@ Source: the contract is Horovod's (horovod.torch.mpi_ops): operations of one nam
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import itertools
 import logging
 import threading
@@ -17,8 +17,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
-
-import torch
 
 from torchring.collectives.operations import Backend, exchange
 from torchring.collectives.service import Collectives
@@ -133,8 +131,8 @@ class CollectiveEngine:
             self._has_waiter = True
             self._bell.wake()
         result = operation.done.result()
-        if operation.stream is not None:  # the caller may be in another one by now
-            torch.cuda.current_stream(operation.stream.device).wait_stream(operation.stream)
+        if operation.aside is not None:
+            operation.aside.wait(result[0])
         return result
 
     # ---- the thread
@@ -253,19 +251,15 @@ class CollectiveEngine:
         requests = [response.first for response in batch]
         if (timeline := self.timeline) is not None:
             timeline.begin(requests)
-        streams = [call.stream for call in calls if call is not None and call.stream is not None]
-        for other in streams[1:]:
-            streams[0].wait_stream(other)
+        asides = [call.aside for call in calls if call is not None and call.aside is not None]
+        run = functools.partial(plane.devices.run_aside, asides, carry_out) if asides else carry_out
         try:
-            with torch.cuda.stream(streams[0]) if streams else contextlib.nullcontext():
-                results = carry_out(plane, calls, batch)
+            results = run(plane, calls, batch)
         except (ValueError, TypeError) as error:
             if not getattr(error, "in_step", False):
                 raise
             self._finish(calls, error=error)
         else:
-            for other in streams[1:]:
-                other.wait_stream(streams[0])
             self._finish(calls, results)
         if timeline is not None:
             timeline.end(requests)

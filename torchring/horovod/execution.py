@@ -7,6 +7,7 @@ summed in fp32 and rounded once, where Horovod rounds after each step.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -16,12 +17,15 @@ from typing import Any, Final
 import torch
 
 from torchring import adasum
+from torchring.accelerators import accelerator_of
 from torchring.broadcasts import broadcast_batches
 from torchring.collectives import operations
 from torchring.collectives.operations import Backend
 from torchring.collectives.service import Collectives
 from torchring.collectives.signature import signature_of
+from torchring.default_world import device
 from torchring.horovod.negotiation import BARRIER, Request, Response, dtype_of
+from torchring.rooms import room
 from torchring.row_exchange import all_to_all, even_shares, reduce_scatter
 
 Result = tuple[Sequence[torch.Tensor], Sequence[int]]
@@ -39,8 +43,9 @@ class Operation:
         self.request = request
         self.tensors = tensors
         self.give = give  # makes what the script gets, of both parts of a `Result`
-        # The stream that computes the tensors.
-        self.stream = torch.cuda.current_stream(tensors[0].device) if tensors and tensors[0].is_cuda else None
+        accelerator = accelerator_of(tensors[0].device) if tensors else None
+        # Tensors on a device, for the engine's thread.
+        self.aside = accelerator and room("device collectives").Aside(accelerator, tensors)
         self.done: Future[Any] = Future()  # gets a `Result`, or the number that an operation on ranks or sets returns
         self.since = time.monotonic()
 
@@ -61,6 +66,21 @@ class Plane:
     def backend(self) -> Backend:
         """What moves the bytes; for the engine's thread, inside a cycle."""
         return self.collectives.opened()
+
+    @functools.cached_property
+    def devices(self) -> Any:
+        """The `DeviceCollectives` of these ranks."""
+        return room("device collectives").DeviceCollectives(self.collectives)
+
+    def backend_for(self, tensors: Sequence[torch.Tensor], only_on_cpu: str = "") -> Backend:
+        """What moves these tensors, as `backend`. `only_on_cpu`: a collective that devices do not have, by its name."""
+        if accelerator_of(tensors[0].device) is None:
+            return self.backend
+        if only_on_cpu:
+            self.devices.say_once(only_on_cpu, "NCCL has none")
+            return self.backend
+        instead: Backend = self.devices.instead_of(self.backend)
+        return instead
 
 
 @torch.no_grad()
@@ -88,12 +108,13 @@ def _all_reduce(plane: Plane, tensors: Sequence[torch.Tensor], request: Request)
     for tensor in tensors:
         scale(tensor, request.argument("prescale_factor"))
     if op == "Adasum":
+        backend = plane.backend_for(tensors, "Adasum")
         for tensor in tensors:
-            adasum.all_reduce(plane.backend, tensor, [[rank] for rank in range(len(plane.ranks))])
+            adasum.all_reduce(backend, tensor, [[rank] for rank in range(len(plane.ranks))])
     else:
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-            all_reduce_together(plane.backend, alike, _reduction(op, dtype))
+            all_reduce_together(plane.backend_for(alike), alike, _reduction(op, dtype))
     for tensor in tensors:
         _complete(tensor, request, len(plane.ranks))
 
@@ -105,11 +126,8 @@ def all_reduce_together(backend: Backend, tensors: Sequence[torch.Tensor], op: s
     tensors: have one dtype, and any shapes, strides and devices. `calls.py` has checked them. May be empty.
     Raises PlanMismatchError if another rank passes other shapes, another dtype or another op.
     """
-    flat = (
-        torch.cat([operations.plain(tensor).view(-1) for tensor in tensors])
-        if tensors
-        else torch.empty(0, device="cpu")
-    )
+    parts = [operations.plain(backend, tensor).view(-1) for tensor in tensors]
+    flat = torch.cat([part.to(parts[0].device) for part in parts]) if parts else torch.empty(0, device="cpu")
     backend.all_reduce(flat, op, signature_of("all_reduce", tensors, operations.DETAILS[op]))
     for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
         operations.writable(tensor).copy_(part.view(tensor.shape))
@@ -141,18 +159,21 @@ def scale(tensor: torch.Tensor, factor: float) -> None:
 
 def _zeros(request: Request) -> list[torch.Tensor]:
     """The tensors that a rank contributes after it has joined."""
-    return [torch.zeros(shape, dtype=dtype_of(dtype), device="cpu") for dtype, shape in request.tensors]
+    where = "cpu" if request.argument("device") == "CPU" else device()
+    return [torch.zeros(shape, dtype=dtype_of(dtype), device=where) for dtype, shape in request.tensors]
 
 
 def _all_gather(plane: Plane, operation: Operation, response: Response) -> Result:
-    results = tuple(torch.cat(operations.all_gather(plane.backend, tensor)) for tensor in operation.tensors)
+    backend = plane.backend_for(operation.tensors)
+    results = tuple(torch.cat(operations.all_gather(backend, tensor)) for tensor in operation.tensors)
     before = [response.requests[rank].tensors for rank in plane.ranks[: plane.rank]]
     return results, [sum(tensors[i][1][0] for tensors in before) for i in range(len(results))]
 
 
 def _broadcast(plane: Plane, operation: Operation, response: Response) -> Result:
     src = plane.ranks.index(response.first.argument("root rank"))
-    broadcast_batches(plane.backend, operation.tensors, src, is_src=plane.rank == src)
+    backend = plane.backend_for(operation.tensors)
+    broadcast_batches(backend, operation.tensors, src, is_src=plane.rank == src)
     return tuple(operation.tensors), ()
 
 
@@ -162,13 +183,13 @@ def _all_to_all(plane: Plane, operation: Operation, response: Response) -> Resul
         counts = [response.requests[rank].splits[plane.rank] for rank in plane.ranks]
         return (tensor.new_empty(sum(counts), *tensor.shape[1:]),), counts
     signature = signature_of("alltoall", [tensor], any_rows=True)
-    parts, counts = all_to_all(plane.backend, tensor[: sum(splits)], splits, signature)
+    parts, counts = all_to_all(plane.backend_for([tensor], "alltoall"), tensor[: sum(splits)], splits, signature)
     return (torch.cat(parts),), counts
 
 
 def _reduce_scatter(plane: Plane, operation: Operation, response: Response) -> Result:
     request, size = response.first, len(plane.ranks)
-    results = []
+    backend, results = plane.backend_for(operation.tensors, "reducescatter"), []
     for tensor in operation.tensors:
         tensor = tensor.clone()
         scale(tensor, request.argument("prescale_factor"))
@@ -176,7 +197,7 @@ def _reduce_scatter(plane: Plane, operation: Operation, response: Response) -> R
             results.append(tensor[: even_shares(len(tensor), size)[plane.rank]])
             continue
         op, signature = _reduction(request.argument("op"), tensor.dtype), signature_of("reducescatter", [tensor])
-        result = reduce_scatter(plane.backend, tensor, size, op, signature)
+        result = reduce_scatter(backend, tensor, size, op, signature)
         _complete(result, request, size)
         results.append(result)
     return tuple(results), ()

@@ -1,0 +1,191 @@
+"""Collectives of scripts on a device: NCCL moves the tensors, in a stream of its own. The host waits for no device.
+
+Ranks compare on the CPU what they call, in one small message, before anything is launched. So what does not fit
+together is an error, and never a device that waits for ever. A watchdog ends what waits for a rank that is gone.
+
+      script's stream   ... computes the tensor ------------------------------ [hold] uses the result
+      collectives                          [follow] 16 bits to fp32, NCCL, back
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any, Final, TypeVar
+
+import torch
+
+from torchring.accelerators import accelerator_of
+from torchring.collectives import operations
+from torchring.collectives.service import Collectives, collectives_of
+from torchring.collectives.signature import Signature
+from torchring.devices.cuda import Backend as Library
+from torchring.devices.cuda import CudaAccelerator, CudaMark, CudaStream
+from torchring.devices.engines import all_gather, all_reduce, broadcast
+from torchring.devices.opening import open_collectives
+from torchring.devices.stream import OnStream
+from torchring.errors import PeerLostError, TopologyError
+from torchring.world import World
+
+_T = TypeVar("_T")
+_logger: Final = logging.getLogger("torchring")
+
+
+class Aside:
+    """Tensors of a device that another thread works on, in a stream of its own, while the script's streams go on.
+
+    Made by the thread that passes the tensors. Raises ValueError if a graph is captured there.
+    """
+
+    def __init__(self, accelerator: CudaAccelerator, tensors: Sequence[torch.Tensor]) -> None:
+        if accelerator.is_capturing():
+            raise ValueError(
+                "a collective was called while a CUDA graph is captured, whose replays would not tell the other ranks; "
+                "call it before or after the graph"
+            )
+        self.accelerator = accelerator
+        self._tensors = tensors
+        self._ready = accelerator.mark_current()
+        self._end: CudaMark | None = None
+
+    def begin(self) -> None:
+        """Have the current stream wait until the script's has computed the tensors."""
+        self._ready.hold_current()
+        self.accelerator.join((), self._tensors)
+
+    def end(self) -> None:
+        """All work on the tensors is on the current stream now."""
+        self._end = self.accelerator.mark_current()
+
+    def wait(self, results: Sequence[torch.Tensor]) -> None:
+        """Have the caller's current stream wait for that work, which gave `results`. The host does not wait."""
+        assert self._end is not None
+        self._end.hold_current()
+        self.accelerator.join((), results)
+
+
+class DeviceCollectives:
+    """The `Backend` of `collectives` for tensors on a device: the methods that move these.
+
+    What the device cannot do goes through the CPU, and is said once: NCCL does not connect, or rows are unequal.
+    """
+
+    on_cpu = False
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._world = collectives.world
+        self._opened: dict[tuple[int, ...], OnStream | None] = {}  # by the devices of all ranks
+        self._beside: dict[torch.device, CudaStream] = {}
+        self._said: set[str] = set()
+
+    def instead_of(self, backend: operations.Backend) -> Any:
+        """What moves tensors on a device, in an operation of the collectives, which have `backend`."""
+        return self if self._world.size > 1 else backend
+
+    def run_aside(self, asides: Sequence[Aside], work: Callable[..., _T], *arguments: Any) -> _T:
+        """What `work` returns, which uses the tensors of `asides`. Always called by one thread."""
+        results: list[_T] = []
+
+        def run() -> None:
+            for aside in asides:
+                aside.begin()
+            results.append(work(*arguments))
+            for aside in asides:
+                aside.end()
+
+        accelerator = asides[0].accelerator
+        if accelerator.device not in self._beside:
+            self._beside[accelerator.device] = accelerator.open_stream()
+        self._beside[accelerator.device].run(run)
+        return results[0]
+
+    def say_once(self, what: str, why: str) -> None:
+        """Log that `what` takes tensors on a device through the CPU."""
+        if what not in self._said and self._world.rank == 0 < self._world.size - 1:
+            _logger.warning("tensors on a GPU go through the CPU in %s, and the host waits: %s", what, why)
+        self._said.add(what)
+
+    def all_reduce(self, data: torch.Tensor, op: str, signature: Signature) -> None:
+        def combine(library: Library) -> None:
+            keeps_nan = op in ("min", "max") and data.is_floating_point()
+            operations.combine_by(partial(all_reduce, library), data, op, self._world.size, keeps_nan=keeps_nan)
+
+        stream, _ = self._agree(data, signature)
+        if stream is not None:
+            self._run(stream, data, combine)
+        else:
+            self._collectives.opened().all_reduce(on_cpu := data.cpu(), op, signature)
+            data.copy_(on_cpu)
+
+    def broadcast(self, data: torch.Tensor, src: int, signature: Signature) -> None:
+        stream, _ = self._agree(data, signature)
+        if stream is not None:
+            self._run(stream, data, lambda library: broadcast(library, data, src))
+        else:
+            self._collectives.opened().broadcast(on_cpu := data.cpu(), src, signature)
+            data.copy_(on_cpu)
+
+    def all_gather(self, data: torch.Tensor, signature: Signature) -> list[torch.Tensor]:
+        stream, sizes = self._agree(data, signature)
+        if stream is not None and len(set(sizes)) == 1:
+            gathered = data.new_empty(sum(sizes))
+            self._run(stream, gathered, lambda library: all_gather(library, gathered, data))
+            return list(torch.split(gathered, sizes))
+        if stream is not None:
+            self.say_once(signature.operation, "ranks have different numbers of rows")
+        return self._collectives.opened().all_gather(data.cpu(), signature)
+
+    def start_exchange(self, data: bytes, signature: Signature) -> Callable[[operations.Meanwhile], list[bytes]]:
+        return self._collectives.opened().start_exchange(data, signature)
+
+    def _agree(self, data: torch.Tensor, signature: Signature) -> tuple[OnStream | None, list[int]]:
+        """Collective: compare signatures. Returns what works on the device, None for the CPU; and all ranks' sizes."""
+        mine = b"%d %d" % (data.device.index or 0, data.numel())
+        said = self.start_exchange(mine, _on_device(signature, data.device.type))(None)
+        indices, sizes = zip(*(map(int, each.split()) for each in said), strict=True)
+        if indices not in self._opened:
+            self._opened[indices] = self._open(indices, accelerator_of(data.device))
+        return self._opened[indices], list(sizes)
+
+    def _open(self, indices: Sequence[int], accelerator: CudaAccelerator) -> OnStream | None:
+        name = "-".join(map(str, (self._collectives.name, *indices)))
+        try:
+            opened = open_collectives(self._collectives, name, accelerator)
+        except TopologyError as error:  # on all ranks
+            self.say_once("collectives", error.message)
+            return None
+        self._world.on_failure(opened)
+        self._world.on_close(opened.close)
+        return opened
+
+    def _run(self, stream: OnStream, data: torch.Tensor, work: Callable[[Library], None]) -> None:
+        """Run `work`, which writes `data`. If it is aborted, `data` is NaN, and bytes have all bits set."""
+        if not data.numel():
+            return
+        if not self._world.is_open:
+            raise PeerLostError("torchring.shutdown() was called before this collective began")
+        engine, aborted = stream.engine, torch.empty(1, dtype=torch.int32, device=data.device)
+        nothing = torch.nan if data.is_floating_point() else torch.iinfo(data.dtype).max
+
+        def run() -> None:
+            assert engine.backend is not None
+            work(engine.backend)
+            aborted.copy_(engine.abort_word, non_blocking=True)
+            data.masked_fill_(aborted.view(torch.bool)[:1], nothing)  # by the byte that is 0 or 1
+
+        stream.run(run, aborted)
+        torch.autograd.graph.increment_version(data)
+
+
+@lru_cache(256)
+def _on_device(signature: Signature, kind: str) -> Signature:
+    """So that ranks whose tensors are on the CPU get an error."""
+    return replace(signature, tensor=f"{signature.tensor} on {kind}")
+
+
+def of_script(world: World) -> DeviceCollectives:
+    """Those of the functions that a script calls, of which a world has one."""
+    return DeviceCollectives(collectives_of(world))
