@@ -149,7 +149,7 @@ class Engine:
             return
         self.direct(wire, spread=False)
         if self.backend is not None and wire.own_slice.numel():
-            all_reduce(self.backend, wire.own_slice, "sum")
+            all_reduce(self.backend, wire.own_slice)
         self.direct(wire, gather=False)
 
     def direct(self, wire: DeviceWire, *, gather: bool = True, spread: bool = True) -> None:
@@ -202,7 +202,7 @@ class Engine:
         return prepare_direct(*where, **ranks, begin=begin, end=end, gather=gather, spread=spread)
 
 
-def all_reduce(backend: Backend, buffer: torch.Tensor, op: str) -> None:
+def all_reduce(backend: Backend, buffer: torch.Tensor, op: str = "sum") -> None:
     """Combine `buffer`, which is not empty, over the backend's ranks, on the current stream; "mean" adds up."""
     work = backend.allreduce([buffer], _combining(op))
     if work is not None:  # NCCL returns None: its kernel is in the current stream already

@@ -227,7 +227,7 @@ def _backend(
         for backend in opened:
             seconds = world.timeout_seconds / 2  # ranks that are through wait for the others
             with _alarm(seconds, lambda backend=backend: abort(backend)) as has_rung:  # type: ignore[misc]
-                all_reduce(backend, torch.zeros(1, device=accelerator.device), "sum")
+                all_reduce(backend, torch.zeros(1, device=accelerator.device))
                 accelerator.synchronize()
             if has_rung.is_set():
                 raise TopologyError(f"no answer within {seconds:g} s (NCCL_SOCKET_IFNAME chooses the network)")
