@@ -138,7 +138,7 @@ class Engine:
     def release(self, wires: Sequence[DeviceWire]) -> None:
         """Collective: these wires, all that were opened with them, are not reduced any more. The device is idle."""
         with self._releasing:
-            if not int(self._abort_word):  # else the backend is gone, or about to be
+            if not int(self.abort_word):  # else the backend is gone, or about to be
                 for block in {id(wire.memory): wire.memory for wire in wires}.values():
                     self.group.release(block)
 
