@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import torchring
+import torchring.horovod as hvd
 from tests.participants import test_buffers
 from tests.sharding.test_on_device import ShardedSide
 from tests.support.checks import assert_bitwise, assert_same_everywhere, assert_same_on_all_ranks, digest, exact_inputs
@@ -453,7 +454,53 @@ def test_collectives_for_scripts(rank: int, world_size: int) -> None:
     assert torchring.all_gather(tensor).device == tensor.device
     assert_bitwise(torchring.broadcast(tensor, src=1).cpu(), torch.arange(5).float() + 1)
     assert torchring.device() == torch.device("cuda", torchring.local_rank() % torch.cuda.device_count())
-    torchring.shutdown()
+    hvd.init()
+    handles = [hvd.allreduce_async_(torch.full((3,), float(rank), device="cuda"), op=hvd.Sum) for _ in range(3)]
+    assert [hvd.synchronize(handle).tolist() for handle in handles] == [[sum(range(world_size))] * 3] * 3
+    hvd.shutdown()
+
+
+def test_collectives_over_nccl_alone() -> None:
+    """Of one rank: a result is what was given. The host does not wait, and what was aborted is NaN."""
+    from torchring.accelerators import accelerator_of
+    from torchring.collectives import operations
+    from torchring.collectives.service import Collectives
+    from torchring.devices.collectives import Aside, DeviceCollectives
+    from torchring.devices.engines import Engine
+    from torchring.devices.stream import OnStream
+    from torchring.devices.symmetric_memory import LonelyGroup
+    from torchring.functions import REDUCIBLE
+    from torchring.world import World
+
+    accelerator = accelerator_of(torch.device("cuda", 0))
+    backend = accelerator.open_backend(torch.distributed.HashStore(), 0, 1, 30.0)
+    engine = Engine("native", LonelyGroup(0, accelerator.device), accelerator, 1, backend)
+    stream = OnStream(engine, in_background=True, host=None, timeout_seconds=30.0)
+    devices = DeviceCollectives(Collectives(World(None, 0, 1)))
+    devices._opened[(0,)] = stream
+    for dtype in (*REDUCIBLE, torch.bool, torch.complex64):
+        given = exact_inputs(1001, torch.int64, seed=1).to(dtype)
+        tensor = given.cuda()
+        for op in ("mean", "sum", "min", "max", "product") if dtype in REDUCIBLE else ():
+            if op != "mean" or dtype.is_floating_point:
+                operations.all_reduce(devices, tensor, op)
+                assert_bitwise(tensor.cpu(), given, f"{op} {dtype}")
+        assert_bitwise(torch.cat(operations.all_gather(devices, tensor)).cpu(), given, str(dtype))
+        operations.broadcast(devices, tensor[1:], 0)
+        assert_bitwise(tensor.cpu(), given, str(dtype))
+    ones = torch.zeros(1001, device="cuda")
+    torch.cuda._sleep(200_000_000)
+    ones += 1.0
+    operations.all_reduce(devices, ones, "max")
+    aside = Aside(accelerator, [ones])
+    (gathered,) = devices.run_aside([aside], operations.all_gather, devices, ones)
+    assert not torch.cuda.current_stream().query(), "the host has not waited"
+    aside.wait([gathered])
+    assert_bitwise(gathered.cpu(), torch.ones(1001))
+    engine.abort_word.fill_(1)
+    operations.all_reduce(devices, ones, "sum")
+    assert bool(ones.isnan().all())
+    stream.close()
 
 
 @pytest.mark.parametrize("is_registered", [False, True])
@@ -483,10 +530,10 @@ def test_nccl_engine_alone(is_registered: bool, monkeypatch: pytest.MonkeyPatch)
             guard = engine.guard([wire])
             guard()
             assert_bitwise(wire.tensor.cpu(), values)
-        engine._abort_word.fill_(1)
+        engine.abort_word.fill_(1)
         guard()
         assert bool(wire.tensor.isnan().all())
-        engine._abort_word.fill_(0)
+        engine.abort_word.fill_(0)
     backend.shutdown()
 
 
