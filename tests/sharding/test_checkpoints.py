@@ -285,6 +285,13 @@ def test_mistakes_are_named_on_all_ranks_and_nothing_is_lost(rank: int) -> None:
     _refuse("does not take sparse gradients, as weight has", wrap, {"shard": True}, sparse)
     _refuse("and cannot move weight", wrap, {"shard": True}, part)
 
+    def make_graphed_callables() -> Any:
+        return lambda x: x
+
+    graphed = nn.Linear(3, 3)
+    graphed.forward = make_graphed_callables()  # type: ignore[method-assign]
+    _refuse("the CUDA graph of this Linear goes on reading", wrap, {"shard": True}, graphed)
+
 
 @pytest.mark.parametrize(
     ("what", "instead", "says"),

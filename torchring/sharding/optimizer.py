@@ -55,6 +55,14 @@ class ShardedOptimizer(DistributedOptimizer):
                     "without shard, or compute with sparse=False"
                 )
             )
+        for module in () if model is None else model.modules():
+            if "make_graphed_callables" in getattr(vars(module).get("forward"), "__qualname__", ""):
+                raise in_step(
+                    ValueError(
+                        f"shard=True moves parameters, and the CUDA graph of this {type(module).__name__} goes on reading "
+                        "them where they were. Call torch.cuda.make_graphed_callables after torchring.wrap"
+                    )
+                )
         return sparse
 
     def _open(self, world: World, *args: Any, **kwargs: Any) -> None:
