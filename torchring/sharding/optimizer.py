@@ -59,8 +59,8 @@ class ShardedOptimizer(DistributedOptimizer):
             if "make_graphed_callables" in getattr(vars(module).get("forward"), "__qualname__", ""):
                 raise in_step(
                     ValueError(
-                        f"shard=True moves parameters, and the CUDA graph of this {type(module).__name__} goes on reading "
-                        "them where they were. Call torch.cuda.make_graphed_callables after torchring.wrap"
+                        f"shard=True moves parameters, and the CUDA graph of this {type(module).__name__} goes on "
+                        "reading them where they were. Call torch.cuda.make_graphed_callables after torchring.wrap"
                     )
                 )
         return sparse
