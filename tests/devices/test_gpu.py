@@ -489,8 +489,9 @@ def test_collectives_over_nccl_alone() -> None:
         operations.broadcast(devices, tensor[1:], 0)
         assert_bitwise(tensor.cpu(), given, str(dtype))
     ones = torch.zeros(1001, device="cuda")
-    torch.cuda._sleep(200_000_000)
-    ones += 1.0
+    for cycles, one in ((1, 0.0), (400_000_000, 1.0)):  # to load a kernel may take a device that is idle
+        torch.cuda._sleep(cycles)
+        ones += one
     operations.all_reduce(devices, ones, "max")
     aside = Aside(accelerator, [ones])
     (gathered,) = devices.run_aside([aside], operations.all_gather, devices, ones)
