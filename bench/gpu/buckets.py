@@ -31,10 +31,9 @@ _SIZES: Final = [1 << 10, 64 << 10, *(mib << 20 for mib in (1, 4, 8, 12, 16, 25,
 _BUCKET_BYTES: Final = 25 << 20
 _SMALL_BYTES: Final = 1 << 20
 _CALLS_IF_SMALL: Final = 10
-_NUM_ROUNDS: Final = 200
+_NUM_ROUNDS: Final = 100
 _NUM_WARMUPS: Final = 8
 _CUDA_CALL: Final = re.compile(r"cu(da)?[A-Z]\w+")
-_ROUNDS_BETWEEN_WAITS: Final = 8  # a round queues about ten operations, and the queue of a stream takes a thousand
 
 
 # Host time of a bucket
@@ -108,6 +107,7 @@ def time_backward(
         kept[name] = [p.grad for p in parameters[name]] if moves else []
         optimizers[name].zero_grad()
         loss = models[name]()
+        torch.cuda.synchronize()  # the queue of a stream takes a thousand operations, and then the host waits
         began = time.perf_counter()
         loss.backward()
         return time.perf_counter() - began
@@ -117,8 +117,6 @@ def time_backward(
             seconds = backward(name)
             if number >= 0:
                 times[name].append(seconds)
-        if number % _ROUNDS_BETWEEN_WAITS == 0:
-            torch.cuda.synchronize()
     for name, own in parameters.items():
         if not all(p.grad is not None and torch.equal(p.grad, g) for p, g in zip(own, gradients, strict=True)):
             raise RuntimeError(f"{name} has wrong gradients")
