@@ -31,7 +31,7 @@ _SIZES: Final = [1 << 10, 64 << 10, *(mib << 20 for mib in (1, 4, 8, 12, 16, 25,
 _BUCKET_BYTES: Final = 25 << 20
 _SMALL_BYTES: Final = 1 << 20
 _CALLS_IF_SMALL: Final = 10
-_NUM_ROUNDS: Final = 100
+_NUM_ROUNDS: Final = 50
 _NUM_WARMUPS: Final = 8
 _CUDA_CALL: Final = re.compile(r"cu(da)?[A-Z]\w+")
 
