@@ -780,10 +780,9 @@ def test_auto_measures_what_several_gpus_of_one_host_can_do(name: str, rank: int
         connections.append(backend.size())
         engines.all_reduce(backend, buffer)
 
-    def time_together(world: World, all_reduce: Any, wires: Any, products: Any) -> float:
-        if wires and products:
-            turns.append((all_reduce.algorithm, sum(wire.buffer.nbytes for wire in wires)))
-        return seconds[all_reduce.algorithm] * real(world, all_reduce, wires, products) ** 0
+    def time_together(world: World, all_reduce: Any, wires: Any, multiply: Any) -> float:
+        turns.append((all_reduce.algorithm, sum(wire.buffer.nbytes for wire in wires)))
+        return seconds[all_reduce.algorithm] * real(world, all_reduce, wires, multiply) ** 0
 
     def fail_after(open_it: Callable[..., object], *args: Any) -> None:
         open_it(*args)  # the fake's connects here, and other ranks wait for this one

@@ -443,6 +443,7 @@ class _Group:
 
     num_processors = 144
     is_mapped = True
+    note = ""
 
     def __init__(self, host: HostGroup, memory: str, *, shares_devices: bool) -> None:
         self.shares_devices = shares_devices

@@ -84,12 +84,7 @@ class Engine:
         num_slices: number of slices that a buffer is cut into. Rank r has slice r; the ranks beyond have none.
         backend: adds up this rank's slice, between the kernel's two halves: of "native" between all ranks, of
             "hierarchical" between the ranks with the same slice; None on ranks without one.
-
-    Attributes:
-        note: what a user has to know of it, behind a semicolon.
     """
-
-    note = ""
 
     def __init__(
         self,

@@ -37,8 +37,8 @@ _LONGEST_SAMPLE_BYTES: Final = 32 << 20  # what is faster for this size is faste
 _NUM_REPEATS: Final = 4  # of each wire in a turn, so that it counts little that ranks begin at different times
 _NUM_WARM_UPS: Final = 2  # kernels are compiled and NCCL connects in the first
 _NUM_TURNS: Final = 5
-_PRODUCT_SIDE: Final = 4096  # of matrices that are multiplied meanwhile, in 0.2 ms on an H100
-_MOST_PRODUCTS: Final = 50
+_NUM_PRODUCTS: Final = 8  # in each turn, of matrices of this many rows: 1.6 ms on an H100
+_PRODUCT_SIDE: Final = 4096
 _TRIAL_NUMEL: Final = 1024
 _TRIAL_SECONDS: Final = 10.0  # kernels are compiled before, and take some microseconds
 
@@ -101,7 +101,7 @@ def open_on_device(
 
 
 def _chosen(all_reduce: OnStream, why: str) -> tuple[OnStream, Choice]:
-    return all_reduce, Choice(all_reduce.algorithm, why + all_reduce.engine.note)
+    return all_reduce, Choice(all_reduce.algorithm, why + all_reduce.engine.group.note)
 
 
 def _open_engine(world: World, algorithm: str, overlap: str, accelerator: CudaAccelerator) -> OnStream:
@@ -168,10 +168,7 @@ def _engine(world: World, algorithm: str, accelerator: CudaAccelerator) -> Engin
     if algorithm == "native":
         backend = _backend(world, tuple(range(world.size)), accelerator, world.next_channel_name())
         assert backend is not None
-        group, note = _memory_of(world, backend, accelerator)
-        engine = Engine(algorithm, group, accelerator, 1, backend)
-        engine.note = note
-        return engine
+        return Engine(algorithm, _memory_of(world, backend, accelerator), accelerator, 1, backend)
     num_slices = num_columns(world.hosts) if algorithm == "hierarchical" else None
 
     def share() -> Engine:
@@ -244,20 +241,21 @@ def _backend(
     return opened[0] if opened else None
 
 
-def _memory_of(world: World, backend: Backend, accelerator: CudaAccelerator) -> tuple[LonelyGroup, str]:
-    """Collective: memory that `backend` knows; or plain memory, and why."""
+def _memory_of(world: World, backend: Backend, accelerator: CudaAccelerator) -> LonelyGroup:
+    """Collective: memory that `backend` knows, or plain memory."""
 
-    def try_it() -> None:
+    def register() -> LonelyGroup:
         with _alarm(world.timeout_seconds / 2, lambda: abort(backend)):
+            group = accelerator.register(world.rank, backend)
             group.release(group.allocate(1))
+        return group
 
     try:
-        group = _together(world, lambda: accelerator.register(world.rank, backend))
-        _together(world, try_it)
+        return _together(world, register)
     except TopologyError as error:
-        note = f"; its buckets are not registered with the backend: {error.message}"
-        return LonelyGroup(world.rank, accelerator.device), note
-    return group, ""
+        group = LonelyGroup(world.rank, accelerator.device)
+        group.note = f"; its buckets are not registered with the backend: {error.message}"
+        return group
 
 
 @contextlib.contextmanager
@@ -322,8 +320,7 @@ def _measure(
     all_reduces: Mapping[str, OnStream],
     specs: Sequence[tuple[int, torch.dtype]],
 ) -> dict[str, float]:
-    """Collective: seconds that each all-reduce takes for the sample, and as many matrix products for each as take about
-    as long as the slowest. Closes the all-reduces if it fails.
+    """Collective: seconds that each all-reduce takes for the sample. Closes the all-reduces if it fails.
 
     They take turns. The result is the median of turns, with the same numbers on all ranks, so that all decide alike.
     "native" is missing, and then nothing is measured, if it adds 16-bit values in 16 bits.
@@ -343,17 +340,10 @@ def _measure(
                 return {name: 0.0 for name in all_reduces if name != "native"}
             wires = {name: all_reduce.open_wires(_sample(specs)) for name, all_reduce in all_reduces.items()}
             factor = torch.ones(_PRODUCT_SIDE, _PRODUCT_SIDE, dtype=torch.bfloat16, device=native.accelerator.device)
-            product = partial(torch.mm, factor, factor, out=torch.empty_like(factor))
-
-            def turn(name: str, num_products: int, repeats: int = _NUM_REPEATS) -> float:
-                return _seconds_together(world, all_reduces[name], [*wires[name]] * repeats, [product] * num_products)
-
-            for _ in range(1 + _NUM_WARM_UPS):
-                share = max(turn(name, 0) for name in all_reduces) / turn("native", 1, 0)
-            num_products = min(max(round(share), 1), _MOST_PRODUCTS)
-            for _ in range(_NUM_TURNS):
-                for name in all_reduces:
-                    seconds[name].append(turn(name, num_products))
+            multiply = partial(torch.mm, factor, factor, out=torch.empty_like(factor))
+            for _ in range(_NUM_WARM_UPS + _NUM_TURNS):
+                for name, all_reduce in all_reduces.items():
+                    seconds[name].append(_seconds_together(world, all_reduce, [*wires[name]] * _NUM_REPEATS, multiply))
         for name, all_reduce in all_reduces.items():
             all_reduce.check()
             all_reduce.settle()
@@ -362,17 +352,17 @@ def _measure(
         for all_reduce in all_reduces.values():
             all_reduce.close()
         raise
-    return {name: statistics.median(taken) / _NUM_REPEATS for name, taken in seconds.items()}
+    return {name: statistics.median(taken[_NUM_WARM_UPS:]) / _NUM_REPEATS for name, taken in seconds.items()}
 
 
 def _seconds_together(
-    world: World, all_reduce: OnStream, wires: Sequence[DeviceWire], products: Sequence[Callable[[], object]]
+    world: World, all_reduce: OnStream, wires: Sequence[DeviceWire], multiply: Callable[[], object]
 ) -> float:
-    """Collective: seconds to reduce all these wires beside the products, started at once, on the slowest rank."""
+    """Collective: seconds to reduce all these wires beside matrix products, started at once, on the slowest rank."""
     collectives = internal_collectives_of(world)
     collectives.barrier()
     started = time.perf_counter()
-    for multiply in products:
+    for _ in range(_NUM_PRODUCTS):
         multiply()
     for wire in wires:
         all_reduce.start(wire)
@@ -383,27 +373,22 @@ def _seconds_together(
 
 
 def _adds_in_fp32(world: World, native: OnStream, specs: Sequence[tuple[int, torch.dtype]]) -> bool:
-    """Collective: whether NCCL rounds the sum of 16-bit values once, for all sizes in `specs`.
+    """Collective: whether NCCL rounds sums of 16-bit values once, for a wire of each binary order of size in `specs`.
 
     It chooses by size, link and release how it adds, and does not tell. Its symmetric kernels and switches add in fp32,
     its rings and trees in 16 bits. There a large value loses the ones that are added to it one by one. In some elements
     the large value comes first, in whatever order the ranks' values are added.
     """
-    size, backend = world.size, native.engine.backend
-    assert backend is not None
     is_right = True
-    for dtype in dict.fromkeys(dtype for _, dtype in specs if dtype.itemsize == 2):
-        numels = sorted({numel for numel, each in specs if each == dtype and numel})
-        wires = native.open_wires([(max(numels, default=1), dtype)])
+    chosen = {(dtype, numel.bit_length()): numel for numel, dtype in specs if numel and dtype.itemsize == 2}
+    for (dtype, _), numel in chosen.items():
+        (wire,) = native.open_wires([(numel, dtype)])
         large = 2 / torch.finfo(dtype).eps
-        right = torch.tensor(large + size - 1, dtype=dtype, device="cpu").item()
-        for numel in numels:
-            buffer = wires[0].buffer[:numel]
-            buffer.fill_(1)[world.rank :: size] = large
-            native.stream.follow()
-            native.stream.run(lambda buffer=buffer: all_reduce(backend, buffer))  # type: ignore[misc]
-            native.stream.mark().hold_current()
-            is_right &= bool((buffer == right).all())
+        wire.buffer.fill_(1)[world.rank :: world.size] = large
+        native.stream.follow()
+        native.start(wire).wait()
+        is_right &= torch.equal(wire.buffer, torch.full_like(wire.buffer, large + world.size - 1))
         native.check()
-        native.engine.release(wires)
+        native.engine.release([wire])
+    native.settle()
     return not internal_collectives_of(world).any_rank(not is_right)

@@ -52,6 +52,7 @@ class CudaGroup:
         is_mapped: other ranks map the memory. Mapping takes long, so wires that are opened together share it.
         name: by which PyTorch finds the group.
         shares_devices: several of the ranks use the same GPU.
+        note: what a user has to know of the memory, behind a semicolon.
 
     Args:
         name: equal on all ranks; never used before in any of their processes.
@@ -61,6 +62,8 @@ class CudaGroup:
     """
 
     is_mapped = True
+    shares_devices = False
+    note = ""
 
     def __init__(
         self,
@@ -74,7 +77,6 @@ class CudaGroup:
     ) -> None:
         self.ranks, self.index = host.ranks, host.index
         self.num_processors = num_processors
-        self.shares_devices = False
         # As PyTorch looks at them in an allocation. What the user has set stays. Nobody uses multicast addresses, and
         # setting them up fails, or hangs, on some machines (pytorch#195596).
         self._environment = {NO_MULTICAST: "1"} | ({OVERLAPPING_DEVICES: "1"} if is_isolated else {})
@@ -144,6 +146,7 @@ class LonelyGroup:
     size = 1
     is_mapped = False
     shares_devices = False
+    note = ""
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self.ranks: tuple[int, ...] = (rank,)
