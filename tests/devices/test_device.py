@@ -311,6 +311,25 @@ def test_the_device_that_is_asked_for_a_capture_is_its_own(monkeypatch: pytest.M
     assert accelerator.is_capturing()
 
 
+@pytest.mark.parametrize(
+    ("code", "fault"),
+    [(0, ""), (600, ""), (35, ""), (906, ""), (214, "CUDA says 214"), (700, "CUDA says 700"), (710, "CUDA says 710")],
+)
+def test_what_makes_a_device_useless(code: int, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0 and 600: it works; the others leave it as it is."""
+    runtime = mock.Mock(**{"cudaSetDevice.return_value": 0, "cudaStreamQuery.return_value": code})
+    monkeypatch.setattr(cuda, "_runtime", runtime)
+    monkeypatch.setattr(torch.cuda, "CudaError", "CUDA says {}".format)
+    accelerator = object.__new__(CudaAccelerator)
+    accelerator.device = torch.device("cuda", 3)
+    assert accelerator.find_fault() == fault
+    runtime.cudaSetDevice.assert_called_once_with(3)
+    runtime.cudaSetDevice.return_value = 719
+    assert accelerator.find_fault() == "CUDA says 719"
+    monkeypatch.setattr(cuda, "_runtime", object())
+    assert accelerator.find_fault() == "", "not to be had where PyTorch was not built for CUDA"
+
+
 def test_the_word_that_stops_kernels_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that look at it may be queued for longer than their engine lives."""
     zeros = torch.zeros
@@ -385,9 +404,9 @@ def _sealed(all_reduce: OnStream) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("what", "waits", "aborts"),
     [
-        ("close, the device is late", 1, False),
-        ("close, the device is through", 0, False),
-        ("close, amid a reduction", 0, True),  # peers will not come
+        ("close, the device is late", 2, False),
+        ("close, the device is through", 1, False),  # before memory is given back
+        ("close, amid a reduction", 1, True),  # peers will not come
         ("the script ends", 1, True),  # or NCCL's destructor would complain
         ("a forked child ends", 0, False),  # the device is the parent's
     ],

@@ -124,11 +124,18 @@ def _in_turn(rank: int, size: int) -> dict[str, Any]:
         if step == _FATAL_STEP:
             raise ArithmeticError("an error in a custom function")
 
+    def lose_device(step: int) -> None:
+        if rank == 1 and step == _FATAL_STEP:
+            accelerator.fault = "an illegal memory access was encountered (700)"
+            time.sleep(patient(1.0))
+
+    watchdog._ASK_SECONDS = 0.1
     results: dict[str, Any] = {}
     for name, mode, timeout_seconds, in_backward in (
         ("raised on all", "lazy", 30.0, fail_on_all),  # nobody else waits while one imports Triton
         ("stuck", "lazy", _TIMEOUT_SECONDS, sleep),
         ("raised", "lazy", 30.0, fail_half_way),
+        ("faulted", "lazy", 30.0, lose_device),
         ("well", "lazy", 30.0, lambda step: None),
         ("well, late", "late", 30.0, lambda step: None),
     ):
@@ -153,6 +160,13 @@ def test_a_rank_that_keeps_others_waiting() -> None:
         assert seconds < patient(3 * _TIMEOUT_SECONDS + _TOO_LATE)
     assert waiting[3] == (1,)
     assert "rank 1" in waiting[2]
+
+
+def test_a_rank_whose_device_has_failed_is_named_while_its_process_lives() -> None:
+    for step, error, text, peers, seconds, _ in (of_rank["faulted"] for of_rank in _results_in_turn()):
+        assert (step, error, peers) == (_FATAL_STEP, "PeerLostError", (1,)), text
+        assert "the GPU of rank 1 has failed: an illegal memory access was encountered (700)" in text
+        assert seconds < patient(_TOO_LATE)
 
 
 def test_a_backward_aborted_on_one_rank() -> None:

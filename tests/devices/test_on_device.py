@@ -20,10 +20,11 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import torchring
 from tests.participants import test_buffers
-from tests.support import scripts
+from tests.support import fake_device, scripts
 from tests.support.checks import assert_bitwise, assert_within_rounding, digest, exact_inputs, logged
 from tests.support.fake_device import COMPUTE, FakeAccelerator, FakeMark, FakeStream
 from tests.support.scenarios import Scenarios, device
@@ -41,6 +42,7 @@ from tests.support.training import (
 from torchring.devices import engines, opening
 from torchring.devices.packing import DevicePacking
 from torchring.gradients import plan as plan_module
+from torchring.gradients import views
 from torchring.gradients.contract import Setup
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.layout import Options
@@ -896,6 +898,49 @@ def test_what_an_aborted_reduction_leaves_in_grad(rank: int) -> None:
             assert any(nan)
             optimizer.zero_grad()
             accelerator.synchronize()
+
+
+@scenario(["zeroed", "kept", "kept by name", "the optimizer is kept", "failed"])
+def test_memory_of_an_earlier_world_is_given_back(what: str, rank: int) -> None:
+    """Whatever of it a script keeps: peers that have died leave their memory mapped here."""
+    parts: list[StorageWeakRef] = []
+    kept: list[Any] = []
+    allocate = fake_device._Group.allocate
+
+    def noted(group: Any, num_bytes: int) -> Any:
+        block = allocate(group, num_bytes)
+        parts.extend(StorageWeakRef(part.untyped_storage()) for part in block.parts)
+        return block
+
+    def use(model: nn.Module, optimizer: Any) -> None:
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=what != "zeroed")
+            x = model[0](torch.full((1, 8), 1.0 + rank + step))
+            loss = model[1:](scripts.Raises.apply(x) if what == "failed" and rank else x).sum()
+            attempt(loss.backward)
+            if "kept" in what:
+                kept.append(optimizer if "optimizer" in what else [p.grad for p in model.parameters()])
+        attempt(optimizer.step)
+        if what == "kept by name":
+            model.zero_grad()
+
+    # The CPU keeps the memory for numpy's arrays. GPUs do not.
+    moved = mock.patch.object(views, "_copy", lambda view, wire: view.clone().untyped_storage())
+    with mock.patch.object(fake_device._Group, "allocate", noted), moved:
+        with device():
+            model, optimizer = _wrapped(bucket_mb=_SMALL_MB)
+            use(model, optimizer)
+            before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+            del optimizer
+            torchring.shutdown()
+        with device():
+            torchring.init(timeout_seconds=20.0)
+            num_old = len(parts)
+            _wrapped()
+            assert num_old >= 6, "pads, and wires of two layouts"
+            assert all(part.expired() for part in parts[:num_old])
+    for p, then in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(p.grad, then, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 @scenario(["ring", "direct", "auto"])

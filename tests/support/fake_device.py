@@ -173,6 +173,7 @@ class FakeAccelerator:
         calls: how often the streams' and the accelerator's methods were called, and what CUDA would have been asked
             for: see `num_cuda_calls`.
         races: what was found; see the module.
+        fault: what `find_fault` finds.
         host_words: what `host_word` has returned.
         runs_kernels: False if launches are counted, and nothing else.
     """
@@ -195,6 +196,7 @@ class FakeAccelerator:
         self.unregistered = unregistered
         self.registered: list[int] = []  # bytes of blocks
         self.capturing = False
+        self.fault = ""
         self.runs_kernels = True
         self.calls: Counter[str] = Counter()
         self.races: list[str] = []
@@ -287,6 +289,9 @@ class FakeAccelerator:
         for stream in self.streams:
             stream.do_all()
             stream.seen = dict.fromkeys({COMPUTE, *(noted.stream for noted in self._noted)}, self.clock)
+
+    def find_fault(self) -> str:
+        return self.fault
 
     def share(self, host: HostGroup | None, rendezvous: Rendezvous | None) -> Any:
         if self.problem:

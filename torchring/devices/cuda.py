@@ -12,6 +12,7 @@ Only `synchronize`, which is for set-up, makes the host wait for the device.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -117,6 +118,12 @@ class CudaStream:
 _host_words: Final[list[torch.Tensor]] = []
 
 
+# PyTorch's own calls keep other threads of Python waiting while CUDA keeps them waiting.
+_runtime: Final = ctypes.CDLL(torch._C.__file__)
+_RELAXED: Final = 2  # cudaStreamCaptureModeRelaxed: what this thread calls does not end a capture of another one
+_PER_THREAD: Final = 2  # cudaStreamPerThread: a stream of this thread's own, without work
+
+
 class CudaAccelerator:
     """A GPU of NVIDIA (or AMD, which PyTorch calls cuda, too), as this process uses it."""
 
@@ -168,6 +175,17 @@ class CudaAccelerator:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def find_fault(self) -> str:
+        """Why the device has failed for good, such as an illegal memory access. "" if it works, and for AMD's.
+
+        For a thread that nobody waits for: a launch that waits on another thread may keep it waiting.
+        """
+        if not hasattr(_runtime, "cudaStreamQuery"):
+            return ""
+        _runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
+        code = _runtime.cudaSetDevice(self.device.index) or _runtime.cudaStreamQuery(ctypes.c_void_p(_PER_THREAD))
+        return str(torch.cuda.CudaError(code)) if code == 214 or 700 <= code < 730 else ""
 
     def share(self, host: HostGroup | None, rendezvous: Rendezvous | None) -> SymmetricGroup:
         return share_memory(host, rendezvous, self.device)

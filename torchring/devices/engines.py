@@ -102,7 +102,7 @@ class Engine:
         # A kernel that waits for other ranks leaves processors to backward.
         self._max_blocks = max(1, min(MAX_BLOCKS, group.num_processors // _WAITING_SHARE))
         if group.size > 1:
-            self._pads = group.allocate(signal_bytes(group.size, self._max_blocks))
+            self._pads: Any = group.allocate(signal_bytes(group.size, self._max_blocks))
             self._signals = _addresses(self._pads.parts, accelerator.device)
         # Pinned host memory: whoever aborts may be on another thread than the one that launches, must not wait for what
         # the device does, and calls nothing of CUDA's. Kernels that wait look at it now and then.
@@ -186,6 +186,10 @@ class Engine:
         """The memory goes with the last tensor that views it."""
         if self.backend is not None:
             shut_down(self.backend)
+
+    def forget_peers(self) -> None:
+        """The device has finished, and nothing is launched any more: memory of dead ranks is given back."""
+        self._pads = None
 
     def _prepare(self, wire: DeviceWire, *, gather: bool, spread: bool) -> Launch:
         where = wire.addresses, self._signals, wire.buffer

@@ -6,6 +6,7 @@ See `allreduce/select.py` for gradients on the CPU.
 from __future__ import annotations
 
 import contextlib
+import gc
 import statistics
 import threading
 import time
@@ -60,6 +61,7 @@ def open_on_device(
     def opened(name: str) -> OnStream:
         return _open_engine(world, name, overlap, accelerator)
 
+    gc.collect()  # memory of dead ranks, which errors of an earlier world still refer to
     if algorithm != "auto":
         return _chosen(opened(algorithm), "asked for")
     if world.size == len(world.hosts) > 1:
@@ -127,6 +129,7 @@ def _tried_on_stream(world: World, engine: Engine, overlap: str) -> OnStream:
         host=world.host,
         timeout_seconds=world.timeout_seconds,
         lost_afar=internal_collectives_of(world).lost_peer,
+        tell_all=world.fail,
     )
     inputs = [((torch.arange(_TRIAL_NUMEL, device="cpu") + 7 * rank) % 61).float() for rank in range(world.size)]
 

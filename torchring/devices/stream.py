@@ -7,6 +7,7 @@ current stream wait for the last of them; the host waits for nothing. What ranks
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -40,6 +41,7 @@ class OnStream:
         host: the ranks of this host, if there are others, to see which of them are alive.
         timeout_seconds: the longest time that the device may wait for other ranks.
         lost_afar: a method that returns an error if a rank of another host is gone. Called from another thread.
+        tell_all: gives all ranks an error of this one. Called from another thread.
 
     Attributes:
         engine: see above.
@@ -58,6 +60,7 @@ class OnStream:
         host: HostGroup | None,
         timeout_seconds: float,
         lost_afar: Callable[[], RingError | None] | None = None,
+        tell_all: Callable[[RingError], None] = lambda error: None,
     ) -> None:
         self.algorithm = engine.algorithm
         self.in_background = in_background
@@ -77,7 +80,8 @@ class OnStream:
         self._end: CudaMark | None = None  # of `stream`, when somebody waited for it last
         self._held: set[object] = set()  # the streams that wait for `_end`
         self._rank = 0 if host is None else host.rank
-        self._watchdog = DeviceWatchdog(self, host, timeout_seconds, lost_afar)
+        self._tell_all = tell_all
+        self._watchdog = DeviceWatchdog(self, host, timeout_seconds, lost_afar, self.accelerator.find_fault)
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[DeviceWire]:
         return self.engine.open_wires(specs)
@@ -194,6 +198,13 @@ class OnStream:
         if self._failure.set(error):
             self.engine.abort()
 
+    def lose_device(self, fault: str) -> None:
+        """The device has failed for good. Ranks that wait for this one would not see it: its process lives."""
+        text = f"the GPU of rank {self._rank} has failed: {fault}; a new process may be able to use it"
+        error = PeerLostError(text, rank=self._rank, peers=(self._rank,))
+        self._tell_all(error)
+        self.fail(error)
+
     def finish(self) -> None:
         """Wait until the device has finished the reductions that were sealed, and end one that was aborted.
 
@@ -218,3 +229,7 @@ class OnStream:
         self.finish()
         self._watchdog.close()
         self.engine.close()
+        with contextlib.suppress(RuntimeError):  # of a device that has failed, which gives nothing back
+            self.accelerator.synchronize()
+            self.forget_wires()
+            self.engine.forget_peers()

@@ -16,6 +16,7 @@ import torch
 from torchring.errors import PeerTimeoutError, RingError
 from torchring.memory.host import HostGroup
 
+_ASK_SECONDS: Final = 2.0  # between two questions whether the device works
 _LOOK_SECONDS: Final = 0.1  # between two looks at the ranks that the device waits for
 _AFAR_SECONDS: Final = 2.0  # a device that waits for so long may wait for a rank of another host that is gone
 
@@ -25,6 +26,8 @@ class Watched(Protocol):
 
     def fail(self, error: RingError) -> None: ...
 
+    def lose_device(self, fault: str) -> None: ...
+
     def leave(self) -> None: ...
 
 
@@ -32,14 +35,15 @@ class DeviceWatchdog:
     """Watches the reductions of one all-reduce.
 
     The main thread may be waiting for the device itself (`loss.item()`), so the watchdog has a thread. The watchdog
-    calls nothing of the device, because a call might break up the capture of a graph on another thread; it looks at
-    reports that the device has sent (`CudaAccelerator.fetch`).
+    calls nothing of the device, because a call may have to wait for a launch that waits for a dead rank; it looks at
+    reports that the device has sent (`CudaAccelerator.fetch`). Another thread asks whether the device still works.
 
     Args:
         all_reduce: fails if a rank is dead or late. Kept weakly: an unused all-reduce must not live on in this thread.
         host: the ranks of this host, if there are others.
         timeout_seconds: the longest time that the device may take for a sealed reduction.
         lost_afar: see `OnStream`; its object is kept weakly, too.
+        find_fault: see `CudaAccelerator`.
     """
 
     def __init__(
@@ -48,11 +52,14 @@ class DeviceWatchdog:
         host: HostGroup | None,
         timeout_seconds: float,
         lost_afar: Callable[[], RingError | None] | None,
+        find_fault: Callable[[], str],
     ) -> None:
         self._all_reduce = weakref.ref(all_reduce)
         self._host = host if host is not None and host.size > 1 else None
         self._timeout_seconds = timeout_seconds
         self._lost_afar = None if lost_afar is None else weakref.WeakMethod(lost_afar)
+        self._find_fault = find_fault
+        self._fault = ""
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._open_since: float | None = None  # when the reduction began that is not sealed; time.monotonic, as below
@@ -69,6 +76,7 @@ class DeviceWatchdog:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="torchring-watchdog", daemon=True)
             self._thread.start()
+            threading.Thread(target=self._ask, name="torchring-device", daemon=True).start()
 
     def sealed(self, fetched: torch.Tensor) -> None:
         """See `OnStream.seal`."""
@@ -112,11 +120,19 @@ class DeviceWatchdog:
             all_reduce.leave()
         self.close()
 
+    def _ask(self) -> None:
+        while not (self._fault or self._stop.wait(_ASK_SECONDS)):
+            self._fault = self._find_fault()
+
     def _run(self) -> None:
         while not self._stop.wait(_LOOK_SECONDS):
             error = self._look()
             all_reduce = self._all_reduce()
             if all_reduce is None:
+                self._stop.set()
+                return
+            if self._fault:
+                all_reduce.lose_device(self._fault)
                 return
             if error is not None:
                 all_reduce.fail(error)

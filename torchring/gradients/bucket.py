@@ -204,9 +204,10 @@ class Bucket:
         self._forget()
 
     def release(self) -> None:
-        """Another bucket is about to replace this one: let go of the buffer."""
-        self._views.clear()
-        del self.wire, self.packing
+        """Let go of the buffer, which another one is about to replace, or nobody needs any more."""
+        if self._views:
+            self._views.clear()
+            del self.wire, self.packing
 
     def _open(self, slot: int) -> None:
         if self.state is not BucketState.IDLE:

@@ -157,7 +157,7 @@ class BucketLayout:
     def follow_order(self) -> None:
         """Collective, between reductions: lay the buckets out in the order of rank 0's first one, if it is known now.
 
-        Gradients that lie in the old buckets stay valid there, and move when they next change.
+        Gradients that lie in the old buckets stay valid there, and move when they next change; on a device, at once.
         """
         if self.launcher.ready_order is None:
             return
@@ -169,11 +169,16 @@ class BucketLayout:
         plan = self.plan(agreed)
         if plan == self.current_plan:
             return
+        self.release()
+        internal_collectives_of(self.world).barrier()  # memory is free when all ranks have let go of it
+        self.launcher.install(self._open(plan))
+
+    def release(self) -> None:
+        """Let go of the wires, which others are about to replace, or nobody needs any more."""
         self.agreement.wait_for_device()
         for bucket in self.buckets:
             bucket.release()
-        internal_collectives_of(self.world).barrier()  # memory is free when all ranks have let go of it
-        self.launcher.install(self._open(plan))
+        self.agreement.wait_for_device()  # gradients have moved, whichever stream uses them next
 
     def _open_all_reduce(self, device: torch.device, plan: Plan) -> tuple[AllReduce[Any], Choice]:
         world, options = self.world, self.options

@@ -109,6 +109,13 @@ class InWire(Bucket):
         if arrived is not None:
             self._copied[arrived] = self._views[arrived]._version
 
+    def release(self) -> None:
+        views = list(self._views)
+        if views and self.packing.is_asynchronous:  # one gradient would keep the memory of all wires, and of dead ranks
+            self._move_out(referenced(views, self._storages), range(len(views)), views)
+        del views
+        super().release()
+
     def _keep(self, slots: Iterable[int]) -> None:
         self._take_back_moved(list(slots))
         for slot in slots:

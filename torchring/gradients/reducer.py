@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -103,7 +103,7 @@ class Reducer(Reductions):
         self._adopt_newly_trainable()
 
     def close(self) -> None:
-        """Remove the hooks, end threads and links. Gradients stay where they are."""
+        """Remove the hooks, end threads and links. Gradients keep their values."""
         self.is_closed = True
         for handle in self._handles:
             handle.remove()
@@ -117,6 +117,8 @@ class Reducer(Reductions):
         self.progress.close()
         if not self.in_backward:
             self.watch.close()  # the two refer to each other; a closed watch needs no garbage collector
+            with suppress(RuntimeError):  # of a device that has failed
+                self.layout.release()
 
     # Backward
 
