@@ -108,6 +108,7 @@ class Engine:
         # the device does, and calls nothing of CUDA's. Kernels that wait look at it now and then.
         self.abort_word = accelerator.host_word()
         self._releasing = threading.Lock()
+        self._is_closed = False
         accelerator.synchronize()
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[DeviceWire]:
@@ -133,7 +134,7 @@ class Engine:
     def release(self, wires: Sequence[DeviceWire]) -> None:
         """Collective: these wires, all that were opened with them, are not reduced any more. The device is idle."""
         with self._releasing:
-            if not int(self.abort_word):  # else the backend is gone, or about to be
+            if not (self._is_closed or int(self.abort_word)):  # else the backend is gone, or about to be
                 for block in {id(wire.memory): wire.memory for wire in wires}.values():
                     self.group.release(block)
 
@@ -184,6 +185,7 @@ class Engine:
 
     def close(self) -> None:
         """The memory goes with the last tensor that views it."""
+        self._is_closed = True
         if self.backend is not None:
             shut_down(self.backend)
 

@@ -231,5 +231,5 @@ class OnStream:
         self.engine.close()
         with contextlib.suppress(RuntimeError):  # of a device that has failed, which gives nothing back
             self.accelerator.synchronize()
-            self.forget_wires()
+            self.forget_wires(())
             self.engine.forget_peers()
