@@ -27,6 +27,7 @@ from torchring.bench import (
     network,
     step,
 )
+from torchring.bench.gpu import link
 from torchring.bench.gpu.kernels import Rival
 from torchring.bench.measure import Command, Spread
 from torchring.bench.models import MODELS
@@ -140,6 +141,11 @@ def test_elastic_replicas_that_differ_end_the_run() -> None:
     assert elastic.check(job) == 2
     with pytest.raises(SystemExit, match="worker 0 went back to a step that it had finished"):
         elastic.check(a_job([(1, 10), (1, 10)]))
+
+
+def test_the_model_of_a_link_gives_the_published_times() -> None:
+    for (gpus, mib), us in link.TWO_SHOT.items():
+        assert 1e6 * link.seconds(mib << 20, gpus, gpus << 13) == pytest.approx(us, rel=0.03 if gpus == 8 else 0.12)
 
 
 # Wrong results
