@@ -172,6 +172,13 @@ def _meets_no_other(_: object) -> Iterator[str]:
     yield attempt(torchring.init)
 
 
+def test_isolated_executors_call_their_gpus_alike() -> None:
+    from torchring.spark.barrier_task import visible_gpus
+
+    assert visible_gpus("1", ["0", "1"]) == "0,1"
+    assert visible_gpus("0", ["0", "0"]) == "0"
+
+
 def test_a_barrier_stage_of_the_scripts_own_is_an_error(spark: Any) -> None:
     stage = spark.sparkContext.parallelize(range(2), 2).barrier().mapPartitions(_meets_no_other)
     for said in stage.collect():

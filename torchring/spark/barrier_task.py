@@ -113,8 +113,8 @@ def _as_rank(
     }
     if call.use_gpu is False:
         variables[_GPUS] = ""
-    elif gpu:  # those of all ranks of this host, so that LOCAL_RANK is the number of this rank's
-        variables[_GPUS] = ",".join(said[other]["gpu"][0] for other in neighbours)
+    elif gpu:
+        variables[_GPUS] = visible_gpus(gpu[0], [said[other]["gpu"][0] for other in neighbours])
     _refuse_other_gpus(variables.get(_GPUS))
     before = dict(os.environ)
     os.environ.update({name: str(value) for name, value in variables.items()})
@@ -128,6 +128,14 @@ def _as_rank(
     forget_store()  # or this worker would listen at the port until its next job
     os.environ.clear()
     os.environ.update(before)
+
+
+def visible_gpus(own: str, of_host: Sequence[str]) -> str:
+    """Those of all ranks of this host, so that LOCAL_RANK is the number of this rank's.
+
+    Where executors are isolated (YARN), each calls its only GPU 0, and a rank sees its own.
+    """
+    return ",".join(of_host) if len(set(of_host)) == len(of_host) else own
 
 
 def _leave() -> None:
