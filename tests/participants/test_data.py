@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 import torchring
 from tests.support.checks import logged
 from tests.support.harness import ranks, run_ranks
+from torchring.gradients.layout import Options
 from torchring.gradients.reduction import MessageFormat, Reduction
 from torchring.observe.data_check import DataCheck
 from torchring.observe.inputs import Inputs
-from torchring.world import World
 
 _BATCH = 4
 Batches = Iterator[tuple[Any, ...]]
@@ -236,14 +236,18 @@ def test_mistakes_are_found_and_others_are_not_accused(rank: int) -> None:
     assert read("", MISTAKES["no sampler"][0]) == []  # on purpose
 
 
+def check_of(rank: int, size: int, inputs: Inputs, *, is_on: bool = True) -> DataCheck:
+    world = SimpleNamespace(rank=rank, size=size, check_data=is_on)
+    return DataCheck(cast(Any, None), cast(Any, SimpleNamespace(world=world, inputs=inputs, options=Options())))
+
+
 def watch(size: int, reads: Callable[[int, int], int], *, is_on: bool = True) -> list[list[str]]:
     """What each of `size` ranks logs in 20 reductions, if rank r reads batch reads(r, step)."""
-    worlds = [SimpleNamespace(rank=rank, size=size, check_data=is_on) for rank in range(size)]
-    every_inputs = [Inputs() for _ in worlds]
-    checks = [DataCheck(cast(World, w), inputs, is_mean=True) for w, inputs in zip(worlds, every_inputs, strict=True)]
-    texts: list[list[str]] = [[] for _ in worlds]
+    every_inputs = [Inputs() for _ in range(size)]
+    checks = [check_of(rank, size, inputs, is_on=is_on) for rank, inputs in enumerate(every_inputs)]
+    texts: list[list[str]] = [[] for _ in checks]
     for step in range(20):
-        reductions = [Reduction(step) for _ in worlds]
+        reductions = [Reduction(step) for _ in checks]
         for rank, (inputs, check, current) in enumerate(zip(every_inputs, checks, reductions, strict=True)):
             inputs.see((torch.randn(4, 8, generator=seeded(reads(rank, step))),), {})
             check.on_begin(current)
@@ -308,11 +312,10 @@ def test_a_look_at_inputs_leaves_them_as_they_are() -> None:
 
 def test_what_was_seen_before_the_ranks_met_belongs_to_no_reduction() -> None:
     """As in an elastic job that had one rank for a while."""
-    world = SimpleNamespace(rank=0, size=2, check_data=True)
     inputs = Inputs()
     for _ in range(100):
         inputs.see((torch.randn(4, 8),), {})
-    check, current = DataCheck(cast(World, world), inputs, is_mean=True), Reduction(0)
+    check, current = check_of(0, 2, inputs), Reduction(0)
     inputs.see((torch.randn(4, 8),), {})
     check.on_begin(current)
     assert current.mine["num_samples"] == 4

@@ -68,8 +68,8 @@ def test_no_page_if_none_is_wanted(folder: Path, capsys: pytest.CaptureFixture[s
     ("arguments", "said"),
     [
         ([], "the following arguments are required: DIR"),
-        (["d", "--bandwidth", "fast"], "'fast' is no bandwidth: give a number of Gbit/s"),
-        (["d", "--bandwidth", "0"], "'0' is no bandwidth"),
+        (["d", "--bandwidth", "fast"], "needs a number of Gbit/s, such as 10, got 'fast'"),
+        (["d", "--bandwidth", "0"], "such as 10, got '0'"),
         (["d", "--html", "x", "--no-html"], "not allowed with"),
     ],
 )

@@ -148,7 +148,7 @@ def _opened(rendezvous: Rendezvous, communicator: Any) -> Any:
         world.backend = "mpi"  # type: ignore[misc, assignment, unused-ignore]
         first = open_transport(world)
         world.backend = "gloo"  # type: ignore[misc, assignment, unused-ignore]
-        second = open_transport(world, "named")
+        second = open_transport(world)
         assert isinstance(first, MpiTransport)
         assert isinstance(second, C10dTransport)
         result = [first.engine, second.engine]

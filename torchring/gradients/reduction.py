@@ -245,10 +245,8 @@ class Participant:
 
     fields: tuple[str, ...] = ()
 
-    @classmethod
-    def open(cls, reducer: Any, setup: Any) -> Participant:
+    def __init__(self, reducer: Any, setup: Any) -> None:
         """Collective: for a `Reducer` that has its buckets, and no hooks yet. `setup`: a `Setup`."""
-        return cls(reducer, setup)  # type: ignore[call-arg]
 
     def before_backward(self) -> None:
         """A backward begins, or `skip()`, and nothing is sent. May raise on all ranks."""

@@ -88,7 +88,7 @@ class Reductions:
         self.buffers: Any = None
         self.noise: Any = None
         self.participants: list[Participant] = []
-        self.take_in(*guests, *(kind.open(self, setup) for kind in kinds))
+        self.take_in(*guests, *(kind(self, setup) for kind in kinds))
 
     def take_in(self, *participants: Participant) -> None:
         """These take part from the next reduction on, after the others."""

@@ -61,15 +61,22 @@ def whole(what: str, least: int, most: float = math.inf) -> Callable[[str], int]
 positive: Final = whole("a number of processes, 1 or more", 1)
 
 
-def duration(text: str) -> float:
-    """Seconds."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"needs a positive number of seconds, got {text!r}")
-    return seconds
+def number(what: str, least: float = 1e-9) -> Callable[[str], float]:
+    """A type for numbers from `least` on. `what`: for the message."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"needs {what}, got {text!r}")
+        return value
+
+    return parse
+
+
+duration: Final = number("a positive number of seconds")
 
 
 def setting(text: str) -> tuple[str, str]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
-import math
 import os
 import re
 import sys
@@ -21,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from torchring.launch.arguments import whole
+from torchring.launch.arguments import number, whole
 
 _STARTUP: Final = Path(__file__).parent.parent / "horovod" / "startup"  # see horovod/aliases.py
 _MIB: Final = 2**20
@@ -43,12 +42,7 @@ def _timeline(text: str) -> str:
 
 
 def _number(text: str) -> str:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"needs a number, 0 or more, got {text!r}")
+    number("a number, 0 or more", 0)(text)
     return text
 
 

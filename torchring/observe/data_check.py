@@ -27,7 +27,6 @@ from torchring.gradients.reducer import Reducer
 from torchring.gradients.reduction import Participant, Reduction
 from torchring.observe import loading
 from torchring.observe.inputs import Batch, Inputs
-from torchring.world import World
 
 _logger: Final = logging.getLogger("torchring")
 _IN_A_ROW: Final = 8
@@ -44,35 +43,25 @@ _ON_PURPOSE: Final = "If this is on purpose, call torchring.init(check_data=Fals
 
 
 class DataCheck(Participant):
-    """Watches the batches of one optimizer's model. Logs each kind of mistake once, on one of the ranks that have it.
-
-    Args:
-        world: has more than one rank.
-        inputs: sees what the model is given.
-        is_mean: whether gradients are averaged over ranks, so that each rank counts the same.
-    """
+    """Watches the batches of one optimizer's model. Logs each kind of mistake once, on a rank that has it."""
 
     fields = ("num_samples", "num_tokens", "batch_digest", "data_finding")
 
-    def __init__(self, world: World, inputs: Inputs, *, is_mean: bool) -> None:
+    def __init__(self, reducer: Reducer, setup: Setup) -> None:
         self.batch = Batch()
-        self._rank, self._size = world.rank, world.size
-        self._inputs = inputs
-        self._inputs.is_on = self._is_on = world.check_data
+        self._rank, self._size = setup.world.rank, setup.world.size
+        self._inputs: Inputs = setup.inputs
+        self._inputs.is_on = self._is_on = setup.world.check_data
         if self._is_on:
-            loading.watch(inputs.loading)
+            loading.watch(self._inputs.loading)
         self._inputs.take()  # what was seen before, maybe in a world of one, belongs to no reduction
-        self._is_mean = is_mean
+        self._is_mean = setup.options.op == "mean"  # each rank counts the same
         self._recent: deque[int] = deque(maxlen=_IN_A_ROW)  # digests of this rank's batches
         self._in_a_row: dict[int, int] = {}  # by rank: for how many reductions it has had the batches of this rank
         self._repeats = Repeats()
         self._num_compared = self._num_uneven = 0  # reductions: of sizes, and those in which they differ much
         self._finding = 0, ""  # what the next reduction tells the others
         self._told: set[int] = set()
-
-    @classmethod
-    def open(cls, reducer: Reducer, setup: Setup) -> DataCheck:
-        return cls(setup.world, setup.inputs, is_mean=setup.options.op == "mean")
 
     def on_begin(self, current: Reduction) -> None:
         if current.is_again:

@@ -124,18 +124,21 @@ class ReplicaCheck(Participant):
 
         If ranks have made equally many steps, the first difference is one for the step, see above.
         """
-        platforms = self._world.shared(Platforms)
+        platforms = self._world.shared(_other_platforms)
         settings = zlib.crc32(json.dumps(self._settings()).encode())
         mine = torch.cat([torch.tensor([[self._current.step, settings]], device="cpu"), digests(self._names)])
         everybody = torch.stack(internal_collectives_of(self._world).all_gather(mine))
         steps = everybody[:, 0, 0].tolist()
         is_other = (everybody != everybody[0])[:, 1:].any(dim=2)  # [ranks, parameters]
-        if is_other.any() and len(set(steps)) == 1 and platforms.differ:
+        if is_other.any() and len(set(steps)) == 1 and platforms:
             is_other = self._adopt_first(is_other.any(dim=0))
         if not is_other.any():
             self._are_apart = False
-            if (everybody[:, 0, 1] != everybody[0, 0, 1]).any() and len(set(steps)) == 1:
-                self._refuse_other_settings()
+            has_other_settings = (everybody[:, 0, 1] != everybody[0, 0, 1]).any() and len(set(steps)) == 1
+            if has_other_settings and (difference := self._first_difference()) is not None:
+                rank, text, remedy = difference
+                text = f"{text}, so the next step would make their parameters differ. {remedy}"
+                raise in_step(GradientError(text, rank=self._world.rank, peers=(rank,)))
             return
         if not (is_step or self._are_apart) and len(set(steps)) == 1:
             self._are_apart = True
@@ -145,8 +148,8 @@ class ReplicaCheck(Participant):
         parameter, name = list(self._names.items())[index]
         differ = f"{ranks_in_words(others)} {'differs' if len(others) == 1 else 'differ'}"
         cause = self._cause(steps, parameter)
-        if platforms.differ:
-            cause += f". The ranks' platforms differ, too, but only last bits differ by that: {platforms.differ}"
+        if platforms:
+            cause += f". The ranks' platforms differ, too, but only last bits differ by that: {platforms}"
         raise in_step(
             GradientError(
                 f"{name} is not the same on all ranks: {differ} from rank 0. {cause}",
@@ -201,13 +204,6 @@ class ReplicaCheck(Participant):
             "torchring.broadcast_parameters(model) on all of them"
         )
 
-    def _refuse_other_settings(self) -> None:
-        """Collective: raise GradientError naming what the next step would do in another way on some rank."""
-        if (difference := self._first_difference()) is not None:
-            rank, text, remedy = difference
-            text = f"{text}, so the next step would make their parameters differ. {remedy}"
-            raise in_step(GradientError(text, rank=self._world.rank, peers=(rank,)))
-
     def _first_difference(self) -> tuple[int, str, str] | None:
         """Collective: the first rank whose settings differ from those of rank 0, in what, and what to do."""
         first, *rest = internal_collectives_of(self._world).all_gather_json(self._settings())
@@ -243,21 +239,16 @@ class ReplicaCheck(Participant):
         return found
 
 
-class Platforms:
-    """The platforms of all ranks. A world has one: `world.shared(Platforms)`. Opening it is collective.
-
-    Attributes:
-        differ: how they differ, if they do; else "".
-    """
-
-    def __init__(self, world: World) -> None:
-        self.differ = differences(internal_collectives_of(world).all_gather_json(_platform()))
-        if self.differ and world.rank == 0:
-            _logger.warning(
-                "the ranks do not compute alike: %s. So the last bits of their parameters may differ, and torchring "
-                "gives all ranks the parameters of rank 0 now and then",
-                self.differ,
-            )
+def _other_platforms(world: World) -> str:
+    """How the platforms of the ranks differ, if they do; else "". Collective: `world.shared(_other_platforms)`."""
+    found = differences(internal_collectives_of(world).all_gather_json(_platform()))
+    if found and world.rank == 0:
+        _logger.warning(
+            "the ranks do not compute alike: %s. So the last bits of their parameters may differ, and torchring "
+            "gives all ranks the parameters of rank 0 now and then",
+            found,
+        )
+    return found
 
 
 def _platform() -> dict[str, str]:

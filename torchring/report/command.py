@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from torchring.launch.arguments import Parser
+from torchring.launch.arguments import Parser, number
 from torchring.observe.recorder.files import TraceError
 from torchring.report.model.merge import load
 from torchring.report.model.scaling import Network
@@ -72,21 +71,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write a table with a row per step and rank")
     parser.add_argument(
         "--bandwidth",
-        type=_bandwidth,
+        type=number("a number of Gbit/s, such as 10"),
         metavar="GBIT",
         help="predict for links of so many Gbit/s between hosts, 6 %% of it for headers (default: as in the trace)",
     )
     return parser
-
-
-def _bandwidth(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no bandwidth: give a number of Gbit/s, such as 10")
-    return value
 
 
 def _write(path: Path, write: Callable[[Path], None]) -> int:

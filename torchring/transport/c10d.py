@@ -245,17 +245,15 @@ class C10dTransport:
         return error
 
 
-def open_transport(world: World, name: str | None = None, ranks: Sequence[int] | None = None) -> Transport:
+def open_transport(world: World, ranks: Sequence[int] | None = None) -> Transport:
     """Collective in the world: open links of their own over the world's backend, "gloo" or "mpi".
 
     Args:
-        name: name of the channel; by default the next channel name of the world.
         ranks: the ranks that are connected; by default all. Ranks may be in different groups, each in one.
     """
     assert world.rendezvous is not None, "a world of one sends nothing"
-    name = world.next_channel_name() if name is None else name
     kind = room("mpi").MpiTransport if world.backend == "mpi" else C10dTransport
-    transport: Transport = kind(world.rendezvous, name, world.host, ranks=ranks)
+    transport: Transport = kind(world.rendezvous, world.next_channel_name(), world.host, ranks=ranks)
     world.on_failure(transport)
     return transport
 

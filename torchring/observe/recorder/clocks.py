@@ -73,13 +73,9 @@ def offsets_of(world: World) -> list[ClockOffset]:
 class ClockComparison(Participant):
     """Compares clocks now and then, in worlds of several hosts. Opening it is collective."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, reducer: object, setup: Setup) -> None:
+        self._world = setup.world
         self._compare(0)
-
-    @classmethod
-    def open(cls, reducer: object, setup: Setup) -> ClockComparison:
-        return cls(setup.world)
 
     def on_begin(self, current: Reduction) -> None:
         # A rank whose backward has raised at its end never comes to the end of a reduction that its peers do.

@@ -145,33 +145,27 @@ def slowest_ms(computing_ms: Array, num_ranks: int, slow_rank: int | None = None
     num_measured = computing_ms.shape[1]
     mean = float(computing_ms.mean())
     if num_measured == 1:
-        return mean + expected_maximum(computing_ms - mean, num_ranks)
+        return mean + _expected_maximum((computing_ms - mean, num_ranks))
     of_rank = computing_ms.mean(0, keepdims=True) - mean
     chance = computing_ms - computing_ms.mean(1, keepdims=True) - of_rank
     # The mean of a step follows each of its R ranks by 1 / R, which hides a part of the differences.
     draws = of_rank + chance * (num_measured / (num_measured - 1)) ** 0.5
     if slow_rank is None:
-        return mean + expected_maximum(draws, num_ranks)
+        return mean + _expected_maximum((draws, num_ranks))
     others = np.delete(draws, slow_rank, axis=1)
-    return mean + _expected_maximum_with(draws[:, slow_rank], others, num_ranks - 1)
+    return mean + _expected_maximum((draws[:, slow_rank], 1), (others, num_ranks - 1))
 
 
-def expected_maximum(values: Array, num_draws: int) -> float:
-    """Expected maximum of `num_draws` independent draws from the values.
+def _expected_maximum(*draws: tuple[Array, int]) -> float:
+    """Expected maximum of independent draws: from each array, so many.
 
-    For m sorted values it is exactly the sum of x_i ((i / m)^N - ((i - 1) / m)^N). It never exceeds the largest value.
+    For N draws from m sorted values it is exactly the sum of x_i ((i / m)^N - ((i - 1) / m)^N).
     """
-    ordered = np.sort(np.ravel(values))
-    below = (np.arange(len(ordered) + 1) / len(ordered)) ** num_draws
-    return float(np.sum(ordered * np.diff(below)))
-
-
-def _expected_maximum_with(one: Array, values: Array, num_draws: int) -> float:
-    """Expected maximum of a draw from `one` and `num_draws` independent draws from `values`."""
-    found = np.unique(np.concatenate([np.ravel(one), np.ravel(values)]))
-    shares = [np.searchsorted(np.sort(np.ravel(each)), found, side="right") / each.size for each in (one, values)]
-    below = np.concatenate([[0.0], shares[0] * shares[1] ** num_draws])
-    return float(np.sum(found * np.diff(below)))
+    found = np.unique(np.concatenate([np.ravel(values) for values, _ in draws]))
+    below: Array = np.ones(len(found))
+    for values, number in draws:
+        below = below * (np.searchsorted(np.sort(np.ravel(values)), found, side="right") / values.size) ** number
+    return float(np.sum(found * np.diff(below, prepend=0.0)))
 
 
 def _mean_rank(of_rank: Array, num_ranks: int, slow_rank: int | None) -> float:
@@ -288,8 +282,7 @@ def links_of(run_info: RunInfo, found: Network | None, given: Network | None) ->
 
 def calibrated(workload: Workload, links: Connections, num_ranks: int, measured_ms: float) -> Workload:
     """The same workload, with what the model cannot explain of the measured duration of a step."""
-    modelled = slowest_ms(workload.computing_ms, num_ranks, workload.slow_rank) + exposed_ms(workload, num_ranks, links)
-    return dataclasses.replace(workload, unexplained_ms=measured_ms - modelled)
+    return dataclasses.replace(workload, unexplained_ms=measured_ms - step_ms(workload, num_ranks, links))
 
 
 def fit_network(timing: Steps, critical: Critical, run_info: RunInfo, num_ranks: int) -> Network | None:
