@@ -5,9 +5,8 @@ No benchmark is timed here. A wrong result ends a benchmark, and no process outl
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -214,34 +213,19 @@ def test_each_half_of_a_first_run_on_a_gpu_ends_within_six_minutes() -> None:
 # Microbenchmarks
 
 
-def _pytest(rank: int, world_size: int, options: list[str]) -> str:
-    """What it prints, if all is well."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        code = pytest.main(options)
-    assert code == 0, said.getvalue()
-    return said.getvalue()
-
-
-def run_micro(tmp_path: Path, *options: str) -> str:
-    """Run bench/micro, forked from a process that has imported torch."""
-    pytest.importorskip("pytest_benchmark")
-    storage = f"--benchmark-storage=file://{tmp_path / 'storage'}"  # which it makes in any case
-    arguments = [str(BENCH / "micro"), "-q", storage, *options]
-    env = {"PYTEST_XDIST_WORKER": None}  # pytest-benchmark measures nothing in such a worker
-    (said,) = run_ranks(_pytest, 1, arguments, launcher_env=False, env=env, deadline=120)
-    return str(said)
-
-
 @pytest.mark.grid
 def test_micro(tmp_path: Path) -> None:
-    """All of them, once, for their results; only the largest sizes are left out."""
+    """All of them, once, for their results, as `torchring bench` runs them; only the largest sizes are left out."""
+    pytest.importorskip("pytest_benchmark")
     files = {file.stem for file in (BENCH / "micro").glob("bench_*.py")}
     assert files == {"bench_hooks", "bench_kernels"}
     junit = tmp_path / "junit.xml"
-    run_micro(
-        tmp_path, "--benchmark-disable", f"--junit-xml={junit}", "-k", "not vgg and not mlp and not resnet and not 25"
+    command = [sys.executable, "-m", "torchring.cli", "bench", "micro", "-q", "--benchmark-disable"]
+    without = "not vgg and not mlp and not resnet and not 25"
+    ran = subprocess.run(
+        [*command, f"--junit-xml={junit}", "-k", without], cwd=tmp_path, capture_output=True, text=True
     )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
     names = set(re.findall(r'<testcase classname="[^"]*?(bench_\w+)" name="(\w+)', junit.read_text()))
     assert {file for file, _ in names} == files
     functions = {function for _, function in names}

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchring.data import RowGroups
-from torchring.data.rows import left_over, share
 
 NUM_ROWS = 41
 
@@ -97,14 +96,6 @@ def test_batches(rows: Any) -> None:
         "year": 3,
     }
     assert list(next(iter(rows(["text", "row"])))) == ["text", "row"]
-
-
-def test_shares_of_rows() -> None:
-    """The example of the docstring; then one rank of three has taken a row more than it has."""
-    assert [share([(0, 10)], part, 3) for part in range(3)] == [[(0, 3)], [(3, 6)], [(6, 10)]]
-    assert left_over([(0, 10)], 3, 2) == [(2, 3), (5, 6), (8, 10)]
-    assert left_over([(0, 10)], 3, 4) == []
-    assert share([(2, 3), (5, 6), (8, 10)], 1, 2) == [(8, 10)]
 
 
 @pytest.mark.parametrize("batch_size", [None, 3])

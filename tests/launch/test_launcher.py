@@ -367,12 +367,3 @@ def test_the_benchmarks_of_the_package(capsys: pytest.CaptureFixture[str]) -> No
     code, out, _ = called(["bench"], capsys)
     assert (code, out) == (0, called(["bench", "--help"], capsys)[1])
     assert all(name in out for name in ("allreduce", "micro", "step"))
-
-
-@pytest.mark.grid
-def test_microbenchmarks_are_run_by_pytest() -> None:
-    pytest.importorskip("pytest_benchmark")
-    ran = subprocess.run([sys.executable, "-m", "torchring.cli", "bench", "micro", "--co", "-q", "-k", "hooks"],
-                         capture_output=True, text=True)  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    assert "bench_hooks.py" in ran.stdout
