@@ -41,9 +41,12 @@ FEATURES: Final[Mapping[str, tuple[str, ...]]] = {
     "kind": ("sgd", "momentum", "adamw"),
     "groups": ("same", "added"),  # to an optimizer after the first epoch, of a layer that was frozen
     "clip": ("none", "norm"),
+    "shard": ("no", "yes"),
 }
 
-PAIRS: Final = Pairs(FEATURES, {}, {})
+_RETURNS: Final = [event for event in FEATURES["event"] if event.startswith("returned")]
+_NO_COMMIT: Final = "commit() does not work with shard=True"
+PAIRS: Final = Pairs(FEATURES, {}, {frozenset({("shard", "yes"), ("event", event)}): _NO_COMMIT for event in _RETURNS})
 
 _EPOCHS: Final = 3
 _PLACES: Final = {"inside": (1, 3), "first": (1, 0)}  # epoch and batch of the event
@@ -197,7 +200,8 @@ def _work(training: Training, folder: str | None, may_happen: bool) -> None:
     length, global_batch = _sizes(training)
     data = TensorDataset(_X[:length], _Y[:length], torch.arange(length))
     accumulate = script.num_backwards()
-    script.optimizers = [torchring.wrap(each, script.net, accumulate=accumulate) for each in script.optimizers]
+    how = {"accumulate": accumulate, "shard": training["shard"] == "yes"}
+    script.optimizers = [torchring.wrap(each, script.net, **how) for each in script.optimizers]
     script.sampler = sampler = torchring.elastic.Sampler(data, seed=_SEED, global_batch=global_batch)
     parts = {f"optimizer{i}": each for i, each in enumerate(script.optimizers)}
     parts |= {"model": script.net, "scaler": script.scaler, "sampler": sampler}

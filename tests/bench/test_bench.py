@@ -18,14 +18,7 @@ import pytest
 import torch
 
 from tests.support.harness import patient, ranks, run_ranks
-from torchring.bench import (
-    allreduce,
-    elastic,
-    elastic_worker,
-    measure,
-    network,
-    step,
-)
+from torchring.bench import allreduce, elastic, elastic_worker, measure, network, step
 from torchring.bench.gpu import link
 from torchring.bench.gpu.kernels import Rival
 from torchring.bench.measure import Command, Spread

@@ -35,15 +35,7 @@ from tests.support.training import attempt
 from torchring import cli, doctor
 from torchring.bench.netns import INTERFACE, Network
 from torchring.doctor import checks, facts, rank, training
-from torchring.doctor.report import (
-    PathFacts,
-    RankFacts,
-    Report,
-    StoreFacts,
-    TrainingFacts,
-    show,
-    verdict,
-)
+from torchring.doctor.report import PathFacts, RankFacts, Report, StoreFacts, TrainingFacts, show, verdict
 from torchring.rendezvous.addresses import gloo_address
 
 GOLDEN: Final = Path(__file__).parent / "golden.txt"

@@ -273,18 +273,11 @@ def test_state_that_could_not_be_loaded(tmp_path: Path, caplog: pytest.LogCaptur
 def test_copy_is_deep_and_has_each_tensor_once() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight  # tied: two tensors of a state_dict, one memory
-    strided = torch.arange(12.0).reshape(3, 4).t()
-    sparse = torch.eye(3).to_sparse()
-    numbers = [1, 2]
-    state = {
-        "model": model.state_dict(), "more": [strided, sparse, model[0].bias], "empty": [torch.empty(0, 2)] * 2,
-        "numbers": {"a": numbers},
-    }  # fmt: skip
-    copied = copy_of(state)
+    strided, sparse, numbers = torch.arange(12.0).reshape(3, 4).t(), torch.eye(3).to_sparse(), [1, 2]
+    more = [strided, sparse, model[0].bias, torch.empty(0, 2)]
+    copied = copy_of({"model": model.state_dict(), "more": more, "numbers": {"a": numbers}})
     expected = {name: value.clone() for name, value in model.state_dict().items()}
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
+    nn.init.zeros_(model[0].weight)
     numbers.append(3)
     for name, value in expected.items():
         assert_bitwise(copied["model"][name], value, name)
@@ -293,5 +286,5 @@ def test_copy_is_deep_and_has_each_tensor_once() -> None:
     assert type(copied["more"][2]) is torch.Tensor
     assert_bitwise(copied["more"][0], strided)
     assert_bitwise(copied["more"][1].to_dense(), torch.eye(3))
-    assert copied["empty"][1].shape == (0, 2)
+    assert copied["more"][3].shape == (0, 2)
     assert copied["numbers"] == {"a": [1, 2]}

@@ -9,7 +9,6 @@ import json
 import os
 import random
 import signal
-import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 from torch.distributed import TCPStore
 
+from tests.launch.test_launcher import Launcher
 from tests.support import commands
 from tests.support.harness import is_running, patient, wait_until
 from torchring.elastic.driver import driver_store as store_module
@@ -33,9 +33,6 @@ from torchring.launch import hosts as launch_hosts
 from torchring.launch.hosts import Host, LaunchError
 from torchring.launch.output import STDERR, STDOUT, Output, OutputOptions
 from torchring.rendezvous.signed import signed
-
-ROOT = Path(__file__).resolve().parents[2]
-
 
 TICK = 0.02
 
@@ -819,45 +816,31 @@ while not is_over:
 
 
 # As sshd does: what stands behind the host is for a shell, which has little of the environment.
-SSH = """#!/bin/sh
-while [ "$1" != 192.0.2.1 ]; do shift; done
+SSH = """while [ "$1" != 192.0.2.1 ]; do shift; done
 shift
 exec env -i PATH="$PATH" HOME="$HOME" sh -c "$*"
 """
 
 
-class Launched:
-    """`torchring run --elastic` in a folder of its own, with an ssh that knows one host, 192.0.2.1."""
+class Launched(Launcher):
+    """`torchring run --elastic`, with an ssh that knows one host, 192.0.2.1."""
 
     def __init__(self, folder: Path, code: str, *options: str) -> None:
-        self.folder = folder
-        (folder / "train.py").write_text(code)
-        command = [sys.executable, "-m", "torchring.cli", "run", *options, "train.py", str(folder)]
-        ssh = folder / "bin" / "ssh"
-        ssh.parent.mkdir()
-        ssh.write_text(SSH)
-        ssh.chmod(0o755)
-        inherited = {
-            "PATH": f"{ssh.parent}:{os.environ['PATH']}",
-            "WORLD_SIZE": "7",
-            "RANK": "3",
-            "MASTER_ADDR": "nowhere",
-            "PYTHONPATH": str(ROOT),
-        }
-        self.process = commands.start(command, {**os.environ, **inherited}, folder)
+        super().__init__(folder, SSH)
+        inherited = {"WORLD_SIZE": "7", "RANK": "3", "MASTER_ADDR": "nowhere"}
+        self.process = self.start("run", *options, self.script(code), str(self.reports_folder), **inherited)
 
     def facts(self) -> dict[str, dict[str, Any]]:
         """What workers have said, by worker and generation."""
-        return {file.name: json.loads(file.read_text()) for file in self.folder.glob("[0-9]*")}
+        return {file.name: json.loads(file.read_text()) for file in self.reports_folder.glob("[0-9]*")}
 
     def wait_for(self, generation: int, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Until exactly these workers have run in the generation. What they have said."""
 
         def is_there() -> bool:
             assert self.process.poll() is None, self.process.communicate()
-            return {*self.folder.glob(f"[0-9]*.{generation}")} == {
-                self.folder / f"{rank}.{generation}" for rank in ranks
-            }
+            said = {name for name in self.facts() if name.endswith(f".{generation}")}
+            return said == {f"{rank}.{generation}" for rank in ranks}
 
         wait_until(is_there, f"generation {generation} of {ranks}")
         return {rank: self.facts()[f"{rank}.{generation}"] for rank in ranks}
@@ -887,13 +870,13 @@ def test_a_job_from_start_to_finish(tmp_path: Path) -> None:
         job.wait_for(3, [0, 2])
         facts = job.wait_for(4, [0, 2, 3])
         assert facts[3]["environ"]["LOCAL_RANK"] == "0"
-        (tmp_path / "finish").touch()
+        (job.reports_folder / "finish").touch()
         out, err = job.process.communicate(timeout=patient(60))
     finally:
         job.close()
     assert job.process.returncode == 0, err
     assert sorted(out.splitlines()) == [f"[{worker}] worker {worker} starts" for worker in range(4)]
-    assert [(tmp_path / "logs" / f"worker{worker}.log").read_text() for worker in (0, 3)] == [
+    assert [(job.folder / "logs" / f"worker{worker}.log").read_text() for worker in (0, 3)] == [
         "worker 0 starts\n", "worker 3 starts\n"
     ]  # fmt: skip
     changes = [line.partition(" begins, ")[2] for line in err.splitlines() if " begins, " in line]
@@ -932,7 +915,7 @@ def test_a_signal_to_the_driver_ends_the_job_and_tells_its_workers(number: signa
             _, err = job.process.communicate(timeout=patient(60))
             assert job.process.returncode == 128 + signal.SIGTERM
             assert err == "torchring run: torchring run was told to end by SIGTERM\n"
-        assert {file.name for file in tmp_path.glob("told*")} == {"told0", "told1"}
+        assert {file.name for file in job.reports_folder.glob("told*")} == {"told0", "told1"}
     finally:
         job.close()
         job.process.communicate(timeout=patient(30))

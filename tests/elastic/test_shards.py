@@ -98,7 +98,7 @@ def train_sharded(kind: Kind, points: list[str], **options: Any) -> None:
     train_worker(
         make=make_model,
         kind=kind,
-        shard=True,
+        wrapped=lambda: {"shard": True},
         begins=lambda: _marker(f"entered after {_num_done(points)}").touch(),
         trouble=lambda step, loss: loss.register_hook(lambda grad: _lose("in backward", points)) and None,
         stepped=lambda: _lose("between steps", points),

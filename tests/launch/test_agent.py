@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
+from tests.launch.test_launcher import Launcher
 from tests.support import commands
-from tests.support.harness import _clean_environ, is_running, patient, wait_until
+from tests.support.harness import is_running, patient, wait_until
 from tests.support.netns import needs_hosts
 from torchring.bench.netns import INTERFACE, Network
 from torchring.launch import agent, reaper
@@ -27,12 +28,10 @@ from torchring.launch.hosts import Host, HostPlan, LaunchError, is_here, parse_h
 from torchring.launch.launcher import start
 from torchring.launch.output import OutputOptions
 
-ROOT = Path(__file__).resolve().parents[2]
 REAPER = Path(run_module.__file__).with_name("reaper.py")
 
 # As sshd does: what stands behind the host, joined by spaces, is for the user's shell. `cases` says where that runs.
-SSH = """#!/bin/sh
-while [ $# -gt 0 ]; do
+SSH = """while [ $# -gt 0 ]; do
     case "$1" in
         -o) shift 2 ;;
         -G) echo "hostname 127.0.0.1"; exit ;;
@@ -113,28 +112,18 @@ def check_lines(out: str, ranks: int, tag: str = "") -> None:
     assert len(lines) == 300 * ranks
 
 
-class Cluster:
-    """`torchring run` in a folder of its own, with an ssh that knows the hosts of `cases`."""
+class Cluster(Launcher):
+    """With an ssh that knows the hosts of `cases`."""
 
     def __init__(self, folder: Path, cases: str) -> None:
-        self.folder = folder / "a folder's name"
-        self.reports_folder = folder / "reports"
-        (folder / "bin").mkdir()
-        self.folder.mkdir()
-        self.reports_folder.mkdir()
-        ssh = folder / "bin" / "ssh"
-        ssh.write_text(SSH % cases)
-        ssh.chmod(0o755)
+        super().__init__(folder, SSH % cases)
         self.log = folder / "log"
         self.log.touch()
-        self.environ = {name: value for name, value in _clean_environ().items() if not name.startswith("TORCHRING_")}
-        self.environ |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "SSH_LOG": str(self.log)}
-        self.environ |= {"PYTHONPATH": str(ROOT), "REPORTS": str(self.reports_folder), "OMP_NUM_THREADS": "1"}
+        self.environ["SSH_LOG"] = str(self.log)
 
-    def start(self, *arguments: str, code: str = RANK, before: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-        (self.folder / "script.py").write_text(code)
-        command = [*before, sys.executable, "-m", "torchring.cli", "run", *arguments]
-        return commands.start(command, self.environ, self.folder)
+    def start(self, *arguments: str, code: str = RANK, **how: Any) -> subprocess.Popen[str]:
+        self.script(code)
+        return super().start("run", *arguments, **how)
 
     def finish(self, process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
         try:
@@ -146,9 +135,6 @@ class Cluster:
 
     def run(self, *arguments: str, **how: Any) -> subprocess.CompletedProcess[str]:
         return self.finish(self.start(*arguments, **how))
-
-    def reports(self) -> list[dict[str, Any]]:
-        return [json.loads(file.read_text()) for file in sorted(self.reports_folder.glob("[0-9]*"))]
 
     def pids(self) -> list[int]:
         return [report["pid"] for report in self.reports()]
@@ -450,7 +436,7 @@ def test_hosts_that_are_apart(network: tuple[Network, Cluster]) -> None:
     on_first = hosts.command(0, ["unshare", "--uts", "sh", "-c", 'hostname torchring-host0; exec "$@"', "sh"])
     slots = f"{hosts.addresses[0]}:2,{hosts.addresses[1]}:1"
     options = ["-H", slots, "--env", "SETTING=x y", "--env", f"GLOO_SOCKET_IFNAME={INTERFACE}"]
-    ran = cluster.run(*options, "script.py", code=f"import sys{SUM}{LISTENING}", before=tuple(on_first))
+    ran = cluster.run(*options, "script.py", code=f"import sys{SUM}{LISTENING}", before=on_first)
     assert ran.returncode == 0, ran.stderr[-4000:]
     ranks = sorted(json.loads(line) for line in ran.stdout.splitlines() if line.startswith("["))
     folder = str(cluster.folder)

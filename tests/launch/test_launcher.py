@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,29 +38,40 @@ Path(os.environ["REPORTS"], os.environ["RANK"]).write_text(text)
 
 
 class Launcher:
-    """Runs `python -m torchring ...` in a folder of its own; what ranks write to $REPORTS is in `reports`."""
+    """Runs `python -m torchring ...` in a folder of its own; what ranks write to $REPORTS is in `reports`.
+
+    Args:
+        ssh: a script for /bin/sh that stands in for ssh.
+    """
 
     input = "for rank 0\n"
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, ssh: str = "") -> None:
+        self.folder = folder / "a folder's name"
         self.reports_folder = folder / "reports"
-        self.reports_folder.mkdir()
-        self.environ = {**_clean_environ(), "REPORTS": str(self.reports_folder)}
+        for made in (self.folder, self.reports_folder, folder / "bin"):
+            made.mkdir()
+        if ssh:
+            (folder / "bin" / "ssh").write_text(f"#!/bin/sh\n{ssh}")
+            (folder / "bin" / "ssh").chmod(0o755)
+        self.environ = {name: value for name, value in _clean_environ().items() if not name.startswith("TORCHRING_")}
+        self.environ |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+        self.environ["REPORTS"] = str(self.reports_folder)
         del self.environ["OMP_NUM_THREADS"]
 
     def script(self, code: str, name: str = "script.py") -> str:
         (self.folder / name).write_text(code)
         return name
 
-    def start(self, *arguments: str, **environ: str) -> subprocess.Popen[str]:
-        return commands.start([sys.executable, "-m", "torchring", *arguments], {**self.environ, **environ}, self.folder)
+    def start(self, *arguments: str, before: Sequence[str] = (), **environ: str) -> subprocess.Popen[str]:
+        command = [*before, sys.executable, "-m", "torchring", *arguments]
+        return commands.start(command, {**self.environ, **environ}, self.folder)
 
-    def run(self, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-        return commands.finish(self.start(*arguments, **environ), self.input)
+    def run(self, *arguments: str, **how: str) -> subprocess.CompletedProcess[str]:
+        return commands.finish(self.start(*arguments, **how), self.input)
 
-    def reports(self) -> list[dict[str, object]]:
-        files = sorted(self.reports_folder.iterdir(), key=lambda file: int(file.name))
+    def reports(self) -> list[dict[str, Any]]:
+        files = sorted(self.reports_folder.glob("[0-9]*"), key=lambda file: int(file.name))
         return [json.loads(file.read_text()) for file in files]
 
 
@@ -206,10 +219,7 @@ def test_a_checkout_that_is_not_installed_works(launcher: Launcher) -> None:
     script = launcher.folder / launcher.script("import os; print(os.environ['PYTHONPATH'])")
     for arguments, said in (
         (["--version"], f"torchring {torchring.__version__}"),
-        (
-            ["run", "-np", "1", script],
-            f"{ROOT}:{packages}",
-        ),
+        (["run", "-np", "1", script], f"{ROOT}:{packages}"),
     ):
         command = [sys.executable, "-S", "-m", "torchring", *arguments]
         ran = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)

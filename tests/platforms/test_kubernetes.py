@@ -21,11 +21,7 @@ pytestmark = pytest.mark.platforms
 WORDS = ["python", "train.py", "--lr", "1e-3", "y", "0o7", "-1", "a b"]
 PLAIN = JobFile("digits", WORDS, "example.com/train", 2, cpus=8, memory=16 << 30, processes=2)
 ELASTIC = JobFile(**{**vars(PLAIN), "elastic": (1, 4), "env": {"A": "1"}, "volumes": {"checkpoints": "/checkpoints"}})
-PREFIXES = {
-    "v1": "IoK8sApiCoreV1",
-    "batch/v1": "IoK8sApiBatchV1",
-    "jobset.x-k8s.io/v1alpha2": "JobsetV1alpha2",
-}
+PREFIXES = {"v1": "IoK8sApiCoreV1", "batch/v1": "IoK8sApiBatchV1", "jobset.x-k8s.io/v1alpha2": "JobsetV1alpha2"}
 
 
 def check(thing: dict[str, Any]) -> str:

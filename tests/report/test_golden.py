@@ -69,9 +69,7 @@ OF_BASE: Final[dict[str, dict[str, Any]]] = {
     "no model, DataLoader": {"input_ms": 38, "forward_ms": 0, "loading_ms": 0.2},
     "no model, DataLoader, rank 1": {"input_ms": [14, 44], "forward_ms": 0, "loading_ms": [1, 31]},
     "no model, unknown loader, rank 1": {"input_ms": [14, 44], "forward_ms": 0},
-    "64 ranks": {
-        **{"num_ranks": 64, "num_steps": 20, "forward_ms": [12] * 37 + [42] + [12] * 26, "ranks_per_host": 8},
-    },
+    "64 ranks": {**{"num_ranks": 64, "num_steps": 20, "forward_ms": [12] * 37 + [42] + [12] * 26, "ranks_per_host": 8}},
     # pauses
     "before forward": {"input_ms": every(2, 25, 500)},
     "evaluation": {"input_ms": every(2, 40, 600), "loading_ms": every(1, 40, 30)},
@@ -82,9 +80,7 @@ OF_BASE: Final[dict[str, dict[str, Any]]] = {
     "a pause before step(), rank 1": {"num_steps": 300, "between_ms": every(0.5, 100, 3000, [1])},
     "one pause": {"num_steps": 101, "input_ms": every(2, 100, 3000)},
     "a short pause": {"input_ms": every(2, 100, 400, [1])},
-    "two pauses": {
-        **{"num_steps": 151, "input_ms": every(2, 50, 800, [1]), "optimizer_ms": every(4, 60, 400)},
-    },
+    "two pauses": {**{"num_steps": 151, "input_ms": every(2, 50, 800, [1]), "optimizer_ms": every(4, 60, 400)}},
     # changes
     "slow in turns": {"num_steps": 300, "input_ms": lambda step, rank: 2 + 60 * (step % 2 == rank)},
     # how much is known
@@ -105,7 +101,7 @@ OF_FOUR: Final[dict[str, dict[str, Any]]] = {
     "tiny buckets": {"bucket_mb": [0.05, 0.15] * 100, "latency_ms": 1.0, "ranks_per_host": 2},
     # Equal sizes do not tell latency from bandwidth. Within a host, no link is as slow as that.
     "tiny buckets of one size, 4 hosts": {
-        **{"noise": 0, "bucket_mb": [0.004] * 40, "latency_ms": 3.0, "ranks_per_host": 1},
+        **{"noise": 0, "bucket_mb": [0.004] * 40, "latency_ms": 3.0, "ranks_per_host": 1}
     },
     # Hidden: 51 MB. At the end of backward, 120 MB begin, and take 90.2 ms.
     "huge late parameter": {"bucket_mb": [1, 25, 25, 120], "ready_at": [0.1, 0.3, 0.5, 1.0]},

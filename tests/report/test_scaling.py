@@ -14,15 +14,7 @@ from torchring.gradients.plan import ParameterSpec, build_plan
 from torchring.observe.recorder.records import Arrivals, ParameterRecord, RankTrace, RunInfo
 from torchring.report.model.bucket_layout import layout_between_hosts, layout_with, nominal_bytes, ready_shares
 from torchring.report.model.merge import Job, merge
-from torchring.report.model.scaling import (
-    Connections,
-    Network,
-    Workload,
-    exposed_ms,
-    fit,
-    slowest_ms,
-    split_ms,
-)
+from torchring.report.model.scaling import Connections, Network, Workload, exposed_ms, fit, slowest_ms, split_ms
 from torchring.report.verdict.analysis import analyse
 from torchring.report.verdict.findings import Analysis
 
