@@ -10,8 +10,10 @@ import gc
 import statistics
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Final, TypeAlias, TypeVar
 
 import torch
@@ -33,9 +35,8 @@ _T = TypeVar("_T")
 Exchange: TypeAlias = Callable[[bytes], list[bytes]]
 """Collective: gives all ranks what each says, in rank order."""
 
-_NUM_SAMPLES: Final = 3  # wires at a time
 _LONGEST_SAMPLE_BYTES: Final = 32 << 20  # what is faster for this size is faster for all larger ones
-_NUM_REPEATS: Final = 4  # of each wire in a turn, so that it counts little that ranks begin at different times
+_NUM_REPEATS: Final = 12  # of a wire in a turn, so that it counts little that ranks begin at different times
 _NUM_WARM_UPS: Final = 2  # kernels are compiled and NCCL connects in the first
 _NUM_TURNS: Final = 5
 _NUM_PRODUCTS: Final = 8  # in each turn, of matrices of this many rows: 1.6 ms on an H100
@@ -94,9 +95,9 @@ def open_on_device(
             other.close()
     if len(seconds) == 1:
         return _chosen(all_reduce, f"{why}, and the backend's own all-reduce adds 16-bit values in 16 bits")
-    sizes = ", ".join(dict.fromkeys(f"{numel * dtype.itemsize / 2**20:.3g}" for numel, dtype in _sample(specs)))
+    numel, dtype = _sample(specs)
     times = ", ".join(f"{name} {taken * 1e3:.3g} ms" for name, taken in seconds.items())
-    measured = f"measured beside matrix products for buckets of {sizes} MiB: {times}"
+    measured = f"measured beside matrix products for buckets of {numel * dtype.itemsize / 2**20:.3g} MiB: {times}"
     if best == "native":  # whose own default is larger than that of direct
         measured += ", all with the same buckets"
     return _chosen(all_reduces[best], f"{why}; {measured}")
@@ -302,20 +303,15 @@ def _together(world: World, open_it: Callable[[], _T], problem: str = "", exchan
     return opened[0]
 
 
-def _sample(specs: Sequence[tuple[int, torch.dtype]]) -> list[tuple[int, torch.dtype]]:
-    """Wires that stand for all others: in order of size, those that hold the bytes at 1/6, 1/2 and 5/6 of all bytes.
+def _sample(specs: Sequence[tuple[int, torch.dtype]]) -> tuple[int, torch.dtype]:
+    """The wire that stands for all others: in order of size, the one that holds the middle one of all bytes.
 
-    Their sizes count: kernels of torchring's own are the faster ones for small wires, NCCL for large ones.
+    Its size counts: kernels of torchring's own are the faster ones for small wires, NCCL for large ones.
     """
     ordered = sorted(specs, key=lambda spec: spec[0] * spec[1].itemsize)
-    total = sum(numel * dtype.itemsize for numel, dtype in ordered)
-    sample: list[tuple[int, torch.dtype]] = []
-    passed = 0
-    for numel, dtype in ordered:
-        passed += numel * dtype.itemsize
-        while len(sample) < _NUM_SAMPLES and 0 < (2 * len(sample) + 1) * total <= 2 * _NUM_SAMPLES * passed:
-            sample.append((min(numel, _LONGEST_SAMPLE_BYTES // dtype.itemsize), dtype))
-    return sample
+    ends = list(accumulate(numel * dtype.itemsize for numel, dtype in ordered))
+    numel, dtype = ordered[bisect_left(ends, ends[-1] / 2)]
+    return min(numel, _LONGEST_SAMPLE_BYTES // dtype.itemsize), dtype
 
 
 def _measure(
@@ -341,7 +337,7 @@ def _measure(
         with _alarm(limit, give_up):
             if not _adds_in_fp32(world, native, specs):
                 return {name: 0.0 for name in all_reduces if name != "native"}
-            wires = {name: all_reduce.open_wires(_sample(specs)) for name, all_reduce in all_reduces.items()}
+            wires = {name: all_reduce.open_wires([_sample(specs)]) for name, all_reduce in all_reduces.items()}
             factor = torch.ones(_PRODUCT_SIDE, _PRODUCT_SIDE, dtype=torch.bfloat16, device=native.accelerator.device)
             multiply = partial(torch.mm, factor, factor, out=torch.empty_like(factor))
             for _ in range(_NUM_WARM_UPS + _NUM_TURNS):
