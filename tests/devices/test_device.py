@@ -385,10 +385,12 @@ class _Peer:
             raise error
 
 
-def _all_reduce(accelerator: FakeAccelerator, **options: Any) -> tuple[OnStream, mock.Mock]:
+def _all_reduce(
+    accelerator: FakeAccelerator, host: Any = None, timeout_seconds: float = 30.0, **options: Any
+) -> tuple[OnStream, mock.Mock]:
     engine = mock.Mock(algorithm="direct", accelerator=accelerator)
-    options = {"host": None, "timeout_seconds": 30.0, **options}
-    all_reduce = OnStream(engine, in_background=True, **options)
+    world: Any = mock.Mock(host=host, timeout_seconds=timeout_seconds, rank=0)
+    all_reduce = OnStream(engine, world, in_background=True, **options)
     all_reduce._watchdog._stop.set()  # tests look themselves
     report, buffer = torch.full((1, 2), NOT_FOUND, dtype=torch.int32), torch.zeros(4)
     all_reduce.start(DeviceWire(buffer, buffer, torch.zeros(1, dtype=torch.int64), (0, 4), report, 0))
@@ -477,7 +479,8 @@ _HERE = {"processes": "pid:[1]", "folder": "1:2", "trouble": ""}
 def test_why_ranks_cannot_share_memory() -> None:
     def card(device: str, *unreachable: str, **handover: str) -> dict[str, Any]:
         return {
-            "device": device, "unreachable": list(unreachable), "handover": {**_HERE, **handover}, "overlaps": False,
+            "device": device, "is_part": False, "unreachable": list(unreachable), "handover": {**_HERE, **handover},
+            "overlaps": False,
         }  # fmt: skip
 
     assert find_problem({0: card("a"), 1: card("b")}) == ""
@@ -490,6 +493,9 @@ def test_why_ranks_cannot_share_memory() -> None:
     assert find_problem({2: meant, 5: card("a")}) == same, "all ranks decide alike, whatever each was told"
     apart = find_problem({0: card("a"), 1: card("b"), 3: card("c", "b")})
     assert apart == "the GPU of rank 3 has no peer access to that of rank 1"
+    part = find_problem({0: card("a"), 3: {**card("b"), "is_part": True}})  # MIG: CUDA shows each process one part
+    assert part == "rank 3 uses a part of a GPU (MIG), which does not reach the memory of rank 0"
+    assert find_problem({2: {**meant, "is_part": True}, 5: {**meant, "is_part": True}}) == ""
     contained = find_problem({2: card("a"), 3: card("b", processes="pid:[9]")})
     assert contained.startswith("ranks 2 and 3 are in different PID namespaces")
 
@@ -615,7 +621,7 @@ def test_the_smallest_gpu_and_ranks_that_share_one_count(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         torch.cuda,
         "get_device_properties",
-        lambda device: SimpleNamespace(uuid=gpus[here.rank][0], multi_processor_count=gpus[here.rank][1]),
+        lambda device: SimpleNamespace(name="", uuid=gpus[here.rank][0], multi_processor_count=gpus[here.rank][1]),
     )
 
     def share(rank: int) -> None:

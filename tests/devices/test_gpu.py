@@ -475,7 +475,7 @@ def test_collectives_over_nccl_alone() -> None:
     accelerator = accelerator_of(torch.device("cuda", 0))
     backend = accelerator.open_backend(torch.distributed.HashStore(), 0, 1, 30.0)
     engine = Engine("native", LonelyGroup(0, accelerator.device), accelerator, 1, backend)
-    stream = OnStream(engine, in_background=True, host=None, timeout_seconds=30.0)
+    stream = OnStream(engine, World(None, 0, 1), in_background=True)
     devices = DeviceCollectives(Collectives(World(None, 0, 1)))
     devices._opened[(0,)] = stream
     for dtype in (*REDUCIBLE, torch.bool, torch.complex64):

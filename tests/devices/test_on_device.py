@@ -39,6 +39,8 @@ from tests.support.training import (
     small_model,
     values,
 )
+from torchring import accelerators
+from torchring.default_world import default_world
 from torchring.devices import engines, opening
 from torchring.devices.packing import DevicePacking
 from torchring.gradients import plan as plan_module
@@ -186,6 +188,15 @@ class DeviceSide(Side):
         return super().wrap(optimizer, model, **{**options, "bucket_mb": _SMALL_MB})
 
 
+class OneOnCpu(DeviceSide):
+    """The parameters of the second optimizer are on the CPU."""
+
+    def wrap(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None, **options: Any) -> Any:
+        of_cpu = {torch.device("cpu"): None} if default_world().shared(OptimizerGroup).reducers else {}
+        with mock.patch.dict(accelerators._open, of_cpu):
+            return super().wrap(optimizer, model, **options)
+
+
 def _two_models(side: Side) -> Sequence[Any]:
     """Two optimizers that take turns; the second one's backward reaches the first model, too."""
     maker, judge = small_model(), small_model(seed=4)
@@ -285,6 +296,7 @@ def _uneven(side: Side) -> Sequence[Any]:
 _SCRIPTS: dict[str, tuple[Script, tuple[Any, ...], float]] = {
     **scripts.ON_DEVICES,
     "two models": (_two_models, (), 1e-9),
+    "two models, one on the CPU": (_two_models, (), 1e-9),
     "growing": (_growing, (), 1e-9),
     "strided gradients, fp16": (_strided_gradients, ({"compression": "fp16"},), 1e-12),
     "weighed": (_weighed, ({},), 1e-9),
@@ -305,7 +317,7 @@ def test_what_holds_on_the_cpu_holds_on_a_device(name: str, rank: int) -> Sequen
     # Where GradScaler asks the host whether to step: a fused optimizer's kernels decide.
     not_waiting = mock.patch.object(torch.amp.GradScaler, "_maybe_opt_step") if "fused" in name else nullcontext()
     with device() as accelerator, accelerator.on_stream(stream), not_waiting:
-        return script(DeviceSide((rank,), True), *args)
+        return script((OneOnCpu if "CPU" in name else DeviceSide)((rank,), True), *args)
 
 
 @scenario()

@@ -16,6 +16,7 @@ from tests.support.fake_device import FakeAccelerator
 from tests.support.scenarios import Scenarios
 from tests.support.training import attempt
 from torchring.devices import opening
+from torchring.devices.cuda import CudaAccelerator
 from torchring.kernels.lazy import Kernel
 
 pytestmark = pytest.mark.sim
@@ -74,6 +75,31 @@ def test_kernels_that_cannot_be_compiled_are_an_error_of_wrap_on_all_ranks(
     assert text.startswith("TopologyError: kernels cannot be compiled or launched (Triton needs a C compiler"), text
     assert "Failed to find C compiler" in text
     assert ("(rank 1 says so)" in text) is (len(culprits) == 1)
+
+
+_NO_KERNELS = "kernels cannot be compiled or launched (Triton needs a C compiler, and the headers of Python): "
+_LACKING: dict[str, tuple[type, str, Any, dict[str, str], str]] = {
+    "an old GPU": (Kernel, "launch", RuntimeError("needs CUDA Capability >= 8.0"), {}, f"{_NO_KERNELS}needs CUDA"),
+    "another Triton": (Kernel, "launch", TypeError("no argument maxnreg"), {}, f"{_NO_KERNELS}no argument maxnreg"),
+    "no NCCL": (  # the PyTorch of these tests has none
+        *(FakeAccelerator, "open_backend", CudaAccelerator.open_backend, {"algorithm": "native"}),
+        "torch.distributed's backend cannot be opened: module 'torch.distributed' has no attribute 'ProcessGroupNCCL'",
+    ),
+    "one GPU": (
+        *(FakeAccelerator, "open_backend", RuntimeError("Duplicate GPU detected"), {"algorithm": "native"}),
+        "torch.distributed's backend cannot be opened: Duplicate GPU detected",
+    ),
+}
+
+
+@scenario(_LACKING)
+def test_a_machine_that_cannot_do_it_is_an_error_of_wrap(name: str, rank: int) -> None:
+    kind, method, does, options, why = _LACKING[name]
+    does = _raises(does) if isinstance(does, Exception) else does
+    with FakeAccelerator().installed(), mock.patch.object(kind, method, does):
+        algorithm, text = _wrapped(**options)
+    assert algorithm == ""
+    assert text.startswith(f"TopologyError: {why}"), text
 
 
 @scenario()

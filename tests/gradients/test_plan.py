@@ -381,15 +381,11 @@ def test_fingerprint_differs_whatever_a_parameter_is_called() -> None:
     assert fingerprint(describe(two, "x")) != fingerprint(describe(one, "x"))
 
 
-SAME = {
-    "an equal list": [replace(s) for s in BASE],
-    "another device": [replace(s, device=torch.device("meta")) for s in BASE],  # ranks differ in it by design
-}
-
-
-@pytest.mark.parametrize("change", SAME)
-def test_fingerprint_does_not_differ_with(change: str) -> None:
-    assert fingerprint(describe(BASE, "x")) == fingerprint(describe(SAME[change], "x"))
+def test_ranks_use_different_gpus_but_no_rank_the_cpu() -> None:
+    """As a rank would that sees no GPU."""
+    first, second = ([replace(s, device=torch.device("cuda", number)) for s in BASE] for number in range(2))
+    assert fingerprint(describe(first, "x")) == fingerprint(describe(second, "x")) != fingerprint(describe(BASE, "x"))
+    assert first[0].describe() == f"{BASE[0].describe()} on cuda"
 
 
 def test_fingerprint_ignores_strides_that_order_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -43,6 +44,12 @@ def test_a_file_may_be_imported_after_what_it_uses_was_jitted(monkeypatch: pytes
     helper: Any = SimpleNamespace(fn=SimpleNamespace(__name__="helper"))  # as `triton.jit` has returned
     assert Kernel(_some_kernel.fn, [], [helper]).jitted is not None
     assert _some_kernel.fn.__globals__["helper"] is helper
+
+
+def test_without_triton_the_error_says_where_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ModuleNotFoundError, match=r"need Triton, .*pip install 'torchring\[gpu\]'"):
+        _ = Kernel(_some_kernel.fn, [], []).jitted
 
 
 def _launches() -> tuple[Any, ...]:

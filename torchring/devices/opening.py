@@ -125,12 +125,7 @@ def _tried_on_stream(world: World, engine: Engine, overlap: str) -> OnStream:
     backward. Raises TopologyError on all ranks if a rank finds fault.
     """
     all_reduce = OnStream(
-        engine,
-        in_background=overlap != "inline",
-        host=world.host,
-        timeout_seconds=world.timeout_seconds,
-        lost_afar=internal_collectives_of(world).lost_peer,
-        tell_all=world.fail,
+        engine, world, in_background=overlap != "inline", lost_afar=internal_collectives_of(world).lost_peer
     )
     inputs = [((torch.arange(_TRIAL_NUMEL, device="cpu") + 7 * rank) % 61).float() for rank in range(world.size)]
 
@@ -194,13 +189,7 @@ def open_collectives(collectives: Collectives, name: str, accelerator: CudaAccel
     exchange = partial(operations.exchange, collectives.opened())
     backend = _backend(world, tuple(range(world.size)), accelerator, name, exchange)
     engine = Engine("native", LonelyGroup(world.rank, accelerator.device), accelerator, 1, backend)
-    return OnStream(
-        engine,
-        in_background=True,
-        host=world.host,
-        timeout_seconds=world.timeout_seconds,
-        lost_afar=collectives.lost_peer,
-    )
+    return OnStream(engine, world, in_background=True, lost_afar=collectives.lost_peer)
 
 
 def _backend(

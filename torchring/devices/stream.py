@@ -20,7 +20,7 @@ from torchring.devices.engines import DeviceWire, Engine, Launch
 from torchring.devices.watchdog import DeviceWatchdog
 from torchring.errors import FirstFailure, PeerLostError, RingError
 from torchring.kernels.pack import NOT_FOUND
-from torchring.memory.host import HostGroup
+from torchring.world import World
 
 
 class Dated(NamedTuple):
@@ -37,11 +37,9 @@ class OnStream:
 
     Args:
         engine: launches the all-reduces.
+        world: the ranks that reduce together.
         in_background: backward goes on meanwhile. If False, the current stream waits for each bucket.
-        host: the ranks of this host, if there are others, to see which of them are alive.
-        timeout_seconds: the longest time that the device may wait for other ranks.
         lost_afar: a method that returns an error if a rank of another host is gone. Called from another thread.
-        tell_all: gives all ranks an error of this one. Called from another thread.
 
     Attributes:
         engine: see above.
@@ -55,12 +53,10 @@ class OnStream:
     def __init__(
         self,
         engine: Engine,
+        world: World,
         *,
         in_background: bool,
-        host: HostGroup | None,
-        timeout_seconds: float,
         lost_afar: Callable[[], RingError | None] | None = None,
-        tell_all: Callable[[RingError], None] = lambda error: None,
     ) -> None:
         self.algorithm = engine.algorithm
         self.in_background = in_background
@@ -79,9 +75,9 @@ class OnStream:
         self._guard: Launch | None = None
         self._end: CudaMark | None = None  # of `stream`, when somebody waited for it last
         self._held: set[object] = set()  # the streams that wait for `_end`
-        self._rank = 0 if host is None else host.rank
-        self._tell_all = tell_all
-        self._watchdog = DeviceWatchdog(self, host, timeout_seconds, lost_afar, self.accelerator.find_fault)
+        self._world = world
+        find_fault = self.accelerator.find_fault
+        self._watchdog = DeviceWatchdog(self, world.host, world.timeout_seconds, lost_afar, find_fault)
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[DeviceWire]:
         return self.engine.open_wires(specs)
@@ -200,9 +196,10 @@ class OnStream:
 
     def lose_device(self, fault: str) -> None:
         """The device has failed for good. Ranks that wait for this one would not see it: its process lives."""
-        text = f"the GPU of rank {self._rank} has failed: {fault}; a new process may be able to use it"
-        error = PeerLostError(text, rank=self._rank, peers=(self._rank,))
-        self._tell_all(error)
+        rank = self._world.rank
+        text = f"the GPU of rank {rank} has failed: {fault}; a new process may be able to use it"
+        error = PeerLostError(text, rank=rank, peers=(rank,))
+        self._world.fail(error)
         self.fail(error)
 
     def finish(self) -> None:
@@ -213,7 +210,7 @@ class OnStream:
         """
         failed_before = self._failure.error is not None
         if self._watchdog.is_open:
-            self.fail(PeerLostError("a reduction was aborted", rank=self._rank, peers=(self._rank,)))
+            self.fail(PeerLostError("a reduction was aborted", rank=self._world.rank, peers=(self._world.rank,)))
         elif self._watchdog.is_pending() and not failed_before:
             self.accelerator.synchronize()
             if self._failure.error is not None:

@@ -175,7 +175,8 @@ def share_memory(host: HostGroup | None, rendezvous: Rendezvous | None, device: 
         return LonelyGroup(0 if host is None else host.rank, device)
     mine = {"device": _identity(device), "number": device.index, "unreachable": _unreachable(device)}
     mine |= {"name": secrets.token_hex(8), "handover": describe_handover()}
-    mine |= {"processors": torch.cuda.get_device_properties(device).multi_processor_count}
+    properties = torch.cuda.get_device_properties(device)
+    mine |= {"processors": properties.multi_processor_count, "is_part": " MIG " in properties.name}
     mine |= {"overlaps": OVERLAPPING_DEVICES in os.environ}
     gathered = _all_gather(rendezvous, mine)
     cards = {rank: gathered[rank] for rank in host.ranks}
@@ -204,8 +205,8 @@ def find_problem(cards: dict[int, dict[str, Any]]) -> str:
     """The reason why these ranks of one host cannot share memory. "" if they can.
 
     Args:
-        cards: for each rank its "device", the "unreachable" devices, under "handover" its `describe_handover()`, and
-            under "overlaps" whether the user lets ranks share a GPU.
+        cards: for each rank its "device", whether this "is_part" of a GPU, the "unreachable" devices, under "handover"
+            its `describe_handover()`, and under "overlaps" whether the user lets ranks share a GPU.
 
     GPUs without native atomics between them (over PCIe) will do: kernels signal to each other by plain stores.
     """
@@ -221,6 +222,8 @@ def find_problem(cards: dict[int, dict[str, Any]]) -> str:
         for other, theirs in cards.items():
             if theirs["device"] in card["unreachable"]:
                 return f"the GPU of rank {rank} has no peer access to that of rank {other}"
+            if card["is_part"] and theirs["device"] != card["device"]:
+                return f"rank {rank} uses a part of a GPU (MIG), which does not reach the memory of rank {other}"
     return why_no_handover({rank: card["handover"] for rank, card in cards.items()})
 
 

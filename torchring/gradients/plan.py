@@ -77,7 +77,8 @@ class ParameterSpec:
         order = _order_of(self.shape, self.stride)
         layout = f" dimensions in memory {order}" if self.is_dense and order != sorted(order) else ""
         sparse = " sparse" if self.is_sparse else ""
-        return f"{self.name} {self.shape} {_short(self.dtype)}{layout}{sparse}"
+        device = "" if self.device.type == "cpu" else f" on {self.device.type}"
+        return f"{self.name} {self.shape} {_short(self.dtype)}{layout}{sparse}{device}"
 
 
 @dataclass(frozen=True)
