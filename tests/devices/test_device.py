@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import os
 import threading
 import weakref
@@ -14,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,6 +34,7 @@ from torchring.devices.opening import open_on_device
 from torchring.devices.packing import slots_of
 from torchring.devices.stream import Dated, OnStream
 from torchring.devices.symmetric_memory import (
+    CudaBlock,
     CudaGroup,
     ExchangeStore,
     LonelyGroup,
@@ -232,9 +236,18 @@ class _Nccl:
     def __init__(self, version: int, window: int) -> None:
         self.asked: list[Any] = []
         self._version, self._window = version, window
+        self._memory = (ctypes.c_byte * 20)(*range(20))
 
     def ncclGetVersion(self, version: Any) -> int:
         version._obj.value = self._version
+        return 0
+
+    def ncclMemAlloc(self, pointer: Any, size: Any) -> int:
+        pointer._obj.value = ctypes.addressof(self._memory)
+        return 0
+
+    def ncclMemFree(self, pointer: Any) -> int:
+        self.asked.append(pointer.value == ctypes.addressof(self._memory))
         return 0
 
     def ncclCommWindowRegister(self, comm: Any, place: Any, size: Any, window: Any, flags: int) -> int:
@@ -251,27 +264,31 @@ class _Nccl:
     ("version", "window", "asked", "problem"),
     [
         (22809, 7, [], "NCCL 22809 cannot end its symmetric kernels"),
-        (22907, 0, [(3, 20, 1)], "NCCL does not map memory of other ranks here"),
-        (22907, 7, [(3, 20, 1), (3, 7)], "ncclCommWindowDeregister fails with NCCL's error 5"),
+        (22907, 0, [(3, 20, 1), True], "NCCL does not map memory of other ranks here"),
+        (22907, 7, [(3, 20, 1), (3, 7), True], "ncclCommWindowDeregister fails with NCCL's error 5"),
     ],
 )
 def test_what_is_asked_of_nccl(
     version: int, window: int, asked: list[Any], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def as_tensor(memory: Any, device: torch.device) -> torch.Tensor:
+        at = SimpleNamespace(__array_interface__=memory.__cuda_array_interface__, memory=memory)
+        return torch.from_numpy(np.asarray(at))
+
     library = _Nccl(version, window)
     monkeypatch.setattr(nccl.ctypes, "CDLL", lambda _: library)
-    for name in ("device", "MemPool", "use_mem_pool"):
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    for name in ("device", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
-    backend = SimpleNamespace(mem_allocator=None, _comm_ptr=lambda: 3)
     with pytest.raises(RuntimeError, match=problem):  # noqa: PT012 - whichever fails
-        group = nccl.RegisteredGroup(0, CPU, backend)
-        block = group.allocate(20)
-        assert block.parts[0].tolist() == [0] * 20
-        group.release(block)
-    assert (
-        library.asked
-        == [[], [(3, 20, 1)], [(3, 20, 1), (3, 7)]][(version >= 22907) + (window > 0) * (version >= 22907)]
-    )
+        group = nccl.RegisteredGroup(0, CPU, SimpleNamespace(_comm_ptr=lambda: 3))
+        view = group.allocate(20).parts[0][:7]
+        assert view.tolist() == [0] * 7
+        assert library.asked == [(3, 20, 1)]
+        group.release(CudaBlock([], ctypes.c_void_p(window)))
+    view = None
+    gc.collect()  # the error had references, too
+    assert library.asked == asked
 
 
 @pytest.mark.parametrize(("processors", "blocks"), [(144, 24), (132, 22), (58, 9), (3, 1)])

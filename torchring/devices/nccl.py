@@ -9,7 +9,9 @@ calls NCCL. What is said here of NCCL was read in the sources of 2.28.9, 2.29.7 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import weakref
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -36,34 +38,46 @@ class RegisteredGroup(LonelyGroup):
 
     def __init__(self, rank: int, device: torch.device, backend: Any) -> None:
         super().__init__(rank, device)
-        self._allocator = backend.mem_allocator
         # By way of PyTorch's library, so that it is the NCCL that PyTorch uses.
         self._library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"))
         version = ctypes.c_int()
-        self._call("ncclGetVersion", ctypes.byref(version))
+        self.call("ncclGetVersion", ctypes.byref(version))
         if version.value < _LEAST_NCCL:
             raise RuntimeError(f"NCCL {version.value} cannot end its symmetric kernels, {_LEAST_NCCL} can")
         with torch.cuda.device(device):
             self._communicator = ctypes.c_void_p(backend._comm_ptr())
 
     def allocate(self, num_bytes: int) -> CudaBlock:
-        # A pool of its own: the memory begins where NCCL's allocation does, and goes when it was released and no tensor
-        # views it any more.
+        # Not by PyTorch's `mem_allocator`, which refuses GPUs that no switch reaches. NCCL's kernels do not need one.
         with torch.cuda.device(self._device):
-            pool = torch.cuda.MemPool(self._allocator)
-            with torch.cuda.use_mem_pool(pool):
-                (part,) = super().allocate(max(num_bytes, 1)).parts
+            memory = _Memory(self, max(num_bytes, 1))
+        part = torch.as_tensor(memory, device=self._device).zero_()
         window = ctypes.c_void_p()
         where = ctypes.c_void_p(part.data_ptr()), ctypes.c_size_t(part.nbytes)
-        self._call("ncclCommWindowRegister", self._communicator, *where, ctypes.byref(window), _SYMMETRIC)
+        self.call("ncclCommWindowRegister", self._communicator, *where, ctypes.byref(window), _SYMMETRIC)
         if not window:
             raise RuntimeError("NCCL does not map memory of other ranks here")
-        return CudaBlock([part], (window, pool))
+        return CudaBlock([part], window)
+
+    def free(self, pointer: ctypes.c_void_p) -> None:
+        with contextlib.suppress(RuntimeError):  # of a device that has failed
+            torch.cuda.synchronize(self._device)
+            self.call("ncclMemFree", pointer)
 
     def release(self, block: CudaBlock) -> None:
-        window, _ = cast("tuple[ctypes.c_void_p, object]", block.handle)
-        self._call("ncclCommWindowDeregister", self._communicator, window)
+        self.call("ncclCommWindowDeregister", self._communicator, cast(ctypes.c_void_p, block.handle))
 
-    def _call(self, name: str, *arguments: object) -> None:
+    def call(self, name: str, *arguments: object) -> None:
         if code := getattr(self._library, name)(*arguments):
             raise RuntimeError(f"{name} fails with NCCL's error {code}; NCCL_DEBUG=WARN says why")
+
+
+class _Memory:
+    """Memory of NCCL's on the current device, for `torch.as_tensor`. It goes with the last tensor that views it."""
+
+    def __init__(self, group: RegisteredGroup, num_bytes: int) -> None:
+        pointer = ctypes.c_void_p()
+        group.call("ncclMemAlloc", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
+        bytes_at = {"data": (pointer.value, False), "shape": (num_bytes,), "typestr": "|u1", "version": 3}
+        self.__cuda_array_interface__ = bytes_at
+        weakref.finalize(self, group.free, pointer).atexit = False
