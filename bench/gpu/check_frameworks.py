@@ -153,4 +153,4 @@ def figures() -> Iterator[Figure]:
 
 
 if __name__ == "__main__":
-    say(_CASES, seconds=25)
+    say(_CASES, seconds=40)

@@ -1,6 +1,6 @@
 """Figures: NCCL alone with one rank, in memory that is registered with it. See `bench.gpu.check`.
 
-Each part runs in a process of its own, because abort, exit and what they print are looked at, too.
+It runs in a process of its own, because abort, exit and what they print are looked at, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COMPLAINT: Final = "destroy_process_group"
 
 
 def figures() -> Iterator[Figure]:
-    found, errors = _in_a_process("engine")
+    found, errors = _in_a_process()
     yield Figure(f"registering wires with NCCL {found['nccl']} took", found["registering_s"], "s", 1.0)
     yield Figure("sums of one rank that are no copies", found["wrong"], "wires", 0)
     names = ", ".join(found["kernels"]) or "none"
@@ -40,19 +40,16 @@ def figures() -> Iterator[Figure]:
     yield Figure("wires that an abort leaves without NaN", found["not_poisoned"], "", 0)
     yield Figure("exit code", abs(found["code"]), "", 0)
     yield Figure(f"lines of {_COMPLAINT} at the end", errors.count(_COMPLAINT), "", 0)
-    found, _ = _in_a_process("pool")  # why torchring does not use it: see `devices.nccl`
-    name = f"register_mem_pool(symm=True) of PyTorch {torch.__version__} is accepted; abort then: {found['abort']}"
-    yield Figure(name, found["accepted"], "", 1, at_least=True)
 
 
-def _in_a_process(part: str) -> tuple[dict[str, Any], str]:
+def _in_a_process() -> tuple[dict[str, Any], str]:
     """What it found, and what it printed to stderr."""
-    command = [sys.executable, "-m", "torchring.bench.gpu.check_native", part]
+    command = [sys.executable, "-m", "torchring.bench.gpu.check_native"]
     environment = os.environ | measure.search_path()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
-        raise RuntimeError(f"{part} ended with exit code {done.returncode}: {done.stderr[-500:]}")
+        raise RuntimeError(f"it ended with exit code {done.returncode}: {done.stderr[-500:]}")
     return json.loads(lines[-1]) | {"code": done.returncode}, done.stderr
 
 
@@ -128,21 +125,5 @@ def _not_poisoned(wires: Sequence[DeviceWire]) -> int:
     return sum(not bool(wire.buffer.isnan().all()) for wire in wires)
 
 
-def pool() -> dict[str, Any]:
-    accelerator, connected = _connected()
-    backend: Any = connected
-    memory = torch.cuda.MemPool(backend.mem_allocator)
-    with torch.cuda.use_mem_pool(memory):
-        tensor = torch.ones(1 << 20, device=accelerator.device)
-    backend.register_mem_pool(memory, symm=True)
-    all_reduce(connected, tensor)
-    found = {"accepted": float(tensor.sum() == tensor.numel()), "abort": "returns"}
-    try:
-        backend.abort()
-    except RuntimeError as error:
-        found["abort"] = str(error).splitlines()[0][:200]
-    return found
-
-
 if __name__ == "__main__":
-    print(json.dumps({"engine": engine, "pool": pool}[sys.argv[1]]()), flush=True)
+    print(json.dumps(engine()), flush=True)
