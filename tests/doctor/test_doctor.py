@@ -229,14 +229,6 @@ def test_limits_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert facts._control_groups() == seen
 
 
-def test_facts_of_this_process() -> None:
-    found = facts.gather(3)
-    assert found.rank == 3
-    assert found.cores == sorted(os.sched_getaffinity(0))
-    assert ["lo", "127.0.0.1"] in found.interfaces
-    assert found.versions["torchring"]
-
-
 # Printing
 
 

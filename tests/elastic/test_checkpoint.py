@@ -220,7 +220,7 @@ def test_damaged_file_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         assert caplog.messages[-1].startswith(f"the checkpoint {path} is skipped: it was not written to its end")
     bits = random.Random(0)
     num_skipped = 0
-    for position in range(0, size, 3):  # also in padding and in fields that mean nothing
+    for position in range(0, size, 8):  # also in padding and in fields that mean nothing
         damaged = bytearray(whole)
         damaged[position] ^= 1 << bits.randrange(8)
         path.write_bytes(damaged)
@@ -228,7 +228,7 @@ def test_damaged_file_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         num_skipped += step == 1
         assert_bitwise(state.pop("weights"), torch.full((8,), float(step)), str(position))
         assert state["numbers"] == [step, "text", 0.5]
-    assert num_skipped > size / 9
+    assert num_skipped > size / 24
     caplog.clear()
     path.write_bytes(whole.replace(torch.full((8,), 2.0).numpy().tobytes(), torch.ones(8).numpy().tobytes()))
     assert (newest(tmp_path) or (0,))[0] == 1

@@ -332,18 +332,21 @@ def test_silence_while_the_driver_was_stopped_does_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "seconds", "shows", "reason"),
+    ("limits", "seconds", "shows", "card", "reason"),
     [
-        ({"num": 2, "max_size": 3, "elastic_timeout": 20}, 20, [], ""),  # worker 2 never comes
-        ({"num": 3}, 300, [("meeting", 0, 1)], "did not leave its step for 300 s"),
-        ({"num": 3, "stall_timeout": 20}, 20, [("meeting", 0, 1)], "made no progress for 20 s while others"),
-        ({"num": 3}, 300, [("leaving", 2), ("meeting", 0, 1), ("running", 0, 1)], ""),  # and does not end
+        ({"num": 2, "max_size": 3, "elastic_timeout": 20}, 20, [], {}, ""),  # worker 2 never comes
+        ({"num": 3}, 300, [("meeting", 0, 1)], {}, "did not leave its step for 300 s"),
+        ({"num": 3}, 10, [("meeting", 0, 1)], {"given_up": (2,)}, "did not leave its step for 10 s"),
+        ({"num": 3, "stall_timeout": 20}, 20, [("meeting", 0, 1)], {}, "made no progress for 20 s while others"),
+        ({"num": 3}, 300, [("leaving", 2), ("meeting", 0, 1), ("running", 0, 1)], {}, ""),  # and does not end
     ],
 )
-def test_a_worker_is_killed_after_a_while(limits: Any, seconds: float, shows: list[Any], reason: str) -> None:
+def test_a_worker_is_killed_after_a_while(
+    limits: Any, seconds: float, shows: list[Any], card: dict[str, Any], reason: str
+) -> None:
     job = running(**limits)
     for show in shows:
-        job.show(*show)
+        job.show(*show, **card)
     beating = (0, 1) if not reason else (0, 1, 2)
     job.wait(seconds - 1, *beating)
     assert job.sent == []
@@ -352,16 +355,6 @@ def test_a_worker_is_killed_after_a_while(limits: Any, seconds: float, shows: li
     assert [reason in broken.reason for broken in job.broken] == [True] * bool(reason)
     job.end(2)
     assert job.started[3:] == [(3, "a", 2)]
-
-
-def test_a_worker_that_others_have_given_up_is_killed_soon() -> None:
-    job = running(num=3)
-    job.show("meeting", 0, 2, given_up=(1,))
-    job.wait(9.5, 0, 1, 2)
-    assert job.sent == []
-    job.wait(2, 0, 1, 2)
-    assert job.sent == [(1, signal.SIGKILL)]
-    assert "did not leave its step for 10 s" in job.broken[0].reason
 
 
 @pytest.mark.parametrize("limit", [30.0, None])

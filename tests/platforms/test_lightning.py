@@ -146,29 +146,6 @@ def close(value: Any) -> Any:
 
 
 @case
-def test_who_starts_the_ranks(rank: int) -> None:
-    """Before there is a process group: under torchrun; then by variables of srun, of Lightning's launcher, and none."""
-    import torchring.lightning
-
-    assert torchring.lightning._is_launched()
-    names = [name for name in os.environ if name.startswith(("RANK", "WORLD_", "LOCAL_", "MASTER_", "TORCHEL"))]
-    master = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    srun = {"PROCID": "1", "STEP_NUM_TASKS": "2", "LOCALID": "1", "NODELIST": "a", "JOB_ID": "7", "STEP_ID": "0"}
-    for variables, is_launched in (
-        ({f"SLURM_{name}": value for name, value in srun.items()}, True),
-        ({"WORLD_SIZE": "2", "LOCAL_RANK": "1", "NODE_RANK": "0", **master}, False),
-        ({"NODE_RANK": "1", **master}, False),
-        ({}, False),
-    ):
-        with pytest.MonkeyPatch.context() as patch:
-            for name in names:
-                patch.delenv(name)
-            for name, value in variables.items():
-                patch.setenv(name, value)
-            assert torchring.lightning._is_launched() is is_launched
-
-
-@case
 def test_it_trains_as_with_ddp(rank: int) -> None:
     import lightning
     import lightning.pytorch.callbacks as callbacks

@@ -251,18 +251,6 @@ def nothing() -> None:
     pass
 
 
-def test_prepare_model_adds_no_ddp_in_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    import ray.train
-    from ray.train.torch import prepare_model
-
-    from torchring.ray import train
-
-    monkeypatch.setattr(ray.train, "get_context", lambda: types.SimpleNamespace(get_world_size=lambda: 1))
-    with train._loop():
-        assert prepare_model.__defaults__ == (True, None, None)
-    assert prepare_model.__defaults__ == (True, "ddp", None)
-
-
 def test_what_cannot_work_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 

@@ -30,6 +30,7 @@ from torchring.observe.recorder.records import (
 from torchring.observer import Phase
 from torchring.report.model.merge import merge
 from torchring.report.model.scaling import Network
+from torchring.report.model.timing import spans_of
 from torchring.report.show.sections import about_batch
 from torchring.report.show.terminal import plain
 from torchring.report.verdict.analysis import analyse
@@ -93,7 +94,7 @@ OF_BASE: Final[dict[str, dict[str, Any]]] = {
 }
 
 # 4 ranks that compute for 100.5 ms. 1 MB takes 1.5 MB / bandwidth and the latency.
-QUICK: Final = {"gigabytes_per_s": 20.0, "latency_ms": 0.05}
+QUICK: Final[dict[str, Any]] = {"gigabytes_per_s": 20.0, "latency_ms": 0.05}
 OF_FOUR: Final[dict[str, dict[str, Any]]] = {
     # The large buckets are ready after 40 and 60 of 60 ms of backward, and take 75.2 ms each: until 190.4.
     "slow link": {"gigabytes_per_s": 0.5, "ranks_per_host": 1},
@@ -410,6 +411,25 @@ def test_whether_a_larger_batch_pays(batch_size: float, noise_scale: float, word
     run_info = dataclasses.replace(first.run_info, batch_size=batch_size, noise_scale=noise_scale)
     analysis = analyse(merge([dataclasses.replace(first, run_info=run_info), *others]))
     assert sentence in " ".join(plain(analysis).split())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_noise_of_10_percent_accuses_nobody(num_ranks: int, seed: int) -> None:
+    verdict = analyse(merge(simulate(num_ranks, noise=0.1, seed=seed, **QUICK))).verdict
+    assert verdict.rank is None
+    assert verdict.kind == "compute" or verdict.detail == "jitter"
+
+
+def test_the_median_step() -> None:
+    analysis = analyse(merge(simulate(4, noise=0.05, input_ms=[2, 2, 2, 63], **QUICK)))
+    i, timing = analysis.median_step, analysis.timing
+    assert (timing.end - timing.begin)[i].max() == pytest.approx(analysis.step.mean, rel=0.02)
+    for rank, step in enumerate(analysis.job.steps[i]):
+        spans = spans_of(step, analysis.critical.waiting[i, rank])
+        assert all(a[2] == b[1] for a, b in itertools.pairwise(spans))
+        assert (Phase.WAITING in [phase for phase, *_ in spans]) == (rank != 3)
+    assert (analysis.critical.last[i] == 3).all()
 
 
 if __name__ == "__main__":

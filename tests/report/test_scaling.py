@@ -227,14 +227,3 @@ def test_larger_buckets_are_advised_for_many_small_ones() -> None:
     done = np.cumsum(sizes) / 20
     again = simulate(2, 12, bucket_mb=sizes, ready_at=[*map(float, done)], latency_ms=1.0, noise=0.0, ranks_per_host=1)
     assert best.predicted_ms == pytest.approx(analyse(merge(again)).step.mean, rel=0.03)
-
-
-def test_arrivals_say_when_buckets_of_one_rank_are_ready() -> None:
-    (trace,) = simulated(1, bucket_mb=[])
-    parameters = (ParameterRecord("a", 25 * MB, 1), ParameterRecord("b", 2 * MB, 0), ParameterRecord("c", 25 * MB, 1))
-    run_info = dataclasses.replace(trace.run_info, parameters=parameters, options={"bucket_mb": "50"})
-    arrivals = (Arrivals(60 * MS, (30 * MS, 6 * MS, 15 * MS)),)
-    traced = dataclasses.replace(trace, run_info=run_info, arrivals=arrivals)
-    # 50 MB leave in the middle of a backward of 60 ms, and take 40 ms: 10 ms are exposed, and two latencies.
-    (prediction, *_) = analyse(merge([traced]), Network(0.1, 1.25)).predictions
-    assert prediction.exposed_ms == pytest.approx(10.2, rel=0.05)
