@@ -387,6 +387,7 @@ elif rank == "1":
     over.with_name("pid").write_text(str(os.getpid()))
     while not over.exists():
         time.sleep(0.1)
+    os._exit(1)
 """
     (tmp_path / "sitecustomize.py").write_text(hang)
     ran = run_doctor([*DOCTOR, "--timeout", "0.5"], PYTHONPATH=str(tmp_path))
