@@ -22,6 +22,7 @@ from torchring.bench.step import distance, flat_weights
 
 _ROWS, _STEPS = 16, 5
 _CLIP: Final = 0.5
+_DIRECT: Final[dict[str, Any]] = {"algorithm": "direct"}  # "auto" would try NCCL, which refuses ranks that share a GPU
 _DTYPES: Final = {"32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -35,7 +36,7 @@ class Net(nn.Module):
         self.seen: list[Tensor] = []
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        self.seen.append(x)
+        self.seen.append(x.cpu())
         return {"loss": nn.functional.mse_loss(self.layers(x).float(), x.flip(1))}
 
 
@@ -49,10 +50,10 @@ def _sgd(net: nn.Module) -> torch.optim.SGD:
 
 def _plain(batches: Tensor, kind: str, *, num_parts: int) -> Tensor:
     """The weights after training alone."""
-    device, dtype = batches.device.type, _DTYPES[kind]
+    device, dtype = torchring.device().type, _DTYPES[kind]
     net = Net().to(device)
     optimizer, scaler = _sgd(net), torch.amp.GradScaler(device, enabled=kind == "fp16")
-    for batch in batches:
+    for batch in batches.to(device):
         optimizer.zero_grad()
         for part in batch.chunk(num_parts):
             with torch.autocast(device, dtype, enabled=dtype is not None):
@@ -87,44 +88,37 @@ def _lightning() -> Iterator[Figure]:
 
         configure_optimizers = _sgd
 
-    quiet = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
     shared = {"accelerator": torchring.device().type, "devices": 2}  # Lightning does not know that there is one
-    for kind, precision in (("32", "32-true"), ("bf16", "bf16-mixed"), ("fp16", "16-mixed")):
-        options = {"strategy": "torchring", "precision": precision, "gradient_clip_val": _CLIP, "max_epochs": 1}
-        net = Module()
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    for kind, precision in (("32", "32-true"), ("bf16", "bf16-mixed")):
+        strategy, net = torchring.lightning.RingStrategy(**_DIRECT), Module()
+        options = {"strategy": strategy, "precision": precision, "gradient_clip_val": _CLIP, "max_epochs": 1}
         lightning.Trainer(**options, **shared, **quiet).fit(net, torch.utils.data.DataLoader(_data(), _ROWS))
         yield from _figures("Lightning", kind, net)
 
 
-def _trainer() -> Iterator[Figure]:
+def _transformers() -> Iterator[Figure]:
+    yield from _accelerate()
     from transformers import TrainingArguments
 
     from torchring.transformers import RingTrainer
 
-    for kind in ("32", "fp16"):
-        options = {
-            "max_grad_norm": _CLIP,
-            "lr_scheduler_type": "constant",
-            "num_train_epochs": 1,
-            "fp16": kind == "fp16",
-        }
-        quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no"}
-        with tempfile.TemporaryDirectory() as folder:
-            arguments = TrainingArguments(folder, per_device_train_batch_size=_ROWS, **options, **quiet)
-            net = Net()
-            RingTrainer(net, arguments, train_dataset=_data(), optimizers=(_sgd(net), None)).train()
-        yield from _figures("Trainer", kind, net)
+    class Trainer(RingTrainer):
+        wrap_options = _DIRECT
+
+    options = {"max_grad_norm": _CLIP, "lr_scheduler_type": "constant", "num_train_epochs": 1}
+    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(folder, per_device_train_batch_size=_ROWS, **options, **quiet)
+        net = Net()
+        Trainer(net, arguments, train_dataset=_data(), optimizers=(_sgd(net), None)).train()
+    yield from _figures("Trainer", "32", net)
 
 
 def _accelerate() -> Iterator[Figure]:
     from torchring.accelerate import RingAccelerator
 
-    accelerator = RingAccelerator(mixed_precision="fp16")
+    accelerator = RingAccelerator(mixed_precision="fp16", wrap_options=_DIRECT)
     net = Net()
     model, optimizer, loader = accelerator.prepare(net, _sgd(net), torch.utils.data.DataLoader(_data(), _ROWS))
     for step, batch in enumerate(loader):
@@ -141,7 +135,7 @@ def _accelerate() -> Iterator[Figure]:
     yield from _figures("Accelerate", "fp16", net)
 
 
-_CASES: Final = {"lightning": _lightning, "transformers": _trainer, "accelerate": _accelerate}
+_CASES: Final = {"lightning": _lightning, "transformers": _transformers}
 
 
 def figures() -> Iterator[Figure]:

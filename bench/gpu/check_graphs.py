@@ -70,7 +70,7 @@ def _ways() -> Iterator[Figure]:
     for way, prepare in _WAYS.items():
         torch.compiler.reset()
         model, launched = _model(), [0]
-        optimizer = torchring.wrap(_sgd(model), model, bucket_mb=_BUCKET_MB)
+        optimizer = torchring.wrap(_sgd(model), model, algorithm="direct", bucket_mb=_BUCKET_MB)
         sync: Any = sync_of(optimizer)
 
         def see(loss: Tensor, launched: list[int] = launched, sync: Any = sync) -> None:

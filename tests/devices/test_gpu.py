@@ -28,7 +28,7 @@ from tests.sharding.test_on_device import ShardedSide
 from tests.support.checks import assert_bitwise, assert_same_everywhere, assert_same_on_all_ranks, digest, exact_inputs
 from tests.support.harness import ranks, run_ranks
 from tests.support.scripts import ON_DEVICES
-from tests.support.training import Script, Side, assert_as_one_process, momentum, small_model, train, values
+from tests.support.training import Side, assert_as_one_process
 from torchring.devices.cuda import CudaAccelerator
 from torchring.errors import GradientError, PeerLostError
 from torchring.memory import host as host_module
@@ -106,26 +106,13 @@ def test_narrow_wires(algorithm: str, compression: str) -> None:
 # What scripts rely on, each against one process that does the work of both ranks
 
 
-def compiled(side: Side) -> Sequence[Any]:
-    model = small_model()
-    if side.is_wrapped:
-        for layer in model:
-            layer.compile()
-    optimizer = side.wrap(momentum(model), model)
-    train(side, model, optimizer, range(5))
-    return values(model)
-
-
-SCRIPTS: dict[str, tuple[Script, tuple[Any, ...], float]] = {**ON_DEVICES, "compiled layers": (compiled, (), 1e-9)}
-
-
 _NEEDS_SWAP = pytest.mark.takes_2_12
-_CASES = [pytest.param(name, False, id=name) for name in SCRIPTS]
+_CASES = [pytest.param(name, False, id=name) for name in ON_DEVICES]
 _CASES += [pytest.param(name, True, id=f"{name}, sharded", marks=_NEEDS_SWAP) for name in ON_DEVICES]
 
 
 def run_on_gpu(side: Side, name: str) -> list[Any]:
-    script, args, _ = SCRIPTS[name]
+    script, args, _ = ON_DEVICES[name]
     stream = torch.cuda.stream(torch.cuda.Stream()) if "side stream" in name else nullcontext()
     with torch.device("cuda"), stream:
         seen = script(side, *args)
@@ -137,7 +124,7 @@ def run_scripts(rank: int, size: int, shard: bool) -> dict[str, Any]:
     """By name, what each gives, or its traceback."""
     results: dict[str, Any] = {}
     side = (ShardedSide if shard else Side)((rank,), True)
-    for name in ON_DEVICES if shard else SCRIPTS:
+    for name in ON_DEVICES:
         try:
             torchring.init(timeout_seconds=20)  # a rank that fails leaves the other one waiting
             results[name] = run_on_gpu(side, name)
@@ -158,7 +145,7 @@ def test_scripts(name: str, shard: bool) -> None:
     results = [of_rank[name] for of_rank in results_of_scripts(shard)]
     failures = [result for result in results if isinstance(result, str)]
     assert not failures, "\n".join(failures)
-    assert_as_one_process(run_on_gpu, name, tolerance=SCRIPTS[name][2], run=lambda *_: results)
+    assert_as_one_process(run_on_gpu, name, tolerance=ON_DEVICES[name][2], run=lambda *_: results)
 
 
 def train_norms(rank: int, size: int) -> dict[str, Tensor]:
@@ -425,20 +412,6 @@ def test_capturing_a_backward_is_refused(rank: int) -> None:
     torch.cuda.synchronize()
     with pytest.raises(GradientError, match="CUDA graph"), torch.cuda.graph(graph):
         nn.functional.cross_entropy(model(x), y).backward()
-    torchring.shutdown()
-
-
-@on_gpu
-def test_graphed_callables(rank: int) -> None:
-    model = make_model()
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    graphed = torch.cuda.make_graphed_callables(model, (batch(0, rank)[0],))
-    for step in range(6):
-        optimizer.zero_grad()
-        x, y = batch(step, rank)
-        nn.functional.cross_entropy(graphed(x), y).backward()
-        optimizer.step()
-    assert_same_everywhere(list(model.parameters()))
     torchring.shutdown()
 
 
