@@ -50,6 +50,7 @@ class RegisteredGroup(LonelyGroup):
     def allocate(self, num_bytes: int) -> CudaBlock:
         # Not by PyTorch's `mem_allocator`, which refuses GPUs that no switch reaches. NCCL's kernels do not need one.
         with torch.cuda.device(self._device):
+            torch.cuda.empty_cache()  # as in `CudaGroup.allocate`
             memory = _Memory(self, max(num_bytes, 1))
         part = torch.as_tensor(memory, device=self._device).zero_()
         window = ctypes.c_void_p()
