@@ -73,11 +73,11 @@ def _square(a: torch.Tensor, gram: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 def products(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """[N, N] fp64: the scalar products of N flat tensors of one length."""
-    gram = torch.zeros(len(parts), len(parts), dtype=torch.float64, device="cpu")
+    gram = torch.zeros(len(parts), len(parts), dtype=torch.float64, device=parts[0].device)
     for block in zip(*(torch.split(part, _BLOCK) for part in parts), strict=True):
         rows = torch.stack(block).double()
-        gram += (rows @ rows.T).cpu()
-    return gram
+        gram += rows @ rows.T
+    return gram.cpu()
 
 
 def adasum(parts: Sequence[torch.Tensor], hosts: Sequence[Sequence[int]] = ()) -> torch.Tensor:

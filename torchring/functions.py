@@ -145,11 +145,7 @@ def all_gather(tensor: torch.Tensor, async_op: bool = False) -> torch.Tensor | W
         A new tensor, or a `Work` whose `wait()` returns it. Has no gradient. Raises what `all_reduce` raises.
     """
     check_dense(tensor)
-    return _dispatch("all_gather", tensor, async_op, _all_gather, tensor)
-
-
-def _all_gather(backend: Backend, tensor: torch.Tensor) -> torch.Tensor:
-    return torch.cat(operations.all_gather(backend, tensor))
+    return _dispatch("all_gather", tensor, async_op, lambda backend: torch.cat(operations.all_gather(backend, tensor)))
 
 
 @overload
@@ -264,22 +260,12 @@ def _dispatch(
     if (accelerator := accelerator_of(tensor.device)) is not None:
         devices = room("device collectives")
         aside, of_script = devices.Aside(accelerator, [tensor]), world.shared(devices.of_script)
-        if operation in _ON_DEVICE:
-            operation = partial(_on_device, of_script, operation)
-        else:
-            of_script.say_once(what, "NCCL has none")
+        of_caller, operation = operation, lambda backend, *given: of_caller(of_script.instead_of(backend), *given)
         if async_op:
             operation = partial(of_script.run_aside, [aside], operation)
     if async_op:
         return Work(collectives.start(what, operation, *arguments), aside)
     return collectives.run(what, operation, *arguments)
-
-
-_ON_DEVICE: Final = (operations.all_reduce, operations.broadcast, _all_gather)
-
-
-def _on_device(of_script: Any, operation: Callable[..., torch.Tensor], backend: Backend, *arguments: Any) -> Any:
-    return operation(of_script.instead_of(backend), *arguments)
 
 
 def _check_rank(src: int) -> None:

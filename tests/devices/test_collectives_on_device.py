@@ -15,6 +15,7 @@ import torchring
 import torchring.horovod as hvd
 from tests.collectives import test_collectives as scripts
 from tests.horovod import test_collectives as horovod
+from tests.support.adasum import assert_adasum
 from tests.support.checks import assert_bitwise, logged
 from tests.support.fake_device import FakeAccelerator
 from tests.support.harness import ranks, run_ranks
@@ -53,6 +54,11 @@ def _has_opened(devices: DeviceCollectives) -> bool:
     return [opened is not None for opened in devices._opened.values()] == [True]
 
 
+def _adasum(rank: int, size: int) -> None:
+    parts = [torch.randn(3, 5, generator=torch.Generator().manual_seed(r)) for r in range(size)]
+    assert_adasum(torchring.all_reduce(parts[rank].clone(), "adasum"), parts)
+
+
 # Where something goes through the CPU on another thread, "eager": the stand-in cannot tell such a tensor from others.
 _CALLS: dict[str, Callable[[int, int], Any]] = {
     "all_reduce, late": scripts._all_reduce_everything,
@@ -60,6 +66,7 @@ _CALLS: dict[str, Callable[[int, int], Any]] = {
     "broadcast, lazy": scripts._broadcast_everything,
     "all_gather, late": scripts._all_gather_everything,
     "strides, late": scripts._inputs_with_strides,
+    "adasum, late": _adasum,
     "asynchronous, eager": scripts._asynchronous,
     "mismatches, late": scripts._mismatches,
     "Horovod's reductions, late": _horovods(horovod._reductions, horovod._scaling),
@@ -133,13 +140,13 @@ def test_what_goes_through_the_cpu_is_said_once(rank: int) -> None:
         for _ in range(2):
             assert len(torchring.all_gather(torch.ones(rank + 1))) == 3
             torchring.all_to_all(torch.ones(2))
-            torchring.all_reduce(torch.ones(2), "adasum")
+            torchring.reduce_scatter(torch.ones(2))
         torchring.shutdown()
         accelerator.open_backend = _refuse  # type: ignore[method-assign, assignment]
         scripts._broadcast_everything(rank, 2)
         assert torchring.all_reduce(torch.full((2,), rank + 1.0), "sum").tolist() == [3.0, 3.0]
     found = [text.removeprefix("tensors on a GPU go through the CPU in ").split(",")[0] for text in texts]
-    assert found == ([] if rank else ["all_gather", "all_to_all", "all_reduce", "collectives"])
+    assert found == ([] if rank else ["all_gather", "all_to_all", "reduce_scatter", "collectives"])
     assert rank or texts[-1].endswith("two ranks on one GPU")
 
 

@@ -37,6 +37,10 @@ class Aside:
     """Tensors of a device that another thread works on, in a stream of its own, while the script's streams go on.
 
     Made by the thread that passes the tensors. Raises ValueError if a graph is captured there.
+
+    Attributes:
+        ready: when the script's stream has computed the tensors.
+        end: of the work on them, once it is launched.
     """
 
     def __init__(self, accelerator: CudaAccelerator, tensors: Sequence[torch.Tensor]) -> None:
@@ -45,31 +49,21 @@ class Aside:
                 "a collective was called while a CUDA graph is captured, whose replays would not tell the other ranks; "
                 "call it before or after the graph"
             )
-        self.accelerator = accelerator
-        self._tensors = tensors
-        self._ready = accelerator.mark_current()
-        self._end: CudaMark | None = None
-
-    def begin(self) -> None:
-        """Have the current stream wait until the script's has computed the tensors."""
-        self._ready.hold_current()
-        self.accelerator.join((), self._tensors)
-
-    def end(self) -> None:
-        """All work on the tensors is on the current stream now."""
-        self._end = self.accelerator.mark_current()
+        self.accelerator, self.tensors = accelerator, tensors
+        self.ready = accelerator.mark_current()
+        self.end: CudaMark | None = None
 
     def wait(self, results: Sequence[torch.Tensor]) -> None:
-        """Have the caller's current stream wait for that work, which gave `results`. The host does not wait."""
-        assert self._end is not None
-        self._end.hold_current()
+        """Have the caller's current stream wait for the work, which gave `results`. The host does not wait."""
+        assert self.end is not None
+        self.end.hold_current()
         self.accelerator.join((), results)
 
 
 class DeviceCollectives:
     """The `Backend` of `collectives` for tensors on a device: the methods that move these.
 
-    What the device cannot do goes through the CPU, and is said once: NCCL does not connect, or rows are unequal.
+    What NCCL does not do goes through the CPU, and is said once: if it does not connect, unequal rows, all_to_all.
     """
 
     on_cpu = False
@@ -91,10 +85,11 @@ class DeviceCollectives:
 
         def run() -> None:
             for aside in asides:
-                aside.begin()
+                aside.ready.hold_current()
+                aside.accelerator.join((), aside.tensors)
             results.append(work(*arguments))
             for aside in asides:
-                aside.end()
+                aside.end = aside.accelerator.mark_current()
 
         accelerator = asides[0].accelerator
         if accelerator.device not in self._beside:
@@ -102,11 +97,12 @@ class DeviceCollectives:
         self._beside[accelerator.device].run(run)
         return results[0]
 
-    def say_once(self, what: str, why: str) -> None:
-        """Log that `what` takes tensors on a device through the CPU."""
-        if what not in self._said and self._world.rank == 0 < self._world.size - 1:
+    def _by_cpu(self, what: str, why: str) -> operations.Backend:
+        """The backend on the CPU, after a warning that `what` takes tensors there."""
+        if what not in self._said and self._world.rank == 0:
             _logger.warning("tensors on a GPU go through the CPU in %s, and the host waits: %s", what, why)
         self._said.add(what)
+        return self._collectives.opened()
 
     def all_reduce(self, data: torch.Tensor, op: str, signature: Signature) -> None:
         def combine(library: Library) -> None:
@@ -134,9 +130,14 @@ class DeviceCollectives:
             gathered = data.new_empty(sum(sizes))
             self._run(stream, gathered, lambda library: all_gather(library, gathered, data))
             return list(torch.split(gathered, sizes))
+        backend = self._collectives.opened()
         if stream is not None:
-            self.say_once(signature.operation, "ranks have different numbers of rows")
-        return self._collectives.opened().all_gather(data.cpu(), signature)
+            backend = self._by_cpu(signature.operation, "ranks have different numbers of rows")
+        return backend.all_gather(data.cpu(), signature)
+
+    def all_to_all(self, pieces: Sequence[torch.Tensor], signature: Signature) -> list[torch.Tensor]:
+        backend = self._by_cpu(signature.operation, "it does not use NCCL")
+        return backend.all_to_all([piece.cpu() for piece in pieces], signature)
 
     def start_exchange(self, data: bytes, signature: Signature) -> Callable[[operations.Meanwhile], list[bytes]]:
         return self._collectives.opened().start_exchange(data, signature)
@@ -147,19 +148,16 @@ class DeviceCollectives:
         said = self.start_exchange(mine, _on_device(signature, data.device.type))(None)
         indices, sizes = zip(*(map(int, each.split()) for each in said), strict=True)
         if indices not in self._opened:
-            self._opened[indices] = self._open(indices, accelerator_of(data.device))
+            name = f"{self._collectives.name}{len(self._opened)}"
+            try:
+                opened = open_collectives(self._collectives, name, accelerator_of(data.device))
+                self._world.on_failure(opened)
+                self._world.on_close(opened.close)
+                self._opened[indices] = opened
+            except TopologyError as error:  # on all ranks
+                self._by_cpu("collectives", error.message)
+                self._opened[indices] = None
         return self._opened[indices], list(sizes)
-
-    def _open(self, indices: Sequence[int], accelerator: CudaAccelerator) -> OnStream | None:
-        name = "-".join(map(str, (self._collectives.name, *indices)))
-        try:
-            opened = open_collectives(self._collectives, name, accelerator)
-        except TopologyError as error:  # on all ranks
-            self.say_once("collectives", error.message)
-            return None
-        self._world.on_failure(opened)
-        self._world.on_close(opened.close)
-        return opened
 
     def _run(self, stream: OnStream, data: torch.Tensor, work: Callable[[Library], None]) -> None:
         """Run `work`, which writes `data`. If it is aborted, `data` is NaN, and bytes have all bits set."""

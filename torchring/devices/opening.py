@@ -181,27 +181,23 @@ def _engine(world: World, algorithm: str, accelerator: CudaAccelerator) -> Engin
 
 
 def open_collectives(collectives: Collectives, name: str, accelerator: CudaAccelerator) -> OnStream:
-    """Collective, in an operation of `collectives`: a stream of their own on a device, for the backend's collectives.
+    """Collective, in an operation of `collectives`: what runs the backend's collectives on a device, for them alone.
 
-    Raises TopologyError on all ranks if a rank's backend cannot be had. `name` is equal on all ranks, and used once.
+    Raises TopologyError on all ranks if a rank's backend cannot be had.
     """
     world = collectives.world
-    exchange = partial(operations.exchange, collectives.opened())
+    exchange = partial(operations.exchange, collectives.opened())  # another thread may use torchring's own collectives
     backend = _backend(world, tuple(range(world.size)), accelerator, name, exchange)
     engine = Engine("native", LonelyGroup(world.rank, accelerator.device), accelerator, 1, backend)
     return OnStream(engine, world, in_background=True, lost_afar=collectives.lost_peer)
 
 
 def _backend(
-    world: World,
-    ranks: tuple[int, ...] | None,
-    accelerator: CudaAccelerator,
-    name: str,
-    exchange: Exchange | None = None,
+    world: World, ranks: Sequence[int] | None, accelerator: CudaAccelerator, name: str, exchange: Exchange | None = None
 ) -> Backend | None:
     """Collective among all ranks: a backend between `ranks`, one of which is this rank; None if `ranks` is None.
 
-    Raises TopologyError on all ranks if a rank's backend cannot be had, or does not connect.
+    Raises TopologyError on all ranks if a rank's backend cannot be had, or does not connect. `name` is used once.
     """
     opened: list[Backend] = []
 

@@ -25,6 +25,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from torchring.accelerators import accelerator_of
 from torchring.broadcasts import check_dense, check_writable
 from torchring.collectives import operations
 from torchring.dynamo import run_eagerly
@@ -99,7 +100,7 @@ class Collective:
         label = f"{self.kind}.{self.name}" if self.name is not None else f"{self.kind}.noname.{handle}"
         equal = tuple(self.arguments.items())
         if tensors:
-            equal += (("device", "CPU" if tensors[0].device.type == "cpu" else "GPU"),)
+            equal += (("device", "CPU" if accelerator_of(tensors[0].device) is None else "GPU"),)
         described = tuple((str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors)
         number = self.process_set.process_set_id or 0
         request = Request(self.kind, label, number, described, equal, self.splits)

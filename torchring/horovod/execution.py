@@ -62,25 +62,15 @@ class Plane:
         """This rank's place among them."""
         return self.collectives.world.rank
 
-    @property
-    def backend(self) -> Backend:
-        """What moves the bytes; for the engine's thread, inside a cycle."""
-        return self.collectives.opened()
+    def backend_for(self, request: Request) -> Backend:
+        """What moves the tensors of a request; for the engine's thread, inside a cycle."""
+        backend = self.collectives.opened()
+        return self.devices.instead_of(backend) if ("device", "GPU") in request.arguments else backend
 
     @functools.cached_property
     def devices(self) -> Any:
         """The `DeviceCollectives` of these ranks."""
         return room("device collectives").DeviceCollectives(self.collectives)
-
-    def backend_for(self, tensors: Sequence[torch.Tensor], only_on_cpu: str = "") -> Backend:
-        """What moves these tensors, as `backend`. `only_on_cpu`: a collective that devices do not have, by its name."""
-        if accelerator_of(tensors[0].device) is None:
-            return self.backend
-        if only_on_cpu:
-            self.devices.say_once(only_on_cpu, "NCCL has none")
-            return self.backend
-        instead: Backend = self.devices.instead_of(self.backend)
-        return instead
 
 
 @torch.no_grad()
@@ -107,14 +97,14 @@ def _all_reduce(plane: Plane, tensors: Sequence[torch.Tensor], request: Request)
     op = request.argument("op")
     for tensor in tensors:
         scale(tensor, request.argument("prescale_factor"))
+    backend = plane.backend_for(request)
     if op == "Adasum":
-        backend = plane.backend_for(tensors, "Adasum")
         for tensor in tensors:
             adasum.all_reduce(backend, tensor, [[rank] for rank in range(len(plane.ranks))])
     else:
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-            all_reduce_together(plane.backend_for(alike), alike, _reduction(op, dtype))
+            all_reduce_together(backend, alike, _reduction(op, dtype))
     for tensor in tensors:
         _complete(tensor, request, len(plane.ranks))
 
@@ -164,7 +154,7 @@ def _zeros(request: Request) -> list[torch.Tensor]:
 
 
 def _all_gather(plane: Plane, operation: Operation, response: Response) -> Result:
-    backend = plane.backend_for(operation.tensors)
+    backend = plane.backend_for(response.first)
     results = tuple(torch.cat(operations.all_gather(backend, tensor)) for tensor in operation.tensors)
     before = [response.requests[rank].tensors for rank in plane.ranks[: plane.rank]]
     return results, [sum(tensors[i][1][0] for tensors in before) for i in range(len(results))]
@@ -172,8 +162,7 @@ def _all_gather(plane: Plane, operation: Operation, response: Response) -> Resul
 
 def _broadcast(plane: Plane, operation: Operation, response: Response) -> Result:
     src = plane.ranks.index(response.first.argument("root rank"))
-    backend = plane.backend_for(operation.tensors)
-    broadcast_batches(backend, operation.tensors, src, is_src=plane.rank == src)
+    broadcast_batches(plane.backend_for(response.first), operation.tensors, src, is_src=plane.rank == src)
     return tuple(operation.tensors), ()
 
 
@@ -183,13 +172,13 @@ def _all_to_all(plane: Plane, operation: Operation, response: Response) -> Resul
         counts = [response.requests[rank].splits[plane.rank] for rank in plane.ranks]
         return (tensor.new_empty(sum(counts), *tensor.shape[1:]),), counts
     signature = signature_of("alltoall", [tensor], any_rows=True)
-    parts, counts = all_to_all(plane.backend_for([tensor], "alltoall"), tensor[: sum(splits)], splits, signature)
+    parts, counts = all_to_all(plane.backend_for(response.first), tensor[: sum(splits)], splits, signature)
     return (torch.cat(parts),), counts
 
 
 def _reduce_scatter(plane: Plane, operation: Operation, response: Response) -> Result:
     request, size = response.first, len(plane.ranks)
-    backend, results = plane.backend_for(operation.tensors, "reducescatter"), []
+    backend, results = plane.backend_for(request), []
     for tensor in operation.tensors:
         tensor = tensor.clone()
         scale(tensor, request.argument("prescale_factor"))
