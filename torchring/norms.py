@@ -249,7 +249,7 @@ def _gather(world: World, own: Tensor, number: float, detail: str) -> tuple[Tens
     mine = torch.cat([own.new_tensor([number], dtype=torch.float64), own.double().flatten()])
     signature = Signature("SyncBatchNorm", detail.strip(), f"{own.shape[1]} channels")
     turns = world.shared(LayerTurns)
-    everybody = torch.stack(turns.run(signature, lambda: _collectives_of(world).all_gather(mine, signature)))
+    everybody = torch.stack(turns.run(signature, lambda: world.shared(_open).all_gather(mine, signature)))
     counts, first, second = torch.split(everybody, [1, own.shape[1], own.shape[1]], dim=1)
     return counts, first, second
 
@@ -292,12 +292,8 @@ class LayerTurns:
             raise error
 
 
-def _collectives_of(world: World) -> Collectives:
-    """SyncBatchNorm's own collectives: the script and the reduction of gradients may call theirs at the same time."""
-    return world.shared(_open)
-
-
 def _open(world: World) -> Collectives:
+    """SyncBatchNorm's own collectives: the script and the reduction of gradients may call theirs at the same time."""
     return InterruptionGuard(world).run("the first SyncBatchNorm", lambda: Collectives(world, "norms"))
 
 

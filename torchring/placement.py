@@ -93,7 +93,7 @@ def bind(mode: str, index: int, size: int, allowed: set[int], root: Path = Path(
         return [], equal, "ranks are not bound to cores, as Linux does not say which there are"
     number = sum(map(len, topology))
     if mode != "numa" and number < size:
-        few = f"{size} ranks have {_count(number, 'physical core')}"
+        few = f"{size} ranks have {count(number, 'physical core')}"
         if mode == "core":
             raise ValueError(
                 f"--bind core needs a physical core for each rank, and {few}; use fewer ranks or --bind none"
@@ -115,7 +115,7 @@ def advice(num_ranks: int, threads: int, num_cores: int, num_physical_cores: int
     """
     ranks = "the rank of this host" if num_ranks == 1 else f"the {num_ranks} ranks of this host"
     if num_ranks > num_cores < num_online:
-        few = _count(num_cores, "core")
+        few = count(num_cores, "core")
         return f"{ranks} share {few} of {num_online}; let them run on more of them (mpirun: --bind-to none)"
     if threads == 1 and num_physical_cores >= 2 * num_ranks:
         compute = "computes with one thread" if num_ranks == 1 else "compute with one thread each"
@@ -158,7 +158,7 @@ def numbers_in(text: str) -> set[int]:
     return {number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)}
 
 
-def _count(number: int, name: str) -> str:
+def count(number: int, name: str) -> str:
     return f"{number} {name}" if number == 1 else f"{number} {name}s"
 
 

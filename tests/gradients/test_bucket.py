@@ -225,7 +225,7 @@ def test_an_illegal_transition_says_what_it_is_and_changes_nothing(move: str, st
     """Above all not what is known about gradients: step() goes by it."""
     bucket = in_state(state)
     before = list(bucket.ledger.status), bucket.wire.tensor.clone(), [p.grad for p in bucket.parameters]
-    with pytest.raises(AssertionError, match=rf"bucket 0 \(p0 \.\. p1\) is {state.name}, so it cannot become"):
+    with pytest.raises(AssertionError, match=f"bucket 0 is {state}, so it cannot become"):
         MOVES[move][0](bucket)
     assert (bucket.state, bucket.ledger.status) == (state, before[0])
     assert_bitwise(bucket.wire.tensor, before[1])

@@ -86,8 +86,8 @@ def _cores(ranks: list[RankFacts]) -> _Said:
     threads = [rank.threads for rank in ranks]
     least, most = min(threads), max(threads)
     limit = f" (of {listed}, by the control group's limit)" if cores < listed else ""
-    each = _count(least, "thread") if least == most else f"{least} to {most} threads"
-    text = f"{_count(cores, 'core')}{limit} for {_count(len(ranks), 'rank')} x {each}"
+    each = placement.count(least, "thread") if least == most else f"{least} to {most} threads"
+    text = f"{placement.count(cores, 'core')}{limit} for {placement.count(len(ranks), 'rank')} x {each}"
     if len(ranks) > cores:
         advice = f"more ranks than cores; start {cores} there, or let them run on more cores (mpirun: --bind-to none)"
     elif sum(threads) > cores:
@@ -255,7 +255,3 @@ def _differs(report: Report, fact: Callable[[RankFacts], str]) -> str:
         found[fact(rank)].append(rank.rank)
     said: Sequence[str] = [f"{value} on {ranks_in_words(ranks)}" for value, ranks in found.items()]
     return ", ".join(said) if len(said) > 1 else ""
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -176,7 +176,7 @@ class Bucket:
 
     def close_reduction(self) -> None:
         """Backward is about to return: hand out gradients that only other ranks had computed, and become IDLE."""
-        self._require(BucketState.IDLE)
+        assert self.state is BucketState.REDUCED, f"bucket {self.index} is {self.state}, so it cannot become IDLE"
         unused: set[int] = set()
         if self._missing:
             nobodys = self.reduction.heard.unused
@@ -226,17 +226,8 @@ class Bucket:
         )
 
     def _move(self, new: BucketState) -> None:
-        if self.state is not _BEFORE[new]:
-            self._require(new)
+        assert self.state is _BEFORE[new], f"bucket {self.index} is {self.state}, so it cannot become {new}"
         self.state = new
-
-    def _require(self, new: BucketState) -> None:
-        expected = _BEFORE[new]
-        if self.state is not expected:
-            raise AssertionError(
-                f"bucket {self.index} ({self.names[0]} .. {self.names[-1]}) is {self.state.name}, "
-                f"so it cannot become {new.name}: that takes {expected.name}"
-            )
 
     # Where gradients are meanwhile
 
@@ -368,7 +359,6 @@ _BEFORE: Final = {
     BucketState.PACKED: BucketState.FILLING,
     BucketState.REDUCING: BucketState.PACKED,
     BucketState.REDUCED: BucketState.REDUCING,
-    BucketState.IDLE: BucketState.REDUCED,
 }
 _FILLING = BucketState.FILLING  # to look up a member of an enum takes 0.1 us, which counts for every parameter
 _is_sparse = operator.attrgetter("is_sparse")

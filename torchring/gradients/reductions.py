@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -83,7 +82,8 @@ class Reductions:
         self.ledger = self.layout.ledger
         self._heard: Callable[[Meanwhile], object] | None = None  # waits for the messages of the reduction
         self._found_before: NonFiniteGradient | None = None  # as `non_finite`, before the reduction under way
-        self.weights = Weights(partial(_trainable, self.parameters, self.frozen))
+        trained, frozen = self.parameters, self.frozen
+        self.weights = Weights(lambda: [*trained, *newly_trainable(frozen)])
         self._may_lose_results = False  # of an earlier reduction, if all weights are 0
         self.buffers: Any = None
         self.noise: Any = None
@@ -239,9 +239,3 @@ _ALL_WEIGHTS_ZERO: Final = (
 def newly_trainable(frozen: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
     """Those of `frozen` that have come to require a gradient."""
     return [parameter for parameter in frozen if parameter.requires_grad]
-
-
-def _trainable(
-    parameters: Sequence[torch.nn.Parameter], frozen: Sequence[torch.nn.Parameter]
-) -> list[torch.nn.Parameter]:
-    return [*parameters, *newly_trainable(frozen)]

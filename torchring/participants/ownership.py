@@ -18,7 +18,6 @@ import logging
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
 from typing import Final
 
 import torch
@@ -129,7 +128,7 @@ class Ownership(Participant):
         """Raise GradientError if the optimizer steps other parameters by now than those that are reduced."""
         if (optimizer := self._optimizer()) is None:
             return
-        now = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+        now = list(parameters_of(optimizer))
         if len(now) == len(self._stepped) and all(map(operator.is_, now, self._stepped)):
             return
         again = "close() this optimizer and call torchring.wrap() again, on all ranks"
@@ -256,12 +255,7 @@ class LooseOptimizers:
         """Whether somebody reduces the gradient, has looked at the parameter, or is to leave it alone."""
         everybody = (each for reducer in self._group.reducers for each in reducer.participants)
         return (
-            any(
-                parameter is p
-                for each in living(OptimizerWrapper)
-                for group in each.param_groups
-                for p in group["params"]
-            )
+            any(parameter is p for each in living(OptimizerWrapper) for p in parameters_of(each))
             or any(isinstance(each, Ownership) and each.watches(parameter) for each in everybody)
             or MODULE_WRAPPERS.first_shared([parameter]) is not None
             or sharded_by(parameter) is not None

@@ -15,7 +15,7 @@ from torchring.report.model.merge import load
 from torchring.report.model.scaling import Network
 from torchring.report.show.exports import write_csv, write_trace_json
 from torchring.report.show.page import write_page
-from torchring.report.show.terminal import show
+from torchring.report.show.terminal import plain
 from torchring.report.verdict.analysis import analyse
 
 _TYPICAL_ALPHA_MS: Final = 0.05  # latency of a message over TCP between neighbouring hosts
@@ -37,8 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         given = Network(_TYPICAL_ALPHA_MS, options.bandwidth / 8 * _GOODPUT, is_alpha_known=False)
     analysis = analyse(job, given)
     with contextlib.suppress(BrokenPipeError):  # as in `torchring report DIR | head`: files are written all the same
-        show(analysis)
-        sys.stdout.flush()
+        print(plain(analysis), end="", flush=True)
     codes = [0]
     if options.csv is not None:
         codes.append(_write(options.csv, lambda path: write_csv(analysis, path)))

@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import sys
 import textwrap
 from collections.abc import Sequence
-from typing import IO, Final
+from typing import Final
 
 from torchring.report.show.sections import Section, facts, sections
 from torchring.report.verdict.findings import Analysis
 
 _WIDTH: Final = 110  # where neither a terminal nor COLUMNS says another
-_BOLD, _DIM, _HEADING, _CODE = "1", "2", "1;36", "32"  # colours of a terminal
 
 
-def show(analysis: Analysis, file: IO[str] | None = None) -> None:
-    """Print the summary, with colours to a terminal."""
-    out = file or sys.stdout
-    in_colours = out.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-    out.write(plain(analysis, in_colours=in_colours))
-
-
-def plain(analysis: Analysis, *, in_colours: bool = False) -> str:
+def plain(analysis: Analysis) -> str:
     """The summary as text."""
-    verdict, title = ("\n".join(_wrap(text)) for text in (analysis.verdict.sentence, facts(analysis)))
-    lines = [_painted(verdict, _BOLD, in_colours), "", _painted(title, _DIM, in_colours)]
+    lines = [*_wrap(analysis.verdict.sentence), "", *_wrap(facts(analysis))]
     for section in sections(analysis):
         if section.rows or section.sentences:
-            lines += ["", text_of(section, in_colours=in_colours)]
+            lines += ["", text_of(section)]
     return "\n".join(lines) + "\n"
 
 
-def text_of(section: Section, *, in_colours: bool = False) -> str:
-    lines = [_painted("\n".join(_wrap(section.title)), _HEADING, in_colours)]
+def text_of(section: Section) -> str:
+    lines = _wrap(section.title)
     for sentence in section.sentences:
         text, _, code = sentence.partition("\n")
         lines += _wrap(text, "  ", "    ")
-        lines += [_painted(f"      {code}", _CODE, in_colours)] if code else []
+        lines += [f"      {code}"] if code else []
     if section.rows:
         rows = (section.columns, *_fitting(section, _width()))
         widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
@@ -46,10 +35,6 @@ def text_of(section: Section, *, in_colours: bool = False) -> str:
             cells = (f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
             lines.append(f"  {'  '.join(cells)}".rstrip())
     return "\n".join(lines)
-
-
-def _painted(text: str, colour: str, in_colours: bool) -> str:
-    return f"\x1b[{colour}m{text}\x1b[0m" if in_colours else text
 
 
 def _width() -> int:
