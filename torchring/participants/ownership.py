@@ -128,7 +128,7 @@ class Ownership(Participant):
         """Raise GradientError if the optimizer steps other parameters by now than those that are reduced."""
         if (optimizer := self._optimizer()) is None:
             return
-        now = list(parameters_of(optimizer))
+        now = [p for group in optimizer.param_groups for p in group["params"]]
         if len(now) == len(self._stepped) and all(map(operator.is_, now, self._stepped)):
             return
         again = "close() this optimizer and call torchring.wrap() again, on all ranks"
