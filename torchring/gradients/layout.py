@@ -128,17 +128,13 @@ class BucketLayout:
     def current_plan(self) -> Plan:
         return Plan(tuple(bucket.plan for bucket in self.buckets))
 
-    @property
-    def bucket_bytes(self) -> int:
-        bucket_mb = self.options.bucket_mb
-        return int((self._bucket_mb if bucket_mb is None else bucket_mb) * 2**20)
-
     def plan(self, order: Sequence[int] | None = None, first_index: int = 0) -> Plan:
         """Default buckets; `order` and `first_index` as in `build_plan`."""
-        is_small_last = self.options.bucket_mb is None and self.world.num_nodes > 1 and not self._on_device
+        bucket_mb = self.options.bucket_mb
+        is_small_last = bucket_mb is None and self.world.num_nodes > 1 and not self._on_device
         return build_plan(
             self.specs,
-            bucket_bytes=self.bucket_bytes,
+            bucket_bytes=int((self._bucket_mb if bucket_mb is None else bucket_mb) * 2**20),
             last_bucket_bytes=LAST_BUCKET_BYTES if is_small_last else None,
             compression=self.options.compression,
             order=order,
