@@ -10,6 +10,7 @@
 #     doctor      a model trains by each all-reduce as in one process, and an aborted backward is named
 #     tests       tests of training
 #     kernels     tests of the kernels
+#     memory      ten generations of ranks leave none behind; measured while nothing else runs
 #     figures     kernels against a copy, aborts, late peers, NCCL's own memory, the host's time for a bucket
 #   2 frameworks  Lightning, Trainer and Accelerate: two ranks on one GPU against one process
 #     graphs      torch.compile and CUDA graphs
@@ -70,9 +71,10 @@ sanitize='for tool in memcheck racecheck; do compute-sanitizer --tool $tool --ta
 
 [ -n "${wanted// /}" ] || : >"$out/summary.txt"
 part 1 facts 40 bash -c "$machine; exec $python -c '$facts'"
-part 1 doctor 60 "$python" -m torchring doctor --gpu
+part 1 doctor 40 "$python" -m torchring doctor --gpu
 part 1 tests 120 "${tests[@]}" "${side_by_side[@]}" --maxfail=20 "${training[@]}"
-part 1 kernels 70 "${tests[@]}" "${side_by_side[@]}" --maxfail=6 tests/kernels
+part 1 kernels 50 "${tests[@]}" "${side_by_side[@]}" --maxfail=6 tests/kernels
+part 1 memory 40 "${tests[@]}" tests/devices/test_gpu_faults.py -k memory
 part 1 figures 70 "${check[@]}" native kernels host
 part 2 frameworks 130 "${check[@]}" frameworks
 part 2 graphs 70 "${check[@]}" graphs
