@@ -1,4 +1,4 @@
-"""How the sections of `torchring bench gpu` time work on a GPU, and the rows that they give."""
+"""How the benchmarks of a GPU time work, and the rows that they give."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ _CYCLES_PER_SECOND: Final = 2e9  # about
 _REPETITIONS: Final = 15
 
 
-def measured(section: str, cases: Iterable[Case]) -> Iterator[Row]:
-    """The rows of a section. The row of a case that fails has a "problem"."""
-    for about, run in cases:
-        row = {"section": section, **about}
+def measured(cases: Iterable[Case]) -> Iterator[Row]:
+    """The rows of all cases. The row of a case that fails has a "problem"."""
+    for row, run in cases:
         try:
             yield row | run()
         except Exception as error:  # Triton's are of many kinds

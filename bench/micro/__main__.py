@@ -1,4 +1,4 @@
-"""Microbenchmarks of hooks and kernels, which pytest runs: `torchring bench micro -k hooks`."""
+"""Microbenchmarks of hooks, which pytest runs: `torchring bench micro`."""
 
 import importlib.util
 import sys

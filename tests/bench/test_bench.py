@@ -20,7 +20,6 @@ import torch
 from tests.support.harness import patient, ranks, run_ranks
 from torchring.bench import allreduce, elastic, elastic_worker, measure, network, step
 from torchring.bench.gpu import link
-from torchring.bench.gpu.kernels import Rival
 from torchring.bench.measure import Command, Spread
 from torchring.bench.models import MODELS
 
@@ -188,9 +187,6 @@ def test_weights_that_differ_and_bytes_that_no_algorithm_sends_end_the_run() -> 
     for rival, wrong in (("torchring", 120), ("ddp", 100), ("ddp fp16", 150), ("alone", 1)):
         with pytest.raises(SystemExit, match=f"a step of {rival} sent {wrong << 20} bytes"):
             network.check_bytes(row | {"link_bytes": sent | {rival: wrong << 20}})
-    outputs, expected = [torch.ones(3), torch.ones(2)], [torch.ones(3), torch.ones(2)]
-    assert Rival(lambda: [output.fill_(1.0) for output in outputs], outputs, expected).is_right()
-    assert not Rival(lambda: outputs[0].fill_(1.0), outputs, expected).is_right()
 
 
 def test_each_half_of_a_first_run_on_a_gpu_ends_within_six_minutes() -> None:
@@ -208,19 +204,11 @@ def test_each_half_of_a_first_run_on_a_gpu_ends_within_six_minutes() -> None:
 
 @pytest.mark.grid
 def test_micro(tmp_path: Path) -> None:
-    """All of them, once, for their results, as `torchring bench` runs them; only the largest sizes are left out."""
+    """All of them, once, for their results, as `torchring bench` runs them."""
     pytest.importorskip("pytest_benchmark")
-    files = {file.stem for file in (BENCH / "micro").glob("bench_*.py")}
-    assert files == {"bench_hooks", "bench_kernels"}
     junit = tmp_path / "junit.xml"
     command = [sys.executable, "-m", "torchring.cli", "bench", "micro", "-q", "--benchmark-disable"]
-    without = "not vgg and not mlp and not resnet and not 25"
-    ran = subprocess.run(
-        [*command, f"--junit-xml={junit}", "-k", without], cwd=tmp_path, capture_output=True, text=True
-    )
+    ran = subprocess.run([*command, f"--junit-xml={junit}"], cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     names = set(re.findall(r'<testcase classname="[^"]*?(bench_\w+)" name="(\w+)', junit.read_text()))
-    assert {file for file, _ in names} == files
-    functions = {function for _, function in names}
-    for name in ("build_plan", "fingerprint", "gradients", "model", "pack", "unpack", "accumulate", "allreduce"):
-        assert f"bench_{name}" in functions
+    assert names == {("bench_hooks", "bench_gradients")}
