@@ -60,7 +60,7 @@ def open_on_device(
     """
 
     def opened(name: str) -> OnStream:
-        return _open_engine(world, name, overlap, accelerator)
+        return _tried_on_stream(world, _engine(world, name, accelerator), overlap)
 
     gc.collect()  # memory of dead ranks, which errors of an earlier world still refer to
     if algorithm != "auto":
@@ -105,16 +105,6 @@ def open_on_device(
 
 def _chosen(all_reduce: OnStream, why: str) -> tuple[OnStream, Choice]:
     return all_reduce, Choice(all_reduce.algorithm, why + all_reduce.engine.group.note)
-
-
-def _open_engine(world: World, algorithm: str, overlap: str, accelerator: CudaAccelerator) -> OnStream:
-    """Collective."""
-    if algorithm == "direct":
-        check_one_host(world, "algorithm='direct' takes one host")
-    elif algorithm == "ring":
-        check_one_host(world, "algorithm='ring' on GPUs takes one host", also="'native'")
-    engine = _engine(world, algorithm, accelerator)
-    return _tried_on_stream(world, engine, overlap)
 
 
 def _tried_on_stream(world: World, engine: Engine, overlap: str) -> OnStream:
@@ -164,7 +154,11 @@ def _tried_on_stream(world: World, engine: Engine, overlap: str) -> OnStream:
 
 def _engine(world: World, algorithm: str, accelerator: CudaAccelerator) -> Engine:
     """Collective. Raises TopologyError on all ranks if a rank cannot open the engine."""
-    if algorithm == "native":
+    if algorithm == "direct":
+        check_one_host(world, "algorithm='direct' takes one host")
+    elif algorithm == "ring":
+        check_one_host(world, "algorithm='ring' on GPUs takes one host", also="'native'")
+    elif algorithm == "native":
         backend = _backend(world, tuple(range(world.size)), accelerator, world.next_channel_name())
         assert backend is not None
         return Engine(algorithm, _memory_of(world, backend, accelerator), accelerator, 1, backend)
