@@ -21,7 +21,7 @@ from typing import Final
 from torchring.kernels.signals import MAX_BLOCKS
 
 _LINK_BYTES_PER_SECOND: Final = 257e9
-_LATENCY_SECONDS: Final = 4e-6  # at most; local memory 0.8, as 24 blocks with 16 KiB under way read 514 GB/s (H100)
+_LATENCY_SECONDS: Final = 4e-6  # at most; a block that reads host memory over PCIe at 12.3 GB/s has 2.7 (H200)
 _MEETING_SECONDS: Final = 3.9e-6
 
 TWO_SHOT: Final = {
