@@ -31,6 +31,7 @@ from torchring.collectives.operations import Backend
 from torchring.collectives.service import collectives_of
 from torchring.collectives.signature import ELEMENTWISE_OPS, ElementwiseOp, signature_of
 from torchring.default_world import default_world
+from torchring.dynamo import run_eagerly
 from torchring.errors import PeerLostError
 from torchring.rooms import room
 
@@ -50,6 +51,7 @@ class Work:
         self._future = future
         self._aside = aside
 
+    @run_eagerly
     def wait(self) -> torch.Tensor:
         """Block until the collective is done. Returns its result, or raises its error.
 
@@ -251,6 +253,7 @@ def all_gather_object(obj: _T) -> list[_T]:
     return [obj if rank == world.rank else pickle.loads(part) for rank, part in enumerate(parts)]
 
 
+@run_eagerly
 def _dispatch(
     what: str, tensor: torch.Tensor, async_op: bool, operation: Callable[..., torch.Tensor], *arguments: Any
 ) -> torch.Tensor | Work:

@@ -25,13 +25,9 @@ _EXCHANGE = Signature("all_gather_object")
 
 
 class Backend(Protocol):
-    """Collectives on flat tensors; see `SharedMemoryCollectives`.
+    """Collectives on flat tensors; see `SharedMemoryCollectives`."""
 
-    Attributes:
-        on_cpu: takes tensors on the CPU only.
-    """
-
-    on_cpu: bool
+    on_cpu: bool  # takes tensors on the CPU only
 
     def all_reduce(self, data: torch.Tensor, op: str, signature: Signature) -> None: ...
     def broadcast(self, data: torch.Tensor, src: int, signature: Signature) -> None: ...
@@ -125,17 +121,14 @@ def combine(parts: Sequence[torch.Tensor], out: torch.Tensor, op: str) -> None:
         out.copy_(total)
 
 
-def combine_by(
-    reduce: Callable[[torch.Tensor, str], None], data: torch.Tensor, op: str, size: int, *, keeps_nan: bool
-) -> None:
-    """Combine `data` of `size` ranks in place, by another library's all-reduce.
+def combine_by(reduce: Callable[[torch.Tensor, str], None], data: torch.Tensor, op: str, size: int) -> None:
+    """Combine `data` of `size` ranks in place by `reduce`, another library's all-reduce, where "mean" adds up.
 
-    Args:
-        reduce: the library's, in place, of a tensor and an op, where "mean" adds up. Libraries know no int16. 16-bit
-            values travel as fp32, so that they are rounded once.
-        keeps_nan: a NaN counts in "min" and "max", whoever has it. Libraries lose it on some ranks.
+    16-bit values travel as fp32, so that they are rounded once. Libraries know no int16, and lose some NaN in "min" and
+    "max", where a NaN counts, whoever has it.
     """
-    is_nan = torch.empty_like(data, dtype=torch.bool) if keeps_nan else None
+    may_lose = op in ("min", "max") and data.is_floating_point()
+    is_nan = torch.empty_like(data, dtype=torch.bool) if may_lose else None
     if is_nan is not None:
         torch.ne(data, data, out=is_nan)
         reduce(is_nan.view(torch.uint8), "max")

@@ -105,13 +105,10 @@ class DeviceCollectives:
         return self._collectives.opened()
 
     def all_reduce(self, data: torch.Tensor, op: str, signature: Signature) -> None:
-        def combine(library: Library) -> None:
-            keeps_nan = op in ("min", "max") and data.is_floating_point()
-            operations.combine_by(partial(all_reduce, library), data, op, self._world.size, keeps_nan=keeps_nan)
-
         stream, _ = self._agree(data, signature)
         if stream is not None:
-            self._run(stream, data, combine)
+            combine, size = operations.combine_by, self._world.size
+            self._run(stream, data, lambda library: combine(partial(all_reduce, library), data, op, size))
         else:
             self._collectives.opened().all_reduce(on_cpu := data.cpu(), op, signature)
             data.copy_(on_cpu)
