@@ -41,9 +41,9 @@ def of(num_ranks: int, **options: Any) -> Analysis:
         {"noise": 0.15, "bucket_mb": [1, 12], "gigabytes_per_s": 12.5},
     ],
 )
-def test_two_ranks_predict_three_four_and_eight(options: dict[str, Any]) -> None:
+def test_two_ranks_predict_four_and_eight(options: dict[str, Any]) -> None:
     job = merge(simulated(2, num_steps=60, **options))
-    for prediction in analyse(job, sizes=(3, 4, 8)).predictions:
+    for prediction in analyse(job).predictions[1:3]:
         measured = of(prediction.num_ranks, num_steps=40, seed=1, **options).step.mean
         assert prediction.step_ms == pytest.approx(measured, rel=0.05)
 

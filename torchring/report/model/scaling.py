@@ -181,7 +181,7 @@ def step_ms(workload: Workload, num_ranks: int, links: Connections) -> float:
     return slowest + exposed_ms(workload, num_ranks, links) + workload.unexplained_ms
 
 
-def predict(workload: Workload, links: Connections, sizes: Sequence[int] = SIZES) -> list[Prediction]:
+def predict(workload: Workload, links: Connections, sizes: Sequence[int]) -> list[Prediction]:
     """A step at each number of ranks, each rank with the batch that it has now."""
     computing_ms, slow_rank = workload.computing_ms, workload.slow_rank
     found = []

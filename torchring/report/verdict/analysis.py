@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -39,13 +38,12 @@ from torchring.report.verdict.pauses import find_pauses, without
 from torchring.report.words import count
 
 
-def analyse(job: Job, given: Network | None = None, sizes: Sequence[int] = SIZES) -> Analysis:
+def analyse(job: Job, given: Network | None = None) -> Analysis:
     """Say what bounds the job, and what would help.
 
     Args:
         given: use this network in predictions, in place of the one that the trace shows. If its latency is unknown and
             the trace is of several hosts, the latency of the trace is used.
-        sizes: predict for these numbers of ranks, and for the size of the job.
     """
     run_info = job.traces[0].run_info
     every_step, critical, num_optimizers = examine(job)
@@ -70,7 +68,7 @@ def analyse(job: Job, given: Network | None = None, sizes: Sequence[int] = SIZES
     if links is not None and workload.bucket_bytes and len(job.steps) >= FEWEST_STEPS:
         num_ranks = max(job.size, SIZES[0])
         predicted = between_hosts(workload) if given and not has_several_hosts else workload
-        predictions = predict(predicted, links, sorted({*sizes, num_ranks}))
+        predictions = predict(predicted, links, sorted({*SIZES, num_ranks}))
     analysis = Analysis(
         job=job,
         timing=timing,
