@@ -36,7 +36,7 @@ PRIVATE_NAMES: Final = {
         _C._autograd._get_sequence_nr distributed.distributed_c10d._default_pg_init_method""",
     "GPUs": """
         autograd._profiler_enabled _C._cuda_getCurrentStream _C._distributed_c10d._register_process_group
-        _C._distributed_c10d._SymmetricMemory""",
+        _C._distributed_c10d._SymmetricMemory _C.__file__""",
 }
 
 

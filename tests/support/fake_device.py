@@ -538,7 +538,7 @@ class FakeBackend:
                 work = start()
             while work is not None and not work.is_completed() and not self._aborted.is_set():
                 time.sleep(2e-4)
-            if work is None or not work.is_completed() or work.exception() is not None:
+            if work is None or not work.is_completed() or not work.is_success():
                 assert self._aborted.wait(60), "nobody has told the backend to stop"
                 written.random_(100)
 
