@@ -18,6 +18,7 @@ from tests.support.checks import assert_same_on_all_ranks, digest
 from tests.support.harness import ranks, run_ranks
 from tests.support.scripts import Raises
 from tests.support.training import attempt
+from torchring.allreduce.select import Algorithm
 from torchring.default_world import default_world
 from torchring.devices import watchdog
 from torchring.devices.symmetric_memory import CudaGroup
@@ -104,14 +105,14 @@ def test_a_rank_whose_gpu_has_failed_is_named_while_its_process_lives(rank: int)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train_or_say_why_not(rank: int, size: int) -> tuple[str, str]:
+def train_or_say_why_not(rank: int, size: int, algorithm: Algorithm) -> tuple[str, str]:
     """(digest of what was trained, "") or ("", the error)."""
     model = make_model()
     torchring.init(timeout_seconds=20.0)
 
     def train() -> None:
         optimizer = torchring.wrap(
-            torch.optim.SGD(model.parameters(), lr=0.1), model, algorithm="direct", bucket_mb=0.5
+            torch.optim.SGD(model.parameters(), lr=0.1), model, algorithm=algorithm, bucket_mb=0.5
         )
         take_steps(rank, model, optimizer, 3)
 
@@ -121,6 +122,12 @@ def train_or_say_why_not(rank: int, size: int) -> tuple[str, str]:
 
 @pytest.mark.parametrize("name", ["CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING"])
 def test_settings_of_cuda_that_bring_all_work_into_one_order(name: str) -> None:
-    results = run_ranks(train_or_say_why_not, 2, env={**SHARED, name: "1"}, deadline=60.0)
+    results = run_ranks(train_or_say_why_not, 2, "direct", env={**SHARED, name: "1"}, deadline=60.0)
+    assert [error for _, error in results] == ["", ""]
     assert_same_on_all_ranks([trained for trained, _ in results])
-    assert all(trained or error.startswith("TopologyError: direct, tried out, ") for trained, error in results), results
+
+
+def test_nccl_for_ranks_that_share_a_gpu() -> None:
+    for _, error in run_ranks(train_or_say_why_not, 2, "native", env=SHARED, deadline=60.0):
+        assert error.startswith("TopologyError: torch.distributed's backend "), error
+        assert "Duplicate GPU" in error

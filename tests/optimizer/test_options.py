@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tests.support.checks import assert_same_on_all_ranks, digest
 from tests.support.grids import grid
 from tests.support.harness import patient, run_pooled, run_ranks
 from tests.support.training import attempt, loss_on, small_model, values
+from torchring import accelerators
 
 
 def _model() -> nn.Sequential:
@@ -83,6 +85,11 @@ def _meta() -> Callable[[], Any]:
     model = _model()
     model[2] = nn.Linear(5, 2, device="meta")
     return lambda: torchring.wrap(_sgd(model), model)
+
+
+def _on_two_devices() -> None:
+    with mock.patch.dict(accelerators._open, {torch.device("meta"): "a GPU"}):
+        _meta()()
 
 
 def _with_buffer(buffer: torch.Tensor) -> Callable[[], Any]:
@@ -155,6 +162,7 @@ _BAD: dict[str, tuple[Callable[[], Callable[[], Any]], str, tuple[str, ...]]] = 
     "expanded buffer": (lambda: _with_buffer(torch.zeros(3, 1).expand(3, 4)), "ValueError", ("0.odd", "clone")),
     "lazy": (_lazy, "ValueError", ("1.weight",)),
     "meta": (_meta, "ValueError", ("2.weight", "meta")),
+    "two devices": (lambda: _on_two_devices, "ValueError", ("2.weight is on meta, 0.weight on cpu; one optimizer",)),
     "frozen": (_all_frozen, "ValueError", ("gradient",)),
 }
 
