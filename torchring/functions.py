@@ -80,8 +80,8 @@ def all_reduce(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) ->
     """Combine `tensor` over all ranks, in place.
 
     Args:
-        tensor: on the CPU or CUDA, of any shape and strides; shape and dtype are equal on every rank. The dtype is
-            fp16, bf16, fp32, fp64 or an integer dtype. 16-bit values are combined in fp32 and rounded once.
+        tensor: of any shape and strides, on the CPU on every rank, or on CUDA; shape and dtype are equal, too. The
+            dtype is fp16, bf16, fp32, fp64 or an integer dtype. 16-bit values are combined in fp32 and rounded once.
         op: "mean", "sum", "min", "max", "product" or "adasum". "mean" and "adasum" take floating point only.
             "adasum" (Maleki et al. 2021) is the mean of parallel tensors, and the sum of orthogonal ones, in a binary
             tree of the ranks of each host, and then of the hosts. Scalar products are in fp64.
