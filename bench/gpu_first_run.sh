@@ -64,7 +64,7 @@ mapfile -t training < <(grep -rl 'mark\.gpu' tests --include='test_*.py' --exclu
 tests=("$python" -m pytest -m gpu -p no:cacheprovider --durations 10 -o timeout=150 -o faulthandler_timeout=100)
 side_by_side=()
 "$python" -c 'import xdist' 2>/dev/null && side_by_side=(-n 4)
-check=("$python" -m torchring.bench.gpu.check)
+check=("$python" -m qa.gpu.check)
 unwaiting='worked_example or spoils_nothing or pack or accumulate'
 sanitize='for tool in memcheck racecheck; do compute-sanitizer --tool $tool --target-processes all --error-exitcode 9 "$@" \
     || exit; done'

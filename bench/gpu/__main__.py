@@ -7,7 +7,7 @@ multimem_all_reduce_. Each way runs in processes of its own, for a limited time,
 Ranks that share one GPU take turns in slices of milliseconds: such times show that all-reduce works, and say nothing
 about NVLink. The row of a measurement that fails has a "problem".
 
-`python -m torchring.bench.gpu.check` has the figures of one GPU: kernels, the host's time, steps.
+`python -m qa.gpu.check` has the figures of one GPU: kernels, the host's time, steps.
 """
 
 from __future__ import annotations

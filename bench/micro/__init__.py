@@ -1,4 +1,4 @@
-"""Microbenchmarks of hooks under pytest-benchmark.
+"""Microbenchmarks under pytest-benchmark: hooks, pack/unpack/accumulate.
 
     pytest bench/micro                        print tables with rivals side by side
     pytest bench/micro --benchmark-disable    run everything once and only check the results, in seconds

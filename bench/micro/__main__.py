@@ -1,4 +1,4 @@
-"""Microbenchmarks of hooks, which pytest runs: `torchring bench micro`."""
+"""Microbenchmarks of hooks and kernels, which pytest runs: `torchring bench micro -k hooks`."""
 
 import importlib.util
 import sys

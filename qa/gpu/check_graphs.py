@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import torchring
-from torchring.bench.gpu.check import Figure
-from torchring.bench.gpu.sharing import figures_of, say
+from qa.gpu.check import Figure
+from qa.gpu.sharing import figures_of, say
 from torchring.bench.step import distance, flat_weights
 from torchring.optimizer import sync_of
 

@@ -1,4 +1,4 @@
-"""Figures: the host's time and its calls of CUDA for a bucket, a step and small parameters. See `bench.gpu.check`."""
+"""Figures: the host's time and its calls of CUDA for a bucket, a step and small parameters. See `qa.gpu.check`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import torchring
+from qa.gpu.check import Figure
 from torchring.bench import measure
-from torchring.bench.gpu.check import Figure
 from torchring.bench.gpu.timing import shares
 from torchring.bench.gpu.training import RIVALS, connected
 from torchring.bench.step import sgd

@@ -1,4 +1,4 @@
-"""Figures: NCCL alone with one rank, in memory that is registered with it. See `bench.gpu.check`.
+"""Figures: NCCL alone with one rank, in memory that is registered with it. See `qa.gpu.check`.
 
 It runs in a process of its own, because abort, exit and what they print are looked at, too.
 """
@@ -17,8 +17,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from qa.gpu.check import Figure
 from torchring.bench import measure
-from torchring.bench.gpu.check import Figure
 from torchring.devices import nccl
 from torchring.devices.cuda import Backend, CudaAccelerator
 from torchring.devices.engines import DeviceWire, Engine, all_reduce
@@ -44,7 +44,7 @@ def figures() -> Iterator[Figure]:
 
 def _in_a_process() -> tuple[dict[str, Any], str]:
     """What it found, and what it printed to stderr."""
-    command = [sys.executable, "-m", "torchring.bench.gpu.check_native"]
+    command = [sys.executable, "-m", "qa.gpu.check_native"]
     environment = os.environ | measure.search_path()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]

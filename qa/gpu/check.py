@@ -1,6 +1,6 @@
 """Figures of one GPU against what they have to be, a line each.
 
-    python -m torchring.bench.gpu.check kernels native     the figures of bench/gpu/check_kernels.py and check_native.py
+    python -m qa.gpu.check kernels native     the figures of qa/gpu/check_kernels.py and check_native.py
 
 Prints PASS or FAIL for each figure as it comes. The exit code is the number of figures that failed. A topic that raises
 an error counts as one, and the next topic follows.
@@ -38,7 +38,7 @@ def main(topics: Sequence[str]) -> int:
     num_failed = 0
     for topic in topics:
         try:
-            figures: Iterator[Figure] = importlib.import_module(f"torchring.bench.gpu.check_{topic}").figures()
+            figures: Iterator[Figure] = importlib.import_module(f"qa.gpu.check_{topic}").figures()
             for figure in figures:
                 print(figure, flush=True)
                 num_failed += not figure.passes

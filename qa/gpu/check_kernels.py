@@ -1,4 +1,4 @@
-"""Figures: the kernels of one GPU. See `bench.gpu.check`.
+"""Figures: the kernels of one GPU. See `qa.gpu.check`.
 
 Ranks are streams of one process. Processes that share a GPU take turns in time slices. All blocks of streams are on the
 GPU at once, as they are on GPUs of their own.
@@ -15,8 +15,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from qa.gpu.check import Figure
 from torchring.allreduce.slices import slice_bounds
-from torchring.bench.gpu.check import Figure
 from torchring.bench.gpu.packing import shapes_of, share_of_a_copy
 from torchring.bench.gpu.timing import event, gpu_seconds, sleep
 from torchring.kernels.direct import prepare_direct

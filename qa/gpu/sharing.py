@@ -1,4 +1,4 @@
-"""Jobs of two ranks that share the GPU, whose rank 0 has figures. See `bench.gpu.check`."""
+"""Jobs of two ranks that share the GPU, whose rank 0 has figures. See `qa.gpu.check`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 
 import torchring
+from qa.gpu.check import Figure
 from torchring.bench import measure
-from torchring.bench.gpu.check import Figure
 from torchring.devices.symmetric_memory import OVERLAPPING_DEVICES
 
 

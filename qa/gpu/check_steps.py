@@ -1,10 +1,10 @@
-"""Figures: a training step of one rank against DDP over NCCL. See `bench.gpu.check`."""
+"""Figures: a training step of one rank against DDP over NCCL. See `qa.gpu.check`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torchring.bench.gpu.check import Figure
+from qa.gpu.check import Figure
 from torchring.bench.gpu.training import steps
 
 
