@@ -9,26 +9,19 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from torchring.errors import PeerTimeoutError, RingError
 from torchring.memory.host import HostGroup
 
+if TYPE_CHECKING:
+    from torchring.devices.stream import OnStream
+
 _ASK_SECONDS: Final = 2.0  # between two questions whether the device works
 _LOOK_SECONDS: Final = 0.1  # between two looks at the ranks that the device waits for
 _AFAR_SECONDS: Final = 2.0  # a device that waits for so long may wait for a rank of another host that is gone
-
-
-class Watched(Protocol):
-    """See `OnStream`."""
-
-    def fail(self, error: RingError) -> None: ...
-
-    def lose_device(self, fault: str) -> None: ...
-
-    def leave(self) -> None: ...
 
 
 class DeviceWatchdog:
@@ -48,7 +41,7 @@ class DeviceWatchdog:
 
     def __init__(
         self,
-        all_reduce: Watched,
+        all_reduce: OnStream,
         host: HostGroup | None,
         timeout_seconds: float,
         lost_afar: Callable[[], RingError | None] | None,
@@ -59,7 +52,7 @@ class DeviceWatchdog:
         self._timeout_seconds = timeout_seconds
         self._lost_afar = None if lost_afar is None else weakref.WeakMethod(lost_afar)
         self._find_fault = find_fault
-        self._fault = ""
+        self._fault = ""  # what `find_fault` has found
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._open_since: float | None = None  # when the reduction began that is not sealed; time.monotonic, as below
@@ -128,15 +121,12 @@ class DeviceWatchdog:
         while not self._stop.wait(_LOOK_SECONDS):
             error = self._look()
             all_reduce = self._all_reduce()
-            if all_reduce is None:
+            if all_reduce is None or self._fault or error is not None:
                 self._stop.set()
-                return
-            if self._fault:
+            if all_reduce is not None and self._fault:
                 all_reduce.lose_device(self._fault)
-                return
-            if error is not None:
+            elif all_reduce is not None and error is not None:
                 all_reduce.fail(error)
-                return
             del all_reduce
 
     def _look(self) -> RingError | None:

@@ -113,7 +113,6 @@ class InWire(Bucket):
         views = list(self._views)
         if views and self.packing.is_asynchronous:  # one gradient would keep the memory of all wires, and of dead ranks
             self._move_out(referenced(views, self._storages), range(len(views)), views)
-        del views
         super().release()
 
     def _keep(self, slots: Iterable[int]) -> None:
