@@ -160,7 +160,7 @@ def reduce_slice(
     sources, targets = sources_and_targets(wires, rank, DTYPE, NUM_RANKS, GATHER)
     # Loads are two turns ahead: Triton keeps the tiles that are under way in shared memory, on AMD in registers. From
     # more ranks than eight, on AMD four, a tile alone is large enough, and two are too large.
-    STAGES: tl.constexpr = 3 if COUNT * TILE * DTYPE.primitive_bitwidth <= 8 * 32768 else 1
+    STAGES: tl.constexpr = 3 if NUM_RANKS * TILE * DTYPE.primitive_bitwidth <= 8 * 32768 else 1
     for tile in tl.range(start, whole, stride, num_stages=STAGES):
         # All values are loaded before the first addition, so that the loads from all ranks are under way at once.
         values = load_all(sources, tile, lanes_before(whole - tile, TILE), COUNT, TILE)

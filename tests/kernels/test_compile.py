@@ -91,9 +91,9 @@ def build_unpack(read: torch.dtype, written: torch.dtype, gpu: str, wire: Any = 
         return compiled(prepare_unpack(wire, _Table(), written)([]), **options)
 
 
-def build_direct(dtype: torch.dtype, gpu: str, num_ranks: int = 4) -> Any:
+def build_direct(dtype: torch.dtype, gpu: str, num_ranks: int = 4, **halves: bool) -> Any:
     with driver_of(gpu):
-        return compiled(prepare_direct(**_of_rank(dtype, num_ranks), begin=32_768, end=65_536))
+        return compiled(prepare_direct(**_of_rank(dtype, num_ranks), begin=32_768, end=65_536, **halves))
 
 
 def build_ring(dtype: torch.dtype, gpu: str, num_ranks: int = 4) -> Any:
@@ -175,6 +175,18 @@ def test_signalling_kernels_are_as_wide(name: str, dtype: torch.dtype, gpu: str,
     loads, stores = (4, 4) if name == "direct" else (3, 2)
     assert num_wide(compiled, "load") >= loads * vectors
     assert num_wide(compiled, "store") >= stores * vectors
+    assert spilled_bytes(compiled, tmp_path) == 0
+
+
+@grid(
+    "gpu, num_ranks, half",
+    GPUS,
+    [2, 4, 8],
+    ["gather", "spread"],
+    keep=lambda *point: point == ("gfx942", 8, "spread"),
+)
+def test_half_of_direct_does_not_spill(gpu: str, num_ranks: int, half: str, tmp_path: Path) -> None:
+    compiled = build_direct(F32, gpu, num_ranks, gather=half == "gather", spread=half == "spread")
     assert spilled_bytes(compiled, tmp_path) == 0
 
 
