@@ -202,3 +202,11 @@ def test_without_the_driver_rank_0_writes_the_whole_state(tmp_path: Path) -> Non
         job.run_until(lambda: job.last_step() > 20, "20 steps")
         lose_driver(job, tmp_path)
         check_saved(tmp_path, make_adamw, job.last_step())
+
+
+def test_a_commit_is_refused() -> None:
+    model = make_model()
+    state = torchring.elastic.State(model=model, optimizer=torchring.wrap(make_adamw(model), model, shard=True))
+    with pytest.raises(ValueError, match=r"commit\(\) does not work with shard=True: no rank has the whole state"):
+        state.commit()
+    torchring.shutdown()

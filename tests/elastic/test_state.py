@@ -34,7 +34,7 @@ def parts(width: int = 3, kind: Any = torch.optim.SGD) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
-        ({"optimizer": torch.optim.SGD([torch.nn.Parameter()], lr=0.1)}, TypeError, r"torchring\.wrap"),
+        ({"optimizer": lambda: torch.optim.SGD([torch.nn.Parameter()], lr=0.1)}, TypeError, r"torchring\.wrap"),
         ({"sampler": torchring.elastic.Sampler(range(4))}, ValueError, "the DataLoader makes the batches"),
         ({"lock": threading.Lock()}, TypeError, r"lock.* of type lock,"),
         ({"global_batch": 4}, ValueError, r"takes no global_batch: use DataLoader\(data, batch_sampler=Sampler"),
@@ -46,8 +46,9 @@ def parts(width: int = 3, kind: Any = torch.optim.SGD) -> dict[str, Any]:
 )
 def test_wrong_arguments(options: dict[str, Any], kind: type[Exception], text: str) -> None:
     assert torchring.elastic.Sampler is torchring.data.Sampler
+    given = {name: value() if callable(value) else value for name, value in options.items()}
     with pytest.raises(kind, match=text):
-        torchring.elastic.State(**{**parts(), **options})
+        torchring.elastic.State(**{**parts(), **given})
     with pytest.raises(ValueError, match="optimizer is LBFGS, which changes parameters several times in a step"):
         torchring.elastic.State(**parts(kind=torch.optim.LBFGS))
     with pytest.raises(TypeError, match=r"must be a torchring\.elastic\.State, got dict"):
