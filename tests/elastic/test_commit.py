@@ -39,7 +39,7 @@ def _is_at(point: str, step: int) -> bool:
     if _POINTS[index] != point or turn // 2 not in (torchring.rank(), 2):
         return False
     if is_first := _once(f"step {step} rank {torchring.rank()}"):
-        note(raises=point)
+        note(raises=point, step=step)
     return is_first
 
 
@@ -105,6 +105,8 @@ def _train(is_wrapped: bool) -> list[Any]:
         )
 
     def train(state: Any) -> None:
+        if is_wrapped:
+            note(enters=state.step)
         state.commit()
         loader = DataLoader(data, batch_sampler=sampler) if is_wrapped else DataLoader(data, 4)
         for (inputs,) in loader:
@@ -149,6 +151,9 @@ def test_after_an_exception_at_any_point_all_is_as_if_nothing_had_been(
     with ElasticJob(_work, size) as job:
         assert job.run(120) == 0
         assert {each["raises"] for each in job.notes("raises")} == {*_POINTS} - ({_NOT_FINITE} if size == 1 else set())
+        entered = {each["enters"] for each in job.notes("enters")}
+        # The last commit, each time; another rank may have made one more.
+        assert all(entered & {each["step"], each["step"] + 1} for each in job.notes("raises"))
         results = [each["result"] for each in job.notes("result")]
         assert len(results) == len(job.pids) == size  # nobody was replaced
     monkeypatch.setattr(f"{__name__}._is_at", lambda *_: False)
