@@ -230,9 +230,8 @@ def prepare_direct(
 ) -> Callable[[], None]:
     """A function: all wires' elements [begin, end) <- cast(wires[0] + wires[1] + ...), added in rank order.
 
-    The launch is prepared now, and made at each call. Calls are collective, of two ranks or more: all
-    ranks launch the kernel with the same arguments, except that each passes its own slice. The slices should cover the
-    wire.
+    The launch is prepared now, and made at each call. Calls are collective: all ranks launch the kernel with the same
+    arguments, except that each passes its own slice. The slices should cover the wire.
 
     wires: int64 [num_ranks]: where each rank's wire lies as this device sees it, at multiples of 64 bytes.
     signals: int64 [num_ranks]: where each rank's pad of `signals.signal_bytes` lies, zeroed before its first use.

@@ -1,1 +1,1 @@
-"""Benchmarks of one GPU: `torchring bench gpu`."""
+"""Benchmarks of GPUs: all-reduce by size (`torchring bench gpu`), and figures of one GPU (`check.py`)."""

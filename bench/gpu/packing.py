@@ -19,7 +19,7 @@ _SCALE: Final = 1 / 3
 
 
 def shapes_of(load: str) -> list[torch.Size]:
-    """ "gpt2": those of GPT-2's parameters; "tiny": 2,000 of 1,000 elements."""
+    """The shapes of GPT-2's parameters ("gpt2"), or 2,000 of 1,000 elements ("tiny")."""
     if load == "tiny":
         return [torch.Size([1000])] * 2000
     with torch.device("meta"):
