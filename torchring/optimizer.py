@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -292,7 +293,10 @@ class DistributedOptimizer(ConnectedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set gradients to None, or to zeros, as torch.optim.Optimizer.zero_grad does."""
         self._current.forget_gradients()
-        self.optimizer.zero_grad(**({} if set_to_none else {"set_to_none": False}))  # some take no arguments
+        if set_to_none and not _takes_set_to_none(type(self.optimizer)):  # type: ignore[arg-type]
+            self.optimizer.zero_grad()
+            return
+        self.optimizer.zero_grad(set_to_none=set_to_none)
         if self._sync is not None and not set_to_none:
             self._sync.ledger.mark_zeroed()
 
@@ -540,3 +544,10 @@ def _mean_loss(loss: Any, world: World) -> Any:
         return None
     mean = total / num_losses
     return torch.full_like(loss.detach(), mean) if isinstance(loss, torch.Tensor) else mean
+
+
+@functools.cache
+def _takes_set_to_none(kind: type[Optimizer]) -> bool:
+    """Older optimizers have a zero_grad() without arguments."""
+    parameters = inspect.signature(kind.zero_grad).parameters
+    return "set_to_none" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
