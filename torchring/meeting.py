@@ -227,7 +227,7 @@ def forget_store() -> None:
 
 def _where(launch: LaunchEnvironment) -> object:
     """What two launches do not have alike. A script may change LOCAL_RANK, or spell MASTER_ADDR in another way."""
-    return launch.master and launch.master[1], launch.key_values, launch.over_mpi, launch.job, launch.secret
+    return launch.master and launch.master[1], launch.over_mpi, launch.job, launch.secret
 
 
 def blame(world: World, peers: Sequence[int]) -> None:

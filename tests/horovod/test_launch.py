@@ -1,15 +1,11 @@
-"""Horovod's variables and options: settings, horovodrun's command line, run(func), its launchers' key-value server."""
+"""Horovod's variables and options: settings, horovodrun's command line, run(func), what its launchers set."""
 
 from __future__ import annotations
 
-import contextlib
-import http.server
-import json
 import logging
 import os
 import pickle
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -19,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from tests.support.harness import patient, run_threads
-from torchring.errors import PeerTimeoutError, TopologyError
+from tests.support.harness import patient
+from torchring.errors import TopologyError
 from torchring.horovod import runner, settings
 from torchring.horovod.exceptions import HorovodVersionMismatchError, HostsUpdatedInterrupt
 from torchring.horovod.settings import Settings, read_settings
@@ -31,7 +26,6 @@ from torchring.launch import launcher as launcher_module
 from torchring.launch.hosts import Host
 from torchring.launch.output import OutputOptions
 from torchring.rendezvous.environment import LaunchEnvironment, describe_parent, parent_rank, read_environment
-from torchring.rendezvous.store import open_store
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -277,152 +271,56 @@ def test_arguments_without_a_meaning_are_named(processes: list[dict[str, Any]]) 
         runner.run(leave_with, (0,), start_timeout=5, max_num_proc=4)
 
 
-# ---- the key-value server of Horovod's launchers
-
-
-class KeyValues(http.server.BaseHTTPRequestHandler):
-    """As Horovod's: any scope and key, 404 for what is not there."""
-
-    def do_GET(self) -> None:
-        value = self.server.values.get(self.path)  # type: ignore[attr-defined]
-        self.answer(404, b"") if value is None else self.answer(200, value)
-
-    def do_PUT(self) -> None:
-        assert self.path.count("/") == 2
-        self.server.values[self.path] = self.rfile.read(int(self.headers["Content-Length"]))  # type: ignore[attr-defined]
-        self.answer(200, b"")
-
-    def answer(self, code: int, body: bytes) -> None:
-        self.send_response(code)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[http.server.ThreadingHTTPServer]:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # not for addresses of the cluster
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), KeyValues) as found:
-        found.values = {}  # type: ignore[attr-defined]
-        thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield found
-        found.shutdown()
-        thread.join()
-
-
-def worker(rank: int, size: int, port: int | None = None) -> dict[str, str]:
-    """What Horovod's launchers set."""
-    environ = {"HOROVOD_RANK": rank, "HOROVOD_SIZE": size, "HOROVOD_LOCAL_RANK": rank, "HOROVOD_LOCAL_SIZE": size}
-    if port is not None:
-        environ |= {"HOROVOD_GLOO_RENDEZVOUS_PORT": port}
-        environ |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_HOSTNAME": "localhost"}  # type: ignore[dict-item]
-    return {key: str(value) for key, value in environ.items()}
-
-
-def test_ranks_meet_through_the_server(server: http.server.ThreadingHTTPServer) -> None:
-    def on_rank(rank: int, size: int, _: dist.Store) -> list[bytes]:
-        launch = read_environment(worker(rank, size, server.server_port))
-        assert (launch.launcher, launch.rank, launch.size, launch.local_rank) == ("horovodrun", rank, size, rank)
-        store = open_store(launch, 20.0)
-        assert store is not None
-        store.set(f"from{rank}", str(rank))
-        values = [store.get(f"from{other}") for other in range(size)]
-        met.wait(20)  # rank 0's store ends with it
-        return values
-
-    met = threading.Barrier(3)
-    # An earlier job has left the address of a store that is gone.
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        port = gone.getsockname()[1]
-    stale = {"host": "h", "port": port, "addresses": ["127.0.0.1"], "token": "old"}
-    server.values["/torchring/store"] = json.dumps(stale).encode()  # type: ignore[attr-defined]
-    assert run_threads(on_rank, 3) == [[b"0", b"1", b"2"]] * 3
-    published = json.loads(server.values["/torchring/store"])  # type: ignore[attr-defined]
-    assert published["addresses"] == ["127.0.0.1"]  # all ranks on one host
-
-
-def test_ranks_that_do_not_meet_say_why(server: http.server.ThreadingHTTPServer) -> None:
-    launch = read_environment(worker(1, 2, server.server_port))
-    with pytest.raises(PeerTimeoutError, match="rank 0 has not come") as late:
-        open_store(launch, 0.3)
-    assert late.value.peers == (0,)
-    stale = {"host": "far", "port": 1, "addresses": ["127.0.0.1"], "token": "old"}
-    server.values["/torchring/store"] = json.dumps(stale).encode()  # type: ignore[attr-defined]
-    with pytest.raises(TopologyError, match=r"reaches none of rank 0's addresses on far"):
-        open_store(launch, 0.3)
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        port = nobody.getsockname()[1]
-    for rank in (0, 1):
-        with pytest.raises(TopologyError, match=rf"rank {rank} on .* key-value server at 127.0.0.1:{port} .*refused"):
-            open_store(read_environment(worker(rank, 2, port)), 0.3)
-    with socket.create_server(("127.0.0.1", 0)) as other:
-
-        def greet() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    connection, _ = other.accept()
-                    connection.recv(1024)
-                    connection.sendall(b"SSH-2.0-Open\r\n\r\n")
-
-        threading.Thread(target=greet, daemon=True).start()
-        with pytest.raises(TopologyError, match="HTTP"):
-            open_store(read_environment(worker(0, 2, other.getsockname()[1])), 0.3)
-        other.shutdown(socket.SHUT_RDWR)
-
+# ---- variables of Horovod's launchers
 
 MASTER = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
+
+
+def worker(rank: int, size: int, **more: str) -> dict[str, str]:
+    """What Horovod's launchers set."""
+    return (
+        {f"HOROVOD_{key}": str(rank) for key in ("RANK", "LOCAL_RANK")}
+        | {f"HOROVOD_{key}": str(size) for key in ("SIZE", "LOCAL_SIZE")}
+        | more
+    )
 
 
 def test_variables_of_horovod_by_hand() -> None:
     expected = LaunchEnvironment("the environment", 1, 2, 1, ("node7", 29500), False, is_one_host=True)
     assert read_environment({**worker(1, 2), **MASTER}) == expected
     assert read_environment(worker(0, 1)).size == 1
-    assert read_environment({**worker(1, 2, 1234), **MASTER}).key_values == ("127.0.0.1", 1234)
-    assert read_environment(worker(1, 2, 1234)).is_one_host
-    assert not read_environment({**worker(1, 2, 1234), "HOROVOD_LOCAL_SIZE": "1"}).is_one_host
+    assert not read_environment({**worker(1, 2), **MASTER, "HOROVOD_LOCAL_SIZE": "1"}).is_one_host
     # torchrun is inside horovodrun, and mpirun outside.
     torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", **MASTER}
     mpirun = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
-    assert read_environment({**worker(1, 2, 1234), **torchrun}).launcher == "torchrun"
-    assert read_environment({**worker(1, 2, 1234), **mpirun}).launcher == "horovodrun"
-    chosen = {"TORCHRING_LAUNCHER": "horovodrun"}
-    assert read_environment({**worker(1, 2, 1234), **torchrun, **chosen}).rank == 1
-    for size in (1, 2):  # an elastic job of Horovod's launcher may begin with one worker
-        elastic = {**worker(0, size, 1234), "HOROVOD_ELASTIC": "1"}
-        assert read_environment({**elastic, "HOROVOD_ELASTIC": "0"}).size == size
-        assert read_environment({**elastic, **torchrun}).launcher == "torchrun"
-        with pytest.raises(TopologyError, match=r"HOROVOD_ELASTIC=1.*Start elastic jobs with `torchring run --horo"):
-            read_environment(elastic)
-
-
-_SERVER = dict.fromkeys(["HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT", "HOROVOD_HOSTNAME"])
+    launchers = worker(1, 2, HOROVOD_GLOO_RENDEZVOUS_ADDR="127.0.0.1", HOROVOD_HOSTNAME="localhost")
+    assert read_environment({**launchers, **torchrun}).launcher == "torchrun"
+    assert read_environment({**worker(1, 2), **MASTER, **mpirun}).rank == 1
+    assert read_environment({**worker(1, 2), **torchrun, "TORCHRING_LAUNCHER": "horovodrun"}).rank == 1
+    for environ in (launchers, {**launchers, **MASTER}, {**launchers, "HOROVOD_SIZE": "1", "HOROVOD_RANK": "0"}):
+        with pytest.raises(TopologyError, match=r"Horovod's launcher started this process.*`torchring run --horovod`"):
+            read_environment(environ)
 
 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"HOROVOD_GLOO_RENDEZVOUS_PORT": None}, r"horovodrun says HOROVOD_SIZE=2, but HOROVOD_GLOO_RENDEZVOUS_PORT n"),
-        ({"HOROVOD_GLOO_RENDEZVOUS_PORT": "70000"}, "HOROVOD_GLOO_RENDEZVOUS_PORT=70000 is not a TCP port"),
-        ({"HOROVOD_GLOO_RENDEZVOUS_PORT": "x"}, "HOROVOD_GLOO_RENDEZVOUS_PORT='x', which is not an integer"),
         ({"HOROVOD_RANK": "2"}, r"HOROVOD_RANK=2, which is not in 0 \.\. 1"),
         ({"HOROVOD_RANK": None}, "HOROVOD_RANK not set"),
-        (_SERVER, "the environment says HOROVOD_SIZE=2, but MASTER_ADDR, MASTER_PORT not set"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a TCP port"),
+        (dict.fromkeys(MASTER), "the environment says HOROVOD_SIZE=2, but MASTER_ADDR, MASTER_PORT not set"),
     ],
 )
 def test_incomplete_variables_of_horovod(changes: dict[str, str | None], complaint: str) -> None:
-    environ = {key: value for key, value in {**worker(1, 2, 1234), **changes}.items() if value is not None}
+    environ = {key: value for key, value in {**worker(1, 2), **MASTER, **changes}.items() if value is not None}
     with pytest.raises(TopologyError, match=complaint):
         read_environment(environ)
 
 
 def test_children_of_a_worker_are_no_ranks() -> None:
-    environ = worker(1, 2, 1234)
+    environ = worker(1, 2, **MASTER)
     child = {**environ, "TORCHRING_PARENT": describe_parent(environ, 77, 1, 2, 1)}
     parent = parent_rank(child, 78)
     assert parent is not None
     assert parent.parent_pid == 77
-    assert parent_rank({**child, **worker(0, 2, 1235)}, 78) is None  # another launch
+    assert parent_rank({**child, **worker(0, 2)}, 78) is None  # another launch

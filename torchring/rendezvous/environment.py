@@ -5,8 +5,8 @@
     mpirun, mpiexec         rank and size; the ranks meet through mpi4py, or at MASTER_ADDR:MASTER_PORT if set
     srun                    SLURM_*; rank 0 hosts the store on the step's first host
     torchring run --elastic TORCHRING_ELASTIC; the driver hosts the store, and says when to meet
-    horovodrun              HOROVOD_*; rank 0 hosts the store, and says where in the launcher's key-value server; also
-                            Horovod's launchers for Spark and Ray; or by hand with MASTER_ADDR and MASTER_PORT
+    by hand                 HOROVOD_RANK and so on, MASTER_ADDR, MASTER_PORT. Horovod's own launchers are refused, as
+                            `torchring run --horovod` takes their options
 
 The innermost launcher counts: torchrun under mpirun is torchrun. horovodrun is taken to be outside torchrun, because
 the workers that it starts may live long and start jobs of their own, and inside all others. Processes that were started
@@ -33,7 +33,7 @@ PARENT: Final = "TORCHRING_PARENT"
 JOB: Final = "TORCHRING_JOB"  # from launchers of torchring: a secret of the job. See `signed.py`
 ELASTIC: Final = "torchring run --elastic"
 INVITATION: Final = "TORCHRING_ELASTIC"  # from `torchring run --elastic`; an `elastic.protocol.Invitation`
-_KEY_VALUES: Final = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+_KEY_VALUES: Final = "HOROVOD_GLOO_RENDEZVOUS_ADDR"  # from Horovod's own launchers: where their key-value server is
 _LOCAL_SIZES: Final = {
     "torchrun": "LOCAL_WORLD_SIZE", "horovodrun": "HOROVOD_LOCAL_SIZE", "mpirun": "OMPI_COMM_WORLD_LOCAL_SIZE",
 }  # fmt: skip
@@ -51,7 +51,6 @@ class LaunchEnvironment:
         master: host and port of the store. None for a world of one, and where the ranks meet through MPI.
         store_is_hosted: whether the launcher runs the TCPStore itself, as torchrun does. Otherwise rank 0 does.
         over_mpi: no address was given, so the ranks meet through mpi4py.
-        key_values: host and port of Horovod's key-value server, through which rank 0 says where its store is.
         is_one_host: whether the launcher says that all ranks run on one host.
         parent_pid: if this process is not the rank but a child of the rank, the process number of the rank.
         job: equal on all ranks that were launched together, and on no others. "" if the launcher does not say, or has
@@ -68,7 +67,6 @@ class LaunchEnvironment:
     over_mpi: bool = False
     parent_pid: int | None = None
     job: str = ""
-    key_values: tuple[str, int] | None = None
     is_one_host: bool = False
     secret: str = field(default="", repr=False)
 
@@ -136,12 +134,10 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
     launcher = found[0]
     name = _name(launcher, environ)
     size = _integer(environ, launcher.size, name)
-    has_key_values = launcher.kind == "horovodrun" and any(key in environ for key in _KEY_VALUES)
-    if has_key_values and environ.get("HOROVOD_ELASTIC") == "1":
+    if launcher.kind == "horovodrun" and _KEY_VALUES in environ:
         raise TopologyError(
-            "Horovod's elastic launcher started this process (HOROVOD_ELASTIC=1), and torchring does not work under "
-            "that launcher. Start elastic jobs with `torchring run --horovod`, which takes the same options (--min-np, "
-            "--max-np, --host-discovery-script). For a job whose ranks stay the same, leave these options out"
+            "Horovod's launcher started this process, and torchring does not work under that launcher. Start the job "
+            "with `torchring run --horovod`, which takes the same options"
         )
     if size < 1:
         raise TopologyError(f"{name} says {launcher.size}={size}; a world has at least 1 process")
@@ -154,9 +150,7 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
         return LaunchEnvironment(name, 0, 1, 0)
     over_mpi = launcher.kind == "mpirun" and "MASTER_ADDR" not in environ and "MASTER_PORT" not in environ
     needed = [launcher.rank]
-    if has_key_values:
-        needed += _KEY_VALUES
-    elif launcher.kind != "srun" and not over_mpi:
+    if launcher.kind != "srun" and not over_mpi:
         needed += ["MASTER_ADDR", "MASTER_PORT"]
     if missing := [key for key in needed if key not in environ]:
         raise TopologyError(_incomplete(launcher, name, size, missing))
@@ -170,13 +164,11 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
         rank,
         size,
         _integer(environ, launcher.local_rank, name) if launcher.local_rank in environ else None,
-        # Not with key-values, even if the shell that started the launcher has a MASTER_ADDR.
-        master=None if over_mpi or has_key_values else _master(environ, launcher, name, rank),
+        master=None if over_mpi else _master(environ, launcher, name, rank),
         store_is_hosted=launcher.kind == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         over_mpi=over_mpi,
         job=_job(environ, launcher),
         secret=environ.get(JOB, ""),
-        key_values=(environ[_KEY_VALUES[0]], _port(environ, _KEY_VALUES[1], name)) if has_key_values else None,
         is_one_host=environ.get(_LOCAL_SIZES.get(launcher.kind, "")) == environ[launcher.size],
     )
 
@@ -285,7 +277,7 @@ def _launch_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """All variables by which two launches differ."""
     keys = {key for launcher in _LAUNCHERS for key in (launcher.rank, launcher.size, launcher.sign)}
     keys |= {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", CHOICE, JOB}
-    keys |= {"SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", INVITATION, *_KEY_VALUES}
+    keys |= {"SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", INVITATION, _KEY_VALUES}
     return {key: environ[key] for key in sorted(keys) if key in environ}
 
 
@@ -356,7 +348,7 @@ def _job(environ: Mapping[str, str], launcher: _Launcher) -> str:
         run = environ.get("TORCHELASTIC_RUN_ID", "none")
         return "" if run == "none" else run  # torchrun's default
     if launcher.kind == "horovodrun":
-        return ":".join(environ[key] for key in _KEY_VALUES if key in environ)
+        return ""
     if launcher.kind == "srun":
         keys = () if "SLURM_HET_SIZE" in environ else ("SLURM_JOB_ID", "SLURM_STEP_ID")
         return ".".join(environ[key] for key in keys if key in environ)
@@ -384,7 +376,7 @@ def _incomplete(launcher: _Launcher, name: str, size: int, missing: Sequence[str
 
 def _name(launcher: _Launcher, environ: Mapping[str, str]) -> str:
     """The launcher's name. torchrun and horovodrun always set more than the variables that others set as well."""
-    more = {"torchrun": ("LOCAL_RANK", "TORCHELASTIC_RUN_ID"), "horovodrun": (*_KEY_VALUES, "HOROVOD_HOSTNAME")}
+    more = {"torchrun": ("LOCAL_RANK", "TORCHELASTIC_RUN_ID"), "horovodrun": ("HOROVOD_HOSTNAME",)}
     by_hand = launcher.kind in more and not any(key in environ for key in more[launcher.kind])
     return "the environment" if by_hand else launcher.name
 

@@ -1,5 +1,5 @@
 """The TCPStore through which the ranks of a launch meet: at a given address, or at an address that rank 0 broadcasts
-over MPI, or publishes in the key-value server of Horovod's launcher."""
+over MPI."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch.distributed import TCPStore
@@ -21,13 +21,10 @@ from torchring.errors import PeerTimeoutError, TopologyError
 from torchring.linux import host_name
 from torchring.rendezvous.addresses import own_addresses
 from torchring.rendezvous.environment import CHOICE, LaunchEnvironment
-from torchring.rendezvous.key_values import ask
 
-_T = TypeVar("_T")
 _LOOPBACK: Final = "127.0.0.1"
 _ENDPOINT_BYTES: Final = 2048  # of JSON, in which rank 0 says where its store is
 _TOKEN_KEY: Final = "torchring/token"
-_STORE_KEY: Final = "store"  # in the key-value server
 _TRY_SECONDS: Final = 2.0  # per address
 _SEARCH_SECONDS: Final = 30.0  # rank 0 listens already: a rank that does not reach it by then hardly ever will
 _PAUSE_SECONDS: Final = 0.2  # between two tries to resolve a name, or to connect
@@ -45,8 +42,6 @@ def open_store(launch: LaunchEnvironment, timeout_seconds: float) -> TCPStore | 
     """
     if launch.over_mpi:
         return _over_mpi(launch, timeout_seconds)
-    if launch.key_values is not None:
-        return _over_key_values(launch, launch.key_values, timeout_seconds)
     return None if launch.master is None else _at_master(launch, *launch.master, timeout_seconds)
 
 
@@ -261,7 +256,13 @@ def _connect(launch: LaunchEnvironment, endpoint: dict[str, Any], timeout_second
     limit = min(timeout_seconds, _SEARCH_SECONDS)
     store, tried = search(endpoint["addresses"], endpoint["port"], endpoint["token"], limit)
     if store is None:
-        raise _unreachable(launch, endpoint, tried, limit)
+        raise TopologyError(
+            f"rank {launch.rank} on {host_name()} reaches none of rank 0's addresses on "
+            f"{endpoint['host']}, port {endpoint['port']}, within {limit:g} s: {', '.join(tried)}; a firewall may "
+            "be in between; or set MASTER_ADDR and MASTER_PORT to an address of rank 0 and a port that is open",
+            rank=launch.rank,
+            peers=(0,),
+        )
     return store
 
 
@@ -284,68 +285,6 @@ def search(
             except (OSError, dist.DistError) as error:
                 tried.append(f"{address} ({getattr(error, 'strerror', None) or _first_line(error)})")
     return None, tried
-
-
-def _unreachable(
-    launch: LaunchEnvironment, endpoint: dict[str, Any], tried: Sequence[str], seconds: float
-) -> TopologyError:
-    return TopologyError(
-        f"rank {launch.rank} on {host_name()} reaches none of rank 0's addresses on "
-        f"{endpoint['host']}, port {endpoint['port']}, within {seconds:g} s: {', '.join(tried)}; a firewall may "
-        "be in between; or set MASTER_ADDR and MASTER_PORT to an address of rank 0 and a port that is open",
-        rank=launch.rank,
-        peers=(0,),
-    )
-
-
-def _over_key_values(launch: LaunchEnvironment, server: tuple[str, int], timeout_seconds: float) -> TCPStore:
-    """Rank 0 hosts a store on a free port and publishes its endpoint; the others look for it there.
-
-    What is published may be of an earlier job of the same launcher, whose store answers no more. So a rank looks again.
-    """
-    if launch.rank == 0:
-        try:
-            store, mine = _host_store(launch.is_one_host, timeout_seconds)
-        except (OSError, dist.DistError) as error:
-            raise TopologyError(_cannot_host(error), rank=0) from error
-        _ask(launch, server, timeout_seconds, lambda: ask(server, _STORE_KEY, json.dumps(mine).encode()))
-        return store
-    tried: list[str] = []
-    endpoint: dict[str, Any] | None = None
-    for left in tries(timeout_seconds):
-        said = _ask(launch, server, max(_PAUSE_SECONDS, left), lambda: ask(server, _STORE_KEY) or b"null")
-        endpoint = json.loads(said)
-        if endpoint is not None:
-            found, tried = search(endpoint["addresses"], endpoint["port"], endpoint["token"], 0.0)
-            if found is not None:
-                found.set_timeout(timedelta(seconds=timeout_seconds))
-                return found
-    if endpoint is not None:
-        raise _unreachable(launch, endpoint, tried, timeout_seconds)
-    raise PeerTimeoutError(
-        f"rank 0 has not come to torchring.init() (which hvd.init, wrap and the collectives call): {launch.launcher}'s "
-        f"key-value server at {server[0]}:{server[1]} does not know where its store is",
-        rank=launch.rank,
-        peers=(0,),
-        seconds=timeout_seconds,
-    )
-
-
-def _ask(launch: LaunchEnvironment, server: tuple[str, int], seconds: float, request: Callable[[], _T]) -> _T:
-    """Ask the key-value server. Raises TopologyError if it does not answer within `seconds`."""
-    trouble: OSError | None = None
-    for _ in tries(seconds):
-        try:
-            return request()
-        except OSError as error:
-            trouble = error
-    assert trouble is not None
-    raise TopologyError(
-        f"rank {launch.rank} on {host_name()} gets no answer from {launch.launcher}'s key-value server at "
-        f"{server[0]}:{server[1]} (HOROVOD_GLOO_RENDEZVOUS_ADDR:HOROVOD_GLOO_RENDEZVOUS_PORT) within {seconds:g} s: "
-        f"{_first_line(trouble)}; the launcher may have ended, or a firewall may be in between",
-        rank=launch.rank,
-    ) from trouble
 
 
 def _try(address: str, port: int, token: str, key: str) -> TCPStore:
