@@ -205,25 +205,19 @@ class Engine:
 
 def all_reduce(backend: Backend, buffer: torch.Tensor, op: str = "sum") -> None:
     """Combine `buffer`, which is not empty, over the backend's ranks, on the current stream; "mean" adds up."""
-    work = backend.allreduce([buffer], _combining(op))
-    if work is not None:  # NCCL returns None: its kernel is in the current stream already
-        work.wait()
+    backend.allreduce([buffer], _combining(op))
 
 
 def all_gather(backend: Backend, buffer: torch.Tensor, own: torch.Tensor) -> None:
     """Fill `buffer` with the `own` of all ranks, on the current stream. `own` may be this rank's part of `buffer`."""
-    work = backend._allgather_base(buffer, own, _in_stream(AllgatherOptions()))
-    if work is not None:
-        work.wait()
+    backend._allgather_base(buffer, own, _in_stream(AllgatherOptions()))
 
 
 def broadcast(backend: Backend, buffer: torch.Tensor, src: int) -> None:
     """Replace `buffer` by that of rank `src`, on the current stream."""
     options = dist.BroadcastOptions()
     options.rootRank = src
-    work = backend.broadcast([buffer], _in_stream(options))
-    if work is not None:
-        work.wait()
+    backend.broadcast([buffer], _in_stream(options))
 
 
 @cache
@@ -234,7 +228,7 @@ def _combining(op: str) -> dist.AllreduceOptions:
 
 
 def _in_stream(options: _Options) -> _Options:
-    options.asyncOp = False  # else NCCL uses a stream of its own
+    options.asyncOp = False  # NCCL launches in the current stream, and returns None; else it uses one of its own
     return options
 
 
