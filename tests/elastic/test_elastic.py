@@ -338,7 +338,7 @@ def test_without_a_commit_a_failing_rank_ends_and_lost_jobs_go_on_from_a_checkpo
     script = functools.partial(train_worker, trouble=_raise_once, wrapped=_misfit, checkpoint=tmp_path, every=7)
     with ElasticJob(script, 2) as job:
         job.run_until(lambda: job.workers == (1,) or job.workers[:1] == (1,), "a generation without rank 0")
-        job.run_until(lambda: len(job.workers) == 2 and job.last_step() > 60, "a replacement, and 60 steps")
+        job.run_until(lambda: 3 in job.workers and job.last_step() > 60, "a replacement that fits, and 60 steps")
         lost = job.workers
         for worker in lost:
             job.send(worker)
