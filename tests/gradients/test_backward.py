@@ -54,13 +54,6 @@ def reentrant(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor)
     return checkpoint(function, x, use_reentrant=True)
 
 
-def test_end_comes_once_after_all_gradients() -> None:
-    a, b, c = linears(3)
-    recorder = Recorder(a, b, c)
-    c(b(a(X()))).sum().backward()
-    assert recorder.take() == ["p2", "p1", "p0", "end"]
-
-
 def test_end_comes_before_backward_returns_and_on_its_thread() -> None:
     (a,) = linears(1)
     recorder = Recorder(a)
@@ -121,94 +114,47 @@ def test_a_backward_started_at_the_end_of_another() -> None:
 
 # Reentrant checkpointing: a backward inside a backward
 
-
-def test_parameters_in_the_inner_backward_only() -> None:
-    a, b = linears(2)
-    recorder = Recorder(a, b)
-    for _ in range(2):
-        reentrant(lambda x: b(a(x)), X()).sum().backward()
-        assert recorder.take() == ["p1", "p0", "end"]
-
-
-def test_inner_parameters_and_outer_ones_on_both_sides() -> None:
-    a, b, c = linears(3)
-    recorder = Recorder(a, b, c)
-    for _ in range(2):
-        c(reentrant(b, a(X()))).sum().backward()
-        assert recorder.take() == ["p2", "p1", "p0", "end"]
-
-
-def test_inner_first_then_outer() -> None:
-    a, b = linears(2)
-    recorder = Recorder(a, b)
-    reentrant(b, a(X())).sum().backward()
-    assert recorder.take() == ["p1", "p0", "end"]
-
-
-def test_several_inner_backwards_in_one_outer() -> None:
-    layers = linears(4)
-    recorder = Recorder(*layers)
-    for _ in range(2):
-        x = X()
-        for layer in layers:
-            x = reentrant(layer, x)
-        x.sum().backward()
-        assert recorder.take() == ["p3", "p2", "p1", "p0", "end"]
+GRAPHS: dict[str, tuple[int, Callable[..., torch.Tensor]]] = {
+    "a row of layers": (3, lambda x, a, b, c: c(b(a(x)))),
+    "parameters in the inner backward only": (2, lambda x, a, b: reentrant(lambda y: b(a(y)), x)),
+    "inner ones, and outer ones on both sides": (3, lambda x, a, b, c: c(reentrant(b, a(x)))),
+    "inner first, then outer": (2, lambda x, a, b: reentrant(b, a(x))),
+    "several inner ones": (4, lambda x, a, b, c, d: reentrant(d, reentrant(c, reentrant(b, reentrant(a, x))))),
+    "layers without parameters": (
+        2, lambda x, a, b: reentrant(b, torch.tanh(reentrant(lambda y: torch.relu(a(y)), x * 2) * 3)).sin().exp()
+    ),
+    "nested twice": (
+        3, lambda x, a, b, c: reentrant(lambda y: c(reentrant(lambda z: b(reentrant(a, z)), y)), x)
+    ),
+    "nested twice, parameters in the innermost only": (
+        1, lambda x, a: reentrant(lambda y: reentrant(lambda z: a(torch.relu(z)), y * 2) + 1, x * 3).tanh()
+    ),
+    "nested and plain": (
+        5,
+        lambda x, a, b, c, d, e: e(
+            checkpoint(d, reentrant(lambda y: c(reentrant(b, y)), a(x)), use_reentrant=False)
+        ),
+    ),
+    "in one of two branches": (2, lambda x, a, b: reentrant(b, x) + a(x)),
+    "not reentrant": (2, lambda x, a, b: checkpoint(lambda y: b(a(y)), x, use_reentrant=False)),
+}  # fmt: skip
 
 
-def test_inner_backward_among_layers_that_have_no_parameters() -> None:
-    a, b = linears(2)
-    recorder = Recorder(a, b)
-    x = torch.tanh(reentrant(lambda x: torch.relu(a(x)), X() * 2) * 3)
-    y = torch.sin(reentrant(b, x))
-    y.exp().sum().backward()
-    assert recorder.take() == ["p1", "p0", "end"]
-
-
-def test_nested_twice() -> None:
-    a, b, c = linears(3)
-    recorder = Recorder(a, b, c)
-    for _ in range(2):
-        reentrant(lambda x: c(reentrant(lambda y: b(reentrant(a, y)), x)), X()).sum().backward()
-        assert recorder.take() == ["p2", "p1", "p0", "end"]
+def all_of(count: int) -> list[str]:
+    return [*(f"p{i}" for i in reversed(range(count))), "end"]
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_nested_twice_with_parameters_in_the_innermost_only() -> None:
-    (a,) = linears(1)
-    recorder = Recorder(a)
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_end_comes_once_after_all_gradients(graph: str) -> None:
+    count, output = GRAPHS[graph]
+    layers = linears(count)
+    recorder = Recorder(*layers)
     for _ in range(2):
-        loss = reentrant(lambda x: reentrant(lambda y: a(torch.relu(y)), x * 2) + 1, X() * 3).tanh().sum()
-        loss.backward()
-        assert recorder.take() == ["p0", "end"]
-
-
-def test_nested_and_plain_mixed() -> None:
-    a, b, c, d, e = linears(5)
-    recorder = Recorder(a, b, c, d, e)
-    for _ in range(2):
-        x = a(X())
-        x = reentrant(lambda x: c(reentrant(b, x)), x)
-        x = checkpoint(d, x, use_reentrant=False)
-        e(x).sum().backward()
-        assert recorder.take() == ["p4", "p3", "p2", "p1", "p0", "end"]
-
-
-def test_inner_backward_in_one_of_two_branches() -> None:
-    a, b, c = linears(3)
-    recorder = Recorder(a, b, c)
-    x = c(X())
-    (reentrant(a, x) + b(x)).sum().backward()
-    events = recorder.take()
-    assert sorted(events[:2]) == ["p0", "p1"]
-    assert events[2:] == ["p2", "end"]
-
-
-def test_checkpoint_without_reentrance() -> None:
-    a, b = linears(2)
-    recorder = Recorder(a, b)
-    checkpoint(lambda x: b(a(x)), X(), use_reentrant=False).sum().backward()
-    assert recorder.take() == ["p1", "p0", "end"]
+        output(X(), *layers).sum().backward()
+        events = recorder.take()
+        assert (sorted(events[:-1], reverse=True), events[-1]) == (all_of(count)[:-1], "end")
+        assert "branches" in graph or events == all_of(count)
 
 
 # Backward raises
@@ -230,36 +176,36 @@ class Fail(torch.autograd.Function):
         return grad
 
 
-def backward_fails(loss: torch.Tensor) -> None:
-    Fail.broken = True
-    try:
-        with pytest.raises(ValueError, match="aborted"):
-            loss.backward()
-    finally:
-        Fail.broken = False
-
-
 def fail(x: torch.Tensor) -> torch.Tensor:
     return Fail.apply(x)
 
 
-def test_abort_comes_once_and_the_next_backward_is_fine() -> None:
-    a, b = linears(2)
-    recorder = Recorder(a, b)
+ABORTED: dict[str, tuple[int, Callable[..., torch.Tensor], list[str]]] = {
+    "in a row of layers": (2, lambda x, a, b: b(fail(a(x))), ["p1", "abort"]),
+    "before any gradient": (2, lambda x, a, b: fail(b(a(x))), []),
+    "in the inner": (3, lambda x, a, b, c: c(reentrant(lambda y: b(fail(y)), a(x))), ["p2", "p1", "abort"]),
+    "after the inner": (3, lambda x, a, b, c: c(reentrant(b, fail(a(x)))), ["p2", "p1", "abort"]),
+    "before the inner": (3, lambda x, a, b, c: c(fail(reentrant(b, a(x)))), ["p2", "abort"]),
+    "only the inner has parameters": (1, lambda x, a: reentrant(a, fail(x * 2)), ["p0", "abort"]),
+    "nested twice": (
+        2, lambda x, a, b: reentrant(lambda y: b(reentrant(lambda z: a(fail(z)), y)), x), ["p1", "p0", "abort"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ABORTED)
+def test_abort_comes_once_and_the_next_backward_is_fine(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    count, output, events = ABORTED[where]
+    layers = linears(count)
+    recorder = Recorder(*layers)
     for _ in range(2):
-        backward_fails(b(fail(a(X()))).sum())
-        assert recorder.take() == ["p1", "abort"]
-        b(a(X())).sum().backward()
-        assert recorder.take() == ["p1", "p0", "end"]
-
-
-def test_backward_that_fails_before_any_gradient() -> None:
-    a, b = linears(2)
-    recorder = Recorder(a, b)
-    backward_fails(fail(b(a(X()))).sum())
-    assert recorder.take() == []
-    b(a(X())).sum().backward()
-    assert recorder.take() == ["p1", "p0", "end"]
+        monkeypatch.setattr(Fail, "broken", True)
+        with pytest.raises(ValueError, match="aborted"):
+            output(X(), *layers).sum().backward()
+        assert recorder.take() == events
+        monkeypatch.setattr(Fail, "broken", False)
+        output(X(), *layers).sum().backward()
+        assert recorder.take() == all_of(count)
 
 
 def test_abort_although_the_exception_and_the_graph_live_on() -> None:
@@ -276,46 +222,6 @@ def test_abort_although_the_exception_and_the_graph_live_on() -> None:
     assert len(kept) == 1
     assert recorder.take() == ["p1", "abort"]
     loss.backward()
-    assert recorder.take() == ["p1", "p0", "end"]
-
-
-@pytest.mark.parametrize("place", ["in the inner", "after the inner", "before the inner"])
-def test_abort_around_an_inner_backward(place: str) -> None:
-    a, b, c = linears(3)
-    recorder = Recorder(a, b, c)
-
-    def inner(x: torch.Tensor) -> torch.Tensor:
-        return b(fail(x) if place == "in the inner" else x)
-
-    def loss() -> torch.Tensor:
-        x = a(X())
-        x = reentrant(inner, fail(x) if place == "after the inner" else x)
-        return c(fail(x) if place == "before the inner" else x).sum()
-
-    for _ in range(2):
-        backward_fails(loss())
-        reached = ["p2"] if place == "before the inner" else ["p2", "p1"]
-        assert recorder.take() == [*reached, "abort"]
-        loss().backward()
-        assert recorder.take() == ["p2", "p1", "p0", "end"]
-
-
-def test_abort_where_only_the_inner_backward_had_parameters() -> None:
-    (a,) = linears(1)
-    recorder = Recorder(a)
-    for _ in range(2):
-        backward_fails(reentrant(a, fail(X() * 2)).sum())
-        assert recorder.take() == ["p0", "abort"]
-        reentrant(a, X()).sum().backward()
-        assert recorder.take() == ["p0", "end"]
-
-
-def test_abort_in_an_inner_backward_nested_twice() -> None:
-    a, b = linears(2)
-    recorder = Recorder(a, b)
-    backward_fails(reentrant(lambda x: b(reentrant(lambda y: a(fail(y)), x)), X()).sum())
-    assert recorder.take() == ["p1", "p0", "abort"]
-    b(a(X())).sum().backward()
     assert recorder.take() == ["p1", "p0", "end"]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import torchring
 from tests.support.checks import assert_same_on_all_ranks
 from tests.support.grids import grid
-from tests.support.harness import run_pooled, run_ranks
+from tests.support.harness import ranks, run_pooled, run_ranks
 from tests.support.scripts import Raises
 from tests.support.training import TINY_MB, attempt, small_model, values
 from torchring.default_world import default_world
@@ -203,7 +203,8 @@ def test_the_mean_is_over_ranks_that_do_not_skip(weighs: bool, options: dict[str
     _check(run_pooled(_skipping, 3, weighs, options), _skipping_as_one(3, weighs))
 
 
-def _skipping_some_of_several(rank: int, size: int) -> list[list[float]]:
+@ranks(2)
+def test_skipping_with_micro_steps_and_with_several_optimizers(rank: int) -> None:
     """With micro-steps; where all skip; with two optimizers, whose parameters one backward reaches."""
     found = []
     weight = nn.Parameter(torch.zeros(2).double())
@@ -271,15 +272,11 @@ def _skipping_some_of_several(rank: int, size: int) -> list[list[float]]:
         first.synchronize()
         second.synchronize()
         found += [p.grad.tolist() if p.grad is not None else [] for p in parameters]
-    return found
+    assert found == [[6.5, 6.5], [], [4.0, 4.0], *[[3.0, 3.0], [5.0, 5.0]] * 3]
 
 
-def test_skipping_with_micro_steps_and_with_several_optimizers() -> None:
-    for found in run_pooled(_skipping_some_of_several, 2):
-        assert found == [[6.5, 6.5], [], [4.0, 4.0], *[[3.0, 3.0], [5.0, 5.0]] * 3]
-
-
-def _change_of_ranks(rank: int, size: int) -> list[list[bool]]:
+@ranks(2)
+def test_all_ranks_of_an_elastic_job_hear_in_one_step_that_ranks_are_to_change(rank: int) -> None:
     (a, _), optimizer = _pair()
     agreed: list[tuple[int, ...]] = []
     world = default_world()
@@ -290,14 +287,12 @@ def _change_of_ranks(rank: int, size: int) -> list[list[bool]]:
         a.sum().backward()
         found.append(list(agreed))
         agreed.clear()
-    return found
+    assert found == [[], [(1,)], [(0, 1)]]
 
 
-def test_all_ranks_of_an_elastic_job_hear_in_one_step_that_ranks_are_to_change() -> None:
-    assert run_pooled(_change_of_ranks, 2) == [[[], [(1,)], [(0, 1)]]] * 2
-
-
-def _skipped_while_buckets_are_laid_out_again(rank: int, size: int, skips: Sequence[int]) -> list[Any]:
+@pytest.mark.parametrize("skips", [(0, 1), (1,)], ids=str)
+@ranks(2)
+def test_gradients_of_an_earlier_backward_stay_where_a_rank_skips(skips: Sequence[int], rank: int) -> None:
     """The first backward shows another order than that of the plan, and the second one changes the plan."""
     (a, b), optimizer = _pair(bucket_mb=0)
     (b.sum() + a.sum()).backward()
@@ -305,19 +300,34 @@ def _skipped_while_buckets_are_laid_out_again(rank: int, size: int, skips: Seque
         optimizer.skip()
     else:
         a.sum().backward()
-    return [attempt(optimizer.step), *_first(a, b)]
-
-
-@pytest.mark.parametrize("skips", [(0, 1), (1,)], ids=str)
-def test_gradients_of_an_earlier_backward_stay_where_a_rank_skips(skips: Sequence[int]) -> None:
-    for found in run_pooled(_skipped_while_buckets_are_laid_out_again, 2, skips):
-        assert found == ["", 1.0 if len(skips) == 2 else 2.0, 1.0]
+    found = [attempt(optimizer.step), *_first(a, b)]
+    assert found == ["", 1.0 if len(skips) == 2 else 2.0, 1.0]
 
 
 # What is refused
 
 
-def _refused(rank: int, size: int, how: str) -> list[str]:
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("-1", "ValueError: a weight must be 0, or from 0.000976562 to 2.68435e+08, got -1"),
+        ("float('nan')", "ValueError: a weight must be 0, or from"),
+        ("float('inf')", "ValueError: a weight must be 0, or from"),
+        ("'3'", "TypeError: a weight is a number of samples or tokens, got str"),
+        ("True", "TypeError: a weight is a number of samples or tokens, got bool"),
+        ("sum", "ValueError: weigh() takes op='mean'"),
+        ("twice", "GradientError: weigh() was called twice before one backward()"),
+        ("after an unweighted one", "GradientError: weigh() was called after a backward() without a weight"),
+        ("then an unweighted one", "GradientError: this backward() has no weight, but an earlier one had one"),
+        ("no backward", "GradientError: weigh() was called before synchronize(), and no backward() came in between"),
+        ("by hand on rank 1", "GradientError: rank 1 did not call optimizer.weigh()"),
+        ("thawed in between", "GradientError: a parameter was unfrozen between weigh() and backward()"),
+        ("on results", "GradientError: weights were given with gradients of an earlier step in .grad"),
+        ("forgotten on rank 1", "GradientError: rank 1 did not call optimizer.weigh() before this backward()"),
+    ],
+)
+@ranks(2)
+def test_what_cannot_be_weighed_is_an_error_on_all_ranks(how: str, said: str, rank: int) -> None:
     """What is raised here, on the rank that does it or on both."""
     model = small_model()
     op: Any = "sum" if how == "sum" else "mean"
@@ -369,33 +379,10 @@ def _refused(rank: int, size: int, how: str) -> list[str]:
             optimizer.weigh(eval(how))
         _loss(model, samples).backward()
 
-    return [attempt(run), attempt(lambda: optimizer.step())]
-
-
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("-1", "ValueError: a weight must be 0, or from 0.000976562 to 2.68435e+08, got -1"),
-        ("float('nan')", "ValueError: a weight must be 0, or from"),
-        ("float('inf')", "ValueError: a weight must be 0, or from"),
-        ("'3'", "TypeError: a weight is a number of samples or tokens, got str"),
-        ("True", "TypeError: a weight is a number of samples or tokens, got bool"),
-        ("sum", "ValueError: weigh() takes op='mean'"),
-        ("twice", "GradientError: weigh() was called twice before one backward()"),
-        ("after an unweighted one", "GradientError: weigh() was called after a backward() without a weight"),
-        ("then an unweighted one", "GradientError: this backward() has no weight, but an earlier one had one"),
-        ("no backward", "GradientError: weigh() was called before synchronize(), and no backward() came in between"),
-        ("by hand on rank 1", "GradientError: rank 1 did not call optimizer.weigh()"),
-        ("thawed in between", "GradientError: a parameter was unfrozen between weigh() and backward()"),
-        ("on results", "GradientError: weights were given with gradients of an earlier step in .grad"),
-        ("forgotten on rank 1", "GradientError: rank 1 did not call optimizer.weigh() before this backward()"),
-    ],
-)
-def test_what_cannot_be_weighed_is_an_error_on_all_ranks(how: str, said: str) -> None:
-    for problem, of_step in run_pooled(_refused, 2, how):
-        assert said in problem
-        if how in ("forgotten on rank 1", "then an unweighted one"):
-            assert of_step.startswith("GradientError"), of_step
+    problem, of_step = attempt(run), attempt(lambda: optimizer.step())
+    assert said in problem
+    if how in ("forgotten on rank 1", "then an unweighted one"):
+        assert of_step.startswith("GradientError"), of_step
 
 
 def test_numbers_of_other_types_are_weights() -> None:
@@ -436,7 +423,8 @@ def _dropped_after_weigh(rank: int, size: int) -> list[float | None]:
     return _first(a, b)
 
 
-def _zeros_of_weight_0(rank: int, size: int) -> list[list[float | None]]:
+@ranks(2)
+def test_zeros_of_weight_0_are_not_taken_for_gradients_that_were_zeroed(rank: int) -> None:
     """Rank 1 has weight 0. The script changes gradients before they are reduced, or drops them."""
     found = []
     for drops in (False, True):
@@ -453,12 +441,7 @@ def _zeros_of_weight_0(rank: int, size: int) -> list[list[float | None]]:
             optimizer.synchronize()
         found.append(_first(a, b))
         optimizer.close()
-    return found
-
-
-def test_zeros_of_weight_0_are_not_taken_for_gradients_that_were_zeroed() -> None:
-    for found in run_pooled(_zeros_of_weight_0, 2):
-        assert found == [[2.0, 2.0], [1.0, 3.0]]
+    assert found == [[2.0, 2.0], [1.0, 3.0]]
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -467,7 +450,8 @@ def test_a_weight_goes_with_its_gradients(size: int) -> None:
         assert found == ([1.0, 2.0] if size == 1 else [1.75, 3.5])
 
 
-def _odd_ways(rank: int, size: int) -> dict[str, Any]:
+@ranks(2, start=run_ranks)
+def test_odd_ways(rank: int) -> None:
     found: dict[str, Any] = {}
     (a, _), first = _pair(accumulate=2)
     (b, _), second = _pair(accumulate=2)
@@ -598,30 +582,26 @@ def _odd_ways(rank: int, size: int) -> dict[str, Any]:
     optimizer.weigh(4)
     with optimizer.no_sync():
         found["on results"] = attempt((a + b).sum().backward)
-    return found
+    assert found["several"] == [2.5]  # (1 + 2 on rank 0, 2 on rank 1) / 2
+    assert found["closed"] == [1.0, 1.0]
+    assert found["dropped"] == [1.0, 1.0]
+    assert found["dropped before weigh()"] == [1.75, 1.75]
+    assert found["aborted"] == ["ArithmeticError: an error in a custom function", 3.0, None]
+    assert found["zeros by hand"] == [1.5, None]
+    assert found["frozen"] == [2.0, None]
+    assert found["kept in the wire"] == [2.0, 1.0, ""]
+    assert found["thawed"] == [4.0, 4.0]
+    for case in ("False (1.0, 3.0)", "True (1.0, 3.0)"):
+        assert found[f"by hand {case}"] == [1.75, None, 1.75 + 1.5], case
+    assert found["by hand False (2.0, 0.0)"] == [1.0, None, 1.0 + 1.5]
+    assert "weights were given with gradients of an earlier step" in found["on results"]
+    assert found["after synchronize()"] == [1.75, 1.75, 1.75 + 1.5, 1.75 + 1.5]
+    assert found["a skip of what is gone"] == [1.5]
+    assert found["thawed before synchronize()"] == [1.5, 1.5, ""]
 
 
-def test_odd_ways() -> None:
-    for found in run_ranks(_odd_ways, 2):
-        assert found["several"] == [2.5]  # (1 + 2 on rank 0, 2 on rank 1) / 2
-        assert found["closed"] == [1.0, 1.0]
-        assert found["dropped"] == [1.0, 1.0]
-        assert found["dropped before weigh()"] == [1.75, 1.75]
-        assert found["aborted"] == ["ArithmeticError: an error in a custom function", 3.0, None]
-        assert found["zeros by hand"] == [1.5, None]
-        assert found["frozen"] == [2.0, None]
-        assert found["kept in the wire"] == [2.0, 1.0, ""]
-        assert found["thawed"] == [4.0, 4.0]
-        for case in ("False (1.0, 3.0)", "True (1.0, 3.0)"):
-            assert found[f"by hand {case}"] == [1.75, None, 1.75 + 1.5], case
-        assert found["by hand False (2.0, 0.0)"] == [1.0, None, 1.0 + 1.5]
-        assert "weights were given with gradients of an earlier step" in found["on results"]
-        assert found["after synchronize()"] == [1.75, 1.75, 1.75 + 1.5, 1.75 + 1.5]
-        assert found["a skip of what is gone"] == [1.5]
-        assert found["thawed before synchronize()"] == [1.5, 1.5, ""]
-
-
-def _sparse_and_zeroed_in_place(rank: int, size: int) -> list[str]:
+@ranks(2)
+def test_a_sparse_gradient_that_was_zeroed_in_place_is_no_result_of_an_earlier_step(rank: int) -> None:
     """Rank 0 alone uses the embedding in the second step; the third finds its gradient neither dropped nor zeroed."""
     words = nn.Embedding(3, 2, sparse=True, dtype=torch.float64)
     with torch.no_grad():
@@ -644,17 +624,14 @@ def _sparse_and_zeroed_in_place(rank: int, size: int) -> list[str]:
         if step == 1:
             optimizer.zero_grad(set_to_none=False)
         problems.append(attempt(lambda step=step: train(step)))
-    return [*problems, str(words.weight.tolist())]
+    second, third = problems
+    assert second == ""
+    assert "weights were given with gradients of an earlier step in .grad" in third
+    assert words.weight.tolist() == [[0.5 - 0.125, 0.5 - 0.125], [0.5 - 0.125, 0.5 - 0.125], [1.0, 1.0]]
 
 
-def test_a_sparse_gradient_that_was_zeroed_in_place_is_no_result_of_an_earlier_step() -> None:
-    for second, third, trained in run_pooled(_sparse_and_zeroed_in_place, 2):
-        assert second == ""
-        assert "weights were given with gradients of an earlier step in .grad" in third
-        assert trained == str([[0.5 - 0.125, 0.5 - 0.125], [0.5 - 0.125, 0.5 - 0.125], [1.0, 1.0]])
-
-
-def _thawed_without_samples(rank: int, size: int) -> list[Any]:
+@ranks(2)
+def test_a_parameter_thaws_where_no_rank_has_samples() -> None:
     """A parameter thaws in a step in which no rank has samples: a second reduction for the same backward."""
     w, late = nn.Parameter(torch.ones(1).double()), nn.Parameter(torch.ones(1).double(), requires_grad=False)
     optimizer = torchring.wrap(torch.optim.SGD([w, late], lr=0.1))
@@ -664,11 +641,7 @@ def _thawed_without_samples(rank: int, size: int) -> list[Any]:
         optimizer.weigh(0 if step < 2 else 1)
         (w * late).sum().backward()
         optimizer.step()
-    return [w.tolist(), late.tolist()]
-
-
-def test_a_parameter_thaws_where_no_rank_has_samples() -> None:
-    assert run_pooled(_thawed_without_samples, 2) == [[[0.9], [0.9]]] * 2
+    assert w.tolist() == late.tolist() == [0.9]
 
 
 def _on_results(rank: int, size: int) -> list[Any]:

@@ -31,9 +31,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import torchring
-from tests.support.checks import assert_same_on_all_ranks, digest, exact_inputs, logged
+from tests.support.checks import assert_same_everywhere, assert_same_on_all_ranks, digest, exact_inputs, logged
 from tests.support.grids import grid
-from tests.support.harness import run_pooled, run_ranks
+from tests.support.harness import ranks, run_pooled, run_ranks
 from tests.support.training import TINY_MB, Script, Side, attempt, batch, loss_on, momentum, small_model, train, values
 from torchring.errors import GradientError
 from torchring.participants import replicas
@@ -382,7 +382,9 @@ def test_d_torch_autograd_grad(options: dict[str, Any], how: str) -> None:
     torch.testing.assert_close(results[0][2], mean, rtol=tolerance, atol=tolerance)
 
 
-def _same_address(rank: int, world_size: int, compression: str | None) -> list[str]:
+@pytest.mark.parametrize("compression", [None, "fp16"])
+@ranks(2)
+def test_d_a_local_gradient_in_the_place_of_a_reduced_one(compression: str | None, rank: int) -> None:
     """The allocator gives a fresh gradient the place of the reduced one that was just dropped."""
     model = nn.Linear(40, 1, bias=False)
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, compression=compression)
@@ -394,13 +396,7 @@ def _same_address(rank: int, world_size: int, compression: str | None) -> list[s
         model.weight.grad = None
         model.weight.grad = torch.full((1, 40), float(rank))
         problems.append(attempt(optimizer.step))
-    return problems
-
-
-@pytest.mark.parametrize("compression", [None, "fp16"])
-def test_d_a_local_gradient_in_the_place_of_a_reduced_one(compression: str | None) -> None:
-    for problems in run_pooled(_same_address, 2, compression):
-        assert all(is_about(problem, "weight") for problem in problems), problems
+    assert all(is_about(problem, "weight") for problem in problems), problems
 
 
 def _past_the_wrapper(model: nn.Sequential, plain: torch.optim.Optimizer, how: str) -> None:
@@ -461,7 +457,8 @@ def test_e_parameters_that_change_past_the_wrapper() -> None:
     assert_same_on_all_ranks([result["order"][1] for result in results])
 
 
-def _unfrozen_on_one(rank: int, world_size: int) -> str:
+@ranks(2)
+def test_f_unfreezing_on_one_rank_only_is_an_error_on_all(rank: int) -> None:
     torchring.init(timeout_seconds=3)
     model = small_model()
     model[0].requires_grad_(False)
@@ -475,12 +472,8 @@ def _unfrozen_on_one(rank: int, world_size: int) -> str:
             loss_on(model, rank, step).backward()
             optimizer.step()
 
-    return attempt(train)
-
-
-def test_f_unfreezing_on_one_rank_only_is_an_error_on_all() -> None:
-    for problem in run_pooled(_unfrozen_on_one, 2):
-        assert problem.split(":")[0] in ("GradientError", "PlanMismatchError", "PeerTimeoutError"), problem
+    problem = attempt(train)
+    assert problem.split(":")[0] in ("GradientError", "PlanMismatchError", "PeerTimeoutError"), problem
 
 
 def _stepping_hook(rank: int, world_size: int, how: str, model_of: Callable[[], nn.Module], mb: float) -> list[Any]:
@@ -585,20 +578,16 @@ def test_h_replicas_that_are_made_different(how: str, latest: int, culprit: int)
             assert seen["parameters"] == ("2.bias",)
 
 
-def _converted_with_gradients(rank: int, size: int) -> str:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    x = torch.full((4, 4), float(rank))
-    model(x).square().mean().backward()
-    optimizer.step()
-    model.double()  # the gradients, too, which are views of torchring's buffer and stay the same objects
-    with pytest.raises(torchring.GradientError) as error:
-        model(x.double()).square().mean().backward()
-    return str(error.value)
-
-
-def _in_another_way(rank: int, size: int, way: str) -> str:
+@pytest.mark.parametrize(
+    ("way", "text"),
+    [
+        ("a hook replaces a gradient", "0.weight was changed between its accumulation and its reduction; a hook that"),
+        ("parameters are exchanged", "set_swap_module_params_on_conversion(True). close() this optimizer and call"),
+        ("threads", "GradientError: two threads run backward() at the same time"),
+    ],
+)
+@ranks(2)
+def test_what_cannot_be_trained_on_says_why(way: str, text: str, rank: int) -> None:
     """What the error says."""
     models = [small_model() for _ in range(2 if way == "threads" else 1)]
     optimizers = [torchring.wrap(momentum(model), model) for model in models]
@@ -622,25 +611,21 @@ def _in_another_way(rank: int, size: int, way: str) -> str:
         weight.register_hook(lambda grad: (late.start(), late.join(), grad)[2])
         attempt(loss_on(models[0], rank, 0).backward)
     torchring.shutdown()
-    return said[0]
+    assert text in said[0]
 
 
-@pytest.mark.parametrize(
-    ("way", "text"),
-    [
-        ("a hook replaces a gradient", "0.weight was changed between its accumulation and its reduction; a hook that"),
-        ("parameters are exchanged", "set_swap_module_params_on_conversion(True). close() this optimizer and call"),
-        ("threads", "GradientError: two threads run backward() at the same time"),
-    ],
-)
-def test_what_cannot_be_trained_on_says_why(way: str, text: str) -> None:
-    for said in run_pooled(_in_another_way, 2, way):
-        assert text in said
-
-
-def test_h_a_model_that_is_converted_with_its_gradients_is_refused() -> None:
-    for text in run_pooled(_converted_with_gradients, 2):
-        assert "is not what it was when it was wrapped (it" in text
+@ranks(2)
+def test_h_a_model_that_is_converted_with_its_gradients_is_refused(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    x = torch.full((4, 4), float(rank))
+    model(x).square().mean().backward()
+    optimizer.step()
+    model.double()  # the gradients, too, which are views of torchring's buffer and stay the same objects
+    with pytest.raises(torchring.GradientError) as error:
+        model(x.double()).square().mean().backward()
+    assert "is not what it was when it was wrapped (it" in str(error.value)
 
 
 def _mended(rank: int, world_size: int) -> list[str]:
@@ -712,7 +697,8 @@ def test_i_nan_on_one_rank_names_it(value: float, where: int, options: dict[str,
     assert_same_on_all_ranks([seen["digest"] for seen in results])
 
 
-def _poisoned_where_others_have_no_gradient(rank: int, world_size: int) -> list[str]:
+@ranks(2)
+def test_i_nan_in_a_gradient_that_other_ranks_do_not_have(rank: int) -> None:
     """Only rank 0 uses `b`; then the script mends the gradient on all ranks."""
     model = nn.ParameterDict({name: nn.Parameter(torch.ones(3)) for name in "ab"})
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
@@ -720,16 +706,12 @@ def _poisoned_where_others_have_no_gradient(rank: int, world_size: int) -> list[
     if rank == 0:
         loss = loss + (model["b"] * float("nan")).sum()
     loss.backward()
-    problems = [attempt(optimizer.step)]
+    first = attempt(optimizer.step)
     model["b"].grad.nan_to_num_(0.0)
-    return [*problems, attempt(optimizer.step)]
-
-
-def test_i_nan_in_a_gradient_that_other_ranks_do_not_have() -> None:
-    for first, second in run_pooled(_poisoned_where_others_have_no_gradient, 2):
-        assert is_about(first, "b")
-        assert "rank 0" in first
-        assert second == "", "the script has mended the gradient"
+    second = attempt(optimizer.step)
+    assert is_about(first, "b")
+    assert "rank 0" in first
+    assert second == "", "the script has mended the gradient"
 
 
 # Replicas that become different
@@ -754,7 +736,10 @@ def check_named(error: GradientError, name: str, rank: int) -> None:
     assert "broadcast_parameters" in text
 
 
-def _in_place(rank: int, world_size: int, when: str, overlap: str) -> None:
+@pytest.mark.parametrize("when", ["before backward", "after backward", "after step"])
+@pytest.mark.parametrize(("world_size", "overlap"), [(2, "inline"), (3, "thread")])
+@ranks()
+def test_changed_in_place_on_one_rank(world_size: int, overlap: str, when: str, rank: int) -> None:
     model, optimizer = model_and_optimizer(overlap=overlap)
     culprit = world_size - 1
 
@@ -786,13 +771,8 @@ def _in_place(rank: int, world_size: int, when: str, overlap: str) -> None:
     assert digest(model.parameters()) == before  # it comes before anything is stepped
 
 
-@pytest.mark.parametrize("when", ["before backward", "after backward", "after step"])
-@pytest.mark.parametrize(("world_size", "overlap"), [(2, "inline"), (3, "thread")])
-def test_changed_in_place_on_one_rank(world_size: int, overlap: str, when: str) -> None:
-    run_pooled(_in_place, world_size, when, overlap)
-
-
-def _before_the_first_step(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_changed_before_the_first_step(rank: int) -> None:
     model, optimizer = model_and_optimizer()
     if rank == 1:
         model[0].bias.data += 1  # type: ignore[union-attr,operator]
@@ -802,11 +782,8 @@ def _before_the_first_step(rank: int, world_size: int) -> None:
     check_named(caught.value, "0.bias", 1)
 
 
-def test_changed_before_the_first_step() -> None:
-    run_pooled(_before_the_first_step, 2)
-
-
-def _not_synchronised_at_first(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_ranks_that_start_from_different_parameters() -> None:
     model, optimizer = model_and_optimizer(sync_initial_state=False)  # ranks are seeded differently
     model(torch.ones(2, 3)).sum().backward()
     with pytest.raises(GradientError) as caught:
@@ -814,11 +791,8 @@ def _not_synchronised_at_first(rank: int, world_size: int) -> None:
     check_named(caught.value, "0.weight", 1)
 
 
-def test_ranks_that_start_from_different_parameters() -> None:
-    run_pooled(_not_synchronised_at_first, 2)
-
-
-def _loaded_on_one_rank(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_a_checkpoint_loaded_on_rank_0_only(rank: int) -> None:
     model, optimizer = model_and_optimizer()
     train_on(model, optimizer, rank, 0)
     if rank == 0:
@@ -829,11 +803,8 @@ def _loaded_on_one_rank(rank: int, world_size: int) -> None:
     check_named(caught.value, "0.weight", 1)  # rank 0 is what the others are compared with
 
 
-def test_a_checkpoint_loaded_on_rank_0_only() -> None:
-    run_pooled(_loaded_on_one_rank, 2)
-
-
-def _same_everywhere(rank: int, world_size: int) -> str:
+@ranks(2, start=run_ranks)
+def test_the_same_change_on_all_ranks_is_no_error(rank: int) -> None:
     replicas.STEPS_BETWEEN_CHECKS = 3  # type: ignore[misc]
     model, optimizer = model_and_optimizer()
     for step in range(12):
@@ -846,11 +817,7 @@ def _same_everywhere(rank: int, world_size: int) -> str:
                 parameter.data = parameter.data * 0.5
         if step == 7:
             model.load_state_dict({name: torch.ones_like(value) for name, value in model.state_dict().items()})
-    return digest(model.parameters())
-
-
-def test_the_same_change_on_all_ranks_is_no_error() -> None:
-    assert_same_on_all_ranks(run_ranks(_same_everywhere, 2))
+    assert_same_everywhere(model.parameters())
 
 
 def _hidden_among_the_same(rank: int, world_size: int) -> int:
@@ -997,7 +964,8 @@ def test_what_changes_a_replica_is_named() -> None:
         assert "Leave max_norm out" in max_norm
 
 
-def _a_frozen_one(rank: int, world_size: int) -> None:
+@ranks(2)
+def test_a_frozen_parameter_is_watched_too(rank: int) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     model[0].requires_grad_(False)
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.5), model)
@@ -1009,10 +977,6 @@ def _a_frozen_one(rank: int, world_size: int) -> None:
     with pytest.raises(GradientError) as caught:
         optimizer.step()
     check_named(caught.value, "0.weight", 1)
-
-
-def test_a_frozen_parameter_is_watched_too() -> None:
-    run_pooled(_a_frozen_one, 2)
 
 
 def _stepped_on_one(rank: int, world_size: int, culprit: int, what: str) -> tuple[int, tuple[int, ...], str]:
@@ -1047,7 +1011,8 @@ def test_a_step_more_or_less_on_one_rank_is_found_in_the_next_backward(
         assert "inside optimizer.no_sync()" in text
 
 
-def _skipped_alike(rank: int, world_size: int) -> str:
+@ranks(2, start=run_ranks)
+def test_a_step_left_out_on_all_ranks_is_no_error() -> None:
     """What a GradScaler does, and what accumulating without `accumulate` looks like. No check is needed for it."""
     model, optimizer = model_and_optimizer()
     checks = count_checks()
@@ -1057,11 +1022,7 @@ def _skipped_alike(rank: int, world_size: int) -> str:
         if step % 3:
             optimizer.step()
     assert len(checks) == 1  # the first reduction's
-    return digest(model.parameters())
-
-
-def test_a_step_left_out_on_all_ranks_is_no_error() -> None:
-    assert_same_on_all_ranks(run_ranks(_skipped_alike, 2))
+    assert_same_everywhere(model.parameters())
 
 
 def count_checks() -> list[int]:
@@ -1077,7 +1038,8 @@ def count_checks() -> list[int]:
     return checks
 
 
-def _undisturbed(rank: int, world_size: int) -> list[int]:
+@ranks(2, start=run_ranks)
+def test_training_that_nobody_disturbs_is_checked_by_the_rhythm_only(rank: int) -> None:
     replicas.STEPS_BETWEEN_CHECKS = 5  # type: ignore[misc]
     model, optimizer = model_and_optimizer()
     checks = count_checks()
@@ -1087,11 +1049,7 @@ def _undisturbed(rank: int, world_size: int) -> list[int]:
         train_on(model, optimizer, rank, step)
         if len(checks) > before:
             seen.append(step)
-    return seen
-
-
-def test_training_that_nobody_disturbs_is_checked_by_the_rhythm_only() -> None:
-    assert run_ranks(_undisturbed, 2) == [[0, 5, 10]] * 2
+    assert seen == [0, 5, 10]
 
 
 def _with_optimizer_group(rank: int, world_size: int) -> int:

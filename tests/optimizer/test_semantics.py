@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import itertools
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -28,16 +27,20 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchring
-from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, assert_within_rounding, digest
+from tests.support.checks import (
+    assert_bitwise,
+    assert_same_on_all_ranks,
+    assert_within_rounding,
+    digest,
+)
 from tests.support.grids import grid
-from tests.support.harness import run_pooled, run_ranks
+from tests.support.harness import ranks, run_pooled, run_ranks
 from tests.support.scripts import (
     KINDS,
     ORDERS,
     USAGE,
     Branches,
     Chain,
-    Raises,
     accumulating,
     branches,
     checkpointed,
@@ -183,27 +186,6 @@ def test_gradients_have_the_strides_that_their_parameters_have_now() -> None:
     assert_as_one_process(_restrided)
 
 
-def _stale(rank: int, world_size: int) -> list[Any]:
-    """Not zeroed: the gradient of a parameter that nobody uses any more stays as it was, on all ranks."""
-    model = Branches()
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.0), model, bucket_mb=TINY_MB)
-    model(batch(rank, 0)[0], [0, 1]).sum().backward()
-    stale = model.heads[1].weight.grad.clone()
-    optimizer.step()
-    for step in range(1, 4):
-        model.stem.zero_grad()
-        model(batch(rank, step)[0], [0]).sum().backward()
-        optimizer.step()
-    return [stale, model.heads[1].weight.grad.clone()]
-
-
-def test_a_stale_gradient_that_nobody_uses_stays_as_it_is() -> None:
-    results = run_pooled(_stale, 2)
-    for stale, after in results:
-        assert_bitwise(after, stale)
-    assert_same_on_all_ranks([stale for stale, _ in results])
-
-
 # Several backwards
 
 
@@ -216,105 +198,9 @@ def test_gradients_add_up_over_backwards(how: str) -> None:
     assert_as_one_process(accumulating, how)
 
 
-def _decided_at_backward(side: Side) -> Sequence[Any]:
-    model = small_model()
-    optimizer = side.wrap(momentum(model), model)
-    if not isinstance(optimizer, torchring.DistributedOptimizer):
-        side.mean(lambda rank: loss_on(model, rank, 0)).backward()
-        side.mean(lambda rank: loss_on(model, rank, 1)).backward()
-        optimizer.step()
-        return values(model)
-    with optimizer.no_sync():
-        synced = loss_on(model, side.mine[0], 0)  # the forward in here does not matter
-    local = loss_on(model, side.mine[0], 1)
-    with optimizer.no_sync():
-        local.backward()
-    is_local = attempt(optimizer.step)
-    assert is_local.startswith("GradientError"), is_local
-    synced.backward()
-    optimizer.step()
-    return values(model)
-
-
-def test_no_sync_is_decided_when_backward_runs() -> None:
-    assert_as_one_process(_decided_at_backward)
-
-
-def _no_sync_survives(rank: int, world_size: int) -> str:
-    model = small_model()
-    optimizer = torchring.wrap(momentum(model), model)
-    attempt(lambda: _fail_inside(optimizer))
-    with optimizer.no_sync(), optimizer.no_sync():
-        pass
-    loss_on(model, rank, 0).backward()
-    optimizer.step()
-    return digest(model.parameters())
-
-
-def _fail_inside(optimizer: torchring.DistributedOptimizer) -> None:
-    with optimizer.no_sync():
-        raise KeyError("an error of the script's")
-
-
-def test_leaving_no_sync_by_an_exception_ends_it() -> None:
-    assert_same_on_all_ranks(run_pooled(_no_sync_survives, 2))
-
-
-def _by_hand(rank: int, world_size: int) -> list[Any]:
-    model = small_model()
-    optimizer = torchring.wrap(momentum(model), model, bucket_mb=TINY_MB)
-    for step in range(3):
-        for i, p in enumerate(model.parameters()):
-            p.grad = torch.full_like(p, float((rank + 1) * (i + 1) * (step + 1)))
-        optimizer.synchronize()
-        optimizer.synchronize()
-    return [[p.grad.unique().tolist() for p in model.parameters()], attempt(optimizer.step), digest(model.parameters())]
-
-
-def test_gradients_put_there_by_hand_are_averaged_by_synchronize() -> None:
-    results = run_pooled(_by_hand, 2)
-    for means, problem, _ in results:
-        assert means == [[1.5 * (i + 1) * 3] for i in range(6)]
-        assert problem == ""
-    assert_same_on_all_ranks([trained for _, _, trained in results])
-
-
-def _synchronized_on_some(rank: int, world_size: int) -> list[Any]:
-    """Only rank 1 has something local; synchronize() is collective and takes it along."""
-    model = nn.Linear(3, 1).double()
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    if rank == 1:
-        with optimizer.no_sync():
-            model(torch.ones(1, 3).double()).sum().backward()
-    optimizer.synchronize()
-    optimizer.step()
-    return [model.weight.grad.tolist(), digest(model.parameters())]
-
-
-def test_synchronize_takes_along_what_one_rank_has() -> None:
-    results = run_pooled(_synchronized_on_some, 2)
-    assert [grad for grad, _ in results] == [[[0.5, 0.5, 0.5]]] * 2
-    assert_same_on_all_ranks([trained for _, trained in results])
-
-
 @pytest.mark.parametrize("compression", [None, "bf16"])
 def test_sums_over_ranks(compression: str | None) -> None:
     assert_as_one_process(summed, compression, tolerance=1e-9 if compression is None else 2e-2)
-
-
-def _sum_of_sums(rank: int, world_size: int) -> list[Any]:
-    model = nn.Linear(1, 1, bias=False).double()
-    _optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, op="sum")
-    x = torch.full((1, 1), float(rank + 1)).double()
-    model(x).sum().backward()
-    problem = attempt(lambda: model(x).sum().backward())
-    return [problem, None if model.weight.grad is None else float(model.weight.grad)]
-
-
-def test_a_sum_is_never_summed_again() -> None:
-    """Two backwards with op="sum" make 2 * (1 + 2), or an error that says what to do; never 2 * 3 + 3."""
-    for problem, gradient in run_pooled(_sum_of_sums, 2):
-        assert (problem == "" and gradient == 6.0) or ("GradientError" in problem and "zero_grad" in problem)
 
 
 # All kinds of parameters
@@ -398,29 +284,6 @@ def test_games_with_the_graph(game: str) -> None:
     assert_as_one_process(graph_games, game)
 
 
-def _create_graph(rank: int, world_size: int) -> list[str]:
-    model = small_model()
-    optimizer = torchring.wrap(momentum(model), model)
-    loss_on(model, rank, 0).backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        problem = attempt(lambda: loss_on(model, rank, 1).backward(create_graph=True))
-    for step in range(2):  # and it can be put right
-        optimizer.zero_grad()
-        loss_on(model, rank, step).backward()
-        optimizer.step()
-    return [problem, digest(model.parameters())]
-
-
-def test_backward_with_create_graph_says_what_to_do_instead() -> None:
-    results = run_pooled(_create_graph, 2)
-    for problem, _ in results:
-        assert problem.startswith("GradientError")
-        assert "create_graph" in problem
-        assert "autograd.grad" in problem
-    assert_same_on_all_ranks([trained for _, trained in results])
-
-
 def _cached(side: Side, num_parts: int) -> list[Tensor]:
     """GradCache: the embeddings have no graph, and a hook on the loss runs the model again, in parts."""
     model = small_model()
@@ -491,11 +354,11 @@ def _sam(side: Side, how: str) -> list[Any]:
     problem = ""
     for step in range(3):
         gradients: list[list[Tensor]] = []
-        for ranks in ascents:  # one, on a rank
+        for members in ascents:  # one, on a rank
             with optimizer.no_sync() if how == "own" and side.is_wrapped else nullcontext():
-                torch.stack([loss_on(model, rank, 2 * step) for rank in ranks]).mean().backward()
+                torch.stack([loss_on(model, rank, 2 * step) for rank in members]).mean().backward()
             optimizer.first_step()
-            losses = [loss_on(model, rank, 2 * step + 1) for rank in ranks]
+            losses = [loss_on(model, rank, 2 * step + 1) for rank in members]
             if how == "nan" and step == 2 and 1 in side.mine:
                 losses.append(torch.tensor(torch.nan) * losses[0])
             torch.stack(losses).mean().backward()
@@ -533,20 +396,6 @@ def test_a_method_that_steps_an_optimizer_inside_is_a_step(how: str) -> None:
 def test_training_goes_on_after_an_exception_in_backward(where: int, options: dict[str, Any]) -> None:
     [first, _] = assert_as_one_process(failing, where, options)
     assert first[0] == 1
-
-
-def _exception_then_step(rank: int, world_size: int) -> str:
-    model = small_model()
-    optimizer = torchring.wrap(momentum(model), model, bucket_mb=25.0)
-    x, _ = batch(rank, 0)
-    attempt(lambda: model[3:](Raises.apply(model[:3](x))).sum().backward())
-    return attempt(optimizer.step)
-
-
-def test_half_a_backward_is_not_stepped_on() -> None:
-    for problem in run_pooled(_exception_then_step, 2):
-        assert problem.startswith("GradientError")
-        assert "4." in problem  # the last layer's, which had arrived
 
 
 # The plan
@@ -616,15 +465,16 @@ def test_after_the_first_step_buckets_leave_in_the_order_of_gradients() -> None:
         assert second == third
 
 
-def _buffers_when_new_ones_are_opened(_: int, world_size: int) -> list[tuple[int, int]]:
-    """(number of reductions, old buffers still held), each time that buffers are opened after wrap."""
+@ranks(2)
+def test_a_new_plan_does_not_take_a_second_set_of_buffers() -> None:
+    """The plan that follows the first reduction's order is laid out when zero_grad() has let go of the old buffers."""
     model = Chain()
     optimizer = torchring.wrap(momentum(model), model, bucket_mb=TINY_MB)
     assert optimizer._sync is not None
     reducer = optimizer._sync
     old = [weakref.ref(bucket.wire) for bucket in reducer.layout.buckets]
     open_wires = reducer.layout.all_reduce.open_wires
-    seen: list[tuple[int, int]] = []
+    seen: list[tuple[int, int]] = []  # (reductions, old buffers still held) each time that buffers are opened
 
     def watched(specs: Any) -> Any:
         seen.append((reducer.num_reductions, sum(wire() is not None for wire in old)))
@@ -635,12 +485,7 @@ def _buffers_when_new_ones_are_opened(_: int, world_size: int) -> list[tuple[int
         optimizer.zero_grad()
         model(batch(torchring.rank(), step)[0], [5, 4, 3, 2, 1, 0]).square().mean().backward()
         optimizer.step()
-    return seen
-
-
-def test_a_new_plan_does_not_take_a_second_set_of_buffers() -> None:
-    """The plan that follows the first reduction's order is laid out when zero_grad() has let go of the old buffers."""
-    assert run_pooled(_buffers_when_new_ones_are_opened, 2) == [[(1, 0)]] * 2
+    assert seen == [(1, 0)]
 
 
 # Company
@@ -716,7 +561,8 @@ def test_data_loaders_with_worker_processes() -> None:
     assert_as_one_process(_with_loader, run=run_ranks)
 
 
-def _count_graph_breaks(rank: int, size: int) -> list[int]:
+@ranks(2, start=run_ranks)
+def test_a_wrapped_model_is_compiled_without_a_graph_break(rank: int) -> None:
     """Of a model that is wrapped, and of the same model that is not; and how often the wrapped one was compiled."""
     torch._dynamo.reset()
     counts = []
@@ -729,11 +575,7 @@ def _count_graph_breaks(rank: int, size: int) -> list[int]:
             loss_on(model, rank, step).backward()
             optimizer.step()
         counts.append(torch._dynamo.explain(model)(batch(rank, 0)[0]).graph_break_count)
-    return counts
-
-
-def test_a_wrapped_model_is_compiled_without_a_graph_break() -> None:
-    assert run_ranks(_count_graph_breaks, 2) == [[0, 0]] * 2
+    assert counts == [0, 0]
 
 
 # Features of PyTorch that change what a parameter is, or how its gradient comes about
