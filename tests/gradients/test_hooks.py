@@ -261,32 +261,6 @@ def test_gradients_put_in_by_hand(rank: int) -> None:
         optimizer.step()
 
 
-@ranks(2)
-def test_unused_parameters(rank: int, world_size: int) -> None:
-    model = Net()
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, weight_decay=0.1), model)
-    before = digest(model.second.parameters())
-
-    def loss(x: Tensor) -> Tensor:
-        return model.first(x).sum()
-
-    for step in range(2):  # unused everywhere: nothing moves it
-        optimizer.zero_grad()
-        loss(batch(rank, step)).backward()
-        optimizer.step()
-        assert [p.grad for p in model.second.parameters()] == [None, None]
-    assert digest(model.second.parameters()) == before
-    optimizer.zero_grad()
-    (model if rank == 1 else loss)(batch(rank)).backward()
-    total = gradients(loss, model, [batch(0)])
-    for mine, other in zip(total, gradients(model, model, [batch(1)]), strict=True):
-        mine += other
-    check_gradients(model, [value / world_size for value in total])
-    optimizer.step()
-    assert digest(model.second.parameters()) != before
-    assert_same_everywhere(model.parameters())
-
-
 def lanes() -> list[str]:
     """The threads that reduce."""
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("torchring-lane")]
@@ -310,21 +284,6 @@ def _closed(rank: int, world_size: int) -> None:
 
 def test_a_closed_optimizer_has_no_hooks_and_no_thread() -> None:
     run_pooled(_closed, 2)
-
-
-@ranks(2)
-def test_parameters_unfrozen_later(rank: int, world_size: int) -> None:
-    model = Net()
-    model.second.requires_grad_(False)
-    optimizer = wrapped(model)
-    model(batch(rank)).backward()
-    optimizer.step()
-    model.second.requires_grad_(True)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(batch(rank, step)).backward()
-        check_gradients(model, mean_of(model, model, world_size, [step]), f"step {step}")
-        optimizer.step()
 
 
 # Large gradients
@@ -413,55 +372,6 @@ def test_gradients_that_come_in_another_order_in_each_step(op: str, rank: int, w
         optimizer.step()
     assert optimizer.stats().num_buckets > 2
     assert_same_everywhere(model.parameters())
-
-
-@pytest.mark.parametrize("overlap", ["inline", "thread"])
-@ranks(2)
-def test_reentrant_checkpoint(overlap: str, rank: int, world_size: int) -> None:
-    model = Net()
-    optimizer = wrapped(model, bucket_mb=0.0, overlap=overlap)
-
-    def loss(x: Tensor) -> Tensor:
-        x = x.clone().requires_grad_()
-        return checkpoint(model.first, x, use_reentrant=True).sum() + 2 * model.second(x).sum()
-
-    for step in range(4):
-        optimizer.zero_grad()
-        loss(batch(rank, step)).backward()
-        check_gradients(model, mean_of(model, model, world_size, [step]))
-        assert optimizer.stats().num_reductions == step + 1
-        optimizer.step()
-
-
-def _reentrant_twice(rank: int, world_size: int) -> str:
-    """A layer under two reentrant checkpoints gets two gradients in one backward."""
-    model = Net()
-    optimizer = wrapped(model, bucket_mb=0.0)
-    x, y = (batch(rank, step).requires_grad_() for step in range(2))
-    try:
-        (checkpoint(model, x, use_reentrant=True) + checkpoint(model, y, use_reentrant=True)).backward()
-    except GradientError as error:
-        with pytest.raises(GradientError):
-            optimizer.step()
-        return str(error)
-    check_gradients(model, mean_of(model, model, world_size, [0, 1]))
-    return "reduced"
-
-
-def test_a_layer_used_twice_under_reentrant_checkpoint_is_right_or_refused() -> None:
-    for said in run_pooled(_reentrant_twice, 2):
-        assert said == "reduced" or "use_reentrant=False" in said
-
-
-@ranks(2)
-def test_retain_graph(rank: int, world_size: int) -> None:
-    model = Net()
-    optimizer = wrapped(model)
-    loss = model(batch(rank))
-    loss.backward(retain_graph=True)
-    loss.backward()
-    assert optimizer.stats().num_reductions == 2
-    check_gradients(model, mean_of(model, model, world_size, [0, 0]))
 
 
 @ranks(2)
@@ -874,33 +784,6 @@ def test_several_optimizers_of_which_one_accumulates(uses: list[list[str]], rank
         if name[0] != "c":
             assert parameter.grad is not None
             assert_bitwise(parameter.grad, value / world_size, name)
-
-
-@ranks(2)
-def test_a_gan(rank: int, world_size: int) -> None:
-    """A GAN's step: the discriminator's loss reaches it alone, the generator's reaches both."""
-    generator, critic = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
-    g_optimizer, d_optimizer = wrapped(generator), wrapped(critic)
-    both = torch.nn.ModuleList([generator, critic])
-    with torch.no_grad():
-        for parameter in both.parameters():
-            parameter.copy_(exact_inputs(parameter.numel(), torch.float32, 3).view_as(parameter))
-
-    def critic_loss(x: Tensor) -> Tensor:
-        return critic(x).sum() - critic(generator(x).detach()).sum()
-
-    def generator_loss(x: Tensor) -> Tensor:
-        return critic(generator(x)).sum()
-
-    d_optimizer.zero_grad()
-    critic_loss(batch(rank)).backward()
-    check_gradients(critic, mean_of(critic_loss, critic, world_size, [0]))
-    assert generator.weight.grad is None
-    g_optimizer.zero_grad()
-    d_optimizer.zero_grad()
-    generator_loss(batch(rank)).backward()
-    check_gradients(both, mean_of(generator_loss, both, world_size, [0]))
-    assert [o.stats().num_reductions for o in (d_optimizer, g_optimizer)] == [2, 1]
 
 
 @ranks(2)

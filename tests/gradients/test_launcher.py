@@ -195,10 +195,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def reduce_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "torchring-reductions"}
-
-
 @pytest.mark.parametrize("threaded", [False, True])
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=lambda order: "".join(map(str, order)))
 def test_plan_order_despite_hook_order(order: tuple[int, ...], threaded: bool) -> None:
@@ -275,44 +271,6 @@ def test_held_buckets_leave_in_finish(threaded: bool) -> None:
         for bucket in launcher.buckets[1:]:
             pack(bucket)
         finish(launcher)
-
-
-@pytest.mark.parametrize("threaded", [False, True])
-def test_many_reductions(threaded: bool) -> None:
-    with opened(3, threaded=threaded, per_bucket=2) as (launcher, all_reduce):
-        for step in range(50):
-            begin(launcher, number=step, step=step, hold=False)
-            for index in ((2, 0, 1), (0, 1, 2))[step % 2]:
-                pack(launcher.buckets[index])
-                launcher.advance()
-            finish(launcher)
-            for bucket in launcher.buckets:
-                bucket.close_reduction()
-        assert all_reduce.order == [0, 1, 2] * 50
-        assert all_reduce.order == [0, 1, 2] * 50
-
-
-@pytest.mark.parametrize("threaded", [False, True])
-def test_no_buckets(threaded: bool) -> None:
-    with opened(0, threaded=threaded) as (launcher, all_reduce):
-        begin(launcher, number=0, step=0, hold=False)
-        launcher.advance()
-        finish(launcher)
-        assert all_reduce.order == []
-
-
-@pytest.mark.parametrize("threaded", [False, True])
-def test_goes_on_with_other_buckets(threaded: bool) -> None:
-    with opened(2, threaded=threaded) as (launcher, all_reduce):
-        for count in (2, 3):
-            if count == 3:
-                launcher.install(open_buckets(all_reduce, 3))
-            begin(launcher, number=0, step=0, hold=False)
-            for bucket in reversed(launcher.buckets):
-                pack(bucket)
-                launcher.advance()
-            finish(launcher)
-        assert all_reduce.order == [0, 1, 0, 1, 2]
 
 
 @pytest.mark.parametrize("threaded", [False, True])
@@ -435,23 +393,6 @@ def test_who_aborts_a_reduction_goes_on_with_the_number_of_its_peers(
         assert all_reduce.order[num_left:] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("threaded", [False, True])
-def test_launched_in_order_or_held(threaded: bool) -> None:
-    with opened(2, threaded=threaded) as (launcher, _):
-        for hold in (False, True):
-            begin(launcher, number=0, step=0, hold=hold)
-            assert not launcher.reduction.num_launched
-            pack(launcher.buckets[1])
-            launcher.advance()
-            assert not launcher.reduction.num_launched  # it waits for the one before it
-            pack(launcher.buckets[0])
-            launcher.advance()
-            assert launcher.reduction.num_launched == (0 if hold else 2)
-            finish(launcher)
-            for bucket in launcher.buckets:
-                bucket.close_reduction()
-
-
 # Reductions that are aborted
 
 
@@ -502,33 +443,7 @@ def test_a_failure_in_an_aborted_reduction_comes_out_of_begin_once() -> None:
         begin(launcher, number=1, step=8, hold=False)  # it has been said
 
 
-def test_inline_nothing_is_left_of_an_aborted_reduction() -> None:
-    with opened(2, threaded=False) as (launcher, all_reduce):
-        for number in (0, 1):
-            begin(launcher, number=number, step=0, hold=False)
-            for bucket in launcher.buckets:
-                bucket.reset()
-            pack(launcher.buckets[0])
-            launcher.advance()
-        pack(launcher.buckets[1])
-        finish(launcher)
-        assert all_reduce.order == [0, 0, 1]
-
-
 # Failures
-
-
-def test_inline_failure_comes_out_of_the_hook() -> None:
-    all_reduce = RecordingAllReduce(fail_at={1: PeerLostError("rank 3 died", rank=0, peers=(3,), seconds=0.5)})
-    with opened(3, threaded=False, per_bucket=2, all_reduce=all_reduce) as (launcher, _):
-        begin(launcher, number=0, step=7, hold=False)
-        pack(launcher.buckets[0])
-        launcher.advance()
-        pack(launcher.buckets[1])
-        with pytest.raises(PeerLostError) as caught:
-            launcher.advance()
-        check_located(caught.value, bucket=1, step=7)
-        assert all_reduce.order == [0, 1]
 
 
 @pytest.mark.parametrize("threaded", [False, True])
@@ -572,41 +487,7 @@ def test_a_thread_survives_a_failure_that_is_not_the_all_reduces() -> None:
         assert all_reduce.order == [0, 1, 2, 0, 1, 2]
 
 
-def test_a_failure_of_the_bucket_comes_out_of_finish_too() -> None:
-    """Compressed gradients are written back when they have landed, and one may turn out to have been taken away."""
-    all_reduce = RecordingAllReduce()
-    parameter = torch.nn.Parameter(torch.ones(2))
-    spec = ParameterSpec("w", (2,), (1,), torch.float32, torch.device("cpu"))
-    (plan,) = build_plan([spec], bucket_bytes=0, compression="fp16").buckets
-    (wire,) = all_reduce.open_wires([(plan.numel, plan.wire_dtype)])
-    all_reduce.gate = threading.Event()
-    all_reduce.go_on_a_thread()
-    launcher = open_launcher(buckets_of(SimpleNamespace(buckets=[plan]), [wire], [spec], [parameter]), all_reduce)
-    begin(launcher, number=0, step=0, hold=False)
-    pack(launcher.buckets[0])
-    launcher.advance()
-    parameter.grad = None
-    all_reduce.gate.set()
-    with pytest.raises(GradientError, match="the gradient of w was taken away"):
-        finish(launcher)
-    all_reduce.close()
-
-
 # Times and threads
-
-
-def test_inline_time_is_exposed_time() -> None:
-    with opened(2, threaded=False, all_reduce=RecordingAllReduce(seconds=0.02)) as (launcher, _):
-        for _ in range(2):  # counted from zero in each reduction
-            begin(launcher, number=0, step=0, hold=False)
-            for bucket in launcher.buckets:
-                pack(bucket)
-                launcher.advance()
-            finish(launcher)
-            assert 0.04 <= launcher.reduction.busy_seconds <= launcher.reduction.exposed_seconds
-            for bucket in launcher.buckets:
-                bucket.close_reduction()
-        assert launcher.reduction.busy_seconds < 10
 
 
 def test_a_threads_time_is_exposed_only_in_finish() -> None:
@@ -625,21 +506,6 @@ def test_a_threads_time_is_exposed_only_in_finish() -> None:
         in_finish = time.perf_counter() - started
         assert launcher.reduction.busy_seconds >= 0.4
         assert 0.0 < launcher.reduction.exposed_seconds - in_launches <= in_finish
-
-
-def test_a_thread_begins_with_its_first_reduction_and_ends_on_close() -> None:
-    before = reduce_threads()
-    with opened(1, threaded=True) as (launcher, _):
-        assert reduce_threads() == before, "the thread begins with its first reduction"
-        begin(launcher, number=0, step=0, hold=False)
-        pack(launcher.buckets[0])
-        finish(launcher)
-        (thread,) = reduce_threads() - before
-        assert thread.is_alive()
-        assert thread.daemon
-    thread.join(10)
-    assert not thread.is_alive()
-    assert reduce_threads() - before == set()
 
 
 # ---- all-reduces that nobody has to stand by for
@@ -690,15 +556,6 @@ def test_an_observer_hears_what_happens_to_each_bucket() -> None:
     assert [event for index, event in seen[:num_in_backward] if index == 0] == of_bucket
     assert [*dict.fromkeys(event for index, event in seen[num_in_backward:] if index == 1)] == of_bucket
     assert (-1, OVER) in seen[num_in_backward:]
-
-
-def test_a_peer_that_is_there_already_is_not_kept_waiting() -> None:
-    all_reduce = StagedRecorder(ready={0, 1})
-    with opened(2, threaded=False, all_reduce=all_reduce) as (launcher, _):
-        begin(launcher, number=0, step=0, hold=False)
-        pack(launcher.buckets[0])
-        launcher.advance()
-        assert all_reduce.take_events() == [("start", 0), ("reduce", 0)]
 
 
 def test_held_buckets_all_start_before_one_is_waited_for() -> None:
