@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import torchring
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, digest
 from tests.support.grids import grid
-from tests.support.harness import count_open_fds, run_pooled, run_ranks
+from tests.support.harness import count_open_fds, ranks, run_pooled, run_ranks
 from tests.support.scripts import amp, keeping
 from tests.support.training import (
     TINY_MB,
@@ -55,13 +55,15 @@ def test_without_wrapping_the_comparison_fails() -> None:
 # An Optimizer among others
 
 
-def _identity(rank: int, world_size: int) -> dict[str, Any]:
+@pytest.mark.parametrize("world_size", [1, 2])
+@ranks()
+def test_it_is_an_optimizer_that_shares_everything_with_the_wrapped_one(world_size: int, rank: int) -> None:
     model = small_model()
     plain = momentum(model)
     optimizer = torchring.wrap(plain, model)
     train(Side((rank,), True), model, optimizer, range(2))
     optimizer.param_groups[0]["lr"] = 0.25
-    return {
+    seen = {
         "types": isinstance(optimizer, torch.optim.Optimizer) and type(optimizer) is torchring.DistributedOptimizer,
         "groups": optimizer.param_groups is plain.param_groups,
         "state": optimizer.state is plain.state and len(plain.state) == 6,
@@ -73,17 +75,12 @@ def _identity(rank: int, world_size: int) -> dict[str, Any]:
         "private": attempt(lambda: optimizer._no_such_thing),
         "hasattr": hasattr(optimizer, "no_such_thing"),
     }
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_it_is_an_optimizer_that_shares_everything_with_the_wrapped_one(world_size: int) -> None:
-    for seen in run_pooled(_identity, world_size):
-        for name in ("unknown", "private"):
-            message = seen.pop(name)
-            assert message.startswith("AttributeError")
-            assert "no_such_thing" in message
-        assert seen.pop("hasattr") is False
-        assert all(seen.values()), seen
+    for name in ("unknown", "private"):
+        message = seen.pop(name)
+        assert message.startswith("AttributeError")
+        assert "no_such_thing" in message
+    assert seen.pop("hasattr") is False
+    assert all(seen.values()), seen
 
 
 class _Unusual(torch.optim.SGD):
@@ -231,7 +228,9 @@ def test_grad_scaler(kind: str, poisoned: int | None) -> None:
 # Hooks
 
 
-def _hooked(rank: int, world_size: int) -> list[Any]:
+@pytest.mark.parametrize("world_size", [1, 2])
+@ranks()
+def test_step_hooks_run_once_a_step(world_size: int, rank: int) -> None:
     model = small_model()
     plain = momentum(model)
     optimizer = torchring.wrap(plain, model)
@@ -251,15 +250,9 @@ def _hooked(rank: int, world_size: int) -> list[Any]:
     for handle in handles:
         handle.remove()
     train(Side((rank,), True), model, optimizer, [1])
-    return [heard, is_optimizer]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_step_hooks_run_once_a_step(world_size: int) -> None:
-    for heard, is_optimizer in run_pooled(_hooked, world_size):
-        wrapped = ["all pre, SGD", "wrapped pre", "wrapped post", "all post, SGD"]
-        assert heard == ["wrapper pre", *wrapped, "wrapper post"]
-        assert is_optimizer == [True, True]
+    wrapped = ["all pre, SGD", "wrapped pre", "wrapped post", "all post, SGD"]
+    assert heard == ["wrapper pre", *wrapped, "wrapper post"]
+    assert is_optimizer == [True, True]
 
 
 def _state_dict_hooked(rank: int, world_size: int) -> list[str]:
@@ -446,7 +439,7 @@ def test_clipping_needs_no_extra_call(kind: str) -> None:
 
 def _closure(side: Side, kind: str) -> Sequence[Any]:
     model = small_model()
-    if kind == "sgd":
+    if "sgd" in kind:
         plain: torch.optim.Optimizer = momentum(model)
     else:
         search = "strong_wolfe" if kind == "lbfgs, wolfe" else None
@@ -455,41 +448,25 @@ def _closure(side: Side, kind: str) -> Sequence[Any]:
     losses = []
     for _ in range(3):
 
-        def closure() -> Tensor | None:
+        def closure() -> Tensor | float | None:
             optimizer.zero_grad()
             if kind == "lbfgs, a rank skips" and side.mine == (1,):
                 optimizer.skip()
                 return None
             loss = side.mean(lambda rank: loss_on(model, 0 if kind == "lbfgs, a rank skips" else rank, 0))
             loss.backward()
-            return loss
+            return loss.item() if kind == "sgd, a number" else loss
 
-        loss = optimizer.step(closure) if kind == "sgd" else optimizer.step(closure=closure)
+        loss = optimizer.step(closure) if "sgd" in kind else optimizer.step(closure=closure)
         losses.append(float(torch.as_tensor(loss).detach()))
     return [*losses, *values(model)]
 
 
-@pytest.mark.parametrize("kind", ["sgd", "lbfgs", "lbfgs, wolfe", "lbfgs, a rank skips"])
+@pytest.mark.parametrize("kind", ["sgd", "sgd, a number", "lbfgs", "lbfgs, wolfe", "lbfgs, a rank skips"])
 def test_closures(kind: str) -> None:
     """The loss that they return is the mean over ranks: LBFGS branches on it, and has to branch alike everywhere."""
     [first, _] = assert_as_one_process(_closure, kind, tolerance=1e-7)
     assert first[0] > first[1] > first[2]
-
-
-def _closure_and_scaler(side: Side) -> Sequence[Any]:
-    model = small_model()
-    optimizer = side.wrap(momentum(model), model)
-
-    def closure() -> float:
-        loss = side.mean(lambda rank: loss_on(model, rank, 0))
-        loss.backward()
-        return loss.item()
-
-    return [optimizer.step(closure), *values(model)]
-
-
-def test_a_closure_may_return_a_number() -> None:
-    assert_as_one_process(_closure_and_scaler)
 
 
 def _grown(side: Side) -> Sequence[Any]:
@@ -594,8 +571,9 @@ def test_after_close_the_wrapped_optimizer_goes_on_alone_and_may_be_wrapped_agai
     assert all(p.startswith("ValueError") and "closed" in p for p in first["problems"] + second["problems"])
 
 
-def _kept_after_close(rank: int, world_size: int) -> list[bool]:
-    """Whether a parameter outlives its optimizer, closed after 0, 1, 2 ... backwards and a synchronize()."""
+@ranks(2)
+def test_a_closed_optimizer_holds_no_parameters_until_the_garbage_collector_comes(rank: int) -> None:
+    """Closed after 0, 1, 2 ... backwards and a synchronize()."""
     kept = []
     for num_backwards in range(5):
         model = small_model()
@@ -612,11 +590,7 @@ def _kept_after_close(rank: int, world_size: int) -> list[bool]:
         del model, optimizer
         kept.append(parameter() is not None)
         gc.enable()
-    return kept
-
-
-def test_a_closed_optimizer_holds_no_parameters_until_the_garbage_collector_comes() -> None:
-    assert run_pooled(_kept_after_close, 2) == [[False] * 5] * 2
+    assert kept == [False] * 5
 
 
 def _dropped(side: Side) -> Sequence[Any]:

@@ -729,6 +729,9 @@ def train_on(model: torch.nn.Module, optimizer: torchring.DistributedOptimizer, 
     optimizer.step()
 
 
+Watched = tuple[str, Tensor, Callable[[int], object]]  # a parameter's name, the parameter, and train_step(step)
+
+
 def check_named(error: GradientError, name: str, rank: int) -> None:
     assert (error.parameters, error.peers) == ((name,), (rank,))
     text = str(error)
@@ -772,35 +775,16 @@ def test_changed_in_place_on_one_rank(world_size: int, overlap: str, when: str, 
 
 
 @ranks(2)
-def test_changed_before_the_first_step(rank: int) -> None:
-    model, optimizer = model_and_optimizer()
-    if rank == 1:
-        model[0].bias.data += 1  # type: ignore[union-attr,operator]
-    model(torch.ones(2, 3)).sum().backward()
-    with pytest.raises(GradientError) as caught:
-        optimizer.step()
-    check_named(caught.value, "0.bias", 1)
-
-
-@ranks(2)
-def test_ranks_that_start_from_different_parameters() -> None:
-    model, optimizer = model_and_optimizer(sync_initial_state=False)  # ranks are seeded differently
-    model(torch.ones(2, 3)).sum().backward()
-    with pytest.raises(GradientError) as caught:
-        optimizer.step()
-    check_named(caught.value, "0.weight", 1)
-
-
-@ranks(2)
-def test_a_checkpoint_loaded_on_rank_0_only(rank: int) -> None:
-    model, optimizer = model_and_optimizer()
-    train_on(model, optimizer, rank, 0)
-    if rank == 0:
-        model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
-    model(torch.ones(2, 3)).sum().backward()
-    with pytest.raises(GradientError) as caught:
-        optimizer.step()
-    check_named(caught.value, "0.weight", 1)  # rank 0 is what the others are compared with
+def test_replicas_that_differ_from_the_beginning(rank: int) -> None:
+    for is_synchronized, name in ((True, "0.bias"), (False, "0.weight")):  # ranks are seeded differently
+        model, optimizer = model_and_optimizer(sync_initial_state=is_synchronized)
+        if is_synchronized and rank == 1:
+            model[0].bias.data += 1  # type: ignore[index]
+        model(torch.ones(2, 3)).sum().backward()
+        with pytest.raises(GradientError) as caught:
+            optimizer.step()
+        check_named(caught.value, name, 1)
+        optimizer.close()
 
 
 @ranks(2, start=run_ranks)
@@ -820,32 +804,8 @@ def test_the_same_change_on_all_ranks_is_no_error(rank: int) -> None:
     assert_same_everywhere(model.parameters())
 
 
-def _hidden_among_the_same(rank: int, world_size: int) -> int:
-    """All decay in every step; rank 1 also does something else, once. Returns how many steps later it is found."""
-    replicas.STEPS_BETWEEN_CHECKS = 20  # type: ignore[misc]
-    model, optimizer = model_and_optimizer()
-    for step in range(40):
-        if rank == 1 and step == 3:
-            with torch.no_grad():
-                model[0].bias[2] += 0.25  # type: ignore[index,union-attr]
-        try:
-            train_on(model, optimizer, rank, step)
-        except GradientError:
-            return step - 3
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(0.99)
-    return 1000
-
-
-def test_a_change_hidden_among_legitimate_ones_is_found_in_the_end() -> None:
-    first, second = run_ranks(_hidden_among_the_same, 2)
-    assert first == second
-    assert first <= 20
-
-
-def _with_closures(rank: int, world_size: int) -> int:
-    """step(closure) evaluates the model itself. Returns how many steps after the change it is found."""
+def _with_a_closure(rank: int) -> Watched:
+    """Which evaluates the model itself."""
     model, optimizer = model_and_optimizer()
 
     def closure() -> torch.Tensor:
@@ -854,45 +814,73 @@ def _with_closures(rank: int, world_size: int) -> int:
         loss.backward()
         return loss
 
-    for step in range(8):
-        if rank == 1 and step == 3:
-            with torch.no_grad():
-                model[0].bias[2] += 0.25  # type: ignore[index,union-attr]
-        try:
-            optimizer.step(closure)
-        except GradientError as error:
-            check_named(error, "0.bias", 1)
-            return step - 3
-    return 1000
+    return "0.bias", model[0].bias, lambda step: optimizer.step(closure)  # type: ignore[index]
 
 
-def test_changed_in_place_where_steps_take_a_closure() -> None:
-    first, second = run_pooled(_with_closures, 2)
-    assert first == second
-    assert first <= 1
-
-
-def _sparse_only(rank: int, world_size: int) -> int:
+def _all_sparse(rank: int) -> Watched:
     """No bucket that the alarm could travel with."""
     table = torch.nn.Embedding(5, 3, sparse=True)
     optimizer = torchring.wrap(torch.optim.SGD(table.parameters(), lr=0.5), table)
-    for step in range(8):
+
+    def train_step(step: int) -> None:
+        optimizer.zero_grad()
+        table(torch.tensor([0, 1])).sum().backward()
+        optimizer.step()
+
+    return "weight", table.weight, train_step
+
+
+def _beside_another_optimizer(rank: int) -> Watched:
+    """Each of which watches its own."""
+    (first, g), (second, d) = model_and_optimizer(), model_and_optimizer()
+
+    def train_step(step: int) -> None:
+        for optimizer in (g, d):
+            optimizer.zero_grad()
+        (first(torch.ones(2, 3)).sum() + second(torch.ones(2, 3)).sum()).backward()
+        g.step()
+        d.step()
+
+    return "2.bias", second[2].bias, train_step  # type: ignore[index]
+
+
+def _among_the_same(rank: int) -> Watched:
+    """All ranks change everything in every step, too."""
+    model, optimizer = model_and_optimizer()
+
+    def train_step(step: int) -> None:
+        train_on(model, optimizer, rank, step)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.99)
+
+    return "0.bias", model[0].bias, train_step  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("watched", "latest"),
+    [(_with_a_closure, 1), (_all_sparse, 1), (_beside_another_optimizer, 0), (_among_the_same, 20)],
+)
+@ranks(2)
+def test_a_change_on_one_rank_is_found_however_it_trains(
+    watched: Callable[[int], Watched], latest: int, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most `latest` steps after it, by all ranks in the same step."""
+    monkeypatch.setattr(replicas, "STEPS_BETWEEN_CHECKS", 20)
+    name, parameter, train_step = watched(rank)
+    found = -1
+    for step in range(40):
         if rank == 1 and step == 3:
             with torch.no_grad():
-                table.weight[4] += 1
-        optimizer.zero_grad()
+                parameter[-1] += 1
         try:
-            table(torch.tensor([0, 1])).sum().backward()
-            optimizer.step()
-        except GradientError:
-            return step - 3
-    return 1000
-
-
-def test_changed_in_place_where_everything_is_sparse() -> None:
-    first, second = run_pooled(_sparse_only, 2)
-    assert first == second
-    assert first <= 1
+            train_step(step)
+        except GradientError as error:
+            check_named(error, name, 1)
+            found = step
+            break
+    assert 3 <= found <= 3 + latest
+    assert torchring.all_gather_object(found) == [found] * 2
 
 
 def first_error(train_step: Callable[[int], None]) -> GradientError:
@@ -1050,29 +1038,6 @@ def test_training_that_nobody_disturbs_is_checked_by_the_rhythm_only(rank: int) 
         if len(checks) > before:
             seen.append(step)
     assert seen == [0, 5, 10]
-
-
-def _with_optimizer_group(rank: int, world_size: int) -> int:
-    """Two optimizers of one world, of which each watches its own."""
-    (first, g), (second, d) = model_and_optimizer(), model_and_optimizer()
-    for step in range(8):
-        if rank == 1 and step == 3:
-            with torch.no_grad():
-                second[2].bias[0] += 1  # type: ignore[index,union-attr]
-        for optimizer in (g, d):
-            optimizer.zero_grad()
-        try:
-            (first(torch.ones(2, 3)).sum() + second(torch.ones(2, 3)).sum()).backward()
-            g.step()
-            d.step()
-        except GradientError as error:
-            check_named(error, "2.bias", 1)
-            return step - 3
-    return 1000
-
-
-def test_changed_in_place_beside_another_optimizer() -> None:
-    assert run_pooled(_with_optimizer_group, 2) == [0, 0]
 
 
 class _Table(nn.Module):

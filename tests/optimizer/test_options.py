@@ -6,7 +6,6 @@ Arguments of wrap, on all ranks or on one · closed optimizers · ranks with dif
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 import torchring
 from tests.support.checks import assert_same_on_all_ranks, digest
 from tests.support.grids import grid
-from tests.support.harness import patient, run_pooled, run_ranks
+from tests.support.harness import patient, ranks, run_pooled, run_ranks
 from tests.support.training import attempt, loss_on, small_model, values
 from torchring import accelerators
 
@@ -336,48 +335,6 @@ def test_a_rank_with_another_optimizer_is_an_error_everywhere(kind: str) -> None
     assert all("Error: " in result for result in results), results
 
 
-def _world(
-    rank: int, world_size: int, changes: dict[int, dict[str, str | None]], timeout_seconds: float
-) -> tuple[str, float]:
-    for name, value in changes.get(rank, {}).items():
-        if value is None:
-            os.environ.pop(name)
-        else:
-            os.environ[name] = value
-    started = time.monotonic()
-    return attempt(lambda: torchring.init(timeout_seconds=timeout_seconds)), time.monotonic() - started
-
-
-@pytest.mark.parametrize(
-    ("changes", "at_once"),
-    [
-        ({1: {"WORLD_SIZE": "3"}}, True),
-        ({0: {"WORLD_SIZE": "3"}}, True),
-        ({1: {"RANK": "0"}}, False),
-        ({1: {"WORLD_SIZE": "two"}}, False),
-        ({1: {"MASTER_PORT": None}}, False),
-    ],
-    ids=str,
-)
-def test_ranks_that_were_told_different_worlds(changes: dict[int, dict[str, str | None]], at_once: bool) -> None:
-    """TopologyError where it can be known, and a time-out on a rank whose peers never show up."""
-    timeout_seconds = 20.0 if at_once else 2.0
-    results = run_ranks(_world, 2, changes, timeout_seconds)
-    for problem, seconds in results:
-        assert problem.startswith(("TopologyError", "PeerTimeoutError")), results
-        assert seconds < patient(10)
-    if changes != {1: {"RANK": "0"}}:  # two ranks 0 both wait for rank 1
-        assert any(problem.startswith("TopologyError") for problem, _ in results)
-    if at_once:
-        assert all("3" in problem and "2" in problem for problem, _ in results)
-
-
-@pytest.mark.parametrize("arguments", [{"backend": "smoke"}, {"timeout_seconds": 0}, {"timeout_seconds": -1}], ids=str)
-def test_init_checks_its_arguments(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=str(next(iter(arguments.values())))):
-        torchring.init(**arguments)
-
-
 # on_nonfinite. What "raise" does: test_mistakes.py, i
 
 
@@ -441,7 +398,8 @@ def test_by_every_way_to_reduce(options: dict[str, Any]) -> None:
         assert bool(parameters.isfinite().all())
 
 
-def _others(rank: int, size: int) -> dict[str, Any]:
+@ranks(2)
+def test_other_ways(rank: int) -> None:
     """ "ignore"; a sparse gradient; one that the script mends; a GradScaler; options that differ."""
     found: dict[str, Any] = {}
     x = torch.ones(1, 3) * (float("nan") if rank == 1 else 1.0)
@@ -482,17 +440,12 @@ def _others(rank: int, size: int) -> dict[str, Any]:
 
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     found["differ"] = attempt(lambda: torchring.wrap(sgd, model, on_nonfinite=("skip", "ignore")[rank]))
-    return found
-
-
-def test_other_ways() -> None:
-    for found in run_pooled(_others, 2):
-        assert found["ignored"] == [True, False]
-        assert found["sparse"] == (True, 2)
-        assert found["mended"] == [True, True]
-        assert found["scaler"] == (2.0, 0)  # the scaler has skipped the step by itself
-        assert found["differ"].startswith("PlanMismatchError")
-        assert "on_nonfinite='skip'" in found["differ"]
+    assert found["ignored"] == [True, False]
+    assert found["sparse"] == (True, 2)
+    assert found["mended"] == [True, True]
+    assert found["scaler"] == (2.0, 0)  # the scaler has skipped the step by itself
+    assert found["differ"].startswith("PlanMismatchError")
+    assert "on_nonfinite='skip'" in found["differ"]
 
 
 def test_a_world_of_one() -> None:
@@ -510,7 +463,9 @@ def test_a_world_of_one() -> None:
         torchring.wrap(torch.optim.SGD([weight], lr=0.1), on_nonfinite="stop")  # type: ignore[arg-type]
 
 
-def _before_all_skip(rank: int, size: int, mode: str) -> list[Any]:
+@pytest.mark.parametrize("mode", ["raise", "skip"])
+@ranks(2)
+def test_a_nan_is_not_forgotten_where_all_ranks_skip_the_next_backward(mode: str, rank: int) -> None:
     """NaN in one backward, and none at all in the next, which all ranks leave out."""
     model = small_model()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, on_nonfinite=mode)
@@ -524,13 +479,7 @@ def _before_all_skip(rank: int, size: int, mode: str) -> list[Any]:
     optimizer.step()
     loss_on(model, rank, 1).backward()
     optimizer.step()
-    return [error, has_stepped, optimizer.stats().num_skipped_steps, bool(_flat(model).isfinite().all())]
-
-
-@pytest.mark.parametrize("mode", ["raise", "skip"])
-def test_a_nan_is_not_forgotten_where_all_ranks_skip_the_next_backward(mode: str) -> None:
-    for error, has_stepped, num_skipped, is_finite in run_pooled(_before_all_skip, 2, mode):
-        assert ("is not finite; NaN or infinity came from rank 0" in error) == (mode == "raise")
-        assert not has_stepped
-        assert num_skipped == (mode == "skip")
-        assert is_finite
+    assert ("is not finite; NaN or infinity came from rank 0" in error) == (mode == "raise")
+    assert not has_stepped
+    assert optimizer.stats().num_skipped_steps == (mode == "skip")
+    assert _flat(model).isfinite().all()
