@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import torchring
-from tests.support.checks import assert_same_on_all_ranks, digest
+from tests.support.checks import assert_same_everywhere, assert_same_on_all_ranks, digest
 from tests.support.grids import grid
 from tests.support.harness import patient, ranks, run_ranks
 from torchring import connection as connection_module
@@ -559,14 +559,11 @@ def test_after_control_c_the_process_ends(rank: int, tmp_path: Path) -> None:
 # ---- the tests' own instruments
 
 
+@ranks(3, start=run_ranks)
 def test_without_a_death_nothing_is_raised() -> None:
     """The control of all the above: the same training, undisturbed, ends and gives the right result."""
-    assert_same_on_all_ranks(run_ranks(_train_undisturbed, 3))
-
-
-def _train_undisturbed(rank: int, size: int) -> str:
     torchring.init(timeout_seconds=20.0)
     model = _train("direct", 4, lambda step, model: None)
     with contextlib.suppress(PeerLostError):  # nobody is lost before this
         torchring.barrier()
-    return digest(model.parameters())
+    assert_same_everywhere(model.parameters())

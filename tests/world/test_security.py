@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import torchring
-from tests.support.harness import run_ranks, run_threads
+from tests.support.harness import ranks, run_ranks, run_threads
 from torchring import initial_state as state
 from torchring.errors import RingError, TopologyError
 from torchring.memory import host as host_module
@@ -277,9 +277,11 @@ def test_what_no_rank_of_the_job_has_signed_is_not_believed(key: str, by: str) -
         _BELIEVED[key](rendezvous)
 
 
-def _group(rank: int, size: int) -> Any:
+@ranks(2, start=run_ranks, env={"TORCHRING_JOB": "secret"})
+def test_a_process_group_of_init_meets_in_the_signed_store(rank: int, world_size: int) -> None:
+    """All but counters."""
     torchring.init(process_group=True)
-    gathered: list[Any] = [None] * size
+    gathered: list[Any] = [None] * world_size
     dist.all_gather_object(gathered, rank)
     half = dist.new_group([0, 1])  # in the same store
     dist.barrier(half)
@@ -289,12 +291,8 @@ def _group(rank: int, size: int) -> Any:
         if "process_group" in key and store.check([key]) and not re.match(rb"[0-9a-f]{64}|\d+$", store.get(key)):
             unsigned_keys.append(key)
     torchring.shutdown()
-    return gathered, unsigned_keys
-
-
-def test_a_process_group_of_init_meets_in_the_signed_store() -> None:
-    """All but counters."""
-    assert run_ranks(_group, 2, env={"TORCHRING_JOB": "secret"}) == [([0, 1], [])] * 2
+    assert gathered == [0, 1]
+    assert unsigned_keys == []
 
 
 class _Forger(SignedStore):
