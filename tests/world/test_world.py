@@ -16,6 +16,7 @@ import time
 import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -455,7 +456,7 @@ def test_under_mpi_a_script_that_ends_leaves_the_world(rank: int, hosts: int, tm
 
 @ranks(2, run_ranks)
 def test_ranks_that_share_a_gpu_get_a_process_group_over_gloo(rank: int) -> None:
-    """NCCL refuses them. This PyTorch has no NCCL, and says so when it is asked for."""
+    """NCCL refuses them. Ranks with a GPU each ask for it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "is_nccl_available", lambda: True)
         patch.setattr(torch.cuda, "is_available", lambda: True)
@@ -465,8 +466,10 @@ def test_ranks_that_share_a_gpu_get_a_process_group_over_gloo(rank: int) -> None
         assert dist.get_backend() == "gloo"
         torchring.shutdown()
         patch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid=f"GPU {rank}"))
-        with pytest.raises(RuntimeError, match="NCCL"):
+        patch.setattr(dist, "init_process_group", mock.Mock(side_effect=RuntimeError))
+        with pytest.raises(RuntimeError):
             torchring.init(process_group=True)
+        assert dist.init_process_group.call_args.args == ("cpu:gloo,cuda:nccl",)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("first", ["torchring", "torch.distributed"])
