@@ -7,9 +7,10 @@ and the tensor belongs to torchring until `Work.wait()` returns. Collectives, bl
 calls. Threads of one rank take turns, in an order that should be the same on all ranks.
 
 Ranks of one host exchange bytes through shared memory. Between hosts Gloo moves the bytes, in a process group of
-torchring's own. For tensors on GPUs, NCCL does: the host waits for the other ranks' hosts, and not for the GPU. The
-current stream waits for the result, with `async_op=True` that of `Work.wait()`. A result that a lost rank has spoilt is
-NaN, and the next call raises the error. What NCCL cannot do goes through the CPU: see `devices/collectives.py`.
+torchring's own. For tensors on GPUs, NCCL does: the host waits for the other ranks' hosts, and not for the GPU, but in
+"adasum". The current stream waits for the result, with `async_op=True` that of `Work.wait()`. A result that a lost rank
+has spoilt is NaN, and the next call raises the error. What NCCL cannot do goes through the CPU: see
+`devices/collectives.py`.
 """
 
 from __future__ import annotations

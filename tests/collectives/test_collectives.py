@@ -8,8 +8,10 @@ import itertools
 import math
 import os
 import pickle
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from torchring.collectives import service as collectives_module
 from torchring.collectives.service import collectives_of
 from torchring.collectives.shared_memory import _SMALL_BYTES, stage_bytes
 from torchring.default_world import default_world
-from torchring.errors import PlanMismatchError
+from torchring.errors import PeerLostError, PlanMismatchError
 from torchring.horovod.calls import check_apart
 from torchring.horovod.execution import all_reduce_together
 from torchring.memory import host as host_module
@@ -588,6 +590,36 @@ _SCRIPTS = (
     _all_gather_everything, _reduce_scatter_everything, _all_to_all_everything, _barrier, _objects, _exchange,
     _asynchronous,
 )  # fmt: skip
+
+
+class Awaited(Future[Any]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_awaited = threading.Event()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self.is_awaited.set()
+        return super().exception(timeout)
+
+
+def test_closing_ends_a_call_that_waits_for_one_that_has_not_begun() -> None:
+    torchring.init()
+    collectives, last, errors = collectives_of(default_world()), Awaited(), list[BaseException]()
+    collectives._last = last
+
+    def call() -> None:
+        try:
+            torchring.all_reduce(torch.ones(1))
+        except PeerLostError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert last.is_awaited.wait(20)
+    last.cancel()
+    thread.join(20)
+    torchring.shutdown()
+    assert "shutdown() was called before this collective began" in str(errors[0])
 
 
 @in_worlds

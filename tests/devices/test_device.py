@@ -280,6 +280,7 @@ def test_what_is_asked_of_nccl(
     monkeypatch.setattr(torch, "as_tensor", as_tensor)
     for name in ("device", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with pytest.raises(RuntimeError, match=problem):  # noqa: PT012 - whichever fails
         group = nccl.RegisteredGroup(0, CPU, SimpleNamespace(_comm_ptr=lambda: 3))
         view = group.allocate(20).parts[0][:7]

@@ -44,9 +44,10 @@ class GlooCollectives:
         world.on_failure(self._transport)
 
     def all_reduce(self, data: torch.Tensor, op: str, signature: Signature) -> None:
-        self._agree(signature)
+        may_lose = op in ("min", "max") and data.is_floating_point() and data.numel() > 0
+        has_nan = any(row[0] for row in self._agree(signature, [int(may_lose and bool(data.amax().isnan()))]))
         if data.numel():
-            combine_by(self._reduce, data, op, self._transport.size)
+            combine_by(self._reduce, data, op, self._transport.size, keeps_nan=has_nan)
 
     def _reduce(self, buffer: torch.Tensor, op: str) -> None:
         options = dist.AllreduceOptions()

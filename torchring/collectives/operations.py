@@ -121,14 +121,15 @@ def combine(parts: Sequence[torch.Tensor], out: torch.Tensor, op: str) -> None:
         out.copy_(total)
 
 
-def combine_by(reduce: Callable[[torch.Tensor, str], None], data: torch.Tensor, op: str, size: int) -> None:
+def combine_by(
+    reduce: Callable[[torch.Tensor, str], None], data: torch.Tensor, op: str, size: int, *, keeps_nan: bool
+) -> None:
     """Combine `data` of `size` ranks in place by `reduce`, another library's all-reduce, where "mean" adds up.
 
     16-bit values travel as fp32, so that they are rounded once. Libraries know no int16, and lose some NaN in "min" and
-    "max", where a NaN counts, whoever has it.
+    "max", where a NaN counts, whoever has it (`keeps_nan`).
     """
-    may_lose = op in ("min", "max") and data.is_floating_point()
-    is_nan = torch.empty_like(data, dtype=torch.bool) if may_lose else None
+    is_nan = torch.empty_like(data, dtype=torch.bool) if keeps_nan else None
     if is_nan is not None:
         torch.ne(data, data, out=is_nan)
         reduce(is_nan.view(torch.uint8), "max")

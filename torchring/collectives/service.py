@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future
 from typing import Any, Final, TypeVar
 
 import torch
@@ -82,8 +82,11 @@ class Collectives:
         return self._calls.run(what, self._start, what, operation, arguments)
 
     def _run_in_turn(self, what: str, operation: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
-        if self._last is not None and not self._last.done():
-            wait([self._last])
+        if self._last is not None:
+            try:
+                self._last.exception()  # waits; the error is its caller's
+            except CancelledError:
+                raise PeerLostError("torchring.shutdown() was called before this collective began") from None
         return self._operate(what, operation, arguments)
 
     def _start(self, what: str, operation: Callable[..., _T], arguments: tuple[Any, ...]) -> Future[_T]:

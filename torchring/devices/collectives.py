@@ -1,4 +1,5 @@
-"""Collectives of scripts on a device: NCCL moves the tensors, in a stream of its own. The host waits for no device.
+"""Collectives of scripts on a device: NCCL moves the tensors, in a stream of its own. The host waits for no device, but
+for the scalar products of Adasum.
 
 Ranks compare on the CPU what they call, in one small message, before anything is launched. So what does not fit
 together is an error, and never a device that waits for ever. A watchdog ends what waits for a rank that is gone.
@@ -107,8 +108,9 @@ class DeviceCollectives:
     def all_reduce(self, data: torch.Tensor, op: str, signature: Signature) -> None:
         stream, _ = self._agree(data, signature)
         if stream is not None:
-            combine, size = operations.combine_by, self._world.size
-            self._run(stream, data, lambda library: combine(partial(all_reduce, library), data, op, size))
+            keeps_nan = op in ("min", "max") and data.is_floating_point()
+            combine = partial(operations.combine_by, data=data, op=op, size=self._world.size, keeps_nan=keeps_nan)
+            self._run(stream, data, lambda library: combine(partial(all_reduce, library)))
         else:
             self._collectives.opened().all_reduce(on_cpu := data.cpu(), op, signature)
             data.copy_(on_cpu)
@@ -150,6 +152,8 @@ class DeviceCollectives:
                 opened = open_collectives(self._collectives, name, accelerator_of(data.device))
                 self._world.on_failure(opened)
                 self._world.on_close(opened.close)
+                if not self._world.is_open:  # by now
+                    opened.close()
                 self._opened[indices] = opened
             except TopologyError as error:  # on all ranks
                 self._by_cpu("collectives", error.message)

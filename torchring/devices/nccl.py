@@ -61,6 +61,8 @@ class RegisteredGroup(LonelyGroup):
         return CudaBlock([part], window)
 
     def free(self, pointer: ctypes.c_void_p) -> None:
+        if torch.cuda.is_current_stream_capturing():  # freeing would end the capture: such memory stays
+            return
         with contextlib.suppress(RuntimeError):  # of a device that has failed
             torch.cuda.synchronize(self._device)
             self.call("ncclMemFree", pointer)

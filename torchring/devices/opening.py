@@ -42,6 +42,7 @@ _NUM_TURNS: Final = 5
 _NUM_PRODUCTS: Final = 8  # in each turn, of matrices of this many rows: 1.6 ms on an H100
 _PRODUCT_SIDE: Final = 4096
 _TRIAL_NUMEL: Final = 1024
+_LOOK_SECONDS: Final = 0.1
 _TRIAL_SECONDS: Final = 10.0  # kernels are compiled before, and take some microseconds
 
 
@@ -127,12 +128,12 @@ def _tried_on_stream(world: World, engine: Engine, overlap: str) -> OnStream:
     def launch() -> None:
         wire.buffer.copy_(inputs[world.rank])
         all_reduce.stream.follow()
-        with _alarm(world.timeout_seconds / 2, engine.abort):  # for CUDA_LAUNCH_BLOCKING=1
+        with _alarm(world, world.timeout_seconds / 2, engine.abort):  # for CUDA_LAUNCH_BLOCKING=1
             all_reduce.stream.run(launch_all)
 
     def compare() -> None:
         seconds = min(_TRIAL_SECONDS, world.timeout_seconds / 2)
-        with _alarm(seconds, engine.abort) as has_rung:
+        with _alarm(world, seconds, engine.abort) as has_rung:
             engine.accelerator.synchronize()
         if has_rung.is_set():
             raise TopologyError(f"{engine.algorithm}, tried out, did not come to an end within {seconds:g} s")
@@ -206,7 +207,7 @@ def _backend(
     def connect() -> None:  # now, not in a backward
         for backend in opened:
             seconds = world.timeout_seconds / 2  # ranks that are through wait for the others
-            with _alarm(seconds, lambda backend=backend: abort(backend)) as has_rung:  # type: ignore[misc]
+            with _alarm(world, seconds, lambda backend=backend: abort(backend)) as has_rung:  # type: ignore[misc]
                 all_reduce(backend, torch.zeros(1, device=accelerator.device))
                 accelerator.synchronize()
             if has_rung.is_set():
@@ -228,7 +229,7 @@ def _memory_of(world: World, backend: Backend, accelerator: CudaAccelerator) -> 
     """Collective: memory that `backend` knows, or plain memory."""
 
     def register() -> LonelyGroup:
-        with _alarm(world.timeout_seconds / 2, lambda: abort(backend)):
+        with _alarm(world, world.timeout_seconds / 2, lambda: abort(backend)):
             group = accelerator.register(world.rank, backend)
             group.release(group.allocate(1))
         return group
@@ -242,21 +243,35 @@ def _memory_of(world: World, backend: Backend, accelerator: CudaAccelerator) -> 
 
 
 @contextlib.contextmanager
-def _alarm(seconds: float, ring: Callable[[], object]) -> Iterator[threading.Event]:
-    """Call `ring` on another thread if the context lasts for longer. Gives an event that is then set."""
-    has_rung = threading.Event()
+def _alarm(world: World, seconds: float, ring: Callable[[], object]) -> Iterator[threading.Event]:
+    """Call `ring` on another thread if the context lasts for longer, or a rank of this host dies meanwhile.
 
-    def run() -> None:
+    Gives an event that is then set.
+    """
+    has_rung, is_over = threading.Event(), threading.Event()
+    end = time.monotonic() + seconds
+
+    def watch() -> None:
+        while time.monotonic() < end and world.failure is None and not _has_lost_peer(world):
+            if is_over.wait(_LOOK_SECONDS):
+                return
         has_rung.set()
         ring()
 
-    timer = threading.Timer(seconds, run)
-    timer.daemon = True
-    timer.start()
+    threading.Thread(target=watch, daemon=True).start()
     try:
         yield has_rung
     finally:
-        timer.cancel()
+        is_over.set()
+
+
+def _has_lost_peer(world: World) -> bool:
+    try:
+        if world.host is not None:
+            world.host.check_peers([rank for rank in world.host.ranks if rank != world.rank])
+    except RingError:
+        return True
+    return False
 
 
 def _together(world: World, open_it: Callable[[], _T], problem: str = "", exchange: Exchange | None = None) -> _T:
@@ -313,7 +328,7 @@ def _measure(
             all_reduce.fail(PeerTimeoutError(text, rank=world.rank, seconds=limit))
 
     try:
-        with _alarm(limit, give_up):
+        with _alarm(world, limit, give_up):
             if not _adds_in_fp32(world, native, specs):
                 return {name: 0.0 for name in all_reduces if name != "native"}
             wires = {name: all_reduce.open_wires([_sample(specs)]) for name, all_reduce in all_reduces.items()}

@@ -80,6 +80,7 @@ class OnStream:
         self._watchdog = DeviceWatchdog(self, world.host, world.timeout_seconds, lost_afar, find_fault)
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[DeviceWire]:
+        self.check()
         return self.engine.open_wires(specs)
 
     def start(self, wire: DeviceWire) -> OnStream:
