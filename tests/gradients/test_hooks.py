@@ -261,18 +261,17 @@ def test_gradients_put_in_by_hand(rank: int) -> None:
         optimizer.step()
 
 
-def lanes() -> list[str]:
-    """The threads that reduce."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("torchring-lane")]
+@ranks(2)
+def test_a_closed_optimizer_has_no_hooks_and_no_thread(rank: int, world_size: int) -> None:
+    def reducing() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("torchring-reductions")]
 
-
-def _closed(rank: int, world_size: int) -> None:
     model = Net()
     optimizer = wrapped(model, overlap="thread")
     model(batch(rank)).backward()
-    assert lanes()
+    assert reducing()
     optimizer.close()
-    wait_until(lambda: not lanes(), "its thread to end")
+    wait_until(lambda: not reducing(), "its thread to end")
     optimizer.optimizer.zero_grad()
     model(batch(rank)).backward()
     check_gradients(model, gradients(model, model, [batch(rank)]), "local")
@@ -280,10 +279,6 @@ def _closed(rank: int, world_size: int) -> None:
     again.zero_grad()
     model(batch(rank)).backward()
     check_gradients(model, mean_of(model, model, world_size, [0]), "reduced")
-
-
-def test_a_closed_optimizer_has_no_hooks_and_no_thread() -> None:
-    run_pooled(_closed, 2)
 
 
 # Large gradients
@@ -505,7 +500,9 @@ def test_a_backward_of_two_optimizers_aborted_on_all_ranks_is_forgotten(algorith
     assert_same_on_all_ranks(run_pooled(_aborted_everywhere, 2, "auto", None, True, algorithm, 2))
 
 
-def _aborted_on_one_untagged(rank: int, world_size: int) -> list[str]:
+@ranks(2)
+def test_a_backward_aborted_on_one_rank_is_told_where_ranks_compare_no_tags(rank: int) -> None:
+    """The buckets of the next reduction have other lengths than those that the other rank waits for."""
     model = torch.nn.Sequential(Deep().layers[0], torch.nn.BatchNorm1d(3), Deep())
     optimizer = wrapped(model, bucket_mb=0.0, overlap="thread", algorithm="native")
     outcomes = []
@@ -513,21 +510,17 @@ def _aborted_on_one_untagged(rank: int, world_size: int) -> list[str]:
         optimizer.zero_grad()
         Fail.broken = step == 1 and rank == 1
         outcomes.append(attempt(model(batch(rank, step)).backward))
-    return outcomes
+    assert outcomes[0] == ""
+    assert rank == 0 or outcomes[1] == "MemoryError: aborted"
+    assert "a backward was aborted on rank 1 after part of its gradients had left" in outcomes[1 + rank]
 
 
-def test_a_backward_aborted_on_one_rank_is_told_where_ranks_compare_no_tags() -> None:
-    """The buckets of the next reduction have other lengths than those that the other rank waits for."""
-    peer, broken = run_pooled(_aborted_on_one_untagged, 2)
-    told = "a backward was aborted on rank 1 after part of its gradients had left"
-    assert peer[0] == broken[0] == ""
-    assert told in peer[1]
-    assert broken[1] == "MemoryError: aborted"
-    assert told in broken[2]
+@ranks(2, start=run_ranks)
+def test_a_reduction_that_cannot_begin_on_one_rank_is_no_reduction_on_any(rank: int) -> None:
+    """Rank 1 cannot have the buffers that the order of the first reduction asks for.
 
-
-def _no_room_for_the_second_plan(rank: int, world_size: int) -> tuple[str, str]:
-    """Rank 1 cannot have the buffers that the order of the first reduction asks for. Returns what each call said."""
+    The others learn why, at once, and nobody steps on gradients of its own.
+    """
     torchring.init(timeout_seconds=20)
     model = Deep()
     optimizer = wrapped(model, bucket_mb=0.0)
@@ -550,16 +543,9 @@ def _no_room_for_the_second_plan(rank: int, world_size: int) -> tuple[str, str]:
         optimizer.step()
     with pytest.raises(GradientError, match="an earlier backward failed"):
         model(batch(rank, 1)).backward()
-    return str(first.value), str(second.value)
-
-
-def test_a_reduction_that_cannot_begin_on_one_rank_is_no_reduction_on_any() -> None:
-    """The others learn why, at once, and nobody steps on gradients of its own."""
-    (other, other_step), (own, own_step) = run_ranks(_no_room_for_the_second_plan, 2)
-    assert own == "no space left"
-    assert "rank 1 stopped: the reduction of gradients was interrupted by OSError: no space left" in other
-    for step in (own_step, other_step):
-        assert "the last backward did not reduce its gradients" in step
+    told = "rank 1 stopped: the reduction of gradients was interrupted by OSError: no space left"
+    assert str(first.value) == "no space left" if rank == 1 else told in str(first.value)
+    assert "the last backward did not reduce its gradients" in str(second.value)
 
 
 def _several_under_way(rank: int, world_size: int, num_optimizers: int) -> tuple[str, int | None, int | None]:
@@ -802,8 +788,9 @@ def test_an_optimizer_that_leaves_its_neighbour(rank: int, world_size: int) -> N
 # What goes wrong between ranks
 
 
-def _after_a_failure(rank: int, world_size: int) -> tuple[str, str]:
-    """Rank 1's sparse gradient is in no plan, and buckets before it have left; returns the errors of two backwards."""
+@ranks(2)
+def test_a_failure_on_one_rank_reaches_all_and_stays(rank: int) -> None:
+    """Rank 1's sparse gradient is in no plan, and buckets before it have left."""
     model = torch.nn.Sequential(torch.nn.Embedding(5, 3, sparse=True), torch.nn.Linear(3, 2))
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.5), bucket_mb=0.0)  # without the model
     texts = []
@@ -815,16 +802,9 @@ def _after_a_failure(rank: int, world_size: int) -> tuple[str, str]:
     with pytest.raises(GradientError, match=r"the last backward did not reduce|an earlier backward failed"):
         optimizer.step()
     assert threading.active_count() < 10
-    return texts[0], texts[1]
-
-
-def test_a_failure_on_one_rank_reaches_all_and_stays() -> None:
-    (first, first_again), (second, second_again) = run_pooled(_after_a_failure, 2)
-    assert "sparse gradient" in second
-    assert "sparse gradient" in first
-    assert "rank 1" in first
-    assert first_again.startswith("an earlier backward failed: ")
-    assert second_again.startswith("an earlier backward failed: ")
+    assert "sparse gradient" in texts[0]
+    assert rank == 1 or "rank 1" in texts[0]
+    assert texts[1].startswith("an earlier backward failed: ")
 
 
 @pytest.mark.parametrize("overlap", ["inline", "thread"])
@@ -970,8 +950,9 @@ def test_the_check_of_gradients_can_fail() -> None:
         run_pooled(_wrong_gradient, 2)
 
 
-def _closed(rank: int, world_size: int) -> list[bool]:
-    """Whether the memory of closed optimizers is still held; one of them was reached by skip() of the other."""
+@ranks(2)
+def test_a_closed_optimizer_lets_go_of_its_memory_without_the_garbage_collector(rank: int) -> None:
+    """One of two was reached by skip() of the other."""
     model = Net()
     first, second = wrapped(model.first), wrapped(model.second)
     model(batch(rank)).backward()
@@ -985,13 +966,8 @@ def _closed(rank: int, world_size: int) -> list[bool]:
     second.close()
     first.close()
     del first, second
-    held = [bucket() is not None for bucket in buckets]
     gc.enable()
-    return held
-
-
-def test_a_closed_optimizer_lets_go_of_its_memory_without_the_garbage_collector() -> None:
-    assert run_pooled(_closed, 2) == [[False, False]] * 2
+    assert [bucket() for bucket in buckets] == [None, None]
 
 
 def _skip_fails(rank: int, world_size: int) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.fake_device import COMPUTE, FakeAccelerator
+from tests.support.fake_device import FakeAccelerator
 from torchring.devices import cuda
 from torchring.devices import packing as packing_module
 from torchring.devices.cuda import CudaAccelerator, CudaMark, CudaStream
@@ -68,23 +68,6 @@ def test_launches_are_prepared_once(accelerator: FakeAccelerator) -> None:
             accelerator.synchronize()
             assert bucket.views[0].item() == 2.0 * factor
             assert prepare.call_count == times
-
-
-def test_the_table_that_was_not_used_for_longest_is_forgotten(accelerator: FakeAccelerator) -> None:
-    bucket = _bucket(accelerator, num_slots=5)
-    sets = [tuple(i for i in range(5) if mask >> i & 1) for mask in range(1, 19)]
-
-    def pack(slots: tuple[int, ...]) -> None:
-        bucket.packing.pack(slots, [torch.ones(1) for _ in slots], [bucket.views[i] for i in slots])
-
-    for slots in sets[:16]:
-        pack(slots)
-    pack(sets[0])
-    pack(sets[16])
-    assert sets[0] in bucket.packing._tables
-    assert sets[1] not in bucket.packing._tables
-    assert len(bucket.packing._tables) == 16
-    assert accelerator.current == COMPUTE
 
 
 # Events of CUDA, without CUDA

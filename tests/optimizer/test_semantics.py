@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
-from torch.utils.data import DataLoader, TensorDataset
 
 import torchring
 from tests.support.checks import (
@@ -62,7 +61,6 @@ from tests.support.training import (
     loss_on,
     momentum,
     small_model,
-    train,
     values,
 )
 
@@ -439,19 +437,6 @@ def test_a_new_plan_does_not_take_a_second_set_of_buffers() -> None:
 # Company
 
 
-def _compiled(side: Side) -> Sequence[Any]:
-    model = small_model()
-    run = torch.compile(model, backend="eager") if side.is_wrapped else model
-    optimizer = side.wrap(momentum(model), model)
-    train(side, run, optimizer, range(3))
-    return values(model)
-
-
-def test_a_compiled_model() -> None:
-    """Traced by Dynamo. test_dynamo.py has one that is differentiated ahead of time, too."""
-    assert_as_one_process(_compiled, run=run_ranks)
-
-
 @pytest.mark.parametrize("algorithm", ["direct", "native"])
 def test_another_default_device(algorithm: str) -> None:
     """What torchring makes for itself on the host does not follow torch.set_default_device."""
@@ -487,26 +472,6 @@ def _elsewhere(side: Side, algorithm: str) -> Sequence[Any]:
     finally:
         torch.set_default_device(None)
     return values(model)
-
-
-def _with_loader(side: Side) -> Sequence[Any]:
-    """Worker processes are forked while torchring is up, and live on beside it."""
-    model = small_model()
-    optimizer = side.wrap(momentum(model), model, overlap="thread")
-    draws = [batch(rank, 0) for rank in side.mine]
-    data = TensorDataset(*(torch.stack(parts) for parts in zip(*draws, strict=True)))
-    workers = 2 if side.is_wrapped else 0
-    loader = DataLoader(data, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
-    for _ in range(2):
-        optimizer.zero_grad()
-        losses = [nn.functional.mse_loss(model(x), y) for x, y in loader]
-        torch.stack(losses).mean().backward()
-        optimizer.step()
-    return values(model)
-
-
-def test_data_loaders_with_worker_processes() -> None:
-    assert_as_one_process(_with_loader, run=run_ranks)
 
 
 @ranks(2, start=run_ranks)
