@@ -439,9 +439,9 @@ def test_a_kept_gradient_keeps_its_values(
         assert grad(bucket, 0) == [3.0 + i]
         assert lies_in_wire(bucket, 0) == can_swap
         if next_value is not None:
-            assert grad(bucket, 1) == [5.0] * numel
+            assert bool((gradient(bucket, 1) == 5.0).all())
             assert lies_in_wire(bucket, 1) == can_swap
-        assert kept.unique().tolist() == [2.0]
+        assert bool((kept == 2.0).all())
     assert kept._version == version  # so what autograd has saved of it is still good
     assert bucket.ledger.first_unsettled() is None
 
@@ -481,9 +481,9 @@ def test_a_gradient_that_was_given_other_memory_is_the_scripts(numel: int, next_
         reduction_of(bucket, 3.0 + i, next_value)
         assert grad(bucket, 0) == [3.0 + i]
         if next_value is not None:
-            assert grad(bucket, 1) == [5.0] * numel
+            assert bool((gradient(bucket, 1) == 5.0).all())
             assert lies_in_wire(bucket, 1) is CAN_SWAP
-        assert kept.unique().tolist() == [4.0]
+        assert bool((kept == 4.0).all())
 
 
 @pytest.mark.takes_2_12

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import torchring
-from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, digest
+from tests.support.checks import assert_bitwise, assert_same_everywhere, assert_same_on_all_ranks, digest
 from tests.support.grids import grid
 from tests.support.harness import count_open_fds, ranks, run_pooled, run_ranks
 from tests.support.scripts import amp, keeping
@@ -63,24 +63,20 @@ def test_it_is_an_optimizer_that_shares_everything_with_the_wrapped_one(world_si
     optimizer = torchring.wrap(plain, model)
     train(Side((rank,), True), model, optimizer, range(2))
     optimizer.param_groups[0]["lr"] = 0.25
-    seen = {
-        "types": isinstance(optimizer, torch.optim.Optimizer) and type(optimizer) is torchring.DistributedOptimizer,
-        "groups": optimizer.param_groups is plain.param_groups,
-        "state": optimizer.state is plain.state and len(plain.state) == 6,
-        "defaults": optimizer.defaults is plain.defaults and optimizer.defaults["momentum"] == 0.9,
-        "wrapped": optimizer.optimizer is plain,
-        "lr": plain.param_groups[0]["lr"] == 0.25,
-        "repr": "DistributedOptimizer" in repr(optimizer) and repr(plain) in repr(optimizer),
-        "unknown": attempt(lambda: optimizer.no_such_thing),
-        "private": attempt(lambda: optimizer._no_such_thing),
-        "hasattr": hasattr(optimizer, "no_such_thing"),
-    }
-    for name in ("unknown", "private"):
-        message = seen.pop(name)
-        assert message.startswith("AttributeError")
-        assert "no_such_thing" in message
-    assert seen.pop("hasattr") is False
-    assert all(seen.values()), seen
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert type(optimizer) is torchring.DistributedOptimizer
+    assert optimizer.optimizer is plain
+    assert optimizer.param_groups is plain.param_groups
+    assert plain.param_groups[0]["lr"] == 0.25
+    assert optimizer.state is plain.state
+    assert len(plain.state) == 6
+    assert optimizer.defaults is plain.defaults
+    assert "DistributedOptimizer" in repr(optimizer)
+    assert repr(plain) in repr(optimizer)
+    for name in ("no_such_thing", "_no_such_thing"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(optimizer, name)
+    assert not hasattr(optimizer, "no_such_thing")
 
 
 class _Unusual(torch.optim.SGD):
@@ -99,23 +95,22 @@ class _Unusual(torch.optim.SGD):
         return f"noise {noise}, switched {self.is_noisy}"
 
 
-def _forwarded(rank: int, world_size: int) -> list[Any]:
+@pytest.mark.parametrize("world_size", [1, 2])
+@ranks()
+def test_what_is_special_about_the_users_optimizer_class_is_within_reach(world_size: int, rank: int) -> None:
     model = small_model()
     plain = _Unusual(model.parameters(), lr=0.5)
     optimizer = torchring.wrap(plain, model)
     loss_on(model, rank, 0).backward()
-    seen: list[Any] = [optimizer.warm(4.0), optimizer.step()]
+    assert optimizer.warm(4.0) == 2.0
+    assert optimizer.step() == "noise 0.0, switched False"
     optimizer.is_noisy = True
     optimizer.zero_grad()
-    seen += [[p.grad for p in model.parameters()] == [None] * 6, plain.is_noisy, optimizer.step(noise=2.0)]
+    assert [p.grad for p in model.parameters()] == [None] * 6
+    assert plain.is_noisy
+    assert optimizer.step(noise=2.0) == "noise 2.0, switched True"
     del optimizer.is_noisy
-    return [*seen, plain.is_noisy]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_what_is_special_about_the_users_optimizer_class_is_within_reach(world_size: int) -> None:
-    expected = [2.0, "noise 0.0, switched False", True, True, "noise 2.0, switched True", False]
-    assert run_pooled(_forwarded, world_size) == [expected] * world_size
+    assert not plain.is_noisy
 
 
 def _alone(rank: int, world_size: int) -> list[Any]:
@@ -255,7 +250,8 @@ def test_step_hooks_run_once_a_step(world_size: int, rank: int) -> None:
     assert is_optimizer == [True, True]
 
 
-def _state_dict_hooked(rank: int, world_size: int) -> list[str]:
+@ranks(1)
+def test_state_dict_hooks_run() -> None:
     model = small_model()
     optimizer = torchring.wrap(momentum(model), model)
     heard: list[str] = []
@@ -264,11 +260,6 @@ def _state_dict_hooked(rank: int, world_size: int) -> list[str]:
     optimizer.register_load_state_dict_pre_hook(lambda *_: heard.append("before loading"))
     optimizer.register_load_state_dict_post_hook(lambda *_: heard.append("after loading"))
     optimizer.load_state_dict(optimizer.state_dict())
-    return heard
-
-
-def test_state_dict_hooks_run() -> None:
-    [heard] = run_pooled(_state_dict_hooked, 1)
     assert heard == ["before saving", "after saving", "before loading", "after loading"]
 
 
@@ -488,27 +479,20 @@ def test_groups_added_after_wrapping_are_reduced_too(world_size: int) -> None:
     assert_as_one_process(_grown, world_size=world_size)
 
 
-def _bad_group(rank: int, world_size: int) -> tuple[list[str], str]:
+@ranks(2)
+def test_a_parameter_has_one_optimizer(rank: int) -> None:
     model, other = small_model(), small_model()
     optimizer = torchring.wrap(momentum(model), model)
     of_other = torchring.wrap(momentum(other), other)
-    problems = [
-        attempt(lambda: optimizer.add_param_group({"params": [model[0].weight]})),
-        attempt(lambda: optimizer.add_param_group({"params": of_other.param_groups[0]["params"]})),
-        attempt(lambda: copy.copy(optimizer)),
-    ]
+    twice = attempt(lambda: optimizer.add_param_group({"params": [model[0].weight]}))
+    of_another = attempt(lambda: optimizer.add_param_group({"params": of_other.param_groups[0]["params"]}))
+    copied = attempt(lambda: copy.copy(optimizer))
     train(Side((rank,), True), model, optimizer, range(2))
-    return problems, digest(model.parameters())
-
-
-def test_a_parameter_has_one_optimizer() -> None:
-    results = run_pooled(_bad_group, 2)
-    for (twice, of_another, copied), _ in results:
-        assert twice.startswith("ValueError")
-        assert of_another.startswith("ValueError: group1.param0 belongs to another DistributedOptimizer")
-        assert copied.startswith("TypeError: copy.copy()")
-        assert "copy.deepcopy(" in copied
-    assert_same_on_all_ranks([trained for _, trained in results])
+    assert twice.startswith("ValueError")
+    assert of_another.startswith("ValueError: group1.param0 belongs to another DistributedOptimizer")
+    assert copied.startswith("TypeError: copy.copy()")
+    assert "copy.deepcopy(" in copied
+    assert_same_everywhere(model.parameters())
 
 
 # Once, twice, several
@@ -684,9 +668,16 @@ def test_two_backwards_in_another_order_on_another_rank(world_size: int) -> None
 # Worlds come and go
 
 
-def _cycles(rank: int, world_size: int, options: dict[str, Any], how: str) -> dict[str, Any]:
+@grid(
+    "how, options",
+    ["close", "leave to shutdown"],
+    [{"overlap": "inline"}, {"overlap": "thread"}, {"algorithm": "native"}],
+    keep=lambda how, options: (how == "close") == (options in ({"overlap": "thread"}, {"algorithm": "native"})),
+)
+@ranks(2)
+def test_worlds_come_and_go_without_a_trace(options: dict[str, Any], how: str, rank: int) -> None:
     side = Side((rank,), True)
-    fds, threads, digests, late = [], [], [], ""
+    fds, threads, digests = [], [], []
     for cycle in range(5):
         torchring.init()
         model = small_model(seed=rank)
@@ -698,7 +689,7 @@ def _cycles(rank: int, world_size: int, options: dict[str, Any], how: str) -> di
             optimizer.close()
         torchring.shutdown()
         if cycle == 1 and how != "close":
-            late = attempt(optimizer.step)
+            assert attempt(optimizer.step).startswith("ValueError")
         train(side, model, plain, range(3))  # its hooks are gone: this reduces nothing and waits for nobody
         del optimizer, plain, model
         gc.collect()  # buffers stay mapped until nothing views them
@@ -707,39 +698,23 @@ def _cycles(rank: int, world_size: int, options: dict[str, Any], how: str) -> di
             time.sleep(0.01)
         fds.append(count_open_fds())
         threads.append(len(os.listdir("/proc/self/task")))
-    return {"fds": fds, "threads": threads, "digests": digests, "late": late, "open": torchring.is_initialized()}
-
-
-@grid(
-    "how, options",
-    ["close", "leave to shutdown"],
-    [{"overlap": "inline"}, {"overlap": "thread"}, {"algorithm": "native"}],
-    keep=lambda how, options: (how == "close") == (options in ({"overlap": "thread"}, {"algorithm": "native"})),
-)
-def test_worlds_come_and_go_without_a_trace(options: dict[str, Any], how: str) -> None:
-    first, second = run_pooled(_cycles, 2, options, how)
-    assert_same_on_all_ranks(first["digests"])
-    assert first["digests"] == second["digests"]
-    for seen in (first, second):
-        assert seen["open"] is False
-        assert seen["fds"][4] <= seen["fds"][1], seen["fds"]
-        assert seen["threads"][4] <= seen["threads"][1], seen["threads"]
-        assert how == "close" or seen["late"].startswith("ValueError")
-
-
-def _stats(rank: int, world_size: int, options: dict[str, Any]) -> torchring.Stats:
-    model = small_model(torch.float32)
-    optimizer = torchring.wrap(momentum(model), model, bucket_mb=TINY_MB, **options)
-    train(Side((rank,), True), model, optimizer, range(3))
-    return optimizer.stats()
+    assert not torchring.is_initialized()
+    assert fds[4] <= fds[1], fds
+    assert threads[4] <= threads[1], threads
+    assert len({*digests}) == 1
+    assert torchring.all_gather_object(digests) == [digests] * 2
 
 
 @pytest.mark.parametrize("compression", [None, "fp16"])
-def test_stats_say_what_was_done(compression: str | None) -> None:
-    num_elements = sum(p.numel() for p in small_model().parameters())
-    for stats in run_pooled(_stats, 2, {"compression": compression, "algorithm": "direct", "overlap": "thread"}):
-        assert (stats.algorithm, stats.overlap, stats.num_reductions) == ("direct", "thread", 3)
-        assert stats.num_buckets > 1
-        assert stats.bytes_per_step >= num_elements * (2 if compression else 4)
-        assert stats.communication_ms > 0
-        assert 0 <= stats.overlap_ratio <= 1
+@ranks(2)
+def test_stats_say_what_was_done(compression: str | None, rank: int) -> None:
+    model = small_model(torch.float32)
+    options: dict[str, Any] = {"compression": compression, "algorithm": "direct", "overlap": "thread"}
+    optimizer = torchring.wrap(momentum(model), model, bucket_mb=TINY_MB, **options)
+    train(Side((rank,), True), model, optimizer, range(3))
+    stats = optimizer.stats()
+    assert (stats.algorithm, stats.overlap, stats.num_reductions) == ("direct", "thread", 3)
+    assert stats.num_buckets > 1
+    assert stats.bytes_per_step >= sum(p.numel() for p in model.parameters()) * (2 if compression else 4)
+    assert stats.communication_ms > 0
+    assert 0 <= stats.overlap_ratio <= 1

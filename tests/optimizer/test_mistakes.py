@@ -339,66 +339,6 @@ def test_a_reentrant_checkpoint_of_a_layer_that_is_used_twice(options: dict[str,
         torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-12)
 
 
-def _autograd_grad_later(rank: int, world_size: int, options: dict[str, Any], how: str) -> list[Any]:
-    """Two ordinary steps, then one with gradients from torch.autograd.grad."""
-    model = nn.Linear(4, 2).double()
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
-    for step in range(2):
-        optimizer.zero_grad()
-        loss_on(model, rank, step).backward()
-        optimizer.step()
-    if how == "not zeroed":
-        pass
-    elif how == "zeroed in place":
-        optimizer.zero_grad(set_to_none=False)
-    else:
-        optimizer.zero_grad()
-    gradients = torch.autograd.grad(loss_on(model, rank, 2), [model.weight])
-    model.weight.grad = gradients[0]
-    before = digest(model.parameters())
-    problem = attempt(optimizer.step)
-    is_untouched = digest(model.parameters()) == before
-    optimizer.synchronize()
-    optimizer.step()
-    return [problem, is_untouched, model.weight.grad.clone(), gradients[0], digest(model.parameters())]
-
-
-@grid(
-    "how, options",
-    ["zeroed", "zeroed in place", "not zeroed"],
-    [{}, {"compression": "fp16"}, {"algorithm": "native"}],
-    keep=lambda how, options: not options or how == "zeroed",
-)
-def test_d_torch_autograd_grad(options: dict[str, Any], how: str) -> None:
-    """step() refuses; after synchronize() it is the mean."""
-    results = run_pooled(_autograd_grad_later, 2, options, how)
-    for problem, is_untouched, *_ in results:
-        assert is_about(problem, "weight"), problem
-        assert "synchronize" in problem
-        assert is_untouched
-    assert_same_on_all_ranks([trained for *_, trained in results])
-    mean = (results[0][3] + results[1][3]) / 2
-    tolerance = 2e-3 if "compression" in options else 1e-9
-    torch.testing.assert_close(results[0][2], mean, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("compression", [None, "fp16"])
-@ranks(2)
-def test_d_a_local_gradient_in_the_place_of_a_reduced_one(compression: str | None, rank: int) -> None:
-    """The allocator gives a fresh gradient the place of the reduced one that was just dropped."""
-    model = nn.Linear(40, 1, bias=False)
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, compression=compression)
-    problems = []
-    for step in range(4):
-        optimizer.zero_grad()
-        model(torch.full((1, 40), float(rank + step))).sum().backward()
-        optimizer.step()
-        model.weight.grad = None
-        model.weight.grad = torch.full((1, 40), float(rank))
-        problems.append(attempt(optimizer.step))
-    assert all(is_about(problem, "weight") for problem in problems), problems
-
-
 def _past_the_wrapper(model: nn.Sequential, plain: torch.optim.Optimizer, how: str) -> None:
     """Change the parameters in what the wrapper shares with the optimizer that it wraps."""
     mine = plain.param_groups[0]["params"]
@@ -476,11 +416,26 @@ def test_f_unfreezing_on_one_rank_only_is_an_error_on_all(rank: int) -> None:
     assert problem.split(":")[0] in ("GradientError", "PlanMismatchError", "PeerTimeoutError"), problem
 
 
-def _stepping_hook(rank: int, world_size: int, how: str, model_of: Callable[[], nn.Module], mb: float) -> list[Any]:
+def _wide_model() -> nn.Sequential:
+    """Its first matrix, 320 KB, is big enough to be copied on arrival."""
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(4, 10_000), nn.Tanh(), nn.Linear(10_000, 2)).double()
+
+
+@grid(
+    "how, model_of, bucket_mb",
+    ["wrapper", "wrapped", "wrapped, zeroed", "others", "others, zeroed"],
+    [small_model, _wide_model],
+    [TINY_MB, 25.0],
+)
+@ranks(2, start=run_ranks)
+def test_g_hooks_that_step_in_the_middle_of_backward(
+    how: str, model_of: Callable[[], nn.Module], bucket_mb: float, rank: int
+) -> None:
     model = model_of()
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     own = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
-    optimizer = torchring.wrap(plain, model, bucket_mb=mb)
+    optimizer = torchring.wrap(plain, model, bucket_mb=bucket_mb)
 
     def hook(parameter: Tensor) -> None:
         if how == "wrapper":
@@ -502,28 +457,9 @@ def _stepping_hook(rank: int, world_size: int, how: str, model_of: Callable[[], 
                 optimizer.step()
                 optimizer.zero_grad()
 
-    return [attempt(train), digest(model.parameters())]
-
-
-def _wide_model() -> nn.Sequential:
-    """Its first matrix, 320 KB, is big enough to be copied on arrival."""
-    torch.manual_seed(4)
-    return nn.Sequential(nn.Linear(4, 10_000), nn.Tanh(), nn.Linear(10_000, 2)).double()
-
-
-@grid(
-    "how, model_of, bucket_mb",
-    ["wrapper", "wrapped", "wrapped, zeroed", "others", "others, zeroed"],
-    [small_model, _wide_model],
-    [TINY_MB, 25.0],
-)
-def test_g_hooks_that_step_in_the_middle_of_backward(
-    how: str, model_of: Callable[[], nn.Module], bucket_mb: float
-) -> None:
-    results = run_ranks(_stepping_hook, 2, how, model_of, bucket_mb)
-    for problem, _ in results:
-        assert problem.startswith("GradientError"), problem
-        assert any(name in problem for name, _ in model_of().named_parameters()) or "inside backward" in problem
+    problem = attempt(train)
+    assert problem.startswith("GradientError"), problem
+    assert any(name in problem for name, _ in model.named_parameters()) or "inside backward" in problem
 
 
 def _drift(model: nn.Sequential, optimizer: Any, how: str) -> None:
@@ -543,8 +479,15 @@ def _drift(model: nn.Sequential, optimizer: Any, how: str) -> None:
         optimizer.state[model[2].bias]["momentum_buffer"].add_(1e-3)
 
 
-def _drifting(rank: int, world_size: int, how: str, culprit: int) -> dict[str, Any]:
-    """One rank changes something in step 3. Which step notices?"""
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "latest"),
+    [("in place", 4), ("load_state_dict", 4), ("data", 200), ("data, another tensor", 200), ("a learning rate", 200),
+     ("optimizer state", 200)],
+)  # fmt: skip
+@ranks(2)
+def test_h_replicas_that_are_made_different(how: str, latest: int, culprit: int, rank: int) -> None:
+    """One rank changes something in step 3: noticed at once where PyTorch counts the change, else within 200 steps."""
     model = small_model()
     optimizer = torchring.wrap(momentum(model), model, bucket_mb=TINY_MB)
     for step in range(205):
@@ -555,27 +498,14 @@ def _drifting(rank: int, world_size: int, how: str, culprit: int) -> dict[str, A
             loss_on(model, rank, step).backward()
             optimizer.step()
         except torchring.GradientError as error:
-            return {"step": step, "text": str(error), "peers": error.peers, "parameters": error.parameters}
-    return {"step": None, "text": "", "peers": (), "parameters": ()}
-
-
-@pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize(
-    ("how", "latest"),
-    [("in place", 4), ("load_state_dict", 4), ("data", 200), ("data, another tensor", 200), ("a learning rate", 200),
-     ("optimizer state", 200)],
-)  # fmt: skip
-def test_h_replicas_that_are_made_different(how: str, latest: int, culprit: int) -> None:
-    """Noticed at once where PyTorch counts the change, and within 200 steps otherwise."""
-    results = run_pooled(_drifting, 2, how, culprit)
-    assert results[0]["step"] == results[1]["step"]
-    for seen in results:
-        assert seen["step"] is not None
-        assert seen["step"] <= latest
-        assert seen["peers"] == (1,)  # with two ranks nobody can tell whose fault it is; rank 0 is the standard
-        assert seen["parameters"][0] in seen["text"]
-        if how in ("in place", "load_state_dict", "data"):
-            assert seen["parameters"] == ("2.bias",)
+            noticed = error
+            break
+    assert 3 <= step <= latest
+    assert torchring.all_gather_object(step) == [step] * 2
+    assert noticed.peers == (1,)  # with two ranks nobody can tell whose fault it is; rank 0 is the standard
+    assert noticed.parameters[0] in str(noticed)
+    if how in ("in place", "load_state_dict", "data"):
+        assert noticed.parameters == ("2.bias",)
 
 
 @pytest.mark.parametrize(
@@ -628,7 +558,8 @@ def test_h_a_model_that_is_converted_with_its_gradients_is_refused(rank: int) ->
     assert "is not what it was when it was wrapped (it" in str(error.value)
 
 
-def _mended(rank: int, world_size: int) -> list[str]:
+@ranks(2)
+def test_h_drift_can_be_mended_as_the_error_says(rank: int) -> None:
     model = small_model()
     optimizer = torchring.wrap(momentum(model), model)
     problems = []
@@ -641,18 +572,27 @@ def _mended(rank: int, world_size: int) -> list[str]:
         problems.append(problem or attempt(optimizer.step))
         if problems[-1]:
             torchring.broadcast_parameters(model)
-    return [*problems, digest(model.parameters())]
+    assert [bool(problem) for problem in problems].count(True) == 1
+    assert "broadcast_parameters" in "".join(problems)
+    assert_same_everywhere(model.parameters())
 
 
-def test_h_drift_can_be_mended_as_the_error_says() -> None:
-    results = run_pooled(_mended, 2)
-    for *problems, _ in results:
-        assert [bool(problem) for problem in problems].count(True) == 1
-        assert "broadcast_parameters" in "".join(problems)
-    assert_same_on_all_ranks([result[-1] for result in results])
-
-
-def _poisoned(rank: int, world_size: int, value: float, where: int, options: dict[str, Any]) -> dict[str, Any]:
+@pytest.mark.parametrize(
+    ("value", "where", "options"),
+    [
+        (math.nan, 0, {}),
+        (-math.inf, 4, {}),
+        (math.nan, 4, {"overlap": "thread"}),
+        (-math.inf, 0, {"algorithm": "native"}),
+        (math.nan, 0, {"algorithm": "native"}),
+        (-math.inf, 4, {"compression": "fp16"}),
+        (math.nan, 4, {"compression": "bf16", "algorithm": "native"}),
+    ],
+)
+@ranks(3)
+def test_i_nan_on_one_rank_names_it(
+    value: float, where: int, options: dict[str, Any], rank: int, world_size: int
+) -> None:
     model = small_model(torch.float32)
     optimizer = torchring.wrap(momentum(model), model, bucket_mb=TINY_MB, **options)
     seen: dict[str, Any] = {}
@@ -670,31 +610,13 @@ def _poisoned(rank: int, world_size: int, value: float, where: int, options: dic
         except torchring.GradientError as error:
             seen |= {"step": step, "text": str(error), "peers": error.peers, "parameters": error.parameters}
             seen["untouched"] = before == digest(model.parameters())
-    return {**seen, "digest": digest(model.parameters())}
-
-
-@pytest.mark.parametrize(
-    ("value", "where", "options"),
-    [
-        (math.nan, 0, {}),
-        (-math.inf, 4, {}),
-        (math.nan, 4, {"overlap": "thread"}),
-        (-math.inf, 0, {"algorithm": "native"}),
-        (math.nan, 0, {"algorithm": "native"}),
-        (-math.inf, 4, {"compression": "fp16"}),
-        (math.nan, 4, {"compression": "bf16", "algorithm": "native"}),
-    ],
-)
-def test_i_nan_on_one_rank_names_it(value: float, where: int, options: dict[str, Any]) -> None:
-    results = run_pooled(_poisoned, 3, value, where, options)
-    for seen in results:
-        assert seen["step"] == 1
-        assert seen["untouched"]
-        assert seen["peers"] == (2,)
-        assert seen["parameters"] == (f"{where}.weight",)
-        assert "rank 2" in seen["text"]
-        assert f"{where}.weight" in seen["text"]
-    assert_same_on_all_ranks([seen["digest"] for seen in results])
+    assert seen["step"] == 1
+    assert seen["untouched"]
+    assert seen["peers"] == (2,)
+    assert seen["parameters"] == (f"{where}.weight",)
+    assert "rank 2" in seen["text"]
+    assert f"{where}.weight" in seen["text"]
+    assert_same_everywhere(model.parameters())
 
 
 @ranks(2)
@@ -893,7 +815,8 @@ def first_error(train_step: Callable[[int], None]) -> GradientError:
     raise AssertionError("no step raised GradientError")
 
 
-def _of_two_kinds(rank: int, world_size: int) -> tuple[str, list[str], str]:
+@ranks(2)
+def test_machines_of_two_kinds_may_differ_by_rounding(rank: int) -> None:
     """On rank 1 the last bits differ, and in the end a number does."""
     platform = {"architecture": "x86_64", "torch": ["2.13.0", "2.12.1"][rank]}
     with (
@@ -907,26 +830,19 @@ def _of_two_kinds(rank: int, world_size: int) -> tuple[str, list[str], str]:
                 for parameter in model.parameters():
                     parameter.data.mul_(1 + 2**-22)
             train_on(model, optimizer, rank, step)
-        settled = digest(model.parameters())
+        assert_same_everywhere(model.parameters())
         if rank == 1:
             model[2].weight.data[1, 3] += 2**-8  # type: ignore[index,union-attr]
         error = first_error(lambda step: train_on(model, optimizer, rank, step))
     assert (error.parameters, error.peers) == (("2.weight",), (1,))
-    return settled, texts, str(error)
-
-
-def test_machines_of_two_kinds_may_differ_by_rounding() -> None:
-    results = run_pooled(_of_two_kinds, 2)
-    assert_same_on_all_ranks([settled for settled, *_ in results])
     differ = "torch is 2.12.1 on rank 1, 2.13.0 on rank 0"
-    ((text,), nothing) = (texts for _, texts, _ in results)
-    assert text.startswith(f"the ranks do not compute alike: {differ}.")
-    assert nothing == []
-    for *_, error in results:
-        assert error.partition(" [")[0].endswith(differ)
+    assert str(error).partition(" [")[0].endswith(differ)
+    assert len(texts) == (rank == 0)
+    assert all(text.startswith(f"the ranks do not compute alike: {differ}.") for text in texts)
 
 
-def _explained(rank: int, world_size: int) -> list[str]:
+@ranks(2)
+def test_what_changes_a_replica_is_named(rank: int) -> None:
     def renormalise(step: int) -> None:
         model(torch.tensor([rank, 2 + rank])).sum().backward()
         optimizer.step()
@@ -938,18 +854,14 @@ def _explained(rank: int, world_size: int) -> list[str]:
     with mock.patch.object(replicas, "STEPS_BETWEEN_CHECKS", 2):
         model, optimizer = model_and_optimizer()
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, cooldown=9)
-        found = [str(first_error(schedule))]
+        lr = str(first_error(schedule))
         optimizer.close()
         model = torch.nn.Embedding(8, 3, max_norm=0.1)
         optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.5), model)
-        return [*found, str(first_error(renormalise))]
-
-
-def test_what_changes_a_replica_is_named() -> None:
-    for lr, max_norm in run_pooled(_explained, 2):
-        assert "lr of param_groups[0] is 0.05 on rank 1, 0.5 on rank 0" in lr
-        assert "weight of an Embedding with max_norm" in max_norm
-        assert "Leave max_norm out" in max_norm
+        max_norm = str(first_error(renormalise))
+    assert "lr of param_groups[0] is 0.05 on rank 1, 0.5 on rank 0" in lr
+    assert "weight of an Embedding with max_norm" in max_norm
+    assert "Leave max_norm out" in max_norm
 
 
 @ranks(2)
