@@ -284,7 +284,10 @@ def test_a_closed_optimizer_has_no_hooks_and_no_thread(rank: int, world_size: in
 # Large gradients
 
 
-def _large(rank: int, world_size: int, overlap: str) -> str:
+@pytest.mark.takes_2_12
+@pytest.mark.parametrize("overlap", ["inline", "thread"])
+@ranks(2)
+def test_large_gradients_are_exact(overlap: str, rank: int, world_size: int) -> None:
     """A rank's own slice of a large gradient is summed from the gradient itself."""
     model = torch.nn.Sequential(*(torch.nn.Linear(420, 420) for _ in range(4)))
     optimizer = wrapped(model, bucket_mb=1.5, algorithm="direct", overlap=overlap)
@@ -312,13 +315,12 @@ def _large(rank: int, world_size: int, overlap: str) -> str:
         for tensor, value in kept:  # what a script keeps of an earlier step
             assert_bitwise(tensor, value)
         kept = [(p.grad, p.grad.clone()) for p in model.parameters() if p.grad is not None] if step < 3 else []
-    digests = digest(p.grad for p in model.parameters())
+    assert_same_everywhere(p.grad for p in model.parameters())
     model[3].weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.mul_(2)))
     optimizer.zero_grad()
     with pytest.raises(RingError, match=r"3\.weight was written to"):  # on rank 1, which hears of it, too
         loss(inputs[rank]).backward()
     seen.clear()  # autograd's queue still has what has not run, and so the hooks
-    return digests
 
 
 @ranks(2)
@@ -327,12 +329,6 @@ def test_large_complex_gradients_are_exact(rank: int) -> None:
     torchring.wrap(torch.optim.SGD([parameter], lr=1.0), algorithm="direct")
     (parameter * complex(rank + 1, 2)).real.sum().backward()
     assert_bitwise(parameter.grad, torch.full((300, 400), complex(1.5, -2)))
-
-
-@pytest.mark.takes_2_12
-@pytest.mark.parametrize("overlap", ["inline", "thread"])
-def test_large_gradients_are_exact(overlap: str) -> None:
-    assert_same_on_all_ranks(run_pooled(_large, 2, overlap))
 
 
 # Graphs of other shapes
@@ -630,7 +626,12 @@ class Three(torch.nn.Module):
         self.a, self.b, self.c = (torch.nn.Linear(3, n) for n in (2, 3, 4))
 
 
-def _optimizer_group(rank: int, world_size: int, overlap: str, algorithm: str) -> list[str]:
+@pytest.mark.parametrize(("overlap", "algorithm"), [("inline", "direct"), ("thread", "direct"), ("auto", "native")])
+@ranks(2)
+def test_several_optimizers_that_ranks_reach_differently(
+    overlap: str, algorithm: str, rank: int, world_size: int
+) -> None:
+    """Buckets of all leave during backward."""
     model = Three()
     parts = dict(model.named_children())
     optimizers = {name: wrapped(p, bucket_mb=0.0, overlap=overlap, algorithm=algorithm) for name, p in parts.items()}
@@ -665,14 +666,7 @@ def _optimizer_group(rank: int, world_size: int, overlap: str, algorithm: str) -
                 optimizer.step()
             seen.append(digest(model.parameters()))
     assert len(set(seen)) == len(seen)
-    return seen
-
-
-@pytest.mark.parametrize(("overlap", "algorithm"), [("inline", "direct"), ("thread", "direct"), ("auto", "native")])
-def test_several_optimizers_that_ranks_reach_differently(overlap: str, algorithm: str) -> None:
-    """Buckets of all leave during backward."""
-    first, second = run_pooled(_optimizer_group, 2, overlap, algorithm)
-    assert first == second
+    assert torchring.all_gather_object(seen) == [seen] * 2
 
 
 @ranks(2)
@@ -970,17 +964,14 @@ def test_a_closed_optimizer_lets_go_of_its_memory_without_the_garbage_collector(
     assert [bucket() for bucket in buckets] == [None, None]
 
 
-def _skip_fails(rank: int, world_size: int) -> tuple[str, str]:
+@ranks(2, start=run_ranks)
+def test_a_skip_that_fails_ends_as_a_backward_that_fails(rank: int) -> None:
     model = Net()
     optimizer = wrapped(model)
     if rank == 1:
         torchring.shutdown()
-        return "", ""
-    return attempt(optimizer.skip), attempt(model(batch(rank)).sum().backward)
-
-
-def test_a_skip_that_fails_ends_as_a_backward_that_fails() -> None:
-    (first, second), _ = run_ranks(_skip_fails, 2)
+        return
+    first, second = attempt(optimizer.skip), attempt(model(batch(rank)).sum().backward)
     assert first.startswith("PeerLostError"), first
     assert second.startswith("GradientError: an earlier backward failed: "), second
 
@@ -1001,7 +992,9 @@ class _Linear(torch.nn.Module):
         return (Fail.apply(self.small) * small).sum() + (self.large * large).sum()
 
 
-def _scaled_when_packed(rank: int, world_size: int) -> list[str]:
+@pytest.mark.takes_2_12
+@ranks(2)
+def test_between_hosts_gradients_are_scaled_and_looked_at_when_they_are_packed(rank: int) -> None:
     model = _Linear()
     optimizer = wrapped(model, algorithm="native")
 
@@ -1058,11 +1051,6 @@ def _scaled_when_packed(rank: int, world_size: int) -> list[str]:
     assert model.large.grad.isnan().all(), "scaled in part"
     with mock.patch.object(World, "num_nodes", 2):  # a group without anything to reduce
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3), requires_grad=False)]})
-    return said
-
-
-@pytest.mark.takes_2_12
-def test_between_hosts_gradients_are_scaled_and_looked_at_when_they_are_packed() -> None:
     expected = [
         "large is not finite; NaN or infinity came from rank 1",
         "small is not finite; NaN or infinity came from rank 0",
@@ -1070,9 +1058,8 @@ def test_between_hosts_gradients_are_scaled_and_looked_at_when_they_are_packed()
         "large is not finite; the sum over ranks overflowed",
         "use_reentrant=False",
     ]
-    for said in run_pooled(_scaled_when_packed, 2):
-        for text, part in zip(said, expected, strict=True):
-            assert part in text
+    for text, part in zip(said, expected, strict=True):
+        assert part in text
 
 
 @pytest.mark.takes_2_12

@@ -34,7 +34,19 @@ import torchring
 from tests.support.checks import assert_same_everywhere, assert_same_on_all_ranks, digest, exact_inputs, logged
 from tests.support.grids import grid
 from tests.support.harness import ranks, run_pooled, run_ranks
-from tests.support.training import TINY_MB, Script, Side, attempt, batch, loss_on, momentum, small_model, train, values
+from tests.support.training import (
+    TINY_MB,
+    Script,
+    Side,
+    assert_as_one_process,
+    attempt,
+    batch,
+    loss_on,
+    momentum,
+    small_model,
+    train,
+    values,
+)
 from torchring.errors import GradientError
 from torchring.participants import replicas
 
@@ -302,41 +314,21 @@ def is_about(error: str, *names: str) -> bool:
     return error.startswith("GradientError") and any(name in error for name in names)
 
 
-def _used_twice(rank: int, world_size: int, options: dict[str, Any], is_collected: bool) -> tuple[str, list[Tensor]]:
+def _collected(side: Side) -> Sequence[Tensor]:
     model = _UsedTwice()
-    optimizer = torchring.wrap(momentum(model), model, **options)
-    try:
-        for step in range(3):
-            optimizer.zero_grad()
-            with optimizer.no_sync() if is_collected else contextlib.nullcontext():
-                model(batch(rank, step)[0], True).square().mean().backward()
-            if is_collected:
-                optimizer.synchronize()
-            optimizer.step()
-    except torchring.RingError as error:
-        return f"{type(error).__name__}: {error}", []
-    return "", values(model)
-
-
-@pytest.mark.parametrize("is_collected", [False, True], ids=["directly", "with the way out that the error tells"])
-@pytest.mark.parametrize("options", [{}, {"overlap": "thread", "bucket_mb": 0}], ids=str)
-def test_a_reentrant_checkpoint_of_a_layer_that_is_used_twice(options: dict[str, Any], is_collected: bool) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        results = run_pooled(_used_twice, 2, options, is_collected)
-    if any(error for error, _ in results):
-        assert not is_collected
-        assert all(is_about(error, "shared.weight", "shared.bias") for error, _ in results), results
-        return
-    model = _UsedTwice()
-    optimizer = momentum(model)
+    optimizer = side.wrap(momentum(model), model)
     for step in range(3):
         optimizer.zero_grad()
-        torch.stack([model(batch(rank, step)[0], False).square().mean() for rank in range(2)]).mean().backward()
+        with optimizer.no_sync() if side.is_wrapped else contextlib.nullcontext():
+            side.mean(lambda rank, step=step: model(batch(rank, step)[0], side.is_wrapped).square().mean()).backward()
+        if side.is_wrapped:
+            optimizer.synchronize()
         optimizer.step()
-    assert_same_on_all_ranks([digest(trained) for _, trained in results])
-    for mine, expected in zip(results[0][1], values(model), strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-12)
+    return values(model)
+
+
+def test_a_the_way_out_that_the_error_of_reentrant_checkpoints_tells() -> None:
+    assert_as_one_process(_collected)
 
 
 def _past_the_wrapper(model: nn.Sequential, plain: torch.optim.Optimizer, how: str) -> None:
@@ -358,43 +350,36 @@ def _past_the_wrapper(model: nn.Sequential, plain: torch.optim.Optimizer, how: s
             mine.extend(added)
 
 
-def _changed_past_the_wrapper(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
-    found = {}
-    for how in _CHANGES:
-        model = small_model()
-        plain = momentum(model)
-        optimizer = torchring.wrap(plain, model)
-
-        def train(model: nn.Module = model, optimizer: Any = optimizer) -> None:
-            for step in range(2):
-                optimizer.zero_grad()
-                loss_on(model, rank, step).backward()
-                optimizer.step()
-
-        train()
-        _past_the_wrapper(model, plain, how)
-        found[how] = attempt(train), digest(values(model))
-        optimizer.close()
-    return found
-
-
-_CHANGES = {
-    "group": "group1.param0 of the wrapped optimizer, shape (2, 2),",
-    "list": "group0.param6 of the wrapped optimizer, shape (2, 2),",
-    "replaced": "group0.param2 of the wrapped optimizer, shape (3, 7),",
-    "removed": "2.weight was taken out",
-    "order": "",
-}
-
-
-def test_e_parameters_that_change_past_the_wrapper() -> None:
+@pytest.mark.parametrize(
+    ("how", "fragment"),
+    [
+        ("group", "group1.param0 of the wrapped optimizer, shape (2, 2),"),
+        ("list", "group0.param6 of the wrapped optimizer, shape (2, 2),"),
+        ("replaced", "group0.param2 of the wrapped optimizer, shape (3, 7),"),
+        ("removed", "2.weight was taken out"),
+        ("order", ""),
+    ],
+)
+@ranks(2)
+def test_e_parameters_that_change_past_the_wrapper(how: str, fragment: str, rank: int) -> None:
     """What is only put in another order goes on."""
-    results = run_pooled(_changed_past_the_wrapper, 2)
-    for how, fragment in _CHANGES.items():
-        for error, _ in (result[how] for result in results):
-            assert error.startswith("GradientError: ") == bool(fragment), error
-            assert fragment in error
-    assert_same_on_all_ranks([result["order"][1] for result in results])
+    model = small_model()
+    plain = momentum(model)
+    optimizer = torchring.wrap(plain, model)
+
+    def train() -> None:
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_on(model, rank, step).backward()
+            optimizer.step()
+
+    train()
+    _past_the_wrapper(model, plain, how)
+    error = attempt(train)
+    assert error.startswith("GradientError: ") == bool(fragment), error
+    assert fragment in error
+    if how == "order":
+        assert_same_everywhere(model.parameters())
 
 
 @ranks(2)
@@ -961,7 +946,10 @@ class _Table(nn.Module):
         return nn.functional.embedding(words, self.weight, sparse=True)
 
 
-def _advised(rank: int, world_size: int) -> tuple[dict[str, str], list[str]]:
+@ranks(2, start=run_ranks)
+def test_what_messages_advise(rank: int) -> None:
+    """A schedule may begin long before its optimizer: nothing is logged then."""
+
     def with_gradients(value: float) -> str:
         model = nn.Linear(2, 1)
         optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, compression="fp16")
@@ -1002,11 +990,6 @@ def _advised(rank: int, world_size: int) -> tuple[dict[str, str], list[str]]:
     table = _Table()
     torchring.wrap(torch.optim.SGD(table.parameters(), lr=0.1), table)
     found["functional"] = attempt(table(torch.tensor([1, 2])).sum().backward)
-    return found, lines
-
-
-def test_what_messages_advise() -> None:
-    """A schedule may begin long before its optimizer: nothing is logged then."""
     expected = {
         "too large": "a number that does not fit fp16 came from rank 1. fp16 ends at 65504; compression='bf16'",
         "too large together": "fit fp16",
@@ -1014,7 +997,6 @@ def test_what_messages_advise() -> None:
         "main_grad": "moves .grad elsewhere (to main_grad)",
         "functional": "those of nn.Embedding and nn.EmbeddingBag in the model",
     }
-    for found, lines in run_ranks(_advised, 2):
-        for case, fragment in expected.items():
-            assert fragment in found[case], (case, found[case])
-        assert not lines
+    for case, fragment in expected.items():
+        assert fragment in found[case], (case, found[case])
+    assert not lines
