@@ -69,7 +69,7 @@ def tile_numel(itemsize: int, num_ranks: int) -> int:
     """Number of elements that a block loads at a time from each rank, when it loads from `num_ranks` ranks.
 
     A link is full when bandwidth times latency, nearly 1 MB, is in flight, and of two ranks half is local. So each of
-    16 blocks has 64 KiB from all ranks together under way: `direct` loads two tiles of 32 KiB, each by 8 loads of 128
+    24 blocks has 64 KiB from all ranks together under way: `direct` loads two tiles of 32 KiB, each by 8 loads of 128
     bits of 256 threads. One such load for each thread and rank is the least: 4 KiB, on AMD 8 KiB.
     """
     shares = 1 << (num_ranks - 1).bit_length()  # a tile is a power of two

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from torchring.kernels.signals import MAX_BLOCKS
+
 _LINK_BYTES_PER_SECOND: Final = 257e9
 _LATENCY_SECONDS: Final = 4e-6  # at most; a block that reads host memory over PCIe at 12.3 GB/s has 2.7 (H200)
 _MEETING_SECONDS: Final = 3.9e-6
@@ -28,18 +30,15 @@ TWO_SHOT: Final = {
 """Microseconds by GPUs and MiB, on H100: vLLM's pull request 42324, for 4 GPUs 24111."""
 
 
-def seconds(num_bytes: float, num_ranks: int, under_way: int = 16 * 64 << 10) -> float:
-    """under_way: bytes, in all blocks, from all ranks together; by default those of `direct` on an H100."""
+def seconds(num_bytes: float, num_ranks: int, block_bytes: int = 64 << 10) -> float:
+    """block_bytes: under way in a block, from all ranks together."""
     remote = (num_ranks - 1) / num_ranks
     by_link = 2 * remote * num_bytes / _LINK_BYTES_PER_SECOND
-    by_latency = num_bytes * _LATENCY_SECONDS / under_way
+    by_latency = num_bytes * _LATENCY_SECONDS / (MAX_BLOCKS * block_bytes)
     return 2 * _MEETING_SECONDS + max(by_link, by_latency)
 
 
 if __name__ == "__main__":
     for gpus in (2, 4, 8):
-        ways = ((24, 32), (24, 64), (16, 64))
-        us = (
-            f"{1e6 * seconds(25 << 20, gpus, blocks * kib << 10):.0f} with {blocks} x {kib} KiB" for blocks, kib in ways
-        )
-        print(f"direct, {gpus} GPUs, 25 MiB, us: {', '.join(us)} under way")
+        before, now = (1e6 * seconds(25 << 20, gpus, kib << 10) for kib in (32, 64))
+        print(f"direct, {gpus} GPUs, 25 MiB: {before:.0f} us with 32 KiB under way in a block, {now:.0f} with 64")

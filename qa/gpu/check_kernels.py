@@ -172,7 +172,7 @@ def _gemm() -> Iterator[Figure]:
     """A matrix product beside blocks that wait for a rank that does not come."""
     factor = torch.randn(8192, 8192, device="cuda").to(torch.bfloat16)
     product = torch.empty_like(factor)
-    blocks = min(MAX_BLOCKS, torch.cuda.get_device_properties().multi_processor_count // 8)  # as `Engine` has it
+    blocks = min(MAX_BLOCKS, torch.cuda.get_device_properties().multi_processor_count // 6)  # as `Engine` has it
     ranks = _Ranks(_wires(2), blocks=blocks)
     ms: dict[bool, list[float]] = {False: [], True: []}
     for repetition in range(-1, _REPETITIONS):

@@ -136,9 +136,7 @@ def test_elastic_replicas_that_differ_end_the_run() -> None:
 
 def test_the_model_of_a_link_gives_the_published_times() -> None:
     for (gpus, mib), us in link.TWO_SHOT.items():
-        assert 1e6 * link.seconds(mib << 20, gpus, 24 * gpus << 13) == pytest.approx(
-            us, rel=0.03 if gpus == 8 else 0.12
-        )
+        assert 1e6 * link.seconds(mib << 20, gpus, gpus << 13) == pytest.approx(us, rel=0.03 if gpus == 8 else 0.12)
 
 
 # Wrong results

@@ -292,7 +292,7 @@ def test_what_is_asked_of_nccl(
     assert library.asked == asked
 
 
-@pytest.mark.parametrize(("processors", "blocks"), [(200, 24), (132, 16), (58, 7), (3, 1)])
+@pytest.mark.parametrize(("processors", "blocks"), [(144, 24), (132, 22), (58, 9), (3, 1)])
 def test_waiting_blocks_take_a_share_of_the_gpu(accelerator: FakeAccelerator, processors: int, blocks: int) -> None:
     group = LonelyGroup(0, CPU)
     group.num_processors = processors

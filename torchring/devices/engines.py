@@ -31,7 +31,7 @@ from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
 
 _Options = TypeVar("_Options", bound=Any)
 _ALIGNMENT_BYTES: Final = 256
-_WAITING_SHARE: Final = 8  # one block for so many processors; a block that waits may keep a processor from backward
+_WAITING_SHARE: Final = 6  # one block for so many processors; a block that waits may keep most of a processor
 
 
 Launch: TypeAlias = Callable[[], None]
