@@ -76,8 +76,8 @@ part 1 tests 120 "${tests[@]}" "${side_by_side[@]}" --maxfail=20 "${training[@]}
 part 1 kernels 50 "${tests[@]}" "${side_by_side[@]}" --maxfail=6 tests/kernels
 part 1 memory 40 "${tests[@]}" tests/devices/test_gpu_faults.py -k memory
 part 1 figures 70 "${check[@]}" native kernels host
-part 2 frameworks 130 "${check[@]}" frameworks
-part 2 graphs 70 "${check[@]}" graphs
+part 2 frameworks 110 "${check[@]}" frameworks
+part 2 graphs 100 "${check[@]}" graphs
 part 2 steps 90 "${check[@]}" steps
-part 2 sanitizer 70 bash -c "$sanitize" sanitizer "${tests[@]}" tests/kernels -k "$unwaiting"
+part 2 sanitizer 60 bash -c "$sanitize" sanitizer "${tests[@]}" tests/kernels -k "$unwaiting"
 exit "$failed"
