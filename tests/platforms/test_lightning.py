@@ -118,6 +118,8 @@ def loader(size: int = 64) -> DataLoader[Any]:
 def trainer(strategy: Any = "torchring", devices: Any = "auto", **options: Any) -> Any:
     import lightning
 
+    import torchring.lightning  # noqa: F401 - registers the strategy
+
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     checkpoints = {} if "callbacks" in options else {"enable_checkpointing": False}
     options = {"max_epochs": 2, **quiet, **checkpoints, **options}
