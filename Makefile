@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-sim test-platforms test-floor test-releases test-all tests soak chaos horovod-conformance mutants bench docs lint types clean
+.PHONY: demo test test-sim test-platforms floor-installed test-floor test-releases test-all tests soak chaos horovod-conformance mutants bench docs lint types clean
 
 demo: $(INSTALLED)  ## the main job: two processes train a convolutional network on handwritten digits
 	$(BIN)/torchring run -np 2 examples/train_digits.py
@@ -36,6 +36,8 @@ RELEASES ?= 2.11 2.15
 OF_RELEASES = $(wildcard tests/test_*.py) $(addprefix tests/,gradients optimizer allreduce collectives memory transport \
     world participants sharding elastic horovod kernels/test_compile.py)
 VENV_OF := .releases/$(notdir $(PYTHON))
+floor-installed: $(VENV_OF)-$(firstword $(RELEASES))/.installed
+
 test-floor:  ## gradients with the oldest PyTorch, in a venv of its own
 	$(MAKE) --no-print-directory test-release-$(firstword $(RELEASES)) \
 	    OF_RELEASES="tests/gradients tests/test_torch_private.py tests/test_releases.py"
