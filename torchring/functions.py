@@ -29,7 +29,7 @@ from torchring.accelerators import accelerator_of
 from torchring.broadcasts import broadcast_bytes, check_dense, check_writable
 from torchring.collectives import operations
 from torchring.collectives.operations import Backend
-from torchring.collectives.service import collectives_of
+from torchring.collectives.service import SHUT_DOWN, collectives_of
 from torchring.collectives.signature import ELEMENTWISE_OPS, ElementwiseOp, signature_of
 from torchring.default_world import default_world
 from torchring.dynamo import run_eagerly
@@ -61,7 +61,7 @@ class Work:
         try:
             result = self._future.result()
         except CancelledError:
-            raise PeerLostError("torchring.shutdown() was called before this collective began") from None
+            raise PeerLostError(SHUT_DOWN) from None
         if self._aside is not None:
             self._aside.wait(result[:1] if isinstance(result, tuple) else [result])
         return cast(torch.Tensor, result)

@@ -19,6 +19,7 @@ from qa.gpu.check import Figure
 from torchring.allreduce.slices import slice_bounds
 from torchring.bench.gpu.packing import shapes_of, share_of_a_copy
 from torchring.bench.gpu.timing import event, gpu_seconds, sleep
+from torchring.devices.engines import _WAITING_SHARE
 from torchring.kernels.direct import prepare_direct
 from torchring.kernels.signals import MAX_BLOCKS, block_words, signal_bytes
 
@@ -172,7 +173,7 @@ def _gemm() -> Iterator[Figure]:
     """A matrix product beside blocks that wait for a rank that does not come."""
     factor = torch.randn(8192, 8192, device="cuda").to(torch.bfloat16)
     product = torch.empty_like(factor)
-    blocks = min(MAX_BLOCKS, torch.cuda.get_device_properties().multi_processor_count // 6)  # as `Engine` has it
+    blocks = min(MAX_BLOCKS, torch.cuda.get_device_properties().multi_processor_count // _WAITING_SHARE)
     ranks = _Ranks(_wires(2), blocks=blocks)
     ms: dict[bool, list[float]] = {False: [], True: []}
     for repetition in range(-1, _REPETITIONS):

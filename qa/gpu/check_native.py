@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Final
 from unittest import mock
 
@@ -21,7 +21,7 @@ from qa.gpu.check import Figure
 from torchring.bench import measure
 from torchring.devices import nccl
 from torchring.devices.cuda import Backend, CudaAccelerator
-from torchring.devices.engines import DeviceWire, Engine, all_reduce
+from torchring.devices.engines import Engine, all_reduce
 
 _SPECS: Final = [(1000, torch.float32), (5_000_003, torch.float32), (5_000_003, torch.bfloat16)]
 _NUM_GENERATIONS: Final = 5
@@ -107,7 +107,7 @@ def engine() -> dict[str, Any]:
         "guards": sum("_guard_kernel" in name for name in kernels),
         "kernels": [name for name in kernels if "_guard_kernel" not in name and not name.startswith("nccl")],
         "abort_s": abort,
-        "not_poisoned": _not_poisoned(wires),
+        "not_poisoned": sum(not bool(wire.buffer.isnan().all()) for wire in wires),
     }
 
 
@@ -119,10 +119,6 @@ def _kernels_of(work: Any, accelerator: CudaAccelerator) -> list[str]:
         accelerator.synchronize()
     events = [event for event in profiler.events() or () if event.device_type.name == "CUDA"]
     return [event.name for event in events if not event.name.startswith(("Memcpy", "Memset"))]
-
-
-def _not_poisoned(wires: Sequence[DeviceWire]) -> int:
-    return sum(not bool(wire.buffer.isnan().all()) for wire in wires)
 
 
 if __name__ == "__main__":

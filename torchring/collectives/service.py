@@ -21,6 +21,7 @@ from torchring.world import World
 
 _T = TypeVar("_T")
 _BARRIER: Final = Signature("barrier")
+SHUT_DOWN: Final = "torchring.shutdown() was called before this collective began"
 
 
 class Join:
@@ -86,7 +87,7 @@ class Collectives:
             try:
                 self._last.exception()  # waits; the error is its caller's
             except CancelledError:
-                raise PeerLostError("torchring.shutdown() was called before this collective began") from None
+                raise PeerLostError(SHUT_DOWN) from None
         return self._operate(what, operation, arguments)
 
     def _start(self, what: str, operation: Callable[..., _T], arguments: tuple[Any, ...]) -> Future[_T]:

@@ -20,7 +20,7 @@ import torch
 
 from torchring.accelerators import accelerator_of
 from torchring.collectives import operations
-from torchring.collectives.service import Collectives, collectives_of
+from torchring.collectives.service import SHUT_DOWN, Collectives, collectives_of
 from torchring.collectives.signature import Signature
 from torchring.devices.cuda import Backend as Library
 from torchring.devices.cuda import CudaAccelerator, CudaMark, CudaStream
@@ -129,10 +129,9 @@ class DeviceCollectives:
             gathered = data.new_empty(sum(sizes))
             self._run(stream, gathered, lambda library: all_gather(library, gathered, data))
             return list(torch.split(gathered, sizes))
-        backend = self._collectives.opened()
         if stream is not None:
-            backend = self._by_cpu(signature.operation, "ranks have different numbers of rows")
-        return backend.all_gather(data.cpu(), signature)
+            self._by_cpu(signature.operation, "ranks have different numbers of rows")
+        return self._collectives.opened().all_gather(data.cpu(), signature)
 
     def all_to_all(self, pieces: Sequence[torch.Tensor], signature: Signature) -> list[torch.Tensor]:
         backend = self._by_cpu(signature.operation, "it does not use NCCL")
@@ -165,7 +164,7 @@ class DeviceCollectives:
         if not data.numel():
             return
         if not self._world.is_open:
-            raise PeerLostError("torchring.shutdown() was called before this collective began")
+            raise PeerLostError(SHUT_DOWN)
         engine, aborted = stream.engine, torch.empty(1, dtype=torch.int32, device=data.device)
         nothing = torch.nan if data.is_floating_point() else torch.iinfo(data.dtype).max
 

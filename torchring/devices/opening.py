@@ -268,7 +268,7 @@ def _alarm(world: World, seconds: float, ring: Callable[[], object]) -> Iterator
 def _has_lost_peer(world: World) -> bool:
     try:
         if world.host is not None:
-            world.host.check_peers([rank for rank in world.host.ranks if rank != world.rank])
+            world.host.check_peers(world.host.ranks)
     except RingError:
         return True
     return False

@@ -155,7 +155,7 @@ class DeviceWatchdog:
         """The error if a rank is gone, for which the device may have waited for `seconds`."""
         try:
             if self._host is not None:
-                self._host.check_peers([rank for rank in self._host.ranks if rank != self._host.rank])
+                self._host.check_peers(self._host.ranks)
         except RingError as error:
             return error
         find = self._lost_afar() if self._lost_afar is not None and seconds > _AFAR_SECONDS else None

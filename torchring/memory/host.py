@@ -141,8 +141,8 @@ class HostGroup:
         """Raise if one of the ranks in `needed` is dead, has left, or has reported a failure.
 
         The error names the cause and not its victims: a rank that stopped because of another rank's death reports
-        that rank. A rank that is gone but not in `needed` is no error. `needed` may contain ranks of other hosts, which
-        are not looked at.
+        that rank. A rank that is gone but not in `needed` is no error. This rank and ranks of other hosts may be in
+        `needed`, and are not looked at.
         """
         needed = [rank for rank in needed if rank in self._peers]
         lost = self._lost(needed)
