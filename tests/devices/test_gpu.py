@@ -23,11 +23,10 @@ from torch import Tensor, nn
 
 import torchring
 import torchring.horovod as hvd
-from tests.participants import test_buffers
 from tests.sharding.test_on_device import ShardedSide
-from tests.support.checks import assert_bitwise, assert_same_everywhere, assert_same_on_all_ranks, digest, exact_inputs
+from tests.support.checks import assert_bitwise, exact_inputs
 from tests.support.harness import ranks, run_ranks
-from tests.support.scripts import ON_DEVICES
+from tests.support.scripts import ON_DEVICES, branches
 from tests.support.training import Side, assert_as_one_process
 from torchring.devices.cuda import CudaAccelerator
 from torchring.errors import GradientError, PeerLostError
@@ -52,69 +51,27 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return x.cuda(), torch.randint(7, (16,), generator=generator).cuda()
 
 
-def train_model(rank: int, size: int, algorithm: str, compression: str | None, num_steps: int) -> list[Tensor]:
-    model = make_model(seed=rank)
-    optimizer = torchring.wrap(
-        torch.optim.AdamW(model.parameters(), lr=1e-3),
-        model,
-        algorithm=algorithm,
-        compression=compression,
-        bucket_mb=0.5,
-    )
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        x, y = batch(step, rank)
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    assert optimizer.stats().algorithm == algorithm
-    assert optimizer.stats().overlap == "stream"
-    parameters = [p.detach().cpu() for p in model.parameters()]
-    torchring.shutdown()
-    return parameters
+def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+    x, y = batch(step, rank)
+    return nn.functional.cross_entropy(model(x), y)
 
 
-def train_alone(size: int, num_steps: int) -> list[Tensor]:
-    model = make_model(seed=0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        for rank in range(size):
-            x, y = batch(step, rank)
-            (nn.functional.cross_entropy(model(x), y) / size).backward()
-        optimizer.step()
-    return [p.detach().cpu() for p in model.parameters()]
-
-
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("algorithm", ["direct", "ring"])
-def test_twenty_steps_leave_the_same_bits_on_all_ranks(algorithm: str, size: int) -> None:
-    per_rank = run_ranks(train_model, size, algorithm, None, 20, env=SHARED, deadline=DEADLINE)
-    assert_same_on_all_ranks([digest(parameters) for parameters in per_rank])
-    for ours, alone in zip(per_rank[0], train_alone(size, 20), strict=True):
-        torch.testing.assert_close(ours, alone, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("compression", ["fp16", "bf16"])
-@pytest.mark.parametrize("algorithm", ["direct", "ring"])
-def test_narrow_wires(algorithm: str, compression: str) -> None:
-    per_rank = run_ranks(train_model, 2, algorithm, compression, 5, env=SHARED, deadline=DEADLINE)
-    assert_same_on_all_ranks([digest(parameters) for parameters in per_rank])
-    for ours, alone in zip(per_rank[0], train_alone(2, 5), strict=True):
-        torch.testing.assert_close(ours, alone, rtol=2e-2, atol=1e-2)
-
-
-# What scripts rely on, each against one process that does the work of both ranks
+# Each against one process that does the work of both ranks
 
 
 _NEEDS_SWAP = pytest.mark.takes_2_12
+_BETWEEN_HOSTS = {
+    each: (branches, ("alternating", True, {"algorithm": each}), 1e-9) for each in ("native", "hierarchical")
+}
+SCRIPTS = {**ON_DEVICES, **_BETWEEN_HOSTS}
 _CASES = [pytest.param(name, False, id=name) for name in ON_DEVICES]
 _CASES += [pytest.param(name, True, id=f"{name}, sharded", marks=_NEEDS_SWAP) for name in ON_DEVICES]
 
 
 def run_on_gpu(side: Side, name: str) -> list[Any]:
-    script, args, _ = ON_DEVICES[name]
     stream = torch.cuda.stream(torch.cuda.Stream()) if "side stream" in name else nullcontext()
     with torch.device("cuda"), stream:
+        script, args, _ = SCRIPTS[name]
         seen = script(side, *args)
         torch.cuda.synchronize()
         return [each.cpu() if isinstance(each, Tensor) else each for each in seen]
@@ -148,18 +105,6 @@ def test_scripts(name: str, shard: bool) -> None:
     assert_as_one_process(run_on_gpu, name, tolerance=ON_DEVICES[name][2], run=lambda *_: results)
 
 
-def train_norms(rank: int, size: int) -> dict[str, Tensor]:
-    with torch.device("cuda"):
-        buffers = test_buffers.train_norms(rank, size, {})
-    torchring.shutdown()
-    return {name: value.cpu() for name, value in buffers.items()}
-
-
-def test_running_statistics_follow_all_ranks() -> None:
-    results = run_ranks(train_norms, 2, env=SHARED, deadline=DEADLINE)
-    test_buffers.check_norms(results, test_buffers.expected_norms(2, "mean"))
-
-
 # Between hosts
 
 
@@ -174,14 +119,14 @@ class GlooOnCuda:
         self.rank, self.size, self.shutdown = self._gloo.rank, self._gloo.size, self._gloo.shutdown
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any) -> None:
-        copies = [tensor.cpu() for tensor in tensors]
-        self._gloo.allreduce(copies, options).wait()
-        for tensor, copy in zip(tensors, copies, strict=True):
-            tensor.copy_(copy)
+        self._on_host(self._gloo.allreduce, tensors, options)
 
     def broadcast(self, tensors: Sequence[Tensor], options: Any) -> None:
+        self._on_host(self._gloo.broadcast, tensors, options)
+
+    def _on_host(self, collective: Any, tensors: Sequence[Tensor], options: Any) -> None:
         copies = [tensor.cpu() for tensor in tensors]
-        self._gloo.broadcast(copies, options).wait()
+        collective(copies, options).wait()
         for tensor, copy in zip(tensors, copies, strict=True):
             tensor.copy_(copy)
 
@@ -197,26 +142,25 @@ def pretend_hosts(rank: int, hosts: Sequence[int]) -> None:
     CudaAccelerator.open_backend = lambda _, *args: GlooOnCuda(*args)  # type: ignore[assignment, method-assign]
 
 
-def reduce_between_hosts(rank: int, size: int, algorithm: str, hosts: Sequence[int]) -> list[Tensor]:
+def train_between_hosts(rank: int, size: int, algorithm: str, hosts: Sequence[int]) -> list[Any]:
     pretend_hosts(rank, hosts)
-    reduce_sizes(rank, size, algorithm)
-    return train_model(rank, size, algorithm, None, 5)
+    seen = run_on_gpu(Side((rank,), True), algorithm)
+    torchring.shutdown()
+    return seen
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "hosts"), [("native", (0, 0)), ("native", (0, 1, 2)), ("hierarchical", (0, 0, 1, 1))]
-)
+@pytest.mark.parametrize(("algorithm", "hosts"), [("native", (0, 1, 2)), ("hierarchical", (0, 0, 1, 1))])
 def test_backends_between_hosts(algorithm: str, hosts: Sequence[int]) -> None:
-    per_rank = run_ranks(reduce_between_hosts, len(hosts), algorithm, hosts, env=SHARED, deadline=DEADLINE)
-    assert_same_on_all_ranks([digest(parameters) for parameters in per_rank])
-    for ours, alone in zip(per_rank[0], train_alone(len(hosts), 5), strict=True):
-        torch.testing.assert_close(ours, alone, rtol=1e-3, atol=1e-4)
+    results = run_ranks(train_between_hosts, len(hosts), algorithm, hosts, env=SHARED, deadline=DEADLINE)
+    assert_as_one_process(run_on_gpu, algorithm, world_size=len(hosts), run=lambda *_: results)
 
 
-def reduce_sizes(rank: int, size: int, algorithm: str) -> None:
+def reduce_sizes(rank: int, size: int, algorithm: str, hosts: Sequence[int]) -> None:
     from torchring.accelerators import accelerator_of
     from torchring.devices.opening import open_on_device
 
+    if algorithm not in ("direct", "ring"):
+        pretend_hosts(rank, hosts)
     world = torchring.init()
     accelerator = accelerator_of(torch.device("cuda", 0))
     assert accelerator is not None
@@ -237,10 +181,17 @@ def reduce_sizes(rank: int, size: int, algorithm: str) -> None:
     torchring.shutdown()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("algorithm", ["direct", "ring"])
-def test_sums_are_exact(algorithm: str, size: int) -> None:
-    run_ranks(reduce_sizes, size, algorithm, env=SHARED, deadline=DEADLINE)
+@pytest.mark.parametrize(
+    ("algorithm", "hosts"),
+    [
+        *[(each, (0,) * size) for each in ("direct", "ring") for size in (1, 2, 3)],
+        ("native", (0, 0)),
+        ("native", (0, 1, 2)),
+        ("hierarchical", (0, 0, 1, 1)),
+    ],
+)
+def test_sums_are_exact(algorithm: str, hosts: Sequence[int]) -> None:
+    run_ranks(reduce_sizes, len(hosts), algorithm, hosts, env=SHARED, deadline=DEADLINE)
 
 
 @pytest.mark.parametrize("shard", [False, pytest.param(True, marks=_NEEDS_SWAP)])
@@ -317,6 +268,9 @@ def test_gradients_are_not_kept_beside_the_wires() -> None:
         loss.backward()
         num_gradients = (torch.cuda.max_memory_allocated() - before) / 2**22
     assert 1 <= num_gradients < 5, "one that fills a bucket, and what autograd computes with"
+    stats = optimizer.stats()
+    assert (stats.algorithm, stats.overlap) == ("direct", "stream"), stats.reason
+    assert stats.reason.endswith("not measured, because ranks share a GPU")
     torchring.shutdown()
 
 
@@ -327,8 +281,7 @@ def test_a_nan_is_traced_to_its_rank(rank: int) -> None:
 
     def take_step(step: int) -> None:
         optimizer.zero_grad()
-        x, y = batch(step, rank)
-        loss = nn.functional.cross_entropy(model(x), y)
+        loss = loss_of(model, step, rank)
         if rank == 1 and step == 2:
             loss = loss + model[2].weight[3, 3] * math.nan
         loss.backward()
@@ -354,8 +307,7 @@ def test_a_dead_rank_is_named_while_the_device_waits(rank: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         started = time.monotonic()
         optimizer.zero_grad()
-        x, y = batch(step, rank)
-        loss = nn.functional.cross_entropy(model(x), y)
+        loss = loss_of(model, step, rank)
         loss.backward()
         optimizer.step()
         loss.item()
@@ -374,28 +326,13 @@ def test_a_script_that_ends_leaves_no_peer_behind(rank: int) -> None:
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
     for step in range(5):
         optimizer.zero_grad()
-        x, y = batch(step, rank)
-        loss = nn.functional.cross_entropy(model(x), y)
+        loss = loss_of(model, step, rank)
         torch.cuda._sleep(200_000_000)  # cycles: a host well ahead of its device
         loss.backward()
         optimizer.step()
     if rank == 0:
         time.sleep(2.0)
         assert all(bool(p.isfinite().all()) for p in model.parameters())
-
-
-@on_gpu
-def test_the_gpu_as_the_default_device(rank: int) -> None:
-    torch.set_default_device("cuda")
-    model = make_model()
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(torch.full((4, 300), float(rank + step))).square().mean().backward()
-        optimizer.step()
-    torchring.all_reduce(torch.ones(3))
-    assert_same_everywhere(list(model.parameters()))
-    torchring.shutdown()
 
 
 @on_gpu
@@ -408,9 +345,8 @@ def test_capturing_a_backward_is_refused(rank: int) -> None:
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
     optimizer.zero_grad()
-    graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
-    with pytest.raises(GradientError, match="CUDA graph"), torch.cuda.graph(graph):
+    with pytest.raises(GradientError, match="CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         nn.functional.cross_entropy(model(x), y).backward()
     torchring.shutdown()
 
@@ -477,40 +413,6 @@ def test_collectives_over_nccl_alone() -> None:
     stream.close()
 
 
-@pytest.mark.parametrize("is_registered", [False, True])
-def test_nccl_engine_alone(is_registered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What several GPUs would need, as far as one goes."""
-    from torchring.accelerators import accelerator_of
-    from torchring.devices import engines, nccl
-    from torchring.devices.engines import Engine
-    from torchring.devices.symmetric_memory import LonelyGroup
-
-    accelerator = accelerator_of(torch.device("cuda", 0))
-    assert accelerator is not None
-    backend = accelerator.open_backend(torch.distributed.HashStore(), 0, 1, 30.0)
-    engines.all_reduce(backend, torch.zeros(1, device=accelerator.device))  # connects
-    monkeypatch.setattr(nccl, "_LEAST_NCCL", 0)
-    group = accelerator.register(0, backend) if is_registered else LonelyGroup(0, accelerator.device)
-    engine = Engine("native", group, accelerator, 1, backend)
-    sizes = [(1000, torch.float32), (5_000_003, torch.float32), (5_000_003, torch.bfloat16)]  # one block; the whole GPU
-    for (numel, dtype), wire in zip(sizes, engine.open_wires(sizes), strict=True):
-        values = exact_inputs(numel, dtype, seed=1)
-        wire.tensor.copy_(values)
-        engine.launch(wire)
-        assert_bitwise(wire.tensor.cpu(), values)
-        for owner in (None, 0):
-            wire.tensor.copy_(values)
-            engine.gather(wire, owner)
-            guard = engine.guard([wire])
-            guard()
-            assert_bitwise(wire.tensor.cpu(), values)
-        engine.abort_word.fill_(1)
-        guard()
-        assert bool(wire.tensor.isnan().all())
-        engine.abort_word.fill_(0)
-    backend.shutdown()
-
-
 @on_gpu
 def test_the_profiler_shows_what_is_done(rank: int) -> None:
     model = make_model()
@@ -520,8 +422,7 @@ def test_the_profiler_shows_what_is_done(rank: int) -> None:
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profiler:
             optimizer.zero_grad()
-            x, y = batch(step, rank)
-            nn.functional.cross_entropy(model(x), y).backward()
+            loss_of(model, step, rank).backward()
             optimizer.step()
             torch.cuda.synchronize()
         names = [event.name for event in profiler.events()]
@@ -529,43 +430,3 @@ def test_the_profiler_shows_what_is_done(rank: int) -> None:
     for beginning in ("torchring.pack bucket 0", "torchring.direct bucket 0", "torchring.unpack bucket 0"):
         assert any(name.startswith(beginning) for name in names), beginning
     assert any("_direct_kernel" in name for name in names)
-
-
-def forced_alone() -> Any:
-    """The step of a world of one, with a ring all the same."""
-    from torchring.default_world import default_world
-
-    model = make_model()
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, algorithm="ring")
-    optimizer._connect(default_world())
-    return model, optimizer
-
-
-def test_a_ring_of_one_changes_nothing() -> None:
-    model, optimizer = forced_alone()
-    plain = make_model()
-    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for step in range(5):
-        for module, stepper in ((model, optimizer), (plain, plain_optimizer)):
-            stepper.zero_grad()
-            x, y = batch(step, 0)
-            nn.functional.cross_entropy(module(x), y).backward()
-            stepper.step()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert_bitwise(ours.detach().cpu(), theirs.detach().cpu())
-    optimizer.close()
-    torchring.shutdown()
-
-
-@ranks(4, start=run_ranks, env=SHARED, deadline=DEADLINE)
-def test_four_ranks_that_share_a_gpu_have_nothing_to_measure(rank: int) -> None:
-    """NCCL refuses them."""
-    model = make_model()
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    x, y = batch(0, rank)
-    nn.functional.cross_entropy(model(x), y).backward()
-    optimizer.step()
-    stats = optimizer.stats()
-    torchring.shutdown()
-    assert stats.algorithm == "direct", stats.reason
-    assert stats.reason.endswith("not measured, because ranks share a GPU")

@@ -14,7 +14,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import torchring
-from tests.devices.test_gpu import DEADLINE, SHARED, batch, make_model
+from tests.devices.test_gpu import DEADLINE, SHARED, batch, loss_of, make_model
 from tests.support.checks import assert_same_on_all_ranks, digest
 from tests.support.harness import ranks, run_ranks, wait_until
 from tests.support.scripts import Raises
@@ -31,8 +31,7 @@ pytestmark = pytest.mark.gpu
 def take_steps(rank: int, model: nn.Module, optimizer: Any, num_steps: int) -> None:
     for step in range(num_steps):
         optimizer.zero_grad(set_to_none=False)
-        x, y = batch(step, rank)
-        nn.functional.cross_entropy(model(x), y).backward()
+        loss_of(model, step, rank).backward()
         optimizer.step()
 
 

@@ -3,11 +3,13 @@
 Memory speed needs 128-bit loads and stores, and registers enough for all values; both can be read in the machine code.
 """
 
+import os
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -31,28 +33,11 @@ PAIRS = [(F32, F32), (F32, F16), (F32, B16), (F16, F32), (B16, B16)]
 GPUS = ["sm_80", "sm_90", "sm_100", "gfx942"]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Empty at first, so that no kernel comes from an earlier run; shared, so that each is compiled once."""
-    return tmp_path_factory.mktemp("triton")
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
-
-
-def build(
-    kernel: Any, signature: dict[str, str], constants: dict[str, Any], aligned: str, gpu: str, **options: Any
-) -> Any:
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    cuda = gpu.startswith("sm_")
-    target = GPUTarget("cuda", int(gpu[3:]), 32) if cuda else GPUTarget("hip", gpu, 64)
-    attributes = {(list(signature).index(aligned),): [["tt.divisibility", 16]]} if aligned else {}
-    source = ASTSource(kernel.jitted, signature, constants, attributes)
-    return triton.compile(source, target=target, options={"num_warps": 4, "enable_fp_fusion": False, **options})
+    with mock.patch.dict(os.environ, TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("triton"))):
+        yield
 
 
 def compiled(launch: Any, **options: Any) -> Any:
@@ -114,7 +99,37 @@ def _of_rank(dtype: torch.dtype, num_ranks: int) -> dict[str, Any]:
 
 
 SIGNALLING: dict[str, Callable[..., Any]] = {"direct": build_direct, "ring": build_ring}
-BUILDERS: dict[str, Callable[..., Any]] = {"pack": build_pack, "unpack": build_unpack}
+
+
+class Case(NamedTuple):
+    """A kernel, and the bytes that a block moves by 128-bit loads and stores at least."""
+
+    name: str
+    build: Callable[[str], Any]
+    loads: int = 0
+    stores: int = 0
+    num_warps: int = NUM_WARPS
+
+    def __str__(self) -> str:
+        return self.name.replace("torch.", "")
+
+
+def _cases() -> Iterator[Case]:
+    for name, build in (("pack", build_pack), ("unpack", build_unpack)):
+        for read, written in PAIRS:
+            sizes = 4096 * read.itemsize, 4096 * written.itemsize
+            yield Case(f"{name} {read} to {written}", partial(build, read, written), *sizes, num_warps=4)
+    for dtype in (F32, B16):
+        yield Case(f"direct {dtype}", partial(build_direct, dtype), 4 * 8192, 4 * 8192)  # sums four wires, writes four
+        # The ring adds two in one loop and copies one in the other.
+        yield Case(f"ring {dtype}", partial(build_ring, dtype), 3 * 16384, 2 * 16384)
+    for n in (2, 8):
+        yield Case(f"gathers from {n}", partial(build_direct, F32, num_ranks=n, gather=True, spread=False))
+        yield Case(f"spreads to {n}", partial(build_direct, F32, num_ranks=n, gather=False, spread=True))
+    yield Case("guard", build_guard)
+
+
+CASES = list(_cases())
 
 
 def num_wide(compiled: Any, what: str) -> int:
@@ -149,44 +164,12 @@ def spilled_bytes(compiled: Any, folder: Path) -> int:
     return int(usage[1]) + int(usage[2])
 
 
-@grid("name, pair, gpu", list(BUILDERS), PAIRS, GPUS)
-def test_128_bits_at_a_time_and_no_spills(
-    name: str, pair: tuple[torch.dtype, torch.dtype], gpu: str, tmp_path: Path
-) -> None:
-    compiled = BUILDERS[name](*pair, gpu)
-    threads = 4 * (32 if gpu.startswith("sm_") else 64)
-    assert num_wide(compiled, "load") >= 4096 * pair[0].itemsize // 16 // threads
-    assert num_wide(compiled, "store") >= 4096 * pair[1].itemsize // 16 // threads
-    assert spilled_bytes(compiled, tmp_path) == 0
-
-
-@grid(
-    "name, dtype, gpu",
-    list(SIGNALLING),
-    [F32, B16],
-    GPUS,
-    keep=lambda name, dtype, gpu: gpu == ("sm_90" if (name == "direct") == (dtype == F32) else "gfx942"),
-)
-def test_signalling_kernels_are_as_wide(name: str, dtype: torch.dtype, gpu: str, tmp_path: Path) -> None:
-    compiled = SIGNALLING[name](dtype, gpu)
-    threads = NUM_WARPS * (32 if gpu.startswith("sm_") else 64)
-    vectors = (8192 if name == "direct" else 16384) // 16 // threads  # of a tile
-    # Direct sums four wires and writes four; the ring adds two in one loop and copies one in the other.
-    loads, stores = (4, 4) if name == "direct" else (3, 2)
-    assert num_wide(compiled, "load") >= loads * vectors
-    assert num_wide(compiled, "store") >= stores * vectors
-    assert spilled_bytes(compiled, tmp_path) == 0
-
-
-@grid(
-    "gpu, num_ranks, half",
-    GPUS,
-    [2, 4, 8],
-    ["gather", "spread"],
-    keep=lambda *point: point == ("gfx942", 8, "spread"),
-)
-def test_half_of_direct_does_not_spill(gpu: str, num_ranks: int, half: str, tmp_path: Path) -> None:
-    compiled = build_direct(F32, gpu, num_ranks, gather=half == "gather", spread=half == "spread")
+@grid("case, gpu", CASES, GPUS, keep=lambda case, gpu: GPUS[CASES.index(case) % len(GPUS)] == gpu)
+def test_128_bits_at_a_time_and_no_spills(case: Case, gpu: str, tmp_path: Path) -> None:
+    compiled = case.build(gpu)
+    bytes_at_a_time = 16 * case.num_warps * (32 if gpu.startswith("sm_") else 64)
+    assert num_wide(compiled, "load") >= case.loads // bytes_at_a_time
+    assert num_wide(compiled, "store") >= case.stores // bytes_at_a_time
     assert spilled_bytes(compiled, tmp_path) == 0
 
 
@@ -275,7 +258,7 @@ def test_copies_behind_the_wait_are_not_counted() -> None:
 @pytest.mark.parametrize("name", SIGNALLING)
 def test_signals_reach_other_gpus_of_amd(name: str) -> None:
     lines = SIGNALLING[name](B16 if name == "direct" else F32, "gfx942").asm["amdgcn"].splitlines()
-    code = [line.split()[0:1] + line.split()[1:] for line in lines if line.startswith("\t") and line[1:2] not in ".;"]
+    code = [line.split() for line in lines if line.startswith("\t") and line[1:2] not in ".;"]
     near = [" ".join(word for words in code[max(0, i - 4) : i + 4] for word in words) for i in range(len(code))]
     sends = [near[i] for i, words in enumerate(code) if words[0] == "global_atomic_swap"]
     assert len(sends) >= 2
@@ -287,7 +270,7 @@ def test_signals_reach_other_gpus_of_amd(name: str) -> None:
     assert sum("buffer_inv sc0 sc1" in near[i] for i in where) >= 2 * num_waits
 
 
-@grid("pair, gpu", PAIRS, GPUS)
+@grid("pair, gpu", PAIRS, GPUS, keep=lambda pair, gpu: GPUS[PAIRS.index(pair) % len(GPUS)] == gpu)
 def test_what_is_not_asked_for_is_not_looked_for(
     pair: tuple[torch.dtype, torch.dtype], gpu: str, tmp_path: Path
 ) -> None:
@@ -296,11 +279,6 @@ def test_what_is_not_asked_for_is_not_looked_for(
     assert num_wide(checked, "load") == num_wide(unchecked, "load")
     assert ".min.s32" not in unchecked.asm["ptx"]
     assert re.search(r"\b(red|atom)\.global\.gpu\.relaxed\.min\.s32\b", checked.asm["ptx"])
-
-
-@pytest.mark.parametrize("gpu", GPUS)
-def test_the_guard_compiles(gpu: str, tmp_path: Path) -> None:
-    assert spilled_bytes(build_guard(gpu), tmp_path) == 0
 
 
 def test_without_alignment_nothing_is_wide() -> None:
@@ -324,22 +302,24 @@ def _narrow_kernel(out, numel: "tl.int64", BLOCK: "tl.constexpr"):  # type: igno
 
 
 def test_offsets_have_64_bits() -> None:
-    for compiled in (build_pack(F32, F32, "sm_90"), build_unpack(F32, F32, "sm_90")):
+    for kernel in (build_pack(F32, F32, "sm_90"), build_unpack(F32, F32, "sm_90")):
         # One step to the chunk, and from there by less than a chunk.
-        assert re.findall(r"tt\.addptr %wire, %\w+ : !tt\.ptr<f32>, (i\d+)", compiled.asm["ttir"]) == ["i64"]
+        assert re.findall(r"tt\.addptr %wire, %\w+ : !tt\.ptr<f32>, (i\d+)", kernel.asm["ttir"]) == ["i64"]
     # One step to the tile, and from there by less than a tile. The ring's words lie in a small pad.
     steps = re.findall(r"tt\.addptr %\S+, %\w+ : !tt\.ptr<f32>, (i\d+)", build_direct(F32, "sm_90").asm["ttir"])
     assert len(steps) >= 12
     assert set(steps) == {"i64"}
     assert tensor_offset_types(build_ring(B16, "sm_90")) == {"i64"}
-    signature = {"out": "*fp32", "numel": "i64", "BLOCK": "constexpr"}
-    assert tensor_offset_types(build(_narrow_kernel, signature, {"BLOCK": 1024}, "out", "sm_90")) == {"i32"}
+    with driver_of("sm_90"):
+        assert tensor_offset_types(compiled(_narrow_kernel.prepare(DEVICE, 1, OnDevice(F32, 9), 9, BLOCK=64))) == {
+            "i32"
+        }
 
 
-@pytest.mark.parametrize("name", ["pack", "unpack"])
-def test_only_aligned_addresses_take_the_wide_path(name: str) -> None:
+@pytest.mark.parametrize("build", [build_pack, build_unpack])
+def test_only_aligned_addresses_take_the_wide_path(build: Callable[..., Any]) -> None:
     # The interpreter ignores alignment and a GPU faults, so the branch is checked where it is decided.
-    ttir = BUILDERS[name](F32, F32, "sm_90").asm["ttir"]
+    ttir = build(F32, F32, "sm_90").asm["ttir"]
     aligned, misaligned = re.split(r"\n\s*} else {", ttir[ttir.index("arith.remsi") :], maxsplit=1)
     assert re.search(r"arith\.cmpi eq, .*\n\s*scf\.if", aligned), ttir
     assert "tt.divisibility" in aligned

@@ -19,7 +19,8 @@ from tests.support.kernels import truncate_to_bfloat16
 from torchring.kernels import lazy
 
 KERNELS = ("pack", "reducing", "ptx")
-SMOKE = "worked_example or an_abort_is_found or what_it_does"  # one of each kernel
+# One of each kernel, in one process.
+SMOKE = "pack and worked_example or prepared_once or spoils_nothing or an_abort_is_found or what_it_does"
 
 
 def test_truncating_is_not_rounding() -> None:

@@ -146,8 +146,6 @@ def test_zero_dim_and_channels_last(device: str) -> None:
     back = [torch.zeros_like(image), torch.zeros_like(scalar)]
     unpack(wire, back, table)
     assert_bitwise(back[0], image * 2)
-    with pytest.raises(ValueError, match="memory order is what is copied"):
-        unpack(wire, [image.contiguous(), scalar], table)
 
 
 @where_triton_runs
@@ -156,8 +154,6 @@ def test_nothing_to_pack(device: str) -> None:
     pack([], wire, table_of([], [], device))
     pack([torch.empty(0, device=device)], wire, table_of([0], [0], device))
     assert wire.tolist() == [7.0] * 4
-    with pytest.raises(TypeError, match=r"tensors must have one of .* got torch.int32"):
-        pack([torch.ones(4, device=device).int()], wire, table_of([4], [0], device))
 
 
 @needs_interpreter

@@ -31,7 +31,7 @@ def test_scaled_before_cast() -> None:
     assert view.item() == float("inf")  # the mean fits, the gradient does not: casting first is what goes wrong
 
 
-@grid("numel, wire_dtype, dtype, scale", [1, 5, 16 * 1024, 16 * 1024 + 1, 256 * 1024 + 3], DTYPES, DTYPES, [1.0, 1 / 3])
+@grid("wire_dtype, dtype, numel, scale", DTYPES, DTYPES, [5, 16 * 1024, 16 * 1024 + 1, 256 * 1024 + 3], [1.0, 1 / 3])
 def test_pack_and_unpack_round_once(numel: int, wire_dtype: torch.dtype, dtype: torch.dtype, scale: float) -> None:
     grad = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
     expected = sum_in_order([grad], wire_dtype, scale)
@@ -55,7 +55,7 @@ def test_values_follow_their_index_whatever_the_strides() -> None:
         reference.pack([grad, grad], [contiguous, strided], scale=scale)
         assert torch.equal(contiguous, torch.arange(120.0).view(2, 3, 4, 5) * scale)
         assert torch.equal(strided, contiguous)
-    large = torch.randn(4, 64, 32, 32).to(memory_format=torch.channels_last)
+    large = torch.randn(4, 64, 32, 32).to(memory_format=torch.channels_last)  # in several blocks
     target = torch.zeros(4, 64, 32, 32, dtype=B16)
     reference.pack([large], [target], scale=0.3)
     assert torch.equal(target, (large * 0.3).to(B16))
@@ -78,7 +78,7 @@ def test_pack_refuses_what_torch_would_broadcast() -> None:
         reference.pack([torch.ones(2)], [torch.ones(2, dtype=torch.int32)], scale=0.5)
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_parts", [1, 2, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_accumulate(dtype: torch.dtype, num_parts: int) -> None:
     generator = torch.Generator().manual_seed(num_parts)
@@ -96,8 +96,8 @@ def test_accumulate(dtype: torch.dtype, num_parts: int) -> None:
         assert torch.equal(part, original)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.int32, torch.int64])
-@pytest.mark.parametrize("place", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", [F16, torch.int64])
+@pytest.mark.parametrize("place", [0, 1, 3])
 def test_accumulate_into_one_of_the_parts(dtype: torch.dtype, place: int) -> None:
     parts = [torch.tensor([1, 2, 3], dtype=dtype) * 4**i for i in range(4)]
     accumulate(parts, parts[place])
@@ -106,24 +106,16 @@ def test_accumulate_into_one_of_the_parts(dtype: torch.dtype, place: int) -> Non
         assert torch.equal(parts[i], torch.tensor([1, 2, 3], dtype=dtype) * 4**i)
 
 
-def test_accumulate_adds_in_list_order() -> None:
-    big, small = torch.tensor([2.0**24]), torch.tensor([1.0])
-    out = torch.empty(1)
-    accumulate([small, small, big], out)
-    assert out.item() == 2**24 + 2
-    accumulate([big, small, small], out)
-    assert out.item() == 2**24  # each 1 is lost on its own
-
-
-def test_accumulate_rounds_16_bits_once() -> None:
-    parts = [torch.tensor([256.0], dtype=B16), torch.tensor([1.0], dtype=B16), torch.tensor([1.0], dtype=B16)]
-    out = torch.empty(1, dtype=B16)
-    accumulate(parts, out)
-    assert out.item() == 258  # adding in bf16 stays at 256: 257 is not a bf16 value
-    assert ((parts[0] + parts[1]) + parts[2]).item() == 256
-
-
-def test_accumulate_integers_are_exact() -> None:
-    out = torch.empty(2, dtype=torch.int64)
-    accumulate([torch.tensor([2**62, 1]), torch.tensor([1, 2])], out)
-    assert out.tolist() == [2**62 + 1, 3]
+@pytest.mark.parametrize(
+    ("dtype", "values", "total"),
+    [
+        (torch.float32, [1.0, 1.0, 2.0**24], 2**24 + 2),
+        (torch.float32, [2.0**24, 1.0, 1.0], 2**24),  # in this order, each 1 is lost on its own
+        (B16, [256.0, 1.0, 1.0], 258),  # adding in bf16 stays at 256: 257 is not a bf16 value
+        (torch.int64, [2**62, 1], 2**62 + 1),
+    ],
+)
+def test_accumulate_adds_in_list_order_and_rounds_once(dtype: torch.dtype, values: list[float], total: int) -> None:
+    out = torch.empty(1, dtype=dtype)
+    accumulate([torch.tensor([value], dtype=dtype) for value in values], out)
+    assert out.item() == total

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks
 from tests.support.kernels import B16, F16, F32, F64, INF, NAN, PTX
-from tests.support.ptx import Memory, ptx_in_kernels
+from tests.support.ptx import InlinePtx, ptx_in_kernels
 from torchring.allreduce.slices import slice_bounds
 from torchring.kernels.direct import prepare_direct
 from torchring.kernels.ring import prepare_ring
@@ -79,11 +79,16 @@ class Place:
 
     def instructions(self) -> AbstractContextManager[Any]:
         """For the time of a launch."""
-        return ptx_in_kernels(Memory([self.signals, *self.pads, self.abort])) if self.ptx else nullcontext()
+        return ptx_in_kernels(InlinePtx([self.signals, *self.pads, self.abort])) if self.ptx else nullcontext()
 
     def wire(self, numel: int, dtype: torch.dtype = F32) -> torch.Tensor:
         """The first elements of the own memory."""
         return self.parts[self.rank][: numel * dtype.itemsize].view(dtype)
+
+    def arguments(self, todo: Round) -> dict[str, Any]:
+        """Of any kernel's launch."""
+        own = {"wire": self.wire(todo.numel, todo.dtype), "abort": self.abort, "max_blocks": todo.max_blocks}
+        return {"wires": self.wires, "signals": self.signals, "rank": self.rank, "num_ranks": self.num_ranks, **own}
 
     def fill(self, todo: Round) -> None:
         guarded = self.wire(todo.numel + GUARD, todo.dtype)
@@ -119,9 +124,9 @@ def begin_counts(place: Place) -> None:
     own[1::2] = -1
 
 
-def counts_of(own: torch.Tensor, num_ranks: int) -> list[list[int]]:
+def counts_of(place: Place) -> list[list[int]]:
     """Of each block: meetings of every rank, and steps of the left, of the right and of this rank."""
-    return own[:, : num_ranks + 3].tolist()
+    return words(place)[place.rank][:, : place.num_ranks + 3].tolist()
 
 
 def come_early(place: Place) -> None:
@@ -142,9 +147,8 @@ def rounds_of_rank(
     try:
         pads = list(group.allocate(signal_bytes(num_ranks)).parts)
         begin_counts(Place(rank, num_ranks, pads, pads))
-        place = Place(
-            rank, num_ranks, list(group.allocate(NUM_BYTES).parts), pads, device == PTX
-        )  # waits for all ranks
+        parts = list(group.allocate(NUM_BYTES).parts)  # waits for all ranks
+        place = Place(rank, num_ranks, parts, pads, device == PTX)
         outcomes = []
         for number, todo in enumerate(rounds):
             if number % num_ranks == rank and num_ranks > 1:
@@ -152,17 +156,12 @@ def rounds_of_rank(
             place.fill(todo)
             runner(place, todo)
             outcomes.append(place.outcome(todo))
-        for first, *others, left, right, own in counts_of(words(place)[rank], num_ranks):
+        for first, *others, left, right, own in counts_of(place):
             assert others == [first] * (num_ranks - 1), "ranks have been to different numbers of meetings"
             assert left == right == own, "neighbours have gone different numbers of steps"
         return outcomes
     finally:
         group.close()
-
-
-def aborter(place: Place) -> Callable[[], None]:
-    """Sets the abort word from outside, as the host does: without the device."""
-    return lambda: place.abort.fill_(1)  # type: ignore[return-value]
 
 
 def rounds_on_streams(num_ranks: int, runner: Runner, rounds: list[Round]) -> Outcomes:
@@ -171,8 +170,7 @@ def rounds_on_streams(num_ranks: int, runner: Runner, rounds: list[Round]) -> Ou
     for place in places:
         begin_counts(place)
     streams = [torch.cuda.Stream() for _ in places]
-    aborts = [aborter(place) for place in places]
-    watchdog = threading.Timer(60.0, lambda: [abort() for abort in aborts])
+    watchdog = threading.Timer(60.0, lambda: [place.abort.fill_(1) for place in places])
     watchdog.daemon = True
     watchdog.start()
     outcomes: Outcomes = [[] for _ in places]
@@ -194,8 +192,7 @@ def rounds_on_streams(num_ranks: int, runner: Runner, rounds: list[Round]) -> Ou
         torch.cuda.synchronize()
         for place in places:
             outcomes[place.rank].append(place.outcome(todo))
-    for pads in zip(*(counts_of(words(place)[place.rank], num_ranks) for place in places), strict=True):
-        assert all(pad == pads[0] for pad in pads), "ranks have counted differently"
+    assert all(counts_of(place) == counts_of(places[0]) for place in places), "ranks have counted differently"
     watchdog.cancel()
     return outcomes
 
@@ -215,7 +212,7 @@ def check_abort(place: Place, runner: Runner) -> None:
     """The runner waits for signals that nobody sends."""
     todo = Round(5000, max_blocks=2)
     place.fill(todo)
-    timer = threading.Timer(0.2, aborter(place))
+    timer = threading.Timer(0.2, place.abort.fill_, [1])
     started = time.monotonic()
     timer.start()
     runner(place, todo)
@@ -233,19 +230,7 @@ def slice_of(place: Place, todo: Round) -> tuple[int, int]:
 def launch_direct(place: Place, todo: Round, *, gather: bool = True, spread: bool = True) -> None:
     begin, end = slice_of(place, todo)
     with place.instructions():
-        prepare_direct(
-            place.wires,
-            place.signals,
-            place.wire(todo.numel, todo.dtype),
-            rank=place.rank,
-            num_ranks=place.num_ranks,
-            begin=begin,
-            end=end,
-            abort=place.abort,
-            gather=gather,
-            spread=spread,
-            max_blocks=todo.max_blocks,
-        )()
+        prepare_direct(**place.arguments(todo), begin=begin, end=end, gather=gather, spread=spread)()
 
 
 def run_direct(place: Place, todo: Round) -> None:
@@ -260,12 +245,4 @@ def run_direct(place: Place, todo: Round) -> None:
 
 def run_ring(place: Place, todo: Round) -> None:
     with place.instructions():
-        prepare_ring(
-            place.wires,
-            place.signals,
-            place.wire(todo.numel, todo.dtype),
-            rank=place.rank,
-            num_ranks=place.num_ranks,
-            abort=place.abort,
-            max_blocks=todo.max_blocks,
-        )()
+        prepare_ring(**place.arguments(todo))()
