@@ -10,7 +10,7 @@ import torch
 from torchring.gradients.views import CAN_SWAP
 
 # They take longest, so they begin first: at the end of a run with several processes, all have something to do.
-_LONG = ("devices", "kernels", "doctor", "launch", "docs/test_examples", "bench", "transport/test_mpi")
+_LONG = ("devices", "kernels", "doctor", "launch", "docs/test_examples", "bench", "transport/test_contract")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

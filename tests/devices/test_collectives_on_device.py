@@ -61,10 +61,9 @@ def _adasum(rank: int, size: int) -> None:
 
 # Where something goes through the CPU on another thread, "eager": the stand-in cannot tell such a tensor from others.
 _CALLS: dict[str, Callable[[int, int], Any]] = {
-    "all_reduce, late": scripts._all_reduce_everything,
-    "sums that wrap around, lazy": scripts._sums_that_wrap_around,
-    "broadcast, lazy": scripts._broadcast_everything,
-    "all_gather, late": scripts._all_gather_everything,
+    "all_reduce, late": scripts._all_reduce,
+    "broadcast, lazy": scripts._broadcast,
+    "all_gather, late": scripts._all_gather,
     "strides, late": scripts._inputs_with_strides,
     "adasum, late": _adasum,
     "asynchronous, eager": scripts._asynchronous,
@@ -143,7 +142,7 @@ def test_what_goes_through_the_cpu_is_said_once(rank: int) -> None:
             torchring.reduce_scatter(torch.ones(2))
         torchring.shutdown()
         accelerator.open_backend = _refuse  # type: ignore[method-assign, assignment]
-        scripts._broadcast_everything(rank, 2)
+        scripts._broadcast(rank, 2)
         assert torchring.all_reduce(torch.full((2,), rank + 1.0), "sum").tolist() == [3.0, 3.0]
     found = [text.removeprefix("tensors on a GPU go through the CPU in ").split(",")[0] for text in texts]
     assert found == ([] if rank else ["all_gather", "all_to_all", "reduce_scatter", "collectives"])

@@ -10,6 +10,7 @@ one.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib.util
 import io
@@ -87,9 +88,8 @@ def stop(process: subprocess.Popen[str]) -> None:
 class MpiJob:
     """`num_ranks` processes under one mpirun, started with the first work and again after a failure."""
 
-    def __init__(self, num_ranks: int, options: Sequence[str] = ()) -> None:
+    def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self._options = options
         self._process: subprocess.Popen[str] | None = None
         self._num_works = 0
 
@@ -101,13 +101,13 @@ class MpiJob:
 
     def end(self) -> None:
         """Now. More work would start another."""
-        if self._process is not None and self._process.poll() is None:
+        process, self._process = self._process, None
+        if process is not None and process.poll() is None:
             self._store.set(f"work/{self._num_works}", pickle.dumps(None))
-            try:
-                self._process.wait(_PATIENCE)
-            except subprocess.TimeoutExpired:
-                stop(self._process)
-        self._process = None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_PATIENCE)
+                return
+            stop(process)
 
     def run(self, body: Callable[..., Any], size: int, *, deadline: float = 60.0, dies: int | None = None) -> list[Any]:
         """As harness.run_ranks. body(rank, store, communicator): a store and an MPI communicator of just these ranks.
@@ -117,7 +117,8 @@ class MpiJob:
         if self._process is None:
             self._start()
             deadline += _STARTING
-        assert self._process is not None
+        process = self._process
+        assert process is not None
         work = f"work/{self._num_works}"
         self._num_works += 1
         self._store.set(work, pickle.dumps((pickle.dumps(body), size)))
@@ -125,7 +126,7 @@ class MpiJob:
         results: list[Any] = [None] * size
         running = set(range(size)) - {dies}
         end = time.monotonic() + deadline
-        while running and time.monotonic() < end and self._process.poll() is None:
+        while running and time.monotonic() < end and process.poll() is None:
             for rank in sorted(running):
                 if self._store.check([f"{work}/{rank}"]):
                     answer = io.BytesIO(self._store.get(f"{work}/{rank}"))
@@ -135,10 +136,20 @@ class MpiJob:
                     if text:
                         end = min(end, time.monotonic() + _PATIENCE)
             time.sleep(0.005)
+        code = process.poll()
+        if running:  # the ranks may be out of step with each other
+            for pid in _children_of(process.pid) if code is None else ():
+                os.kill(pid, signal.SIGUSR1)  # the fault handler prints all stacks
+            time.sleep(0.5)
         if dies is not None:
             reports[dies].failed = self._store.check([f"{work}/{dies}"])
+        if running or dies is not None:
+            self._process = None
+            stop(process)
         if any(report.failed for report in reports):
-            raise RanksFailed(f"{body}: {self._describe_end()}", reports)
+            self._output.seek(0)
+            output = self._output.read()[-_TAIL:]
+            raise RanksFailed(f"{body}: mpirun: {_exit_text(code)}\n--- output:\n{output}", reports)
         return results
 
     def _start(self) -> None:
@@ -148,23 +159,10 @@ class MpiJob:
         self._process = mpirun(
             ["-u", "-m", "tests.support.mpi_job"],
             self.num_ranks,
-            options=self._options,
+            options=("--runtime-options", "continuous"),  # a rank that dies does not end the others
             env={"TESTS_STORE_PORT": str(self._store.port)},
             output=self._output,
         )
-
-    def _describe_end(self) -> str:
-        """Stop the ranks, which may be out of step with each other; what they printed, with stacks of what hung."""
-        process, self._process = self._process, None
-        assert process is not None
-        code = process.poll()
-        if code is None:
-            for pid in _children_of(process.pid):
-                os.kill(pid, signal.SIGUSR1)  # the fault handler prints all stacks
-            time.sleep(0.5)
-        stop(process)
-        self._output.seek(0)
-        return f"mpirun: {_exit_text(code)}\n--- output:\n{self._output.read()[-_TAIL:]}"
 
 
 job = MpiJob(3)

@@ -1,30 +1,41 @@
 """One contract (`torchring/transport/contract.py`), three implementations: the fake of the tests, Gloo's, and MPI's.
-
-Bodies are functions of the module, so that the ranks of an MPI job can be told to run them.
-"""
+And what only Gloo or only MPI has. Bodies are functions of the module, so that ranks of an MPI job can run them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo
 
+import torchring
 from tests.support import mpi_job
 from tests.support.checks import assert_bitwise, exact_inputs
 from tests.support.fakes import FakeNetwork
-from tests.support.harness import count_open_fds, patient, run_ranks, run_threads
+from tests.support.harness import RanksFailed, count_open_fds, patient, run_ranks, run_threads, wait_until
 from tests.support.mpi_job import job, job_ends  # noqa: F401  # a fixture
+from tests.support.training import Side, assert_as_one_process, momentum, small_model, train, values
 from torchring.allreduce.native import NativeAllReduce
-from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError
+from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError, RingError, TopologyError
 from torchring.rendezvous.rendezvous import Rendezvous
+from torchring.transport import c10d, gloo_links
+from torchring.transport import mpi as mpi_transport
 from torchring.transport.c10d import C10dTransport
 from torchring.transport.contract import Transport
 from torchring.transport.mpi import MpiTransport
@@ -39,7 +50,7 @@ DTYPES = (
 Meet = Callable[[], object]  # a barrier of the ranks that no transport takes part in
 
 needs_mpi = pytest.mark.skipif(bool(mpi_job.MISSING), reason=mpi_job.MISSING)
-pytestmark = pytest.mark.parametrize("kind", ["fake", "c10d", pytest.param("mpi", marks=needs_mpi)])
+every_transport = pytest.mark.parametrize("kind", ["fake", "c10d", pytest.param("mpi", marks=needs_mpi)])
 
 
 def run_transports(
@@ -60,9 +71,8 @@ def run_transports(
     """
     names = [f"stream{i}" for i in range(num_streams)]
     if kind == "mpi":
-        return job.run(
-            partial(_on_mpi_rank, body=body, names=names, timeout_seconds=timeout_seconds, groups=groups), size
-        )
+        how = {"names": names, "timeout_seconds": timeout_seconds, "groups": groups}
+        return job.run(partial(_on_mpi_rank, body=body, **how), size)
     network = FakeNetwork(size, timeout_seconds)
 
     def on_rank(rank: int, size: int, store: dist.Store) -> Any:
@@ -83,8 +93,8 @@ def _on_mpi_rank(
     store: dist.Store,
     communicator: Any,
     body: Callable[..., Any],
-    names: list[str],
-    timeout_seconds: float,
+    names: Sequence[str] = ("stream",),
+    timeout_seconds: float = 20.0,
     groups: Sequence[Sequence[int]] = (),
 ) -> Any:
     worlds = [Rendezvous(dist.PrefixStore(name, store), rank, communicator.size, timeout_seconds) for name in names]
@@ -107,28 +117,35 @@ def _run_and_close(body: Callable[..., Any], meeting: Rendezvous, transports: li
     return result
 
 
-# ---- broadcasts
+def _sum(transport: Transport) -> float:
+    total = torch.tensor([transport.rank + 1.0])
+    transport.start_all_reduce(total).wait()
+    return float(total)
 
 
-def _rank_and_size(_: Meet, transport: Transport) -> tuple[int, int]:
-    return transport.rank, len(transport.ranks)
+# ---- the contract: what holds on every rank
 
 
-def _in_order(_: Meet, transport: Transport) -> list[int]:
+def _knows_its_rank_and_its_peers(meet: Meet, transport: Transport) -> None:
+    assert transport.ranks == (0, 1, 2)
+    assert _sum(transport) == 6.0
+    everybody = torch.zeros(3, dtype=torch.int64)
+    everybody[transport.rank] = 1
+    transport.start_all_reduce(everybody).wait()
+    assert everybody.tolist() == [1, 1, 1]
+
+
+def _transfers_match_in_their_order(meet: Meet, transport: Transport) -> None:
     """From both ranks in turn."""
     tensors = [torch.full((5,), 100 * transport.rank + i) for i in range(20)]
     transfers = [transport.start_broadcast(tensor, i % 2) for i, tensor in enumerate(tensors)]
     for transfer in reversed(transfers):  # waiting in another order changes nothing
         transfer.wait()
-    return [int(tensor[0]) if bool((tensor == tensor[0]).all()) else -1 for tensor in tensors]
+    assert [tensor.tolist() for tensor in tensors] == [[100 * (i % 2) + i] * 5 for i in range(20)]
 
 
-def test_sizes(kind: str) -> None:
-    run_transports(kind, 2, _of_every_size)
-
-
-def _of_every_size(_: Meet, transport: Transport) -> None:
-    for num_bytes in (0, 1, 63, 64, 65, 65_537, MIB, 64 * MIB):
+def _every_size(meet: Meet, transport: Transport) -> None:
+    for num_bytes in (0, 1, 63, 64, 65, 65_537, MIB, 16 * MIB):
 
         def pattern(rank: int, num_bytes: int = num_bytes) -> torch.Tensor:
             period = torch.arange(251, dtype=torch.int64).mul(2 * rank + 3).remainder(251).to(torch.uint8)  # prime
@@ -139,270 +156,436 @@ def _of_every_size(_: Meet, transport: Transport) -> None:
         assert_bitwise(tensor, pattern(1), f"rank {transport.rank}, {num_bytes} bytes")
 
 
-def test_every_dtype_travels_bit_for_bit(kind: str) -> None:
-    for rank, tensors in enumerate(run_transports(kind, 2, _of_every_dtype)):
-        for tensor, dtype in zip(tensors, DTYPES, strict=True):
-            assert_bitwise(tensor, _payload(0, dtype), f"rank {rank} {dtype}")
+def _every_dtype_travels_bit_for_bit(meet: Meet, transport: Transport) -> None:
+    def payload(rank: int, dtype: torch.dtype) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(7 * rank + 1)
+        raw = torch.randint(0, 2 if dtype is torch.bool else 256, (64,), generator=generator, dtype=torch.uint8)
+        return raw.view(dtype).reshape(2, -1)  # NaNs with odd payloads among them
 
-
-def _payload(rank: int, dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(7 * rank + 1)
-    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (64,), generator=generator, dtype=torch.uint8)
-    return raw.view(dtype).reshape(2, -1)  # NaNs with odd payloads among them
-
-
-def _of_every_dtype(_: Meet, transport: Transport) -> list[torch.Tensor]:
-    tensors = [_payload(transport.rank, dtype) for dtype in DTYPES]
+    tensors = [payload(transport.rank, dtype) for dtype in DTYPES]
     for transfer in [transport.start_broadcast(tensor, 0) for tensor in tensors]:
         transfer.wait()
-    return tensors
+    for tensor in tensors:
+        assert_bitwise(tensor, payload(0, tensor.dtype), str(tensor.dtype))
 
 
-def _odd_shapes(_: Meet, transport: Transport) -> list[float]:
-    """Without dimensions, and amid a buffer."""
+def _odd_shapes(meet: Meet, transport: Transport) -> None:
+    """Without dimensions, and amid a buffer. With gaps, nothing is started."""
     rank = transport.rank
     scalar, buffer = torch.tensor(rank + 0.5), torch.full((5,), -1.0 - rank)
+    with pytest.raises(ValueError, match="contiguous"):
+        transport.start_broadcast(torch.zeros(4, 4).t()[1:], 0)
     for transfer in [transport.start_broadcast(scalar, 1), transport.start_broadcast(buffer[1:3], 0)]:
         transfer.wait()
-    return [float(scalar), *buffer.tolist()]
+    assert [float(scalar), *buffer.tolist()] == [1.5, -1.0 - rank, -1, -1, -1.0 - rank, -1.0 - rank]
 
 
-def _do_not_mix(_: Meet, *transports: Transport) -> list[int]:
+def _several_at_once_do_not_mix(meet: Meet, *transports: Transport) -> None:
     tensors = [torch.tensor([100 * transport.rank + i]) for i, transport in enumerate(transports)]
     # Rank 1 begins with the last, so a shared link would cross them.
     order = list(enumerate(transports))[:: -1 if transports[0].rank else 1]
     for transfer in [transport.start_broadcast(tensors[i], 1) for i, transport in order]:
         transfer.wait()
-    return [int(tensor) for tensor in tensors]
+    assert [int(tensor) for tensor in tensors] == [100, 101, 102]
 
 
-def _in_threads(_: Meet, *transports: Transport) -> list[list[int]]:
-    seen: list[list[int]] = [[] for _ in range(3)]
-
-    def drive(thread: int) -> None:
-        transport = transports[thread]
+def _threads(meet: Meet, *transports: Transport) -> None:
+    def drive(thread: int, transport: Transport) -> None:
         for step in range(30):
             tensor = torch.full((1000,), 1000 * thread + step + 7 * transport.rank)
             transport.start_broadcast(tensor, 0).wait()
-            seen[thread].append(int(tensor.min()))
-            assert int(tensor.min()) == int(tensor.max())
+            assert int(tensor.min()) == int(tensor.max()) == 1000 * thread + step
 
-    threads = [threading.Thread(target=drive, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return seen
+    with ThreadPoolExecutor(3) as pool:
+        for driven in [pool.submit(drive, *each) for each in enumerate(transports)]:
+            driven.result()
 
 
-def _with_gaps(_: Meet, transport: Transport) -> float:
-    gaps = torch.zeros(4, 4).t()[1:]
-    with pytest.raises(ValueError, match="contiguous"):
-        transport.start_broadcast(gaps, 0)
-    return _sum(transport)  # and nothing was started by it
-
-
-def _sum(transport: Transport) -> float:
-    total = torch.tensor([transport.rank + 1.0])
-    transport.start_all_reduce(total).wait()
-    return float(total)
-
-
-# ---- the engine's own sum
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_all_reduce_sums_what_it_says_it_sums(kind: str, size: int) -> None:
-    results = run_transports(kind, size, _sums)
-    for dtype, dtypes_sum in results[0].items():
-        expected = sum(exact_inputs(1001, dtype, rank).double() for rank in range(size))
-        assert_bitwise(dtypes_sum, torch.as_tensor(expected).to(dtype), str(dtype))
-        for result in results[1:]:
-            assert_bitwise(result[dtype], dtypes_sum, str(dtype))
-    assert {torch.float32, torch.float64, torch.int64, torch.float16, torch.bfloat16} <= results[0].keys()
-    assert torch.complex64 not in results[0]
-
-
-def _sums(_: Meet, transport: Transport) -> dict[torch.dtype, torch.Tensor]:
-    results = {}
-    for dtype in DTYPES:
-        # uint8 holds no negative numbers; what wraps around is no sum.
-        if dtype is not torch.uint8 and transport.sums(dtype):
-            results[dtype] = exact_inputs(1001, dtype, transport.rank)
-            transport.start_all_reduce(results[dtype]).wait()
+def _sums_what_it_says_it_sums(meet: Meet, transport: Transport) -> None:
+    size, summed = len(transport.ranks), [dtype for dtype in DTYPES if transport.sums(dtype)]
+    assert {torch.float32, torch.float64, torch.int64, torch.float16, torch.bfloat16} <= set(summed)
+    assert torch.complex64 not in summed
+    for dtype in summed:
+        if dtype is not torch.uint8:  # which holds no negative numbers; what wraps around is no sum
+            total = exact_inputs(1001, dtype, transport.rank)
+            transport.start_all_reduce(total).wait()
+            expected = sum(exact_inputs(1001, dtype, rank).double() for rank in range(size))
+            assert_bitwise(total, torch.as_tensor(expected).to(dtype), str(dtype))
     transport.start_all_reduce(torch.zeros(0)).wait()
-    return results
 
 
-def test_groups_sum_apart(kind: str) -> None:
-    if kind == "fake":
-        pytest.skip("the fake connects all ranks")
-    assert run_transports(kind, 3, _sum_of_ranks, groups=((0, 2), (1,))) == [2.0, 1.0, 2.0]
-
-
-def _sum_of_ranks(_: Meet, transport: Transport) -> float:
+def _groups_sum_apart(meet: Meet, transport: Transport) -> None:
     tensor = torch.full((1000,), float(transport.rank))
     transport.start_all_reduce(tensor).wait()
-    return float(tensor.mean())
+    assert float(tensor.mean()) == (1.0 if transport.rank == 1 else 2.0)
 
 
-def test_native_reduces_over_every_transport(kind: str) -> None:
-    for result in run_transports(kind, 3, _native):
-        expected = [exact_inputs(5000, torch.float32, rank) for rank in range(3)]
-        assert_bitwise(result, torch.stack(expected).sum(0))
-
-
-def _native(meet: Meet, transport: Transport) -> Any:
+def _native_reduces_over_it(meet: Meet, transport: Transport) -> None:
     all_reduce = NativeAllReduce(transport)
     with pytest.raises(ValueError, match=f"{transport.engine} does not reduce torch.complex64 between hosts"):
         all_reduce.open_wires([(4, torch.float32), (4, torch.complex64)])
     (wire,) = all_reduce.open_wires([(5000, torch.float32)])
     wire.tensor.copy_(exact_inputs(5000, torch.float32, transport.rank))
     all_reduce.start(wire).wait()
+    assert_bitwise(wire.tensor, torch.stack([exact_inputs(5000, torch.float32, rank) for rank in range(3)]).sum(0))
     meet()
-    return wire.tensor
 
 
-# ---- failures
-
-
-def test_time_outs_name_the_cause(kind: str) -> None:
-    peers, rank, seconds, elapsed = run_transports(kind, 3, _missing_in_a_sum, timeout_seconds=0.5)[0]
-    assert peers == (1,)
-    assert rank == 0
-    assert 0.4 < seconds <= elapsed < patient(4.0)
-
-
-def _missing_in_a_sum(meet: Meet, transport: Transport) -> Any:
-    result = None
+def _time_outs_name_the_cause(meet: Meet, transport: Transport) -> None:
     if transport.rank != 1:
         started = time.monotonic()
         with pytest.raises(PeerTimeoutError) as caught:
             transport.start_all_reduce(torch.ones(1000)).wait()
-        result = caught.value.peers, caught.value.rank, caught.value.seconds, time.monotonic() - started
+        assert (caught.value.peers, caught.value.rank) == ((1,), transport.rank)
+        assert 0.4 < (caught.value.seconds or 0.0) <= time.monotonic() - started < patient(4.0)
     meet()
-    return result
 
 
-def test_an_error_that_one_rank_leaves_is_raised_by_who_waits_for_it(kind: str) -> None:
-    if kind == "fake":
-        pytest.skip("the fake passes no words on")
-    text, peers = run_transports(kind, 3, _leave_an_error)[0]
-    assert "rank 1 stopped: the plans differ" in text
-    assert peers == (2,)
-
-
-def _leave_an_error(meet: Meet, transport: Transport) -> Any:
-    result = None
+def _an_error_that_one_rank_leaves_is_raised_by_who_waits_for_it(meet: Meet, transport: Transport) -> None:
     if transport.rank == 1:
         time.sleep(0.1)
         error = PlanMismatchError("the plans differ", peers=(2,))
         assert transport.fail(error) is error
     else:
-        with pytest.raises(PlanMismatchError) as caught:
+        with pytest.raises(PlanMismatchError, match="rank 1 stopped: the plans differ") as caught:
             transport.start_all_reduce(torch.ones(4)).wait()
-        result = str(caught.value), caught.value.peers
+        assert caught.value.peers == (2,)
     meet()
-    return result
 
 
-def test_who_waits_for_a_closed_transport_is_told(kind: str) -> None:
-    peers, seconds = run_transports(kind, 2, _peer_closes)[0]
-    assert peers == (1,)
-    assert 0.1 < seconds < patient(4.0)
-
-
-def _peer_closes(_: Meet, transport: Transport) -> Any:
+def _who_waits_for_a_closed_transport_is_told(meet: Meet, transport: Transport) -> None:
     if transport.rank == 1:
         time.sleep(0.2)
         transport.close()
         with pytest.raises(PeerLostError):
             transport.start_broadcast(torch.zeros(1), 1)
-        return None
+        return
     started = time.monotonic()
     with pytest.raises(PeerLostError) as caught:
         transport.start_broadcast(torch.empty(4), 1).wait()
-    return caught.value.peers, time.monotonic() - started
+    assert caught.value.peers == (1,)
+    assert 0.1 < time.monotonic() - started < patient(4.0)
 
 
-def _close_one(_: Meet, first: Transport, second: Transport) -> float:
-    first.close()
-    first.close()  # twice is once
-    return _sum(second)
-
-
-def _close_in_the_middle(meet: Meet, first: Transport, second: Transport, third: Transport) -> float:
-    # Neither has a counterpart, and the second is too large for any buffer on the way.
+def _closing_with_transfers_under_way(meet: Meet, first: Transport, second: Transport, third: Transport) -> None:
+    """Neither has a counterpart, the second is too large for any buffer on the way, and a thread waits for another."""
     rank = first.rank
     transfers = [first.start_broadcast(torch.empty(8), 1 - rank), second.start_broadcast(torch.ones(4 * MIB), rank)]
-    meet()
-    first.close()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(first.start_broadcast(torch.empty(8), 1 - rank).wait)
+        time.sleep(0.2)
+        meet()
+        first.close()
+        first.close()  # twice is once
+        with pytest.raises(PeerLostError):
+            waiting.result(10.0)
     second.close()
     for transfer in transfers:
         with pytest.raises(PeerLostError):
             transfer.wait()
     del transfers
     meet()
-    return _sum(third)
+    assert _sum(third) == 3.0
 
 
-def _close_under_a_thread(meet: Meet, transport: Transport) -> str:
-    ended: list[str] = []
-
-    def wait() -> None:
-        try:
-            transport.start_broadcast(torch.empty(8), 1 - transport.rank).wait()
-        except PeerLostError as error:
-            ended.append(type(error).__name__)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    time.sleep(0.2)
-    meet()
-    transport.close()
-    thread.join(10.0)
-    return ended[0] if ended else "still waits"
-
-
-def test_who_is_in_the_midst_of_a_message_when_it_breaks_off_is_told(kind: str) -> None:
-    if kind != "c10d":
-        pytest.skip("the fake's messages are there at once, MPI's sender cannot break one off")
-    for closes in (0, 1):
-        other, seconds = run_transports(kind, 2, partial(_break_off, closes=closes))[1 - closes]
-        assert other in ("PeerLostError", "arrived")  # before the end came
-        assert seconds < patient(10.0)
-
-
-def _break_off(meet: Meet, transport: Transport, closes: int) -> tuple[str, float]:
+def _who_is_in_the_midst_of_a_message_when_it_breaks_off_is_told(meet: Meet, transport: Transport) -> None:
     data = torch.ones(256 * MIB, dtype=torch.uint8)
-    ended: list[str] = []
-
-    def move() -> None:
-        try:
-            transport.start_broadcast(data, 1).wait()
-            ended.append("arrived")
-        except PeerLostError as error:
-            ended.append(type(error).__name__)
-
     meet()
     started = time.monotonic()
-    thread = threading.Thread(target=move)
-    thread.start()
-    if transport.rank == closes:
-        time.sleep(0.04)
-        transport.close()
-    thread.join(15.0)
-    return (ended or ["still waits"])[0], time.monotonic() - started
+    with ThreadPoolExecutor(1) as pool:
+        moving = pool.submit(lambda: transport.start_broadcast(data, 1).wait())
+        if transport.rank == 1:
+            time.sleep(0.04)
+            transport.close()
+        with contextlib.suppress(PeerLostError):  # it may have arrived before
+            moving.result(15.0)
+    assert time.monotonic() - started < patient(10.0)
 
 
+_CONTRACT: list[tuple[Callable[..., object], int, dict[str, Any]]] = [
+    (_knows_its_rank_and_its_peers, 3, {}),
+    (_transfers_match_in_their_order, 2, {}),
+    (_every_size, 2, {}),
+    (_every_dtype_travels_bit_for_bit, 2, {}),
+    (_odd_shapes, 2, {}),
+    (_several_at_once_do_not_mix, 2, {"num_streams": 3}),
+    (_threads, 2, {"num_streams": 3}),
+    (_sums_what_it_says_it_sums, 2, {}),
+    (_sums_what_it_says_it_sums, 3, {}),
+    (_groups_sum_apart, 3, {"groups": ((0, 2), (1,))}),
+    (_native_reduces_over_it, 3, {}),
+    (_time_outs_name_the_cause, 3, {"timeout_seconds": 0.5}),
+    (_an_error_that_one_rank_leaves_is_raised_by_who_waits_for_it, 3, {}),
+    (_who_waits_for_a_closed_transport_is_told, 2, {}),
+    (_closing_with_transfers_under_way, 2, {"num_streams": 3}),
+    (_who_is_in_the_midst_of_a_message_when_it_breaks_off_is_told, 2, {}),
+]
+_NOT_OF = {  # the fake connects all ranks, passes no words on, and its messages are there at once
+    _groups_sum_apart: ["fake"],
+    _an_error_that_one_rank_leaves_is_raised_by_who_waits_for_it: ["fake"],
+    _who_is_in_the_midst_of_a_message_when_it_breaks_off_is_told: ["fake", "mpi"],  # MPI's sender cannot break one off
+}
+
+
+@every_transport
+@pytest.mark.parametrize(
+    ("body", "size", "how"), [pytest.param(*case, id=f"{case[0].__name__}-{case[1]}") for case in _CONTRACT]
+)
+def test_contract(kind: str, body: Callable[..., object], size: int, how: dict[str, Any]) -> None:
+    if kind in _NOT_OF.get(body, ()):
+        pytest.skip(f"{kind} cannot")
+    run_transports(kind, size, body, **how)
+
+
+@every_transport
+def test_closing_gives_back_every_descriptor(kind: str) -> None:
+    if kind == "mpi":
+        for before, after in job.run(_descriptors_under_mpi, 2):
+            assert after <= before
+        return
+    run_transports(kind, 2, _every_dtype_travels_bit_for_bit)  # what is opened once per process
+    before = count_open_fds()
+    for _ in range(3):
+        run_transports(kind, 2, _every_dtype_travels_bit_for_bit)
+    wait_until(lambda: count_open_fds() <= before, "descriptors to be given back", 2.0)
+
+
+def _descriptors_under_mpi(rank: int, store: dist.Store, communicator: Any) -> tuple[int, int]:
+    counts = []
+    for turn in range(4):
+        of_turn = dist.PrefixStore(f"turn{turn}", store)
+        _on_mpi_rank(rank, of_turn, communicator, _every_dtype_travels_bit_for_bit)
+        counts.append(count_open_fds())
+    return counts[0], counts[-1]
+
+
+# ---- what only Gloo has: what `transport/gloo_links.py` relies on, in the words that are looked for there
+
+
+def _failure_of(group: Any, peer: int, seconds: float) -> RuntimeError:
+    """Of a receive that is never answered."""
+    with pytest.raises(RuntimeError) as caught:
+        group.recv([torch.empty(8)], peer, 0).wait(timedelta(seconds=seconds))
+    return caught.value
+
+
+def test_a_wait_of_gloos_that_is_too_long_says_so_and_so_does_another_that_fails_with_it() -> None:
+    barrier = threading.Barrier(3)
+
+    def body(rank: int, size: int, store: dist.Store) -> list[bool]:
+        group = ProcessGroupGloo(store, rank, size, timedelta(seconds=20))
+        failures = []
+        if rank == 0:
+            with ThreadPoolExecutor(1) as pool:
+                other = pool.submit(_failure_of, group, 2, 20.0)
+                time.sleep(0.1)
+                failures = [_failure_of(group, 1, 0.05), other.result()]
+        barrier.wait(20)
+        return list(map(gloo_links.has_timed_out, failures))
+
+    assert run_threads(body, 3)[0] == [True, True]
+
+
+def _gloo_threads() -> set[str]:
+    """Of this process. Earlier tests may have left some that are about to end."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            found |= {task.name} if "gloo" in (task / "comm").read_text() else set()
+    return found
+
+
+def test_no_thread_of_gloos_is_left_when_the_interpreter_goes_down() -> None:
+    """Such a thread may still have to drop a tensor, for which it needs the interpreter: SIGABRT."""
+    before = _gloo_threads()
+    barrier = threading.Barrier(2)
+
+    def body(rank: int, size: int, store: dist.Store) -> Any:
+        transport = C10dTransport(Rendezvous(store, rank, size, 20.0), "ending")
+        transport.start_all_reduce(torch.ones(3)).wait()
+        barrier.wait(20)
+        during = _gloo_threads() - before
+        barrier.wait(20)
+        if rank == 0:
+            c10d._let_go_at_exit()
+        barrier.wait(20)
+        return during
+
+    during = set().union(*run_threads(body, 2))
+    assert during
+    assert not during & _gloo_threads()
+
+
+# ---- what only MPI has: its launcher, its ranks, its thread levels, and its errors
+
+
+def _crossed_ranks(rendezvous: Rendezvous, communicator: Any) -> None:
+    crossed = Rendezvous(dist.PrefixStore("crossed", rendezvous.store), 1 - rendezvous.rank, 2, 20.0)
+    MpiTransport(crossed, "stream", communicator=communicator)
+
+
+def _without_mpi4py(rendezvous: Rendezvous, communicator: Any) -> None:
+    with mock.patch.dict(sys.modules, {"mpi4py": None} if rendezvous.rank else {}):
+        MpiTransport(rendezvous, "stream", communicator=communicator)
+
+
+def _funneled(rendezvous: Rendezvous, communicator: Any) -> None:
+    from mpi4py import MPI
+
+    with mock.patch.object(MPI, "Query_thread", return_value=MPI.THREAD_FUNNELED):
+        MpiTransport(rendezvous, "stream", communicator=communicator)
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("opening", "says", "culprit"),
+    [
+        (_crossed_ranks, "rank 0 of this world of 2 is rank 1 of 2 in MPI", 0),
+        (_without_mpi4py, r"rank 1 cannot load MPI.*pip install torchring\[mpi\]", 1),
+        (_funneled, r"mpi4py\.rc\.thread_level = 'multiple'", 0),
+    ],
+)
+def test_a_rank_that_mpi_does_not_fit_is_named_on_all_of_them(opening: Any, says: str, culprit: int) -> None:
+    for text, peers in job.run(partial(_refused, opening=opening), 2):
+        assert re.search(says, text), text
+        assert peers == (culprit,)
+
+
+def _refused(rank: int, store: dist.Store, communicator: Any, opening: Any) -> Any:
+    with pytest.raises(TopologyError) as caught:
+        opening(Rendezvous(store, rank, 2, 20.0), communicator)
+    Rendezvous(store, rank, 2, 20.0).all_gather("finished", b"")
+    return str(caught.value), caught.value.peers
+
+
+@needs_mpi
+def test_mpi_is_called_by_one_thread_at_a_time() -> None:
+    assert job.run(_outside_of_the_lock, 2) == [0, 0]
+
+
+def _outside_of_the_lock(rank: int, store: dist.Store, communicator: Any) -> int:
+    guard, num_outside = MpiTransport._guard, 0
+
+    def counted(self: Any, *args: Any) -> Any:
+        nonlocal num_outside
+        num_outside += not mpi_transport._lock._is_owned()  # type: ignore[attr-defined]
+        return guard(self, *args)
+
+    with mock.patch.object(MpiTransport, "_guard", counted):
+        _on_mpi_rank(rank, store, communicator, _threads, ["first", "second", "third"])
+    return num_outside
+
+
+@needs_mpi
+def test_an_error_of_mpis_is_a_ring_error() -> None:
+    run_transports("mpi", 2, _without_a_root)
+
+
+def _without_a_root(meet: Meet, transport: Any) -> None:
+    data = torch.ones(8)
+    if transport.rank == 0:  # another rank that fails after it would name it
+        with pytest.raises(RingError, match=r"(?i)MPI reports.*ROOT"):
+            transport._start(lambda: transport._communicator.Ibcast(transport._buffer(data), 99), data)
+    meet()
+
+
+_SCENE = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from mpi4py import MPI
+from torchring.transport.mpi import MpiTransport
+from torchring.world import World
+rank = MPI.COMM_WORLD.rank
+world = World(dist.FileStore(os.environ["TESTS_STORE"]), rank, 2, timeout_seconds=100.0)
+transport = MpiTransport(world.rendezvous, "stream", world.host)
+"""
+# MPI_Finalize waits for all: without a goodbye the one would wait there, and the other one for its message.
+_RAISES = """
+if rank == 0:
+    raise KeyError("of the script")
+transport.start_all_reduce(torch.ones(4)).wait()
+"""
+_LEAVES = """
+other = MpiTransport(world.rendezvous, "other", world.host)
+transport.start_broadcast(torch.empty(4 << 20), 1 - rank)
+other.start_broadcast(torch.ones(4 << 20), rank)  # neither has a counterpart
+print("leaves")
+if rank == 0:
+    transport.close()
+    other.close()
+    world.close()
+"""
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("text", "is_error", "said"),
+    [
+        (_RAISES, True, ["KeyError: 'of the script'", "PeerLostError: rank 0"]),
+        pytest.param(_LEAVES, False, ["leaves", "leaves"], marks=pytest.mark.grid),
+    ],
+    ids=["raises", "leaves with transfers under way"],
+)
+def test_a_script_that_stops_stops_the_others(text: str, is_error: bool, said: list[str], tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(_SCENE + text)
+    process = mpi_job.mpirun([tmp_path / "script.py"], 2, env={"TESTS_STORE": str(tmp_path / "store")})
+    try:
+        output, _ = process.communicate(timeout=patient(60.0))  # less than the world's time-out
+    except subprocess.TimeoutExpired:
+        mpi_job.stop(process)
+        raise
+    assert (process.returncode != 0) == is_error, output
+    for words in said:
+        assert output.count(words) >= said.count(words), output
+
+
+def _script(side: Side) -> list[torch.Tensor]:
+    model = small_model()
+    train(side, model, side.wrap(momentum(model), model, algorithm="native"), range(5))
+    return values(model)
+
+
+@needs_mpi
+def test_training_over_mpi_is_training_in_one_process() -> None:
+    assert_as_one_process(_script, world_size=job.num_ranks, run=lambda *_: job.run(_train_over_mpi, job.num_ranks))
+
+
+def _train_over_mpi(rank: int, store: dist.Store, communicator: Any) -> list[torch.Tensor]:
+    start = MpiTransport.start_all_reduce
+    with mock.patch.object(MpiTransport, "start_all_reduce", autospec=True, side_effect=start) as summed:
+        torchring.init(backend="mpi")
+        assert (torchring.rank(), torchring.size()) == (rank, communicator.size)
+        parameters = _script(Side((rank,), True))
+        torchring.shutdown()
+    assert summed.called, "nothing went through MPI"
+    return parameters
+
+
+# ---- the last with this MPI job: one that fails in it, and one that dies
+
+
+@needs_mpi
+def test_the_job_tells_which_rank_failed_and_why() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        job.run(_fails_on_rank_1, 2)
+    assert [report.failed for report in caught.value.reports] == [False, True]
+    assert "rank 1: ValueError: on purpose" in str(caught.value)
+    assert "said before" in str(caught.value)
+
+
+def _fails_on_rank_1(rank: int, store: dist.Store, communicator: Any) -> None:
+    if rank == 1:
+        print("said before", flush=True)
+        raise ValueError("on purpose")
+
+
+@every_transport
 def test_the_death_of_a_peer_names_it(kind: str) -> None:
     if kind == "c10d":
         died, *survivors = run_ranks(_wait_for_the_dying, 3, expect_exit={0: -signal.SIGKILL})
         assert died is None
     elif kind == "mpi":
-        # Unless told so, mpirun ends the other ranks, too.
-        with mpi_job.MpiJob(3, options=("--runtime-options", "continuous")) as own_job:
-            died, *survivors = own_job.run(_wait_for_the_dying_under_mpi, 3, dies=0)
+        died, *survivors = job.run(_wait_for_the_dying_under_mpi, 3, dies=0)
         assert died is None
     else:
         network = FakeNetwork(3)
@@ -421,76 +604,22 @@ def test_the_death_of_a_peer_names_it(kind: str) -> None:
 
 def _wait_for_the_dying(rank: int, size: int) -> Any:
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    transport = C10dTransport(Rendezvous(store, rank, size, 20.0), "stream")
-    if rank == 0:
-        time.sleep(0.2)
-        os.kill(os.getpid(), signal.SIGKILL)
-    return _wait(transport)
+    return _wait(C10dTransport(Rendezvous(store, rank, size, 20.0), "stream"), dies=rank == 0)
 
 
 def _wait_for_the_dying_under_mpi(rank: int, store: dist.Store, communicator: Any) -> Any:
     world = World(store, rank, communicator.size, timeout_seconds=20.0)  # which knows who on this host lives
     assert world.rendezvous is not None
-    transport = MpiTransport(world.rendezvous, "stream", world.host, communicator=communicator)
-    if rank == 0:
+    return _wait(MpiTransport(world.rendezvous, "stream", world.host, communicator=communicator), dies=rank == 0)
+
+
+def _wait(transport: Transport, dies: bool = False) -> Any:
+    if dies:
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
-    return _wait(transport)
-
-
-def _wait(transport: Transport) -> Any:
     started = time.monotonic()
     with pytest.raises(PeerLostError) as caught:
         transport.start_all_reduce(torch.ones(4)).wait()
     seconds = time.monotonic() - started
     transport.close()
     return caught.value.peers, seconds
-
-
-_STEPS = [[1000 * thread + step for step in range(30)] for thread in range(3)]
-
-
-@pytest.mark.parametrize(
-    ("body", "num_streams", "expected"),
-    [
-        pytest.param(_rank_and_size, 1, [(0, 2), (1, 2)], id="rank and size"),
-        pytest.param(_rank_and_size, 1, [(0, 3), (1, 3), (2, 3)], id="rank and size of three"),
-        pytest.param(_in_order, 1, [[100 * (i % 2) + i for i in range(20)]] * 2, id="transfers match in their order"),
-        pytest.param(_odd_shapes, 1, [[1.5, -1, -1, -1, -1, -1], [1.5, -2, -1, -1, -2, -2]], id="odd shapes"),
-        pytest.param(_do_not_mix, 3, [[100, 101, 102]] * 2, id="several at once do not mix"),
-        pytest.param(_in_threads, 3, [_STEPS] * 2, id="threads"),
-        pytest.param(_with_gaps, 1, [3.0] * 2, id="tensors with gaps are refused"),
-        pytest.param(_close_one, 2, [3.0] * 2, id="closing one leaves the others open"),
-        pytest.param(_close_in_the_middle, 3, [3.0] * 2, id="closing with transfers under way"),
-        pytest.param(_close_under_a_thread, 1, ["PeerLostError"] * 2, id="closing while a thread waits"),
-    ],
-)
-def test_what_each_rank_sees(kind: str, body: Callable[..., Any], num_streams: int, expected: list[Any]) -> None:
-    assert run_transports(kind, len(expected), body, num_streams=num_streams) == expected
-
-
-def test_closing_gives_back_every_descriptor(kind: str) -> None:
-    if kind == "mpi":
-        for before, after in job.run(_descriptors_under_mpi, 2):
-            assert after <= before
-        return
-    run_transports(kind, 2, _use)  # what is opened once per process
-    before = count_open_fds()
-    for _ in range(3):
-        run_transports(kind, 2, _use)
-    end = time.monotonic() + 2.0
-    while count_open_fds() > before and time.monotonic() < end:
-        time.sleep(0.02)
-    assert count_open_fds() <= before
-
-
-def _descriptors_under_mpi(rank: int, store: dist.Store, communicator: Any) -> tuple[int, int]:
-    counts = []
-    for turn in range(4):
-        _on_mpi_rank(rank, dist.PrefixStore(f"turn{turn}", store), communicator, _use, ["stream"], 20.0)
-        counts.append(count_open_fds())
-    return counts[0], counts[-1]
-
-
-def _use(_: Meet, transport: Transport) -> None:
-    transport.start_broadcast(exact_inputs(8, torch.float32, transport.rank), 0).wait()
