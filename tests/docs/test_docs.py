@@ -13,12 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 import torchring
-from tests.support.checks import assert_same_on_all_ranks, digest
+from tests.support.checks import assert_same_everywhere, assert_same_on_all_ranks, digest
 from tests.support.documents import PAGES, ROOT, anchors, blocks, code_spans, included, links, programs, rows, section
-from tests.support.harness import run_ranks
+from tests.support.harness import ranks, run_ranks
 from torchring import cli
+from torchring.allreduce.select import ALGORITHMS, OVERLAPS
 from torchring.bench import measure
 from torchring.default_world import default_world
 from torchring.doctor.checks import CHECKS
@@ -49,12 +53,10 @@ def run_page(page: Path) -> dict[str, Any]:
     return names
 
 
-def _run_pages(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+def _run_pages(rank: int, world_size: int, folder: str, pages: list[Path]) -> dict[str, Any]:
     os.chdir(folder)
     found = {}
-    for page in PAGES:
-        if page.parent.name == "platforms" or not blocks(page, "python"):  # those: tests/platforms/
-            continue
+    for page in pages:
         torch.manual_seed(rank)
         names = run_page(page)
         if page.name == "elastic.md":  # started again, its script finds a checkpoint
@@ -63,7 +65,7 @@ def _run_pages(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             run_page(page)
         assert torchring.size() == world_size
         found[page.name] = {
-            "models": {name: digest(value.parameters()) for name, value in names.items() if _is_model(value)},
+            "models": {name: digest(each.parameters()) for name, each in names.items() if isinstance(each, nn.Module)},
             "reductions": default_world().num_reductions,
             "loss": float(names["loss"]) if page.name == "first-script.md" else None,
         }
@@ -71,12 +73,9 @@ def _run_pages(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return found
 
 
-def _is_model(value: Any) -> bool:
-    return isinstance(value, torch.nn.Module)
-
-
 def test_python_runs_on_two_ranks(tmp_path: Path) -> None:
-    first, second = run_ranks(_run_pages, 2, str(tmp_path), deadline=150)
+    pages = [page for page in PAGES if page.parent.name != "platforms" and blocks(page, "python")]
+    first, second = run_ranks(_run_pages, 2, str(tmp_path), pages, deadline=150)
     assert {"README.md", "recipes.md", "options.md", "gpu.md", "troubleshooting.md", "ddp.md"} <= first.keys()
     assert first.keys() == second.keys()
     for page in first.keys() - {"ddp.md"}:  # which has no ranks
@@ -90,8 +89,9 @@ def test_python_runs_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_python_runs_alone(tmp_path: Path) -> None:
-    (found,) = run_ranks(_run_pages, 1, str(tmp_path), deadline=150, launcher_env=False)
-    assert f"loss {found['first-script.md']['loss']:.6f}" in section(DOCS / "start" / "first-script.md", "## The check")
+    pages = [ROOT / "README.md", page := DOCS / "start" / "first-script.md"]
+    (found,) = run_ranks(_run_pages, 1, str(tmp_path), pages, launcher_env=False)
+    assert f"loss {found[page.name]['loss']:.6f}" in section(page, "## The check")
 
 
 def test_running_a_page_can_fail(tmp_path: Path) -> None:
@@ -111,11 +111,14 @@ class Commands:
         self.started: list[list[str]] = []
         for name in ("examples", "tests", "bench"):
             (folder / name).symlink_to(ROOT / name)
-        (folder / "train.py").touch()
-        (folder / "digits.sbatch").touch()
-        (folder / "job.yaml").write_text("{name: digits, command: python train.py, image: train, cpus: 2}")
-        (folder / "hosts.txt").write_text("node1 slots=4\nnode2:4\n")
-        (folder / "hosts.sh").write_text("#!/bin/sh\necho node1:4\n")
+        for name, text in {
+            "train.py": "",
+            "digits.sbatch": "",
+            "job.yaml": "{name: digits, command: python train.py, image: train, cpus: 2}",
+            "hosts.txt": "node1 slots=4\nnode2:4\n",
+            "hosts.sh": "#!/bin/sh\necho node1:4\n",
+        }.items():
+            (folder / name).write_text(text)
         (folder / "hosts.sh").chmod(0o755)
         monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")  # for --launcher srun
         monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2(x2)")
@@ -133,11 +136,8 @@ class Commands:
             from torch.distributed.run import get_args_parser
 
             options = get_args_parser().parse_args(arguments)
-            self.check(
-                [options.training_script, *options.training_script_args]
-                if options.no_python
-                else ["python", options.training_script]
-            )
+            script = [options.training_script, *options.training_script_args]
+            self.check(script if options.no_python else ["python", *script])
         elif program == "horovodrun":  # torchring run takes its options
             self._torchring(["run", *arguments])
         elif program in ("mpirun", "srun"):
@@ -147,10 +147,9 @@ class Commands:
         elif program == "python" and arguments[:2] == ["-m", "pytest"]:
             for word in arguments[2:]:
                 assert Path(word).exists() or word in ("-q", "-m", "gpu"), word
-        elif program in ("python", "sbatch", "bash"):
-            assert Path(arguments[0]).is_file(), arguments[0]
-        elif program == "kubectl":
-            assert Path(arguments[-1]).is_file(), arguments[-1]
+        elif program in ("python", "sbatch", "bash", "kubectl"):
+            file = arguments[-1 if program == "kubectl" else 0]
+            assert Path(file).is_file(), file
         elif program == "make":
             assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), arguments[0]
         elif program == "pip":
@@ -173,9 +172,8 @@ class Commands:
             with pytest.raises(SystemExit, match=r"^0$"):
                 cli.main(arguments)
         elif arguments[0] == "bench":
-            file = cli._benchmarks().get(arguments[1])
-            assert file, f"there is no benchmark {arguments[1]}"
-            source = file.read_text() + Path(measure.__file__).read_text()  # options of all benchmarks
+            source = cli._benchmarks()[arguments[1]].read_text()
+            source += Path(measure.__file__).read_text()  # options of all benchmarks
             assert all(f'"{word}"' in source for word in arguments[2:] if word.startswith("-")), arguments
         else:
             count = len(self.started)
@@ -194,25 +192,16 @@ def commands() -> dict[str, list[str]]:
     return found
 
 
-@pytest.fixture
-def checker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
-    return Commands(tmp_path, monkeypatch)
-
-
-def test_commands_parse(checker: Commands) -> None:
-    found = commands()
+def test_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checker, found = Commands(tmp_path, monkeypatch), commands()
     assert len(found) > 30
     for place, words in found.items():
         try:
             checker.check(words)
-        except (AssertionError, SystemExit, argparse.ArgumentError) as error:
+        except (AssertionError, KeyError, SystemExit, argparse.ArgumentError) as error:
             raise AssertionError(f"{place} is not right: {error}") from error
     assert len(checker.started) > 10
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
+    for wrong in (
         "torchring run -np 2 no_such_script.py",
         "torchring run -np zero train.py",
         "torchring run train.py",
@@ -223,20 +212,36 @@ def test_commands_parse(checker: Commands) -> None:
         "make no-such-target",
         "pip install '.[no_such_extra]'",
         "rm -rf .",
-    ],
-)
-def test_the_check_of_commands_can_fail(command: str, checker: Commands) -> None:
-    with pytest.raises((AssertionError, SystemExit)):
-        checker.check(shlex.split(command))
+    ):
+        with pytest.raises((AssertionError, SystemExit)):
+            checker.check(shlex.split(wrong))
 
 
 # Tables
 
 
-def test_every_error_class_has_its_row() -> None:
+def first_cells(page: Path, heading: str) -> list[str]:
+    """What stands in the first column of the tables under a heading."""
+    return [code_spans(cells[0])[0] for cells in rows(section(page, heading))]
+
+
+def test_tables_have_a_row_for_each_thing() -> None:
     kinds = [torchring.RingError, *torchring.RingError.__subclasses__()]
-    described = [code_spans(cells[0])[0] for cells in rows(section(ERRORS, "## Error classes"))]
-    assert sorted(described) == sorted(kind.__name__ for kind in kinds)
+    assert sorted(first_cells(ERRORS, "## Error classes")) == sorted(kind.__name__ for kind in kinds)
+    for heading, values in (("### `algorithm`", ALGORITHMS), ("### `overlap`", OVERLAPS)):
+        assert sorted(first_cells(OPTIONS, heading)) == sorted(f'"{value}"' for value in values)
+    for function in (torchring.wrap, torchring.init):
+        parameters = inspect.signature(function).parameters.values()
+        own = {f"{p.name}={p.default!r}".replace("'", '"') for p in parameters if p.name not in ("optimizer", "model")}
+        table = section(OPTIONS, f"## `torchring.{function.__name__}`").partition("\n### ")[0]
+        assert {code_spans(cells[0])[0] for cells in rows(table)} == own
+    named = re.findall(r"^::: torchring\.(\w+)$", (DOCS / "reference" / "api.md").read_text(), re.MULTILINE)
+    assert sorted(named) == torchring.__all__
+    horovod = rows((DOCS / "reference" / "horovod.md").read_text())
+    described = {name for cells in horovod for name in code_spans(cells[1])}
+    assert described == {*torchring.horovod.__all__, "State", "TorchState", "ObjectState", "ElasticSampler"}
+    listed = re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in PAGES if DOCS in page.parents)
 
 
 def test_every_line_of_doctor_has_its_row() -> None:
@@ -251,12 +256,11 @@ def test_every_line_of_doctor_has_its_row() -> None:
         for cells in rows(text)
         for level in re.findall("WRONG|WARNING", cells[1])
     }
-    bad = {(level, topic) for level, topic in found if level in ("wrong", "warning")}
+    topics, bad = {topic for _, topic in found}, {each for each in found if each[0] in ("wrong", "warning")}
     assert len(bad) > 10
     assert bad <= described
-    assert {topic for _, topic in described} <= {topic for _, topic in found}
-    information = {topic for _, topic in found} - {topic for _, topic in described}
-    assert all(f"`{topic}`" in text for topic in information)
+    assert {topic for _, topic in described} <= topics
+    assert all(f"`{topic}`" in text for topic in topics)
 
 
 def test_quoted_messages_are_those_of_the_code() -> None:
@@ -286,36 +290,12 @@ def _strings(file: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("heading", "function"), [("## `torchring.wrap`", "wrap"), ("## `torchring.init`", "init")])
-def test_options_have_the_defaults_of_the_code(heading: str, function: str) -> None:
-    parameters = inspect.signature(getattr(torchring, function)).parameters.values()
-    expected = {f"{p.name}={p.default!r}".replace("'", '"') for p in parameters if p.name not in ("optimizer", "model")}
-    described = {code_spans(cells[0])[0] for cells in rows(section(OPTIONS, heading).partition("\n### ")[0])}
-    assert described == expected
-
-
-def test_every_algorithm_is_described() -> None:
-    from torchring.allreduce.select import ALGORITHMS, OVERLAPS
-
-    for heading, values in (("### `algorithm`", ALGORITHMS), ("### `overlap`", OVERLAPS)):
-        described = [code_spans(cells[0])[0] for cells in rows(section(OPTIONS, heading))]
-        assert sorted(described) == sorted(f'"{value}"' for value in values)
-
-
 def test_every_mistake_of_ddp_has_its_row_and_its_test() -> None:
     table = rows(section(DOCS / "guides" / "ddp.md", "## Mistakes that DDP does not notice"))
     text = (ROOT / "tests" / "optimizer" / "test_mistakes.py").read_text()
     tests = re.findall(r"^def (test_\w+)\(run: Run\)", text, re.MULTILINE)
     assert len(table) == 9
     assert ["test_without_a_mistake_all_agree", *(code_spans(cells[3])[0] for cells in table)] == tests
-
-
-def test_the_reference_has_every_public_name() -> None:
-    named = re.findall(r"^::: torchring\.(\w+)$", (DOCS / "reference" / "api.md").read_text(), re.MULTILINE)
-    assert sorted(named) == torchring.__all__
-    horovod = rows((DOCS / "reference" / "horovod.md").read_text())
-    described = {name for cells in horovod for name in code_spans(cells[1])}
-    assert described == {*torchring.horovod.__all__, "State", "TorchState", "ObjectState", "ElasticSampler"}
 
 
 # Links
@@ -336,21 +316,15 @@ def target_of(page: Path, link: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize(
-    "page", [*PAGES, *map(ROOT.joinpath, ("CHANGELOG.md", "SECURITY.md"))], ids=lambda page: page.name
-)
-def test_links_lead_somewhere(page: Path) -> None:
-    assert {link: wrong for link in links(page) if (wrong := target_of(page, link))} == {}
-
-
-def test_the_check_of_links_can_fail() -> None:
+def test_links_lead_somewhere() -> None:
+    for page in (*PAGES, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"):
+        assert {link: wrong for link in links(page) if (wrong := target_of(page, link))} == {}, page
     page = DOCS / "index.md"
     assert links(DOCS / "guides" / "launching.md")
     for link in ("no_such_page.md", "reference/limits.md#no-such-heading", "#no-such-heading", "../README.md"):
         assert target_of(page, link), link
-    assert target_of(page, "reference/api.md#torchring.wrap") is None
-    assert target_of(page, "reference/errors.md#backward-and-step") is None
-    assert target_of(page, "background/security.md#what-is-trusted") is None
+    for link in ("api.md#torchring.wrap", "errors.md#backward-and-step"):
+        assert target_of(page, f"reference/{link}") is None
 
 
 def test_files_that_pages_name_and_include_exist() -> None:
@@ -365,16 +339,41 @@ def test_files_that_pages_name_and_include_exist() -> None:
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
-def test_every_page_is_in_the_navigation() -> None:
-    listed = re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in PAGES if DOCS in page.parents)
-
-
 def test_the_way_of_a_gradient_names_at_most_ten_files() -> None:
-    steps = re.findall(
-        r"^\d+\. `([\w/]+\.py)`: ",
-        section(DOCS / "background" / "how-it-works.md", "## The same in the code"),
-        re.MULTILINE,
-    )
+    way = section(DOCS / "background" / "how-it-works.md", "## The same in the code")
+    steps = re.findall(r"^\d+\. `([\w/]+\.py)`: ", way, re.MULTILINE)
     assert "torchring/gradients/hooks.py" in steps
     assert len(steps) <= 10
+
+
+# docs/guides/ddp.md, as pasted
+
+
+def run(diff: str, sign: str) -> dict[str, Any]:
+    """Run one side of the diff."""
+    torch.manual_seed(0)  # the snippet draws its data
+    namespace: dict[str, Any] = {}
+    code = "".join(line[1:] or "\n" for line in diff.splitlines(keepends=True) if line[0] in f"{sign} \n")
+    exec(compile(code, "docs", "exec"), namespace)
+    return namespace
+
+
+@ranks(2, run_ranks)
+def test_it_trains_as_with_ddp_and_ten_lines_change(tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = blocks(DOCS / "guides" / "ddp.md", "diff")
+    assert sum(line[0] in "+-" for line in block.code.splitlines() if line) == 10
+    ring = run(block.code, "+")
+    assert ring["optimizer"].stats().num_reductions == 4
+    assert_same_everywhere(ring["model"].parameters())
+    torchring.shutdown()
+    assert not dist.is_initialized(), "torchring.init(process_group=True) made one"
+    if rank == 0:
+        os.rename("checkpoint.pt", "ring.pt")
+    ddp = run(block.code, "-")
+    for ours, theirs in zip(ring["model"].parameters(), ddp["model"].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+    if rank == 0:
+        state = torch.load("checkpoint.pt", weights_only=True)
+        consume_prefix_in_state_dict_if_present(state, "module.")
+        assert list(state) == list(torch.load("ring.pt", weights_only=True))
