@@ -4,7 +4,7 @@
     run_ranks(fn, 2)               fn(rank, world_size) in 2 processes; both results in rank order
     run_pooled(fn, 2)              the same in processes that stay alive from one call to the next
     run_threads(fn, 2)             fn(rank, world_size, store) in 2 threads of this process
-    run_script(["train.py"], 2)    a script under torchrun (or plain python), for examples
+    run_script(["train.py"])       a script in a process of its own
 
 Whatever goes wrong arrives as RanksFailed, whose text holds for each rank: exit code or signal, traceback, the end of
 what it printed and, after the deadline, the Python stacks of all its threads. A rank that dies after the others have
@@ -12,8 +12,8 @@ finished is a failure, and so is a process, a file in /dev/shm or a file in the 
 Linux only.
 
 Ranks are forked from a server that has imported torch, torchring and the modules of tests that start ranks: 0.05 s
-each instead of 2 s. Like all forked children they end with os._exit, here after the atexit functions; only with
-fresh=True is the whole interpreter taken down. Pooled ranks save those 0.05 s, and what torch does once per process.
+each instead of 2 s. Like all forked children they end with os._exit, here after the atexit functions. Pooled ranks save
+those 0.05 s, and what torch does once per process.
 """
 
 from __future__ import annotations
@@ -168,7 +168,6 @@ def run_ranks(
     env: Mapping[str, str | None] | None = None,
     expect_exit: Mapping[int, int] | None = None,
     launcher_env: bool = True,
-    fresh: bool = False,
 ) -> list[Any]:
     """Run fn(rank, world_size, *args) in world_size single-threaded processes; return the results in rank order.
 
@@ -177,7 +176,6 @@ def run_ranks(
     env: changes to this process's environment, for the ranks; None removes a variable.
     expect_exit: {rank: exit code or minus signal} of ranks that must end that way; their result is None.
     launcher_env: set what torchrun sets, with a store that this process serves. False: as without a launcher.
-    fresh: start new interpreters (2 s each).
     """
     expected = dict(expect_exit or {})
     if not expected.keys() <= set(range(world_size)):
@@ -187,7 +185,7 @@ def run_ranks(
     if launcher_env:
         store = _open_store()  # lives until this returns
         environ |= _launchers_environ(store, world_size)
-    context = _start_method(fresh, {**environ, **(env or {})})
+    context = _start_method({**environ, **(env or {})})
 
     ranks: list[_Rank] = []
     with _Leftovers() as leftovers:
@@ -265,33 +263,26 @@ def run_threads(fn: Callable[..., Any], world_size: int, *args: Any, deadline: f
     return results
 
 
-def run_script(
-    argv: Sequence[str | os.PathLike[str]],
-    nproc: int | None = None,
-    deadline: float = 60.0,
-    env: Mapping[str, str | None] | None = None,
-    has_begun: Callable[[], bool] = lambda: True,
-) -> subprocess.CompletedProcess[str]:
-    """Run the script argv[0] with arguments argv[1:] under torchrun with nproc ranks, or plainly where nproc is None.
+def run_script(argv: Sequence[str | os.PathLike[str]], deadline: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """Run `python *argv`. The exit code is the caller's to judge.
 
-    The exit code is the caller's to judge. Outliving the deadline, or leaving something behind, is RanksFailed. The
-    deadline counts from when `has_begun()` is true, for scripts that are to outlive it: starting takes its time.
+    Outliving the deadline, or leaving something behind, is RanksFailed.
     """
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"] if nproc else []
-    command = [sys.executable, *launcher, *(os.fspath(argument) for argument in argv)]
+    command = [sys.executable, *(os.fspath(argument) for argument in argv)]
     with _Leftovers() as leftovers:
         environ = {**_clean_environ(), **leftovers.environ, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
-        root = str(Path(__file__).resolve().parents[2])
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environ.get("PYTHONPATH")]))
-        final = {name: value for name, value in {**environ, **(env or {})}.items() if value is not None}
         stdout, stderr = Path(leftovers.folder, "stdout"), Path(leftovers.folder, "stderr")
         timed_out = False
         with stdout.open("wb") as out, stderr.open("wb") as err:  # a pipe would be kept open by a leftover process
             process = subprocess.Popen(
-                command, env=final, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+                command,
+                env={**environ, "PYTHONPATH": _python_path()},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
             )
         try:
-            wait_until(has_begun, "the script to begin")
             process.wait(patient(deadline))
         except subprocess.TimeoutExpired:
             timed_out = True
@@ -339,8 +330,7 @@ class _Rank:
         self.channel, theirs = context.Pipe(duplex=self.is_pooled)
         arguments = (payload, rank, world_size, environ, str(log), theirs)
         self.process = context.Process(target=_rank_main, args=arguments, name=f"rank {rank}")
-        with _environment(environ):  # a fresh interpreter inherits it, a forked one sets it itself
-            self.process.start()
+        self.process.start()
         theirs.close()
 
     def _reset(self) -> None:
@@ -414,7 +404,7 @@ class _Pool:
         self.folder = tempfile.mkdtemp(prefix="torchring-pool-")
         self.store = _open_store()  # one for all: torchring keeps its connection from one world to the next
         environ = _clean_environ()
-        context = _start_method(False, environ)
+        context = _start_method(environ)
         logs = [Path(self.folder, f"rank{rank}.log") for rank in range(world_size)]
         self.ranks = [_Rank(context, rank, world_size, environ, log, None) for rank, log in enumerate(logs)]
         self.run(_train_once, (), 60.0)
@@ -502,9 +492,8 @@ def _leave_server() -> None:
     # Should the tests be killed, the fork server ends (once no rank holds its pipe open), and with it the ranks.
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     server: Any = forkserver._forkserver
-    if server._forkserver_alive_fd is not None:
-        os.close(server._forkserver_alive_fd)
-        server._forkserver_alive_fd = None
+    os.close(server._forkserver_alive_fd)
+    server._forkserver_alive_fd = None
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     multiprocessing.set_start_method(None, force=True)  # as in a script: workers of a DataLoader are forked
 
@@ -649,21 +638,22 @@ def _wait_for(ranks: list[_Rank], deadline: float) -> None:
         _wait_until_quiet([rank.log for rank in running])
 
 
-def _start_method(fresh: bool, environ: Mapping[str, str | None]) -> Any:
+def _start_method(environ: Mapping[str, str | None]) -> Any:
     """The multiprocessing context to start ranks with; its helper processes are running when this returns."""
     resource_tracker.ensure_running()
-    if fresh:
-        return multiprocessing.get_context("spawn")
     read = {name: environ[name] or "" for name in _READ_AT_IMPORT if environ.get(name) is not None}
     server = _servers.setdefault(tuple(sorted(read.items())), forkserver.ForkServer())
-    path = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]
-    with _environment(_clean_environ() | read | {"PYTHONPATH": os.pathsep.join(filter(None, path))}):
+    with _environment(_clean_environ() | read | {"PYTHONPATH": _python_path()}):
         interpreted = ["tests.support.interpreted"] if read.get("TRITON_INTERPRET") == "1" else []
         server.set_forkserver_preload([*_PRELOADED, *_modules_of_tests(), *interpreted, "tests.support.frozen"])
         server.ensure_running()
     # What multiprocessing starts processes with; the module has one server, which it takes these functions from.
     vars(forkserver).update(_forkserver=server, connect_to_new_process=server.connect_to_new_process)
     return multiprocessing.get_context("forkserver")
+
+
+def _python_path() -> str:
+    return os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]))
 
 
 def _modules_of_tests() -> list[str]:
