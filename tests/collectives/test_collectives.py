@@ -21,7 +21,7 @@ import torchring
 from tests.support.checks import assert_bitwise, assert_same_everywhere, assert_within_rounding, exact_inputs
 from tests.support.grids import grid
 from tests.support.harness import ranks, wait_until
-from torchring import broadcasts
+from torchring import broadcasts, functions
 from torchring.collectives import shared_memory
 from torchring.collectives.operations import combine
 from torchring.collectives.service import collectives_of
@@ -537,7 +537,7 @@ def _mismatches(rank: int, size: int, pairs: list[tuple[str, str]] = _MISMATCHES
     for pair in pairs:
         print(*pair)  # the last one in the output is the one that failed
         with pytest.raises(PlanMismatchError) as caught:
-            eval(pair[rank == size - 1], {**vars(torchring), "ones": torch.ones, "together": _all_reduce_together})
+            eval(pair[rank == size - 1], {**vars(functions), "ones": torch.ones, "together": _all_reduce_together})
         assert caught.value.rank == rank
         assert caught.value.peers in ([(size - 1,)] if rank < size - 1 else [(r,) for r in range(size - 1)])
         _assert_in_step(rank, size)
